@@ -1,4 +1,4 @@
-"""Buffers come back when nobody looks at them any more, and are used again; few are kept."""
+"""Buffers are reused once no view of them is left, within limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nano_inference.kserve.shared_memory import WarmBuffers
 SIZE = 256 << 10
 
 
-def test_memory_is_used_again() -> None:
+def test_memory_is_reused() -> None:
     buffers = WarmBuffers()
     first = buffers.take(SIZE)
     address = first.ctypes.data
@@ -37,7 +37,7 @@ def test_memory_is_used_again() -> None:
         lambda array: np.frombuffer(array.data, np.int64),
     ],
 )
-def test_who_still_looks_keeps_it_from_being_used_again(look: Callable[[Any], Any]) -> None:
+def test_memory_with_a_live_view_is_not_reused(look: Callable[[Any], Any]) -> None:
     buffers = WarmBuffers()
     first = buffers.take(SIZE)
     first[:] = 7
@@ -58,7 +58,7 @@ def test_no_more_is_kept_than_allowed() -> None:
     assert buffers.idle_bytes == 3 * SIZE
 
 
-def test_small_ones_are_not_kept() -> None:
+def test_small_buffers_are_not_kept() -> None:
     buffers = WarmBuffers()
     assert [buffers.take(size).shape for size in (0, 1, 1000)] == [(0,), (1,), (1000,)]
     assert (buffers.idle_bytes, buffers.used_bytes) == (0, 0)
@@ -81,7 +81,7 @@ def test_no_more_is_in_use_than_allowed() -> None:
     buffers.take(SIZE)
 
 
-def test_the_garbage_collector_may_come_while_somebody_takes_a_buffer() -> None:
+def test_the_garbage_collector_may_run_during_take() -> None:
     """Which is on the same thread, so that to wait for the lock would be for ever."""
     buffers = WarmBuffers()
     circle: list[object] = [buffers.take(SIZE)]
@@ -94,7 +94,7 @@ def test_the_garbage_collector_may_come_while_somebody_takes_a_buffer() -> None:
     assert (buffers.idle_bytes, buffers.used_bytes) == (SIZE, 0)
 
 
-def test_more_than_there_can_be_is_a_memory_error() -> None:
+def test_an_impossible_size_is_a_memory_error() -> None:
     buffers = WarmBuffers()
     with pytest.raises(MemoryError, match="not available"):
         buffers.take(1 << 61)

@@ -1,4 +1,4 @@
-"""The client: what it sends, what it makes of answers and errors, and when it tries again."""
+"""The client: requests, responses, errors and retries."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_no_budget_is_no_deadline(echo: Echo, budget_ns: int) -> None:
     assert echo.left_s == [None, None]
 
 
-async def test_a_budget_goes_along_less_what_the_client_held_it(
+async def test_time_in_the_client_is_deducted_from_the_budget(
     echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
@@ -120,7 +120,7 @@ async def test_a_budget_goes_along_less_what_the_client_held_it(
     assert left_s * 1e9 < 1.02 * sent_ns
 
 
-async def test_who_calls_and_what_else_goes_along(echo: Echo) -> None:
+async def test_calls_carry_the_key_and_the_metadata(echo: Echo) -> None:
     metadata = {"traceparent": "00-1-2-01"}
     async with KServeClient(echo.address, api_key="ni-key", metadata=metadata) as client:
         await client.infer("echo", BOTH)
@@ -181,7 +181,7 @@ async def test_an_error_keeps_its_meaning_and_is_not_tried_again(
     assert len(echo.received) == 2
 
 
-async def test_nobody_is_there() -> None:
+async def test_an_unreachable_server_is_an_error() -> None:
     address = f"127.0.0.1:{load('chaos_rig').free_port()}"
     async with asyncio.timeout(LIMIT_S), KServeClient(address, retries=1) as client:
         with pytest.raises(KServeError) as caught:
@@ -205,7 +205,7 @@ async def test_a_call_that_hangs_ends_with_its_deadline(echo: Echo) -> None:
     await echo.cancelled.wait()
 
 
-async def test_a_call_that_its_caller_leaves_is_cancelled(echo: Echo) -> None:
+async def test_cancelling_the_caller_cancels_the_call(echo: Echo) -> None:
     echo.hangs = True
     begun = asyncio.Event()
     echo.on_call = begun.set
@@ -220,7 +220,7 @@ async def test_a_call_that_its_caller_leaves_is_cancelled(echo: Echo) -> None:
 # --- again ---------------------------------------------------------------------------------------
 
 
-async def test_what_is_sent_again_has_only_the_time_that_is_left(
+async def test_a_retry_has_the_rest_of_the_budget(
     echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
@@ -234,7 +234,7 @@ async def test_what_is_sent_again_has_only_the_time_that_is_left(
     assert 0 < deadlines[2] < deadlines[1] < deadlines[0]
 
 
-async def test_a_budget_that_is_used_up_is_not_sent_as_none(
+async def test_an_expired_budget_is_not_sent_as_no_limit(
     echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
@@ -249,7 +249,7 @@ async def test_a_budget_that_is_used_up_is_not_sent_as_none(
     assert len(echo.received) == 1
 
 
-async def test_it_tries_as_often_as_it_is_told_and_no_longer_than_it_may(
+async def test_retries_are_limited_by_number_and_budget(
     echo: Echo,
 ) -> None:
     async with KServeClient(echo.address, retries=1) as client:
@@ -287,7 +287,7 @@ async def test_a_stream_gives_each_answer_and_ends(echo: Echo, end: str) -> None
     assert 0 < sent.parameters["timeout_ns"].int64_param <= HOUR_NS
 
 
-async def test_a_stream_that_breaks_off_says_so(echo: Echo) -> None:
+async def test_a_broken_stream_is_an_error(echo: Echo) -> None:
     echo.answers = [answer(0)]
     numbers = []
     with pytest.raises(KServeError) as caught:
@@ -316,7 +316,7 @@ async def test_the_error_of_a_request_on_a_stream(echo: Echo) -> None:
     assert (bare.value.code, bare.value.status) == ("internal_error", grpc.StatusCode.UNKNOWN)
 
 
-async def test_a_stream_is_begun_again_before_its_first_answer(echo: Echo) -> None:
+async def test_a_stream_is_retried_before_its_first_response(echo: Echo) -> None:
     echo.failures = [UNAVAILABLE]
     made = [each async for each in echo.client.stream("echo", BOTH, budget_ns=HOUR_NS)]
     (response,) = made
@@ -325,7 +325,7 @@ async def test_a_stream_is_begun_again_before_its_first_answer(echo: Echo) -> No
     assert 0 < second < first
 
 
-async def test_a_stream_that_its_caller_leaves_is_cancelled(echo: Echo) -> None:
+async def test_cancelling_the_reader_cancels_the_stream(echo: Echo) -> None:
     async with aclosing(echo.client.stream("echo", BOTH)) as made:
         await anext(made)
         echo.hangs = True
@@ -376,7 +376,7 @@ async def test_all_tensors_go_through_a_slot(echo: Echo, shared: bool) -> None:
             made[0]
 
 
-async def test_a_pool_that_was_given_back_is_not_used(echo: Echo) -> None:
+async def test_an_unregistered_pool_is_not_used(echo: Echo) -> None:
     with make_pool(True) as pool:
         await echo.client.register(pool)
         assert list(echo.regions.status()) == [pool.name]
@@ -391,7 +391,7 @@ async def test_a_pool_that_was_given_back_is_not_used(echo: Echo) -> None:
         await echo.client.__aenter__()
 
 
-async def test_a_server_that_has_forgotten_a_pool_is_told_again(echo: Echo) -> None:
+async def test_a_forgotten_pool_is_registered_again_once(echo: Echo) -> None:
     forgotten = Failure(grpc.StatusCode.NOT_FOUND, code="unknown_region")
     with make_pool(True) as pool:
         await echo.client.register(pool)
@@ -408,7 +408,7 @@ async def test_a_server_that_has_forgotten_a_pool_is_told_again(echo: Echo) -> N
 
 
 @SHARED
-async def test_an_output_is_not_put_where_it_has_no_room(echo: Echo, shared: bool) -> None:
+async def test_an_output_larger_than_its_place_is_refused(echo: Echo, shared: bool) -> None:
     with make_pool(shared) as pool:
         if shared:
             await echo.client.register(pool)
@@ -419,7 +419,7 @@ async def test_an_output_is_not_put_where_it_has_no_room(echo: Echo, shared: boo
         assert caught.value.code == "invalid_tensor"
 
 
-async def test_what_can_not_be(echo: Echo) -> None:
+async def test_impossible_calls_are_refused(echo: Echo) -> None:
     with make_pool(False) as inline, make_pool(True) as pool:
         with pytest.raises(ValueError, match="not in shared memory"):
             await echo.client.register(inline)

@@ -1,4 +1,4 @@
-"""Two threads copy what one would, each byte once, and one alone where the other has no time."""
+"""Two threads copy each byte once; one thread copies alone if the other is busy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SIZES = [0, 1, 1 << 20, (4 << 20) - 1, 4 << 20, (9 << 20) + 12345]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_all_is_copied(size: int) -> None:
+def test_every_byte_is_copied(size: int) -> None:
     source = np.random.default_rng(1).integers(0, 256, size, np.uint8)
     target = np.zeros(size, np.uint8)
     copy_by_two(target, source)
     assert np.array_equal(target, source)
 
 
-def test_nobody_waits_for_a_helper_that_is_busy() -> None:
+def test_a_busy_helper_is_not_awaited() -> None:
     free = threading.Event()
     busy = shared_memory._copy_helper.submit(free.wait, 30)
     source = np.arange(5 << 20, dtype=np.uint32).view(np.uint8)
@@ -33,7 +33,7 @@ def test_nobody_waits_for_a_helper_that_is_busy() -> None:
     assert np.array_equal(target, source)
 
 
-def test_an_error_of_either_is_told() -> None:
+def test_errors_are_raised() -> None:
     source = np.zeros(8 << 20, np.uint8)
     target = np.zeros(8 << 20, np.uint8)
     target.flags.writeable = False

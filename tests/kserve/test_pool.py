@@ -1,4 +1,4 @@
-"""A pool's slots have one owner at a time, who waits gets his turn, and arrays end with them."""
+"""Slots have one owner at a time, are assigned in FIFO order, and end with their arrays."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def settle() -> None:
 # --- who gets slots ----------------------------------------------------------------------------
 
 
-async def test_slots_are_given_and_given_back(pool: BufferPool) -> None:
+async def test_slots_are_acquired_and_released(pool: BufferPool) -> None:
     first, second = await pool.acquire_slot(), pool.acquire_slot_blocking(3)
     assert (pool.n_slots, pool.slot_bytes, pool.free_slots) == (8, 1000, 4)
     assert (first.offset, first.n_bytes) == (0, 1000)
@@ -65,7 +65,7 @@ async def test_slots_are_given_and_given_back(pool: BufferPool) -> None:
     assert pool.free_slots == 8
 
 
-async def test_what_is_given_back_twice_is_an_error(pool: BufferPool) -> None:
+async def test_a_second_release_is_an_error(pool: BufferPool) -> None:
     slot = await pool.acquire_slot()
     pool.release_slot(slot)
     other = await pool.acquire_slot()
@@ -92,7 +92,7 @@ async def test_a_span_larger_than_the_pool_is_refused_at_once(pool: BufferPool) 
     pool.release_slot(held)
 
 
-async def test_who_comes_later_waits_even_if_there_are_slots_for_him(pool: BufferPool) -> None:
+async def test_the_queue_is_strictly_fifo(pool: BufferPool) -> None:
     held = await pool.acquire_slot(5)
     many = asyncio.create_task(pool.acquire_slot(4))
     await settle()
@@ -104,7 +104,7 @@ async def test_who_comes_later_waits_even_if_there_are_slots_for_him(pool: Buffe
     assert (first.offset, second.offset) == (0, 4000)
 
 
-async def test_a_deadline_takes_its_waiter_out_of_the_line(pool: BufferPool) -> None:
+async def test_a_waiter_leaves_the_queue_at_its_deadline(pool: BufferPool) -> None:
     """Before the error, so that nobody waits for who has left."""
     held = await pool.acquire_slot(5)
     before_ns = time.monotonic_ns()
@@ -128,7 +128,7 @@ async def test_a_deadline_takes_its_waiter_out_of_the_line(pool: BufferPool) -> 
     pool.release_slot(held)
 
 
-async def test_a_deadline_that_is_over_is_none_for_free_slots(pool: BufferPool) -> None:
+async def test_free_slots_are_acquired_after_the_deadline(pool: BufferPool) -> None:
     slots = [await pool.acquire_slot(4, PAST_NS), pool.acquire_slot_blocking(4, PAST_NS)]
     with pytest.raises(PoolAcquireTimeout):
         await pool.acquire_slot(1, PAST_NS)
@@ -139,7 +139,7 @@ async def test_a_deadline_that_is_over_is_none_for_free_slots(pool: BufferPool) 
     assert pool.free_slots == 8
 
 
-async def test_who_is_cancelled_as_he_is_served_gives_his_slots_on(pool: BufferPool) -> None:
+async def test_a_waiter_cancelled_while_served_passes_its_slots_on(pool: BufferPool) -> None:
     held = await pool.acquire_slot(8)
     first, second = (asyncio.create_task(pool.acquire_slot(8)) for _ in range(2))
     await settle()
@@ -151,7 +151,7 @@ async def test_who_is_cancelled_as_he_is_served_gives_his_slots_on(pool: BufferP
     assert (pool.free_slots, pool.waiting) == (8, 0)
 
 
-def test_who_can_not_come_any_more_holds_up_nobody() -> None:
+def test_dead_waiters_do_not_block_the_queue() -> None:
     """Neither one whose event loop was closed, nor a coroutine that nobody awaits any more."""
     pool = BufferPool(8, 4, use_shm=False)
     held = pool.acquire_slot_blocking(4)
@@ -179,7 +179,7 @@ def test_who_can_not_come_any_more_holds_up_nobody() -> None:
     pool.close()
 
 
-async def test_who_waits_for_a_pool_that_is_closed_hears_of_it(pool: BufferPool) -> None:
+async def test_closing_wakes_waiters_with_an_error(pool: BufferPool) -> None:
     held = await pool.acquire_slot(8)
     array = held.scratch(4, np.int64)
     waiting = asyncio.create_task(pool.acquire_slot())
@@ -345,7 +345,7 @@ async def slot(pool: BufferPool) -> AsyncIterator[PoolSlot]:
         yield found
 
 
-async def test_arrays_lie_beside_one_another(slot: PoolSlot) -> None:
+async def test_arrays_are_adjacent_and_aligned(slot: PoolSlot) -> None:
     a, b, c = slot.scratch([((2, 3), np.float32), (5, ml_dtypes.bfloat16), ((), np.dtype("<i8"))])
     d = slot.scratch([2, 2], "u1")
     assert [each.shape for each in (a, b, c, d)] == [(2, 3), (5,), (), (2, 2)]
@@ -408,7 +408,7 @@ async def test_all_arrays_of_a_list_are_made_or_none(slot: PoolSlot) -> None:
         slot.scratch(1, np.uint8)
 
 
-async def test_arrays_are_dead_after_the_release(pool: BufferPool) -> None:
+async def test_arrays_end_with_the_release(pool: BufferPool) -> None:
     slot = await pool.acquire_slot(8)
     array, other = slot.scratch([((3, 4), np.float32), (5, np.int64)])
     array[...], other[...] = 1, 2
@@ -435,7 +435,7 @@ async def test_arrays_are_dead_after_the_release(pool: BufferPool) -> None:
             use()
 
 
-async def test_a_view_of_a_dead_array_shows_what_is_there_by_then() -> None:
+async def test_a_view_of_an_ended_array_keeps_the_memory_mapped() -> None:
     """It can't be found; but the memory stays mapped for it, behind the pool's end too."""
     pool = BufferPool(1 << 20)
     with await pool.acquire_slot() as slot:
@@ -452,7 +452,7 @@ async def test_a_view_of_a_dead_array_shows_what_is_there_by_then() -> None:
     assert (view == 3).all()
 
 
-async def test_parts_of_a_slot_end_with_it(pool: BufferPool, slot: PoolSlot) -> None:
+async def test_subslots_end_with_their_slot(pool: BufferPool, slot: PoolSlot) -> None:
     first = slot.scratch(8, np.uint8)
     part, rest = slot.subslot(100), slot.subslot(1892)
     a, b = part.scratch(100, np.uint8), rest.scratch(1892, np.uint8)
@@ -476,7 +476,7 @@ async def test_parts_of_a_slot_end_with_it(pool: BufferPool, slot: PoolSlot) -> 
         part.scratch(0, np.uint8)
 
 
-async def test_where_an_array_lies(pool: BufferPool, slot: PoolSlot) -> None:
+async def test_offset_of_an_array(pool: BufferPool, slot: PoolSlot) -> None:
     array = slot.scratch((4, 5), np.int32)
     assert slot.offset_of(array[1:]) == 1020
     assert slot.offset_of(array.reshape(-1).view(np.uint8)[3:]) == 1003
@@ -509,9 +509,7 @@ async def test_a_slot_is_memory_within_its_bounds(pool: BufferPool, slot: PoolSl
         slot.write(SharedMemory(pool.name, 2, 1000), b"123")
 
 
-async def test_an_array_over_a_place_that_somebody_else_has_filled(
-    pool: BufferPool, slot: PoolSlot
-) -> None:
+async def test_array_at_a_filled_place(pool: BufferPool, slot: PoolSlot) -> None:
     slot.write(SharedMemory(pool.name, 16, 1000), np.arange(4, dtype="<i4").view(np.uint8))
     array = slot.array_at(SharedMemory(pool.name, 16, 1000), (2, 2), np.int32)
     assert array.tolist() == [[0, 1], [2, 3]]
@@ -549,7 +547,7 @@ def test_a_pool_makes_and_removes_its_memory() -> None:
     assert not any(path.exists() for path in paths)
 
 
-def test_a_pool_within_the_process_makes_none() -> None:
+def test_a_private_pool_makes_no_object() -> None:
     before = ours()
     with BufferPool(1000, use_shm=False) as first, BufferPool(1000, use_shm=False) as second:
         assert first.key == second.key == ""
@@ -558,14 +556,14 @@ def test_a_pool_within_the_process_makes_none() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (7, 8), (100, 0), (-8, 8)])
-def test_a_slot_has_a_byte(sizes: tuple[int, int]) -> None:
+def test_an_empty_slot_is_refused(sizes: tuple[int, int]) -> None:
     before = ours()
     with pytest.raises(ValueError, match="slots"):
         BufferPool(*sizes)
     assert not ours() - before
 
 
-def test_more_than_there_is_shared_memory_for_is_refused_and_nothing_stays() -> None:
+def test_too_much_shared_memory_is_refused_without_leftovers() -> None:
     before = ours()
     with pytest.raises(OSError, match="enlarge /dev/shm"):
         BufferPool(1 << 60)
@@ -589,7 +587,7 @@ def test_an_exception_ends_the_memory_with_its_process(tmp_path: Path) -> None:
     assert not (SHARED_MEMORY / ran.stdout.strip()[1:]).exists()
 
 
-def test_a_child_does_not_remove_what_is_its_parents(tmp_path: Path) -> None:
+def test_a_fork_does_not_remove_its_parents_object(tmp_path: Path) -> None:
     code = """
 child = os.fork()
 if child == 0:
@@ -608,7 +606,7 @@ print(os.path.exists("/dev/shm" + pool.key), flush=True)
     assert not (SHARED_MEMORY / key[1:]).exists()
 
 
-def test_what_a_killed_process_leaves_is_swept(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text(MAKER + "sys.stdin.read()")
     with Program(tmp_path / "code.py") as program:
         path = SHARED_MEMORY / program.output.readline().strip()[1:]

@@ -92,7 +92,7 @@ def refused(code: str, why: str | None = None) -> pytest.RaisesExc[RequestError]
     return pytest.RaisesExc(RequestError, match=why, check=lambda error: error.code == code)
 
 
-def test_what_is_written_is_in_the_object_and_read_again(there: Object) -> None:
+def test_written_bytes_are_in_the_object_and_read_back(there: Object) -> None:
     there.registry.register("all", there.key, 0, SIZE)
     there.registry.register("part", there.key[1:], PAGE + 7, 1000)  # the slash may be left out
     before = there.data()
@@ -110,7 +110,7 @@ def test_what_is_written_is_in_the_object_and_read_again(there: Object) -> None:
     assert there.data() == before
 
 
-def test_what_is_read_is_a_copy(there: Object) -> None:
+def test_read_bytes_are_a_copy(there: Object) -> None:
     there.registry.register("all", there.key, 0, SIZE)
     before = there.data()
     data = there.registry.read(SharedMemory("all", SIZE))
@@ -120,7 +120,7 @@ def test_what_is_read_is_a_copy(there: Object) -> None:
     assert data.tobytes() == before
 
 
-def test_nothing_is_read_and_written(there: Object) -> None:
+def test_zero_bytes_are_read_and_written(there: Object) -> None:
     there.registry.register("all", there.key, 0, SIZE)
     before = there.data()
     assert there.registry.read(SharedMemory("all", 0, SIZE)).shape == (0,)
@@ -128,7 +128,7 @@ def test_nothing_is_read_and_written(there: Object) -> None:
     assert there.data() == before
 
 
-def test_status_tells_what_is_registered(there: Object) -> None:
+def test_status_lists_regions(there: Object) -> None:
     there.registry.register("a", there.key, 0, SIZE)
     there.registry.register("b", there.key[1:], 8, 16)
     a, b = Region(there.key, 0, SIZE), Region(there.key[1:], 8, 16)
@@ -138,7 +138,7 @@ def test_status_tells_what_is_registered(there: Object) -> None:
         there.registry.status("c")
 
 
-def test_to_register_again_replaces(there: Object) -> None:
+def test_registering_again_replaces_a_region(there: Object) -> None:
     other = Object(100)
     there.registry.register("a", there.key, 0, SIZE)
     opened = open_objects()
@@ -153,7 +153,7 @@ def test_to_register_again_replaces(there: Object) -> None:
     assert there.registry.read(SharedMemory("a", 1)).tolist() == [10]
 
 
-def test_to_unregister_is_idempotent(there: Object) -> None:
+def test_unregister_is_idempotent(there: Object) -> None:
     for name in "abc":
         there.registry.register(name, there.key, 0, SIZE)
     for _ in range(2):
@@ -193,7 +193,7 @@ def test_to_unregister_is_idempotent(there: Object) -> None:
         ("r", "/{key}", 10**400, 1, "not possible"),
     ],
 )
-def test_what_can_not_be_registered(
+def test_impossible_regions_are_refused(
     there: Object, name: str, key: str, offset: int, byte_size: int, why: str
 ) -> None:
     with refused("invalid_region", why):
@@ -217,7 +217,7 @@ def test_only_shared_memory_is_opened(registry: SharedMemoryRegistry, tmp_path: 
             path.rmdir() if path.is_dir() else path.unlink()
 
 
-def test_there_is_a_limit(there: Object) -> None:
+def test_the_number_of_regions_is_limited(there: Object) -> None:
     for name in "abc":
         there.registry.register(name, there.key, 0, SIZE)
     with refused("invalid_region", "3 regions"):
@@ -232,7 +232,7 @@ def test_there_is_a_limit(there: Object) -> None:
     "place",
     [(-1, 5), (5, -5), (0, 101), (100, 1), (2**63, 1), (1, 2**63), (-(2**70), 2**70 + 5)],
 )
-def test_a_piece_outside_of_its_region_is_refused(there: Object, place: tuple[int, int]) -> None:
+def test_a_place_outside_its_region_is_refused(there: Object, place: tuple[int, int]) -> None:
     there.registry.register("r", there.key, 50, 100)
     before = there.data()
     outside = SharedMemory("r", place[1], place[0])
@@ -245,7 +245,7 @@ def test_a_piece_outside_of_its_region_is_refused(there: Object, place: tuple[in
     assert there.data() == before
 
 
-def test_an_object_that_was_made_smaller_is_refused(there: Object) -> None:
+def test_a_shrunk_object_is_refused(there: Object) -> None:
     there.registry.register("r", there.key, 0, SIZE)
     os.truncate(there.path, 3 * PAGE)
     for action in (
@@ -259,7 +259,7 @@ def test_an_object_that_was_made_smaller_is_refused(there: Object) -> None:
     assert there.path.stat().st_size == 3 * PAGE
 
 
-def test_who_makes_it_smaller_in_the_middle_ends_no_process(
+def test_shrinking_during_a_copy_is_an_error_and_no_signal(
     registry: SharedMemoryRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where somebody else could do that: what is mapped would be gone, and the signal kill us."""
@@ -276,7 +276,7 @@ def test_who_makes_it_smaller_in_the_middle_ends_no_process(
 
 
 @pytest.mark.parametrize(("mode", "others"), [(0o600, False), (0o620, True), (0o602, True)])
-def test_only_what_nobody_else_can_make_smaller_is_touched(
+def test_only_objects_that_no_other_user_can_shrink_are_mapped(
     registry: SharedMemoryRegistry, monkeypatch: pytest.MonkeyPatch, mode: int, others: bool
 ) -> None:
     there = Object(mode=mode)
@@ -312,7 +312,7 @@ def test_holes_are_read_as_zeros_and_stay_holes(registry: SharedMemoryRegistry) 
     there.path.unlink()
 
 
-def test_where_there_is_no_memory_for_a_hole_is_an_error(
+def test_no_memory_for_a_hole_is_an_error(
     registry: SharedMemoryRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = Object(full=False)
@@ -331,7 +331,7 @@ def test_where_there_is_no_memory_for_a_hole_is_an_error(
     there.path.unlink()
 
 
-def test_an_object_stays_its_makers(tmp_path: Path) -> None:
+def test_a_clients_object_is_not_removed(tmp_path: Path) -> None:
     """Python's own SharedMemory removes at its end what it had only opened."""
     there = Object()
     ran = run(
@@ -351,7 +351,7 @@ print(registry.read(SharedMemory("kept", 3)).tolist())
     there.path.unlink()
 
 
-def test_tritons_own_helpers(registry: SharedMemoryRegistry) -> None:
+def test_tritons_shared_memory_utilities(registry: SharedMemoryRegistry) -> None:
     key = f"nano-test-{secrets.token_hex(8)}"
     handle = triton.create_shared_memory_region("r", key, 4096)
     try:
@@ -370,7 +370,7 @@ def test_tritons_own_helpers(registry: SharedMemoryRegistry) -> None:
     assert not (SHARED_MEMORY / key).exists()
 
 
-def test_reading_again_takes_the_same_memory(there: Object) -> None:
+def test_reads_reuse_buffers(there: Object) -> None:
     buffers = WarmBuffers()
     registry = SharedMemoryRegistry(buffers=buffers)
     registry.register("r", there.key, 0, SIZE)
@@ -383,7 +383,7 @@ def test_reading_again_takes_the_same_memory(there: Object) -> None:
     registry.unregister()
 
 
-def test_a_region_is_not_taken_away_while_it_is_copied(
+def test_a_region_stays_attached_during_a_copy(
     there: Object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there.registry.register("r", there.key, 0, SIZE)
@@ -422,7 +422,7 @@ def test_a_region_is_not_taken_away_while_it_is_copied(
     assert read == [there.data()]
 
 
-def test_many_threads_use_regions_that_come_and_go(there: Object) -> None:
+def test_threads_use_regions_that_come_and_go(there: Object) -> None:
     registry = SharedMemoryRegistry()
     errors: list[BaseException] = []
 
@@ -467,7 +467,7 @@ WRITES = st.lists(
     mode=st.sampled_from([0o600, 0o666]),
     full=st.booleans(),
 )
-def test_regions_are_what_is_in_their_object(
+def test_regions_show_their_object(
     size: int,
     start: int,
     writes: list[tuple[str, int, bytes]],
@@ -499,7 +499,7 @@ def test_regions_are_what_is_in_their_object(
         there.path.unlink()
 
 
-def test_objects_of_python(registry: SharedMemoryRegistry) -> None:
+def test_objects_of_multiprocessing(registry: SharedMemoryRegistry) -> None:
     """As most clients make theirs: all of it is a hole until it is written."""
     memory = PythonMemory(create=True, size=SIZE)
     try:

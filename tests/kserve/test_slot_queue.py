@@ -1,4 +1,4 @@
-"""Slots are given strictly in turn, to one at a time, and nobody waits whom they would suffice."""
+"""Slots are assigned in FIFO order, to one owner at a time, as soon as they suffice."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ TestPlayed.settings = settings(max_examples=60, stateful_step_count=60)
 
 
 @pytest.mark.parametrize("span", [-1, 0, N_SLOTS + 1])
-def test_a_span_that_is_never_free_is_refused_at_once(span: int) -> None:
+def test_an_impossible_span_is_refused(span: int) -> None:
     queue = SlotQueue(N_SLOTS)
     with pytest.raises(ValueError, match="can never be free"):
         queue.enter(span, lambda: None)
@@ -93,6 +93,6 @@ def test_a_span_that_is_never_free_is_refused_at_once(span: int) -> None:
 
 
 @pytest.mark.parametrize("n_slots", [0, -3])
-def test_a_pool_has_a_slot(n_slots: int) -> None:
+def test_no_slots_are_refused(n_slots: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         SlotQueue(n_slots)

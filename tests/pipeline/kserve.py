@@ -75,7 +75,7 @@ def tensor(name: str, found: Any) -> NamedTensor:
     return NamedTensor(name, np.array(found if isinstance(found, Sequence) else [found], dtype))
 
 
-def asked(
+def infer_request(
     model: str,
     /,
     outputs: Sequence[str] = (),
@@ -95,7 +95,7 @@ def arrays(response: InferResponse) -> dict[str, Array]:
     return {each.name: each.data for each in response.outputs}
 
 
-def told(response: InferResponse) -> dict[str, Any]:
+def as_lists(response: InferResponse) -> dict[str, Any]:
     """All outputs as lists; texts as `str`."""
     found = {}
     for name, data in arrays(response).items():

@@ -1,4 +1,4 @@
-"""The model that asks others: what it asks, what it chooses, and its buffers."""
+"""`M.best_of`: its nested calls, its choice and its buffers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nano_inference.kserve.pool import BufferPool, PoolSlot
 from nano_inference.kserve.tensors import InferRequest, InferResponse
 from nano_inference.telemetry import now_ns
 
-from ....pipeline.kserve import asked, backend_of, origin, service_of, told
+from ....pipeline.kserve import as_lists, backend_of, infer_request, origin, service_of
 from ...fake import FakeEngine, completion, sample
 
 LIMIT_S = 30
@@ -85,11 +85,11 @@ def engine() -> Engine:
 
 def wanted(**inputs: Any) -> Any:
     given = {"input_ids": [1, 2], "best_of": 3, "sampling_parameters": {"max_tokens": 8}}
-    return asked("tiny.best_of", **given | inputs)
+    return infer_request("tiny.best_of", **given | inputs)
 
 
 async def test_the_likeliest_sample_is_given(engine: Engine) -> None:
-    found = told(await engine.service.infer_once(origin("mine"), wanted()))
+    found = as_lists(await engine.service.infer_once(origin("mine"), wanted()))
     assert found == {
         "output_ids": [6, 7, 8],
         "logprobs": [-0.5, -1.5, -2.5],
@@ -116,31 +116,29 @@ async def test_the_likeliest_sample_is_given(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("samples", [0, 1001])
-async def test_best_of_is_bound_by_what_the_engine_samples_of_one_prompt(
-    engine: Engine, samples: int
-) -> None:
+async def test_best_of_is_limited_by_admission(engine: Engine, samples: int) -> None:
     with pytest.raises(RequestError, match=r"from 1 to 1000 \(admission.max_samples\)") as refused:
         await engine.infer(wanted(best_of=samples))
     assert refused.value.code == "invalid_n"
     assert not engine.requests
 
 
-async def test_a_call_whose_time_was_over_names_the_parameter_that_said_so(engine: Engine) -> None:
+async def test_an_expired_call_names_its_parameter(engine: Engine) -> None:
     with pytest.raises(EngineError, match=r"\(timeout_ns\) was over") as late:
         await engine.infer(wanted(parameters={"timeout_ns": -1}))
     assert late.value.code == "expired"
     assert not engine.requests
 
 
-async def test_the_reference_model_judges_where_there_is_one(engine: Engine) -> None:
+async def test_the_reference_model_scores_if_there_is_one(engine: Engine) -> None:
     engine.ref_scores = {5: -1.0, 6: -2.0, 9: -0.5}
-    found = told(await engine.infer(wanted()))
+    found = as_lists(await engine.infer(wanted()))
     assert (found["output_ids"], found["scores"]) == ([9, 10], [-1, -2, -0.5])
 
 
-async def test_what_a_call_says_besides_holds_for_what_it_asks(engine: Engine) -> None:
+async def test_parameters_hold_for_nested_calls(engine: Engine) -> None:
     parameters = {"priority": 2, "cache_salt": "s", "max_tokens": 5, "timeout_ns": 10**10}
-    request = asked("tiny.best_of", input_ids=[1, 2], best_of=3, parameters=parameters)
+    request = infer_request("tiny.best_of", input_ids=[1, 2], best_of=3, parameters=parameters)
     await engine.infer(request)
     assert {(each.priority, each.cache_salt) for each in engine.requests} == {(-2, "s")}
     assert engine.requests[0].sampling.max_tokens == 5
@@ -150,14 +148,14 @@ async def test_what_a_call_says_besides_holds_for_what_it_asks(engine: Engine) -
 
 async def test_a_sample_without_tokens_is_the_last_choice(engine: Engine) -> None:
     engine.samples = ((), (9,), ())
-    found = told(await engine.infer(wanted()))
+    found = as_lists(await engine.infer(wanted()))
     assert (found["output_ids"], found["scores"]) == ([9], [-math.inf, -3, -math.inf])
     engine.samples = ((), (), ())
-    found = told(await engine.infer(wanted()))
+    found = as_lists(await engine.infer(wanted()))
     assert (found["output_ids"], found["score"]) == ([], [-math.inf])
 
 
-async def test_all_buffers_are_taken_at_once_and_given_back(
+async def test_all_buffers_are_acquired_at_once_and_released(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
@@ -173,7 +171,7 @@ async def test_all_buffers_are_taken_at_once_and_given_back(
     assert engine.pool.free_slots == engine.pool.n_slots
 
 
-async def test_no_room_in_time_is_the_call_s_own_deadline(engine: Engine) -> None:
+async def test_waiting_for_buffers_ends_with_the_deadline(engine: Engine) -> None:
     with await engine.pool.acquire_slot(engine.pool.n_slots):
         with anyio.fail_after(LIMIT_S), pytest.raises(RequestError, match="time") as found:
             await engine.service.infer_once(origin(deadline_ns=now_ns() + 10**7), wanted())
@@ -194,7 +192,7 @@ async def test_no_room_in_time_is_the_call_s_own_deadline(engine: Engine) -> Non
         ({"input_ids": []}, "empty_prompt"),
     ],
 )
-async def test_what_can_not_be_done_is_refused_at_once(
+async def test_impossible_calls_are_refused(
     engine: Engine, inputs: dict[str, Any], code: str
 ) -> None:
     with pytest.raises(RequestError) as found:
@@ -204,7 +202,7 @@ async def test_what_can_not_be_done_is_refused_at_once(
     assert engine.pool.free_slots == engine.pool.n_slots
 
 
-async def test_an_error_of_a_score_ends_the_others(engine: Engine) -> None:
+async def test_a_failed_score_cancels_the_others(engine: Engine) -> None:
     engine.failing = 6
     with anyio.fail_after(LIMIT_S), pytest.raises(NanoInferenceError) as found:
         await engine.infer(wanted())

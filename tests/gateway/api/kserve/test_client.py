@@ -62,7 +62,7 @@ MEANINGS = {
 
 
 @both_ways
-async def test_what_the_engine_says_comes_to_the_client(ask: Ask) -> None:
+async def test_engine_errors_reach_the_client(ask: Ask) -> None:
     engine = Engine()
     async with called(engine=engine) as (_, client):
         for code, status in MEANINGS.items():
@@ -72,7 +72,7 @@ async def test_what_the_engine_says_comes_to_the_client(ask: Ask) -> None:
             assert (caught.value.code, caught.value.status) == (code, status)
 
 
-async def test_a_server_that_stops_says_when_to_come_again() -> None:
+async def test_a_stopping_server_says_when_to_retry() -> None:
     async with called(Model()) as (gateway, client):
         assert await gateway.drain(0)
         with pytest.raises(KServeError) as caught:
@@ -81,7 +81,7 @@ async def test_a_server_that_stops_says_when_to_come_again() -> None:
         assert (caught.value.code, caught.value.retry_after_s) == ("shutting_down", 1.0)
 
 
-async def test_another_gateway_answers_when_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_gateway_answers_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "LEAVE_S", 0.1)
     first, second = Model(), Model()
     first.free.clear()
@@ -99,7 +99,7 @@ async def test_another_gateway_answers_when_one_goes(monkeypatch: pytest.MonkeyP
     assert budgets[0] > budgets[1] > 0
 
 
-async def test_answers_of_a_stream_and_what_there_is() -> None:
+async def test_responses_of_a_stream_and_information() -> None:
     model = Model("several", decoupled=True)
     model.answers = 3
     async with called(model, Model()) as (_, client):
@@ -114,7 +114,7 @@ async def test_answers_of_a_stream_and_what_there_is() -> None:
         assert {"several", "echo", "tiny"} <= {each.name for each in await client.index()}
 
 
-async def test_tensors_through_a_slot_that_a_restarted_server_is_told_of_again() -> None:
+async def test_a_slot_is_registered_again_after_a_restart() -> None:
     async with called(Model(), shared_memory=True) as (gateway, client):
         with BufferPool(1 << 14, n_slots=4) as pool, await pool.acquire_slot(2) as slot:
             await client.register(pool)
@@ -131,7 +131,7 @@ async def test_tensors_through_a_slot_that_a_restarted_server_is_told_of_again()
                 gateway.kserve.regions.close()
 
 
-async def test_memory_is_shared_only_where_that_is_allowed() -> None:
+async def test_shared_memory_must_be_allowed() -> None:
     async with called(Model()) as (_, client):
         with BufferPool(1 << 14) as pool:
             with pytest.raises(KServeError) as caught:

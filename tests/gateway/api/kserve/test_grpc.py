@@ -48,7 +48,7 @@ def test_each_kind_of_error_keeps_its_meaning(code: str, name: str) -> None:
     assert failure.trailers()["retry-after"] == "3"
 
 
-def test_a_sentence_fits_where_gRPC_puts_it() -> None:
+def test_long_messages_are_shortened() -> None:
     failure = failure_of(RequestError("é" * 10_000, code="invalid_request"))
     assert len(failure.details) < 1000
 
@@ -56,7 +56,7 @@ def test_a_sentence_fits_where_gRPC_puts_it() -> None:
 # --- what can't be answered -----------------------------------------------------------------------
 
 
-async def test_what_is_no_message() -> None:
+async def test_malformed_messages_are_refused() -> None:
     async with served(Model()) as (_, call):
         for method in METHODS.keys() - {"ModelStreamInfer"}:
             answer = await call(method, b"\xff\xff")
@@ -68,7 +68,7 @@ async def test_what_is_no_message() -> None:
         assert await empty.read_all() == []
 
 
-async def test_a_request_that_can_not_be_obeyed() -> None:
+async def test_impossible_requests_are_refused() -> None:
     async with served(Model()) as (_, call):
         strange = request()
         strange.inputs[0].shape[0] = 7
@@ -81,7 +81,7 @@ async def test_a_request_that_can_not_be_obeyed() -> None:
 @pytest.mark.parametrize(
     "compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate]
 )
-async def test_what_is_too_large_packed_or_not(compression: grpc.Compression) -> None:
+async def test_large_messages_are_refused_compressed_or_not(compression: grpc.Compression) -> None:
     """A call that is refused by gRPC is told like any other."""
     most = 100_000
     large = request(values=[0.0] * most).SerializeToString()
@@ -106,7 +106,7 @@ async def test_answers_may_be_larger_than_requests() -> None:
         await asyncio.to_thread(client.close)
 
 
-async def test_a_model_that_breaks_tells_clients_nothing_of_it() -> None:
+async def test_internal_errors_are_not_shown_to_clients() -> None:
     model = Model()
     model.failure = ZeroDivisionError("a secret")
     async with served(model) as (_, call):
@@ -151,7 +151,7 @@ async def test_the_shortest_of_all_limits_holds(
     assert at_most_s - 30 < left_ns / 1e9 <= at_most_s
 
 
-async def test_without_a_limit_there_is_none() -> None:
+async def test_no_time_limit_by_default() -> None:
     model = Model()
     async with served(model) as (_, call):
         assert values(await call("ModelInfer", request())) == [1, 2]
@@ -161,7 +161,7 @@ async def test_without_a_limit_there_is_none() -> None:
 
 
 @pytest.mark.parametrize("parameters", [{"timeout_ns": 1000}, {"timeout": 1}, {"timeout_ns": -1}])
-async def test_what_takes_too_long_is_ended(parameters: dict[str, int]) -> None:
+async def test_expired_calls_are_cancelled(parameters: dict[str, int]) -> None:
     model = Model()
     model.free.clear()
     async with served(model) as (_, call):
@@ -173,7 +173,7 @@ async def test_what_takes_too_long_is_ended(parameters: dict[str, int]) -> None:
     assert model.ended == ["cancelled"] * 2
 
 
-async def test_a_limit_that_is_none() -> None:
+async def test_invalid_time_limits_are_refused() -> None:
     async with served(Model()) as (_, call):
         for parameters in ({"timeout": "soon"}, {"timeout_ns": True}):
             answer = await call("ModelInfer", request(**parameters))
@@ -187,7 +187,7 @@ async def test_a_limit_that_is_none() -> None:
 
 @pytest.mark.parametrize("leaves", ["cancel", "deadline", "channel"])
 @pytest.mark.parametrize("streams", [False, True])
-async def test_who_leaves_takes_his_requests_along(leaves: str, streams: bool) -> None:
+async def test_disconnect_cancels_requests(leaves: str, streams: bool) -> None:
     model = Model()
     model.free.clear()
     async with served(model) as (gateway, _):
@@ -213,7 +213,7 @@ async def test_who_leaves_takes_his_requests_along(leaves: str, streams: bool) -
 # --- streams --------------------------------------------------------------------------------------
 
 
-async def test_requests_of_a_stream_run_beside_one_another() -> None:
+async def test_requests_of_a_stream_run_concurrently() -> None:
     slow, fast = Model("slow", decoupled=True), Model("fast", decoupled=True)
     slow.free.clear()
     async with served(slow, fast) as (_, call):
@@ -226,7 +226,7 @@ async def test_requests_of_a_stream_run_beside_one_another() -> None:
         assert await stream.call.code() == grpc.StatusCode.OK
 
 
-async def test_an_error_concerns_its_own_request() -> None:
+async def test_an_error_ends_its_own_request() -> None:
     model = Model(decoupled=True)
     async with served(model) as (_, call):
         stream = call.stream()
@@ -248,7 +248,7 @@ def finals(parts: list[Any]) -> list[bool]:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-async def test_the_last_answer_is_told_to_who_wants_it(wanted: bool) -> None:
+async def test_the_final_response_is_marked_on_request(wanted: bool) -> None:
     model = Model(decoupled=True)
     model.answers = 3
     async with served(model, Model("one")) as (_, call):
@@ -266,7 +266,7 @@ async def test_the_last_answer_is_told_to_who_wants_it(wanted: bool) -> None:
         assert finals(await stream.read_all()) == [True]
 
 
-async def test_where_each_has_one_answer_they_come_in_order() -> None:
+async def test_single_responses_come_in_order() -> None:
     slow, fast = Model("slow"), Model("fast")
     slow.free.clear()
     async with served(slow, fast) as (_, call):
@@ -278,7 +278,7 @@ async def test_where_each_has_one_answer_they_come_in_order() -> None:
         assert names == ["slow", "", "fast"]
 
 
-async def test_only_so_many_requests_of_a_stream_are_served_at_a_time() -> None:
+async def test_concurrent_requests_of_a_stream_are_limited() -> None:
     model = Model(decoupled=True)
     model.free.clear()
     async with served(model) as (_, call):
@@ -295,7 +295,7 @@ async def test_only_so_many_requests_of_a_stream_are_served_at_a_time() -> None:
         assert len(ids) == total
 
 
-async def test_what_is_no_message_ends_a_stream_behind_the_answers() -> None:
+async def test_a_malformed_message_ends_a_stream_after_its_responses() -> None:
     model = Model(decoupled=True)
     model.free.clear()
     async with served(model) as (_, call):
@@ -308,7 +308,7 @@ async def test_what_is_no_message_ends_a_stream_behind_the_answers() -> None:
         assert (end.code, end.stable) == ("INVALID_ARGUMENT", "malformed")
 
 
-async def test_who_reads_nothing_holds_only_so_much() -> None:
+async def test_unread_responses_are_bounded() -> None:
     model = Model(decoupled=True)
     model.answers = 10_000
     async with served(model, Model("other")) as (_, call):
@@ -327,7 +327,7 @@ async def test_who_reads_nothing_holds_only_so_much() -> None:
         await until(lambda: model.ended == ["cancelled"])
 
 
-async def test_who_reads_nothing_for_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "nano_inference.gateway.api.kserve.grpc_connection.LEAST_BYTES_PER_S"
     monkeypatch.setattr(module, 1 << 40)
     model = Model(decoupled=True)

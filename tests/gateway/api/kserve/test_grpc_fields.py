@@ -31,7 +31,7 @@ MANY = {
 
 @pytest.mark.parametrize("what", MANY)
 @pytest.mark.parametrize("within", [False, True])
-def test_too_many_of_anything(what: str, within: bool) -> None:
+def test_too_many_fields_are_refused(what: str, within: bool) -> None:
     data = MANY[what] * (MOST_FIELDS + 1)
     if within:
         # They are other fields of an input, and as many.
@@ -63,28 +63,28 @@ def test_as_many_tensors_as_are_taken_pass() -> None:
     check_fields(INFER, asked.SerializeToString())
 
 
-def test_what_is_large_by_its_elements_passes() -> None:
+def test_many_elements_pass() -> None:
     asked = message("ModelInferRequest")(raw_input_contents=[bytes(1 << 20)])
     asked.inputs.add(name="a", shape=[1 << 20]).contents.bool_contents.extend([True] * 100_000)
     asked.inputs.add(name="b").contents.bytes_contents.extend([b""] * 100_000)
     check_fields(INFER, asked.SerializeToString())
 
 
-def test_others_have_no_tensors() -> None:
+def test_messages_without_tensors_are_small() -> None:
     other = METHODS["ModelReady"]
     check_fields(other, bytes(MOST_BYTES))
     with pytest.raises(RequestError, match="no tensors"):
         check_fields(other, bytes(MOST_BYTES + 1))
 
 
-def test_nothing_hides_behind_a_group() -> None:
+def test_groups_are_refused() -> None:
     with pytest.raises(RequestError) as refused:
         check_fields(INFER, b"\x0b\x0c" + b"\x2a\x00" * (MOST_FIELDS + 1))
     assert refused.value.code == "malformed"
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_break_it(data: bytes) -> None:
+def test_any_bytes_are_counted(data: bytes) -> None:
     with suppress(RequestError):
         assert count_fields(data) <= len(data)
 

@@ -52,7 +52,7 @@ KEYS = {"policy__backend": "bus"}
         ("", None),
     ],
 )
-def test_who_calls_as_grpc_names_him(peer: str, client: tuple[str, int] | None) -> None:
+def test_client_address_of_a_grpc_peer(peer: str, client: tuple[str, int] | None) -> None:
     assert client_of(peer) == client
 
 
@@ -113,7 +113,7 @@ async def test_a_call_is_measured_traced_and_logged(tmp_path: Path) -> None:
     assert told[1]["code"] == "model_not_found"
 
 
-async def test_who_asks_how_it_is_begins_no_trace() -> None:
+async def test_health_checks_begin_no_trace() -> None:
     engine = ToldEngine()
     async with served(engine=engine) as (_, call):
         await call("ServerReady")
@@ -123,7 +123,7 @@ async def test_who_asks_how_it_is_begins_no_trace() -> None:
 # --- how much there may be ------------------------------------------------------------------------
 
 
-async def test_beyond_the_limit_calls_are_told_to_come_again() -> None:
+async def test_calls_beyond_the_limit_are_refused_with_retry_after() -> None:
     model = Model(decoupled=True)
     model.free.clear()
     async with served(model, max_connections=1) as (_, call):
@@ -142,7 +142,7 @@ async def test_beyond_the_limit_calls_are_told_to_come_again() -> None:
         assert values(await call("ModelInfer", request())) == [1, 2]
 
 
-async def test_all_bodies_together_hold_only_so_much() -> None:
+async def test_bytes_of_all_messages_are_limited() -> None:
     model = Model()
     model.free.clear()
     most = 1 << 20
@@ -166,7 +166,7 @@ async def test_all_bodies_together_hold_only_so_much() -> None:
         assert gateway._server.limits.held_bytes == 0
 
 
-async def test_who_says_nothing_keeps_nobody_out() -> None:
+async def test_silent_streams_do_not_shut_out_calls() -> None:
     model, engine = Model(decoupled=True), ToldEngine()
     async with served(model, engine=engine, max_connections=2) as (_, call):
         silent = [call.stream() for _ in range(2)]
@@ -182,7 +182,7 @@ async def test_who_says_nothing_keeps_nobody_out() -> None:
     assert engine.told.refused() == {"replaced": 1}
 
 
-async def test_a_call_without_a_message_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_without_a_message_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "nano_inference.gateway.api.kserve.grpc_connection.LEAST_BYTES_PER_S"
     monkeypatch.setattr(module, 1 << 40)
     engine = ToldEngine()
@@ -211,7 +211,7 @@ async def test_connections_are_bounded() -> None:
 # --- how it ends ----------------------------------------------------------------------------------
 
 
-async def test_draining_ends_streams_behind_their_answers() -> None:
+async def test_draining_ends_streams_after_their_responses() -> None:
     model = Model(decoupled=True)
     model.free.clear()
     async with served(model) as (gateway, call):
@@ -235,7 +235,7 @@ async def test_draining_ends_streams_behind_their_answers() -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_calls_that_do_not_end_are_told(
+async def test_late_calls_are_ended_with_an_error(
     monkeypatch: pytest.MonkeyPatch, streams: bool
 ) -> None:
     monkeypatch.setattr("nano_inference.gateway.server.server.LEAVE_S", 0.01)
@@ -267,7 +267,7 @@ async def opened(**settings: Any) -> None:
         return
 
 
-async def test_a_port_that_is_taken() -> None:
+async def test_a_taken_port_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}, for gRPC"):
@@ -280,13 +280,13 @@ async def test_two_gateways_do_not_share_a_port() -> None:
             await opened(grpc_port=gateway.grpc_port)
 
 
-async def test_the_port_is_free_when_the_policy_can_not_be_opened(tmp_path: Path) -> None:
+async def test_the_port_is_released_if_the_policy_fails(tmp_path: Path) -> None:
     audit = {"policy__audit_file": str(tmp_path / "none" / "audit"), "policy__audit_key": "k" * 32}
     with pytest.raises(ConfigError, match="audit log"):
         await opened(**audit)
 
 
-async def test_others_reach_it_with_keys_only() -> None:
+async def test_a_public_address_needs_keys() -> None:
     with pytest.raises(ConfigError, match="without keys whoever reaches it"):
         await opened(host="0.0.0.0")
     async with served(host="0.0.0.0", **KEYS) as (_, call):
@@ -294,7 +294,7 @@ async def test_others_reach_it_with_keys_only() -> None:
         assert (await call("ModelInfer", request())).code == "UNAUTHENTICATED"
 
 
-async def test_where_it_listens_is_told() -> None:
+async def test_places_name_both_ports() -> None:
     async with served() as (gateway, _):
         assert gateway.places == {"url": gateway.url, "grpc": f"127.0.0.1:{gateway.grpc_port}"}
 
@@ -330,7 +330,7 @@ async def serial(port: int | None, authority: Authority) -> str:
     return found
 
 
-async def test_tls_and_a_certificate_that_is_renewed(tmp_path: Path) -> None:
+async def test_a_renewed_certificate_is_used(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     own, other = authority.issue("own"), authority.issue("other")
     async with served(Model(), **tls(own)) as (gateway, unsafe):
@@ -353,7 +353,7 @@ async def test_tls_and_a_certificate_that_is_renewed(tmp_path: Path) -> None:
             assert (await call("ServerLive")).live
 
 
-async def test_only_clients_with_a_certificate(tmp_path: Path) -> None:
+async def test_client_certificates_are_required(tmp_path: Path) -> None:
     authority, stranger = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs", "theirs")
     settings = tls(authority.issue("own"), tls_client_ca=str(authority.file))
     async with served(Model(), **settings) as (gateway, _):
@@ -375,7 +375,7 @@ sys.stdout.write(" ".join(name for name in sys.modules if name.partition(".")[0]
 """
 
 
-def test_who_has_no_port_for_it_imports_no_grpc() -> None:
+def test_grpc_is_not_imported_without_its_port() -> None:
     """It takes a while, and has threads that could not be forked."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True

@@ -57,7 +57,7 @@ def test_fields_that_are_inputs_are_tensors_and_others_are_parameters() -> None:
     assert [each.datatype for each in asked.inputs] == ["BYTES", "BOOL", "INT64"]
 
 
-def test_the_request_s_id() -> None:
+def test_the_id_of_a_request() -> None:
     assert taken(text_input="a", id="mine")[1].id == "mine"
 
 
@@ -74,9 +74,7 @@ def test_the_request_s_id() -> None:
         ("scale", 0.5, ()),
     ],
 )
-def test_elements_take_the_shape_that_is_wanted(
-    name: str, value: Any, shape: tuple[int, ...]
-) -> None:
+def test_elements_take_the_inputs_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
     asked = taken(**{name: value})[1]
     assert asked.inputs[0].shape == shape
 
@@ -107,12 +105,12 @@ def test_an_object_becomes_the_text_of_its_json() -> None:
         ({"rows": [[[1]], 2]}, TensorError),
     ],
 )
-def test_fields_that_can_not_be_obeyed(fields: dict[str, Any], error: type[Exception]) -> None:
+def test_invalid_fields_are_refused(fields: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         read_generate(SPEC, "", fields)
 
 
-def test_lists_in_lists_have_an_end() -> None:
+def test_deep_lists_are_refused() -> None:
     deep: Any = 1
     for _ in range(200):
         deep = [deep]
@@ -120,7 +118,7 @@ def test_lists_in_lists_have_an_end() -> None:
         taken(rows=deep)
 
 
-def test_one_element_is_told_as_itself_and_several_as_a_list() -> None:
+def test_one_element_is_itself_and_several_are_a_list() -> None:
     outputs = (
         NamedTensor("text_output", np.array([b"one"], dtype=np.object_)),
         NamedTensor("output_ids", np.array([[1, 2]], dtype=np.int64)),

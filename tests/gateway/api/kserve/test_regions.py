@@ -1,4 +1,4 @@
-"""A tenant's regions are his alone, a request's tensors in them are bounded, and all may be off."""
+"""Regions are separate by tenant, limited by request, and off by default."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def refused(code: str, status: int, why: str | None = None) -> pytest.RaisesExc[
     )
 
 
-def test_a_tenant_has_nothing_of_anothers(here: Regions, pool: BufferPool) -> None:
+def test_tenants_are_separate(here: Regions, pool: BufferPool) -> None:
     with BufferPool(SIZE, 1) as other:
         here.register("r", pool.key, 0, SIZE, "a")
         here.register("r", other.key, 0, SIZE, "b")
@@ -66,7 +66,7 @@ def test_a_tenant_has_nothing_of_anothers(here: Regions, pool: BufferPool) -> No
             RequestMemory(here, "b").write(ALL, b"")
 
 
-def test_what_a_request_reads_and_writes_is_bounded(here: Regions, pool: BufferPool) -> None:
+def test_bytes_of_one_request_are_limited(here: Regions, pool: BufferPool) -> None:
     here.register("r", pool.key, 0, SIZE, "a")
     memory = RequestMemory(here, "a")
     memory.read(ALL)
@@ -83,7 +83,7 @@ def test_what_a_request_reads_and_writes_is_bounded(here: Regions, pool: BufferP
     assert len(RequestMemory(here, "a").read(ALL)) == SIZE, "each request for itself"
 
 
-def test_what_all_requests_have_read_is_bounded(pool: BufferPool) -> None:
+def test_bytes_of_all_requests_are_limited(pool: BufferPool) -> None:
     here = Regions(
         GatewayConfig(
             shared_memory=True,
@@ -103,7 +103,7 @@ def test_what_all_requests_have_read_is_bounded(pool: BufferPool) -> None:
     here.close()
 
 
-def test_while_it_is_off_nothing_is_registered_or_read(pool: BufferPool) -> None:
+def test_nothing_is_registered_or_read_while_off(pool: BufferPool) -> None:
     off = Regions(GatewayConfig())
     with refused("shared_memory_off", 403, "gateway.shared_memory"):
         off.register("r", pool.key, 0, SIZE, "a")
@@ -134,7 +134,7 @@ def test_all_tenants_together_have_a_limit(
     assert [list(here.status(tenant=tenant)) for tenant in "abcd"] == [["r"], [], ["r"], ["r"]]
 
 
-def test_at_the_end_nothing_is_open(pool: BufferPool) -> None:
+def test_close_detaches_everything(pool: BufferPool) -> None:
     here = Regions(GatewayConfig(shared_memory=True))
     before = len(os.listdir("/proc/self/fd"))
     for tenant in "ab":

@@ -1,4 +1,4 @@
-"""The models of other packages are served beside those of the lane."""
+"""Models of other packages are served beside those of the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nano_inference.gateway.api.kserve.repository import ENTRY_POINTS, ModelCont
 from nano_inference.gateway.api.kserve.served import Answer, ModelCall, ServedModel
 from nano_inference.kserve.tensors import InferRequest, ModelSpec, NamedTensor, TensorSpec
 
-from ....pipeline.kserve import asked, origin, service_of, told
+from ....pipeline.kserve import as_lists, infer_request, origin, service_of
 from ...fake import FakeEngine
 
 
@@ -59,7 +59,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Function]:
     return found
 
 
-async def test_a_package_s_models_are_served(registered: dict[str, Function]) -> None:
+async def test_models_of_a_package_are_served(registered: dict[str, Function]) -> None:
     registered["mine"] = lambda context: [Doubled(context), Doubled(context, "again")]
     registered["others"] = lambda context: [Doubled(context, "others")]
     engine, config = FakeEngine(), load_config(env={}, overrides={"gateway.models": ["mine"]})
@@ -74,7 +74,9 @@ async def test_a_package_s_models_are_served(registered: dict[str, Function]) ->
         "doubled",
         "again",
     ]
-    found = told(await service.infer_once(origin("mine"), asked("doubled", input_ids=[1, 2])))
+    found = as_lists(
+        await service.infer_once(origin("mine"), infer_request("doubled", input_ids=[1, 2]))
+    )
     assert found == {"output_ids": [[5, 6]]}
     (request,) = engine.requests
     assert (request.prompt_token_ids, request.tenant) == ((1, 1, 2, 2), "mine")
@@ -87,7 +89,7 @@ async def test_a_package_s_models_are_served(registered: dict[str, Function]) ->
         ("mine", "tiny.score", "two models 'tiny.score'"),
     ],
 )
-def test_what_can_not_be_served_is_told_at_the_start(
+def test_bad_packages_are_refused_at_the_start(
     registered: dict[str, Function], name: str, model: str, words: str
 ) -> None:
     registered["mine"] = lambda context: [Doubled(context, model)]
@@ -96,7 +98,7 @@ def test_what_can_not_be_served_is_told_at_the_start(
         service_of(FakeEngine(), config)  # type: ignore[arg-type]
 
 
-def test_without_any_package_nothing_is_near(registered: dict[str, Function]) -> None:
+def test_an_unknown_package_is_refused(registered: dict[str, Function]) -> None:
     config = load_config(env={}, overrides={"gateway.models": ["mine"]})
     with pytest.raises(ConfigError, match="no installed package"):
         service_of(FakeEngine(), config)  # type: ignore[arg-type]

@@ -159,7 +159,7 @@ async def test_tensors_both_ways_in_one_request(name: str) -> None:
         same(await ask("infer", "echo", inputs, outputs=outputs), ("INT32", "FP32"))
 
 
-async def test_outputs_that_are_wanted(name: str) -> None:
+async def test_requested_outputs_alone_are_returned(name: str) -> None:
     async with triton(name, Echo()) as ask:
         inputs = [ask.input(each, array(each)) for each in ("INT8", "FP32", "BYTES")]
         outputs = [ask.output("BYTES"), ask.output("INT8")]
@@ -234,7 +234,7 @@ async def test_texts_in_shared_memory(name: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["echo", "org/echo", "1.5 b%"])
-async def test_what_there_is(name: str, model: str) -> None:
+async def test_information(name: str, model: str) -> None:
     ill = Slow("ill")
     ill.why_not = "it has no weights"
     async with triton(name, Echo(model), ill) as ask:
@@ -263,7 +263,7 @@ async def test_what_there_is(name: str, model: str) -> None:
         assert states["ill"] == ("UNAVAILABLE", "it has no weights")
 
 
-async def test_statistics_count_what_was_asked(name: str) -> None:
+async def test_statistics_count_calls(name: str) -> None:
     async with triton(name, Echo()) as ask:
         for _ in range(3):
             await ask("infer", "echo", [ask.input("INT8", array("INT8"))])
@@ -293,7 +293,7 @@ ERRORS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
 )
 
 
-async def test_errors_are_told(name: str) -> None:
+async def test_errors_have_status_and_message(name: str) -> None:
     async with triton(name, Echo(), Several()) as ask:
         for method, given, status, code in ERRORS:
             with pytest.raises(InferenceServerException) as caught:
@@ -306,7 +306,7 @@ async def test_errors_are_told(name: str) -> None:
 # --- calls that take long ------------------------------------------------------------------------
 
 
-async def test_time_that_is_over(name: str) -> None:
+async def test_tritons_timeout_holds(name: str) -> None:
     """The request's own timeout, in microseconds, which is Triton's parameter."""
     slow = Slow()
     async with triton(name, slow) as ask:
@@ -318,7 +318,7 @@ async def test_time_that_is_over(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["http.aio", "grpc.aio"])
-async def test_a_call_that_is_cancelled(name: str) -> None:
+async def test_cancelling_a_call_cancels_the_model(name: str) -> None:
     slow = Slow()
     async with triton(name, slow) as ask:
         calling = asyncio.create_task(ask("infer", "slow", []))
@@ -327,7 +327,7 @@ async def test_a_call_that_is_cancelled(name: str) -> None:
         await until(lambda: slow.ended == ["cancelled"])
 
 
-async def test_a_blocking_call_over_grpc_that_is_cancelled() -> None:
+async def test_cancelling_a_blocking_call_cancels_the_model() -> None:
     slow = Slow()
     async with triton("grpc", slow) as ask:
         with ask.kind.client(ask.place) as client:
@@ -448,7 +448,7 @@ async def test_a_stream_has_each_answer_of_each_request(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GRPC)
-async def test_a_request_of_a_stream_that_is_refused_leaves_the_others_alone(name: str) -> None:
+async def test_a_refused_request_of_a_stream_ends_alone(name: str) -> None:
     async with triton(name, Several()) as ask, Stream(ask) as stream:
         await stream.send("a", 1, model_version="7")
         assert "several" in (await stream.answer()).error
@@ -457,7 +457,7 @@ async def test_a_request_of_a_stream_that_is_refused_leaves_the_others_alone(nam
 
 
 @pytest.mark.parametrize("name", GRPC)
-async def test_a_stream_that_is_cancelled_ends_its_requests(name: str) -> None:
+async def test_cancelling_a_stream_cancels_its_requests(name: str) -> None:
     several = Several()
     several.go_on = anyio.Event()
     async with triton(name, several) as ask:
@@ -468,7 +468,7 @@ async def test_a_stream_that_is_cancelled_ends_its_requests(name: str) -> None:
         await until(lambda: several.ended == ["cancelled"])
 
 
-async def test_a_model_that_may_answer_often_answers_once_where_there_is_one_answer(
+async def test_a_decoupled_model_answers_a_unary_call_once(
     name: str,
 ) -> None:
     async with triton(name, Several()) as ask:

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from nano_inference.config import NanoInferenceError
 from nano_inference.config.temporary import SHARED_MEMORY, sweep
-from nano_inference.kserve.pool import BufferPool, PoolAcquireTimeout, PoolSlot
+from nano_inference.kserve.pool import BufferPool, PoolAcquireTimeout, PoolSlot, SlotQueue, Waiter
 from nano_inference.kserve.tensors import SharedMemory, TensorError
 
 from ..programs import Program, run
@@ -47,7 +48,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-# --- who gets slots ----------------------------------------------------------------------------
+# --- who gets slots ---------------------------------------------------------------------------
 
 
 async def test_slots_are_acquired_and_released(pool: BufferPool) -> None:
@@ -335,7 +336,7 @@ def test_threads_and_event_loops_share_a_pool(pool: BufferPool) -> None:
     assert (pool.free_slots, pool.waiting) == (8, 0)
 
 
-# --- arrays in slots ---------------------------------------------------------------------------
+# --- arrays in slots --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -343,18 +344,6 @@ async def slot(pool: BufferPool) -> AsyncIterator[PoolSlot]:
     """One in the middle, of 2000 bytes."""
     with await pool.acquire_slot(), await pool.acquire_slot(2) as found:
         yield found
-
-
-async def test_arrays_are_adjacent_and_aligned(slot: PoolSlot) -> None:
-    a, b, c = slot.scratch([((2, 3), np.float32), (5, ml_dtypes.bfloat16), ((), np.dtype("<i8"))])
-    d = slot.scratch([2, 2], "u1")
-    assert [each.shape for each in (a, b, c, d)] == [(2, 3), (5,), (), (2, 2)]
-    assert [each.dtype for each in (a, b, c, d)] == [np.float32, ml_dtypes.bfloat16, "i8", "u1"]
-    assert [slot.offset_of(each) for each in (a, b, c, d)] == [1000, 1024, 1040, 1048]
-    assert all(each.flags.aligned and each.flags.writeable for each in (a, b, c, d))
-    for number, each in enumerate((a, b, c, d)):
-        each[...] = number
-    assert [set(each.ravel().tolist()) for each in (a, b, c, d)] == [{0}, {1}, {2}, {3}]
 
 
 SPECS = st.lists(
@@ -525,7 +514,7 @@ async def test_array_at_a_filled_place(pool: BufferPool, slot: PoolSlot) -> None
     assert array.shape == (0,)
 
 
-# --- the memory --------------------------------------------------------------------------------
+# --- the memory -------------------------------------------------------------------------------
 
 
 def ours() -> set[str]:
@@ -617,3 +606,95 @@ def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
     assert path.exists(), "this is what is to be swept"
     with BufferPool(1000):  # whoever makes the next one does it
         assert not path.exists()
+
+
+# --- the queue ------------------------------------------------------------------------------------
+
+
+N_SLOTS = 7
+
+
+class Played(RuleBasedStateMachine):
+    """Some ask, some leave with and without slots, some give theirs back, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = SlotQueue(N_SLOTS)
+        self.line: list[Waiter] = []  # in the order in which they came
+        self.owners: list[Waiter | None] = [None] * N_SLOTS
+
+    def given(self, served: list[Waiter]) -> None:
+        assert served == self.line[: len(served)], "strictly in turn"
+        del self.line[: len(served)]
+        for waiter in served:
+            assert waiter.first is not None
+            slots = slice(waiter.first, waiter.first + waiter.span)
+            assert self.owners[slots] == [None] * waiter.span, "never two owners"
+            self.owners[slots] = [waiter] * waiter.span
+
+    def free(self, waiter: Waiter) -> None:
+        self.owners = [None if each is waiter else each for each in self.owners]
+
+    def holding(self) -> list[Waiter]:
+        return list(dict.fromkeys(each for each in self.owners if each is not None))
+
+    @rule(span=st.integers(1, N_SLOTS))
+    def ask(self, span: int) -> None:
+        waiter = self.queue.enter(span, lambda: None)
+        self.line.append(waiter)
+        if waiter.first is not None:
+            self.given([waiter])
+
+    @rule(data=st.data())
+    def leave_the_line(self, data: st.DataObject) -> None:
+        if self.line:
+            waiter = data.draw(st.sampled_from(self.line))
+            self.line.remove(waiter)
+            self.given(self.queue.leave(waiter))
+            assert self.queue.leave(waiter) == [], "the second time nothing happens"
+
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        if holding := self.holding():
+            waiter = data.draw(st.sampled_from(holding))
+            self.free(waiter)
+            self.given(self.queue.leave(waiter))
+            assert self.queue.leave(waiter) == []
+
+    @invariant()
+    def it_adds_up(self) -> None:
+        assert self.queue.free_slots == self.owners.count(None)
+        assert list(self.queue.waiting) == self.line
+
+    @invariant()
+    def the_first_of_the_line_waits_for_good_reason(self) -> None:
+        if self.line:
+            span = self.line[0].span
+            runs = [self.owners[at : at + span] for at in range(N_SLOTS - span + 1)]
+            assert [None] * span not in runs
+
+    def teardown(self) -> None:
+        """Once all give back what they have, everybody in the line has had his turn."""
+        while holding := self.holding():
+            for waiter in holding:
+                self.free(waiter)
+                self.given(self.queue.leave(waiter))
+        assert self.line == []
+
+
+TestPlayed = Played.TestCase
+TestPlayed.settings = settings(max_examples=60, stateful_step_count=60)
+
+
+@pytest.mark.parametrize("span", [-1, 0, N_SLOTS + 1])
+def test_an_impossible_span_is_refused(span: int) -> None:
+    queue = SlotQueue(N_SLOTS)
+    with pytest.raises(ValueError, match="can never be free"):
+        queue.enter(span, lambda: None)
+    assert not queue.waiting
+
+
+@pytest.mark.parametrize("n_slots", [0, -3])
+def test_no_slots_are_refused(n_slots: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        SlotQueue(n_slots)

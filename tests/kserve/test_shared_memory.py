@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from multiprocessing.shared_memory import SharedMemory as PythonMemory
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,12 @@ from hypothesis import strategies as st
 from nano_inference.config import RequestError
 from nano_inference.config.temporary import SHARED_MEMORY
 from nano_inference.kserve import shared_memory
-from nano_inference.kserve.shared_memory import Region, SharedMemoryRegistry, WarmBuffers
+from nano_inference.kserve.shared_memory import (
+    Region,
+    SharedMemoryRegistry,
+    WarmBuffers,
+    copy_by_two,
+)
 from nano_inference.kserve.tensors import SharedMemory
 
 from ..programs import run
@@ -370,19 +377,6 @@ def test_tritons_shared_memory_utilities(registry: SharedMemoryRegistry) -> None
     assert not (SHARED_MEMORY / key).exists()
 
 
-def test_reads_reuse_buffers(there: Object) -> None:
-    buffers = WarmBuffers()
-    registry = SharedMemoryRegistry(buffers=buffers)
-    registry.register("r", there.key, 0, SIZE)
-    first = registry.read(SharedMemory("r", SIZE))
-    address = first.ctypes.data
-    del first
-    second = registry.read(SharedMemory("r", SIZE))
-    assert second.ctypes.data == address
-    assert second.tobytes() == there.data()
-    registry.unregister()
-
-
 def test_a_region_stays_attached_during_a_copy(
     there: Object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -499,16 +493,126 @@ def test_regions_show_their_object(
         there.path.unlink()
 
 
-def test_objects_of_multiprocessing(registry: SharedMemoryRegistry) -> None:
-    """As most clients make theirs: all of it is a hole until it is written."""
-    memory = PythonMemory(create=True, size=SIZE)
-    try:
-        registry.register("r", memory.name, 0, SIZE)
-        assert memory.buf is not None
-        memory.buf[:3] = b"abc"
-        assert registry.read(SharedMemory("r", 5)).tobytes() == b"abc\0\0"
-        registry.write(SharedMemory("r", SIZE), b"z" * SIZE)
-        assert bytes(memory.buf[:SIZE]) == b"z" * SIZE
-    finally:
-        memory.close()
-        memory.unlink()
+# --- buffers --------------------------------------------------------------------------------------
+
+
+BUFFER = 256 << 10
+
+
+def test_memory_is_reused() -> None:
+    buffers = WarmBuffers()
+    first = buffers.take(BUFFER)
+    address = first.ctypes.data
+    del first
+    assert buffers.idle_bytes == BUFFER
+    again = buffers.take(BUFFER - 100)
+    assert again.ctypes.data == address
+    assert again.shape == (BUFFER - 100,)
+    assert buffers.idle_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda array: array[5:],
+        lambda array: array[8:16].view(np.float32).reshape(2, 1),
+        lambda array: memoryview(array)[7:],
+        lambda array: np.frombuffer(array.data, np.int64),
+    ],
+)
+def test_memory_with_a_live_view_is_not_reused(look: Callable[[Any], Any]) -> None:
+    buffers = WarmBuffers()
+    first = buffers.take(BUFFER)
+    first[:] = 7
+    view = look(first)
+    del first
+    buffers.take(BUFFER)[:] = 1
+    assert set(bytes(view)) == {7}
+    assert buffers.idle_bytes == BUFFER, "the second one's alone"
+    del view
+    assert buffers.idle_bytes == 2 * BUFFER
+
+
+def test_no_more_is_kept_than_allowed() -> None:
+    buffers = WarmBuffers(max_idle_bytes=3 * BUFFER)
+    taken = [buffers.take(BUFFER) for _ in range(5)]
+    taken.append(buffers.take(4 * BUFFER))
+    taken.clear()
+    assert buffers.idle_bytes == 3 * BUFFER
+
+
+def test_small_buffers_are_not_kept() -> None:
+    buffers = WarmBuffers()
+    assert [buffers.take(size).shape for size in (0, 1, 1000)] == [(0,), (1,), (1000,)]
+    assert (buffers.idle_bytes, buffers.used_bytes) == (0, 0)
+
+
+def test_no_more_is_in_use_than_allowed() -> None:
+    buffers = WarmBuffers(max_used_bytes=BUFFER + 100)
+    large, small = buffers.take(BUFFER), buffers.take(100)
+    view = large[5:]
+    del large
+    for size in (1, BUFFER, 10**15):
+        with pytest.raises(RequestError, match="leaves no room") as caught:
+            buffers.take(size)
+        assert caught.value.code == "overloaded"
+    assert buffers.used_bytes == BUFFER + 100
+    del small
+    buffers.take(100)
+    del view
+    assert buffers.used_bytes == 0
+    buffers.take(BUFFER)
+
+
+def test_the_garbage_collector_may_run_during_take() -> None:
+    """Which is on the same thread, so that to wait for the lock would be for ever."""
+    buffers = WarmBuffers()
+    circle: list[object] = [buffers.take(BUFFER)]
+    circle.append(circle)
+    gone = weakref.ref(circle[0])
+    del circle
+    with buffers._lock:
+        gc.collect()
+        assert gone() is None
+    assert (buffers.idle_bytes, buffers.used_bytes) == (BUFFER, 0)
+
+
+def test_an_impossible_size_is_a_memory_error() -> None:
+    buffers = WarmBuffers()
+    with pytest.raises(MemoryError, match="not available"):
+        buffers.take(1 << 61)
+    assert buffers.used_bytes == 0
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+COPIES = [0, 1, 1 << 20, (4 << 20) - 1, 4 << 20, (9 << 20) + 12345]
+
+
+@pytest.mark.parametrize("size", COPIES)
+def test_every_byte_is_copied(size: int) -> None:
+    source = np.random.default_rng(1).integers(0, 256, size, np.uint8)
+    target = np.zeros(size, np.uint8)
+    copy_by_two(target, source)
+    assert np.array_equal(target, source)
+
+
+def test_a_busy_helper_is_not_awaited() -> None:
+    free = threading.Event()
+    busy = shared_memory._copy_helper.submit(free.wait, 30)
+    source = np.arange(5 << 20, dtype=np.uint32).view(np.uint8)
+    target = np.zeros_like(source)
+    copy_by_two(target, source)
+    assert not busy.done()
+    free.set()
+    assert busy.result()
+    assert np.array_equal(target, source)
+
+
+def test_errors_are_raised() -> None:
+    source = np.zeros(8 << 20, np.uint8)
+    target = np.zeros(8 << 20, np.uint8)
+    target.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        copy_by_two(target, source)

@@ -66,6 +66,9 @@ _OPERATIONS = {each.method: each for each in OPERATIONS}
 
 Send = Callable[[Message], Awaitable[None]]
 
+Outcome = tuple[GrpcFailure | None, dict[str, str]]
+"""A call's failure, and its trailers."""
+
 
 class GrpcServer:
     """Serves KServe V2 over gRPC.
@@ -168,7 +171,7 @@ class GrpcCalls:
     async def _handle(self, method: Method, unused: Any, context: Any) -> None:
         connection = GrpcConnection(context, method, self.config, self.waiting)
         serve = self._serve_stream if method.streams else self._serve_unary
-        failure, trailers = await serve(method, context, connection)
+        failure, trailers = await serve(connection)
         context.set_trailing_metadata(tuple(trailers.items()))
         if failure is not None:
             try:
@@ -179,13 +182,10 @@ class GrpcCalls:
 
     # --- unary calls ----------------------------------------------------------------------------
 
-    async def _serve_unary(
-        self, method: Method, context: Any, connection: GrpcConnection
-    ) -> tuple[GrpcFailure | None, dict[str, str]]:
-        """Serve a call; return its failure and its trailers."""
-        operation = _OPERATIONS.get(method.name)
+    async def _serve_unary(self, connection: GrpcConnection) -> Outcome:
+        operation = _OPERATIONS.get(connection.method.name)
         needed = "generate" if operation is None else operation.needed
-        scope = self._scope(method, context)
+        scope = self._scope(connection)
 
         async def answer() -> None:
             with self.in_flight.open():
@@ -228,13 +228,9 @@ class GrpcCalls:
 
     # --- streams --------------------------------------------------------------------------------
 
-    async def _serve_stream(
-        self, method: Method, context: Any, connection: GrpcConnection
-    ) -> tuple[GrpcFailure | None, dict[str, str]]:
-        """Serve a stream; return its failure and its trailers."""
-
+    async def _serve_stream(self, connection: GrpcConnection) -> Outcome:
         async def serve(message: Any, size: int, send: Send) -> None:
-            scope = self._scope(method, context)
+            scope = self._scope(connection)
             with self._observed(scope, "generate") as call:
 
                 async def send_counted(answer: Message) -> None:
@@ -251,7 +247,7 @@ class GrpcCalls:
                 if failure is not None:
                     await send_counted(_error_message(message.id, failure))
 
-        scope = self._scope(method, context)
+        scope = self._scope(connection)
         failure: GrpcFailure | None = None
         try:
             await self._entered(scope, "generate")
@@ -306,9 +302,9 @@ class GrpcCalls:
         tenant = tenant_of(request)
         return origin_of(request, tenant, None), RequestMemory(self.kserve.regions, tenant)
 
-    def _scope(self, method: Method, context: Any) -> Scope:
+    def _scope(self, connection: GrpcConnection) -> Scope:
         scheme = "https" if self.config.tls_certificate else "http"
-        return scope_of(context, method.path, scheme)
+        return scope_of(connection.context, connection.method.path, scheme)
 
     def _observed(self, scope: Scope, needed: Needed) -> Any:
         scope["state"][ROUTE] = (scope["path"], needed)

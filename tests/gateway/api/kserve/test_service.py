@@ -1,19 +1,25 @@
-"""Models of other packages are served beside those of the engine."""
+"""Models of other packages, and the statistics of all models."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from importlib import metadata
 
 import pytest
 
-from nano_inference.config import ConfigError, load_config
+from nano_inference.config import ConfigError, RequestError, load_config
 from nano_inference.gateway.api.kserve.repository import ENTRY_POINTS, ModelContext
 from nano_inference.gateway.api.kserve.served import Answer, ModelCall, ServedModel
+from nano_inference.gateway.api.kserve.service import InferenceService, ModelStatistics
+from nano_inference.kserve.protobuf import message
 from nano_inference.kserve.tensors import InferRequest, ModelSpec, NamedTensor, TensorSpec
+from nano_inference.telemetry.instruments import MODEL_CALL_DURATION
 
+from ....measured import Measured
 from ....pipeline.kserve import as_lists, infer_request, origin, service_of
 from ...fake import FakeEngine
+from .calls import FakeModel
 
 
 class Doubled:
@@ -102,3 +108,64 @@ def test_an_unknown_package_is_refused(registered: dict[str, Function]) -> None:
     config = load_config(env={}, overrides={"gateway.models": ["mine"]})
     with pytest.raises(ConfigError, match="no installed package"):
         service_of(FakeEngine(), config)  # type: ignore[arg-type]
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+class Ending(FakeModel):
+    """Calls `end` before it answers."""
+
+    end: Callable[[ModelCall], None] = staticmethod(lambda call: None)
+
+    async def answer_all(self, call: ModelCall, answer: Answer) -> None:
+        self.end(call)
+        await answer(())
+
+
+def fail(error: BaseException) -> Callable[[ModelCall], None]:
+    def end(call: ModelCall) -> None:
+        raise error
+
+    return end
+
+
+async def test_calls_are_counted_by_their_end() -> None:
+    model, measured = Ending("m"), Measured()
+    service = InferenceService([model, Ending("other")], measured.metrics)
+    request = InferRequest(model_name="m")
+    model.end = lambda call: call.computed(10)
+    await service.infer_once(origin(), request)
+    for error in (RequestError("no", code="overloaded"), ValueError(), asyncio.CancelledError()):
+        model.end = fail(error)
+        with pytest.raises(type(error)):
+            await service.infer_once(origin(), request)
+    told = service.statistics.model("m").to_json("m", "1")
+    assert (told["inference_count"], told["execution_count"]) == (1, 1)
+    assert told["inference_stats"]["success"]["count"] == 1
+    assert told["inference_stats"]["fail"]["count"] == 3
+    assert told["inference_stats"]["compute_infer"] == {"count": 1, "ns": 10}
+    assert told["last_inference"] > 0
+    assert message("ModelStatisticsResponse")(model_stats=[told]).model_stats[0].name == "m"
+    nothing = service.statistics.model("other").to_json("other", "1")
+    assert nothing["inference_stats"]["success"] == {"count": 0, "ns": 0}
+    values = measured.values(MODEL_CALL_DURATION)
+    codes = [("m", code) for code in ("", "overloaded", "internal_error", "cancelled")]
+    assert set(values) == set(codes)
+
+
+def test_time_that_was_not_computed_was_queued() -> None:
+    found = ModelStatistics()
+    found.add(100, 30)
+    found.add(100, None)
+    # Another clock may have measured more than the whole call.
+    found.add(100, 500)
+    assert (found.queue["ns"], found.compute["ns"], found.success["ns"]) == (70, 230, 300)
+    assert (found.queue["count"], found.compute["count"]) == (3, 3)
+
+
+def test_concurrent_work_is_computed_once() -> None:
+    call = ModelCall(InferRequest(model_name="m"), origin())
+    for ns in (5, 9, 7):
+        call.computed(ns)
+    assert call.compute_ns == 9

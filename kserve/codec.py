@@ -139,7 +139,7 @@ def describe_output(
 
 def describe_tensor(tensor: NamedTensor | TensorSpec) -> Json:
     """Return a tensor's name, datatype and shape."""
-    return {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+    return {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
 
 
 def describe_response(response: InferResponse) -> Json:
@@ -168,7 +168,7 @@ def model_config(spec: ModelSpec) -> Json:
     def configured(tensor: TensorSpec) -> Json:
         # Triton's configuration alone calls BYTES STRING.
         kind = "STRING" if tensor.datatype == "BYTES" else tensor.datatype
-        return {"name": tensor.name, "data_type": f"TYPE_{kind}", "dims": list(tensor.shape)}
+        return {"name": tensor.name, "data_type": f"TYPE_{kind}", "dims": tensor.shape}
 
     return {
         "name": spec.name,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import msgspec
@@ -29,6 +29,7 @@ from .tensors import (
     InferRequest,
     InferResponse,
     ModelSpec,
+    ModelState,
     NamedTensor,
     Parameters,
     RequestedOutput,
@@ -95,22 +96,6 @@ class KServeError(NanoInferenceError):
         super().__init__(message, code=code or _CODES.get(status, "internal_error"))
         self.status = status
         self.retry_after_s = retry_after_s
-
-
-class IndexedModel(NamedTuple):
-    """A model in a server's index.
-
-    Attributes:
-        name: Of the model.
-        version: Its version.
-        ready: Whether a call would be served now.
-        reason: Why it isn't ready.
-    """
-
-    name: str
-    version: str
-    ready: bool
-    reason: str
 
 
 class StagedRequest:
@@ -443,11 +428,11 @@ class KServeClient:
             decoupled=config.model_transaction_policy.decoupled,
         )
 
-    async def index(self, *, ready: bool = False) -> list[IndexedModel]:
+    async def index(self, *, ready: bool = False) -> list[ModelState]:
         """Return the server's models; with `ready` only ready ones. Raises KServeError."""
         answer = await self._ask("RepositoryIndex", ready=ready)
         return [
-            IndexedModel(each.name, each.version, each.state == "READY", each.reason)
+            ModelState(each.name, each.version, each.state == "READY", each.reason)
             for each in answer.models
         ]
 

@@ -227,6 +227,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     allowed_as: str = ""
 
 
+class ModelState(NamedTuple):
+    """Readiness of a model's version; `reason` says why it isn't ready."""
+
+    name: str
+    version: str
+    ready: bool
+    reason: str
+
+
 # --- checks of received tensors -------------------------------------------------------------------
 
 

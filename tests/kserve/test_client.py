@@ -77,7 +77,7 @@ def budgets(echo: Echo) -> list[int | None]:
     ]
 
 
-# --- what is sent, and what comes ----------------------------------------------------------------
+# --- requests and responses -----------------------------------------------------------------------
 
 
 async def test_tensors_go_within_the_messages(echo: Echo) -> None:
@@ -257,7 +257,7 @@ async def test_retries_are_limited_by_number_and_budget(
         with pytest.raises(KServeError) as caught:
             await client.infer("echo", BOTH)
         assert (caught.value.code, len(echo.received)) == ("shutting_down", 2)
-        # Nobody waits for a time that the call does not have.
+        # A wait beyond the budget fails at once.
         echo.failures = [UNAVAILABLE._replace(retry_after="1000")]
         with pytest.raises(KServeError) as hopeless:
             await client.infer("echo", BOTH, budget_ns=100 * 10**9)
@@ -396,7 +396,7 @@ async def test_a_forgotten_pool_is_registered_again_once(echo: Echo) -> None:
     with make_pool(True) as pool:
         await echo.client.register(pool)
         slot = await pool.acquire_slot()
-        # As it is when one has been started in another's place.
+        # As after a restart.
         echo.regions.unregister()
         echo.failures = [UNAVAILABLE, forgotten]
         check_same(await echo.client.infer("echo", BOTH, slot=slot), BOTH)

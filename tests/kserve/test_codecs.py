@@ -133,10 +133,10 @@ class Http:
         parts, header = encode_http_response(response, requested, memory=memory)
         body = b"".join(parts)
         result = tritonclient.http.InferResult.from_response_body(body, header_length=header)
-        told = result.get_response()
-        assert (told["model_name"], told["model_version"]) == ("model", "1")
-        assert told["id"] == "some id"
-        return result, told.get("parameters", {})
+        answered = result.get_response()
+        assert (answered["model_name"], answered["model_version"]) == ("model", "1")
+        assert answered["id"] == "some id"
+        return result, answered.get("parameters", {})
 
     @staticmethod
     def place_of(described: Any) -> SharedMemory:
@@ -227,8 +227,8 @@ def test_triton_reads_a_response(
     response = InferResponse(
         model_name="model", id="some id", outputs=outputs, parameters=parameters
     )
-    result, told = wire.respond(response, requested, memory)
-    assert told == parameters
+    result, answered = wire.respond(response, requested, memory)
+    assert answered == parameters
     for each, place in zip(outputs, places, strict=True):
         if place is not None:
             used = wire.place_of(result.get_output(each.name))

@@ -48,7 +48,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-# --- who gets slots ---------------------------------------------------------------------------
+# --- acquiring and releasing ----------------------------------------------------------------------
 
 
 async def test_slots_are_acquired_and_released(pool: BufferPool) -> None:
@@ -106,7 +106,7 @@ async def test_the_queue_is_strictly_fifo(pool: BufferPool) -> None:
 
 
 async def test_a_waiter_leaves_the_queue_at_its_deadline(pool: BufferPool) -> None:
-    """Before the error, so that nobody waits for who has left."""
+    """Before the error, so that the next waiter is served."""
     held = await pool.acquire_slot(5)
     before_ns = time.monotonic_ns()
     deadline_ns = time.time_ns() + 50_000_000
@@ -153,7 +153,7 @@ async def test_a_waiter_cancelled_while_served_passes_its_slots_on(pool: BufferP
 
 
 def test_dead_waiters_do_not_block_the_queue() -> None:
-    """Neither one whose event loop was closed, nor a coroutine that nobody awaits any more."""
+    """A waiter of a closed event loop, or an abandoned coroutine."""
     pool = BufferPool(8, 4, use_shm=False)
     held = pool.acquire_slot_blocking(4)
     coroutines = [pool.acquire_slot(4), pool.acquire_slot(3)]
@@ -204,7 +204,7 @@ async def test_closing_wakes_waiters_with_an_error(pool: BufferPool) -> None:
 
 
 class User:
-    """One who takes slots, fills them, and looks whether they are still his.
+    """Acquires slots, fills them, and checks that no other owner writes them.
 
     Attributes:
         came_to: "took", "timeout" or "cancelled".
@@ -249,7 +249,7 @@ ACTIONS = st.tuples(st.sampled_from(["end", "cancel", "wait"]), st.integers(0, U
 def test_64_tasks_with_random_spans_deadlines_and_cancellations(
     n_slots: int, spans: list[int], impatient: set[int], actions: list[tuple[str, int]]
 ) -> None:
-    """Never two owners, strictly in turn, and nobody is forgotten."""
+    """There are never two owners, and every task ends."""
     users: list[User] = []
     cancelled: set[int] = set()
 
@@ -604,7 +604,7 @@ def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
         program.send_signal(signal.SIGKILL)
         program.wait(LIMIT_S)
     assert path.exists(), "this is what is to be swept"
-    with BufferPool(1000):  # whoever makes the next one does it
+    with BufferPool(1000):  # the next pool sweeps
         assert not path.exists()
 
 
@@ -674,7 +674,7 @@ class Played(RuleBasedStateMachine):
             assert [None] * span not in runs
 
     def teardown(self) -> None:
-        """Once all give back what they have, everybody in the line has had his turn."""
+        """Once all slots are released, every waiter was served."""
         while holding := self.holding():
             for waiter in holding:
                 self.free(waiter)

@@ -78,7 +78,7 @@ def there(request: pytest.FixtureRequest, registry: SharedMemoryRegistry) -> Ite
 
 @pytest.fixture
 def registry() -> Iterator[SharedMemoryRegistry]:
-    """With a limit of three; what it has opened it must have closed at the end."""
+    """A registry of at most three regions, which closes every descriptor."""
     before = open_objects()
     found = SharedMemoryRegistry(max_regions=3)
     yield found
@@ -87,7 +87,7 @@ def registry() -> Iterator[SharedMemoryRegistry]:
 
 
 def open_objects() -> int:
-    """How many descriptors this process has of shared memory."""
+    """Number of this process's descriptors of shared memory."""
     links = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # that of the list itself
@@ -156,7 +156,7 @@ def test_registering_again_replaces_a_region(there: Object) -> None:
         there.registry.register("a", "/nano-test-nothing", 0, 1)
     assert there.registry.read(SharedMemory("a", 50)).tobytes() == other.data()[10:60]
     other.path.unlink()
-    # What has no name any more is still there for who has opened it.
+    # An unlinked object stays while it is open.
     assert there.registry.read(SharedMemory("a", 1)).tolist() == [10]
 
 
@@ -269,7 +269,7 @@ def test_a_shrunk_object_is_refused(there: Object) -> None:
 def test_shrinking_during_a_copy_is_an_error_and_no_signal(
     registry: SharedMemoryRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where somebody else could do that: what is mapped would be gone, and the signal kill us."""
+    """In objects that other users can shrink; touching a mapping would be SIGBUS."""
     there = Object(mode=0o666)
     registry.register("r", there.key, 0, SIZE)
     seen = os.stat(there.path)
@@ -339,7 +339,7 @@ def test_no_memory_for_a_hole_is_an_error(
 
 
 def test_a_clients_object_is_not_removed(tmp_path: Path) -> None:
-    """Python's own SharedMemory removes at its end what it had only opened."""
+    """Python's own SharedMemory removes at exit objects that it only opened."""
     there = Object()
     ran = run(
         f"""

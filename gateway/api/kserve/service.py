@@ -16,6 +16,7 @@ from ....kserve.tensors import (
     InferRequest,
     InferResponse,
     ModelSpec,
+    ModelState,
     NamedTensor,
     Parameters,
     RequestedOutput,
@@ -32,15 +33,6 @@ from .served import ModelCall, ServedModel
 _GRACE_S = 0.1
 
 Respond = Callable[[InferResponse], Awaitable[None]]
-
-
-class ModelState(NamedTuple):
-    """Readiness of a model's version; `reason` says why it isn't ready."""
-
-    name: str
-    version: str
-    ready: bool
-    reason: str
 
 
 class ModelRepository(Protocol):

@@ -237,9 +237,9 @@ async def asking(
 def failed(answer: httpx.Response, status: int) -> str:
     """The stable code of an error's response."""
     assert answer.status_code == status, answer.text
-    told = answer.json()
-    assert list(told) == ["error"]
-    assert isinstance(told["error"], str)
+    answered = answer.json()
+    assert list(answered) == ["error"]
+    assert isinstance(answered["error"], str)
     return answer.headers["X-Error-Code"]
 
 
@@ -376,7 +376,7 @@ def request(
 
 
 def values(response: Any) -> list[float]:
-    """Those of a response with one tensor."""
+    """The values of a response with one tensor."""
     (raw,) = response.raw_output_contents
     return list(np.frombuffer(raw, "<f4"))
 

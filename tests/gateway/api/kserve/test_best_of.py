@@ -26,7 +26,7 @@ SAMPLES = ((5,), (6, 7, 8), (9, 10))
 
 
 class Engine(FakeEngine):
-    """Samples what it is told to, and scores by a table.
+    """Returns given samples, and scores by a table.
 
     Attributes:
         scores: The logprob of each token of a sample that begins with this one.

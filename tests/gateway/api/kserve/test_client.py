@@ -108,8 +108,8 @@ async def test_responses_of_a_stream_and_information() -> None:
             assert [each.id for each in answers] == ["it"] * number
             for each in answers:
                 np.testing.assert_array_equal(each.output("x"), NUMBERS.data)
-            told = await client.metadata(name)
-            assert (told.inputs, told.decoupled) == (model.spec.inputs, name == "several")
+            answered = await client.metadata(name)
+            assert (answered.inputs, answered.decoupled) == (model.spec.inputs, name == "several")
             assert await client.ready(name)
         assert {"several", "echo", "tiny"} <= {each.name for each in await client.index()}
 

@@ -92,7 +92,7 @@ async def test_impossible_requests_are_refused() -> None:
     "compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate]
 )
 async def test_large_messages_are_refused_compressed_or_not(compression: grpc.Compression) -> None:
-    """A call that is refused by gRPC is told like any other."""
+    """gRPC itself refuses the message."""
     most = 100_000
     large = request(values=[0.0] * most).SerializeToString()
     small = request(values=[0.0] * (most // 8)).SerializeToString()
@@ -165,7 +165,7 @@ async def test_no_time_limit_by_default() -> None:
     model = Model()
     async with served(model) as (_, call):
         assert values(await call("ModelInfer", request())) == [1, 2]
-        # As some clients put it who have none.
+        # Some clients set this for no limit.
         assert values(await call("ModelInfer", request(), timeout=1e9)) == [1, 2]
     assert model.calls[0].origin.deadline_ns is None
 

@@ -1,4 +1,4 @@
-"""The server of gRPC: who may call it, what it tells of calls, how many there may be, its end."""
+"""The gRPC server: telemetry, limits, shutdown, ports and TLS."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_client_address_of_a_grpc_peer(peer: str, client: tuple[str, int] | None
     assert client_of(peer) == client
 
 
-# --- what is told of calls ------------------------------------------------------------------------
+# --- telemetry ------------------------------------------------------------------------------------
 
 
 class ToldEngine(Engine):
@@ -103,14 +103,14 @@ async def test_a_call_is_measured_traced_and_logged(tmp_path: Path) -> None:
     assert logged[0]["call_id"] == "mine"
     assert logged[0]["client"] == "127.0.0.1"
     assert logged[0]["sent_bytes"] > 8
-    told = [json.loads(line) for line in audit.read_text().splitlines()]
-    assert [(line["route"], line["status"], line["complete"]) for line in told] == [
+    answered = [json.loads(line) for line in audit.read_text().splitlines()]
+    assert [(line["route"], line["status"], line["complete"]) for line in answered] == [
         (route, 200, True),
         (route, 404, True),
         (stream_route, 200, True),
         (stream_route, 404, True),
     ]
-    assert told[1]["code"] == "model_not_found"
+    assert answered[1]["code"] == "model_not_found"
 
 
 async def test_health_checks_begin_no_trace() -> None:
@@ -198,7 +198,7 @@ async def test_connections_are_bounded() -> None:
         assert (await call("ServerLive")).live
         assert gateway.grpc_port is not None
         opened = []
-        # Beyond those on which a few more are told that there is no room.
+        # More than the connections on which calls are refused for lack of room.
         for _ in range(140):
             opened.append(await asyncio.open_connection("127.0.0.1", gateway.grpc_port))
         closed = [reader for reader, _ in opened if not await reader.read(1)]
@@ -229,7 +229,7 @@ async def test_draining_ends_streams_after_their_responses() -> None:
         assert values((await busy.read()).infer_response) == [1, 2]
         assert (await busy.read()).stable == "shutting_down"
         assert await drained
-        # Whoever begins one now is told at once.
+        # A new stream is refused at once.
         assert (await call.stream().read()).stable == "shutting_down"
         assert len(model.calls) == model_calls
 
@@ -364,7 +364,7 @@ async def test_client_certificates_are_required(tmp_path: Path) -> None:
                 assert (await call("ServerLive", timeout=LIMIT_S)).code == "UNAVAILABLE"
 
 
-# --- what it costs who does without ---------------------------------------------------------------
+# --- without gRPC ---------------------------------------------------------------------------------
 
 IMPORTS = """
 import sys

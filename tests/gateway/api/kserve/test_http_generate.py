@@ -163,8 +163,8 @@ async def test_generate_stream_has_an_event_for_each_answer() -> None:
     assert answer.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in answer.text.splitlines() if line]
     assert all(line.startswith("data: ") for line in lines)
-    told = [json.loads(line.removeprefix("data: ")) for line in lines]
-    assert [(each["id"], each["number"], each["word"]) for each in told] == [
+    answered = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert [(each["id"], each["number"], each["word"]) for each in answered] == [
         ("mine", number, f"number {number}") for number in range(3)
     ]
     assert several.calls[0].many

@@ -241,7 +241,7 @@ async def test_only_requested_outputs_are_returned(engine: Engine) -> None:
 async def test_the_prompt_stands_before_the_text_unless_it_is_excluded(
     engine: Engine, exclude: bool | None
 ) -> None:
-    """And who judges answers knows what stands there."""
+    """Guardrails of outputs receive that text."""
     seen: list[str] = []
 
     class Seen:
@@ -299,7 +299,7 @@ async def test_a_stream_has_what_is_new_of_all_samples(engine: Engine) -> None:
 
 @pytest.mark.parametrize("many", [True, False])
 async def test_one_answer_is_whole_though_a_stream_was_wanted(engine: Engine, many: bool) -> None:
-    """Whoever takes one answer gets one; whoever takes many need not."""
+    """Of a unary call, and of a stream without `stream`."""
     request = infer_request("tiny", **TEXT, stream=not many)
     found = await stream(engine.service, request) if many else [await engine.infer(request)]
     (alone,) = found
@@ -314,7 +314,7 @@ async def test_a_stream_does_not_begin_with_the_prompt(engine: Engine) -> None:
 
 
 async def test_an_aborted_request_has_empty_samples(engine: Engine) -> None:
-    """One that never began, too, and in a stream that is told."""
+    """Also samples that never began, and those of a stream."""
     engine.outputs = lambda request: [
         completion(request, sample(finish_reason="abort"), status="cancelled")
     ]
@@ -536,7 +536,7 @@ async def test_a_call_that_is_cancelled_leaves_nothing_behind(
 
 
 async def test_a_slow_reader_slows_its_own_request(engine: Engine) -> None:
-    """What he has not read is bounded, and comes in one answer."""
+    """Unread samples are bounded, and come in one response."""
     pulled = 0
 
     def many(request: GenerateRequest) -> Any:

@@ -115,11 +115,11 @@ async def test_readiness_of_a_model() -> None:
 @pytest.mark.parametrize("shared_memory", [False, True])
 async def test_only_extensions_that_are_switched_on_are_named(shared_memory: bool) -> None:
     async with asking(shared_memory=shared_memory) as http:
-        told = (await http.get("/v2")).json()
-    assert (told["name"], told["version"]) == (SERVER_NAME, VERSION)
-    assert "binary_tensor_data" in told["extensions"]
-    assert ("system_shared_memory" in told["extensions"]) == shared_memory
-    assert "cuda_shared_memory" not in told["extensions"]
+        answered = (await http.get("/v2")).json()
+    assert (answered["name"], answered["version"]) == (SERVER_NAME, VERSION)
+    assert "binary_tensor_data" in answered["extensions"]
+    assert ("system_shared_memory" in answered["extensions"]) == shared_memory
+    assert "cuda_shared_memory" not in answered["extensions"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -133,8 +133,8 @@ async def test_names_of_models_come_as_clients_write_them(name: str, safe: str) 
                 assert (await http.get(path + versioned)).json()["name"] == name
             assert (await http.get(f"{path}{versioned}/config")).json()["name"] == name
             assert (await http.get(f"{path}{versioned}/ready")).status_code == 200
-            told = (await http.get(f"{path}{versioned}/stats")).json()["model_stats"]
-            assert {each["name"] for each in told} == {name}
+            answered = (await http.get(f"{path}{versioned}/stats")).json()["model_stats"]
+            assert {each["name"] for each in answered} == {name}
             answer = await http.post(f"{path}{versioned}/infer", json={"inputs": [INT8]})
             assert answer.json()["model_name"] == name
     assert [each.request.model_version for each in echo.calls] == ["", "1"]
@@ -205,9 +205,9 @@ async def test_regions_have_a_status_until_they_are_unregistered() -> None:
             region = {"key": pool.key, "byte_size": 4096}
             path = f"{SYSTEM}/region/mine"
             assert (await http.post(f"{path}/register", json=region)).content == b""
-            told = [{"name": "mine", "key": pool.key, "offset": 0, "byte_size": 4096}]
-            assert (await http.get(f"{SYSTEM}/status")).json() == told
-            assert (await http.get(f"{path}/status")).json() == told
+            answered = [{"name": "mine", "key": pool.key, "offset": 0, "byte_size": 4096}]
+            assert (await http.get(f"{SYSTEM}/status")).json() == answered
+            assert (await http.get(f"{path}/status")).json() == answered
             for each in (path, SYSTEM):
                 assert (await http.post(f"{each}/unregister")).status_code == 200
             assert (await http.get(f"{SYSTEM}/status")).json() == []

@@ -294,7 +294,7 @@ async def test_the_audit_log_has_the_prompt_of_each_request(tmp_path: Path) -> N
         headers = await key(gateway, tenant="gold")
         assert await codes(call, headers, "one", "two") == ["", ""]
     calls = [json.loads(line) for line in file.read_text().splitlines()]
-    told = [(line["prompt"], line["answer"], line["tenant"]) for line in calls]
-    assert told == [(["one"], ["five six"], "gold"), (["two"], ["five six"], "gold")]
+    answered = [(line["prompt"], line["answer"], line["tenant"]) for line in calls]
+    assert answered == [(["one"], ["five six"], "gold"), (["two"], ["five six"], "gold")]
     assert {line["route"] for line in calls} == {"/inference.GRPCInferenceService/ModelStreamInfer"}
     assert [line["completion_tokens"] for line in calls] == [2, 2]

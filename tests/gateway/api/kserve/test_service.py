@@ -23,7 +23,7 @@ from .calls import FakeModel
 
 
 class Doubled:
-    """Asks the lane's model with its token ids twice."""
+    """Calls the engine's model with its token ids repeated."""
 
     def __init__(self, context: ModelContext, name: str = "doubled") -> None:
         ids = TensorSpec("input_ids", "INT64", (-1,))
@@ -140,13 +140,13 @@ async def test_calls_are_counted_by_their_end() -> None:
         model.end = fail(error)
         with pytest.raises(type(error)):
             await service.infer_once(origin(), request)
-    told = service.statistics.model("m").to_json("m", "1")
-    assert (told["inference_count"], told["execution_count"]) == (1, 1)
-    assert told["inference_stats"]["success"]["count"] == 1
-    assert told["inference_stats"]["fail"]["count"] == 3
-    assert told["inference_stats"]["compute_infer"] == {"count": 1, "ns": 10}
-    assert told["last_inference"] > 0
-    assert message("ModelStatisticsResponse")(model_stats=[told]).model_stats[0].name == "m"
+    answered = service.statistics.model("m").to_json("m", "1")
+    assert (answered["inference_count"], answered["execution_count"]) == (1, 1)
+    assert answered["inference_stats"]["success"]["count"] == 1
+    assert answered["inference_stats"]["fail"]["count"] == 3
+    assert answered["inference_stats"]["compute_infer"] == {"count": 1, "ns": 10}
+    assert answered["last_inference"] > 0
+    assert message("ModelStatisticsResponse")(model_stats=[answered]).model_stats[0].name == "m"
     nothing = service.statistics.model("other").to_json("other", "1")
     assert nothing["inference_stats"]["success"] == {"count": 0, "ns": 0}
     values = measured.values(MODEL_CALL_DURATION)

@@ -56,13 +56,13 @@ HTTP = [name for name, kind in KINDS.items() if not kind.grpc]
 
 
 class Triton:
-    """A client of a gateway, whose answers are told as JSON has them."""
+    """A client of a gateway, whose responses become JSON."""
 
     def __init__(self, kind: Kind, place: str, client: Any) -> None:
         self.kind, self.place, self.client = kind, place, client
 
     async def __call__(self, name: str, *given: Any, **more: Any) -> Any:
-        """Asks by a method; a blocking one in a thread, where its client must be made as well."""
+        """Call a method; a blocking client is made and called in a thread."""
         if self.kind.blocking:
             found = await anyio.to_thread.run_sync(self._ask, name, given, more)
         else:
@@ -191,8 +191,12 @@ async def test_tensors_in_shared_memory(name: str) -> None:
             await ask("unregister_system_shared_memory")
             await ask("unregister_cuda_shared_memory")
             await ask("register_system_shared_memory", "mine", key, 8000)
-            (told,) = regions(await ask("get_system_shared_memory_status"))
-            assert (told["name"], told["key"], int(told["byte_size"])) == ("mine", key, 8000)
+            (answered,) = regions(await ask("get_system_shared_memory_status"))
+            assert (answered["name"], answered["key"], int(answered["byte_size"])) == (
+                "mine",
+                key,
+                8000,
+            )
             result = await ask("infer", "echo", [given], outputs=[wanted])
             place = result.get_output("FP32")
             place = _told(place) if ask.kind.grpc else place
@@ -204,9 +208,9 @@ async def test_tensors_in_shared_memory(name: str) -> None:
             assert regions(await ask("get_system_shared_memory_status")) == []
 
 
-def regions(told: Any) -> list[Any]:
-    """Of a status, as HTTP has it, or gRPC."""
-    return list(told["regions"].values()) if isinstance(told, dict) else told
+def regions(answered: Any) -> list[Any]:
+    """The regions of a status over HTTP or gRPC."""
+    return list(answered["regions"].values()) if isinstance(answered, dict) else answered
 
 
 async def test_texts_in_shared_memory(name: str) -> None:
@@ -244,12 +248,12 @@ async def test_information(name: str, model: str) -> None:
         assert not await ask("is_model_ready", "ill")
         assert not await ask("is_model_ready", "none")
         assert "binary_tensor_data" in (await ask("get_server_metadata"))["extensions"]
-        told = await ask("get_model_metadata", model)
-        assert [(each["name"], each["datatype"]) for each in told["inputs"]] == [
+        answered = await ask("get_model_metadata", model)
+        assert [(each["name"], each["datatype"]) for each in answered["inputs"]] == [
             (each, each) for each in DATATYPES
         ]
-        assert [int(each) for each in told["outputs"][0]["shape"]] == [-1]
-        assert told["versions"] == ["1", "3"]
+        assert [int(each) for each in answered["outputs"][0]["shape"]] == [-1]
+        assert answered["versions"] == ["1", "3"]
         config = await ask("get_model_config", model, "1")
         config = config["config"] if ask.kind.grpc else config
         assert config["name"] == model
@@ -269,9 +273,9 @@ async def test_statistics_count_calls(name: str) -> None:
             await ask("infer", "echo", [ask.input("INT8", array("INT8"))])
         with pytest.raises(InferenceServerException):
             await ask("infer", "echo", [ask.input("more", array("INT32"))])
-        told = (await ask("get_inference_statistics", "echo", "3"))["model_stats"][0]
-        found = told["inference_stats"]
-        assert int(found["success"]["count"]) == int(told["inference_count"]) == 3
+        answered = (await ask("get_inference_statistics", "echo", "3"))["model_stats"][0]
+        found = answered["inference_stats"]
+        assert int(found["success"]["count"]) == int(answered["inference_count"]) == 3
         assert int(found["success"]["ns"]) > 0
         every = (await ask("get_inference_statistics"))["model_stats"]
         assert "echo" in {each["name"] for each in every}
@@ -331,12 +335,12 @@ async def test_cancelling_a_blocking_call_cancels_the_model() -> None:
     slow = Slow()
     async with triton("grpc", slow) as ask:
         with ask.kind.client(ask.place) as client:
-            told: queue.Queue[Any] = queue.Queue()
-            calling = client.async_infer("slow", [], lambda result, error: told.put(error))
+            answered: queue.Queue[Any] = queue.Queue()
+            calling = client.async_infer("slow", [], lambda result, error: answered.put(error))
             await until(lambda: len(slow.calls) == 1)
             await anyio.to_thread.run_sync(calling.cancel)
             await until(lambda: slow.ended == ["cancelled"])
-            error = await anyio.to_thread.run_sync(lambda: told.get(timeout=LIMIT_S))
+            error = await anyio.to_thread.run_sync(lambda: answered.get(timeout=LIMIT_S))
             assert error.status() == "StatusCode.CANCELLED"
 
 

@@ -10,44 +10,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .client import KServeClient, KServeError
-    from .pool import BufferPool, PoolAcquireTimeout, PoolSlot
-    from .tensors import (
-        InferRequest,
-        InferResponse,
-        ModelSpec,
-        NamedTensor,
-        TensorError,
-        TensorSpec,
-        text_tensor,
-    )
+    from .client import KServeClient as KServeClient
+    from .client import KServeError as KServeError
+    from .pool import BufferPool as BufferPool
+    from .pool import PoolAcquireTimeout as PoolAcquireTimeout
+    from .pool import PoolSlot as PoolSlot
+    from .tensors import InferRequest as InferRequest
+    from .tensors import InferResponse as InferResponse
+    from .tensors import ModelSpec as ModelSpec
+    from .tensors import NamedTensor as NamedTensor
+    from .tensors import TensorError as TensorError
+    from .tensors import TensorSpec as TensorSpec
+    from .tensors import text_tensor as text_tensor
 
-__all__ = [
-    "BufferPool",
-    "InferRequest",
-    "InferResponse",
-    "KServeClient",
-    "KServeError",
-    "ModelSpec",
-    "NamedTensor",
-    "PoolAcquireTimeout",
-    "PoolSlot",
-    "TensorError",
-    "TensorSpec",
-    "text_tensor",
-]
-
-_MODULES = {
-    "BufferPool": "pool",
-    "KServeClient": "client",
-    "KServeError": "client",
-    "PoolAcquireTimeout": "pool",
-    "PoolSlot": "pool",
+_NAMES = {
+    ".client": "KServeClient KServeError",
+    ".pool": "BufferPool PoolAcquireTimeout PoolSlot",
+    ".tensors": "InferRequest InferResponse ModelSpec NamedTensor TensorError TensorSpec text_tensor",
 }
-"""The modules of names that are not in `tensors`."""
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULES.get(name, 'tensors')}", __name__), name)
+    return getattr(importlib.import_module(_HOME[name], __name__), name)

@@ -28,8 +28,8 @@ from nano_inference.gateway.gateway import Gateway
 from nano_inference.kserve.protobuf import ModelInferRequest, ModelInferResponse
 from nano_inference.kserve.tensors import DATATYPES
 
-from ..cli.test_serve import served as serving
-from ..cli.test_up import free_port
+from ..cli.servers import free_port
+from ..cli.servers import served as serving
 from ..gateway.api.kserve.calls import Client, Echo, Engine, Failed, Stream, until
 from ..resident import resident_bytes
 from .mutations.kserve import (

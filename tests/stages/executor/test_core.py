@@ -52,7 +52,7 @@ def row(result: StepResult) -> tuple[int, float, str]:
     return token, logprob, reason
 
 
-# --- what a sequence gives --------------------------------------------------------------------
+# --- results of a sequence --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])

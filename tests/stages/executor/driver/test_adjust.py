@@ -426,7 +426,7 @@ def test_many_samples_follow_the_exact_probabilities(
     statistic, degrees = chi_square(counts, exact)
     assert degrees >= 3
     assert statistic < limit_of(degrees)
-    # The same samples do not follow what any single forgotten parameter would give.
+    # The samples do not fit the distribution without any one of the parameters.
     for name in options:
         other = SamplingParams(max_tokens=50, **{k: v for k, v in options.items() if k != name})
         wrong = restricted(adjusted(logits, PROMPT, generated, other), other)

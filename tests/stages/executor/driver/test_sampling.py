@@ -1,4 +1,4 @@
-"""The sampler: its distribution, its logprobs, its limits, and that nothing else matters."""
+"""The sampler: its distribution, logprobs and limits, and independence of anything else."""
 
 from __future__ import annotations
 

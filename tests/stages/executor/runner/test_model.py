@@ -211,7 +211,7 @@ Machine = Any
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A machine with so many devices of each kind, as far as one can tell without computing."""
+    """A machine with these numbers of devices by kind, for calls that do not compute."""
 
     def made(**counts: int) -> None:
         def module(kind: str) -> Driver:

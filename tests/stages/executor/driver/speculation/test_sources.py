@@ -57,7 +57,7 @@ def propose(source: DraftSource, *contexts: DraftContext) -> Draft:
 
 
 class SuffixOfContexts(SuffixSource):
-    """One whose table has the sequences that it is asked about."""
+    """A source whose table has the sequences of its calls."""
 
     def __init__(self, max_tokens: int = 100_000) -> None:
         self.table = SequenceTable(8, 4096, 16)
@@ -292,7 +292,7 @@ def test_earlier_rollouts_draft_later_ones() -> None:
         ]
         source.clear()
         accepted.append([num_accepted(*pair, 3) for pair in zip(outputs, drafts, strict=True)])
-    # The first of all has nothing to learn from, and the second day's first has everything.
+    # The very first sequence has no history, and the second day's first has all of it.
     assert accepted[0][0] == 0
     assert min(accepted[1]) > 120 * 2
 
@@ -412,8 +412,7 @@ def test_earlier_outputs_are_drafted_and_the_oldest_dropped() -> None:
     st.sampled_from([1, 100, 1000]),
 )
 def test_any_history_gives_valid_chances(steps: Steps, max_tokens: int) -> None:
-    """Rows change hands, contexts grow, shrink and change, and what is drafted depends on nothing
-    else."""
+    """Rows are reused, contexts grow, shrink and change, and drafts depend on nothing else."""
     said = []
     for _ in range(2):
         source, drafts = SuffixOfContexts(max_tokens), []

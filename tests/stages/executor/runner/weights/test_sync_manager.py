@@ -113,7 +113,7 @@ class Wrapper(Tensor):
 
 
 def resized(tensor: Tensor, num_bytes: int) -> Tensor:
-    """The same shape, over a storage of so many bytes."""
+    """A tensor of the same shape, over a storage of this size in bytes."""
     view = tensor.clone()
     view.untyped_storage().resize_(num_bytes)
     return view
@@ -178,7 +178,7 @@ def test_weights_that_change_while_they_wait_are_dropped_as_a_whole(
 
 
 def fail_to_write(patch: pytest.MonkeyPatch, after: int, error: BaseException) -> None:
-    """From now on so many tensors are written, and then none."""
+    """Let this number of writes succeed, and fail the next."""
     copy, written = Tensor.copy_, []
 
     def fails(self: Tensor, *rest: Any) -> Tensor:

@@ -590,7 +590,7 @@ def test_a_slot_has_a_byte(sizes: tuple[int, int]) -> None:
     assert not ours() - before
 
 
-def test_more_than_there_is_shared_memory_for_is_refused_and_nothing_stays() -> None:
+def test_too_large_shared_memory_is_refused_and_leaves_no_file() -> None:
     before = ours()
     with pytest.raises(OSError, match="enlarge /dev/shm"):
         BufferPool(1 << 60)

@@ -62,7 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("graphs", [True, False])
-def test_ahead_gives_what_one_step_at_a_time_gives(
+def test_steps_in_flight_equal_one_step_at_a_time(
     model: LoadedModel, kind: str, graphs: bool
 ) -> None:
     def run(lane: DraftingLane) -> dict[int, list[Row]]:

@@ -261,7 +261,7 @@ def test_a_preempted_sequence_goes_on_with_the_same_tokens(model: LoadedModel, a
     assert logprobs == pytest.approx(whole.logprobs[after:], abs=1e-5)
 
 
-def test_neighbours_change_nothing(model: LoadedModel) -> None:
+def test_results_do_not_depend_on_neighbours(model: LoadedModel) -> None:
     """Rows that use some of it, all of it and none of it, together and alone."""
     several: list[dict[str, Any]] = [
         {},

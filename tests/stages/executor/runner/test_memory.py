@@ -153,7 +153,7 @@ def test_steps_planned_before_a_release_still_run() -> None:
     assert not core.memory.runs
 
 
-def test_a_cancelled_release_loses_nothing() -> None:
+def test_a_cancelled_release_keeps_all_memory() -> None:
     """A late plan of it has no effect."""
     core = make_core(make_model("qwen2"))
     before = generate(core)

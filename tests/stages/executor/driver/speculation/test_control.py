@@ -294,7 +294,7 @@ Texts = Callable[[int], Rights]
         (16, lambda seed: templates(30, 5, seed), 1.1),
     ],
 )
-def test_a_text_that_the_source_knows_is_made_faster(
+def test_a_predictable_text_is_generated_faster(
     rows: int, text: Texts, least: float, num_tokens: int
 ) -> None:
     texts = [Text(text(seed)) for seed in range(rows)]
@@ -373,7 +373,7 @@ def acceptance_of(*rows: int) -> Acceptance:
     return acceptance
 
 
-def test_nothing_is_expected_of_no_draft() -> None:
+def test_an_empty_draft_has_no_expected_tokens() -> None:
     acceptance = acceptance_of(0)
     assert acceptance.expected(0, NO_DRAFT) == []
     acceptance.settle(0, NO_DRAFT, [1])
@@ -447,7 +447,7 @@ def test_sources_differ() -> None:
     assert ngram < 0.1
 
 
-def test_a_new_sequence_starts_from_what_its_source_did_for_others() -> None:
+def test_a_new_sequence_starts_from_its_sources_record_with_others() -> None:
     acceptance = acceptance_of(0, 1)
     guess = acceptance.expected(1, draft(*RIGHT))[0]
     for _ in range(40):

@@ -69,7 +69,7 @@ def test_ratios_follow_the_steps_that_are_run() -> None:
     assert costs.of(16) / costs.of(1) == pytest.approx(0.102 / 0.036, rel=0.05)
 
 
-def test_nothing_is_learned_from_steps_of_one_size_or_that_can_not_be_compared() -> None:
+def test_steps_of_one_size_or_incomparable_steps_change_no_costs() -> None:
     costs = StepCosts((1, 4, 16, 64), (0.036, 0.042, 0.069, 0.2))
     before = [costs.of(rows) for rows in range(80)]
     for number in range(100):
@@ -273,7 +273,7 @@ def test_no_chances_give_no_lengths(num_rows: int) -> None:
     assert choose_lengths(num_rows, [[], [0.0], [math.nan]], COSTS, max_rows=64) == [0, 0, 0]
 
 
-def test_nothing_is_verified_without_room() -> None:
+def test_no_drafts_are_verified_without_room() -> None:
     certain = [[1.0] * 4]
     assert choose_lengths(0, certain, COSTS, max_rows=64) == [0]
     assert choose_lengths(4, certain, COSTS, max_rows=4) == [0]
@@ -290,7 +290,7 @@ def test_the_least_gain_is_of_the_whole_step() -> None:
     assert choose_lengths(16, [[1.0]], costs, max_rows=64) == [0]
 
 
-def test_beside_a_prompt_rows_cost_what_they_do_in_so_large_a_step() -> None:
+def test_rows_beside_a_prompt_cost_as_in_an_equally_large_step() -> None:
     chances = [[0.06] * 4]
     # They would take little of the step's time, and are still not worth it.
     assert choose_lengths(1, chances, COSTS, max_rows=64, num_prefill=500) == [0]

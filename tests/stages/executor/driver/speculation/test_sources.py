@@ -110,7 +110,7 @@ def num_accepted(tokens: Sequence[int], drafts: Sequence[Draft], num_prompt: int
 
 
 @pytest.mark.parametrize("tokens", [[], [5], [5, 6], [5, 6, 7], [5, 6, 7, 5]])
-def test_nothing_is_drafted_without_a_context(tokens: list[int]) -> None:
+def test_no_drafts_without_a_context(tokens: list[int]) -> None:
     assert propose(NgramSource(), context(tokens)) == NO_DRAFT
 
 
@@ -142,7 +142,7 @@ def test_prompts_are_searched_and_distant_tokens_are_not() -> None:
 
 
 @given(st.lists(st.integers(-1, 2), max_size=80), st.integers(1, 20))
-def test_drafts_what_a_search_finds(tokens: list[int], limit: int) -> None:
+def test_drafts_equal_those_of_a_search(tokens: list[int], limit: int) -> None:
     draft = propose(NgramSource(), context(tokens, limit=limit))
     best, wanted = 1, ()
     for end in range(2, len(tokens)):
@@ -193,7 +193,7 @@ texts = st.tuples(
 
 
 @given(st.lists(texts, max_size=8), texts, st.booleans())
-def test_finds_what_a_search_through_all_of_them_finds(
+def test_matches_equal_those_of_a_search_of_all_contexts(
     said: list[Said], asked: Said, at_once: bool
 ) -> None:
     index = TokenIndex(1024)

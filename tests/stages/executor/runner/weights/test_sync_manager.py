@@ -140,9 +140,7 @@ NORM = "model.norm.weight"  # the last tensor of a model, so that the others wou
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors", "ignore:.*quantize_per_tensor")
 @pytest.mark.parametrize("message", UNREADABLE)
-def test_tensors_whose_numbers_are_not_there_change_nothing(
-    module: nn.Module, message: str
-) -> None:
+def test_tensors_without_storage_change_nothing(module: nn.Module, message: str) -> None:
     before, new = copied(module), changed(module)
     new[NORM] = UNREADABLE[message](new.pop(NORM))
     weights = WeightSyncManager(module)

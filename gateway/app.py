@@ -17,7 +17,7 @@ from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
 from ..telemetry import instruments
 from .api import anthropic
-from .api.kserve import http_errors as kserve_http
+from .api.kserve import http as kserve_http
 from .api.kserve.regions import Regions
 from .interfaces import Interfaces
 from .metrics import metrics_routes

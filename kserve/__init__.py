@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 _NAMES = {
     ".client": "KServeClient KServeError",
     ".pool": "BufferPool PoolAcquireTimeout PoolSlot",
-    ".tensors": "InferRequest InferResponse ModelSpec NamedTensor TensorError TensorSpec text_tensor",
+    ".tensors": """
+        InferRequest InferResponse ModelSpec NamedTensor TensorError TensorSpec text_tensor
+    """,
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

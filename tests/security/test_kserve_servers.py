@@ -30,11 +30,7 @@ from nano_inference.kserve.tensors import DATATYPES
 
 from ..cli.servers import free_port
 from ..cli.servers import served as serving
-from ..cli.test_serve import served as serving
-from ..cli.test_up import free_port
 from ..gateway.api.kserve.calls import Client, Echo, Engine, Failed, Stream, until
-from ..gateway.api.kserve.grpc_calls import Client, Engine, Failed, Stream, until
-from ..gateway.api.kserve.served import Echo
 from ..resident import resident_bytes
 from .mutations.kserve import (
     ANYTHING,

@@ -52,7 +52,7 @@ def row(result: StepResult) -> tuple[int, float, str]:
     return token, logprob, reason
 
 
-# --- what a sequence gives --------------------------------------------------------------------
+# --- results of a sequence --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
@@ -118,7 +118,7 @@ def test_the_same_id_may_leave_and_come_back_in_one_plan(core: ExecutorCore) -> 
 
 
 @pytest.mark.parametrize("num_cached", [4, 8])
-def test_a_cached_prefix_gives_what_computing_it_gives(
+def test_a_cached_prefix_equals_a_computed_one(
     model: LoadedModel, core: ExecutorCore, num_cached: int
 ) -> None:
     expected = alone(model, GREEDY)
@@ -233,7 +233,7 @@ def test_the_models_length_ends_it(model: LoadedModel) -> None:
 # --- the rest of a result ---------------------------------------------------------------------
 
 
-def test_a_result_repeats_what_its_plan_says(model: LoadedModel) -> None:
+def test_a_result_has_the_ids_of_its_plan(model: LoadedModel) -> None:
     clock = count(100)
     core = ExecutorCore(CONFIG, model=model, now_ns=lambda: next(clock))
     ended = (Cancel("r", "1-0", "cancelled", "cancelled", "bye"),)
@@ -315,7 +315,7 @@ def test_more_sequences_than_rows(model: LoadedModel) -> None:
 # --- contradictions ---------------------------------------------------------------------------
 
 
-def test_plans_that_contradict_what_was_are_refused(core: ExecutorCore) -> None:
+def test_plans_that_contradict_the_state_are_refused(core: ExecutorCore) -> None:
     with pytest.raises(ValueError, match="7, which is unknown"):
         core.execute(step_plan(rows={7: 1}))
     with pytest.raises(ValueError, match="7, which is unknown"):

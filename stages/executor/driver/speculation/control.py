@@ -82,7 +82,7 @@ class DraftLedger:
         """Record a step that took time and drafted nothing, as a model does that reads a prompt:
         later drafts have to earn it."""
         self._owed += seconds
-        # A step without any request takes next to nothing and shows nothing.
+        # A step without any request takes little time and says nothing about costs.
         if seconds > self.spent:
             # The average includes parts of the debt.
             self._judge(max(self.spent, self._owed / _READ_FOR), least_gain)

@@ -1,4 +1,4 @@
-"""Speculation in one step: which drafted tokens are verified, which count, and what is learned."""
+"""Speculation in one step: the choice of drafted tokens, their acceptance, and its statistics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .drafts import (
 from .suffix import SuffixSource
 
 _ENOUGH = 4.0
-"""Expected tokens of a draft from which no further source is asked."""
+"""Expected tokens of a draft at which no further source is called."""
 
 _MOST_MODEL_REST = 256
 """The longest rest, in steps, of a draft model that did not pay."""

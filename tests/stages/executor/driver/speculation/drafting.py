@@ -77,7 +77,7 @@ class VerifyAll:
 
 
 class MadeUpDrafts:
-    """Says what will come, with errors.
+    """Drafts of the coming tokens, with errors.
 
     Args:
         answers: By sequence, what comes without drafts.
@@ -164,7 +164,7 @@ class DraftingLane:
         self.batching.add(Dispatch(info, tuple(prompt), sampling, (spec,), priority=0))
 
     def turn(self) -> bool:
-        """Runs what can be planned, then takes the result of the oldest step."""
+        """Run all steps that can be planned, then take the result of the oldest step."""
         run = self.core.launch if self.core.runs_ahead else self.core.execute
         while (plan := self.batching.plan(0)) is not None:
             self._in_flight.append(run(plan))

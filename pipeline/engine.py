@@ -337,11 +337,17 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
     def _queue(self, name: str, request_id: RequestId | None, wanted: Wanted) -> None:
         request = make_request(name, wanted)
         now = now_ns()
-        new = self._admission.admit(RequestEntry(name, request), now, now)
+        opened, new = self._admission.admit(RequestEntry(name, request), now, now)
         self._requests.add(name, Unfinished(new.token_ids, request.sampling, request_id))
+        self._streaming.open(opened, now)
         self._batching.add(
             Dispatch(
-                *(new.info, new.token_ids, new.sampling, new.sequences, 0, new.cache_salt),
+                info=new.info,
+                token_ids=new.token_ids,
+                sampling=new.sampling,
+                sequences=new.sequences,
+                priority=0,
+                cache_salt=new.cache_salt,
                 prediction=new.prediction,
             )
         )
@@ -351,11 +357,8 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
             return []
         cancel = Cancel(name, name, "cancelled", "cancelled", "aborted")
         self._batching.cancel(cancel)
-        ended = self._streaming.end(cancel, now_ns()).ended
-        if not ended:
-            self._requests.pop(name)
-            return []
-        return compare(self._reference, self._finished(ended[0].completion)[1])
+        (ended,) = self._streaming.end(cancel, now_ns()).ended
+        return compare(self._reference, self._finished(ended.completion)[1])
 
     def _advance(self) -> list[tuple[str, list[Finished]]]:
         executor = self._executor
@@ -383,7 +386,7 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
                 self._batching.change_weights(version, "keep")
             self._tell_memory()
             raise
-        self._batching.absorb(result)
+        self._batching.absorb(result.summary())
         self._batching.take_report()  # there is no fairness stage that would want to know
         deliveries = self._streaming.absorb(result, now_ns())
         self._batching.stop(deliveries.halts)

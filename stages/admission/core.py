@@ -11,9 +11,15 @@ import xxhash
 
 from ...bus.channel import Malformed, RequestEntry
 from ...bus.control import LaneCapacity, LoadedAdapter
-from ...bus.messages import AdmittedRequest, RecoveredSample, RequestInfo, SequenceSpec
+from ...bus.messages import (
+    AdmittedRequest,
+    RecoveredSample,
+    RequestInfo,
+    RequestOpened,
+    SequenceSpec,
+)
 from ...bus.pooling import Pooling
-from ...bus.public import GenerateRequest, StageTime
+from ...bus.public import GenerateRequest
 from ...config import Config, RequestError, SamplingParams, shown
 from ..grammar import GrammarCompiler, check_size, plain
 from ..tokenizer import ANY_LENGTH, longest_token_bytes, prompt_too_long
@@ -28,7 +34,7 @@ from .checks import (
     request_id_of,
 )
 from .embedding import EMBED_SAMPLING, check_embed, pooling_of
-from .events import Tokens
+from .events import Accepted, Tokens
 from .prediction import check_prediction, prediction_token_ids
 from .prompts import TextLimit, check_prompt, prompt_token_ids
 
@@ -205,7 +211,7 @@ class AdmissionCore:
         *,
         owner: str | None = None,
         tokens: Tokens | None = None,
-    ) -> AdmittedRequest:
+    ) -> Accepted:
         """Checks a request and makes its sequences.
 
         `max_tokens` is cut to what the model's length leaves; such a request ends with "length".
@@ -226,14 +232,14 @@ class AdmissionCore:
         adapter = self.resolve(self.asked(entry, request))
         sampling, pooling = self._asked_for(request, len(token_ids))
         has_reference = self._has_reference and pooling is None
-        info = RequestInfo(
+        opened = RequestOpened(
             request_id=request_id,
             entry_id=entry.entry_id,
             model=adapter or self._model_name,
             n=request.n,
             stream=request.stream and pooling is None,
             stop=sampling.stop,
-            num_prompt_tokens=len(token_ids),
+            prompt_token_ids=token_ids,
             traceparent=entry.traceparent,
             tracestate=entry.tracestate,
             received_ns=received_ns,
@@ -242,19 +248,21 @@ class AdmissionCore:
             prompt_logprobs=sampling.prompt_logprobs,
             priority=request.priority,
             ref_temperature=sampling.temperature if has_reference else None,
-            adapter=adapter,
-            pooling=pooling,
+            embeds=pooling is not None,
         )
-        return AdmittedRequest(
-            info=info,
+        ids = request_id, entry.entry_id, entry.traceparent, entry.tracestate
+        admitted = AdmittedRequest(
+            info=RequestInfo(*ids, adapter, pooling),
             token_ids=token_ids,
-            sampling=sampling,
+            sampling=msgspec.structs.replace(sampling, stop=()) if sampling.stop else sampling,
             sequences=self._sequences(request, request_id),
             tenant=request.tenant,
             priority=request.priority,
             cache_salt=self._salt_of(request),
             prediction=tokens.prediction and self._as_draft(tokens.prediction, sampling),
+            has_stop_strings=bool(sampling.stop),
         )
+        return Accepted(opened, admitted)
 
     def resumed(
         self, request: AdmittedRequest, samples: Sequence[RecoveredSample]
@@ -274,18 +282,6 @@ class AdmissionCore:
             if not (spec.sample_index in known and known[spec.sample_index].finished)
         )
         return msgspec.structs.replace(request, sequences=sequences)
-
-    @staticmethod
-    def leaving(
-        request: AdmittedRequest, now_ns: int, traceparent: str, tracestate: str
-    ) -> AdmittedRequest:
-        """The same request as it leaves: its time here, and the trace of the later stages."""
-        received_ns = request.info.received_ns
-        held = StageTime(stage="admission", start_ns=received_ns, end_ns=now_ns)
-        info = msgspec.structs.replace(
-            request.info, traceparent=traceparent, tracestate=tracestate, stages=(held,)
-        )
-        return msgspec.structs.replace(request, info=info)
 
     @property
     def capacity(self) -> LaneCapacity:

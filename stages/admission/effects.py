@@ -12,9 +12,9 @@ import msgspec
 
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel, LaneCapacity
-from ...bus.messages import AdmittedRequest, RecoveredSample, RecoveryItem
+from ...bus.messages import RecoveredSample, RecoveryItem
 from ...bus.public import ErrorInfo
-from .events import AnyEvent, Arrival
+from .events import Accepted, AnyEvent, Arrival
 
 
 class Effect(msgspec.Struct, frozen=True):
@@ -97,14 +97,14 @@ class HandOn(Effect, frozen=True):
 
     Attributes:
         entry_id: Its entry.
-        request: As it was let in.
+        accepted: The request.
         deadline_ns: On this process's clock.
         samples: What there is of it; None for one that is new.
         down_since_ns: Since when the lane has served nothing, for one that is not.
     """
 
     entry_id: str
-    request: AdmittedRequest
+    accepted: Accepted
     deadline_ns: int | None
     samples: tuple[RecoveredSample, ...] | None = None
     down_since_ns: int = 0

@@ -425,7 +425,7 @@ class EpochCore:
     def _cut_short(self, item: Unanswered, cancel: Cancel) -> None:
         """Ends a request wherever it is; should the lane be down, when streaming is there."""
         item.end = cancel
-        if item.request is not None:
+        if item.accepted is not None:
             self._do(do.TraceCancel(item.trace, cancel))
         if item.entry_id in self.alone:
             self.alone.remove(item.entry_id)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import msgspec
+from msgspec.structs import replace
 
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel, StageReady
-from ...bus.messages import AdmittedRequest, Message
+from ...bus.messages import AdmittedRequest, Message, RequestOpened
 from ...bus.public import ErrorInfo
 
 
@@ -17,6 +18,24 @@ class Tokens(NamedTuple):
 
     prompt: tuple[int, ...]
     prediction: tuple[int, ...] = ()
+
+
+class Accepted(NamedTuple):
+    """A valid request: the message for streaming, and the one for the lane."""
+
+    opened: RequestOpened
+    admitted: AdmittedRequest
+
+    def leaving(self, now_ns: int, traceparent: str, tracestate: str) -> Self:
+        """Return the same request with the time of its leaving and the later stages' trace."""
+        opened, admitted = self
+        info = replace(admitted.info, traceparent=traceparent, tracestate=tracestate)
+        return self._replace(
+            opened=replace(
+                opened, admitted_ns=now_ns, traceparent=traceparent, tracestate=tracestate
+            ),
+            admitted=replace(admitted, info=info),
+        )
 
 
 Tokenized = Tokens | Exception
@@ -117,13 +136,13 @@ class Judged(Event, frozen=True):
     """The answer to Judge: one of these.
 
     Attributes:
-        request: What was let in.
+        accepted: The valid request; None of an invalid one.
         end: How the request ends, since it is refused or was cancelled.
         failure: Why nothing can be done with the entry.
     """
 
     arrival: Arrival
-    request: AdmittedRequest | None = None
+    accepted: Accepted | None = None
     end: Cancel | None = None
     failure: ErrorInfo | None = None
 

@@ -52,10 +52,10 @@ def _let_in(stage: Actor, core: AdmissionCore, wanted: Judge, received_ns: int) 
         if wanted.cancelled is None:
             raise tokenized
         return Judged(arrival, end=wanted.cancelled)
-    request = core.admit(entry, received_ns, now_ns(), owner=owner, tokens=tokenized)
-    trace = trace_entry(stage, entry, received_ns, request)
+    accepted = core.admit(entry, received_ns, now_ns(), owner=owner, tokens=tokenized)
+    trace = trace_entry(stage, entry, received_ns, accepted)
     if stage.config.telemetry.log_prompts:
         content = msgspec.to_builtins(entry.request)
         stage.log_of(request_id_of(entry), trace).info("request_admitted", request=content)
-    leaving = core.leaving(request, now_ns(), trace.traceparent, trace.tracestate)
+    leaving = accepted.leaving(now_ns(), trace.traceparent, trace.tracestate)
     return Judged(arrival, leaving, wanted.cancelled)

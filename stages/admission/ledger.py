@@ -9,8 +9,9 @@ import msgspec
 
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel
-from ...bus.messages import AdmittedRequest, RecoveredSample, RecoveryItem
+from ...bus.messages import RecoveredSample, RecoveryItem
 from .checks import MAX_INT64, request_id_of
+from .events import Accepted
 
 Verdict = Literal["go", "alone", "dead"]
 
@@ -26,7 +27,7 @@ class Unanswered(msgspec.Struct):
 
     Attributes:
         entry: As it was taken.
-        request: What was let in; None for an entry that was refused.
+        accepted: The valid request; None for an entry that was refused.
         deadline_ns: On this process's clock.
         end: How the request is to end, once that is decided here: refused, cancelled, too late.
         deaths: Failures of the lane that it may have caused, since it last made progress.
@@ -35,7 +36,7 @@ class Unanswered(msgspec.Struct):
     """
 
     entry: RequestEntry
-    request: AdmittedRequest | None = None
+    accepted: Accepted | None = None
     deadline_ns: int | None = None
     end: Cancel | None = None
     deaths: int = 0
@@ -54,15 +55,13 @@ class Unanswered(msgspec.Struct):
     def trace(self) -> tuple[str, str]:
         """Traceparent and tracestate: where the other stages' spans of the request belong; of one
         that was refused, what it came with."""
-        where = self.entry if self.request is None else self.request.info
+        where = self.entry if self.accepted is None else self.accepted.opened
         return where.traceparent, where.tracestate
 
     def recovery_item(self) -> RecoveryItem:
         """What streaming is asked with."""
-        if self.request is not None:
-            info = self.request.info
-            prompt = () if info.ref_temperature is None else self.request.token_ids
-            return RecoveryItem(self.request_id, self.entry_id, info, prompt)
+        if self.accepted is not None:
+            return RecoveryItem(self.request_id, self.entry_id, self.accepted.opened)
         key = self.end.result_key if self.end is not None else self.entry_id
         return RecoveryItem(key, self.entry_id)
 
@@ -94,8 +93,8 @@ class Ledger:
         """Enters an entry, or what was decided about it."""
         entry_id = item.entry.entry_id
         self._entries[entry_id] = item
-        if item.request is not None:
-            self._let_in[item.request.info.request_id] = entry_id
+        if item.accepted is not None:
+            self._let_in[item.request_id] = entry_id
 
     def get(self, entry_id: str) -> Unanswered | None:
         """An entry; None when it is answered or was never taken."""
@@ -108,8 +107,8 @@ class Ledger:
     def remove(self, entry_id: str) -> Unanswered | None:
         """The entry is answered, or another lane's. Returns it, None when it was not there."""
         item = self._entries.pop(entry_id, None)
-        if item is not None and item.request is not None:
-            del self._let_in[item.request.info.request_id]
+        if item is not None and item.accepted is not None:
+            del self._let_in[item.request_id]
         return item
 
     def suspect(self, outside: Collection[str]) -> None:
@@ -120,7 +119,7 @@ class Ledger:
         """
         for item in self._entries.values():
             if item.entry_id not in outside:
-                item.suspected = item.request is not None and item.end is None
+                item.suspected = item.accepted is not None and item.end is None
 
     def judge(self, item: Unanswered, samples: Sequence[RecoveredSample]) -> Verdict:
         """Whether a request goes on, with the others or alone, now that its tokens are known."""
@@ -139,10 +138,11 @@ def recovery_items(items: Iterable[Unanswered]) -> Iterator[tuple[RecoveryItem, 
     some: list[RecoveryItem] = []
     num_tokens = 0
     for item in map(Unanswered.recovery_item, items):
-        num_tokens += len(item.prompt_token_ids)
+        size = len(item.opened.prompt_token_ids) if item.opened is not None else 0
+        num_tokens += size
         if some and (len(some) == RECOVER_BATCH or num_tokens > RECOVER_TOKENS):
             yield tuple(some)
-            some, num_tokens = [], len(item.prompt_token_ids)
+            some, num_tokens = [], size
         some.append(item)
     if some:
         yield tuple(some)

@@ -90,7 +90,7 @@ class Requests:
         """Enters an entry in the ledger, either with its request or with what it ends with."""
         entry = judged.arrival.entry
         deadline_ns = entry_deadline_ns(entry, judged.arrival.received_ns)
-        item = Unanswered(entry, judged.request, deadline_ns, judged.end)
+        item = Unanswered(entry, judged.accepted, deadline_ns, judged.end)
         self.ledger.add(item)
         if judged.failure is not None:
             item.end = self._bury(item, judged.failure)
@@ -117,9 +117,9 @@ class Requests:
         down_since_ns: int = 0,
     ) -> None:
         """Sends a request into the lane; one that is resumed, behind what there is of it."""
-        assert item.request is not None, "an entry that was not let in has an end"
+        assert item.accepted is not None, "an entry that was not let in has an end"
         self._outbox.add(
-            do.HandOn(item.entry_id, item.request, item.deadline_ns, samples, down_since_ns)
+            do.HandOn(item.entry_id, item.accepted, item.deadline_ns, samples, down_since_ns)
         )
 
     def end(self, item: Unanswered, cancel: Cancel) -> None:

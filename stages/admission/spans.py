@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel
-from ...bus.messages import AdmittedRequest, RecoveredSample
+from ...bus.messages import RecoveredSample
 from ...bus.public import Completion
 from ...config import BusError
 from ...telemetry import Attributes, TraceContext, names, now_ns
 from ..actor import Actor
 from ..grammar import kind_of
 from .checks import request_id_of
+from .events import Accepted
 
 LOST_S = 10.0
 """What ended longer before the last request has its spans exported: ten times the interval."""
@@ -22,7 +23,7 @@ def trace_entry(
     stage: Actor,
     entry: RequestEntry,
     received_ns: int,
-    request: AdmittedRequest | None = None,
+    accepted: Accepted | None = None,
     error: str = "",
 ) -> TraceContext:
     """The span of an entry; returns the context for the other stages' spans.
@@ -37,11 +38,12 @@ def trace_entry(
     if not stage.records((own or given).traceparent):
         return own or given
     attributes: dict[str, str | int | float] = {names.MESSAGE_ID: entry.entry_id}
-    if request is not None:
+    if accepted is not None:
+        opened, request = accepted
         attributes |= {
-            names.REQUEST_MODEL: request.info.model,
-            names.INPUT_TOKENS: request.info.num_prompt_tokens,
-            names.SAMPLES: request.info.n,
+            names.REQUEST_MODEL: opened.model,
+            names.INPUT_TOKENS: len(opened.prompt_token_ids),
+            names.SAMPLES: opened.n,
             names.TENANT: request.tenant,
             names.PRIORITY: request.priority,
         }

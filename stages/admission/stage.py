@@ -21,7 +21,7 @@ from ...bus.control import (
     StageStopped,
     UnloadAdapter,
 )
-from ...bus.links import ADMITTED, CONTROL, REFUSED, at
+from ...bus.links import ADMITTED, CONTROL, OPENED, REFUSED, at
 from ...bus.messages import Envelope, Recover
 from ...bus.public import Completion, GenerateRequest
 from ...config import BusError, ChannelClosed, shown, split_role
@@ -225,7 +225,7 @@ class AdmissionStage(Actor):
                 raise TypeError(f"nobody knows how to do {type(effect).__name__}")
 
     async def _hand_on(self, effect: do.HandOn) -> None:
-        request, samples = effect.request, effect.samples
+        (opened, request), samples = effect.accepted, effect.samples
         trace = TraceContext(request.info.traceparent, request.info.tracestate)
         if samples is not None:
             trace_replay(self, request.info.request_id, trace, effect.down_since_ns, samples)
@@ -234,10 +234,12 @@ class AdmissionStage(Actor):
                 request = self._core.resumed(request, samples)
                 if not request.sequences:
                     return  # all are finished, and streaming has them scored
+            else:
+                await self.send(OPENED, opened, trace=trace)
             budget_ns = budget_of(effect.deadline_ns, now_ns())
             await self.send(ADMITTED, request, trace=trace, budget_ns=budget_ns)
             if samples is None:
-                count_moe(self, request.info.model, int(self._core.capacity.experts > 0))
+                count_moe(self, opened.model, int(self._core.capacity.experts > 0))
         except Exception as error:
             if not is_of_the_entry(error):
                 raise

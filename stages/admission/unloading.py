@@ -56,5 +56,5 @@ class Unloading:
         return [
             item
             for item in self._ledger
-            if item.request is not None and item.request.info.adapter == id
+            if item.accepted is not None and item.accepted.admitted.info.adapter == id
         ]

@@ -51,9 +51,7 @@ class Adapters:
         """
         salt = seq.cache_salt
         if id := seq.info.adapter:
-            version = self._versions[id]
-            seq.info = msgspec.structs.replace(seq.info, adapter_version=version)
-            self._cache.rename(seq.lease, f"\0{version}\0{id}\0{salt}")
+            self._cache.rename(seq.lease, f"\0{self._versions[id]}\0{id}\0{salt}")
         elif salt.startswith("\0"):
             self._cache.rename(seq.lease, f"\0{salt}")
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from itertools import compress
 from typing import assert_never
 
 import msgspec
 
 from ...bus.control import Cancel, LaneCapacity
-from ...bus.messages import Credit, Dispatch, RequestInfo, StepPlan, StepResult
+from ...bus.messages import Credit, Dispatch, RequestInfo, StepPlan, StepSummary
 from ...bus.weights import InFlight
 from ...config import EngineConfig
 from .adapters import Adapters
@@ -221,7 +220,7 @@ class BatchingCore:
         self._report.clear()
         self._step_id = self._draft_rest = 0
 
-    def absorb(self, result: StepResult) -> None:
+    def absorb(self, result: StepSummary) -> None:
         """Takes the result of the oldest plan under way.
 
         Raises:
@@ -232,8 +231,7 @@ class BatchingCore:
         sent = self._sent.popleft()
         tokens = dict(zip(result.seq_ids, result.token_ids, strict=True))
         accepted = accepted_tokens(result)
-        ended = set(compress(result.seq_ids, result.finish_reasons))
-        ended.update(prompt.seq_id for prompt in result.pooled)
+        ended = set(result.ended)
         rows = list(sent.rows)
         if sent.in_step:
             ends = filter(None, map(self._index.get, ended))

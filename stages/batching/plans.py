@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...bus.control import Cancel
-from ...bus.messages import StepResult
+from ...bus.messages import StepSummary
 from .sequence import Sequence
 
 
@@ -37,7 +37,7 @@ class SentPlan(msgspec.Struct, frozen=True):
     ended: tuple[Cancel, ...]
 
 
-def accepted_tokens(result: StepResult) -> dict[int, list[int]]:
+def accepted_tokens(result: StepSummary) -> dict[int, list[int]]:
     """Of each sequence that got several tokens in a step, all of them but the last."""
     accepted: dict[int, list[int]] = {}
     if result.drafts:

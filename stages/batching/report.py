@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...bus.messages import Credit, StepResult
+from ...bus.messages import Credit, StepSummary
 
 REPORTED_STEPS = 8
 """Steps after which there is a report although no place became free."""
@@ -23,7 +23,7 @@ class Report:
         self.paused: list[int] = []
         self.ended: list[int] = []
 
-    def step(self, result: StepResult) -> None:
+    def step(self, result: StepSummary) -> None:
         """A step has come back."""
         if result.seq_ids:
             self._steps.append(result.seq_ids)

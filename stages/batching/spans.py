@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...bus.messages import RequestInfo, StepPlan, StepResult
+from ...bus.messages import RequestInfo, StepPlan, StepSummary
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor
 
@@ -88,10 +87,10 @@ class BatchingSpans:
         if self._running and self._pause_ns and plan.made_ns >= self._next_step_ns:
             self._note(plan, core)
 
-    def step_done(self, result: StepResult) -> None:
+    def step_done(self, result: StepSummary) -> None:
         """A result is back."""
         if self._running:
-            for seq_id in compress(result.seq_ids, result.finish_reasons):
+            for seq_id in result.ended:
                 self._running.pop(seq_id, None)
         step = self._steps.pop(result.step_id, None)
         if step is None:
@@ -140,7 +139,7 @@ class BatchingSpans:
         self._steps[plan.step_id] = Step(plan.made_ns, requests, attributes)
 
 
-def _became_of_drafts(result: StepResult) -> dict[str, int]:
+def _became_of_drafts(result: StepSummary) -> dict[str, int]:
     """How many tokens were drafted, and how many of these accepted; nothing where none were."""
     if not result.drafts:
         return {}

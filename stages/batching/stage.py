@@ -16,7 +16,7 @@ from ...bus.control import (
     WeightsReady,
 )
 from ...bus.links import CONTROL, CREDITS, PLANS
-from ...bus.messages import Continue, Credit, Dispatch, Envelope, StepResult, Yield
+from ...bus.messages import Continue, Credit, Dispatch, Envelope, StepSummary, Yield
 from ...bus.weights import InFlight, check_in_flight
 from ...config import WeightsError
 from ...telemetry import instruments, names, now_ns
@@ -141,7 +141,7 @@ class BatchingStage(Actor):
 
     def _take(self, core: BatchingCore, envelope: Envelope) -> None:
         match envelope.body:
-            case StepResult() as result:
+            case StepSummary() as result:
                 core.absorb(result)
                 self._spans.step_done(result)
             case Dispatch() as dispatch:

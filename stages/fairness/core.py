@@ -273,7 +273,7 @@ class FairnessCore:
                 self._charge_prompt(waiting, replica, specs[0].seq_id)
             held = StageTime(stage="fairness", start_ns=waiting.arrived_ns, end_ns=now_ns)
             message = Dispatch(
-                info=msgspec.structs.replace(request.info, stages=(*request.info.stages, held)),
+                info=msgspec.structs.replace(request.info, queued=held),
                 token_ids=request.token_ids,
                 sampling=request.sampling,
                 sequences=specs,
@@ -495,5 +495,5 @@ class FairnessCore:
         """Whether a request can't be done in its time although it had the device for itself."""
         if waiting.deadline_ns is None or not waiting.untouched or not self.config.expire_hopeless:
             return False
-        least_ns = self._fastest_step.least_ns(waiting.request.sampling)
+        least_ns = self._fastest_step.least_ns(waiting.request)
         return now_ns + least_ns > waiting.deadline_ns

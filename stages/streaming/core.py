@@ -1,12 +1,14 @@
 """The streaming stage's state: what each request in flight has produced so far.
 
-    StepResult ────► absorb ──► Deliveries: chunks and completions for clients, halts for batching,
-    Cancel ────────► end ─────►             finished requests for admission and for telemetry,
-    SampleScored ──► scored ──►             finished samples for the reference model
+    RequestOpened ──► open ────►
+    StepResult ─────► absorb ──► Deliveries: chunks and completions for clients, halts for batching,
+    Cancel ─────────► end ─────►             finished requests for admission and for telemetry,
+    SampleScored ───► scored ──►             finished samples for the reference model
 
-Every request ends with exactly one Completion. Which requests are known decides how: a request is
-known from its first StartedSequence until its Completion. Where there is a reference model, the
-Completion waits until that has scored all samples.
+Every request ends with exactly one Completion. A request is open from its RequestOpened until its
+Completion, and has begun with its first StartedSequence. Over Redis a step may overtake the
+RequestOpened: the request's share of such steps is held back until it comes, or until the next
+epoch. With a reference model, the Completion waits until all samples are scored.
 """
 
 from __future__ import annotations
@@ -14,24 +16,27 @@ from __future__ import annotations
 import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import compress, groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from ...bus.control import Cancel
 from ...bus.messages import (
+    PromptLogprobs,
     Recovered,
     RecoveredSample,
     RecoveryItem,
     RequestFinished,
-    RequestInfo,
+    RequestOpened,
     RowFinish,
     StartedSequence,
     StepResult,
     TopLogprobs,
+    VerifiedDraft,
 )
+from ...bus.pooling import PooledPrompt
 from ...bus.public import (
     Completion,
     CompletionChunk,
@@ -53,6 +58,8 @@ REMEMBERED_ENDS = 4096
 
 _SEQ_ID = itemgetter(0)
 
+_Part = TypeVar("_Part", StartedSequence, PromptLogprobs, PooledPrompt, VerifiedDraft)
+
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
 
 
@@ -67,7 +74,7 @@ class EndedRequest(msgspec.Struct, frozen=True):
             waited for the reference model; 0 where this object has delivered none.
     """
 
-    info: RequestInfo | None
+    info: RequestOpened | None
     completion: Completion
     restored: bool = False
     last_token_ns: int = 0
@@ -82,6 +89,7 @@ class Deliveries(msgspec.Struct, frozen=True):
         finished: One for each Completion in `outputs`.
         ended: As `finished`, for telemetry.
         to_score: Samples that have finished and that the reference model is to score.
+        replica: That of the step.
     """
 
     outputs: list[tuple[str, list[Output]]]
@@ -89,6 +97,7 @@ class Deliveries(msgspec.Struct, frozen=True):
     finished: tuple[RequestFinished, ...]
     ended: tuple[EndedRequest, ...]
     to_score: tuple[ScoreSample, ...] = ()
+    replica: int = 0
 
 
 class StreamingCore:
@@ -108,19 +117,36 @@ class StreamingCore:
         # Entries of requests that were cut short in this epoch: a request may be in several
         # replicas, and what comes from the slower ones counts for nothing.
         self._cut_short: OrderedDict[str, None] = OrderedDict()
+        # By entry: requests of which a step came before the RequestOpened.
+        self._early: dict[str, _Early] = {}
 
     def __len__(self) -> int:
-        """Requests that are known and have not ended."""
-        return len(self._requests)
+        """Requests that have begun and not ended."""
+        return sum(bool(request.samples) for request in self._requests.values())
 
-    def absorb(self, result: StepResult, now_ns: int) -> Deliveries:
+    def open(self, opened: RequestOpened, now_ns: int) -> list[Deliveries]:
+        """Add a request; an open one is left as it is. Its steps that came before are absorbed."""
+        request = self._requests.get(opened.request_id)
+        known = request is not None and request.info.entry_id == opened.entry_id
+        if not known and opened.entry_id not in self._cut_short:
+            self._requests[opened.request_id] = RequestState(opened)
+        early = self._early.pop(opened.entry_id, None)
+        results = early.results if early is not None else []
+        return [self._absorb(result, now_ns, replica) for result, replica in results]
+
+    def absorb(self, result: StepResult, now_ns: int, replica: int = 0) -> Deliveries:
         """Takes a step: first the sequences that started, then requests that failed, then its
         tokens, then requests cut short.
 
         Rows of sequences that are not running (a stop string has ended them) are dropped. Rows of
         one sequence that follow each other are one chunk.
         """
-        batch = _Batch(now_ns)
+        if self._early or not all(map(self._is_open, result.started)):
+            self._hold_back(result, replica)
+        return self._absorb(result, now_ns, replica)
+
+    def _absorb(self, result: StepResult, now_ns: int, replica: int) -> Deliveries:
+        batch = _Batch(now_ns, replica)
         for started in result.started:
             self._start(started, result.end_ns)
         for prompt in result.prompt_logprobs:
@@ -181,16 +207,19 @@ class StreamingCore:
     def reset(self) -> None:
         """A new epoch: no sequence of the old one will report again.
 
-        Requests stay, until each is ended by a Cancel or goes on with new sequences, which start
-        behind the tokens that `recovered` tells.
+        Requests that have begun stay, until each is ended by a Cancel or goes on with new
+        sequences, which start behind the tokens that `recovered` returns. Admission opens the
+        others again.
         """
         self._running.clear()
         self._cut_short.clear()
+        self._early.clear()
+        self._requests = {key: each for key, each in self._requests.items() if each.samples}
 
     def knows(self, item: RecoveryItem) -> bool:
         """Whether the request has begun and not ended, as far as this object can tell."""
         request = self._requests.get(item.key)
-        return request is not None and request.info.entry_id == item.entry_id
+        return bool(request and request.samples and request.info.entry_id == item.entry_id)
 
     def agrees(self, item: RecoveryItem, chunks: Sequence[CompletionChunk]) -> bool:
         """Whether a known request's stream holds just what is known here to be delivered of it.
@@ -207,16 +236,11 @@ class StreamingCore:
         )
         return not request.info.stream or known == delivered
 
-    def restore(
-        self,
-        info: RequestInfo,
-        chunks: Sequence[CompletionChunk],
-        prompt_token_ids: tuple[int, ...] = (),
-    ) -> None:
+    def restore(self, opened: RequestOpened, chunks: Sequence[CompletionChunk]) -> None:
         """Takes up a request again from what a predecessor delivered of it, in order."""
-        request = self._requests[info.request_id] = RequestState(info, info.received_ns)
-        request.restored = True
-        request.prompt_token_ids = prompt_token_ids
+        request = self._requests[opened.request_id] = RequestState(opened)
+        request.restored = bool(chunks)
+        request.executed_ns = opened.received_ns
         for chunk in chunks:
             index = chunk.sample_index
             sample = request.samples.get(index) or request.add(index, self._pieces)
@@ -241,27 +265,45 @@ class StreamingCore:
 
     def _start(self, started: StartedSequence, end_ns: int) -> None:
         """Adds a sequence, or lets it go on after a preemption, when nothing is counted again."""
-        info = started.info
-        if info.entry_id in self._cut_short:
-            return
-        request = self._requests.get(info.request_id)
-        sample = request.samples.get(started.sample_index) if request is not None else None
+        request = self._requests.get(started.request_id)
+        if request is None or request.info.entry_id != started.entry_id:
+            return  # it has ended, or is held back
+        sample = request.samples.get(started.sample_index)
         if sample is None:
             if started.num_generated:
                 return  # it met a stop string before it was preempted, and the halt is on its way
-            if request is None:
-                request = self._requests[info.request_id] = RequestState(info, started.executed_ns)
+            if not request.samples:
+                request.executed_ns, request.queued = started.executed_ns, started.queued
             request.executed_ns = min(request.executed_ns, started.executed_ns)
             request.cached_tokens += started.num_cached
             sample = request.add(started.sample_index, self._pieces)
-        sample.request.prompt_token_ids = (
-            started.prompt_token_ids or sample.request.prompt_token_ids
-        )
         if sample.finish_reason is not None:
             return
-        sample.request.step_end_ns = end_ns
+        request.step_end_ns = end_ns
         sample.seq_id = started.seq_id
         self._running[started.seq_id] = sample
+
+    def _is_open(self, started: StartedSequence) -> bool:
+        request = self._requests.get(started.request_id)
+        return request is not None and request.info.entry_id == started.entry_id
+
+    def _hold_back(self, result: StepResult, replica: int) -> None:
+        """Keep a step's share of each request that has begun and is not open yet.
+
+        A sequence of an unknown request that has generated already was preempted: its request has
+        ended, unless it is held back.
+        """
+        for started in result.started:
+            entry_id = started.entry_id
+            if self._is_open(started) or entry_id in self._cut_short:
+                continue
+            if not started.num_generated:
+                self._early.setdefault(entry_id, _Early(started.request_id))
+            if (early := self._early.get(entry_id)) is not None:
+                early.seq_ids.add(started.seq_id)
+        for early in self._early.values():
+            if (share := early.share_of(result)) is not None:
+                early.results.append((share, replica))
 
     def _take(self, result: StepResult, batch: _Batch) -> None:
         """Takes the tokens of a step, of each sample up to the one with which it ends."""
@@ -325,6 +367,7 @@ class StreamingCore:
 
     def forget(self, request_id: str, entry_id: str) -> None:
         """Drops what there is of a request, without a word to its client."""
+        self._early.pop(entry_id, None)
         request = self._requests.get(request_id)
         if request is not None and request.info.entry_id == entry_id:
             del self._requests[request_id]
@@ -339,13 +382,16 @@ class StreamingCore:
         if cancel.entry_id in self._cut_short:
             return
         request = self._requests.get(cancel.request_id)
-        if request is not None and cancel.entry_id in ("", request.info.entry_id):
+        is_open = request is not None and cancel.entry_id in ("", request.info.entry_id)
+        if request is not None and is_open and request.samples:
             for sample in request.samples.values():
                 if sample.finish_reason is None:
                     self._abort(sample, batch)
             self._complete(request, batch, cancel)
             self._remember_end(request.info.entry_id)
-        elif cancel.unstarted:
+        elif is_open or cancel.unstarted:
+            if is_open:
+                del self._requests[cancel.request_id]
             self._remember_end(cancel.entry_id)
             completion = Completion(
                 request_id=cancel.request_id,
@@ -403,7 +449,7 @@ class StreamingCore:
             error=ErrorInfo(code=cancel.code, message=cancel.message) if cancel else None,
             samples=samples,
             usage=Usage(
-                prompt_tokens=info.num_prompt_tokens,
+                prompt_tokens=len(info.prompt_token_ids),
                 cached_tokens=request.cached_tokens,
                 completion_tokens=sum(len(sample.token_ids) for sample in samples),
                 accepted_prediction_tokens=accepted,
@@ -413,11 +459,51 @@ class StreamingCore:
             trace_id=traced[1] if traced else "",
             prompt_logprobs=prompt_logprobs,
             prompt_top_logprobs=prompt_top_logprobs,
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=info.prompt_token_ids,
             prompt_ref_logprobs=request.prompt_ref_logprobs,
         )
         ended = EndedRequest(info, completion, request.restored, request.last_token_ns)
         batch.finish(info.request_id, ended)
+
+
+class _Early:
+    """A request of which steps came before its RequestOpened."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.seq_ids: set[int] = set()
+        # Each with its replica.
+        self.results: list[tuple[StepResult, int]] = []
+
+    def share_of(self, result: StepResult) -> StepResult | None:
+        """The part of a step that is about this request; None if there is none."""
+        own = [seq_id in self.seq_ids for seq_id in result.seq_ids]
+        ended, failed = map(self._cancels, (result.ended, result.failed))
+        started = self._parts(result.started)
+        prompt_logprobs, pooled = self._parts(result.prompt_logprobs), self._parts(result.pooled)
+        if not (any(own) or ended or failed or started or prompt_logprobs or pooled):
+            return None
+        return msgspec.structs.replace(
+            result,
+            started=started,
+            seq_ids=tuple(compress(result.seq_ids, own)),
+            token_ids=tuple(compress(result.token_ids, own)),
+            logprobs=tuple(compress(result.logprobs, own)),
+            finish_reasons=tuple(compress(result.finish_reasons, own)),
+            ended=ended,
+            top_logprobs=tuple(compress(result.top_logprobs, own)),
+            prompt_logprobs=prompt_logprobs,
+            adapter_versions=tuple(compress(result.adapter_versions, own)),
+            pooled=pooled,
+            drafts=self._parts(result.drafts),
+            failed=failed,
+        )
+
+    def _parts(self, parts: tuple[_Part, ...]) -> tuple[_Part, ...]:
+        return tuple(part for part in parts if part.seq_id in self.seq_ids)
+
+    def _cancels(self, cancels: tuple[Cancel, ...]) -> tuple[Cancel, ...]:
+        return tuple(cancel for cancel in cancels if cancel.request_id == self.request_id)
 
 
 _Row = tuple[int, float, RowFinish, TopLogprobs, int]
@@ -444,10 +530,11 @@ def _rows_by_sequence(result: StepResult) -> Iterable[tuple[int, Sequence[_Row]]
 class _Batch:
     """Collects deliveries, those of one key together."""
 
-    __slots__ = ("ended", "halts", "now_ns", "outputs", "to_score")
+    __slots__ = ("ended", "halts", "now_ns", "outputs", "replica", "to_score")
 
-    def __init__(self, now_ns: int) -> None:
+    def __init__(self, now_ns: int, replica: int = 0) -> None:
         self.now_ns = now_ns
+        self.replica = replica
         self.outputs: dict[str, list[Output]] = {}
         self.halts: list[int] = []
         self.ended: list[EndedRequest] = []
@@ -474,17 +561,19 @@ class _Batch:
             ),
             ended=tuple(self.ended),
             to_score=tuple(self.to_score),
+            replica=self.replica,
         )
 
 
 def _timings(request: RequestState, now_ns: int) -> Timings:
     """Stages of samples that ran at different times are joined: earliest start, latest end."""
     info = request.info
-    left_fairness_ns = info.stages[-1].end_ns if info.stages else info.received_ns
+    stages = [StageTime(stage="admission", start_ns=info.received_ns, end_ns=info.admitted_ns)]
+    if request.queued is not None:
+        stages.append(request.queued)
     executed_ns = request.executed_ns
-    stages = [
-        *info.stages,
-        StageTime(stage="batching", start_ns=left_fairness_ns, end_ns=executed_ns),
+    stages += [
+        StageTime(stage="batching", start_ns=stages[-1].end_ns, end_ns=executed_ns),
         StageTime(stage="executor", start_ns=executed_ns, end_ns=request.step_end_ns),
     ]
     if request.first_step_end_ns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...bus.messages import RequestInfo
+from ...bus.messages import RequestOpened
 from ...telemetry import Labels, Metrics, instruments, names, priority_label
 from .core import EndedRequest
 
@@ -38,9 +38,9 @@ def measure_end(metrics: Metrics, ended: EndedRequest, weight_version: int) -> N
         _measure_phases(metrics, ended, labels)
 
 
-def operation_of(info: RequestInfo) -> str:
+def operation_of(info: RequestOpened) -> str:
     """What a request asked for, in OpenTelemetry's words."""
-    return "text_completion" if info.pooling is None else "embeddings"
+    return "embeddings" if info.embeds else "text_completion"
 
 
 def _measure_phases(metrics: Metrics, ended: EndedRequest, labels: Labels) -> None:
@@ -56,7 +56,7 @@ def _measure_phases(metrics: Metrics, ended: EndedRequest, labels: Labels) -> No
         return
     prefill_s = _seconds(executor.start_ns, streaming.start_ns)
     record(instruments.PREFILL_DURATION, prefill_s, priority)
-    if ended.info.pooling is not None:
+    if ended.info.embeds:
         return
     record(instruments.DECODE_DURATION, _seconds(streaming.start_ns, executor.end_ns), priority)
     ttft_s = _seconds(timings.received_ns, timings.first_token_ns)

@@ -7,7 +7,7 @@ from array import array
 
 from ...bus.messages import (
     PromptLogprobs,
-    RequestInfo,
+    RequestOpened,
     RowFinish,
     TopLogprobs,
 )
@@ -16,6 +16,7 @@ from ...bus.public import (
     CompletionChunk,
     CompletionSample,
     FinishReason,
+    StageTime,
     TokenLogprob,
 )
 from ...bus.scoring import SampleScored, ScoreSample
@@ -32,7 +33,8 @@ class RequestState:
         samples: Those that have started, by index.
         unfinished: How many of the n samples have not finished, started or not.
         cached_tokens: Prompt tokens that needed no computing, summed over the samples.
-        executed_ns: When the first step with any of its samples began on the device.
+        queued: When fairness held it; None if unknown.
+        executed_ns: When the first step with any of its samples began on the device; 0 before.
         step_end_ns: When the last step with any of its samples had its tokens on the host.
         first_step_end_ns: The same of the first step that brought a token, or the prompt's vector;
             0 before.
@@ -42,7 +44,6 @@ class RequestState:
             which there is none.
         prompt_top_logprobs: The likeliest tokens at the same places.
         restored: It was begun by a predecessor of this stage, so that the times are not known.
-        prompt_token_ids: The prompt; empty before the first sample has started.
         unscored: Finished samples that the reference model is still to score, by index.
         prompt_ref_logprobs: Of the prompt, by that model; None while it is not known.
     """
@@ -56,8 +57,8 @@ class RequestState:
         "last_token_ns",
         "prompt_logprobs",
         "prompt_ref_logprobs",
-        "prompt_token_ids",
         "prompt_top_logprobs",
+        "queued",
         "restored",
         "samples",
         "step_end_ns",
@@ -65,12 +66,13 @@ class RequestState:
         "unscored",
     )
 
-    def __init__(self, info: RequestInfo, executed_ns: int) -> None:
+    def __init__(self, info: RequestOpened) -> None:
         self.info = info
         self.samples: dict[int, Sample] = {}
         self.unfinished = info.n
         self.cached_tokens = 0
-        self.executed_ns = executed_ns
+        self.executed_ns = 0
+        self.queued: StageTime | None = None
         self.step_end_ns = 0
         self.first_step_end_ns = 0
         self.first_token_ns = 0
@@ -78,7 +80,6 @@ class RequestState:
         self.prompt_logprobs: list[float | None] = [None]
         self.prompt_top_logprobs: list[TokenLogprobs] = [()]
         self.restored = False
-        self.prompt_token_ids: tuple[int, ...] = ()
         self.prompt_ref_logprobs: tuple[float | None, ...] | None = None
         self.unscored: set[int] = set()
 
@@ -97,7 +98,7 @@ class RequestState:
         self,
     ) -> tuple[tuple[float | None, ...] | None, tuple[TokenLogprobs, ...] | None]:
         """A Completion's `prompt_logprobs` and `prompt_top_logprobs`; None where not asked for."""
-        wanted, size = self.info.prompt_logprobs, self.info.num_prompt_tokens
+        wanted, size = self.info.prompt_logprobs, len(self.info.prompt_token_ids)
         if wanted is None or len(self.prompt_logprobs) < size:
             return None, None
         return tuple(self.prompt_logprobs), tuple(self.prompt_top_logprobs) if wanted else None
@@ -114,7 +115,7 @@ class RequestState:
         It asks for the completion's logprobs, and with the first sample for the prompt's too, if
         those are wanted.
         """
-        info, prompt = self.info, self.prompt_token_ids
+        info, prompt = self.info, self.info.prompt_token_ids
         assert info.ref_temperature is not None
         return ScoreSample(
             request_id=info.request_id,

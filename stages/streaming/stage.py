@@ -15,6 +15,7 @@ from ...bus.messages import (
     Recover,
     RecoveryItem,
     RequestFinished,
+    RequestOpened,
     StepResult,
 )
 from ...bus.public import Completion, CompletionChunk, Output
@@ -39,8 +40,7 @@ class StreamingStage(Actor):
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self._core: StreamingCore
-        # Each with the replica whose step it comes from.
-        self._deliveries: list[tuple[int, Deliveries]] = []
+        self._deliveries: list[Deliveries] = []
         # In which `_deliveries` were made.
         self._made_in = 0
         # Streams that another lane goes on with, as far as this one can tell, or that have a gap.
@@ -76,20 +76,22 @@ class StreamingStage(Actor):
         match envelope.body:
             case StepResult() as result:
                 replica = split_role(role_of_sender(envelope.sender))[1]
-                self._deliveries.append((replica, self._core.absorb(result, now_ns())))
+                self._deliveries.append(self._core.absorb(result, now_ns(), replica))
                 self._throughput.add(len(result.seq_ids))
                 self._weight_version = result.weight_version
                 if self.metrics.enabled:
                     for waited_ns in self._intervals.step(result.seq_ids, result.end_ns):
                         self.metrics.record(instruments.TOKEN_INTERVAL, waited_ns / 1e9)
+            case RequestOpened() as opened:
+                self._deliveries += self._core.open(opened, now_ns())
             case SampleScored() as scored:
-                self._deliveries.append((0, self._core.scored(scored, now_ns())))
+                self._deliveries.append(self._core.scored(scored, now_ns()))
             case Recover(requests, replica):
                 await self._recover(requests, replica)
             case Cancel() as cancel:
                 if cancel.elsewhere:
                     self._fenced.discard(cancel.request_id)
-                self._deliveries.append((0, self._core.end(cancel, now_ns())))
+                self._deliveries.append(self._core.end(cancel, now_ns()))
             case other:
                 self.log.warning("message_not_understood", type=type(other).__name__)
 
@@ -98,17 +100,16 @@ class StreamingStage(Actor):
         await self._write(self.epoch)
 
     async def _write(self, epoch: int) -> None:
-        made, self._deliveries = self._deliveries, []
+        deliveries, self._deliveries = self._deliveries, []
         # First, since it frees the device from work that nobody needs.
         halts: dict[int, tuple[int, ...]] = {}
-        for replica, delivery in made:
+        for delivery in deliveries:
             if delivery.halts:
-                halts[replica] = (*halts.get(replica, ()), *delivery.halts)
+                halts[delivery.replica] = (*halts.get(delivery.replica, ()), *delivery.halts)
         for replica, seq_ids in halts.items():
             await self.send(at(HALTS, replica), StopSequences(seq_ids), epoch=epoch)
-        for replica, delivery in made:
-            await self._ask_for_scores(delivery.to_score, replica, epoch)
-        deliveries = [delivery for _, delivery in made]
+        for delivery in deliveries:
+            await self._ask_for_scores(delivery.to_score, delivery.replica, epoch)
         for delivery in deliveries:
             for ended in delivery.ended:
                 timings = ended.completion.timings
@@ -170,9 +171,10 @@ class StreamingStage(Actor):
                 # Only what readers can find counts.
                 self.log.warning("outputs_differ_from_the_stream", key=item.key)
                 self._core.forget(item.key, item.entry_id)
-            if chunks and item.info is not None and not self._core.knows(item):
-                self._core.restore(item.info, chunks, item.prompt_token_ids)
-                trace = TraceContext(item.info.traceparent, item.info.tracestate)
-                self.log_of(item.info.request_id, trace).info("request_restored")
+            if item.opened is not None and not self._core.knows(item):
+                self._core.restore(item.opened, chunks)
+                if chunks:
+                    trace = TraceContext(item.opened.traceparent, item.opened.tracestate)
+                    self.log_of(item.opened.request_id, trace).info("request_restored")
             await self._ask_for_scores(self._core.to_score(item), replica, self.epoch)
             await self.send(FINISHED, self._core.recovered(item))

@@ -80,7 +80,7 @@ def test_what_can_never_fit_is_refused_without_being_tokenised(prompt: dict[str,
 def test_what_just_fits_is_taken() -> None:
     core = core_of(byte_tokenizer(WORDY))
     request = GenerateRequest(messages=(turn("x" * 49),))
-    assert len(core.admit(RequestEntry("1-1", request), 0, 0).token_ids) == 99
+    assert len(core.admit(RequestEntry("1-1", request), 0, 0).admitted.token_ids) == 99
 
 
 # --- long -----------------------------------------------------------------------------------------

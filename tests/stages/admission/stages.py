@@ -313,7 +313,7 @@ class Streaming(Stage):
             return
         tokens = stream.tokens if own else 0
         self._forget(item.entry_id)
-        if tokens and item.info is not None:
+        if tokens and item.opened is not None:
             self.known[item.entry_id] = Run(item.entry_id, item.key, tokens)
         samples = (RecoveredSample(0, tuple(range(tokens)), False),) if tokens else ()
         self.send("admission", "finished", Recovered(item.entry_id, samples))

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.channel import Malformed, RequestEntry
 from nano_inference.bus.control import LaneCapacity
-from nano_inference.bus.messages import AdmittedRequest
-from nano_inference.bus.public import ChatMessage, GenerateRequest, StageTime
+from nano_inference.bus.messages import AdmittedRequest, RequestInfo
+from nano_inference.bus.public import ChatMessage, GenerateRequest
 from nano_inference.config import (
     AdmissionConfig,
     Config,
@@ -19,6 +19,7 @@ from nano_inference.config import (
 )
 from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.core import AdmissionCore, status_of
+from nano_inference.stages.admission.events import Accepted
 
 CAPACITY = LaneCapacity(
     num_blocks=4, block_size=16, max_model_len=100, vocab_size=258, device="cpu"
@@ -58,8 +59,12 @@ def entry_of(entry_id: str = "7-0", **fields: Any) -> RequestEntry:
     return RequestEntry(entry_id, request, traceparent="00-a-b-01", tracestate="k=v")
 
 
-def admit(core: AdmissionCore, entry: RequestEntry, *, owner: str | None = None) -> AdmittedRequest:
+def accept(core: AdmissionCore, entry: RequestEntry, *, owner: str | None = None) -> Accepted:
     return core.admit(entry, RECEIVED_NS, NOW_NS, owner=owner)
+
+
+def admit(core: AdmissionCore, entry: RequestEntry, *, owner: str | None = None) -> AdmittedRequest:
+    return accept(core, entry, owner=owner).admitted
 
 
 def turns(*pairs: tuple[str, str]) -> tuple[ChatMessage, ...]:
@@ -71,7 +76,7 @@ def test_a_model_is_asked_for_by_each_of_its_names(
     tokenizer: PreTrainedTokenizerFast, name: str
 ) -> None:
     core = core_of(tokenizer, model_id="tiny", model_aliases=("gpt", "default"))
-    assert admit(core, entry_of(model=name)).info.model == "tiny", "by its id it is told"
+    assert accept(core, entry_of(model=name)).opened.model == "tiny", "by its id it is told"
     for other in ("tiny-7b", "gp", "Tiny"):
         with pytest.raises(RequestError, match="ask for 'tiny'"):
             admit(core, entry_of(model=other))
@@ -94,7 +99,7 @@ def test_what_an_entry_says_of_its_model_wins_over_its_request(
     core = core_of(tokenizer, model_id="tiny", model_aliases=("gpt",))
     entry = msgspec.structs.replace(entry_of(model=own), model=beside)
     if admitted:
-        assert admit(core, entry).info.model == "tiny"
+        assert accept(core, entry).opened.model == "tiny"
         return
     with pytest.raises(RequestError) as refused:
         admit(core, entry)
@@ -105,23 +110,26 @@ def test_an_admitted_request_is_complete(core: AdmissionCore) -> None:
     entry = entry_of(
         request_id="mine", stream=False, priority=-3, tenant="team a", stop=("x",), n=2
     )
-    request = admit(core, entry)
-    info = request.info
-    assert (info.request_id, info.entry_id, info.model) == ("mine", "7-0", "tiny-7b")
-    assert (info.n, info.stream, info.stop, info.num_prompt_tokens) == (2, False, ("x",), 4)
-    assert (info.traceparent, info.tracestate, info.received_ns) == ("00-a-b-01", "k=v", 1_000)
+    opened, request = accept(core, entry)
+    assert (opened.request_id, opened.entry_id, opened.model) == ("mine", "7-0", "tiny-7b")
+    assert (opened.n, opened.stream, opened.stop) == (2, False, ("x",))
+    assert (opened.traceparent, opened.tracestate) == ("00-a-b-01", "k=v")
+    assert (opened.received_ns, opened.prompt_token_ids) == (1_000, request.token_ids)
+    assert request.info == RequestInfo("mine", "7-0", "00-a-b-01", "k=v")
+    assert (request.sampling.stop, request.has_stop_strings) == ((), True), "streaming has them"
     assert (request.tenant, request.priority) == ("team a", -3)
     assert [spec.sample_index for spec in request.sequences] == [0, 1]
     assert request.sampling.stop_token_ids == {1}
-    msgspec.msgpack.encode(request)
+    msgspec.msgpack.encode((opened, request))
 
 
 def test_a_leaving_request_tells_its_time_here_and_the_trace(core: AdmissionCore) -> None:
-    request = admit(core, entry_of())
-    leaving = core.leaving(request, 1_500, "00-c-d-01", "")
-    assert (leaving.info.traceparent, leaving.info.tracestate) == ("00-c-d-01", "")
-    assert leaving.info.stages == (StageTime(stage="admission", start_ns=1_000, end_ns=1_500),)
-    assert leaving.token_ids == request.token_ids
+    accepted = accept(core, entry_of())
+    opened, request = accepted.leaving(1_500, "00-c-d-01", "")
+    for message in (opened, request.info):
+        assert (message.traceparent, message.tracestate) == ("00-c-d-01", "")
+    assert (opened.received_ns, opened.admitted_ns) == (1_000, 1_500)
+    assert request.token_ids == accepted.admitted.token_ids
 
 
 def test_a_request_without_an_id_takes_its_entrys(core: AdmissionCore) -> None:
@@ -342,10 +350,10 @@ def test_max_tokens_is_cut_to_the_models_length(
 
 
 def test_streaming_is_told_what_is_reported(core: AdmissionCore) -> None:
-    info = admit(core, entry_of("1-0", min_tokens=3, logprobs=4, prompt_logprobs=0)).info
-    assert (info.min_tokens, info.logprobs, info.prompt_logprobs) == (3, 4, 0)
-    info = admit(core, entry_of("2-0")).info
-    assert (info.min_tokens, info.logprobs, info.prompt_logprobs) == (0, 0, None)
+    opened = accept(core, entry_of("1-0", min_tokens=3, logprobs=4, prompt_logprobs=0)).opened
+    assert (opened.min_tokens, opened.logprobs, opened.prompt_logprobs) == (3, 4, 0)
+    opened = accept(core, entry_of("2-0")).opened
+    assert (opened.min_tokens, opened.logprobs, opened.prompt_logprobs) == (0, 0, None)
 
 
 def test_min_tokens_is_held_against_what_the_client_gave(

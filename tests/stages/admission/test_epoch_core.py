@@ -14,6 +14,7 @@ from nano_inference.bus.messages import (
     Recovered,
     RequestFinished,
     RequestInfo,
+    RequestOpened,
     SequenceSpec,
 )
 from nano_inference.bus.public import ErrorInfo, GenerateRequest
@@ -97,9 +98,10 @@ def judged(wanted: do.Judge) -> on.Judged:
         return on.Judged(arrival, end=Cancel(entry_id, entry_id, "error", "duplicate_request", ""))
     if arrival.entry.request.budget_ns is not None:
         return on.Judged(arrival, end=Cancel(entry_id, entry_id, "expired", "expired", ""))
-    info = RequestInfo(entry_id, entry_id, "m", 1, True, (), 1, "", "", arrival.received_ns)
+    info = RequestInfo(entry_id, entry_id)
     request = AdmittedRequest(info, (1,), SamplingParams(), (SequenceSpec(1, 0, 0),), "", 0)
-    return on.Judged(arrival, request, wanted.cancelled)
+    opened = RequestOpened(entry_id, entry_id, "m", 1, True, (), (1,))
+    return on.Judged(arrival, on.Accepted(opened, request), wanted.cancelled)
 
 
 def test_it_opens_when_all_take_part_in_this_epoch() -> None:

@@ -2,17 +2,19 @@ from __future__ import annotations
 
 from nano_inference.bus.channel import RequestEntry
 from nano_inference.bus.control import Cancel
-from nano_inference.bus.messages import AdmittedRequest, RequestInfo
+from nano_inference.bus.messages import AdmittedRequest, RequestInfo, RequestOpened
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import SamplingParams
+from nano_inference.stages.admission.events import Accepted
 from nano_inference.stages.admission.ledger import Ledger, Unanswered
 
 
 def unanswered(entry_id: str, request_id: str = "", *, let_in: bool = True) -> Unanswered:
     item = Unanswered(RequestEntry(entry_id, GenerateRequest(request_id=request_id)))
     if let_in:
-        info = RequestInfo(request_id, entry_id, "m", 1, True, (), 1, "", "", 0)
-        item.request = AdmittedRequest(info, (1,), SamplingParams(), (), "", 0)
+        ids = request_id, entry_id
+        admitted = AdmittedRequest(RequestInfo(*ids), (1,), SamplingParams(), (), "", 0)
+        item.accepted = Accepted(RequestOpened(*ids, "m", 1, True, (), (1,)), admitted)
     return item
 
 

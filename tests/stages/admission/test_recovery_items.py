@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from nano_inference.bus import RequestEntry
-from nano_inference.bus.messages import AdmittedRequest, RequestInfo
+from nano_inference.bus.messages import AdmittedRequest, RequestInfo, RequestOpened
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import SamplingParams
+from nano_inference.stages.admission.events import Accepted
 from nano_inference.stages.admission.ledger import (
     RECOVER_BATCH,
     RECOVER_TOKENS,
@@ -18,14 +19,11 @@ from nano_inference.stages.admission.ledger import (
 )
 
 
-def unanswered(number: int, num_tokens: int, temperature: float | None = 1.0) -> Unanswered:
+def unanswered(number: int, num_tokens: int) -> Unanswered:
     entry = RequestEntry(f"1-{number}", GenerateRequest(prompt="x"))
-    info = RequestInfo(
-        *(entry.entry_id, entry.entry_id, "m", 1, True, (), num_tokens, "", "", 0),
-        ref_temperature=temperature,
-    )
-    request = AdmittedRequest(info, (5,) * num_tokens, SamplingParams(), (), "default", 0)
-    return Unanswered(entry, request)
+    ids, prompt = (entry.entry_id, entry.entry_id), (5,) * num_tokens
+    admitted = AdmittedRequest(RequestInfo(*ids), prompt, SamplingParams(), (), "default", 0)
+    return Unanswered(entry, Accepted(RequestOpened(*ids, "m", 1, True, (), prompt), admitted))
 
 
 @pytest.mark.parametrize(
@@ -45,9 +43,5 @@ def test_streaming_is_asked_in_messages_that_a_link_carries(
     assert [len(each) for each in asked] == messages
     found = [item for each in asked for item in each]
     assert [item.entry_id for item in found] == [item.entry_id for item in items]
-    assert [len(item.prompt_token_ids) for item in found] == list(lengths)
-
-
-def test_a_prompt_is_told_only_where_a_reference_model_may_need_it() -> None:
-    (item,) = next(recovery_items([unanswered(1, 9, temperature=None)]))
-    assert item.prompt_token_ids == ()
+    prompts = [item.opened.prompt_token_ids for item in found if item.opened is not None]
+    assert [len(prompt) for prompt in prompts] == list(lengths)

@@ -18,6 +18,7 @@ from nano_inference.bus.messages import (
     AdmittedRequest,
     Recover,
     RequestInfo,
+    RequestOpened,
     SequenceSpec,
 )
 from nano_inference.bus.public import ErrorInfo, GenerateRequest
@@ -480,10 +481,11 @@ class Admission:
             return refused("invalid_n")
         if traits.poison:
             return on.Judged(arrival, failure=ErrorInfo(code="internal_error", message=""))
-        info = RequestInfo(request_id, entry_id, "m", 1, True, (), 1, "", "", arrival.received_ns)
+        info = RequestInfo(request_id, entry_id)
         sequences = (SequenceSpec(1, 0, 0),)
         request = AdmittedRequest(info, (1,), SamplingParams(), sequences, "", 0)
-        return on.Judged(arrival, request, wanted.cancelled)
+        opened = RequestOpened(request_id, entry_id, "m", 1, True, (), (1,))
+        return on.Judged(arrival, on.Accepted(opened, request), wanted.cancelled)
 
     def _hand_on(self, effect: do.HandOn) -> None:
         entry_id, ledger = effect.entry_id, self.core.requests.ledger
@@ -501,7 +503,7 @@ class Admission:
             self.tell(on.HandOnFailed(entry_id, error))
             return
         tokens = sum(len(sample.token_ids) for sample in effect.samples or ())
-        key = effect.request.info.request_id
+        key = effect.accepted.opened.request_id
         self.send("fairness", "admitted", Run(entry_id, key, tokens))
 
     def _end(self, cancel: Cancel) -> None:

@@ -201,14 +201,6 @@ class Lane:
         info = RequestInfo(
             request_id,
             request_id,
-            "m",
-            len(seq_ids),
-            True,
-            (),
-            len(prompt),
-            "",
-            "",
-            0,
             adapter=adapter,
             pooling=pooling,
         )
@@ -235,7 +227,7 @@ class Lane:
                 self.reasons[seq_id] = result.finish_reasons[row]
         self.pooled += [prompt.seq_id for prompt in result.pooled]
         self.ended += [cancel.request_id for cancel in result.ended]
-        self.core.absorb(result)
+        self.core.absorb(result.summary())
         return True
 
     def retract(self) -> None:

@@ -298,7 +298,7 @@ def test_a_result_out_of_order_is_refused() -> None:
     lane.add([1, 2], request_id="a", seq_ids=(1,), stop=False)
     lane.plan()
     lane.plan()
-    late = lane.executor.execute(lane.plans[0])
+    late = lane.executor.execute(lane.plans[0]).summary()
     lane.core.absorb(late)
     with pytest.raises(ValueError, match="out of order"):
         lane.core.absorb(late)

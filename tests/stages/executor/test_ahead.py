@@ -57,7 +57,7 @@ class AheadLane:
 
     def add(self, seq_id: int, sampling: SamplingParams, prompt: list[int] = PROMPT) -> None:
         name = f"r{seq_id}"
-        info = RequestInfo(name, name, "model", 1, False, (), len(prompt), "", "", 0)
+        info = RequestInfo(name, name)
         spec = SequenceSpec(seq_id, 0, seed=seq_id)
         self.found[seq_id] = []
         self.batching.add(Dispatch(info, tuple(prompt), sampling, (spec,), priority=0))
@@ -70,7 +70,7 @@ class AheadLane:
         if not self.launched:
             return False
         result = self.core.finish(self.launched.popleft())
-        self.batching.absorb(result)
+        self.batching.absorb(result.summary())
         for seq_id, token, logprob, reason in zip(
             result.seq_ids, result.token_ids, result.logprobs, result.finish_reasons, strict=True
         ):

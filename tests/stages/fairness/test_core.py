@@ -96,7 +96,7 @@ def test_dispatch_passes_on_what_is_predicted_and_who_may_learn() -> None:
 
 def test_dispatch_tells_how_long_it_waited() -> None:
     _, message = popped(filled(("a", 0, 3)), 5 * SECOND)
-    (held,) = message.info.stages
+    held = message.info.queued
     assert held == StageTime(stage="fairness", start_ns=3 * SECOND, end_ns=5 * SECOND)
 
 

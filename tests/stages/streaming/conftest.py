@@ -6,6 +6,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from .client import Client
+
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and then it stops.",
     "naïve café, größer, 日本語のテキスト, Привет мир, 🙂🙃 and €5.",
@@ -95,3 +97,8 @@ def families() -> dict[str, Tokenizer]:
 def tokenizer(families: dict[str, Tokenizer]) -> PreTrainedTokenizerFast:
     """Byte-level, as the core gets it."""
     return PreTrainedTokenizerFast(tokenizer_object=families["byte_level"], eos_token="</s>")
+
+
+@pytest.fixture
+def client(tokenizer: PreTrainedTokenizerFast) -> Client:
+    return Client(tokenizer)

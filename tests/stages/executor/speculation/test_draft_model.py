@@ -133,7 +133,7 @@ class DraftedLane(DraftingLane):
             while self._under_way:
                 result = self._under_way.popleft()
                 assert isinstance(result, StepResult)
-                self.batching.absorb(result)
+                self.batching.absorb(result.summary())
                 self._record(result)
             if running := list(self.batching._running):
                 self.batching._preempt((running[-1].seq_id,))

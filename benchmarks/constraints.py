@@ -33,7 +33,7 @@ from random_models import write_model
 from nano_inference.bus.messages import NewSequence, RequestInfo, SequenceSpec
 from nano_inference.config import Constraint, EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore
-from nano_inference.stages.grammar import GrammarCompiler
+from nano_inference.text.grammar import GrammarCompiler
 
 INFO = RequestInfo("request", "1-0")
 BLOCK_SIZE = 16

@@ -67,7 +67,7 @@ def over_the_bus(pipeline: Pipeline) -> Ask:
 @asynccontextmanager
 async def over_http(pipeline: Pipeline, config: Config, tenants: set[str]) -> AsyncIterator[Ask]:
     """Each tenant has a key."""
-    administration = Administration(PolicyStore(BusBackend(pipeline.client.bus.policy)))
+    administration = Administration(PolicyStore(BusBackend(pipeline.client.bus.store.policy)))
     keys = {
         tenant: (await administration.create_key({"name": tenant}))["key"] for tenant in tenants
     }

@@ -4,7 +4,7 @@ Each is a function by its own name, runs in a process of its own, is bounded in 
 talks to 127.0.0.1 alone. `python hostile_attacks.py NAME TARGET` runs one.
 
 Model files are not among them: no client can have one read, only whoever starts a pipeline or may
-load models. Files that claim too much are in tests/stages/test_gguf.py, and in test_gguf_model.py
+load models. Files that claim too much are in tests/text/test_gguf.py, and in test_gguf_model.py
 of the executor's tests.
 """
 

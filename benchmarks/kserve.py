@@ -28,8 +28,8 @@ import tritonclient.http
 
 from nano_inference.cli.process_memory import spare_collector
 from nano_inference.config import load_config
+from nano_inference.gateway.api.kserve.served import Answer, ModelCall
 from nano_inference.gateway.gateway import Gateway
-from nano_inference.gateway.kserve.served import Answer, ModelCall
 from nano_inference.kserve.pool import BufferPool
 from nano_inference.kserve.shared_memory import SharedMemoryRegistry
 from nano_inference.kserve.tensors import ModelSpec, NamedTensor, SharedMemory, TensorSpec

@@ -44,8 +44,8 @@ from nano_inference.config import BusConfig, Config, EngineConfig, TelemetryConf
 from nano_inference.pipeline.client import BusClient
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.pipeline.rollouts import TrainingSample
-from nano_inference.stages.tokenizer import load_tokenizer
 from nano_inference.telemetry import Tracing, setup_logging, setup_tracing
+from nano_inference.text.tokenizer import load_tokenizer
 
 BARE, MEMORY, PEER = "bare loop", "memory", "Transformers, padded batch"
 TRACED, REDIS, FIVE = "memory, traced", "Redis, one process", "Redis, five processes"

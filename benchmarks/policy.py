@@ -109,7 +109,7 @@ async def measure(url: str, tokens: int, calls: int, rounds: int, folder: Path) 
         pipeline = await stack.enter_async_context(Pipeline(configs["off"]))
         keys = {"off": ""}
         for name in ("keys", "all"):
-            backend = open_backend(configs[name].policy, pipeline.client.bus.policy)
+            backend = open_backend(configs[name].policy, pipeline.client.bus.store.policy)
             administration = Administration(PolicyStore(backend))
             wish: dict[str, Any] = {"name": name}
             if name == "all":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from ..config import BusConfig
-from .board import StageReport, StageState
-from .calls import KeptCall
 from .channel import (
     Bus,
     Inbox,
@@ -15,10 +13,7 @@ from .channel import (
     ResultStreams,
     Sender,
 )
-from .in_place import AdapterInPlace, AdaptersInPlace, WeightsInPlace
-from .limits import Charge, Limit, Limits, Take
 from .memory.bus import MemoryBus
-from .registry import ModelRecord, ModelRegistry, ModelState, find_model
 from .replies import Outcome, Replies
 
 
@@ -43,19 +38,10 @@ def open_bus(
 
 
 __all__ = [
-    "AdapterInPlace",
-    "AdaptersInPlace",
     "Bus",
-    "Charge",
     "Inbox",
-    "KeptCall",
-    "Limit",
-    "Limits",
     "Malformed",
     "MemoryBus",
-    "ModelRecord",
-    "ModelRegistry",
-    "ModelState",
     "Outcome",
     "OutputStream",
     "Replies",
@@ -63,10 +49,5 @@ __all__ = [
     "RequestQueue",
     "ResultStreams",
     "Sender",
-    "StageReport",
-    "StageState",
-    "Take",
-    "WeightsInPlace",
-    "find_model",
     "open_bus",
 ]

@@ -10,18 +10,14 @@ from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
+from ..store.store import Store
 from .backlog import Backlog
-from .board import StageBoard
-from .calls import Calls
 from .dead_letters import DeadLetter
-from .in_place import AdaptersInPlace, InPlaceRecord, WeightsInPlace
-from .limits import Limits
 from .links import Link
 from .messages import Envelope, Message
-from .policy import PolicyRecord
 from .public import Completion, ErrorInfo, GenerateRequest, Output
-from .registry import ModelRegistry, RequestRouting
 from .replies import Replies
+from .routing import RequestRouting
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -394,36 +390,12 @@ class Bus(Protocol):
         """Where completions go."""
 
     @property
-    def stages(self) -> StageBoard:
-        """What every process tells of its stages."""
-
-    @property
     def replies(self) -> Replies:
         """Answers to control messages."""
 
     @property
-    def calls(self) -> Calls:
-        """Calls of gateways that outlive their connection."""
-
-    @property
-    def limits(self) -> Limits:
-        """What may be taken in so much time, by whom."""
-
-    @property
-    def policy(self) -> PolicyRecord:
-        """Who may do what, for gateways that keep it here."""
-
-    @property
-    def weights(self) -> InPlaceRecord[WeightsInPlace]:
-        """What the lane's executors remember of their weights."""
-
-    @property
-    def adapters(self) -> InPlaceRecord[AdaptersInPlace]:
-        """What they remember of their adapters."""
-
-    @property
-    def models(self) -> ModelRegistry:
-        """The models of the deployment."""
+    def store(self) -> Store:
+        """Shared state that is no message."""
 
     @property
     def routing(self) -> RequestRouting:

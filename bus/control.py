@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from ..config import FairnessConfig, ModelConfig, PoolingKind
+from ..store.board import LoadedAdapter
 from .weights import InFlight, StagedWeights, WeightsSource
 
 Capability = Literal["generate", "score", "embed"]
@@ -104,7 +105,6 @@ class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_f
         prepare_as: A name for an update that several executors make: the weights are fetched,
             checked and answered for, and wait for `FinishUpdate`. Until that comes, and for at most
             `timeout_s`, other updates are refused.
-        _unused: Keeps the places of the fields behind it on the wire; always "".
     """
 
     source: WeightsSource | StagedWeights
@@ -112,7 +112,6 @@ class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_f
     version: int | None = None
     partial: bool = False
     timeout_s: float = 300.0
-    _unused: str = ""
     part_of: str = ""
     prepare_as: str = ""
 
@@ -298,24 +297,6 @@ class Reset(Internal, frozen=True, array_like=True, tag="reset", tag_field="type
     """
 
 
-class LoadedAdapter(InternalPart, frozen=True, array_like=True):
-    """An adapter that an executor has.
-
-    Attributes:
-        id: By which requests name it.
-        version: Of its weights.
-        folder: Where they were read; "" when they can't be had again.
-        rank: The largest of its layers.
-        num_bytes: That it takes of the device's memory.
-    """
-
-    id: str
-    version: int
-    folder: str = ""
-    rank: int = 0
-    num_bytes: int = 0
-
-
 class EmbeddingCapacity(InternalPart, frozen=True, array_like=True):
     """What vectors the executor's model makes of prompts.
 
@@ -332,7 +313,7 @@ class EmbeddingCapacity(InternalPart, frozen=True, array_like=True):
     whole: bool = False
 
 
-class LaneCapacity(InternalPart, frozen=True, array_like=True):
+class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
     """What the executor can hold.
 
     Attributes:
@@ -388,7 +369,7 @@ class StageReady(Internal, frozen=True, array_like=True, tag="ready", tag_field=
 
     stage: str
     incarnation: str
-    capacity: LaneCapacity | None = None
+    capacity: ReplicaCapacity | None = None
 
 
 class ServerRestarted(Internal, frozen=True, array_like=True, tag="server", tag_field="type"):

@@ -148,8 +148,3 @@ class BoundedQueue(Generic[T]):
 
     def _closed_error(self) -> ChannelClosed:
         return ChannelClosed(f"{self._name} was closed")
-
-
-def bus_closed() -> ChannelClosed:
-    """The error of every end of a bus after `aclose`."""
-    return ChannelClosed("the bus was closed")

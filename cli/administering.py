@@ -71,7 +71,7 @@ async def administering(options: Options) -> AsyncIterator[Administers]:
     with _audited(config.policy) as changed:
         if config.policy.backend == "bus":
             async with connected(config) as client:
-                backend = open_backend(config.policy, client.bus.policy)
+                backend = open_backend(config.policy, client.bus.store.policy)
                 yield Administration(PolicyStore(backend), changed)
             return
         store = PolicyStore(open_backend(config.policy, None))

@@ -8,12 +8,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..bus import ModelState
-from ..bus.keys import Keys
 from ..bus.links import all_links
 from ..config import BusConfig, BusError, Config, redact
 from ..pipeline.health import lanes_of, replicas_of, verdict
 from ..pipeline.status import PipelineStatus, reason_of
+from ..store.redis.keys import Keys
+from ..store.registry import ModelState
 from .connection import connected, find_served, unreachable
 
 _OWN_NAME = "status"
@@ -53,7 +53,7 @@ async def look(config: Config, model: str | None = None) -> BusStatus:
     """
     try:
         async with connected(config) as client:
-            records = {} if config.bus.model else await client.bus.models.read()
+            records = {} if config.bus.model else await client.bus.store.models.read()
             chosen = None if model is None else await find_served(client, model)
     except BusError as error:
         raise unreachable(config.bus, error) from None
@@ -98,7 +98,7 @@ async def _look_at(config: BusConfig) -> BusStatus:
 
     bus = RedisBus(config)
     try:
-        lanes = lanes_of(await bus.stages.read())
+        lanes = lanes_of(await bus.store.board.read())
         names = sorted({lane.lane for lane in lanes} | set(await bus.lanes()))
         replicas = {lane.lane: 1 + replicas_of(lane.stages)[-1] for lane in lanes}
         links_of = [
@@ -148,7 +148,7 @@ async def _ask(config: BusConfig, links: list[tuple[str, str]]) -> list[Any]:
     """The replies to what the board does not tell. `links`: (lane, name) of each."""
     from redis import exceptions
 
-    from ..bus.redis.client import Server, execute_all, on_each
+    from ..store.redis.client import Server, execute_all, on_each
 
     server = Server(config.url, _OWN_NAME)
     redis = server.client(1)

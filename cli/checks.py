@@ -37,7 +37,7 @@ from ..pipeline.pipeline import Pipeline
 from ..telemetry import endpoint_of
 
 if TYPE_CHECKING:
-    from ..stages.gguf import GgufFacts
+    from ..text.gguf import GgufFacts
 
 State = Literal["ok", "warn", "fail"]
 
@@ -244,8 +244,8 @@ def _advice_for_model(engine: EngineConfig) -> str:
 def check_folder(path: str) -> Check:
     """What a model folder must hold, before anything of it is loaded."""
     # The library behind it takes a moment.
-    from ..stages.gguf import facts_of, folder_of
-    from ..stages.tokenizer import TOKENIZER_FILES
+    from ..text.gguf import facts_of, folder_of
+    from ..text.tokenizer import TOKENIZER_FILES
 
     named = EngineConfig(model_path=path).model_folder
     try:
@@ -275,7 +275,7 @@ def check_folder(path: str) -> Check:
 
 
 def _check_gguf(named: Path, folder: Path, facts: GgufFacts) -> Check:
-    from ..stages.tokenizer import TOKENIZER_FILES
+    from ..text.tokenizer import TOKENIZER_FILES
 
     kind, types = _type_of(folder), ", ".join(facts.types)
     found = f"{named} ({kind}, {facts.size_bytes / 1e6:,.0f} MB of weights in {types})"

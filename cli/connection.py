@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import anyio.to_thread
 
-from ..bus import find_model
 from ..config import DEFAULT_URL, BusConfig, BusError, Config, RequestError, shown
 from ..pipeline.client import BusClient
 from ..pipeline.models import ModelStatus
+from ..store.registry import find_model
 from ..telemetry import Metrics, setup_metrics, setup_tracing
 from .options import Options
 
@@ -96,7 +96,7 @@ async def find_served(client: BusClient, name: str) -> str:
     Raises:
         RequestError: unknown_model.
     """
-    if records := await client.bus.models.read():
+    if records := await client.bus.store.models.read():
         return find_model(name, records.values()).id
     # There is one, which nobody has to name.
     known = sorted({name for status in await client.models() for name in served_names(status)})

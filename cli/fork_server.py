@@ -80,7 +80,7 @@ def import_stages(names: Sequence[str]) -> None:
     for name in names:
         if name == "gateway":
             from ..gateway import app as web  # noqa: F401
-            from ..gateway import server  # noqa: F401
+            from ..gateway.server import server  # noqa: F401
         else:
             actor_class(name)
 

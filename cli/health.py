@@ -9,10 +9,9 @@ from urllib.parse import quote
 
 import typer
 
-from ..bus import StageReport
-from ..bus.board import STALE_AFTER_S
 from ..config import STAGES, BusError, Config, ConfigError, nearest, split_role
 from ..pipeline.health import lanes_of, living_first, problem_of
+from ..store.board import STALE_AFTER_S, StageReport
 from .answerer import Server, named_server
 from .connection import connected_to
 from .http_calls import Unreachable

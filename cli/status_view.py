@@ -9,11 +9,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..bus import StageReport
 from ..config import STAGES, split_role
 from ..pipeline.health import LATE_S, LaneHealth, problem_of
 from ..pipeline.models import FACTS
 from ..pipeline.status import PipelineStatus
+from ..store.board import StageReport
 from .bus_status import BusStatus
 
 _SHOWN_LINKS = 3

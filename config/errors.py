@@ -75,3 +75,8 @@ class LaneReplaced(BusError):
     """Another admission has started for the same lane; this one has nothing left to do."""
 
     code = "lane_replaced"
+
+
+def bus_closed() -> ChannelClosed:
+    """The error of every end of a bus after `aclose`."""
+    return ChannelClosed("the bus was closed")

@@ -16,20 +16,20 @@ from starlette.types import Scope
 from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
 from ..telemetry import instruments
-from . import anthropic
-from .callers import JsonOnly
-from .http import ERROR_CODE, error_handler, error_response
+from .api import anthropic
+from .api.kserve import http_errors as kserve_http
+from .api.kserve.regions import Regions
 from .interfaces import Interfaces
-from .kserve import http_errors as kserve_http
-from .kserve.regions import Regions
-from .measures import Measures
 from .metrics import metrics_routes
 from .model_statuses import single_model_routes
 from .policy.admin import admin_routes
 from .policy.policy import Policy
 from .probes import probe_routes
-from .readiness import Readiness
 from .root import root_routes
+from .server.callers import JsonOnly
+from .server.http import ERROR_CODE, error_handler, error_response
+from .serving.measures import Measures
+from .serving.readiness import Readiness
 from .status import status_routes
 
 _ANSWERED = (NanoInferenceError, HTTPException, ClientDisconnect)

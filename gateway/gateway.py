@@ -20,15 +20,15 @@ from ..pipeline.client import BusClient
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+    from .api.kserve.grpc_server import GrpcServer
+    from .api.kserve.shared import KServe
     from .deployment.models import Models
-    from .kept_calls import KeptCalls
-    from .kserve.grpc_server import GrpcServer
-    from .kserve.shared import KServe
-    from .measures import Measures
     from .policy.chain import PolicyChain
     from .policy.policy import Policy
-    from .readiness import Readiness
-    from .server import HttpServer
+    from .server.server import HttpServer
+    from .serving.durable_calls import KeptCalls
+    from .serving.measures import Measures
+    from .serving.readiness import Readiness
 
 DEFAULT_PORT = 30000
 """SGLang's."""
@@ -92,8 +92,8 @@ class Gateway:
             NanoInferenceError: The policy can't be read.
         """
         # Whoever only names this class need not wait for them.
-        from .measures import Measures
-        from .server import BACKLOG, HttpServer
+        from .server.server import BACKLOG, HttpServer
+        from .serving.measures import Measures
 
         listener = self._listen(BACKLOG)
         self.port = listener.getsockname()[1]
@@ -139,7 +139,7 @@ class Gateway:
 
         Those that have not ended by then go on at other gateways, if their clients do.
         """
-        from .server import LEAVE_S
+        from .server.server import LEAVE_S
 
         self._kept.stop()
         self._server.should_exit = True
@@ -191,7 +191,7 @@ class Gateway:
         if self._config.models or bus.model:
             return not bus.model
         try:
-            return bool(await bus.models.read())
+            return bool(await bus.store.models.read())
         except BusError:
             # It is as the settings say; who has written down models gives them to all.
             return False
@@ -200,7 +200,7 @@ class Gateway:
         """Whoever has no port for it need not wait until gRPC is imported."""
         # Its own log has a line for whatever anybody sends, and no form but that of its own.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-        from .kserve.grpc_server import GrpcServer
+        from .api.kserve.grpc_server import GrpcServer
 
         return GrpcServer(self.kserve, chain, self._readiness, config, self._server)
 

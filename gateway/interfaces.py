@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from ..config import Config
 from ..pipeline.client import BusClient
-from . import anthropic
-from .abandoned import AbandonedCalls
-from .chat_templates import AT_ONCE, ChatTemplates
-from .kept_calls import KeptCalls
-from .kserve.regions import Regions
-from .kserve.repository import open_service
-from .kserve.routes import kserve_routes
-from .kserve.shared import KServe
-from .measures import Measures
-from .message_formats import LazyFormat, check_format
-from .model_length import ModelLength
-from .openai import InfoCalls, ResponseCalls, openai_routes
-from .openai.adapters import adapter_routes
+from .api import anthropic
+from .api.kserve.regions import Regions
+from .api.kserve.repository import open_service
+from .api.kserve.routes import kserve_routes
+from .api.kserve.shared import KServe
+from .api.openai import InfoCalls, ResponseCalls, openai_routes
+from .api.openai.adapters import adapter_routes
+from .api.sglang import sglang_routes
 from .policy.policy import Policy
 from .policy.routes import PolicyRoute
-from .readiness import Readiness
-from .served import ServedModels
-from .sglang import sglang_routes
-from .submissions import Submissions
-from .turns import Turns
-from .words import LazyWords
+from .serving.chat_templates import AT_ONCE, ChatTemplates
+from .serving.durable_calls import KeptCalls
+from .serving.measures import Measures
+from .serving.message_formats import LazyFormat, check_format
+from .serving.model_length import ModelLength
+from .serving.orphaned_calls import AbandonedCalls
+from .serving.readiness import Readiness
+from .serving.served import ServedModels
+from .serving.submissions import Submissions
+from .serving.turns import Turns
+from .serving.words import LazyWords
 
 
 class Interfaces:
@@ -64,7 +64,7 @@ class Interfaces:
         length = self.submissions.length
         templates = _templates(config, words, length, measures)
         self.kept = KeptCalls(engine, config)
-        self.abandoned = AbandonedCalls.of(self.kept, engine.bus.calls, config)
+        self.abandoned = AbandonedCalls.of(self.kept, engine.bus.store.calls, config)
         models = open_service(
             *(self.submissions, config, words, readiness, measures), packages=not several
         )

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from ..config import ModelError, RequestError, shown
 from ..pipeline.client import BusClient
 from ..pipeline.models import ModelStatus
-from .http import JsonResponse
 from .policy.routes import PolicyRoute
+from .server.http import JsonResponse
 
 PATH = "/admin/models"
 NO_LOADING = "there is one model here, which stays; name several in the setting models"

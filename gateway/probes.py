@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..config import BusError
-from .http import JsonResponse
 from .policy.routes import PolicyRoute
-from .readiness import Readiness
+from .server.http import JsonResponse
+from .serving.readiness import Readiness
 
 PROBES = frozenset(
     ("/livez", "/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready")

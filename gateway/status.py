@@ -11,8 +11,8 @@ from ..pipeline.status import of_models, pipeline_status
 from .policy.caller import caller_of
 from .policy.models import may_use
 from .policy.routes import PolicyRoute
-from .readiness import ASKED_EVERY_S
-from .recent import Recent
+from .serving.readiness import ASKED_EVERY_S
+from .serving.recent import Recent
 
 
 def status_routes(engine: BusClient) -> list[PolicyRoute]:

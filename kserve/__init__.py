@@ -1,7 +1,7 @@
 """KServe V2, as Triton's clients speak it: tensors, their codec, shared memory, and a client.
 
-What a client and a server both need; the server is `nano_inference.gateway.kserve`. docs/kserve.md
-has examples. Names are loaded when they are first used, so that whoever needs the tensors does not
+What a client and a server both need; the server is `nano_inference.gateway.api.kserve`.
+docs/kserve.md has examples. Names are loaded on first use, so that a user of tensors alone does not
 pay for gRPC.
 """
 

@@ -12,7 +12,11 @@ from jinja2 import TemplateError
 from msgspec.structs import replace
 
 from ..bus.public import FinishReason
-from ..chat import (
+from ..config import EngineConfig, RequestError, SamplingParams, shown
+from ..stages.admission.checks import is_encodable
+from ..text.detokenizer import Detokenizer, TokenPieces
+from ..text.gguf import folder_of
+from ..text.messages import (
     MessageReader,
     Reading,
     Tool,
@@ -23,11 +27,7 @@ from ..chat import (
     format_of,
     opening_of,
 )
-from ..config import EngineConfig, RequestError, SamplingParams, shown
-from ..stages.admission.checks import is_encodable
-from ..stages.detokenizer import Detokenizer, TokenPieces
-from ..stages.gguf import folder_of
-from ..stages.tokenizer import load_tokenizer, special_token_ids, stop_token_ids_of
+from ..text.tokenizer import load_tokenizer, special_token_ids, stop_token_ids_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Literal
 
-from ..bus import Bus, Outcome, OutputStream, StageReport, open_bus
+from ..bus import Bus, Outcome, OutputStream, open_bus
 from ..bus.codec import written_id
 from ..bus.control import (
     MEMORY_TAGS,
@@ -40,6 +40,7 @@ from ..bus.weights import (
     pick_up,
 )
 from ..config import BusConfig, ConfigError, FairnessConfig
+from ..store.board import StageReport
 from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .cancellations import Cancellations
 from .client_adapters import AdapterClient

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ..bus import Bus, Outcome, StageReport
-from ..bus.control import LoadAdapter, LoadedAdapter, UnloadAdapter
+from ..bus import Bus, Outcome
+from ..bus.control import LoadAdapter, UnloadAdapter
 from ..bus.weights import InFlight, check_in_flight
 from ..config import AdapterError, BusError
+from ..store.board import LoadedAdapter, StageReport
 from .operators import Operators, Recipients, least_version
 
 ANSWER_S = 30.0
@@ -122,7 +123,7 @@ class AdapterClient:
     async def _check_free(self, id: str) -> None:
         """Of several models one alone may have a name: requests for it would be for the first."""
         own = self.bus.model
-        for record in (await self.bus.models.read()).values() if own else ():
+        for record in (await self.bus.store.models.read()).values() if own else ():
             spec = record.spec
             if id in ((own, *spec.aliases) if spec.id == own else record.names):
                 raise AdapterError(

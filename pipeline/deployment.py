@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from msgspec.json import decode
 
-from ..bus import Bus, RequestEntry, StageReport
+from ..bus import Bus, RequestEntry
 from ..bus.control import Cancel
 from ..bus.public import Completion, ErrorInfo, Timings
 from ..config import NOT_PERMITTED, BusError, FairnessConfig
+from ..store.board import StageReport
 from ..telemetry import now_ns
 from .health import lanes_of, verdict, weights_trouble
 from .operators import Operators
@@ -66,7 +67,7 @@ class Deployment:
     async def reports(self) -> list[StageReport]:
         """How the stages of all models are, by model."""
         models = await self._operators.models()
-        boards = [self._bus_of(model).stages.read() for model in models or [self._bus.model]]
+        boards = [self._bus_of(model).store.board.read() for model in models or [self._bus.model]]
         return [report for board in await asyncio.gather(*boards) for report in board]
 
     async def trouble(self) -> str:

@@ -29,8 +29,8 @@ from ..stages.batching import BatchingCore
 from ..stages.executor.core import ExecutorCore
 from ..stages.executor.weights import WeightGroups
 from ..stages.streaming.core import StreamingCore
-from ..stages.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
 from ..telemetry import now_ns
+from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
 from .engine_adapters import AdapterDoor
 from .engine_requests import (
     Finished,
@@ -347,7 +347,7 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
                 sampling=new.sampling,
                 sequences=new.sequences,
                 priority=0,
-                cache_salt=new.cache_salt,
+                cache_scope=new.cache_scope,
                 prediction=new.prediction,
             )
         )

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
-from ..bus.control import LoadedAdapter
 from ..bus.weights import InFlight, check_in_flight
 from ..config import AdapterError, EngineConfig
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
 from ..stages.executor.adapters import adapter_of, check_adapter_id, next_version, read_adapter
 from ..stages.executor.core import ExecutorCore
+from ..store.board import LoadedAdapter
 
 if TYPE_CHECKING:
     from torch import Tensor

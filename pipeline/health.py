@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from ..bus import StageReport
 from ..bus.links import MODEL_MANAGER
 from ..config import REPLICATED, STAGES, all_roles, role_of, split_role
+from ..store.board import StageReport
 
 LATE_S = 5.0
 """A process reports every second. One that is later than this is very busy or has been killed; it

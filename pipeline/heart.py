@@ -10,11 +10,12 @@ from typing import Any
 
 import anyio
 
-from ..bus import Bus, StageReport, StageState
-from ..bus.process_state import identity_of
+from ..bus import Bus
 from ..config import Config, NanoInferenceError, cut, roles_here
 from ..config.logger import get_logger
 from ..stages.actor import Actor
+from ..store.board import StageReport, StageState
+from ..store.process_state import identity_of
 from ..telemetry import Metrics, instruments, names
 
 BEAT_S = 1.0
@@ -58,7 +59,7 @@ class Heart:
         log = get_logger()
         while True:
             try:
-                await self._bus.stages.report(self.reports())
+                await self._bus.store.board.report(self.reports())
                 await self._bus.requests.count_queue(self._begun())
                 if self._metrics.enabled:
                     await self._measure()
@@ -89,7 +90,7 @@ class Heart:
         gone = [self._report(role, ("gone", "")) for role in self._roles]
         try:
             with anyio.move_on_after(_LAST_WORD_S):
-                await self._bus.stages.report(gone)
+                await self._bus.store.board.report(gone)
         except NanoInferenceError as error:
             get_logger().debug("heartbeat_not_told", error=error.message)
 

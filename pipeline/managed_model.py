@@ -12,11 +12,10 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from ..bus import Bus, ModelRecord, ModelState, RequestEntry
+from ..bus import Bus, RequestEntry
 from ..bus.control import Drain
 from ..bus.links import CONTROL
 from ..bus.public import Completion, ErrorInfo, Timings
-from ..bus.registry import NOT_FOUND, NOT_LOADED
 from ..config import (
     BusError,
     ChannelClosed,
@@ -28,6 +27,7 @@ from ..config import (
 )
 from ..config.logger import get_logger
 from ..stages.admission.checks import request_id_of
+from ..store.registry import NOT_FOUND, NOT_LOADED, ModelRecord, ModelState
 from ..telemetry import Metrics, instruments, names, now_ns
 from .client_adapters import adapters_of
 from .health import lanes_of, verdict
@@ -122,7 +122,7 @@ class ManagedModel:
         self.record = ModelRecord(spec=spec)
         self.job: Job | None = None
         self.last_request_ms = self.reserved_bytes = self.largest_bytes = 0
-        self._registry = bus.models
+        self._registry = bus.store.models
         self._bus = bus.of_model(spec.id)
         self._metrics = metrics or Metrics()
         self._make = make
@@ -204,7 +204,7 @@ class ManagedModel:
     async def look_at_adapters(self) -> None:
         """Writes down which adapters its lanes have, if that has changed."""
         try:
-            reports = await self._bus.stages.read()
+            reports = await self._bus.store.board.read()
         except BusError:
             return
         adapters = tuple(each.id for each in adapters_of(reports))
@@ -271,7 +271,7 @@ class ManagedModel:
         host, ends_at = socket.gethostname(), time.monotonic() + timeout_s
         while not self._over.is_set():
             try:
-                reports = await self._bus.stages.read()
+                reports = await self._bus.store.board.read()
             except BusError:
                 reports = []
             pids = set(runner.pids)  # others tell of a former life

@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from ..bus import Bus, Outcome, StageReport, find_model
+from ..bus import Bus, Outcome
 from ..bus.control import LoadModel, UnloadModel
 from ..bus.links import MODEL_MANAGER
 from ..bus.messages import Envelope
@@ -30,6 +30,8 @@ from ..config import (
 )
 from ..config.logger import get_logger
 from ..config.models import check_models
+from ..store.board import StageReport
+from ..store.registry import find_model
 from ..telemetry import Metrics
 from .managed_model import Job, ManagedModel
 from .model_memory import expected_memory
@@ -65,8 +67,8 @@ class ModelRunner(Protocol):
 class ModelManager:
     """Brings each model of a deployment into the state that it is wished in.
 
-    What it knows is in the registry on the bus (`Bus.models`), which it writes and others read; at
-    a start all of it is written anew. There is one at a time. The memory of a model is that of its
+    The registry (`Bus.store.models`) holds its state; it writes there and others read. At a start
+    all records are written anew. There is one at a time. The memory of a model is that of its
     processes, and goes when they end.
     """
 
@@ -250,7 +252,7 @@ class ModelManager:
         """Whatever stands in the registry is of a former life."""
         for spec in self._config.models:
             self._add(spec)
-        for model_id, record in (await self._bus.models.read()).items():
+        for model_id, record in (await self._bus.store.models.read()).items():
             if model_id not in self._models:
                 await self._remove(self._add(record.spec))
         for model in self._models.values():
@@ -313,7 +315,7 @@ class ModelManager:
     async def _remove(self, model: ManagedModel, error: ModelError | None = None) -> None:
         await model.put("unloaded", "it is removed", takes_requests=False)
         await model.end_requests(error or ManagedModel.removed(model.spec))
-        await model.persist(partial(self._bus.models.remove, model.spec.id))
+        await model.persist(partial(self._bus.store.models.remove, model.spec.id))
         del self._models[model.spec.id]
         await model.aclose()
 
@@ -422,7 +424,7 @@ class ModelManager:
         """Each model, with how many requests are on its stream; and notes when the last came."""
         models = list(self._models.values())
         try:
-            traffic = await self._bus.models.traffic([model.spec.id for model in models])
+            traffic = await self._bus.store.models.traffic([model.spec.id for model in models])
         except BusError as error:
             self._log.debug("traffic_not_known", error=error.message)
             return []
@@ -464,6 +466,6 @@ class ModelManager:
             state="gone" if state == "gone" else "ready",
         )
         try:
-            await self._bus.stages.report([report])
+            await self._bus.store.board.report([report])
         except NanoInferenceError as error:
             self._log.debug("heartbeat_not_told", error=error.message)

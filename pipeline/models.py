@@ -11,11 +11,13 @@ from typing import Any, Self
 
 import msgspec
 
-from ..bus import Bus, ModelRecord, ModelState, Outcome, StageReport, find_model
+from ..bus import Bus, Outcome
 from ..bus.backlog import Backlog
 from ..bus.control import LoadModel, UnloadModel
 from ..bus.links import MODEL_MANAGER, MODELS
 from ..config import BusError, ModelConfig, ModelError, split_role
+from ..store.board import StageReport
+from ..store.registry import ModelRecord, ModelState, find_model
 from .client_adapters import adapters_of
 from .health import lanes_of
 from .operators import LOOK_S, PARTING_S
@@ -130,9 +132,9 @@ class ModelOperations(ABC):
         Raises:
             BusError: The bus can't be reached.
         """
-        records = await self.bus.models.read()
+        records = await self.bus.store.models.read()
         if not records:
-            return only_model(await self.bus.stages.read(), await self.bus.requests.backlog())
+            return only_model(await self.bus.store.board.read(), await self.bus.requests.backlog())
         for model in set(self._buses or ()) - {*records, ""}:
             await self._forget_bus(model)
         statuses = [self._status(record) for _, record in sorted(records.items())]
@@ -144,7 +146,7 @@ class ModelOperations(ABC):
         Raises:
             BusError: The bus can't be reached.
         """
-        models = await self.bus.models.read()
+        models = await self.bus.store.models.read()
         if not models:
             return await self.bus.requests.backlog()
         buses = [self._bus_of(model) for model in ("", *models)]
@@ -207,7 +209,7 @@ class ModelOperations(ABC):
                 "its settings",
                 code=NO_MANAGER,
             )
-        before = await bus.models.read()
+        before = await bus.store.models.read()
         operation_id = uuid.uuid4().hex
         sender = bus.sender(MODELS, f"client-{operation_id[:8]}", manager.lane)
         await sender.send(wish, operation_id=operation_id)
@@ -215,7 +217,7 @@ class ModelOperations(ABC):
         outcome = await self._answer(bus, operation_id, manager.incarnation)
         if outcome.code:
             raise ModelError(outcome.message, code=outcome.code)
-        after = await bus.models.read()
+        after = await bus.store.models.read()
         records = before | after
         record = records[find_model(wish.id, records.values()).id]
         if record.spec.id not in after:
@@ -239,12 +241,12 @@ class ModelOperations(ABC):
                 )
 
     async def _manager(self, bus: Bus) -> StageReport | None:
-        reports = await bus.stages.read()  # the youngest of a role comes first
+        reports = await bus.store.board.read()  # the youngest of a role comes first
         return next((each for each in reports if each.stage == MODEL_MANAGER), None)
 
     async def _status(self, record: ModelRecord) -> ModelStatus:
         bus = self._bus_of(record.spec.id)
-        reports, backlog = await asyncio.gather(bus.stages.read(), bus.requests.backlog())
+        reports, backlog = await asyncio.gather(bus.store.board.read(), bus.requests.backlog())
         return status_of(record, reports, backlog)
 
     def _bus_of(self, model: str) -> Bus:

@@ -10,11 +10,12 @@ from typing import Generic, TypeVar
 
 import anyio
 
-from ..bus import Bus, Outcome, StageReport
+from ..bus import Bus, Outcome
 from ..bus.links import CONTROL, at
 from ..bus.messages import Message
-from ..bus.registry import Records
 from ..config import REPLICATED, BusError, WeightsError, role_of, split_role
+from ..store.board import StageReport
+from ..store.registry import Records
 from .health import replicas_of
 
 T = TypeVar("T")
@@ -64,7 +65,7 @@ class Operators:
         self._bus = bus
         self._sender = sender
         self._lanes = Looks(bus.lanes)
-        self._models = Looks(bus.models.read)
+        self._models = Looks(bus.store.models.read)
 
     async def models(self) -> Records:
         """The models of the deployment by their ids; none on the bus of one model."""
@@ -99,7 +100,7 @@ class Operators:
         for name in lanes:
             replicas = [0]
             if stage in REPLICATED:
-                reports = await self._bus.stages.read()
+                reports = await self._bus.store.board.read()
                 replicas = replicas_of(report.stage for report in reports if report.lane == name)
             recipients += [(name, role_of(stage, replica)) for replica in replicas]
         return recipients
@@ -178,7 +179,7 @@ class Operators:
     async def _last_words(self) -> dict[tuple[str, str], StageReport]:
         """What was heard last, by lane and role."""
         last: dict[tuple[str, str], StageReport] = {}
-        for report in await self._bus.stages.read():  # the youngest of a role comes first
+        for report in await self._bus.store.board.read():  # the youngest of a role comes first
             last.setdefault((report.lane, report.stage), report)
         return last
 

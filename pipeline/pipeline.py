@@ -11,7 +11,7 @@ from types import TracebackType
 import anyio
 import anyio.to_thread
 
-from ..bus import Bus, StageReport, open_bus
+from ..bus import Bus, open_bus
 from ..bus.control import Drain
 from ..bus.links import CONTROL
 from ..bus.public import Completion, Output
@@ -24,6 +24,7 @@ from ..config import (
 )
 from ..config.logger import get_logger
 from ..stages.actor import Actor, StageContext
+from ..store.board import StageReport
 from ..telemetry import Metrics, Tracing, names, setup_metrics, setup_tracing
 from .client import BusClient
 from .completing import Completing, Request
@@ -201,7 +202,7 @@ class Pipeline(Completing):
         return await self._client.complete(request)
 
     def stages(self) -> list[StageReport]:
-        """How the stages of this process are now; `bus.stages` has those of all processes."""
+        """How the stages of this process are now; `bus.store.board` has those of all processes."""
         return self._heart.reports()
 
     @property

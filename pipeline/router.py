@@ -6,12 +6,13 @@ import time
 
 import anyio
 
-from ..bus import Bus, RequestEntry, find_model
+from ..bus import Bus, RequestEntry
 from ..bus.public import Completion, ErrorInfo, Timings
-from ..bus.registry import MALFORMED, NOT_LOADED, NOT_ROUTED, Records, Unrouted
+from ..bus.routing import Unrouted
 from ..config import BusError, ChannelClosed, RequestError, shown
 from ..config.logger import get_logger
 from ..stages.admission.checks import request_id_of
+from ..store.registry import MALFORMED, NOT_LOADED, NOT_ROUTED, Records, find_model
 from ..telemetry import Metrics, instruments, names, now_ns
 
 READ_EVERY_S = 1.0
@@ -87,7 +88,7 @@ class Router:
     async def _read_models(self, *, anew: bool = False) -> None:
         now = time.monotonic()
         if anew or now - self._read_at >= READ_EVERY_S:
-            self._records = await self._bus.models.read()
+            self._records = await self._bus.store.models.read()
             self._read_at = now
 
     def _unmoved(self, code: str, model: str) -> ErrorInfo:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from ..bus import ModelState
+from ..store.registry import ModelState
 from .client import BusClient
 from .health import LaneHealth, lanes_of, verdict
 
@@ -49,7 +49,7 @@ async def pipeline_status(client: BusClient) -> PipelineStatus:
         BusError: The bus can't be reached.
     """
     records, reports, backlog = await asyncio.gather(
-        client.bus.models.read(), client.reports(), client.backlog()
+        client.bus.store.models.read(), client.reports(), client.backlog()
     )
     lanes = lanes_of(
         replace(each, load={name: each.load[name] for name in each.load if name != "settings"})

@@ -10,12 +10,13 @@ from typing import ClassVar
 import anyio
 import structlog
 
-from ..bus import Bus, Inbox, Outcome, Sender, StageState
-from ..bus.control import LoadedAdapter, Reset, StageReady, StageStarted, StageStopped
+from ..bus import Bus, Inbox, Outcome, Sender
+from ..bus.control import Reset, StageReady, StageStarted, StageStopped
 from ..bus.links import CONTROL, Link, at
 from ..bus.messages import Envelope, Message
 from ..config import REPLICATED, BusError, Config, NanoInferenceError, cut, role_of
 from ..config.logger import get_logger
+from ..store.board import LoadedAdapter, StageState
 from ..telemetry import Attributes, Metrics, TraceContext, Tracing, is_sampled, names, now_ns
 
 

@@ -14,10 +14,10 @@ import pytest
 import pytest_asyncio
 
 from nano_inference import Config, Pipeline, SamplingParams, load_config
-from nano_inference.chat import MessageReader, Reading, Tool, find_format
-from nano_inference.chat.message_format import known_formats
 from nano_inference.config import DEFAULT_URL, ModelConfig
 from nano_inference.stages.admission.checks import check_sampling
+from nano_inference.text.messages import MessageReader, Reading, Tool, find_format
+from nano_inference.text.messages.message_format import known_formats
 
 from .programs import run_beside
 
@@ -174,7 +174,7 @@ def test_the_life_of_a_request_names_what_there_is() -> None:
         functions = set(re.findall(r"`([\w.]+)`", cell)) - paths
         assert functions, f"{path} stands there without a function"
         assert not functions - names_in(ROOT / path), f"{path} has others"
-    rooms = ("bus", "pipeline", "stages", "gateway", "cli")
+    rooms = ("text", "store", "bus", "pipeline", "stages", "gateway", "cli")
     known = set().union(*(names_in(path) for room in rooms for path in (ROOT / room).rglob("*.py")))
     assert not set(re.findall(r"`([A-Z]\w*(?:\.\w+)?)`", text)) - known
 

@@ -14,23 +14,20 @@ from typing import Any
 import msgspec
 
 from ...config import STAGES, BusConfig, BusError, role_of_sender, split_role
+from ...config.errors import bus_closed
+from ...store.store import Store, memory_store
 from ..backlog import Backlog
-from ..board import MemoryBoard
-from ..calls import MemoryCalls
 from ..channel import Bus, Inbox, RequestEntry, Sender
 from ..codec import check_request
 from ..dead_letters import DeadLetter, dead_letter
 from ..ending import end_entries
 from ..entries import usable_trace
-from ..in_place import AdaptersInPlace, MemoryRecord, WeightsInPlace
 from ..links import Link
 from ..messages import Envelope, Message
-from ..policy import MemoryPolicyRecord
 from ..public import Completion, ErrorInfo, GenerateRequest
-from ..queue import BoundedQueue, bus_closed
-from ..registry import MemoryModelRegistry, MemoryRouting
+from ..queue import BoundedQueue
 from ..replies import MemoryReplies
-from .limits import MemoryLimits
+from ..routing import MemoryRouting
 from .results import MemoryResults
 
 KEPT_DEAD = 1024
@@ -269,14 +266,8 @@ class MemoryBus:
 
     requests: MemoryRequests
     results: MemoryResults
-    stages: MemoryBoard
     replies: MemoryReplies
-    calls: MemoryCalls
-    limits: MemoryLimits
-    policy: MemoryPolicyRecord
-    weights: MemoryRecord[WeightsInPlace]
-    adapters: MemoryRecord[AdaptersInPlace]
-    models: MemoryModelRegistry
+    store: Store
     routing: MemoryRouting
 
     def __init__(self, config: BusConfig) -> None:
@@ -286,14 +277,8 @@ class MemoryBus:
         self._epoch = 0
         self.results = MemoryResults()
         self.requests = MemoryRequests(config, self.results)
-        self.stages = MemoryBoard()
         self.replies = MemoryReplies()
-        self.calls = MemoryCalls(config)
-        self.limits = MemoryLimits()
-        self.policy = MemoryPolicyRecord()
-        self.weights = MemoryRecord()
-        self.adapters = MemoryRecord()
-        self.models = MemoryModelRegistry()
+        self.store = memory_store(config)
         self.routing = MemoryRouting()
 
     @property

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Self
 
 from ...config import BusError
+from ...config.errors import bus_closed
 from ..public import Completion, Output
-from ..queue import bus_closed
 
 KEPT_FINISHED = 1024
 """Requests that ended and that nobody has followed yet, of which the outputs are kept."""

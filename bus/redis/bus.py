@@ -12,15 +12,11 @@ from functools import partial
 import msgspec
 
 from ...config import NOT_PERMITTED, STAGES, BusConfig, BusError, role_of_sender, split_role
-from ..channel import Inbox, Sender
-from ..in_place import AdaptersInPlace, WeightsInPlace
-from ..keys import Keys
-from ..links import Link, links_to
-from ..memory.bus import Inboxes, MemoryInbox, MemorySender, Numbering
-from ..queue import bus_closed
-from .board import RedisBoard
-from .calls import RedisCalls
-from .client import (
+from ...config.errors import bus_closed
+from ...store.in_place import AdaptersInPlace, WeightsInPlace
+from ...store.redis.board import RedisBoard
+from ...store.redis.calls import RedisCalls
+from ...store.redis.client import (
     Commands,
     Server,
     check_version,
@@ -28,12 +24,17 @@ from .client import (
     on_each,
     time_ms,
 )
-from .in_place import RedisRecord
+from ...store.redis.in_place import RedisRecord
+from ...store.redis.keys import Keys
+from ...store.redis.limits import RedisLimits
+from ...store.redis.policy import RedisPolicyRecord
+from ...store.redis.registry import RedisModelRegistry
+from ...store.store import Store
+from ..channel import Inbox, Sender
+from ..links import Link, links_to
+from ..memory.bus import Inboxes, MemoryInbox, MemorySender, Numbering
 from .leases import live_lanes
-from .limits import RedisLimits
 from .links import LinkReader, LinkWriter, RedisSender, Seen
-from .policy import RedisPolicyRecord
-from .registry import RedisModelRegistry
 from .replies import RedisReplies
 from .requests import RedisRequests
 from .results import RedisResults
@@ -66,14 +67,8 @@ class RedisBus:
 
     requests: RedisRequests
     results: RedisResults
-    stages: RedisBoard
     replies: RedisReplies
-    calls: RedisCalls
-    limits: RedisLimits
-    policy: RedisPolicyRecord
-    weights: RedisRecord[WeightsInPlace]
-    adapters: RedisRecord[AdaptersInPlace]
-    models: RedisModelRegistry
+    store: Store
     routing: RedisRouting
 
     def __init__(
@@ -97,14 +92,17 @@ class RedisBus:
         self.requests = RedisRequests(
             config, self._keys, self._server, self._commands, self.results
         )
-        self.stages = RedisBoard(self._keys, self._commands)
         self.replies = RedisReplies(self._keys, self._commands)
-        self.calls = RedisCalls(config, self._keys, self._commands)
-        self.limits = RedisLimits(self._keys, self._commands)
-        self.policy = RedisPolicyRecord(self._keys, self._commands)
-        self.weights = RedisRecord(self._keys.weights, WeightsInPlace, self._commands)
-        self.adapters = RedisRecord(self._keys.adapters, AdaptersInPlace, self._commands)
-        self.models = RedisModelRegistry(self._keys, self._commands)
+        self._limits = RedisLimits(self._keys, self._commands)
+        self.store = Store(
+            RedisBoard(self._keys, self._commands),
+            RedisCalls(config, self._keys, self._commands),
+            self._limits,
+            RedisPolicyRecord(self._keys, self._commands),
+            RedisRecord(self._keys.weights, WeightsInPlace, self._commands),
+            RedisRecord(self._keys.adapters, AdaptersInPlace, self._commands),
+            RedisModelRegistry(self._keys, self._commands),
+        )
         self.routing = RedisRouting(config, self._keys, self._server, self._commands, self.results)
 
     @property
@@ -193,7 +191,7 @@ class RedisBus:
             *(writer.aclose(CLOSE_PATIENCE_S) for writer in self._writers.values()),
             *(reader.aclose() for reader in self._readers.values()),
             self.requests.aclose(CLOSE_PATIENCE_S),
-            self.limits.aclose(CLOSE_PATIENCE_S),
+            self._limits.aclose(CLOSE_PATIENCE_S),
             self.results.aclose(),
             self.routing.aclose(),
         )

@@ -6,13 +6,13 @@ from itertools import islice
 
 from redis.asyncio import Redis
 
+from ...store.redis.client import time_ms
+from ...store.redis.few_fields import MOST_FIELDS
+from ...store.redis.keys import JSON, MODEL, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, parse_id
 from ..channel import Malformed, RequestEntry, budget_of
 from ..codec import decode_refused, decode_request
 from ..entries import MAX_FIELDS, usable_trace
-from ..keys import JSON, MODEL, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, parse_id
 from ..public import GenerateRequest
-from .client import time_ms
-from .few_fields import MOST_FIELDS
 
 _FIELDS = frozenset({JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, MODEL})
 _BODIES = (JSON, MSGPACK, REFUSED)

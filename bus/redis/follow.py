@@ -10,10 +10,10 @@ from redis import exceptions
 
 from ...config import BusError, ChannelClosed
 from ...config.logger import get_logger
+from ...store.redis.client import Commands, execute_all
+from ...store.redis.keys import JSON, Keys
 from ..codec import decode_output
-from ..keys import JSON, Keys
 from ..public import Completion, CompletionChunk, Output
-from .client import Commands, execute_all
 from .given import Given
 from .readers import Readers, Subscription
 

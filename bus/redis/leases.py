@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...config import BusConfig, LaneReplaced
-from ..keys import Keys
+from ...store.redis.client import Commands, execute, persist
+from ...store.redis.keys import Keys
 from ..public import GenerateRequest
-from .client import Commands, execute, persist
 from .waiting import WaitingEntries
 
 SHED_PAGE = 64

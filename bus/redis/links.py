@@ -18,15 +18,9 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from ...config import NOT_PERMITTED, BusError, ChannelClosed
+from ...config.errors import bus_closed
 from ...config.logger import get_logger
-from ..codec import decode_envelope, encode_envelope
-from ..control import ServerRestarted
-from ..keys import MESSAGE, WRITER, Keys, id_after
-from ..links import CONTROL, Link
-from ..memory.bus import MemoryInbox, Numbering
-from ..messages import Envelope, Message
-from ..queue import BoundedQueue, bus_closed
-from .client import (
+from ...store.redis.client import (
     Backoff,
     Server,
     end_tasks,
@@ -36,6 +30,13 @@ from .client import (
     persist,
     watched,
 )
+from ...store.redis.keys import MESSAGE, WRITER, Keys, id_after
+from ..codec import decode_envelope, encode_envelope
+from ..control import ServerRestarted
+from ..links import CONTROL, Link
+from ..memory.bus import MemoryInbox, Numbering
+from ..messages import Envelope, Message
+from ..queue import BoundedQueue
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ these have begun. A lane that says nothing any more runs nothing.
 
 from __future__ import annotations
 
-from ..keys import Keys
-from .client import Commands, execute
+from ...store.redis.client import Commands, execute
+from ...store.redis.keys import Keys
 
 TOLD_FOR_MS = 5000
 """How long a lane's word counts, and the number that was made of all: five beats of a process."""

@@ -14,10 +14,10 @@ from typing import Protocol
 from redis import exceptions
 
 from ...config import BusError
+from ...config.errors import bus_closed
 from ...config.logger import get_logger
-from ..keys import JSON, Keys, parse_id
-from ..queue import bus_closed
-from .client import Commands, Server, end_tasks, execute_all, persist, watched
+from ...store.redis.client import Commands, Server, end_tasks, execute_all, persist, watched
+from ...store.redis.keys import JSON, Keys, parse_id
 from .links import read
 
 FOLLOW_BLOCK_S = 2.0

@@ -7,9 +7,9 @@ import time
 
 import msgspec
 
-from ..keys import Keys
+from ...store.redis.client import Commands, execute, execute_all
+from ...store.redis.keys import Keys
 from ..replies import KEPT_S, Outcome
-from .client import Commands, execute, execute_all
 
 _FIRST_LOOK_S = 0.002
 _LONGEST_WAIT_S = 0.1

@@ -15,17 +15,9 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from ...config import NOT_PERMITTED, BusConfig, BusError
+from ...config.errors import bus_closed
 from ...config.logger import get_logger
-from ..backlog import Backlog
-from ..channel import RequestEntry
-from ..codec import encode_request
-from ..dead_letters import DeadLetter, dead_letter
-from ..ending import end_entries
-from ..entries import usable_trace
-from ..keys import JSON, MODEL, TRACEPARENT, TRACESTATE, Keys
-from ..public import Completion, ErrorInfo, GenerateRequest
-from ..queue import bus_closed
-from .client import (
+from ...store.redis.client import (
     Backoff,
     Commands,
     Server,
@@ -35,6 +27,14 @@ from .client import (
     is_transient,
     persist,
 )
+from ...store.redis.keys import JSON, MODEL, TRACEPARENT, TRACESTATE, Keys
+from ..backlog import Backlog
+from ..channel import RequestEntry
+from ..codec import encode_request
+from ..dead_letters import DeadLetter, dead_letter
+from ..ending import end_entries
+from ..entries import usable_trace
+from ..public import Completion, ErrorInfo, GenerateRequest
 from .entries import Entries, read_entries
 from .leases import Leases
 from .links import BatchWriter

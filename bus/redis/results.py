@@ -17,10 +17,7 @@ from redis import exceptions
 
 from ...config import BusConfig
 from ...config.logger import get_logger
-from ..codec import decode_output, encode_output
-from ..keys import JSON, Keys, id_after, parse_id
-from ..public import Completion, Output
-from .client import (
+from ...store.redis.client import (
     Backoff,
     Commands,
     Server,
@@ -29,6 +26,9 @@ from .client import (
     is_transient,
     persist,
 )
+from ...store.redis.keys import JSON, Keys, id_after, parse_id
+from ..codec import decode_output, encode_output
+from ..public import Completion, Output
 from .follow import RedisFollow, RedisTail, last_output
 from .readers import readers_of
 from .result_parts import REFUSED, TOO_LARGE, StreamPart, ending, part_of

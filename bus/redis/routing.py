@@ -12,14 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...config import BusConfig, BusError, shown
+from ...config.errors import bus_closed
+from ...store.redis.client import Commands, Server, end_tasks, execute, execute_all, persist
+from ...store.redis.keys import JSON, MODEL, MSGPACK, Keys
+from ...store.registry import NOT_LOADED
 from ..channel import RequestEntry
 from ..codec import decode_model
 from ..entries import MAX_FIELDS
-from ..keys import JSON, MODEL, MSGPACK, Keys
 from ..public import Completion
-from ..queue import bus_closed
-from ..registry import NOT_LOADED, Unmoved, Unrouted
-from .client import Commands, Server, end_tasks, execute, execute_all, persist
+from ..routing import Unmoved, Unrouted
 from .entries import model_of, read_entries
 from .refusals import Refusal, end_untaken
 from .results import RedisResults

@@ -6,7 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 
-from ..keys import parse_id
+from ...store.redis.keys import parse_id
 
 START = b"0-0"
 

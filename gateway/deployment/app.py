@@ -8,31 +8,31 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from ...bus import ModelRecord
 from ...config import Config, ConfigError, ModelConfig
 from ...config.logger import get_logger
 from ...pipeline.client import BusClient
 from ...pipeline.router import Router
+from ...store.registry import ModelRecord
 from ...telemetry import instruments
-from ..abandoned import AbandonedCalls
+from ..api.kserve import http_errors as kserve_http
+from ..api.kserve.regions import Regions
+from ..api.kserve.repository import add_packages
+from ..api.kserve.routes import kserve_routes
+from ..api.kserve.service import InferenceService
+from ..api.kserve.shared import KServe
 from ..app import application
-from ..http import EngineError
 from ..interfaces import Interfaces
-from ..kserve import http_errors as kserve_http
-from ..kserve.regions import Regions
-from ..kserve.repository import add_packages
-from ..kserve.routes import kserve_routes
-from ..kserve.service import InferenceService
-from ..kserve.shared import KServe
-from ..measures import Measures
 from ..metrics import metrics_routes
 from ..policy.admin import admin_routes
 from ..policy.caller import Caller
 from ..policy.policy import Policy
 from ..policy.routes import PolicyRoute
 from ..probes import probe_routes
-from ..readiness import Readiness
 from ..root import root_routes
+from ..server.http import EngineError
+from ..serving.measures import Measures
+from ..serving.orphaned_calls import AbandonedCalls
+from ..serving.readiness import Readiness
 from ..status import status_routes
 from .control import ModelControl
 from .dispatch import Dispatch, OfModel
@@ -91,7 +91,9 @@ def make_deployment_app(
         measures,
     )
     app.state.chain = policy.chain_of_all()
-    abandoned = AbandonedCalls(engine.bus.calls, config, lambda: models.attending, models.owner_of)
+    abandoned = AbandonedCalls(
+        engine.bus.store.calls, config, lambda: models.attending, models.owner_of
+    )
     app.state.beside = {
         "models": models.run_forever,
         "kept calls": abandoned.run_forever,

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from ...config import ConfigError, ModelConfig, RequestError
 from ...pipeline.client import BusClient
 from ...pipeline.models import ModelStatus
-from ..http import call_id_of, convert
 from ..policy.audit import AuditLog
 from ..policy.caller import caller_of
+from ..server.http import call_id_of, convert
 
 
 class ModelControl:

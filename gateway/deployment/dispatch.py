@@ -11,11 +11,11 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
 from ...config import NanoInferenceError
-from ..calls import arrival_of
-from ..http import BODY, MODEL, NAMED_MODEL, decode_object, read_body
 from ..policy.caller import caller_of
 from ..policy.models import check_allowed
 from ..probes import PROBES
+from ..server.calls import arrival_of
+from ..server.http import BODY, MODEL, NAMED_MODEL, decode_object, read_body
 from .model_app import ModelApp
 from .models import Models
 

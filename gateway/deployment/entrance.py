@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..http import NAMED_MODEL
+from ..server.http import NAMED_MODEL
 
 PREFIX = "/models/"
 

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 from starlette.types import ASGIApp
 
-from ...bus import ModelRecord
 from ...config import RequestError, shown
 from ...pipeline.client import BusClient
-from ..http import EngineError
+from ...store.registry import ModelRecord
 from ..interfaces import Interfaces
+from ..server.http import EngineError
 
 RETRY_S = 5.0
 """When to come again to a model that is loading."""

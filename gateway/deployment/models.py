@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import anyio
 
-from ...bus import KeptCall, ModelRecord, find_model
-from ...bus.registry import Records
 from ...config import (
     BusError,
     ChannelClosed,
@@ -18,9 +16,11 @@ from ...config import (
 )
 from ...config.logger import get_logger
 from ...pipeline.client import BusClient
-from ..http import EngineError
-from ..kept_calls import KeptCalls, model_of, not_found
-from ..recent import Recent
+from ...store.calls import KeptCall
+from ...store.registry import ModelRecord, Records, find_model
+from ..server.http import EngineError
+from ..serving.durable_calls import KeptCalls, model_of, not_found
+from ..serving.recent import Recent
 from .model_app import ModelApp, UnknownModel
 
 READ_EVERY_S = 0.5
@@ -108,7 +108,7 @@ class Models:
             RequestError: stream_not_found: its model is gone.
             BusError: The bus can't be reached.
         """
-        kept = await self._engine.bus.calls.read(call_id)
+        kept = await self._engine.bus.store.calls.read(call_id)
         try:
             return await self.find(model_of(kept) if kept is not None else "")
         except UnknownModel:
@@ -178,7 +178,7 @@ class Models:
         return app
 
     async def _read(self) -> None:
-        records = await self._engine.bus.models.read()
+        records = await self._engine.bus.store.models.read()
         self._take(records or self._known)
 
     def _take(self, records: Records) -> None:

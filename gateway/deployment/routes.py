@@ -11,16 +11,16 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...bus import ModelState
 from ...config import ModelError, NanoInferenceError
-from .. import anthropic
-from ..http import JsonResponse, answer_while_connected, convert, read_object
+from ...store.registry import ModelState
+from ..api import anthropic
 from ..model_statuses import PATH, status_json, statuses_response
 from ..policy.caller import Caller, caller_of
 from ..policy.models import check_allowed
 from ..policy.routes import PolicyRoute
 from ..policy.scopes import Needed
-from ..readiness import Readiness
+from ..server.http import JsonResponse, answer_while_connected, convert, read_object
+from ..serving.readiness import Readiness
 from .control import ModelControl
 from .dispatch import model_for
 from .model_app import ModelApp

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...config import Config, RequestError
-from ..http import JsonResponse, call_id_of, read_object
+from ..server.http import JsonResponse, call_id_of, read_object
 from .administration import Administration, Shown
 from .caller import caller_of
 from .policy import Policy

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ...config import RequestError
-from ..http import convert
+from ..server.http import convert
 from .block_lists import block_list_of
 from .document import (
     ApiKey,

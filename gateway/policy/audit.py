@@ -16,7 +16,7 @@ import msgspec
 
 from ...config import ConfigError, PolicyConfig
 from ...config.logger import get_logger
-from ..account import Texts
+from ..serving.account import Texts
 from .audit_file import AuditFile
 
 MOST_WAITING = 10_000

@@ -7,9 +7,9 @@ from contextlib import aclosing, asynccontextmanager
 
 from ...bus.public import Completion, GenerateRequest, Output
 from ...config import ModelError, NanoInferenceError
-from ..measures import Measures
-from ..origin import Origin
-from ..words import LazyWords, Words
+from ..serving.measures import Measures
+from ..serving.origin import Origin
+from ..serving.words import LazyWords, Words
 from .audit import AuditLog
 from .backend import PolicyUnavailable
 from .chain import PolicyCall

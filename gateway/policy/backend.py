@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import metadata
 from typing import NamedTuple, Protocol
 
-from ...bus.policy import PolicyRecord
 from ...config import ConfigError, NanoInferenceError, PolicyConfig, nearest
+from ...store.policy import PolicyRecord
 from .document import PolicyDocument, decode_document, encode_document
 
 ENTRY_POINTS = "nano_inference.policy_backends"

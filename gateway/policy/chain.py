@@ -16,7 +16,7 @@ from typing import Protocol
 from starlette.requests import Request
 
 from ...bus.public import GenerateRequest, Output
-from ..origin import Origin
+from ..serving.origin import Origin
 from .caller import ANYBODY, CALLER, NOBODY, Caller
 from .scopes import Needed
 

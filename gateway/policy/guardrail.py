@@ -11,9 +11,9 @@ import anyio
 from ...bus.public import Completion, GenerateRequest, Output
 from ...config import NanoInferenceError, RequestError, cut, shown
 from ...config.logger import get_logger
-from ..measures import Measures
-from ..origin import Origin
-from ..words import LazyWords, Words
+from ..serving.measures import Measures
+from ..serving.origin import Origin
+from ..serving.words import LazyWords, Words
 from .backend import PolicyUnavailable
 from .block_list import BlockList
 from .block_lists import BlockLists

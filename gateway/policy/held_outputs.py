@@ -17,7 +17,7 @@ from ...bus.public import (
     Output,
     TokenLogprob,
 )
-from ..words import Words
+from ..serving.words import Words
 from .block_list import BlockList, Scanner, context_chars
 from .escapes import EscapedScanner
 

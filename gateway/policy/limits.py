@@ -10,14 +10,14 @@ import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from ...bus import Charge, Limit, Limits, Take
 from ...bus.public import GenerateRequest
 from ...config import BusError, Config, RequestError
 from ...config.logger import get_logger
-from ..account import Account
-from ..http import DEFAULT_RETRY_S, EngineError
-from ..measures import Measures, Reason
-from ..origin import Origin
+from ...store.limits import Charge, Limit, Limits, Take
+from ..server.http import DEFAULT_RETRY_S, EngineError
+from ..serving.account import Account
+from ..serving.measures import Measures, Reason
+from ..serving.origin import Origin
 from .backend import PolicyUnavailable
 from .caller import AppliedLimits, Caller
 

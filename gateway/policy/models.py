@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from ...bus.public import GenerateRequest
 from ...config import RequestError
-from ..origin import Origin
+from ..serving.origin import Origin
 from .caller import Caller
 from .chain import PolicyCall
 

@@ -10,9 +10,9 @@ import anyio.to_thread
 
 from ...config import BusError, Config
 from ...pipeline.client import BusClient
-from ..measures import Measures
-from ..served import OnlyServed, ServedModels
-from ..words import LazyWords
+from ..serving.measures import Measures
+from ..serving.served import OnlyServed, ServedModels
+from ..serving.words import LazyWords
 from .audit import AuditLog
 from .audited_calls import AuditedCalls, AuditedHeads
 from .backend import open_backend
@@ -52,14 +52,14 @@ class Policy:
         """
         own = config.policy
         self._engines = engines or (lambda: [engine])
-        self._limits = engine.bus.limits
+        self._limits = engine.bus.store.limits
         self._config = own
         self._measures = measures
         self.store: PolicyStore | None = None
         self._lists: BlockLists | None = None
         self._tokens = Tokens(own) if own.oidc_issuer else None
         if own.backend != "off":
-            self.store = PolicyStore(open_backend(own, engine.bus.policy), own.refresh_s)
+            self.store = PolicyStore(open_backend(own, engine.bus.store.policy), own.refresh_s)
             self._lists = BlockLists(self._read_guardrails, own.guardrail_max_match)
         self._agent = OpenPolicyAgent(own) if own.opa_url else None
         self.audit = AuditLog(own, measures.audit_lost) if own.audit_file else None

@@ -9,8 +9,8 @@ from ...bus.channel import RequestEntry
 from ...bus.public import GenerateRequest
 from ...config import Constraint
 from ...telemetry import instruments, names, now_ns
+from ...text.grammar import kind_of
 from ..actor import Actor
-from ..grammar import kind_of
 
 
 def count_constraint(stage: Actor, entry: RequestEntry, error: str = "") -> None:

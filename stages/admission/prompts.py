@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 
 from ...bus.public import ChatMessage, GenerateRequest
 from ...config import RequestError, shown
-from ..tokenizer import check_text_fits, prompt_too_long
+from ...text.tokenizer import check_text_fits, prompt_too_long
 from .checks import is_encodable
 
 if TYPE_CHECKING:

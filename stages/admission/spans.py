@@ -10,8 +10,8 @@ from ...bus.messages import RecoveredSample
 from ...bus.public import Completion
 from ...config import BusError
 from ...telemetry import Attributes, TraceContext, names, now_ns
+from ...text.grammar import kind_of
 from ..actor import Actor
-from ..grammar import kind_of
 from .checks import request_id_of
 from .events import Accepted
 

@@ -11,11 +11,10 @@ import anyio.to_thread
 import msgspec
 from anyio.abc import TaskGroup
 
-from ...bus import Inbox, RequestEntry, StageState
+from ...bus import Inbox, RequestEntry
 from ...bus.control import (
     AdaptersChanged,
     CancelAll,
-    LoadedAdapter,
     Reset,
     StageReady,
     StageStopped,
@@ -25,9 +24,10 @@ from ...bus.links import ADMITTED, CONTROL, OPENED, REFUSED, at
 from ...bus.messages import Envelope, Recover
 from ...bus.public import Completion, GenerateRequest
 from ...config import BusError, ChannelClosed, shown, split_role
+from ...store.board import LoadedAdapter, StageState
 from ...telemetry import TraceContext, instruments, names, now_ns
+from ...text.tokenizer import find_tokenizer, stop_token_ids_of
 from ..actor import Actor, StageContext, budget_of
-from ..tokenizer import find_tokenizer, stop_token_ids_of
 from . import effects as do
 from . import events as on
 from .checks import request_id_of

@@ -6,18 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from ...bus import AdapterInPlace, AdaptersInPlace
-from ...bus.control import (
-    AdapterReady,
-    AdaptersChanged,
-    LoadAdapter,
-    LoadedAdapter,
-    UnloadAdapter,
-)
+from ...bus.control import AdapterReady, AdaptersChanged, LoadAdapter, UnloadAdapter
 from ...bus.links import CONTROL
 from ...bus.messages import StepPlan
 from ...bus.weights import InFlight, check_in_flight
 from ...config import AdapterError, BusError, NanoInferenceError, WeightsError, shown
+from ...store.board import LoadedAdapter
+from ...store.in_place import AdapterInPlace, AdaptersInPlace
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor
 from .adapters.peft import Adapter, check_adapter_id, next_version, read_adapter, stamp_of_adapter
@@ -219,14 +214,14 @@ class AdapterOperations:
             leader=self._leader, adapters=adapters, versions=dict(self._versions)
         )
         try:
-            await self._actor.bus.adapters.put(record)
+            await self._actor.bus.store.adapters.put(record)
         except BusError as error:
             # Nobody loses anything by it but a successor, which has those of the settings.
             self._actor.log.warning("adapters_not_remembered", reason=error.message)
 
     async def _record(self) -> AdaptersInPlace | None:
         try:
-            return await self._actor.bus.adapters.read()
+            return await self._actor.bus.store.adapters.read()
         except BusError as error:
             self._actor.log.warning("adapters_of_the_lane_unknown", reason=error.message)
             return None

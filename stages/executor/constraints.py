@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...bus.control import Cancel
 from ...config import Constraint, ModelError, RequestError
-from ..grammar import MASK_S, GrammarCompiler, allows, is_dead_end, is_too_costly, only
+from ...text.grammar import MASK_S, GrammarCompiler, allows, is_dead_end, is_too_costly, only
 from .batch import IntArray, Places
 from .kernels.cpu import forbid
 from .sequences import BoolArray, SequenceTable

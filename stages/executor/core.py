@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 import torch
 
-from ...bus.control import LaneCapacity
+from ...bus.control import ReplicaCapacity
 from ...bus.messages import (
     StepPlan,
     StepResult,
 )
 from ...config import EngineConfig, ModelError
-from ..grammar import GrammarCompiler
+from ...text.grammar import GrammarCompiler
 from .adapters import AdapterLimits, AdapterTable
 from .attention.backend import AttentionBackend
 from .attention.choose import choose_backend
@@ -37,7 +37,7 @@ from .graphs import Capture, DecodeGraphs
 from .inputs import InputBuilder
 from .kv_cache import KVCache, count_blocks
 from .loaded_model import LoadedModel
-from .memory import LaneMemory, no_memory
+from .memory import ReplicaMemory, no_memory
 from .model import load_model
 from .pooling import PromptPooler, capabilities_of, embedding_capacity, report_pooled
 from .sequences import SequenceTable
@@ -146,8 +146,8 @@ class ExecutorCore:
         blocks, vocab_size = self.cache.num_blocks, self.model.vocab_size
         return DraftModel(config, draft, self._table, blocks, vocab_size)
 
-    def _make_memory(self, config: EngineConfig) -> LaneMemory:
-        return LaneMemory(
+    def _make_memory(self, config: EngineConfig) -> ReplicaMemory:
+        return ReplicaMemory(
             self.cache,
             self.weights,
             draft_cache=self._draft_model.cache if self._draft_model else None,
@@ -226,9 +226,9 @@ class ExecutorCore:
         """How many layers look at all tokens before ("full"), how many at some ("sliding")."""
         return Counter("full" if spec.window is None else "sliding" for spec in self.model.layers)
 
-    def capacity(self) -> LaneCapacity:
+    def capacity(self) -> ReplicaCapacity:
         """What this lane can hold."""
-        return LaneCapacity(
+        return ReplicaCapacity(
             num_blocks=self.cache.num_blocks,
             block_size=self.cache.block_size,
             max_model_len=self.model.max_model_len,
@@ -276,7 +276,7 @@ class ExecutorCore:
         """Takes memory again that was released; graphs are recorded again once all is there.
 
         Raises:
-            WeightsError: As `LaneMemory.resume`.
+            WeightsError: As `ReplicaMemory.resume`.
         """
         self.memory.resume(tags)
         if self._capture is None or self.graphs is not None or self.memory.released:

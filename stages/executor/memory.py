@@ -14,7 +14,7 @@ from .system_memory import zeros
 from .weights import WeightSyncManager
 
 
-class LaneMemory:
+class ReplicaMemory:
     """What of a lane's memory is there.
 
     A release has two steps, so that steps of the model that are planned already find what they

@@ -17,9 +17,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from ...config import EngineConfig, ModelError, missing_model
-from ..context_length import longest_context
-from ..embedding import embeds_only
-from ..gguf import LINK, facts_of, folder_of, require_packages
+from ...text.context_length import longest_context
+from ...text.gguf import LINK, facts_of, folder_of, require_packages
+from ...text.pooling_config import embeds_only
 from .attention.interface import IMPLEMENTATION, register_attention
 from .attention.probe import PROBING, LayerProbe
 from .checkpoint import check_checkpoint

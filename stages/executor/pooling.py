@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...bus.control import Capability, EmbeddingCapacity
 from ...bus.pooling import PooledPrompt, Pooling
 from ...config import EngineConfig, ModelError, PoolingKind
-from ..embedding import own_pooling
+from ...text.pooling_config import own_pooling
 from .batch import IntArray
 from .encoder import encode
 from .loaded_model import LoadedModel

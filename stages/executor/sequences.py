@@ -11,7 +11,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from ...bus.messages import NewSequence, RequestInfo
+from ...bus.messages import DEFAULT_SCOPE, CacheScope, NewSequence, RequestInfo
 from ...bus.pooling import Pooling
 from ...config import Constraint
 from .adapters.table import NO_ADAPTER
@@ -55,7 +55,7 @@ class SequenceTable:
         pools: Whether its prompt's vector is wanted, and no token.
         pooling: Per row, which vector.
         prediction: Per row, what its client expects to come.
-        scope: Per row, from whom its drafts may be learned: from those of the same scope.
+        scope: Per row; drafts are learned only from sequences of the same scope.
     """
 
     def __init__(self, rows: int, max_model_len: int, block_size: int) -> None:
@@ -93,7 +93,7 @@ class SequenceTable:
         self.pools: BoolArray = np.zeros(rows, np.bool_)
         self.pooling: list[Pooling | None] = [None] * rows
         self.prediction: list[tuple[int, ...]] = [()] * rows
-        self.scope: list[str] = [""] * rows
+        self.scope: list[CacheScope] = [DEFAULT_SCOPE] * rows
         self._seq_ids: IntArray = np.zeros(rows, np.int64)
         self.clear()
 
@@ -140,7 +140,7 @@ class SequenceTable:
         self.pools[row] = new.info.pooling is not None
         self.prediction[row] = new.prediction
         self.info[row] = new.info
-        self.scope[row] = f"{new.info.adapter}\n{new.cache_salt}"
+        self.scope[row] = new.cache_scope
         self._set_sampling(row, new)
 
     def _set_sampling(self, row: int, new: NewSequence) -> None:
@@ -273,7 +273,7 @@ class SequenceTable:
         self.info += [None] * old
         self.pooling += [None] * old
         self.prediction += [()] * old
-        self.scope += [""] * old
+        self.scope += [DEFAULT_SCOPE] * old
         self._free = list(range(2 * old - 1, old - 1, -1))
 
     def complain(self, row: int, num_tokens: int) -> NoReturn:

@@ -8,8 +8,8 @@ from itertools import compress
 from ...bus.messages import NewSequence, RequestInfo, StepPlan, StepResult
 from ...config import Constraint
 from ...telemetry import TraceContext, is_sampled, names, now_ns
+from ...text.grammar import kind_of
 from ..actor import Actor
-from ..grammar import kind_of
 
 
 class Execution:

@@ -31,8 +31,8 @@ from ...bus.messages import Envelope, StepPlan, StepResult
 from ...bus.scoring import ScoreSample
 from ...config import EngineConfig, WeightsError
 from ...telemetry import instruments, names, now_ns
+from ...text.gguf import facts_of, folder_of
 from ..actor import Actor, StageContext
-from ..gguf import facts_of, folder_of
 from .adapter_operations import AdapterOperations
 from .attention.choose import kernels_of
 from .core import ExecutorCore

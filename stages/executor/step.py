@@ -142,7 +142,7 @@ class StepRunner:
 
         Args:
             rows: `[rows]`, of the table, at least one.
-            num_tokens: `[rows]`, how many tokens each computes; 0 for a fork.
+            num_tokens: `[rows]`, how many tokens each computes; 0 for a shared prefill.
             num_drafts: `[rows]`, how many drafted ones may be verified besides; None for none.
             graphs: Recorded steps; None when there are none.
 
@@ -172,7 +172,7 @@ class StepRunner:
         masks = self.constraints.begin(places)
         logits_of: IntArray | None = None
         if not num_tokens.all():
-            step, samples, logits_of = _without_forks(step, samples)
+            step, samples, logits_of = _computing_rows(step, samples)
         num_scored = table.num_to_score(step.rows, step.num_tokens)
         # A graph has the model's own layers alone, and a token for each sequence.
         plain = samples.all() and not num_scored.any() and (table.adapter[rows] < 0).all()
@@ -364,9 +364,9 @@ def _leaders(num_tokens: IntArray) -> IntArray:
     return leaders
 
 
-def _without_forks(step: _Pass, samples: BoolArray) -> tuple[_Pass, BoolArray, IntArray]:
-    """The rows that have tokens, and whether they sample; and for each row that samples, forks
-    among them, which of the logits are its own."""
+def _computing_rows(step: _Pass, samples: BoolArray) -> tuple[_Pass, BoolArray, IntArray]:
+    """Return the rows that have tokens, and whether they sample; and for each row that samples,
+    shared prefills included, the index of its logits."""
     computes = step.num_tokens > 0
     logits_of: IntArray = np.cumsum(samples & computes)[samples] - 1
     return _Pass(*(part[computes] for part in step)), samples[computes], logits_of

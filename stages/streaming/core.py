@@ -47,7 +47,7 @@ from ...bus.public import (
     Usage,
 )
 from ...bus.scoring import SampleScored, ScoreSample
-from ..detokenizer import Pieces, TokenPieces
+from ...text.detokenizer import Pieces, TokenPieces
 from .samples import RequestState, Sample
 
 if TYPE_CHECKING:

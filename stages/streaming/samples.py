@@ -20,7 +20,7 @@ from ...bus.public import (
     TokenLogprob,
 )
 from ...bus.scoring import SampleScored, ScoreSample
-from ..detokenizer import Detokenizer, Pieces
+from ...text.detokenizer import Detokenizer, Pieces
 from .stop_strings import StopStrings
 
 TokenLogprobs = tuple[TokenLogprob, ...]

@@ -22,9 +22,9 @@ from ...bus.public import Completion, CompletionChunk, Output
 from ...bus.scoring import SampleScored, ScoreSample
 from ...config import role_of_sender, split_role
 from ...telemetry import TraceContext, instruments, now_ns
+from ...text.pooling_config import embeds_only
+from ...text.tokenizer import find_tokenizer
 from ..actor import Actor, StageContext
-from ..embedding import embeds_only
-from ..tokenizer import find_tokenizer
 from .core import Deliveries, StreamingCore
 from .intervals import TokenIntervals
 from .measures import measure_end

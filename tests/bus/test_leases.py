@@ -10,12 +10,12 @@ import pytest
 from redis.asyncio import Redis
 
 from nano_inference.bus import Bus, RequestEntry
-from nano_inference.bus.keys import Keys
 from nano_inference.bus.public import Completion, ErrorInfo, GenerateRequest
 from nano_inference.bus.redis import queue_length
 from nano_inference.config import BusConfig, ConfigError, LaneReplaced
+from nano_inference.store.redis.keys import Keys
 
-from .conftest import STORES
+from ..buses import STORES
 from .test_requests import take
 
 BUSES = STORES

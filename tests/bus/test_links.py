@@ -18,14 +18,13 @@ from nano_inference.bus.control import (
     FinishUpdate,
     FlushCache,
     JoinWeightsGroup,
-    LaneCapacity,
     LeaveWeightsGroup,
     LoadAdapter,
-    LoadedAdapter,
     LoadModel,
     MemoryState,
     Pause,
     ReleaseMemory,
+    ReplicaCapacity,
     Reset,
     Resume,
     ResumeMemory,
@@ -44,12 +43,12 @@ from nano_inference.bus.control import (
 from nano_inference.bus.links import ADMITTED, CONTROL, CREDITS, DISPATCH, FINISHED, PLANS
 from nano_inference.bus.messages import (
     AdmittedRequest,
-    Continue,
     Credit,
     Dispatch,
     Fenced,
     Message,
     NewSequence,
+    PauseSequences,
     Recover,
     Recovered,
     RecoveredSample,
@@ -57,13 +56,13 @@ from nano_inference.bus.messages import (
     RequestFinished,
     RequestInfo,
     RequestOpened,
+    ResumeSequences,
     SequenceSpec,
     StartedSequence,
     StepPlan,
     StepResult,
     StepSummary,
     VerifiedDraft,
-    Yield,
 )
 from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.public import StageTime
@@ -77,6 +76,7 @@ from nano_inference.bus.weights import (
     TensorMeta,
 )
 from nano_inference.config import ChannelClosed, FairnessConfig, ModelConfig, SamplingParams
+from nano_inference.store.board import LoadedAdapter
 
 SAMPLING = SamplingParams(
     temperature=0.7, max_tokens=9, stop_token_ids=frozenset({1, 2}), seed=-3, stop=("\n\n", "é")
@@ -90,8 +90,8 @@ CANCEL = Cancel("r", "1-0", "expired", "deadline", "too late", unstarted=True)
 SAMPLES: tuple[Message, ...] = (
     AdmittedRequest(INFO, (1, 2, 3), SAMPLING, (SPEC,), "default", -1),
     Dispatch(INFO, (1, 2, 3), SAMPLING, (SPEC,), 4),
-    Yield((1, 2)),
-    Continue((7, 8), -5),
+    PauseSequences((1, 2)),
+    ResumeSequences((7, 8), -5),
     Credit(3, ((7, 8), (8,)), ((9, 12),), (7,), (8,), 1_000_000, 640),
     StepPlan(
         1,
@@ -157,7 +157,7 @@ SAMPLES: tuple[Message, ...] = (
     UnloadModel("a", 2.5, True),
     Reset(),
     StageStarted("executor", "executor-1a"),
-    StageReady("executor", "executor-1a", LaneCapacity(10, 16, 128, 300, "cpu")),
+    StageReady("executor", "executor-1a", ReplicaCapacity(10, 16, 128, 300, "cpu")),
     StageStopped("executor", "executor-1a", "SIGTERM"),
     StageStopped("executor", "executor-1a", "RuntimeError()", True),
     ServerRestarted(),

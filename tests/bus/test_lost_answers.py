@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from nano_inference.bus import Bus
-from nano_inference.bus.keys import Keys
 from nano_inference.bus.redis import requests as redis_requests
+from nano_inference.store.redis.keys import Keys
 
 from ..servers import plain_client
 

@@ -19,9 +19,9 @@ from nano_inference.bus.links import CREDITS, PLANS
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.bus.redis import bus as redis_bus
 from nano_inference.bus.redis import links as redis_links
-from nano_inference.bus.redis.client import Commands, Server
 from nano_inference.bus.redis.leases import consumer_of
 from nano_inference.config import BusConfig, BusError, ChannelClosed
+from nano_inference.store.redis.client import Commands, Server
 
 
 async def take(bus: Bus, count: int) -> list[Any]:

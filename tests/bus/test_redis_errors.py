@@ -8,8 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from nano_inference.bus import open_bus
-from nano_inference.bus.redis.client import check_version
 from nano_inference.config import BusConfig, BusError, redact
+from nano_inference.store.redis.client import check_version
 
 
 async def ping_error(url: str) -> str:

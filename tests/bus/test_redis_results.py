@@ -10,10 +10,10 @@ import pytest
 from redis.asyncio import Redis
 
 from nano_inference.bus.codec import encode_output
-from nano_inference.bus.keys import Keys
 from nano_inference.bus.redis import readers as redis_readers
 from nano_inference.bus.redis import results as redis_results
 from nano_inference.config import BusError
+from nano_inference.store.redis.keys import Keys
 
 
 async def test_new_writer_goes_on_behind_the_old_one(

@@ -18,9 +18,9 @@ from nano_inference.bus import Bus, open_bus
 from nano_inference.bus.control import ServerRestarted
 from nano_inference.bus.links import CREDITS
 from nano_inference.bus.messages import Credit
-from nano_inference.bus.redis import client as redis_client
-from nano_inference.bus.redis.client import is_transient
 from nano_inference.config import BusConfig, BusError
+from nano_inference.store.redis import client as redis_client
+from nano_inference.store.redis.client import is_transient
 
 from ..rig import load, mortal_server
 

@@ -12,7 +12,7 @@ from nano_inference.bus import Bus, Malformed, RequestEntry
 from nano_inference.bus.public import ChatMessage, Completion, ErrorInfo, GenerateRequest
 from nano_inference.config import SamplingParams
 
-from .conftest import STORES
+from ..buses import STORES
 
 BUSES = STORES
 

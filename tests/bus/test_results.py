@@ -13,7 +13,7 @@ from nano_inference.bus.memory.results import KEPT_FINISHED, TAIL_CAPACITY
 from nano_inference.bus.public import Completion, CompletionSample, StageTime, Timings, Usage
 from nano_inference.config import BusError
 
-from .conftest import STORES
+from ..buses import STORES
 
 BUSES = STORES
 

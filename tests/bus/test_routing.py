@@ -13,10 +13,11 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from nano_inference.bus import Bus, Malformed, ModelRecord, RequestEntry
+from nano_inference.bus import Bus, Malformed, RequestEntry
 from nano_inference.bus.public import Completion, ErrorInfo
 from nano_inference.bus.redis.routing import BLOCK_S
 from nano_inference.config import BusError, ChannelClosed, ModelConfig
+from nano_inference.store.registry import ModelRecord
 
 from ..servers import plain_client
 from .test_requests import take
@@ -37,7 +38,7 @@ async def put(bus: Bus, *models: str, takes: bool = True) -> None:
     for model in models:
         spec = ModelConfig(id=model, path="/nowhere")
         state: Any = "ready" if takes else "unloaded"
-        await bus.models.put(ModelRecord(spec=spec, state=state, takes_requests=takes))
+        await bus.store.models.put(ModelRecord(spec=spec, state=state, takes_requests=takes))
 
 
 async def of_model(buses: Any, model: str) -> Bus:
@@ -172,7 +173,7 @@ async def test_who_publishes_to_a_closed_model_is_told_at_once(buses: Any, end: 
     await put(bus, "a")
     await put(bus, "b", takes=end == "removed")
     if end == "removed":
-        await bus.models.remove("b")
+        await bus.store.models.remove("b")
     lane = buses.open(model="b")
     with pytest.raises(BusError, match="'b' takes no requests: it is") as refused:
         await lane.requests.publish({"prompt": "x"})

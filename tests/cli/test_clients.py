@@ -15,9 +15,9 @@ import pytest
 from redis import Redis
 
 from nano_inference.bus.codec import encode_output
-from nano_inference.bus.keys import Keys
 from nano_inference.bus.public import Completion
 from nano_inference.config import STAGES, Config
+from nano_inference.store.redis.keys import Keys
 
 from .conftest import Run
 

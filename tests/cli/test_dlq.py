@@ -10,9 +10,9 @@ import pytest
 from redis import Redis
 
 from nano_inference.bus import RequestEntry, open_bus
-from nano_inference.bus.keys import Keys
 from nano_inference.bus.public import ErrorInfo, GenerateRequest
 from nano_inference.config import BusConfig
+from nano_inference.store.redis.keys import Keys
 
 from .conftest import Run
 from .test_errors import assert_refused

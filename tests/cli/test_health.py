@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from redis import Redis
 
-from nano_inference.bus import StageReport
-from nano_inference.bus.keys import Keys
 from nano_inference.config import STAGES, Config
+from nano_inference.store.board import StageReport
+from nano_inference.store.redis.keys import Keys
 
 from .conftest import Run
 from .test_clients import until_ready

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from nano_inference.bus import ModelRecord, RequestEntry, open_bus
+from nano_inference.bus import RequestEntry, open_bus
 from nano_inference.bus.public import ErrorInfo, GenerateRequest
 from nano_inference.config import BusConfig, ModelConfig
+from nano_inference.store.registry import ModelRecord
 
 from ..pipeline.deployments import model, own_prefix, serving
 from .conftest import Ran, Run, use_bus
@@ -24,7 +25,7 @@ LIMIT_S = 60
 async def _note_one_that_is_off(config: BusConfig) -> None:
     bus = open_bus(config)
     spec = ModelConfig(id="off", path="/nowhere")
-    await bus.models.put(ModelRecord(spec=spec, state="failed", reason="there is no folder"))
+    await bus.store.models.put(ModelRecord(spec=spec, state="failed", reason="there is no folder"))
     await bus.aclose()
 
 

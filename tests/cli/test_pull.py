@@ -30,7 +30,7 @@ from nano_inference.cli import pull
 from nano_inference.cli.checks import check_folder
 from nano_inference.cli.fetching import fetch, source_of
 from nano_inference.config import ModelError
-from nano_inference.stages import gguf
+from nano_inference.text import gguf
 
 from ..gguf_files import write_gguf
 from .conftest import Run

@@ -19,10 +19,10 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nano_inference import BusClient, Completion
-from nano_inference.bus import StageReport
 from nano_inference.cli.several_models import MetricsPorts, _written
 from nano_inference.config import BusConfig, ConfigError, parse_value
 from nano_inference.pipeline.models import ModelStatus
+from nano_inference.store.board import StageReport
 
 from ..commands import Command
 from ..pipeline import reference, short_model

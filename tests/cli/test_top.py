@@ -7,11 +7,11 @@ from io import StringIO
 import msgspec
 from rich.console import Console
 
-from nano_inference.bus import StageReport
 from nano_inference.cli.bus_status import BusStatus
 from nano_inference.cli.top import History, view
 from nano_inference.config import REPLICATED, STAGES, Config, all_roles
 from nano_inference.pipeline.health import lanes_of
+from nano_inference.store.board import StageReport
 
 from .conftest import Run
 from .test_clients import until_ready

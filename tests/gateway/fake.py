@@ -8,10 +8,6 @@ from typing import Any
 
 import anyio
 
-from nano_inference.bus import Limits, StageReport
-from nano_inference.bus.calls import MemoryCalls
-from nano_inference.bus.memory.limits import MemoryLimits
-from nano_inference.bus.policy import MemoryPolicyRecord
 from nano_inference.bus.public import (
     Completion,
     CompletionSample,
@@ -21,9 +17,10 @@ from nano_inference.bus.public import (
     Timings,
     Usage,
 )
-from nano_inference.bus.registry import MemoryModelRegistry
 from nano_inference.bus.weights import StagedWeights, WeightsSource
 from nano_inference.config import BusConfig, BusError, NanoInferenceError
+from nano_inference.store.board import StageReport
+from nano_inference.store.store import memory_store
 from nano_inference.telemetry import TraceContext
 
 Outputs = Callable[[GenerateRequest], list[Output]]
@@ -46,11 +43,8 @@ class FakeBus:
     """What of a bus is used directly."""
 
     def __init__(self) -> None:
-        self.calls = MemoryCalls(BusConfig())
+        self.store = memory_store(BusConfig())
         self.results = FakeResults()
-        self.policy = MemoryPolicyRecord()
-        self.limits: Limits = MemoryLimits()
-        self.models = MemoryModelRegistry()
         self.model = ""
 
 

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.messages import RequestOpened, RowFinish
 from nano_inference.bus.public import CompletionChunk, CompletionSample
-from nano_inference.chat import Reading, Tool
-from nano_inference.chat.message_format import known_formats
 from nano_inference.config import EngineConfig, SamplingParams
-from nano_inference.gateway.words import Words
-from nano_inference.stages.detokenizer import TokenPieces
+from nano_inference.gateway.serving.words import Words
 from nano_inference.stages.streaming.samples import RequestState
-from nano_inference.stages.tokenizer import load_tokenizer, stop_token_ids_of
+from nano_inference.text.detokenizer import TokenPieces
+from nano_inference.text.messages import Reading, Tool
+from nano_inference.text.messages.message_format import known_formats
+from nano_inference.text.tokenizer import load_tokenizer, stop_token_ids_of
 
 FOLDER = EngineConfig().model_folder
 TOKENIZER = load_tokenizer(FOLDER)

@@ -10,8 +10,8 @@ from typing import Any
 
 from nano_inference.bus.public import CompletionChunk, FinishReason, GenerateRequest, Output
 from nano_inference.config import Config, load_config
-from nano_inference.gateway.words import Words
-from nano_inference.stages.tokenizer import load_tokenizer, stop_token_ids_of
+from nano_inference.gateway.serving.words import Words
+from nano_inference.text.tokenizer import load_tokenizer, stop_token_ids_of
 
 from .fake import completion, sample
 

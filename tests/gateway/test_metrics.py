@@ -9,7 +9,7 @@ import pytest
 
 from nano_inference.config import Config, TelemetryConfig
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.measures import Measures
+from nano_inference.gateway.serving.measures import Measures
 from nano_inference.telemetry import setup_metrics
 from nano_inference.telemetry.instruments import QUEUE_DEPTH
 

@@ -12,14 +12,15 @@ import grpc
 import httpx
 import pytest
 
-from nano_inference.bus import Bus, StageReport, open_bus
-from nano_inference.bus.process_state import identity_of
+from nano_inference.bus import Bus, open_bus
 from nano_inference.config import STAGES, Config, load_config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.kserve.protobuf import METHODS
 from nano_inference.pipeline.client import BusClient
+from nano_inference.store.board import StageReport
+from nano_inference.store.process_state import identity_of
 
-from .kserve.grpc_calls import Client
+from .api.kserve.grpc_calls import Client
 
 LIMIT_S = 30
 PROBES = {
@@ -42,7 +43,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 async def beat(bus: Bus, pid: int, identity: str) -> None:
     """The reports of a lane that is ready, for an executor in another process."""
-    await bus.stages.report(
+    await bus.store.board.report(
         [
             StageReport(
                 lane="0",

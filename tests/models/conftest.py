@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nano_inference.config import EngineConfig
-from nano_inference.stages.tokenizer import load_tokenizer
+from nano_inference.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="session")

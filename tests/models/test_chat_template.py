@@ -16,7 +16,7 @@ from nano_inference.models.tokenizer import (
     RESPONSE_TEMPLATE,
     build_tokenizer,
 )
-from nano_inference.stages.tokenizer import load_tokenizer
+from nano_inference.text.tokenizer import load_tokenizer
 
 # What the template was before it knew tools and thoughts.
 PLAIN_TEMPLATE = """\

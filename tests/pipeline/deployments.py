@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from nano_inference import BusClient, Config, Pipeline
-from nano_inference.bus import ModelRecord
 from nano_inference.config import BusConfig, ModelConfig, load_config
 from nano_inference.pipeline.router import Router
+from nano_inference.store.registry import ModelRecord
 from nano_inference.telemetry import Metrics
 
 from . import short_model
@@ -49,7 +49,7 @@ async def routing(config: BusConfig, metrics: Metrics | None = None) -> AsyncIte
 async def put(client: BusClient, *specs: ModelConfig, takes: bool = True) -> None:
     for spec in specs:
         state: Any = "ready" if takes else "unloaded"
-        await client.bus.models.put(ModelRecord(spec=spec, state=state, takes_requests=takes))
+        await client.bus.store.models.put(ModelRecord(spec=spec, state=state, takes_requests=takes))
 
 
 def model(name: str, **settings: Any) -> ModelConfig:

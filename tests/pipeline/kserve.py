@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 from nano_inference.config import Config
-from nano_inference.gateway.account import Account
-from nano_inference.gateway.kserve.models.lane import Lane
-from nano_inference.gateway.kserve.repository import open_service
-from nano_inference.gateway.kserve.service import InferenceService
-from nano_inference.gateway.measures import Measures
-from nano_inference.gateway.origin import Origin
+from nano_inference.gateway.api.kserve.models.lane import Lane
+from nano_inference.gateway.api.kserve.repository import open_service
+from nano_inference.gateway.api.kserve.service import InferenceService
 from nano_inference.gateway.policy.chain import PolicyChain
-from nano_inference.gateway.readiness import Readiness
-from nano_inference.gateway.submissions import Submissions
-from nano_inference.gateway.words import LazyWords
+from nano_inference.gateway.serving.account import Account
+from nano_inference.gateway.serving.measures import Measures
+from nano_inference.gateway.serving.origin import Origin
+from nano_inference.gateway.serving.readiness import Readiness
+from nano_inference.gateway.serving.submissions import Submissions
+from nano_inference.gateway.serving.words import LazyWords
 from nano_inference.kserve.tensors import (
     DTYPES,
     Array,

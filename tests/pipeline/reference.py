@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nano_inference.config import EngineConfig
-from nano_inference.stages.tokenizer import load_tokenizer
+from nano_inference.text.tokenizer import load_tokenizer
 
 FOLDER = EngineConfig().model_folder
 

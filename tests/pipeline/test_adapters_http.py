@@ -162,7 +162,7 @@ async def test_a_second_gateway_and_keys(
     """It knows of adapters too; a key for some models may use those, and load none."""
     config = make_config(policy__backend="bus")
     async with Pipeline(config) as pipeline:
-        store = PolicyStore(open_backend(config.policy, pipeline.client.bus.policy))
+        store = PolicyStore(open_backend(config.policy, pipeline.client.bus.store.policy))
         administration = Administration(store)
         trainer = await administration.create_key(
             {"name": "trainer", "scopes": ["generate", "weights"]}

@@ -23,9 +23,9 @@ from nano_inference.bus import RequestEntry
 from nano_inference.bus.memory.bus import MemoryRequests
 from nano_inference.bus.messages import AdmittedRequest, Dispatch, Envelope, StepPlan, StepSummary
 from nano_inference.bus.redis.requests import RedisRequests
-from nano_inference.gateway.kserve.service import InferenceService
-from nano_inference.gateway.origin import Origin
-from nano_inference.gateway.submissions import Submissions
+from nano_inference.gateway.api.kserve.service import InferenceService
+from nano_inference.gateway.serving.origin import Origin
+from nano_inference.gateway.serving.submissions import Submissions
 from nano_inference.kserve import (
     InferRequest,
     KServeClient,
@@ -64,7 +64,11 @@ BUDGET_NS = (sum(HELD.values()) + 1) * HOUR_NS
 AHEAD = {"client": 7, "gateway": 70, "admission": 700, "fairness": 7000, "batching": 70_000}
 CLOCKS = {
     "client": ("kserve.client.monotonic_ns",),
-    "gateway": ("gateway.calls.now_ns", "gateway.origin.now_ns", "gateway.kserve.service.now_ns"),
+    "gateway": (
+        "gateway.server.calls.now_ns",
+        "gateway.serving.origin.now_ns",
+        "gateway.api.kserve.service.now_ns",
+    ),
     "admission": ("stages.admission.stage.now_ns", "stages.admission.judging.now_ns"),
     "fairness": ("stages.fairness.stage.now_ns",),
     "batching": ("stages.batching.stage.now_ns",),

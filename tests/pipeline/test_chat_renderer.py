@@ -17,7 +17,7 @@ from nano_inference import (
     RequestError,
     SamplingParams,
 )
-from nano_inference.stages.tokenizer import load_tokenizer
+from nano_inference.text.tokenizer import load_tokenizer
 
 from . import reference
 

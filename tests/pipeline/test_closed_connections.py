@@ -20,8 +20,8 @@ import pytest_asyncio
 
 from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import Dispatch, StepPlan, StepResult, StepSummary
-from nano_inference.gateway.connections import Connection
 from nano_inference.gateway.gateway import Gateway
+from nano_inference.gateway.server.connections import Connection
 from nano_inference.kserve.codec import encode_infer_request
 from nano_inference.kserve.protobuf import METHODS
 from nano_inference.kserve.tensors import NamedTensor

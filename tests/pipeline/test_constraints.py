@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
 from nano_inference import Completion, Config, Pipeline
-from nano_inference.stages import grammar
+from nano_inference.text import grammar
 
 LIMIT_S = 60
 

@@ -11,8 +11,8 @@ import pytest
 from redis.crc import key_slot
 
 from nano_inference import BusClient, Pipeline
-from nano_inference.bus.keys import Keys
 from nano_inference.pipeline.health import lanes_of
+from nano_inference.store.redis.keys import Keys
 
 from ..commands import run_command
 from ..servers import SERVICE, SLOTS, Cluster, Node, Sentinels, cluster, sentinel_group, until
@@ -135,7 +135,7 @@ async def test_the_commands_find_the_master(group: Sentinels) -> None:
 
         async def told() -> bool:
             """The stages tell about once a second, and what they told before may be lost."""
-            return any(lane.ready for lane in lanes_of(await pipeline.bus.stages.read()))
+            return any(lane.ready for lane in lanes_of(await pipeline.bus.store.board.read()))
 
         await until(told, "the stages' word to the new master")
         status = json.loads(await command("status", "--json"))

@@ -12,8 +12,8 @@ import redis.asyncio
 from redis.asyncio import Redis
 
 from nano_inference import Completion, Pipeline
-from nano_inference.bus.keys import JSON, MESSAGE, MSGPACK, WRITER, Keys
 from nano_inference.bus.links import LINKS
+from nano_inference.store.redis.keys import JSON, MESSAGE, MSGPACK, WRITER, Keys
 
 from .conftest import MakeConfig
 

@@ -16,7 +16,7 @@ from nano_inference import (
     Pipeline,
     SamplingParams,
 )
-from nano_inference.stages import gguf
+from nano_inference.text import gguf
 
 from ..gguf_files import nothing, write_gguf
 from . import reference

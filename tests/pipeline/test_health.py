@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from nano_inference import Pipeline
-from nano_inference.bus import StageReport
 from nano_inference.config import STAGES, Stage
 from nano_inference.pipeline.health import lanes_of, verdict
 from nano_inference.pipeline.heart import Heart
 from nano_inference.pipeline.models import FACTS
+from nano_inference.store.board import StageReport
 
 from .conftest import MakeConfig, both_buses
 
@@ -155,7 +155,7 @@ async def test_a_pipeline_tells_how_its_stages_are(make_config: MakeConfig) -> N
             "streaming": {"open", "tokens_per_s", "ttft_ms_p50", "ttft_ms_p95"},
         }
         assert found.stages["executor"].load["steps"] > 0  # type: ignore[operator]
-        assert [each.stage for each in await pipeline.bus.stages.read()] == sorted(STAGES)
+        assert [each.stage for each in await pipeline.bus.store.board.read()] == sorted(STAGES)
 
 
 @both_buses

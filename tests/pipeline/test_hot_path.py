@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.bus.control import LaneCapacity
+from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec, StepPlan, StepResult
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import load_config
@@ -78,7 +78,7 @@ def batching_steps(number: int, cache_type: Literal["paged", "radix"]) -> float:
         block_size=STEPS,
         cache_type=cache_type,
     )
-    capacity = LaneCapacity(8 * number, STEPS, 4096, 50, "none", max_batch_size=number)
+    capacity = ReplicaCapacity(8 * number, STEPS, 4096, 50, "none", max_batch_size=number)
     core = BatchingCore(config, capacity)
     for seq_id in range(number):
         prompt = (seq_id,) * (1 + seq_id % STEPS)

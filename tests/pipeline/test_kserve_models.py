@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from nano_inference import Completion, Pipeline
 from nano_inference.config import RequestError
-from nano_inference.gateway.kserve.service import InferenceService
+from nano_inference.gateway.api.kserve.service import InferenceService
 
 from . import reference
 from .conftest import config_maker

@@ -16,12 +16,12 @@ import pytest
 from safetensors.torch import load_file
 
 from nano_inference import BusClient, Completion, Config, Pipeline
-from nano_inference.bus import ModelRecord
 from nano_inference.config import BusConfig, BusError, ModelConfig, ModelError, load_config
 from nano_inference.pipeline import managed_model, model_manager, model_memory
 from nano_inference.pipeline.model_manager import ModelManager
 from nano_inference.pipeline.models import ModelStatus
 from nano_inference.pipeline.supervisor import StageFailed
+from nano_inference.store.registry import ModelRecord
 
 from . import short_model
 from .deployments import LIMIT_S, eventually, model, own_prefix, routing
@@ -126,7 +126,7 @@ async def managing(
                 found = {each.id: each.state for each in await client.models()}
                 wanted = [each.id for each in models if each.preload]
                 done = all(found.get(each) in ("ready", "failed") for each in wanted)
-                reports = await client.bus.stages.read()
+                reports = await client.bus.store.board.read()
                 return done and set(found) == {each.id for each in models} and bool(reports)
 
             if ready:
@@ -403,7 +403,7 @@ async def test_what_a_former_life_has_left_is_put_right(redis_url: str) -> None:
     async with BusClient.connect(bus) as client:
         for spec in (model("a"), model("gone"), model("b", preload=False)):
             record = ModelRecord(spec=spec, state="ready", takes_requests=True, memory_bytes=7)
-            await client.bus.models.put(record)
+            await client.bus.store.models.put(record)
         published = {}
         for name in ("a", "gone", "b"):
             of_model = client.of_model(name)
@@ -470,7 +470,7 @@ def test_the_memory_that_models_take(tmp_path: Path) -> None:
 
 async def test_a_deployment_of_one_model_has_that_one() -> None:
     async with Pipeline(load_config(env={}, overrides={"engine.model_aliases": ["x"]})) as lane:
-        await lane.bus.stages.report(lane.stages())
+        await lane.bus.store.board.report(lane.stages())
         (status,) = await lane.client.models()
         assert (status.id, status.aliases, status.state) == ("tiny", ("x",), "ready")
         assert (status.ready_lanes, status.replicas, status.default) == (("0",), 1, True)

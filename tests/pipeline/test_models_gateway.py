@@ -18,13 +18,13 @@ import safetensors.torch
 from anthropic import AsyncAnthropic
 from openai import APIStatusError, AsyncOpenAI
 
-from nano_inference.bus import ModelRecord
 from nano_inference.config import Config, ModelConfig, load_config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.kserve.protobuf import METHODS, SERVICE
 from nano_inference.pipeline.client import BusClient
 from nano_inference.pipeline.models import ModelStatus
 from nano_inference.pipeline.pipeline import Pipeline
+from nano_inference.store.registry import ModelRecord
 
 from ..oracle import announcing
 
@@ -51,7 +51,7 @@ class Deployment:
     async def put(self, spec: ModelConfig, *, ready: bool) -> ModelStatus:
         state = "ready" if ready else "unloaded"
         record = ModelRecord(spec=spec, state=state, takes_requests=ready)  # type: ignore[arg-type]
-        await self.client.bus.models.put(record)
+        await self.client.bus.store.models.put(record)
         return ModelStatus(id=spec.id, state=record.state)
 
 
@@ -95,9 +95,11 @@ async def deployment(
         client = await stack.enter_async_context(BusClient.connect(config.bus))
         for spec in specs:
             await stack.enter_async_context(Pipeline(config.of_model(spec)))
-            await client.bus.models.put(ModelRecord(spec=spec, state="ready", takes_requests=True))
+            await client.bus.store.models.put(
+                ModelRecord(spec=spec, state="ready", takes_requests=True)
+            )
         cold = ModelConfig(id="cold", path=specs[0].path)
-        await client.bus.models.put(ModelRecord(spec=cold))
+        await client.bus.store.models.put(ModelRecord(spec=cold))
         gateways = [await stack.enter_async_context(Gateway(client, config)) for _ in range(2)]
         yield Deployment(config, client, gateways)
 
@@ -225,7 +227,7 @@ async def test_grpc_loads_lists_and_asks_models(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[str, str]] = []
-    cold = (await deployment.client.bus.models.read())["cold"].spec
+    cold = (await deployment.client.bus.store.models.read())["cold"].spec
 
     async def load(model: str) -> ModelStatus:
         asked.append(("load", model))

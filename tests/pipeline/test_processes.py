@@ -28,10 +28,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from transformers import AutoModelForCausalLM
 
 from nano_inference import BusClient, Completion, EmbedParams
-from nano_inference.bus import StageReport
 from nano_inference.bus.public import Output
 from nano_inference.config import STAGES, BusConfig, TelemetryConfig
 from nano_inference.pipeline.health import lanes_of
+from nano_inference.store.board import StageReport
 from nano_inference.telemetry import setup_tracing
 from nano_inference.telemetry.trace_file import Span, read_spans
 
@@ -303,7 +303,7 @@ async def test_the_executor_tells_what_computes_attention(house: House) -> None:
 async def ready_stages(client: BusClient) -> dict[str, StageReport]:
     """The stages, once the board says that all of them take part."""
     while True:
-        (*_, lane) = lanes_of(await client.bus.stages.read()) or [None]
+        (*_, lane) = lanes_of(await client.bus.store.board.read()) or [None]
         if lane is not None and lane.ready:
             return lane.stages
         await asyncio.sleep(0.05)

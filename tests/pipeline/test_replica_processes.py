@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from nano_inference import BusClient
-from nano_inference.bus import StageReport
 from nano_inference.config import all_roles
 from nano_inference.pipeline.supervisor import LONGEST_WAIT_S
+from nano_inference.store.board import StageReport
 
 from .test_lanes import Streams
 from .test_processes import House
@@ -27,7 +27,7 @@ LIMIT_S = 120
 async def ready(client: BusClient, killed: int = 0) -> dict[str, StageReport]:
     """The stages that take part, by role, without the process that was killed: what it told last
     is known for a while."""
-    reports = await client.bus.stages.read()
+    reports = await client.bus.store.board.read()
     return {
         report.stage: report
         for report in reports

@@ -16,7 +16,7 @@ from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.client import BusClient
 from nano_inference.pipeline.pipeline import Pipeline
 
-from ..gateway.openai.streamed import Event, Told, event_of, response_events, stream_of
+from ..gateway.api.openai.streamed import Event, Told, event_of, response_events, stream_of
 from .conftest import MakeConfig
 
 SHORT_MODEL = True

@@ -19,7 +19,7 @@ from nano_inference import (
     SamplingParams,
 )
 from nano_inference.bus.public import Completion, CompletionChunk
-from nano_inference.stages.tokenizer import TOKENIZER_FILES
+from nano_inference.text.tokenizer import TOKENIZER_FILES
 
 from . import reference
 from .conftest import MakeConfig, both_buses

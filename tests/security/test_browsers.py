@@ -12,12 +12,12 @@ import httpx
 import pytest
 import structlog
 
-from nano_inference.bus import StageReport
 from nano_inference.config import STAGES, ConfigError, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy.administration import Administration
-from nano_inference.gateway.server import HttpServer
+from nano_inference.gateway.server.server import HttpServer
 from nano_inference.pipeline.health import lanes_of, verdict, weights_trouble
+from nano_inference.store.board import StageReport
 
 from ..gateway.errors import error_of
 from ..gateway.fake import FakeEngine

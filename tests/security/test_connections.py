@@ -20,13 +20,13 @@ import structlog
 
 from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
 from nano_inference.config import Config, ConfigError, GatewayConfig
-from nano_inference.gateway import rounds
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.connection_limits import SPARE_CONNECTIONS, limits_for
-from nano_inference.gateway.framing import StrictParser
-from nano_inference.gateway.limits import UNCOUNTED_BYTES
-from nano_inference.gateway.measures import Measures
-from nano_inference.gateway.server import HttpServer
+from nano_inference.gateway.server import rounds
+from nano_inference.gateway.server.connection_limits import SPARE_CONNECTIONS, limits_for
+from nano_inference.gateway.server.framing import StrictParser
+from nano_inference.gateway.server.limits import UNCOUNTED_BYTES
+from nano_inference.gateway.server.server import HttpServer
+from nano_inference.gateway.serving.measures import Measures
 
 from ..gateway.fake import FakeEngine, completion, sample
 
@@ -482,7 +482,7 @@ SERVER = """
 import asyncio, resource, socket, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from nano_inference.config import GatewayConfig
-from nano_inference.gateway.server import HttpServer
+from nano_inference.gateway.server.server import HttpServer
 
 async def app(scope, receive, send):
     headers = [(b"content-length", b"0")]

@@ -13,11 +13,11 @@ import pytest
 from nano_inference.bus.codec import decode_request, encode_request
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import nearest
-from nano_inference.gateway import sampling_fields
-from nano_inference.gateway.anthropic import bodies as anthropic_bodies
-from nano_inference.gateway.http import MOST_CONTAINERS
-from nano_inference.gateway.openai import bodies as openai_bodies
-from nano_inference.gateway.sglang import generate, info, requests, weights
+from nano_inference.gateway.api.anthropic import bodies as anthropic_bodies
+from nano_inference.gateway.api.openai import bodies as openai_bodies
+from nano_inference.gateway.api.sglang import generate, info, requests, weights
+from nano_inference.gateway.server.http import MOST_CONTAINERS
+from nano_inference.gateway.serving import sampling_fields
 
 from ..gateway.errors import error_of
 from ..gateway.fake import FakeEngine, completion

@@ -17,7 +17,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from nano_inference.config import RequestError
-from nano_inference.gateway.http import status_of
+from nano_inference.gateway.server.http import status_of
 from nano_inference.kserve.codec import decode_infer_request, decode_infer_response
 from nano_inference.kserve.http_codec import decode_http_request, decode_http_response
 from nano_inference.kserve.protobuf import ModelInferRequest, ModelInferResponse

@@ -23,15 +23,15 @@ import pytest
 import structlog
 
 from nano_inference.config import load_config
+from nano_inference.gateway.api.kserve.served import Answer, ModelCall
 from nano_inference.gateway.gateway import Gateway
-from nano_inference.gateway.kserve.served import Answer, ModelCall
 from nano_inference.kserve.protobuf import ModelInferRequest, ModelInferResponse
 from nano_inference.kserve.tensors import DATATYPES
 
 from ..cli.test_serve import served as serving
 from ..cli.test_up import free_port
-from ..gateway.kserve.grpc_calls import Client, Engine, Failed, Stream, until
-from ..gateway.kserve.served import Echo
+from ..gateway.api.kserve.grpc_calls import Client, Engine, Failed, Stream, until
+from ..gateway.api.kserve.served import Echo
 from ..resident import resident_bytes
 from .mutations.kserve import (
     ANYTHING,

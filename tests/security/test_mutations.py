@@ -19,14 +19,14 @@ import pytest
 import structlog
 
 from nano_inference.bus.channel import RequestEntry
-from nano_inference.bus.control import LaneCapacity
+from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, RequestError, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.admission.core import AdmissionCore
-from nano_inference.stages.tokenizer import load_tokenizer
+from nano_inference.text.tokenizer import load_tokenizer
 
 from ..certificates import Authority
 from ..gateway.fake import FakeEngine, completion, refused, sample
@@ -44,7 +44,7 @@ SEED = 17
 CASES = 10_000
 EVERY_DAY = 240
 AT_ONCE = 8
-CAPACITY = LaneCapacity(
+CAPACITY = ReplicaCapacity(
     num_blocks=1 << 12, block_size=16, max_model_len=2048, vocab_size=768, device="none"
 )
 

@@ -21,7 +21,7 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy import keys as api_keys
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.oidc import Tokens
-from nano_inference.gateway.server import HttpServer
+from nano_inference.gateway.server.server import HttpServer
 from nano_inference.telemetry.instruments import HTTP_DURATION
 
 from ..gateway.by_hand import post

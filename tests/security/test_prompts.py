@@ -14,7 +14,7 @@ import pytest
 
 from nano_inference.bus import Malformed
 from nano_inference.bus.codec import decode_request, encode_request
-from nano_inference.gateway.words import Words
+from nano_inference.gateway.serving.words import Words
 
 from ..gateway.errors import error_of
 from ..gateway.fake import FakeEngine

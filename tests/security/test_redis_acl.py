@@ -20,15 +20,17 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from nano_inference import BusClient
-from nano_inference.bus import Charge, Limit, ModelRecord, open_bus
+from nano_inference.bus import open_bus
 from nano_inference.bus.channel import RequestEntry
-from nano_inference.bus.keys import Keys
 from nano_inference.bus.public import Completion, CompletionChunk, ErrorInfo
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusConfig, BusError, FairnessConfig, ModelConfig, load_config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.pipeline.router import Router
+from nano_inference.store.limits import Charge, Limit
+from nano_inference.store.redis.keys import Keys
+from nano_inference.store.registry import ModelRecord
 
 from ..commands import run_command
 
@@ -172,7 +174,7 @@ async def test_several_models_serve_clients_and_obey_operators(any_place: Place)
         router = asyncio.create_task(Router(entrance.bus).run_forever())
         for spec in specs:
             record = ModelRecord(spec=spec, state="ready", takes_requests=True)
-            await entrance.bus.models.put(record)
+            await entrance.bus.store.models.put(record)
         async with (
             Pipeline(settings.of_model(specs[0])),
             Pipeline(settings.of_model(specs[1])),
@@ -208,7 +210,7 @@ async def test_several_models_serve_clients_and_obey_operators(any_place: Place)
 @pytest.mark.parametrize("user", ["operator", "stages"])
 async def test_a_gateway_keeps_calls_with_the_rights_of_either(any_place: Place, user: str) -> None:
     async with any_place.client_of(user) as gateway:
-        calls = gateway.bus.calls
+        calls = gateway.bus.store.calls
         await calls.keep("c", b"", 10)
         await calls.note("c", "c", "1-0")
         await calls.mark("c", "resumed")
@@ -218,12 +220,14 @@ async def test_a_gateway_keeps_calls_with_the_rights_of_either(any_place: Place,
         assert (await calls.read("c")) is not None
         await calls.leave(["c"])
         await calls.drop("c", "n")
-        assert await gateway.bus.policy.read("?") is not None
-        assert await gateway.bus.policy.replace("", b"document")
-        assert not await gateway.bus.policy.replace("", b"another")
-        take = await gateway.bus.limits.take([Charge(Limit("key:a", 1, 60)), Charge(Limit("b", 1))])
+        assert await gateway.bus.store.policy.read("?") is not None
+        assert await gateway.bus.store.policy.replace("", b"document")
+        assert not await gateway.bus.store.policy.replace("", b"another")
+        take = await gateway.bus.store.limits.take(
+            [Charge(Limit("key:a", 1, 60)), Charge(Limit("b", 1))]
+        )
         assert take.granted
-        gateway.bus.limits.settle(take, [1, 1])
+        gateway.bus.store.limits.settle(take, [1, 1])
     assert await any_place.refused() <= {(f"nano-{user}", "info", "command")}
 
 

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from redis import exceptions
 from rich.console import Console
 
-from nano_inference.bus.redis.address import parse_address
-from nano_inference.bus.redis.client import Server
 from nano_inference.cli.options import Options
 from nano_inference.cli.up import _child_environment
 from nano_inference.config import (
@@ -29,6 +27,8 @@ from nano_inference.config import (
     load_config,
     redact,
 )
+from nano_inference.store.redis.address import parse_address
+from nano_inference.store.redis.client import Server
 
 from ..processes import processes_of
 

@@ -15,9 +15,9 @@ import pytest
 from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
 from nano_inference.config import Config, GatewayConfig
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.connections import SEND_BUFFER_BYTES, Connection
-from nano_inference.gateway.samples import MOST_UNSENT
-from nano_inference.gateway.server import HttpServer
+from nano_inference.gateway.server.connections import SEND_BUFFER_BYTES, Connection
+from nano_inference.gateway.server.server import HttpServer
+from nano_inference.gateway.serving.samples import MOST_UNSENT
 
 from ..gateway.fake import FakeEngine, completion, sample
 from .mutations.wire import post, read_answer

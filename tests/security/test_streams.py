@@ -18,10 +18,10 @@ from nano_inference.bus.public import (
     TokenLogprob,
 )
 from nano_inference.config import Config
+from nano_inference.gateway.api.sglang.answers import Answers
+from nano_inference.gateway.api.sglang.growing import EVERY_TOKEN_BYTES, GROWTH
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.sglang.answers import Answers
-from nano_inference.gateway.sglang.growing import EVERY_TOKEN_BYTES, GROWTH
-from nano_inference.stages.detokenizer import Detokenizer
+from nano_inference.text.detokenizer import Detokenizer
 
 from ..gateway import by_hand
 from ..gateway.fake import FakeEngine, completion, sample

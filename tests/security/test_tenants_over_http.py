@@ -11,11 +11,11 @@ import httpx
 import msgspec
 import pytest
 
-from nano_inference.bus import StageReport
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, load_config
-from nano_inference.gateway.tenants import MAX_TENANT_LENGTH
+from nano_inference.gateway.serving.tenants import MAX_TENANT_LENGTH
 from nano_inference.stages.admission.checks import MAX_TENANT_LENGTH as ADMISSIONS
+from nano_inference.store.board import StageReport
 from nano_inference.telemetry import TraceContext
 
 from ..gateway.errors import error_of

@@ -12,7 +12,6 @@ import pytest
 import pytest_asyncio
 import torch
 
-from nano_inference.bus import WeightsInPlace
 from nano_inference.bus.control import (
     FinishUpdate,
     JoinWeightsGroup,
@@ -32,6 +31,7 @@ from nano_inference.bus.weights import (
 from nano_inference.stages.executor import WeightSyncManager
 from nano_inference.stages.executor.weights.effects import Restore
 from nano_inference.stages.executor.weights.transports import SharedWeights
+from nano_inference.store.in_place import WeightsInPlace
 
 from ..stages.executor.weights.transports.peers import free_address
 from .executor import Executor, running

@@ -22,11 +22,11 @@ from nano_inference.bus.control import (
 )
 from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta, WeightsSource
 from nano_inference.config import WeightsError, load_config
+from nano_inference.gateway.api.sglang import sync as sync_module
+from nano_inference.gateway.api.sglang import weights as weights_module
+from nano_inference.gateway.api.sglang.labels import VersionLabels
+from nano_inference.gateway.api.sglang.sync import WeightSync
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.sglang import sync as sync_module
-from nano_inference.gateway.sglang import weights as weights_module
-from nano_inference.gateway.sglang.labels import VersionLabels
-from nano_inference.gateway.sglang.sync import WeightSync
 from nano_inference.stages.executor.weights.transports import SharedWeights, WeightsGroup, group
 
 from ..gateway.fake import FakeEngine

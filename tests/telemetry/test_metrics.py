@@ -24,7 +24,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
 from nano_inference import BusClient
-from nano_inference.bus import ModelRecord
 from nano_inference.bus.public import Completion
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import (
@@ -40,6 +39,7 @@ from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.pipeline.router import Router
 from nano_inference.stages.admission.core import AdmissionCore
+from nano_inference.store.registry import ModelRecord
 from nano_inference.telemetry import Metrics, instruments, setup_metrics
 from nano_inference.telemetry.instruments import INSTRUMENTS
 
@@ -299,7 +299,7 @@ async def route_one(config: BusConfig, metrics: Metrics) -> None:
     async with BusClient.connect(config) as client:
         spec = ModelConfig(id="tiny", path="tiny")
         record = ModelRecord(spec=spec, state="ready", takes_requests=True)
-        await client.bus.models.put(record)
+        await client.bus.store.models.put(record)
         await client.publish({"prompt": "1", "model": "tiny"})
         await Router(client.bus, metrics).route_once()
 

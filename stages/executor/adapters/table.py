@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....bus.control import LoadedAdapter
 from ....config import AdapterError, ModelError
+from ....store.board import LoadedAdapter
 from ..batch import IntArray
 from ..loaded_model import LoadedModel
 from .peft import Adapter, AdapterLimits

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....config import EngineConfig, ModelError
-from ...tokenizer import find_tokenizer
+from ....text.tokenizer import find_tokenizer
 from ..attention.choose import choose_backend
 from ..batch import IntArray, Places, Rows, flatten_rows, order_rows
 from ..choose import choose_tokens

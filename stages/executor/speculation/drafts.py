@@ -7,6 +7,7 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
+from ....bus.messages import CacheScope
 from ..batch import IntArray
 
 
@@ -27,7 +28,7 @@ class DraftContext(msgspec.Struct, frozen=True):
     seq_id: int
     tokens: IntArray
     num_prompt: int
-    scope: str
+    scope: CacheScope
     prediction: tuple[int, ...]
     limit: int
 

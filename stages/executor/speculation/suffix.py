@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from ....bus.messages import CacheScope
 from ..batch import IntArray
 from ..sequences import SequenceTable
 from .drafts import NO_DRAFT, Draft, DraftContext
@@ -149,9 +150,9 @@ class SuffixSource:
 
 
 @lru_cache(256)
-def scope_number(scope: str) -> int:
-    """A number that stands for a scope."""
-    return _digest(scope.encode("utf-8", "surrogatepass"))
+def scope_number(scope: CacheScope) -> int:
+    """Return a 64-bit digest of a scope."""
+    return _digest(repr(tuple(scope)).encode())  # `repr` escapes lone surrogates
 
 
 def _digest(data: bytes) -> int:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from ....bus import WeightsInPlace
 from ....bus.control import (
     FinishUpdate,
     JoinWeightsGroup,
@@ -21,6 +20,7 @@ from ....bus.control import (
 )
 from ....bus.weights import GroupWeights, InFlight, LocalWeights, StagedWeights
 from ....config import WeightsError
+from ....store.in_place import WeightsInPlace
 from .arguments import Operation, check_arguments
 from .effects import (
     Answer,

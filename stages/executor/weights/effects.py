@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ....bus import WeightsInPlace
 from ....bus.control import JoinWeightsGroup, UpdateWeights
 from ....bus.weights import InFlight
 from ....config import WeightsError
+from ....store.in_place import WeightsInPlace
 from .arguments import Operation
 from .parts import Origin
 

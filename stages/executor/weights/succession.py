@@ -8,8 +8,8 @@ admission that came later has begun a lane anew, for all that can be known here,
 
 from __future__ import annotations
 
-from ....bus import WeightsInPlace
 from ....config import WeightsError
+from ....store.in_place import WeightsInPlace
 from .effects import Effect, Log, ReadRecord, Remember, Restore
 from .parts import Origin
 

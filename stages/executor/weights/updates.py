@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ....bus import WeightsInPlace
 from ....bus.control import FinishUpdate, MemoryState, UpdateWeights, WeightsReady
 from ....bus.links import CONTROL
 from ....bus.messages import Message, StepPlan
 from ....bus.weights import FolderWeights, StagedWeights
 from ....config import BusError, WeightsError, shown
+from ....store.in_place import WeightsInPlace
 from ....telemetry import instruments, names, now_ns
 from ...actor import Actor
 from .arguments import Operation, check_path
@@ -54,7 +54,7 @@ _RESTORE_S = 300.0
 
 
 class Memory(Protocol):
-    """What of a lane's memory is there: `LaneMemory`, which knows this room."""
+    """What of a lane's memory is there: `ReplicaMemory`, which knows this room."""
 
     @property
     def pending(self) -> Collection[str]:
@@ -243,7 +243,7 @@ class WeightUpdates:
         await self._actor.send(self._actor.own(CONTROL["batching"]), message)
 
     async def _remember(self, weights: WeightsInPlace) -> None:
-        record = self._actor.bus.weights
+        record = self._actor.bus.store.weights
         try:
             if supersedes(weights, await record.read()):
                 await record.put(weights)
@@ -253,7 +253,7 @@ class WeightUpdates:
 
     async def _record(self) -> WeightsInPlace | None:
         try:
-            return await self._actor.bus.weights.read()
+            return await self._actor.bus.store.weights.read()
         except BusError as error:
             self._actor.log.warning("weights_of_the_lane_unknown", reason=error.message)
             return None

@@ -9,9 +9,7 @@ from typing import Any
 import httpx
 from starlette.applications import Starlette
 
-from nano_inference.bus import ModelRecord
 from nano_inference.bus.public import GenerateRequest, Output
-from nano_inference.bus.registry import find_model
 from nano_inference.config import (
     BusError,
     Config,
@@ -22,9 +20,10 @@ from nano_inference.config import (
 )
 from nano_inference.gateway.deployment.app import make_deployment_app
 from nano_inference.gateway.deployment.models import Models
-from nano_inference.gateway.measures import Measures
-from nano_inference.gateway.server import HttpServer
+from nano_inference.gateway.server.server import HttpServer
+from nano_inference.gateway.serving.measures import Measures
 from nano_inference.pipeline.models import ModelStatus
+from nano_inference.store.registry import ModelRecord, find_model
 from nano_inference.telemetry import TraceContext
 
 from ..fake import FakeBus, FakeEngine, completion, sample
@@ -88,16 +87,16 @@ class Deployment(FakeEngine):
             state=state,  # type: ignore[arg-type]
             takes_requests=state == "ready",
         )
-        await self.bus.models.put(record)
+        await self.bus.store.models.put(record)
 
     async def models(self) -> list[ModelStatus]:
-        records = (await self.bus.models.read()).values()
+        records = (await self.bus.store.models.read()).values()
         return [ModelStatus(id=each.spec.id, state=each.state) for each in records]
 
     async def load_model(self, model: str | ModelConfig) -> ModelStatus:
         self.asked.append(("load", model))
         if isinstance(model, ModelConfig):
-            await self.bus.models.put(ModelRecord(spec=model))
+            await self.bus.store.models.put(ModelRecord(spec=model))
         return await self._became(model if isinstance(model, str) else model.id, "ready")
 
     async def unload_model(
@@ -106,19 +105,19 @@ class Deployment(FakeEngine):
         self.asked.append(("remove" if remove else "unload", model))
         status = await self._became(model, "unloaded")
         if remove:
-            await self.bus.models.remove(status.id)
+            await self.bus.store.models.remove(status.id)
         return status
 
     async def _became(self, name: str, state: str) -> ModelStatus:
         if self.failure is not None:
             raise self.failure
-        records = await self.bus.models.read()
+        records = await self.bus.store.models.read()
         try:
             spec = find_model(name, records.values())
         except RequestError as error:
             raise ModelError(error.message, code="unknown_model") from None
         record = ModelRecord(spec=spec, state=state, takes_requests=state == "ready")  # type: ignore[arg-type]
-        await self.bus.models.put(record)
+        await self.bus.store.models.put(record)
         return ModelStatus(id=spec.id, state=record.state)
 
 

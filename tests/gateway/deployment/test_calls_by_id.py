@@ -53,7 +53,7 @@ async def test_a_call_whose_model_is_gone(
     http: httpx.AsyncClient, deployment: Deployment, front: Front
 ) -> None:
     begun = await http.post("/v1/completions", json=body("gpt-4o", stream=True))
-    await deployment.bus.models.remove("org/large")
+    await deployment.bus.store.models.remove("org/large")
     await front.seen()
     again = await http.get(f"/v1/streams/{stream_id(begun.text)}")
     assert (again.status_code, again.json()["error"]["code"]) == (404, "stream_not_found")
@@ -82,7 +82,7 @@ async def test_responses_are_found_continued_and_deleted(
     assert other.json()["model"] == "small"
     items = (await http.get(f"/v1/responses/{other.json()['id']}/input_items")).json()["data"]
     assert "by org/large" in str(items)
-    await deployment.bus.models.remove("org/large")
+    await deployment.bus.store.models.remove("org/large")
     await front.seen()
     gone = await http.post("/v1/responses", json=following | {"model": "small"})
     assert gone.json()["error"]["code"] == "previous_response_not_found"
@@ -117,7 +117,7 @@ async def test_calls_that_nobody_attends_are_ended_at_their_model(deployment: De
     settings = SETTINGS | {"gateway.resume_grace_s": 0.1}
     front = Front(deployment, load_config(env={}, overrides=settings))
     await front.seen()
-    calls = deployment.bus.calls
+    calls = deployment.bus.store.calls
     for name, model in {"a": "nobody", "b": "org/large", "c": "small"}.items():
         record = msgspec.json.encode({"tenant": "t", "call": {"id": name, "model": model}})
         await calls.keep(name, record, 0.001)

@@ -131,7 +131,7 @@ async def test_what_comes_and_goes_is_seen(
     await deployment.put("new")
     answer = await http.post("/v1/completions", json=completions("new"))
     assert "by new" in answer.text
-    await deployment.bus.models.remove("new")
+    await deployment.bus.store.models.remove("new")
     await front.seen()
     assert not deployment.engines["new"].closed
     await front.models._close_idle()

@@ -231,7 +231,7 @@ async def test_kserve_has_what_every_model_offers(
     assert answer.status_code == 404
     assert (await http.get("/v2/models/small/ready")).status_code == 200
     assert (await http.get("/v2/models/cold/ready")).status_code == 400
-    await deployment.bus.models.remove("small")
+    await deployment.bus.store.models.remove("small")
     await front.seen()
     assert (await http.get("/v2/models/small/ready")).status_code == 400
 

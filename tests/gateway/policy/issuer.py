@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from nano_inference.config import GatewayConfig, PolicyConfig
 from nano_inference.gateway.policy.jwks import IssuerKeys
-from nano_inference.gateway.server import HttpServer
+from nano_inference.gateway.server.server import HttpServer
 
 LIMIT_S = 30
 AUDIENCE = "nano-inference"

@@ -14,7 +14,7 @@ from nano_inference.bus.public import (
     Output,
     TokenLogprob,
 )
-from nano_inference.gateway.words import Words
+from nano_inference.gateway.serving.words import Words
 from nano_inference.stages.streaming.stop_strings import StopStrings
 
 from ..fake import completion

@@ -20,12 +20,12 @@ from starlette.applications import Starlette
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, ConfigError, TelemetryConfig, load_config
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.calls import ObservedCalls
-from nano_inference.gateway.kept_calls import KeptCalls
-from nano_inference.gateway.measures import Measures
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.audit import text_hash
 from nano_inference.gateway.policy.policy import Policy
+from nano_inference.gateway.server.calls import ObservedCalls
+from nano_inference.gateway.serving.durable_calls import KeptCalls
+from nano_inference.gateway.serving.measures import Measures
 from nano_inference.telemetry import setup_logging
 
 from .. import by_hand

@@ -13,7 +13,6 @@ import anyio
 import msgspec
 import pytest
 
-from nano_inference.bus.policy import MemoryPolicyRecord
 from nano_inference.config import ConfigError, PolicyConfig, RequestError
 from nano_inference.gateway.policy import file as policy_file
 from nano_inference.gateway.policy.backend import PolicyBackend, PolicyUnavailable, open_backend
@@ -25,6 +24,7 @@ from nano_inference.gateway.policy.document import (
 )
 from nano_inference.gateway.policy.file import FileBackend
 from nano_inference.gateway.policy.store import PolicyStore
+from nano_inference.store.policy import MemoryPolicyRecord
 
 PASSPHRASE = "correct horse battery staple"
 

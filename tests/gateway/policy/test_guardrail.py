@@ -19,7 +19,7 @@ from nano_inference.config import Config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.document import Guardrails
-from nano_inference.gateway.words import LazyWords, Words
+from nano_inference.gateway.serving.words import LazyWords, Words
 
 from ..fake import FakeEngine
 from .conftest import Made, bearer

@@ -35,7 +35,7 @@ def text_of(events: list[tuple[str, dict[str, Any]]]) -> str:
 async def test_an_answer_ends_before_what_is_blocked_and_so_does_its_request() -> None:
     config = load_config(env={}, overrides={"policy.backend": "bus", "policy.refresh_s": 0.05})
     async with Pipeline(config) as pipeline:
-        store = PolicyStore(open_backend(config.policy, pipeline.client.bus.policy))
+        store = PolicyStore(open_backend(config.policy, pipeline.client.bus.store.policy))
         administration = Administration(store)
         key = await administration.create_key({"name": "somebody"})
         path, headers = "/v1/completions", bearer(key)

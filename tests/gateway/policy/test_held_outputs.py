@@ -23,7 +23,7 @@ from nano_inference.bus.public import (
 from nano_inference.config import Config, SamplingParams
 from nano_inference.gateway.policy.block_list import BlockList, Scanner
 from nano_inference.gateway.policy.held_outputs import HeldOutputs
-from nano_inference.gateway.words import LazyWords, Words
+from nano_inference.gateway.serving.words import LazyWords, Words
 
 from .spoken import Spoken, end_of, heard, spoken
 

@@ -190,7 +190,7 @@ async def test_one_may_abort_what_is_one_s_own(http: httpx.AsyncClient, made: Ma
 async def test_while_nobody_can_tell_nobody_may(
     http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await engine.bus.policy.replace("", b"{damaged")
+    await engine.bus.store.policy.replace("", b"{damaged")
     answer = await call(http, "read", headers={"api-key": "k"})
     assert (answer.status_code, code_of(answer)) == (503, "policy_unavailable")
 

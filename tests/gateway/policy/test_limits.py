@@ -12,13 +12,14 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from nano_inference.bus import Charge, Limit, Limits, Take, open_bus
+from nano_inference.bus import open_bus
 from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
 from nano_inference.config import BusConfig, BusError, Config, load_config
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.calls import ObservedCalls
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.store import PolicyStore
+from nano_inference.gateway.server.calls import ObservedCalls
+from nano_inference.store.limits import Charge, Limit, Limits, Take
 
 from ...rig import mortal_server
 from ..fake import FakeEngine
@@ -37,13 +38,13 @@ class Place:
 
     def __init__(self, config: Config, limits: Sequence[Limits] = ()) -> None:
         self.engine, self.second = FakeEngine(), FakeEngine()
-        self.second.bus.policy = self.engine.bus.policy
+        self.second.bus.store.policy = self.engine.bus.store.policy
         self.told = Told()
-        self.limits = limits or [self.engine.bus.limits] * 2
+        self.limits = limits or [self.engine.bus.store.limits] * 2
         self.stores: list[PolicyStore] = []
         self.http: list[httpx.AsyncClient] = []
         for engine, own in zip((self.engine, self.second), self.limits, strict=True):
-            engine.bus.limits = own
+            engine.bus.store.limits = own
             app = make_app(engine, config, self.told.measures)  # type: ignore[arg-type]
             self.stores.append(app.state.policy.store)
             # As a server has it.
@@ -273,7 +274,7 @@ async def test_a_restart_of_redis_in_the_middle_grants_no_more(
         buses = [open_bus(BusConfig(url=server.url)) for _ in range(2)]
         for bus in buses:
             stack.push_async_callback(bus.aclose)
-        place = Place(config, [bus.limits for bus in buses])
+        place = Place(config, [bus.store.limits for bus in buses])
         stack.push_async_callback(place.aclose)
         headers = await place.key("generate", limits={"requests_per_minute": 100})
 

@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.bus import StageReport
-from nano_inference.bus.control import LoadedAdapter
+from nano_inference.store.board import LoadedAdapter, StageReport
 
 from ..fake import FakeEngine
 from ..made import interleaved

@@ -11,12 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.bus import StageReport
-from nano_inference.bus.control import LoadedAdapter
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy.guardrail import AT_ONCE
 from nano_inference.gateway.policy.opa import MOST_BYTES
+from nano_inference.store.board import LoadedAdapter, StageReport
 
 from ..deployment.deployed import Deployment, Front
 from ..fake import FakeEngine

@@ -6,7 +6,7 @@ import json
 import random
 from typing import Any
 
-from nano_inference.gateway.http import MOST_CONTAINERS
+from nano_inference.gateway.server.http import MOST_CONTAINERS
 
 from .fields import Field, Interface, Interfaces, refused
 from .wire import MALFORMED, Case, Refusals, Wanted

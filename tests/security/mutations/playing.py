@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from starlette.types import ASGIApp
 
 from nano_inference.config import GatewayConfig
-from nano_inference.gateway.measures import Measures
-from nano_inference.gateway.server import HttpServer
+from nano_inference.gateway.server.server import HttpServer
+from nano_inference.gateway.serving.measures import Measures
 
 from .bodies import usual
 from .fields import Interfaces

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from nano_inference.bus.control import LoadedAdapter
 from nano_inference.bus.pooling import Pooling
+from nano_inference.store.board import LoadedAdapter
 
 from .lane import CacheType, Lane, expected, reported
 

@@ -14,7 +14,7 @@ from nano_inference.config import Constraint
 from nano_inference.stages.executor import constraints
 from nano_inference.stages.executor.batch import Places
 
-from ..random_schemas import random_schema
+from ...text.random_schemas import random_schema
 from .plans import INFO
 from .writer import MOST, VOCAB, Writer
 

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
-from nano_inference.stages import gguf as our_gguf
 from nano_inference.stages.executor import ExecutorCore, load_model
+from nano_inference.text import gguf as our_gguf
 
 from ...gguf_files import nothing, write_gguf
 from .models import make_model

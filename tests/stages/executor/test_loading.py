@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, load_model
-from nano_inference.stages.tokenizer import stop_token_ids_of
+from nano_inference.text.tokenizer import stop_token_ids_of
 
 from ..conftest import byte_tokenizer
 from .models import make_model

@@ -9,8 +9,8 @@ from nano_inference.config import BUNDLED_MODEL, Constraint, EngineConfig, Sampl
 from nano_inference.stages.executor.batch import Places
 from nano_inference.stages.executor.constraints import Constraints
 from nano_inference.stages.executor.sequences import SequenceTable
-from nano_inference.stages.grammar import GrammarCompiler
-from nano_inference.stages.tokenizer import load_tokenizer
+from nano_inference.text.grammar import GrammarCompiler
+from nano_inference.text.tokenizer import load_tokenizer
 
 from .plans import new_sequence
 

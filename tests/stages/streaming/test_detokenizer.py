@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.decoders import DecodeStream
 
 from nano_inference.config import ModelError
-from nano_inference.stages.detokenizer import Detokenizer, TokenPieces
+from nano_inference.text.detokenizer import Detokenizer, TokenPieces
 
 ANCHORS = {
     "byte_level": ["T", "."],

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from nano_inference.bus.messages import DEFAULT_SCOPE, CacheScope
 from nano_inference.stages.executor.sequences import SequenceTable
 from nano_inference.stages.executor.speculation.drafts import Draft, DraftContext, DraftSource
 from nano_inference.stages.executor.speculation.suffix import SuffixSource
@@ -17,7 +18,7 @@ def context(
     num_prompt: int = 1,
     row: int = 0,
     seq_id: int = 1,
-    scope: str = "",
+    scope: CacheScope = DEFAULT_SCOPE,
     limit: int = 16,
 ) -> DraftContext:
     """A sequence of these tokens."""
@@ -68,7 +69,7 @@ def run(
     *,
     num_prompt: int,
     seq_id: int,
-    scope: str = "",
+    scope: CacheScope = DEFAULT_SCOPE,
 ) -> list[Draft]:
     """A whole sequence, one token in each step, that leaves at its end; what was drafted."""
     drafts = []

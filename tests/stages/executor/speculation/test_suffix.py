@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nano_inference.bus.messages import CacheScope
 from nano_inference.stages.executor.speculation.drafts import NO_DRAFT, DraftContext
 
 from .contexts import SuffixOfContexts, context, num_accepted, propose, run
@@ -121,11 +122,11 @@ def test_what_nobody_has_read_is_not_written() -> None:
 
 def test_scopes_never_mix() -> None:
     def asked(seq_id: int, scope: str) -> DraftContext:
-        return context([1, 2, 3, 4], seq_id=seq_id, scope=scope)
+        return context([1, 2, 3, 4], seq_id=seq_id, scope=CacheScope(salt=scope))
 
     source = SuffixOfContexts()
     scopes: Sequence[str] = ["", "a", "b", "a\0", "\ud800"]
-    run(source, [1, 2, 3, 4, 5, 6, 7], num_prompt=1, seq_id=1, scope="a")
+    run(source, [1, 2, 3, 4, 5, 6, 7], num_prompt=1, seq_id=1, scope=CacheScope(salt="a"))
     for seq_id, scope in enumerate(scopes, 2):
         assert bool(propose(source, asked(seq_id, scope)).tokens) == (scope == "a")
 

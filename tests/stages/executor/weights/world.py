@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from nano_inference.bus import WeightsInPlace
 from nano_inference.bus.control import (
     FinishUpdate,
     MemoryState,
@@ -26,7 +25,7 @@ from nano_inference.bus.weights import FolderWeights, StagedWeights
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor import WeightSyncManager
 from nano_inference.stages.executor.kv_cache import KVCache
-from nano_inference.stages.executor.memory import LaneMemory
+from nano_inference.stages.executor.memory import ReplicaMemory
 from nano_inference.stages.executor.weights.arguments import Operation
 from nano_inference.stages.executor.weights.core import UpdatesCore
 from nano_inference.stages.executor.weights.effects import (
@@ -53,6 +52,7 @@ from nano_inference.stages.executor.weights.effects import (
 from nano_inference.stages.executor.weights.parts import Origin
 from nano_inference.stages.executor.weights.succession import supersedes
 from nano_inference.stages.executor.weights.updates import _check
+from nano_inference.store.in_place import WeightsInPlace
 
 Values = dict[str, float]
 """What the parameters hold."""
@@ -178,7 +178,7 @@ class World:
         """A new executor, with the weights of model_path, takes part."""
         self.model = Model()
         self.manager = WeightSyncManager(self.model)
-        self.memory = LaneMemory(cast(KVCache, NoCache()), self.manager)
+        self.memory = ReplicaMemory(cast(KVCache, NoCache()), self.manager)
         self.core = UpdatesCore(self.manager.limits)
         self.begun: list[str] = []
         self.jobs: list[Job] = []

@@ -1,0 +1,227 @@
+"""From Anthropic's messages to a conversation as chat templates read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ....config import shown
+from ...server.http import FieldError
+from ...serving.chat_templates import Conversation, Turn
+from ...serving.fields import read_part
+from .bodies import (
+    Blocks,
+    CountBody,
+    Message,
+    RedactedThinkingBlock,
+    Role,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from .thinking import reasoning_of
+
+Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+
+_THINGS = {"image": "images are", "document": "documents are"}
+_TEXT: dict[str, type[Block]] = {"text": TextBlock}
+_BLOCKS: dict[Role, dict[str, type[Block]]] = {
+    "system": _TEXT,
+    "user": _TEXT | {"tool_result": ToolResultBlock},
+    "assistant": _TEXT
+    | {
+        "tool_use": ToolUseBlock,
+        "thinking": ThinkingBlock,
+        "redacted_thinking": RedactedThinkingBlock,
+    },
+}
+"""What the messages of each side may hold."""
+
+
+class _Placed(NamedTuple):
+    """A block, and where it stands in the body."""
+
+    block: Block
+    where: str
+
+
+class _Said(NamedTuple):
+    """What one side says, in messages that follow each other."""
+
+    role: Role
+    blocks: list[_Placed]
+
+
+def conversation_of(body: CountBody) -> Conversation:
+    """What the template is given, but for tools.
+
+    Raises:
+        FieldError: A message is none, holds what is not text, or calls tools without results; or
+            the thinking that is asked for can't be had.
+    """
+    if not body.messages:
+        raise FieldError("messages is empty; give at least one", param="messages")
+    turns: list[Turn] = []
+    if body.system:
+        turns.append({"role": "system", "content": _text(body.system, "system")})
+    calls = _OpenCalls()
+    for said in _sides(body.messages):
+        if said.role == "user":
+            turns += _results(said, calls)
+        turns += _turns(said)
+        if said.role == "assistant":
+            calls.add(said)
+    calls.check()
+    continued = turns[-1]["role"] == "assistant"
+    if continued and not turns[-1]["content"]:
+        where = f"messages[{len(body.messages) - 1}].content"
+        raise FieldError(
+            f"{where} is empty; the assistant's last message is continued, so give it a text or "
+            "leave it out",
+            param=where,
+        )
+    if continued and body.thinking.get("type") == "enabled":
+        raise FieldError(
+            "thinking is enabled, and the assistant's last message, which is continued, has begun "
+            "its text; leave one of them out",
+            param="thinking",
+        )
+    return Conversation(
+        turns=turns,
+        add_generation_prompt=not continued,
+        continue_final_message=continued,
+        variables=body.chat_template_kwargs,
+        reasoning=reasoning_of(body),
+    )
+
+
+class _OpenCalls:
+    """Calls of tools that have no result yet. Each has one before anything else is said."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        self._places: dict[str, str] = {}
+
+    def add(self, said: _Said) -> None:
+        """Those of the assistant's message."""
+        self.check()
+        for block, where in said.blocks:
+            if isinstance(block, ToolUseBlock):
+                if block.id in self._names:
+                    param = f"{where}.id"
+                    raise FieldError(f"{param} is that of another tool_use", param=param)
+                self._names[block.id], self._places[block.id] = block.name, where
+
+    def take(self, call_id: str, where: str) -> str:
+        """The name of the tool whose result has come."""
+        if call_id not in self._names:
+            raise FieldError(
+                f"{where} is {shown(call_id)}, and the assistant's message before has no tool_use "
+                "of that id without a result",
+                param=where,
+            )
+        return self._names.pop(call_id)
+
+    def check(self) -> None:
+        """Raises FieldError when one is left."""
+        if self._names:
+            where = self._places[next(iter(self._names))]
+            raise FieldError(
+                f"{where}: the message after a tool_use has its tool_result; there is none",
+                param=where,
+            )
+
+
+def _sides(messages: Blocks) -> Iterator[_Said]:
+    """Messages of one side that follow each other are one."""
+    last: _Said | None = None
+    for place, given in enumerate(messages):
+        where = f"messages[{place}]"
+        message = read_part(given, Message, where)
+        blocks = list(_blocks(message, f"{where}.content"))
+        if last is not None and last.role == message.role != "system":
+            last.blocks.extend(blocks)
+            continue
+        if last is not None:
+            yield last
+        last = _Said(message.role, blocks)
+    if last is not None:
+        yield last
+
+
+def _blocks(message: Message, where: str) -> Iterator[_Placed]:
+    if isinstance(message.content, str):
+        yield _Placed(TextBlock(type="text", text=message.content), where)
+        return
+    for place, given in enumerate(message.content):
+        yield _Placed(_block(given, message.role, f"{where}[{place}]"), f"{where}[{place}]")
+
+
+def _block(given: dict[str, Any], role: Role, where: str) -> Block:
+    kind = given.get("type")
+    found = _BLOCKS[role].get(kind) if isinstance(kind, str) else None
+    if found is not None:
+        return read_part(given, found, where)
+    for other, blocks in _BLOCKS.items():
+        if isinstance(kind, str) and kind in blocks:
+            raise FieldError(
+                f"{where}: a block of type {shown(kind)} stands in messages of role {other!r}",
+                param=where,
+            )
+    raise _unsupported(kind, where)
+
+
+def _unsupported(kind: object, where: str) -> FieldError:
+    known = _THINGS.get(kind) if isinstance(kind, str) else None
+    what = known or f"a block of type {shown(kind)} is"
+    return FieldError(
+        f"{where}: {what} not supported here; send text", param=where, code="unsupported"
+    )
+
+
+def _results(said: _Said, calls: _OpenCalls) -> list[Turn]:
+    """A turn for each call's result. They stand before what the user says himself."""
+    turns: list[Turn] = []
+    for block, where in said.blocks:
+        if isinstance(block, ToolResultBlock):
+            name = calls.take(block.tool_use_id, f"{where}.tool_use_id")
+            text = _text(block.content, f"{where}.content")
+            if block.is_error and not text.lower().startswith("error"):
+                # Templates have no other way to say it.
+                text = f"Error: {text}" if text else "Error"
+            turns.append(
+                {"role": "tool", "content": text, "tool_call_id": block.tool_use_id, "name": name}
+            )
+    calls.check()
+    return turns
+
+
+def _turns(said: _Said) -> list[Turn]:
+    """What is said in text, thought and called: one turn, or none where there are only results."""
+    blocks = [placed.block for placed in said.blocks]
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
+    if not texts and any(isinstance(block, ToolResultBlock) for block in blocks):
+        return []
+    optional = {"reasoning_content": "\n".join(thoughts), "tool_calls": calls}
+    turn: Turn = {"role": said.role, "content": "\n".join(texts)}
+    return [turn | {name: value for name, value in optional.items() if value}]
+
+
+def _call(block: ToolUseBlock) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": block.input}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _text(content: str | Blocks, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for place, block in enumerate(content):
+        param = f"{where}[{place}]"
+        if block.get("type") != "text":
+            raise _unsupported(block.get("type"), param)
+        texts.append(read_part(block, TextBlock, param).text)
+    return "\n".join(texts)

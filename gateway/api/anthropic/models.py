@@ -1,0 +1,120 @@
+"""`/v1/models` for Anthropic's clients, which send their interface's version with each call."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Scope
+
+from ....config import shown
+from ...policy.caller import Caller, caller_of
+from ...policy.routes import PolicyRoute
+from ...server.http import FieldError, JsonResponse, convert
+from .errors import ERRORS, MODELS, has_version, named
+from .requests import check_version
+
+Card = dict[str, Any]
+"""What OpenAI's clients are told of a model: its `id`, when it was `created`, `max_model_len`."""
+
+
+class _Page(msgspec.Struct, frozen=True):
+    """What a query asks for; Anthropic's default and limit."""
+
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 20
+    after_id: str = ""
+    before_id: str = ""
+
+
+class _ModelRoute(PolicyRoute):
+    """Takes calls of Anthropic's clients; others have this path in OpenAI's interface."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return super().matches(scope) if has_version(scope) else (Match.NONE, {})
+
+
+def model_routes(
+    cards: Callable[[Caller], Awaitable[list[Card]]],
+    card: Callable[[Request], Awaitable[Card]],
+) -> list[PolicyRoute]:
+    """The endpoints, which stand before those of OpenAI.
+
+    Args:
+        cards: Returns those of all models that a caller may use.
+        card: Returns that of the model in a call's path.
+    """
+
+    async def listed(request: Request) -> Response:
+        check_version(request)
+        page = _read_page(request)
+        return named(request, JsonResponse(_listed(await cards(caller_of(request)), page)))
+
+    async def model(request: Request) -> Response:
+        check_version(request)
+        return named(request, JsonResponse(_told(await card(request))))
+
+    def route(path: str, endpoint: Callable[[Request], Awaitable[Response]]) -> PolicyRoute:
+        return _ModelRoute(path, endpoint, needed="read", methods=["GET"], middleware=[ERRORS])
+
+    return [route(MODELS, listed), route(f"{MODELS}/{{model:path}}", model)]
+
+
+def _read_page(request: Request) -> _Page:
+    """Raises FieldError."""
+    given: dict[str, Any] = dict(request.query_params)
+    limit = given.get("limit", "")
+    if limit.isascii() and limit.isdecimal() and len(limit) < 9:
+        given["limit"] = int(limit)
+    return convert(given, _Page, "the query")
+
+
+def _listed(cards: Sequence[Card], page: _Page) -> dict[str, Any]:
+    """A page of models.
+
+    Raises:
+        FieldError: It is to begin behind a model, or to end before one, that is not there.
+    """
+    ids = [card["id"] for card in cards]
+    if page.after_id and page.before_id:
+        raise FieldError("after_id and before_id are both there; give one", param="before_id")
+    first, end = 0, len(ids)
+    if page.after_id:
+        first = _place(ids, page.after_id, "after_id") + 1
+    elif page.before_id:
+        end = _place(ids, page.before_id, "before_id")
+    if page.before_id:
+        chosen, more = cards[max(0, end - page.limit) : end], end > page.limit
+    else:
+        chosen, more = cards[first : first + page.limit], first + page.limit < end
+    return {
+        "data": [_told(card) for card in chosen],
+        "has_more": more,
+        "first_id": chosen[0]["id"] if chosen else None,
+        "last_id": chosen[-1]["id"] if chosen else None,
+    }
+
+
+def _place(ids: Sequence[str], id: str, param: str) -> int:
+    if id not in ids:
+        raise FieldError(f"{param} is {shown(id)}, and there is no such model", param=param)
+    return ids.index(id)
+
+
+def _told(card: Card) -> dict[str, Any]:
+    created = datetime.fromtimestamp(card["created"], UTC)
+    return {
+        "type": "model",
+        "id": card["id"],
+        "display_name": card["id"],
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        # Prompt and answer together have as many.
+        "max_input_tokens": card["max_model_len"],
+        "max_tokens": card["max_model_len"],
+    }

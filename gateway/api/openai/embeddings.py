@@ -1,0 +1,181 @@
+"""Embeddings; and what follows from them: scores of pairs, and the order of documents."""
+
+from __future__ import annotations
+
+import base64
+import sys
+import time
+import uuid
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....bus.public import EmbedParams
+from ....config import Config, RequestError, shown
+from ....pipeline.embedding import EmbeddedPrompt
+from ...server.http import MAX_INT64, FieldError, answer_while_connected, read_object
+from ...serving.embedding import EmbedCall, Prompt, embed_all, similarity, worked_out
+from ...serving.fields import adapter_of, read_part
+from ...serving.origin import origin_of
+from ...serving.submissions import Submissions
+from ...serving.tenants import tenant_of
+from ...serving.words import LazyWords
+from .bodies import Document, EmbeddingBody, EmbeddingCommon, RerankBody, ScoreBody
+from .fields import CallName, read_fields
+from .requests import prompts_of
+
+Fields = TypeVar("Fields", bound=EmbeddingCommon)
+
+Write = Callable[[list[EmbeddedPrompt]], dict[str, Any]]
+"""Makes the answer of the vectors of a call's prompts."""
+
+
+class EmbeddingCalls:
+    """The endpoints."""
+
+    def __init__(self, submissions: Submissions, config: Config, words: LazyWords) -> None:
+        self._submissions = submissions
+        self._config = config
+        self._words = words
+
+    async def embeddings(self, request: Request) -> Response:
+        """The vectors of one or several inputs."""
+        fields = await self._read(request, EmbeddingBody, "embeddings")
+        prompts = prompts_of(fields.input, "input")
+        write = partial(_embeddings, encode=_ENCODINGS[fields.encoding_format])
+        return await self._answer(request, fields, "embd", prompts, write)
+
+    async def score(self, request: Request) -> Response:
+        """How similar the texts of pairs are: one with each of several, or each with its own."""
+        fields = await self._read(request, ScoreBody, "score")
+        ones, others = prompts_of(fields.text_1, "text_1"), prompts_of(fields.text_2, "text_2")
+        if len(ones) not in (1, len(others)):
+            raise FieldError(
+                f"text_1 has {len(ones)} texts and text_2 has {len(others)}; give one in text_1, "
+                "or as many as in text_2",
+                param="text_1",
+            )
+        write = partial(_scores, ones=len(ones))
+        return await self._answer(request, fields, "score", [*ones, *others], write)
+
+    async def rerank(self, request: Request) -> Response:
+        """Documents by how similar they are to a query, the most similar first."""
+        fields = await self._read(request, RerankBody, "rerank")
+        texts = [_text_of(each, place) for place, each in enumerate(fields.documents or ())]
+        if not texts or not fields.query:
+            missing = "query" if texts else "documents"
+            raise FieldError(f"{missing} is empty", param=missing, code="empty_prompt")
+        if fields.top_n is not None and fields.top_n < 1:
+            raise FieldError(
+                f"top_n is {shown(fields.top_n)}; it must be at least 1, or left out", param="top_n"
+            )
+        write = partial(
+            _ranked, texts=texts if fields.return_documents else None, top_n=fields.top_n
+        )
+        return await self._answer(request, fields, "rerank", [fields.query, *texts], write)
+
+    async def _read(self, request: Request, kind: type[Fields], call: CallName) -> Fields:
+        body = await read_object(request, self._config.gateway.max_body_bytes)
+        return read_fields(body, kind, call)
+
+    async def _answer(
+        self,
+        request: Request,
+        fields: EmbeddingCommon,
+        kind: str,
+        prompts: Sequence[Prompt],
+        write: Write,
+    ) -> Response:
+        most = self._config.gateway.max_prompts
+        if len(prompts) > most:
+            raise RequestError(
+                f"the call has {len(prompts)} inputs, and {most} are taken (gateway.max_prompts); "
+                "send several calls",
+                code="too_many_prompts",
+            )
+        origin = origin_of(request, tenant_of(request), fields.budget_ms, fields.model)
+        call = EmbedCall(
+            id=f"{kind}-{uuid.uuid4().hex}",
+            params=EmbedParams(
+                pooling=fields.pooling, normalize=fields.normalize, dimensions=fields.dimensions
+            ),
+            # vLLM's lower ones are earlier.
+            priority=min(-fields.priority, MAX_INT64),
+            cache_salt=fields.cache_salt,
+            adapter=adapter_of(fields.model, self._config),
+        )
+        model = call.adapter or self._config.engine.model_name
+        told = {"id": call.id, "created": int(time.time()), "model": model}
+
+        async def work() -> Response:
+            embedded = await embed_all(self._submissions, origin, call, prompts)
+            write_all = partial(_encoded, told, embedded, write)
+            body = await worked_out(self._words, embedded, write_all)
+            return Response(body, media_type="application/json")
+
+        return await answer_while_connected(request, work)
+
+
+def _encoded(told: dict[str, Any], embedded: list[EmbeddedPrompt], write: Write) -> bytes:
+    tokens = sum(each.prompt_tokens for each in embedded)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return msgspec.json.encode(told | {"usage": usage} | write(embedded))
+
+
+def _embeddings(
+    embedded: list[EmbeddedPrompt], encode: Callable[[tuple[float, ...]], object]
+) -> dict[str, Any]:
+    data = [
+        {"object": "embedding", "index": index, "embedding": encode(each.vector)}
+        for index, each in enumerate(embedded)
+    ]
+    return {"object": "list", "data": data}
+
+
+def _scores(embedded: list[EmbeddedPrompt], ones: int) -> dict[str, Any]:
+    vectors = [each.vector for each in embedded]
+    others = vectors[ones:]
+    pairs = zip(vectors[:ones] if ones > 1 else vectors[:1] * len(others), others, strict=True)
+    data = [
+        {"object": "score", "index": index, "score": similarity(*pair)}
+        for index, pair in enumerate(pairs)
+    ]
+    return {"object": "list", "data": data}
+
+
+def _ranked(
+    embedded: list[EmbeddedPrompt], texts: list[str] | None, top_n: int | None
+) -> dict[str, Any]:
+    query, *documents = (each.vector for each in embedded)
+    scored = [(similarity(query, each), index) for index, each in enumerate(documents)]
+    results = [
+        {"index": index, "relevance_score": score}
+        | ({} if texts is None else {"document": {"text": texts[index]}})
+        for score, index in sorted(scored, key=lambda pair: (-pair[0], pair[1]))[:top_n]
+    ]
+    return {"results": results}
+
+
+def _text_of(document: str | dict[str, Any], place: int) -> str:
+    if isinstance(document, str):
+        return document
+    return read_part(document, Document, f"documents[{place}]").text
+
+
+def _base64(vector: tuple[float, ...]) -> str:
+    """As openai-python reads it: float32, little-endian."""
+    numbers = array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
+_ENCODINGS: dict[str, Callable[[tuple[float, ...]], object]] = {
+    "float": lambda vector: vector,
+    "base64": _base64,
+}

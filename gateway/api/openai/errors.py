@@ -1,0 +1,101 @@
+"""Errors as OpenAI's clients read them: with the field that they are about, and OpenAI's codes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....config import NanoInferenceError
+from ...server.http import EngineError
+from .fields import FIELDS, CallName
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_CODES = {"unknown_model": "model_not_found", "prompt_too_long": "context_length_exceeded"}
+"""What programs look for by OpenAI's name."""
+
+_PROMPT = "prompt"
+_PARAMS = {
+    "unknown_model": "model",
+    "prompt_too_long": _PROMPT,
+    "empty_prompt": _PROMPT,
+    "invalid_prompt": _PROMPT,
+    "invalid_token_ids": _PROMPT,
+    "too_many_prompts": _PROMPT,
+    "invalid_messages": "messages",
+    "no_chat_template": "messages",
+    "chat_template_failed": "messages",
+    "exceeds_kv_capacity": "max_tokens",
+    "invalid_budget": "budget_ms",
+    "invalid_constraint": "response_format",
+}
+
+_RENAMED: dict[CallName, dict[str, str]] = {
+    "chat": {_PROMPT: "messages", "logprobs": "top_logprobs"},
+    "embeddings": {_PROMPT: "input"},
+    "score": {_PROMPT: "text_2"},
+    "rerank": {_PROMPT: "documents"},
+    "generate": {_PROMPT: "token_ids", "response_format": "structured_outputs"},
+    "responses": {
+        _PROMPT: "input",
+        "messages": "input",
+        "logprobs": "top_logprobs",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text",
+    },
+}
+"""What other calls than completions have under other names."""
+
+
+class OpenAIError(EngineError):
+    """An error of the interface.
+
+    Attributes:
+        param: The field that it is about, None for none.
+    """
+
+    def __init__(self, error: NanoInferenceError, *, code: str, param: str | None) -> None:
+        retry_after_s = getattr(error, "retry_after_s", None)
+        super().__init__(error.message, code=code, retry_after_s=retry_after_s)
+        self.param = param
+
+
+def as_openai(error: NanoInferenceError, call: CallName) -> NanoInferenceError:
+    """The same error in OpenAI's words, where it is about what a client may change.
+
+    Args:
+        call: Whose fields it is about.
+    """
+    if isinstance(error, OpenAIError) or not _known(error.code):
+        return error
+    param = getattr(error, "param", None) or _param(error.code, call)
+    if param is None:
+        return error
+    return OpenAIError(error, code=_CODES.get(error.code, error.code), param=param)
+
+
+def in_openai_words(endpoint: Endpoint, call: CallName = "completions") -> Endpoint:
+    """An endpoint whose errors are `as_openai`."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except NanoInferenceError as error:
+            raise as_openai(error, call) from error
+
+    return answer
+
+
+def _known(code: str) -> bool:
+    return code in _PARAMS or code.startswith("invalid_")
+
+
+def _param(code: str, call: CallName) -> str | None:
+    name = _PARAMS.get(code) or code.removeprefix("invalid_")
+    name = _RENAMED.get(call, {}).get(name, name)
+    of = {each for field in FIELDS if field.name == name for each in field.calls}
+    if call == "generate" and call not in of and "sampling_params" in of:
+        return f"sampling_params.{name}"
+    return name if of else None

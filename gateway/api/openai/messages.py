@@ -1,0 +1,121 @@
+"""From OpenAI's messages to a conversation as chat templates read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ....config import shown
+from ...server.http import FieldError
+from ...serving.chat_templates import Conversation, Turn
+from ...serving.fields import read_part
+from ...serving.template_variables import reasoning_of_effort
+from .bodies import ChatBody, Message, RefusalPart, TextPart, TokenizeBody, ToolCall
+
+_IMAGES = frozenset({"image", "image_url", "input_image"})
+
+
+def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
+    """What the template is given, beside tools.
+
+    Raises:
+        FieldError: A message is none, or holds what is not text; the options contradict each other.
+    """
+    begin = body.add_generation_prompt
+    if begin and body.continue_final_message:
+        raise FieldError(
+            "continue_final_message goes on within the last message, and add_generation_prompt "
+            "begins one behind it; ask for one of them",
+            param="continue_final_message",
+        )
+    if not body.messages:
+        raise FieldError("messages is empty; give at least one", param="messages")
+    turns = [turn_of(message, f"messages[{place}]") for place, message in enumerate(body.messages)]
+    if body.continue_final_message and not turns[-1]["content"]:
+        raise FieldError(
+            "continue_final_message needs a last message with text that it can go on from",
+            param="continue_final_message",
+        )
+    return Conversation(
+        turns=turns,
+        add_generation_prompt=not body.continue_final_message if begin is None else begin,
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+        reasoning=reasoning_of_effort(body.reasoning_effort, "reasoning_effort"),
+    )
+
+
+def turn_of(given: dict[str, Any], where: str) -> Turn:
+    """A message as templates read it.
+
+    Raises:
+        FieldError: It is none, or holds what is not text; `where` it stands in the body.
+    """
+    return _as_read(read_part(given, Message, where), where)
+
+
+def _as_read(message: Message, where: str) -> Turn:
+    """As templates read it: text in one piece, calls' arguments as objects."""
+    calls = [
+        _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
+    ]
+    content = message.refusal if message.content is None else message.content
+    reasoning = message.reasoning_content or message.reasoning
+    if content is None and not (message.role == "assistant" and (calls or reasoning)):
+        raise FieldError(
+            f"{where}.content is missing; it is a text, or a list of parts of text",
+            param=f"{where}.content",
+        )
+    turn: Turn = {"role": message.role, "content": text_of(content or "", f"{where}.content")}
+    optional = {
+        "name": message.name,
+        "tool_calls": calls or None,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": reasoning,
+    }
+    return turn | {name: value for name, value in optional.items() if value is not None}
+
+
+def text_of(content: str | list[dict[str, Any]], where: str) -> str:
+    """The text of a message's content, `where` it stands in the body.
+
+    Raises:
+        FieldError: It holds what is not text.
+    """
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for place, part in enumerate(content):
+        kind, param = part.get("type"), f"{where}[{place}]"
+        if kind in ("text", "input_text", "output_text"):
+            texts.append(read_part(part, TextPart, param).text)
+            continue
+        if kind == "refusal":
+            texts.append(read_part(part, RefusalPart, param).refusal)
+            continue
+        what = (
+            "images are"
+            if isinstance(kind, str) and kind in _IMAGES
+            else f"a part of type {shown(kind)} is"
+        )
+        raise FieldError(
+            f"{param}: {what} not supported here; send text", param=param, code="unsupported"
+        )
+    return "\n".join(texts)
+
+
+def _call(call: ToolCall, where: str) -> dict[str, Any]:
+    """A call of a tool in the history; its arguments come as JSON, and templates want an object."""
+    arguments: Any = call.function.arguments or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        param = f"{where}.function.arguments"
+        raise FieldError(f"{param} must be an object, as JSON", param=param)
+    # And nothing that a client's library has added, or templates would write it out.
+    read = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": read}

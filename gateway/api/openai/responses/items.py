@@ -1,0 +1,221 @@
+"""Items of a conversation: as they come, are kept and listed."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from .....config import shown
+from ....server.http import FieldError
+from ....serving.fields import read_part
+from ..bodies import Message
+from ..messages import text_of, turn_of
+
+Item = dict[str, Any]
+"""With an id and a type: a message, whose content is a list of parts; a call of a function; what
+came of it; the reasoning of a turn."""
+
+MOST_LISTED = 100
+"""Items of one page."""
+
+_LONGEST_ID = 128
+_LEFT_OUT = frozenset({"id", "status", "phase", "type"})
+"""Of an item that was an answer; they say nothing to a template."""
+
+
+class DirectCaller(msgspec.Struct, frozen=True, kw_only=True):
+    """The model itself, and no program of its."""
+
+    type: Literal["direct"]
+
+
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that the model made."""
+
+    HARMLESS: ClassVar = _LEFT_OUT
+
+    call_id: str
+    name: str
+    arguments: str = "{}"
+    caller: DirectCaller | None = None
+
+
+class FunctionOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of it: a text, or parts of text."""
+
+    HARMLESS: ClassVar = _LEFT_OUT
+
+    call_id: str
+    output: str | list[dict[str, Any]]
+    name: str | None = None
+    caller: DirectCaller | None = None
+
+
+class TextPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a reasoning."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model thought before a text or a call. What is encrypted nobody here has made, and
+    nobody can read."""
+
+    HARMLESS: ClassVar = _LEFT_OUT
+
+    summary: list[TextPart] = []
+    content: list[TextPart] | None = None
+    encrypted_content: str | None = None
+
+
+def items_of(given: str | list[dict[str, Any]] | None) -> list[Item]:
+    """The items of a body's `input`.
+
+    Raises:
+        FieldError: There is none, one is of no type that is known, or holds what is not text.
+    """
+    if not given:
+        raise FieldError("input is empty; give a text or messages", param="input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [_item(item, f"input[{place}]") for place, item in enumerate(items)]
+
+
+def answered(output: Iterable[dict[str, Any]]) -> list[Item]:
+    """The items of a response's `output`, for whoever goes on with the conversation."""
+    return [_item(item, "output") for item in output]
+
+
+def check_calls(items: Iterable[Item], first: int) -> None:
+    """What became of a call stands behind that call.
+
+    Args:
+        first: How many of the items are of earlier responses.
+
+    Raises:
+        FieldError: There is no such call.
+    """
+    calls: set[str] = set()
+    for place, item in enumerate(items):
+        if item["type"] == "function_call":
+            calls.add(item["call_id"])
+        elif item["type"] == "function_call_output" and item["call_id"] not in calls:
+            param = f"input[{place - first}].call_id"
+            raise FieldError(
+                f"{param}: there is no function_call {shown(item['call_id'])} before it; send that "
+                "as well, or previous_response_id",
+                param=param,
+            )
+
+
+def page_of(
+    items: list[Item], order: Literal["asc", "desc"], after: str | None, limit: int
+) -> dict[str, Any]:
+    """A part of them as OpenAI's lists are.
+
+    Raises:
+        FieldError: There is no item `after` which more are wanted.
+    """
+    ordered = items if order == "asc" else items[::-1]
+    if after is not None:
+        places = [place for place, item in enumerate(ordered) if item["id"] == after]
+        if not places:
+            raise FieldError(f"after: there is no item {shown(after)} here", param="after")
+        ordered = ordered[places[0] + 1 :]
+    page = ordered[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(ordered) > limit,
+    }
+
+
+def message_of(item: Item) -> dict[str, Any]:
+    """A message's item as a chat's message."""
+    return {name: value for name, value in item.items() if name not in _LEFT_OUT}
+
+
+# --- one item ---------------------------------------------------------------------------------
+
+
+def _item(given: dict[str, Any], where: str) -> Item:
+    """An item, without what says nothing."""
+    kind = given.get("type") or "message"
+    read = _KINDS.get(kind) if isinstance(kind, str) else None
+    if read is None:
+        raise FieldError(
+            f"{where}: an item of type {shown(kind)} is not supported here; "
+            f"{', '.join(_KINDS)} are",
+            param=where,
+            code="unsupported",
+        )
+    fields = read(given, where)
+    name = given.get("id")
+    known = isinstance(name, str) and 0 < len(name) <= _LONGEST_ID
+    item_id = name if known else f"{_PREFIXES[kind]}{uuid.uuid4().hex}"
+    return {"id": item_id, "type": kind, "status": "completed"} | fields
+
+
+def _message(given: dict[str, Any], where: str) -> Item:
+    turn_of(message_of(given), where)
+    fields = {
+        each: given[each] for each in Message.__struct_fields__ if given.get(each) is not None
+    }
+    content = fields.get("content") or []
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return fields | {"content": [_part(part, fields["role"]) for part in parts]}
+
+
+def _part(part: dict[str, Any], role: str) -> dict[str, Any]:
+    if part["type"] == "refusal":
+        return {"type": "refusal", "refusal": part["refusal"]}
+    if role == "assistant":
+        return {"type": "output_text", "text": part["text"], "annotations": []}
+    return {"type": "input_text", "text": part["text"]}
+
+
+def _function_call(given: dict[str, Any], where: str) -> Item:
+    call = read_part(given, FunctionCall, where)
+    try:
+        arguments = msgspec.json.decode(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        param = f"{where}.arguments"
+        raise FieldError(f"{param} must be an object, as JSON", param=param)
+    return {"call_id": call.call_id, "name": call.name, "arguments": call.arguments or "{}"}
+
+
+def _function_output(given: dict[str, Any], where: str) -> Item:
+    output = read_part(given, FunctionOutput, where)
+    text_of(output.output, f"{where}.output")
+    named = {} if output.name is None else {"name": output.name}
+    return {"call_id": output.call_id, "output": output.output} | named
+
+
+def _reasoning(given: dict[str, Any], where: str) -> Item:
+    reasoning = read_part(given, Reasoning, where)
+    parts = {"summary": reasoning.summary, "content": reasoning.content or []}
+    return {
+        name: [{"type": part.type, "text": part.text} for part in texts]
+        for name, texts in parts.items()
+    }
+
+
+_KINDS: dict[str, Callable[[dict[str, Any], str], Item]] = {
+    "message": _message,
+    "function_call": _function_call,
+    "function_call_output": _function_output,
+    "reasoning": _reasoning,
+}
+_PREFIXES = {
+    "message": "msg_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "reasoning": "rs_",
+}

@@ -1,0 +1,96 @@
+"""The HTTP interface that RL trainers expect of an SGLang server; docs/gateway.md lists it."""
+
+from __future__ import annotations
+
+from ....config import Config
+from ....pipeline.client import BusClient
+from ...policy.routes import PolicyRoute
+from ...policy.scopes import Needed
+from ...server.callers import Endpoint, not_for_pages
+from ...serving.measures import Measures
+from ...serving.model_length import ModelLength
+from ...serving.readiness import Readiness
+from ...serving.served import ServedModels
+from ...serving.submissions import Submissions
+from ...serving.words import LazyWords
+from .adapters import AdapterCalls
+from .encode import Encoding
+from .generate import Generation
+from .info import InfoCalls
+from .labels import VersionLabels
+from .sync import WeightSync
+from .weights import WeightCalls
+
+# Of the calls with effects that SGLang takes by GET as well, the first ones are.
+_NUM_EFFECTS = {"none": 0, "flush_cache": 1, "all": 3}
+
+
+def sglang_routes(
+    engine: BusClient,
+    config: Config,
+    words: LazyWords,
+    submissions: Submissions,
+    measures: Measures,
+    readiness: Readiness,
+    length: ModelLength,
+    served: ServedModels,
+) -> list[PolicyRoute]:
+    """Its endpoints."""
+    labels = VersionLabels()
+    sync = WeightSync(engine, labels, config.gateway.sync_timeout_s)
+    generation = Generation(submissions, config, words, labels)
+    encoding = Encoding(submissions, config, words)
+    info = InfoCalls(engine, config, submissions, sync, labels, readiness, length)
+    weights = WeightCalls(engine, config, sync)
+    adapters = AdapterCalls(engine, served)
+    read, write = ["GET"], ["POST"]
+
+    def route(path: str, endpoint: Endpoint, methods: list[str], needed: Needed) -> PolicyRoute:
+        return PolicyRoute(path, endpoint, needed=needed, methods=methods)
+
+    routes = [
+        route("/generate", generation.generate, ["POST", "PUT"], "generate"),
+        route("/encode", encoding.encode, ["POST", "PUT"], "generate"),
+        route("/abort_request", info.abort_request, write, "generate"),
+        route("/flush_cache", info.flush_cache, write, "weights"),
+        route("/pause_generation", weights.pause, write, "weights"),
+        route("/continue_generation", weights.resume, write, "weights"),
+        route("/init_weights_update_group", weights.init_group, write, "weights"),
+        route("/destroy_weights_update_group", weights.destroy_group, write, "weights"),
+        route("/begin_weight_update", weights.begin, write, "weights"),
+        route("/end_weight_update", weights.end, write, "weights"),
+        route("/update_weights_from_disk", weights.from_disk, write, "weights"),
+        route("/update_weights_from_distributed", weights.from_distributed, write, "weights"),
+        route("/update_weights_from_tensor", weights.from_tensor, write, "weights"),
+        route("/update_weight_version", weights.rename, write, "weights"),
+        route("/load_lora_adapter", adapters.load, write, "weights"),
+        route("/unload_lora_adapter", adapters.unload, write, "weights"),
+        route("/get_weight_version", info.weight_version, read, "read"),
+        route("/weight_version", info.weight_version, read, "read"),
+        route("/get_model_info", info.model_info, read, "read"),
+        route("/model_info", info.model_info, read, "read"),
+        route("/get_server_info", info.server_info, read, "read"),
+        route("/server_info", info.server_info, read, "read"),
+        route("/v1/loads", info.loads, read, "read"),
+        route("/get_load", info.load, read, "read"),
+        route("/health", info.health, read, "nothing"),
+        route("/health_generate", info.health_generate, read, "generate"),
+        route("/release_memory_occupation", weights.release_memory, write, "weights"),
+        route("/resume_memory_occupation", weights.resume_memory, write, "weights"),
+    ]
+    taken = _effects(info, weights)[: _NUM_EFFECTS[config.gateway.effects_by_get]]
+    return routes + [
+        route(path, not_for_pages(effect, measures), read, "weights") for path, effect in taken
+    ]
+
+
+def _effects(info: InfoCalls, weights: WeightCalls) -> list[tuple[str, Endpoint]]:
+    """What may have an effect by GET too, in the order of `_NUM_EFFECTS`."""
+    return [
+        ("/flush_cache", info.flush_cache),
+        ("/release_memory_occupation", weights.release_memory),
+        ("/resume_memory_occupation", weights.resume_memory),
+    ]
+
+
+__all__ = ["sglang_routes"]

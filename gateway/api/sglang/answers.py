@@ -1,0 +1,234 @@
+"""`/generate`: from our outputs to SGLang's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, assert_never
+
+from ....bus.public import (
+    Completion,
+    CompletionSample,
+    ErrorInfo,
+    TokenLogprob,
+)
+from ...serving.stops import ends_with_stop_token, first_stop, free_of_stops, matched_stop
+from ...serving.submissions import ENDED_EARLY
+from ...serving.words import Words
+from .growing import Growing
+from .labels import VersionLabels
+from .requests import Wanted
+
+Answer = dict[str, Any]
+Entry = tuple[float | None, int, str | None]
+TopLogprobs = tuple[TokenLogprob, ...]
+
+
+_FILTERED: Answer = {
+    "type": "abort",
+    "message": "what follows may not be said here",
+    "err_type": "content_filter",
+}
+"""Of what a guardrail has ended; SGLang has no type for that."""
+
+
+class Answers:
+    """Writes the answers to one prompt.
+
+    Attributes:
+        wanted: What the client asked for.
+        words: The tokenizer, where that takes it.
+    """
+
+    def __init__(self, wanted: Wanted, words: Words | None, labels: VersionLabels) -> None:
+        self.wanted = wanted
+        self.words = words
+        self._labels = labels
+        self._growing: dict[int, Growing] = {}
+
+    def final(self, completion: Completion) -> list[Answer]:
+        """An answer for each sample. One that never began has no tokens."""
+        made = {sample.sample_index: sample for sample in completion.samples}
+        return [
+            self._final(completion, made.get(index, _unbegun(index)))
+            for index in range(self.wanted.request.n)
+        ]
+
+    def growing(self, sample_index: int) -> Growing:
+        """A sample of a stream."""
+        if sample_index not in self._growing:
+            self._growing[sample_index] = Growing(self, sample_index)
+        return self._growing[sample_index]
+
+    # --- pieces of an answer ------------------------------------------------------------------
+
+    def meta(
+        self, sample_index: int, num_tokens: int, versions: Iterable[tuple[int, int]]
+    ) -> Answer:
+        """What is told of a sample before its end, but for logprobs."""
+        request = self.wanted.request
+        own = f"{request.request_id}_{sample_index}"
+        meta: Answer = {
+            "id": own if request.n > 1 else request.request_id,
+            "completion_tokens": num_tokens,
+        }
+        spans = [(self._labels.of(version), first) for version, first in versions]
+        if spans:
+            meta |= {"weight_version": spans[0][0], "weight_versions": spans}
+        return meta
+
+    def entries(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> list[Entry]:
+        """`output_token_logprobs` of these."""
+        return [
+            self._entry(logprob, token_id)
+            for logprob, token_id in zip(logprobs, token_ids, strict=True)
+        ]
+
+    def top_entries(self, top: TopLogprobs) -> list[Entry]:
+        """One place of `output_top_logprobs`."""
+        return [self._entry(each.logprob, each.token_id) for each in top]
+
+    def free_of_stops(self, token_ids: Sequence[int]) -> int:
+        """How long the text is in which no stop string was looked for."""
+        assert self.words is not None
+        sampling, skip = self.wanted.request.sampling, self.wanted.skip_special
+        return free_of_stops(token_ids, sampling, self.words, skip_special=skip)
+
+    def without_stop(self, text: str, free: int, *, ended: bool) -> str:
+        """A text without the stop string that ended it or, before the end, what may become one.
+
+        Args:
+            free: Of `free_of_stops`.
+        """
+        return text[:free] + _before_stop(text[free:], self.wanted.request.sampling.stop, ended)
+
+    # --- the whole of it ----------------------------------------------------------------------
+
+    def _final(self, completion: Completion, sample: CompletionSample) -> Answer:
+        if self.wanted.scores_only and sample.finish_reason != "abort":
+            sample = CompletionSample(
+                sample_index=sample.sample_index,
+                text="",
+                token_ids=(),
+                logprobs=(),
+                finish_reason="length",
+                weight_version=sample.weight_version,
+                weight_versions=sample.weight_versions,
+            )
+        meta = self.meta(sample.sample_index, len(sample.token_ids), sample.weight_versions)
+        if self.wanted.logprobs:
+            meta["output_token_logprobs"] = self.entries(sample.token_ids, sample.logprobs)
+            if self.wanted.top_logprobs:
+                tops = map(self.top_entries, sample.top_logprobs or ())
+                meta["output_top_logprobs"] = list(tops)
+        usage, n = completion.usage, self.wanted.request.n
+        # The engine tells those of all samples together; the first has what can't be divided.
+        cached = usage.cached_tokens // n
+        cached += 0 if sample.sample_index else usage.cached_tokens % n
+        if drafted := sample.num_draft_tokens:
+            accepted = sample.num_accepted_draft_tokens
+            meta |= {
+                "spec_draft_token_num": drafted,
+                "spec_accept_token_num": accepted,
+                "spec_accept_rate": accepted / drafted,
+            }
+        meta |= {
+            "finish_reason": self._finish_reason(sample, completion.error or ENDED_EARLY),
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": cached,
+            "e2e_latency": max(0, _elapsed_ns(completion)) / 1e9,
+        }
+        if self.wanted.logprobs:
+            meta |= self._prompt_logprobs(completion) | self._ref_logprobs(completion, sample)
+        return {"text": self._text(sample), "output_ids": sample.token_ids, "meta_info": meta}
+
+    def _prompt_logprobs(self, completion: Completion) -> Answer:
+        """From the asked place on; the first one has no logprob, as SGLang has it."""
+        start, found = self.wanted.logprob_start, completion.prompt_logprobs
+        token_ids = self.wanted.request.prompt_token_ids
+        if start < 0 or found is None or token_ids is None:
+            return {"input_token_logprobs": []}
+        places = range(min(start, len(token_ids) - 1), len(token_ids))
+        entries = [
+            self._entry(None if place == places[0] else found[place], token_ids[place])
+            for place in places
+        ]
+        tops = completion.prompt_top_logprobs
+        if tops is None:
+            return {"input_token_logprobs": entries}
+        shown = [None if place == places[0] else self.top_entries(tops[place]) for place in places]
+        return {"input_token_logprobs": entries, "input_top_logprobs": shown}
+
+    def _ref_logprobs(self, completion: Completion, sample: CompletionSample) -> Answer:
+        """By the reference model, where the pipeline has one: of the same tokens, and of these
+        alone."""
+        found: Answer = {}
+        if sample.ref_logprobs is not None:
+            found["output_ref_logprobs"] = sample.ref_logprobs
+        if completion.prompt_ref_logprobs is not None and self.wanted.logprob_start >= 0:
+            start = min(self.wanted.logprob_start, len(completion.prompt_ref_logprobs) - 1)
+            found["input_ref_logprobs"] = [None, *completion.prompt_ref_logprobs[start + 1 :]]
+        return found
+
+    def _entry(self, logprob: float | None, token_id: int) -> Entry:
+        shown = self.words is not None and self.wanted.token_texts
+        return logprob, token_id, self.words.token(token_id) if self.words and shown else None
+
+    # --- text and what ended it ---------------------------------------------------------------
+
+    def _text(self, sample: CompletionSample) -> str:
+        if self.wanted.plain_text or self.words is None:
+            return sample.text
+        token_ids = sample.token_ids
+        stopped = sample.finish_reason == "stop"
+        if stopped and self.wanted.trim_stop and self._ends_with_stop_token(sample):
+            token_ids = token_ids[:-1]
+        text = self.words.text(token_ids, skip_special=self.wanted.skip_special)
+        if not self.wanted.trim_stop:
+            return text
+        return self.without_stop(text, self.free_of_stops(sample.token_ids), ended=True)
+
+    def _finish_reason(self, sample: CompletionSample, error: ErrorInfo) -> Answer:
+        match sample.finish_reason:
+            case "length":
+                return {"type": "length", "length": len(sample.token_ids)}
+            case "stop":
+                return {"type": "stop", "matched": self._matched(sample)}
+            case "abort":
+                return {"type": "abort", "message": error.message}
+            case "content_filter":
+                return _FILTERED
+            case unknown:
+                assert_never(unknown)
+
+    def _matched(self, sample: CompletionSample) -> int | str:
+        if self._ends_with_stop_token(sample):
+            return sample.token_ids[-1]
+        assert self.words is not None  # there are stop strings
+        return matched_stop(sample, self.wanted.request.sampling, self.words)
+
+    def _ends_with_stop_token(self, sample: CompletionSample) -> bool:
+        return ends_with_stop_token(sample, self.wanted.request.sampling, self.words)
+
+
+def _unbegun(index: int) -> CompletionSample:
+    return CompletionSample(
+        sample_index=index, text="", token_ids=(), logprobs=(), finish_reason="abort"
+    )
+
+
+def _elapsed_ns(completion: Completion) -> int:
+    timings = completion.timings
+    return timings.finished_ns - timings.received_ns if timings.received_ns else 0
+
+
+def _before_stop(text: str, stops: tuple[str, ...], ended: bool) -> str:
+    """The text before a stop string, and while there is none, before what may become one."""
+    stop, begin = first_stop(text, stops)
+    if stop or ended:
+        return text[:begin]
+    longest = max(map(len, stops), default=0)
+    for size in range(min(longest - 1, len(text)), 0, -1):
+        tail = text[-size:]
+        if any(each.startswith(tail) for each in stops):
+            return text[:-size]
+    return text

@@ -1,0 +1,175 @@
+"""`/generate`: submits the prompts of a call and answers, at once or as a stream of events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import aclosing
+from functools import partial
+from itertools import accumulate
+
+import anyio
+import anyio.lowlevel
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....bus.public import Completion, GenerateRequest
+from ....config import Config, NanoInferenceError
+from ...server.http import (
+    EventStream,
+    JsonResponse,
+    SendEvent,
+    answer_while_connected,
+    error_body,
+)
+from ...serving.origin import Origin, origin_of
+from ...serving.submissions import AT_ONCE, Submissions
+from ...serving.tenants import tenant_of
+from ...serving.words import LazyWords, Words
+from .answers import Answer, Answers
+from .events import Events
+from .fields import read_sglang_object
+from .labels import VersionLabels
+from .requests import Wanted, read_call
+
+_DONE = b"[DONE]"
+
+# An answer that is written at once, in tokens, those of logprobs included; more take a thread.
+_SHORT_ANSWER = 4096
+
+
+class Generation:
+    """The calls of `/generate` that are under way."""
+
+    def __init__(
+        self,
+        submissions: Submissions,
+        config: Config,
+        words: LazyWords,
+        labels: VersionLabels,
+    ) -> None:
+        self._submissions = submissions
+        self._config = config
+        self._words = words
+        self._labels = labels
+
+    async def generate(self, request: Request) -> Response:
+        """The endpoint."""
+        gateway = self._config.gateway
+        tenant = tenant_of(request)
+        body = await read_sglang_object(request, self._config)
+        call = read_call(body, gateway.max_prompts)
+        origin = origin_of(request, tenant, call.budget_ms)
+        writers = await self._writers(call.prompts, tenant)
+        for asked in _requests_of(writers[:1]):
+            self._submissions.check_priority(origin.caller, asked, lower_first=False)
+        if call.stream:
+            return EventStream(partial(self._stream, origin, writers, call.batch))
+
+        async def work() -> Response:
+            answers = await self._complete_all(origin, writers)
+            return JsonResponse(answers if call.batch else answers[0])
+
+        return await answer_while_connected(request, work)
+
+    # --- before -------------------------------------------------------------------------------
+
+    async def _writers(self, prompts: Iterator[Wanted], tenant: str) -> list[Answers]:
+        """What writes the answer to each prompt, which is ready to be submitted."""
+        ready: list[Wanted] = []
+        length = await self._submissions.length.get()
+        for wanted in prompts:
+            self._submissions.check_size(wanted.request, length)
+            request = msgspec.structs.replace(wanted.request, tenant=tenant)
+            ready.append(msgspec.structs.replace(wanted, request=request))
+            if len(ready) % AT_ONCE == 0:
+                await anyio.lowlevel.checkpoint()
+        words = None
+        if any(wanted.needs_words or wanted.needs_token_ids for wanted in ready):
+            words = await self._words.required()
+            for wanted in ready:
+                if wanted.needs_token_ids:
+                    words.check_fits(wanted.request.prompt or "", length)
+        writers: list[Answers] = []
+        for wanted in ready:
+            writers.append(await self._answers(wanted, words))
+            self._submissions.check_encoded(writers[-1].wanted.request)
+            if len(writers) % AT_ONCE == 0:
+                await anyio.lowlevel.checkpoint()
+        return writers
+
+    async def _answers(self, wanted: Wanted, words: Words | None) -> Answers:
+        if words is None or not (wanted.needs_words or wanted.needs_token_ids):
+            return Answers(wanted, None, self._labels)
+        if wanted.needs_token_ids:
+            token_ids = await self._words.token_ids(wanted.request.prompt or "")
+            asked = msgspec.structs.replace(wanted.request, prompt=None, prompt_token_ids=token_ids)
+            wanted = msgspec.structs.replace(wanted, request=asked)
+        return Answers(wanted, words, self._labels)
+
+    # --- after --------------------------------------------------------------------------------
+
+    async def _complete_all(self, origin: Origin, writers: list[Answers]) -> list[Answer]:
+        """All answers, in order. The first error ends the other requests as well."""
+        answers: list[list[Answer]] = [[] for _ in writers]
+
+        async def run(index: int, begun: bool) -> None:
+            request = writers[index].wanted.request
+            async with aclosing(self._submissions.outputs(origin, request, begun)) as outputs:
+                async for output in outputs:
+                    if isinstance(output, Completion):
+                        answers[index] = await self._final(writers[index], output)
+
+        await self._submissions.run(origin, _requests_of(writers), run)
+        return [answer for each in answers for answer in each]
+
+    async def _stream(
+        self, origin: Origin, writers: list[Answers], batch: bool, send: SendEvent
+    ) -> None:
+        """Events of all prompts as they come. The first error is the last of them.
+
+        Raises:
+            NanoInferenceError: The engine did not do it, and no event was sent.
+        """
+        places = [0, *accumulate(each.wanted.request.n for each in writers)]
+        events = Events(send, indexed=batch)
+
+        async def run(index: int, begun: bool) -> None:
+            writer, place = writers[index], places[index]
+            request = writer.wanted.request
+            async with aclosing(self._submissions.outputs(origin, request, begun)) as outputs:
+                async for output in outputs:
+                    if isinstance(output, Completion):
+                        for sample, answer in enumerate(await self._final(writer, output)):
+                            events.put(place + sample, answer)
+                    elif not writer.wanted.scores_only:
+                        growing = writer.growing(output.sample_index)
+                        growing.add(output)
+                        if growing.due:
+                            events.put(place + output.sample_index, growing)
+                    await anyio.lowlevel.checkpoint()
+
+        failure: NanoInferenceError | None = None
+        async with anyio.create_task_group() as group:
+            group.start_soon(events.send_all)
+            try:
+                await self._submissions.run(origin, _requests_of(writers), run)
+            except NanoInferenceError as error:
+                failure = error
+            events.close()
+        if failure is not None:
+            if not events.any_sent:
+                raise failure
+            await send(msgspec.json.encode(error_body(failure)))
+        await send(_DONE)
+
+    async def _final(self, writer: Answers, completion: Completion) -> list[Answer]:
+        tokens = sum(len(each.token_ids) for each in completion.samples)
+        tokens += len(completion.prompt_logprobs or ())
+        if tokens * (1 + writer.wanted.top_logprobs) <= _SHORT_ANSWER:
+            return writer.final(completion)
+        return await self._words.beside(partial(writer.final, completion))
+
+
+def _requests_of(writers: list[Answers]) -> list[GenerateRequest]:
+    return [each.wanted.request for each in writers]

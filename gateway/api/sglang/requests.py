@@ -1,0 +1,310 @@
+"""`/generate`: from SGLang's body, for one prompt or many, to our requests."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+import msgspec
+
+from ....bus.public import GenerateRequest
+from ....config import Constraint, RequestError, SamplingParams
+from ...server.http import Int64, convert
+from ...serving.constraints import of_grammar, the_one
+from ...serving.sampling_fields import temperature_of, top_k_of
+from .fields import Body, read_fields
+
+DEFAULT_MAX_NEW_TOKENS = 128
+
+
+# They say how to route, log or trace a request, or which rank should run it.
+_IGNORED = frozenset(
+    {
+        "background",
+        "conversation_id",
+        "custom_labels",
+        "external_trace_header",
+        "log_metrics",
+        "no_logs",
+        "received_time",
+        "routing_key",
+        "session_id",
+    }
+)
+# How the text of slow tokenizers is spaced.
+_IGNORED_SAMPLING = frozenset({"spaces_between_special_tokens"})
+
+
+class GenerateBody(msgspec.Struct, frozen=True):
+    """The fields that count, as SGLang's GenerateReqInput has them; a list has one per prompt."""
+
+    rid: str | list[str] | None = None
+    text: str | list[str] | None = None
+    input_ids: list[Int64 | list[Int64]] | None = None
+    sampling_params: Body | list[Body] | None = None
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: Int64 | list[Int64] = -1
+    top_logprobs_num: Int64 | list[Int64] = 0
+    return_text_in_logprobs: bool = False
+    stream: bool = False
+    priority: Int64 = 0
+    extra_key: str | list[str] = ""
+    # The name of an adapter, as SGLang calls it.
+    lora_path: str | list[str | None] = ""
+    # Not SGLang's.
+    budget_ms: float | None = None
+
+
+class SamplingBody(msgspec.Struct, frozen=True):
+    """SGLang's SamplingParams."""
+
+    max_new_tokens: Int64 = DEFAULT_MAX_NEW_TOKENS
+    min_new_tokens: Int64 = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: Int64 = -1
+    min_p: float = 0.0
+    stop: str | list[str] = ""
+    stop_token_ids: list[Int64] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    n: Int64 = 1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[Int64, float] = {}
+    sampling_seed: Int64 | None = None
+    stream_interval: Int64 = 1
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    max_draft_tokens: Int64 | None = None
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt of a call.
+
+    Attributes:
+        request: What is submitted.
+        scores_only: No tokens are wanted (max_new_tokens 0). The engine samples one all the same.
+        logprobs: Whether logprobs are shown.
+        logprob_start: Where those of the prompt begin; -1 shows none.
+        top_logprobs: How many of the likeliest tokens are shown at each place.
+        token_texts: Whether logprobs come with the tokens' texts.
+        skip_special: Whether special tokens are left out of the text.
+        trim_stop: Whether what ended a generation is left out of the text.
+        interval_tokens: A stream has an event at every so many tokens at most.
+    """
+
+    request: GenerateRequest
+    scores_only: bool
+    logprobs: bool
+    logprob_start: int
+    top_logprobs: int
+    token_texts: bool
+    skip_special: bool
+    trim_stop: bool
+    interval_tokens: int
+
+    @property
+    def plain_text(self) -> bool:
+        """Whether the text is what the engine delivers."""
+        return self.skip_special and self.trim_stop
+
+    @property
+    def needs_words(self) -> bool:
+        """Whether the answer takes the tokenizer."""
+        return not self.plain_text or bool(self.request.sampling.stop) or self.token_texts
+
+    @property
+    def needs_token_ids(self) -> bool:
+        """Whether the answer names the prompt's tokens, which the client has given as text."""
+        return self.logprob_start >= 0 and self.request.prompt is not None
+
+
+class Call(msgspec.Struct, frozen=True):
+    """All prompts of a call.
+
+    Attributes:
+        prompts: Made one by one as they are asked for, so that others can be served in between; a
+            RequestError may come of each.
+        batch: The answer is a list.
+        budget_ms: Time that all of them may take from the call's arrival on.
+    """
+
+    prompts: Iterator[Wanted]
+    batch: bool
+    stream: bool
+    budget_ms: float | None
+
+
+def read_call(body: Body, max_prompts: int) -> Call:
+    """A body as a call.
+
+    Args:
+        max_prompts: More, each counted as often as it is sampled, are refused.
+
+    Raises:
+        RequestError: There are too many prompts, a field is of the wrong type or not supported, or
+            lists differ in length.
+    """
+    for given in (body.get("text"), body.get("input_ids")):
+        # Of numbers it is one prompt.
+        if isinstance(given, list) and not (given and isinstance(given[0], int)):
+            _check_number(len(given), max_prompts)
+    fields = read_fields(body, GenerateBody, _IGNORED)
+    prompts, batch = _prompts(fields)
+    count = len(prompts)
+    # An empty list has none for any prompt.
+    params = {} if fields.sampling_params is None else fields.sampling_params
+    given = _each(params, "sampling_params", count)
+    first = _read_sampling(given[0])
+    one_for_all = not isinstance(fields.sampling_params, list)
+    columns = zip(
+        prompts,
+        _request_ids(fields.rid, count, batch),
+        repeat(first, count) if one_for_all else map(_read_sampling, given),
+        _each(fields.return_logprob, "return_logprob", count),
+        _each(fields.logprob_start_len, "logprob_start_len", count),
+        _each(fields.top_logprobs_num, "top_logprobs_num", count),
+        _each(fields.extra_key, "extra_key", count),
+        _each(fields.lora_path, "lora_path", count),
+        strict=True,
+    )
+    wanted = (_wanted(fields, *row) for row in columns)
+    batch = batch or first.n > 1
+    return Call(_not_too_many(wanted, max_prompts), batch, fields.stream, fields.budget_ms)
+
+
+def _not_too_many(prompts: Iterator[Wanted], max_prompts: int) -> Iterator[Wanted]:
+    samples = 0
+    for wanted in prompts:
+        samples += max(1, wanted.request.n)
+        _check_number(samples, max_prompts)
+        yield wanted
+
+
+def _check_number(prompts: int, max_prompts: int) -> None:
+    if prompts > max_prompts:
+        raise RequestError(
+            f"the call has more than {max_prompts} prompts (gateway.max_prompts), each counted n "
+            "times; send them in several calls",
+            code="too_many_prompts",
+        )
+
+
+def _read_sampling(given: Body) -> SamplingBody:
+    return read_fields(given, SamplingBody, _IGNORED_SAMPLING, "sampling_params.")
+
+
+def _prompts(fields: GenerateBody) -> tuple[list[str | tuple[int, ...]], bool]:
+    """Texts or token ids, and whether they came as a list."""
+    if (fields.text is None) == (fields.input_ids is None):
+        raise RequestError("give exactly one of text and input_ids", code="invalid_prompt")
+    given: Any = fields.text if fields.text is not None else fields.input_ids
+    if isinstance(given, str):
+        return [given], False
+    if not given:
+        raise RequestError("there is no prompt in the list", code="empty_prompt")
+    if isinstance(given[0], int):
+        return [convert(given, tuple[int, ...], "input_ids")], False
+    if fields.text is not None:
+        return list(given), True
+    return list(convert(given, tuple[tuple[int, ...], ...], "input_ids")), True
+
+
+def _request_ids(rid: str | list[str] | None, count: int, batch: bool) -> list[str]:
+    if rid is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if isinstance(rid, str):
+        return [f"{rid}_{i}" for i in range(count)] if batch else [rid]
+    if len(set(rid)) < len(rid):
+        raise RequestError("rid holds an id twice", code="duplicate_request")
+    return _each(rid, "rid", count)
+
+
+def _each(value: Any, name: str, count: int) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{name} has {len(value)} entries for {count} prompts")
+    return value
+
+
+def _wanted(
+    fields: GenerateBody,
+    prompt: str | tuple[int, ...],
+    request_id: str,
+    params: SamplingBody,
+    logprobs: bool,
+    logprob_start: int,
+    top_logprobs: int,
+    extra_key: str,
+    adapter: str | None,
+) -> Wanted:
+    start = logprob_start if logprobs else -1
+    top = top_logprobs if logprobs else 0
+    scores_only = params.max_new_tokens == 0
+    request = GenerateRequest(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=None if isinstance(prompt, str) else prompt,
+        n=params.n,
+        sampling=_sampling(params, top, top if start >= 0 else None),
+        stream=fields.stream,
+        priority=fields.priority,
+        cache_salt=extra_key,
+        model=adapter or "",
+    )
+    return Wanted(
+        request=request,
+        scores_only=scores_only,
+        logprobs=logprobs,
+        logprob_start=start,
+        top_logprobs=top,
+        token_texts=logprobs and fields.return_text_in_logprobs,
+        skip_special=params.skip_special_tokens,
+        trim_stop=not params.no_stop_trim,
+        interval_tokens=max(1, params.stream_interval),
+    )
+
+
+def _sampling(
+    params: SamplingBody, top_logprobs: int, prompt_logprobs: int | None
+) -> SamplingParams:
+    stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
+    return SamplingParams(
+        temperature=temperature_of(params.temperature),
+        max_tokens=params.max_new_tokens or 1,
+        stop_token_ids=frozenset(params.stop_token_ids),
+        top_k=top_k_of(params.top_k),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.sampling_seed,
+        stop=tuple(text for text in stop if text),
+        ignore_eos=params.ignore_eos,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=params.logit_bias,
+        min_tokens=params.min_new_tokens,
+        logprobs=top_logprobs,
+        prompt_logprobs=prompt_logprobs,
+        constraint=_constraint(params),
+        max_draft_tokens=params.max_draft_tokens,
+    )
+
+
+def _constraint(params: SamplingBody) -> Constraint | None:
+    """SGLang has its grammars in llama.cpp's form, or nearly so."""
+    found: dict[str, Constraint | None] = {}
+    if params.json_schema:
+        found["sampling_params.json_schema"] = Constraint(json_schema=params.json_schema)
+    if params.regex:
+        found["sampling_params.regex"] = Constraint(regex=params.regex)
+    if params.ebnf:
+        found["sampling_params.ebnf"] = of_grammar(params.ebnf)
+    return the_one(found)

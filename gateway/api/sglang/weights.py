@@ -1,0 +1,326 @@
+"""SGLang's calls about weights: groups, updates, sessions, pausing; and about memory."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from binascii import Error as Base64Error
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import anyio.to_thread
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....bus.control import MEMORY_TAGS, MemoryTag
+from ....bus.weights import FolderWeights, GroupWeights, InFlight, TensorMeta, WeightsSource
+from ....config import Config, NanoInferenceError, RequestError
+from ....config.temporary import temporary_folder
+from ....pipeline.client import BusClient
+from ...server.http import (
+    Int64,
+    JsonResponse,
+    decode_object,
+    error_response,
+    read_body,
+)
+from .fields import read_fields, read_sglang_object
+from .sync import WeightSync
+
+# What there is to free or to record again, the engine sees to by itself. Cached prefixes of other
+# weights are never used, so it makes no difference whether they are flushed.
+_IGNORED = frozenset(
+    {"flush_cache", "torch_empty_cache", "recapture_cuda_graph", "keep_pause", "token_step"}
+)
+_SELECTORS = ("all", "target")
+
+_UNPACKED_AT_ONCE = 1
+"""Calls whose tensors are decoded, beside the event loop; each keeps a core busy. Others wait."""
+
+_PIECE = 1 << 20
+"""Characters of base64 that are decoded in one go, a multiple of 4: until that is done no other
+thread of Python runs, the event loop's neither."""
+
+_IN_FLIGHT: dict[str, InFlight] = {"abort": "abort", "retract": "retract", "in_place": "keep"}
+
+
+class GroupBody(msgspec.Struct, frozen=True):
+    """InitWeightsUpdateGroupReqInput."""
+
+    master_address: str
+    master_port: Int64
+    rank_offset: Int64
+    world_size: Int64
+    group_name: str = "weight_update_group"
+    backend: Literal["gloo", "nccl"] = "nccl"
+
+
+class LeaveBody(msgspec.Struct, frozen=True):
+    """DestroyWeightsUpdateGroupReqInput."""
+
+    group_name: str = "weight_update_group"
+
+
+class UpdateBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What all updates share."""
+
+    weight_version: str | None = None
+    abort_all_requests: bool = False
+    load_format: str = ""
+    selector: str = "all"
+
+
+class DistributedBody(UpdateBody, frozen=True, kw_only=True):
+    """UpdateWeightsFromDistributedReqInput."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[Int64, ...]]
+    group_name: str = "weight_update_group"
+
+
+class DiskBody(UpdateBody, frozen=True, kw_only=True):
+    """UpdateWeightFromDiskReqInput."""
+
+    model_path: str
+
+
+class TensorBody(UpdateBody, frozen=True, kw_only=True):
+    """UpdateWeightsFromTensorReqInput."""
+
+    serialized_named_tensors: list[str]
+
+
+class SessionBody(msgspec.Struct, frozen=True):
+    """BeginWeightUpdateReqInput."""
+
+    selector: str = "all"
+
+
+class PauseBody(msgspec.Struct, frozen=True):
+    """PauseGenerationReqInput."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class EmptyBody(msgspec.Struct, frozen=True):
+    """ContinueGenerationReqInput and EndWeightUpdateReqInput, of which no field counts."""
+
+
+class MemoryBody(msgspec.Struct, frozen=True):
+    """ReleaseMemoryOccupationReqInput and ResumeMemoryOccupationReqInput."""
+
+    tags: list[MemoryTag | Literal["cuda_graph"]] | None = None
+
+    @property
+    def ours(self) -> tuple[MemoryTag, ...]:
+        """CUDA graphs go and come with the memory that they use."""
+        if self.tags is None:
+            return MEMORY_TAGS
+        return tuple(tag for tag in self.tags if tag != "cuda_graph")
+
+
+class VersionBody(msgspec.Struct, frozen=True):
+    """UpdateWeightVersionReqInput."""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class WeightCalls:
+    """The endpoints."""
+
+    def __init__(self, engine: BusClient, config: Config, sync: WeightSync) -> None:
+        self._engine = engine
+        self._config = config
+        self._sync = sync
+        self._unpacking = anyio.CapacityLimiter(_UNPACKED_AT_ONCE)
+
+    async def init_group(self, request: Request) -> Response:
+        body = read_fields(await self._object(request), GroupBody)
+        host = body.master_address
+        if ":" in host and not host.startswith("["):
+            host = f"[{host}]"
+        try:
+            await self._engine.join_weights_group(
+                body.group_name,
+                f"{host}:{body.master_port}",
+                body.world_size,
+                rank_offset=body.rank_offset,
+                backend=body.backend,
+                timeout_s=self._config.gateway.sync_timeout_s,
+            )
+        except NanoInferenceError as error:
+            return _failed(error)
+        return _succeeded(f"joined the group {body.group_name!r}")
+
+    async def destroy_group(self, request: Request) -> Response:
+        body = read_fields(await self._object(request), LeaveBody)
+        try:
+            await self._engine.leave_weights_group(body.group_name)
+        except NanoInferenceError as error:
+            return _failed(error)
+        return _succeeded(f"left the group {body.group_name!r}")
+
+    async def from_distributed(self, request: Request) -> Response:
+        body = read_fields(await self._object(request), DistributedBody, _IGNORED)
+        _check_update(body, formats=("", "auto"))
+        if not len(body.names) == len(body.dtypes) == len(body.shapes):
+            raise RequestError("names, dtypes and shapes differ in length")
+        if not body.names:
+            raise RequestError("names is empty; name the tensors that are broadcast")
+        # In a thread: there may be very many, and others wait for this one.
+        tensors = await anyio.to_thread.run_sync(_metas, body)
+        return await self._take(GroupWeights(body.group_name, tensors), body)
+
+    async def from_disk(self, request: Request) -> Response:
+        body = read_fields(await self._object(request), DiskBody, _IGNORED)
+        _check_update(body, formats=("", "auto", "safetensors"))
+        return await self._take(
+            FolderWeights(body.model_path), body, whole=True, num_paused_requests=0
+        )
+
+    async def from_tensor(self, request: Request) -> Response:
+        """Tensors in the body. They go on in a file, which takes executors on this machine."""
+        content = await read_body(request, self._config.gateway.max_weights_bytes)
+        found = await anyio.to_thread.run_sync(decode_object, content, limiter=self._unpacking)
+        del content
+        body = read_fields(found, TensorBody, _IGNORED)
+        _check_update(body, formats=("", "safetensors", "flattened_bucket", "direct"))
+        if body.load_format != "safetensors":
+            raise RequestError(
+                "serialized_named_tensors holds pickles, which can run any code and are not read "
+                "here; send base64 of safetensors files with load_format 'safetensors', or use "
+                "update_weights_from_distributed or update_weights_from_disk",
+                code="unsupported",
+            )
+        if not body.serialized_named_tensors:
+            raise RequestError("serialized_named_tensors is empty")
+        with temporary_folder("weights") as folder:
+            texts = body.serialized_named_tensors
+            await anyio.to_thread.run_sync(_unpack, folder, texts, limiter=self._unpacking)
+            del found, texts
+            return await self._take(FolderWeights(str(folder)), body)
+
+    async def begin(self, request: Request) -> Response:
+        body = read_fields(await self._object(request), SessionBody)
+        _check_selector(body.selector)
+        try:
+            dropped = await self._sync.open()
+        except NanoInferenceError as error:
+            return _failed(error)
+        return _succeeded(f"a weight update session is open{_dropped(dropped)}")
+
+    async def end(self, request: Request) -> Response:
+        read_fields(await self._object(request), EmptyBody, _IGNORED)
+        try:
+            version = await self._sync.close()
+        except NanoInferenceError as error:
+            return _failed(error)
+        return _succeeded(_in_place(version))
+
+    async def pause(self, request: Request) -> Response:
+        body = read_fields(await self._object(request), PauseBody)
+        dropped = await self._sync.pause(_IN_FLIGHT[body.mode])
+        return _ok(f"generation is paused{_dropped(dropped)}")
+
+    async def resume(self, request: Request) -> Response:
+        read_fields(await self._object(request), EmptyBody, _IGNORED)
+        version = await self._sync.resume()
+        return _ok(f"generation goes on; {_in_place(version)}")
+
+    async def release_memory(self, request: Request) -> Response:
+        tags = read_fields(await self._object(request), MemoryBody).ours
+        dropped = await self._sync.release_memory(tags)
+        return _ok(f"released: {', '.join(tags)}{_dropped(dropped)}")
+
+    async def resume_memory(self, request: Request) -> Response:
+        tags = read_fields(await self._object(request), MemoryBody).ours
+        version = await self._sync.resume_memory(tags)
+        update = "" if version is None else f"; {_in_place(version)}"
+        return _ok(f"there again: {', '.join(tags)}{update}")
+
+    async def rename(self, request: Request) -> Response:
+        body = read_fields(await self._object(request), VersionBody)
+        if body.abort_all_requests:
+            await self._engine.cancel_all()
+        await self._sync.rename(body.new_version)
+        return _succeeded(
+            f"the weights in place are called {body.new_version!r}", new_version=body.new_version
+        )
+
+    async def _take(
+        self, weights: WeightsSource, body: UpdateBody, *, whole: bool = False, **more: Any
+    ) -> Response:
+        try:
+            version = await self._sync.take(
+                weights, body.weight_version, abort=body.abort_all_requests, whole=whole
+            )
+        except NanoInferenceError as error:
+            return _failed(error, **more)
+        kept = "a part is kept; all are put in place when the update ends"
+        return _succeeded(kept if version is None else _in_place(version), **more)
+
+    async def _object(self, request: Request) -> dict[str, Any]:
+        return await read_sglang_object(request, self._config)
+
+
+def _check_update(body: UpdateBody, formats: tuple[str, ...]) -> None:
+    _check_selector(body.selector)
+    if body.load_format not in formats:
+        known = ", ".join(repr(each) for each in formats if each)
+        raise RequestError(
+            f"load_format {body.load_format!r} is not supported here; leave it out, or give one "
+            f"of {known}",
+            code="unsupported",
+        )
+
+
+def _check_selector(selector: str) -> None:
+    if selector not in _SELECTORS:
+        raise RequestError(
+            f"selector {selector!r} is not supported here: there is one model and no draft",
+            code="unsupported",
+        )
+
+
+def _metas(body: DistributedBody) -> tuple[TensorMeta, ...]:
+    return tuple(
+        TensorMeta(name, dtype.removeprefix("torch."), shape)
+        for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True)
+    )
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return b64decode(text, validate=True)
+    except (Base64Error, ValueError):
+        raise RequestError("serialized_named_tensors must hold base64") from None
+
+
+def _unpack(folder: Path, texts: list[str]) -> None:
+    for index, text in enumerate(texts):
+        with (folder / f"part-{index:05}.safetensors").open("wb") as file:
+            for start in range(0, len(text), _PIECE):
+                file.write(_decoded(text[start : start + _PIECE]))
+
+
+def _dropped(parts: int) -> str:
+    return f"; {parts} parts of an update that was not ended are dropped" if parts else ""
+
+
+def _in_place(version: int | None) -> str:
+    return "the weights are as they were" if version is None else f"version {version} is in place"
+
+
+def _succeeded(message: str, **more: Any) -> Response:
+    return JsonResponse({"success": True, "message": message, **more})
+
+
+def _failed(error: NanoInferenceError, **more: Any) -> Response:
+    return error_response(error, {"success": False, "message": error.message, **more})
+
+
+def _ok(message: str) -> Response:
+    return JsonResponse({"message": message, "status": "ok"})

@@ -1,0 +1,1 @@
+"""Connections, TLS, limits, and the HTTP that all interfaces share."""

@@ -1,0 +1,160 @@
+"""The HTTP server that runs the application."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from ...config import GatewayConfig
+from ..policy.audit import AuditLog
+from ..serving.measures import Measures
+from .callers import only_known_callers
+from .calls import ObservedCalls
+from .connection_limits import limits_here
+from .connections import LINGER_S, Connection, Connections
+from .http import DEFAULT_RETRY_S, EngineError, Respond, respond_plainly
+from .limits import RequestLimits
+from .tls import Certificates, Handshake
+
+BACKLOG = 2048
+"""Connections that may wait in the kernel to be accepted."""
+
+LEAVE_S = 5.0
+"""For calls under way when the server is to stop; those that remain are then told."""
+
+# In the server's ticks, of which there are ten a second. It looks at each connection.
+_SWEEP_EVERY = 10
+# `Connections` sees to it.
+_NEVER_S = 10**9
+# What asyncio says, for each connection that it tries to accept and once a second again.
+_NO_FILES_LEFT = "socket.accept() out of system resource"
+
+
+LoopHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, which leaves the process's signals and its logs alone.
+
+    Attributes:
+        connections: Those that there are.
+        calls: What is under way on them.
+        entrance: By which they come: `calls`, or what stands before them.
+        most: How many connections and requests there may be.
+        limits: How much may be, on these and beside them.
+        certificates: Its own, and its clients'; None without TLS.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: GatewayConfig,
+        measures: Measures | None = None,
+        audit: AuditLog | None = None,
+    ) -> None:
+        """Args: what answers, its settings, and where to tell what is done; None for nowhere."""
+        measures = measures or Measures()
+        self.most = limits_here(config)
+        respond: Respond = getattr(getattr(app, "state", None), "respond", respond_plainly)
+        self.limits = RequestLimits(app, self.most.requests, config.max_bodies_bytes, respond)
+        self.connections = Connections(config, self.limits, self.most.connections, measures)
+        # Starlette's; another application's calls are all of no route.
+        routes = [each.path for each in getattr(app, "routes", ()) if isinstance(each, Route)]
+        known = only_known_callers(self.limits, config, measures, respond)
+        self.calls = ObservedCalls(known, measures, routes, config.access_log, audit)
+        # Whatever stands before the application sees the paths of interfaces.
+        entrance: Callable[[ASGIApp], ASGIApp] = getattr(
+            getattr(app, "state", None), "entrance", lambda calls: calls
+        )
+        self.entrance = entrance(self.calls)
+        self._swept_s = 0.0
+        self._loop_handler: LoopHandler | None = None
+        self.certificates = Certificates(config) if config.tls_certificate else None
+        super().__init__(
+            uvicorn.Config(
+                self.entrance,
+                ws="none",
+                log_config=None,
+                # Its warnings are one a request, for what anybody may send.
+                log_level="error",
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=_NEVER_S,
+                # By then all are told to end; uvicorn would log each as a failure.
+                timeout_graceful_shutdown=math.ceil(LEAVE_S + 2 * LINGER_S),
+            )
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        self._swept_s = loop.time()
+        self._loop_handler = loop.get_exception_handler()
+        loop.set_exception_handler(self._on_loop_error)
+        # Without sockets, which it would hand to connections of its own.
+        await super().startup([])
+        for listener in sockets or []:
+            accepting = await loop.create_server(
+                self._connect, sock=listener, backlog=self.most.accepted_at_once
+            )
+            self.servers.append(accepting)
+            # asyncio has told the kernel how many it accepts at once.
+            listener.listen(BACKLOG)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        ends = (
+            loop.call_later(LEAVE_S, self.connections.end_all, _stopped()),
+            loop.call_later(LEAVE_S + LINGER_S, self.connections.end_all),
+        )
+        await super().shutdown(sockets)
+        for end in ends:
+            end.cancel()
+        loop.set_exception_handler(self._loop_handler)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _SWEEP_EVERY == 0:
+            now_s = asyncio.get_running_loop().time()
+            self.connections.sweep(now_s - self._swept_s)
+            self._swept_s = now_s
+            if self.certificates is not None:
+                self.certificates.refresh()
+        return await super().on_tick(counter)
+
+    def _connect(self) -> asyncio.BaseProtocol:
+        connection = Connection(
+            self.connections,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        if self.certificates is None:
+            return connection
+        return Handshake(self.connections, connection, self.certificates)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if context.get("message") == _NO_FILES_LEFT:
+            self.connections.count("not_accepted")
+        elif self._loop_handler is not None:
+            self._loop_handler(loop, context)
+        else:
+            loop.default_exception_handler(context)
+
+
+def _stopped() -> EngineError:
+    return EngineError(
+        "the gateway has stopped; send it again, to another one",
+        code="shutting_down",
+        retry_after_s=DEFAULT_RETRY_S,
+    )

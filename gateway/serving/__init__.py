@@ -1,0 +1,1 @@
+"""Requests on their way through the engine, and durable calls: what all interfaces share."""

@@ -1,0 +1,126 @@
+"""A conversation as it is submitted: as a prompt, with what its answer has to be, and with what it
+takes to read that."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from ...config import NanoInferenceError, SamplingParams
+from ...text.grammar import check_size
+from ...text.messages import MessageFormat, Reading, ToolUse, constraint_of
+from ..server.http import FieldError
+from .chat_templates import ChatTemplates, Conversation
+from .template_variables import reasoning_asked
+from .words import LazyWords
+
+
+class Prepared(NamedTuple):
+    """What is submitted, and how it is read.
+
+    Attributes:
+        sampling: With a constraint, where one follows from what was asked.
+        form: How the model writes messages; None where nobody knows.
+        reading: What it takes to read the answer; None where that is text alone.
+    """
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    form: MessageFormat | None
+    reading: Reading | None
+
+
+async def prepare(
+    templates: ChatTemplates,
+    words: LazyWords,
+    conversation: Conversation,
+    use: ToolUse,
+    sampling: SamplingParams,
+    tenant: str,
+    *,
+    reasoning_budget: int | None = None,
+    separates_reasoning: bool = True,
+    budget_param: str = "thinking_token_budget",
+) -> Prepared:
+    """Renders a conversation, and says what its answer has to be.
+
+    Args:
+        conversation: Its tools are taken from `use`.
+        sampling: With the constraint of the answer's text.
+        tenant: Whose it is.
+        reasoning_budget: Most tokens of reasoning; None for no limit.
+        separates_reasoning: Whether reasoning is taken out of the text, where the model has any.
+        budget_param: The field of the call that has the budget.
+
+    Raises:
+        RequestError: As `ChatTemplates.render`; unsupported: the model's format does not say how
+            it is done; invalid_constraint.
+    """
+    form = await templates.message_format()
+    reasons = form is not None and form.reads_reasoning
+    reasoning = conversation.reasoning
+    if use.usable and (form is None or not form.reads_calls):
+        raise _not_known("how this model writes calls", "tools")
+    if separates_reasoning and not reasons and reasoning is not None and reasoning.on:
+        raise _not_known("how this model writes its reasoning", reasoning.on_param)
+    if reasoning_budget is not None and (form is None or form.reasoning is None):
+        raise _not_known("how this model writes its reasoning", budget_param)
+    if sampling.constraint is not None:
+        # As admission, before a grammar of megabytes is read.
+        check_size(sampling.constraint, templates.max_constraint_bytes)
+    rendered = await templates.render(replace(conversation, tools=use.usable), tenant)
+    constraint = None
+    if use.usable or sampling.constraint is not None or reasoning_budget is not None:
+        special_tokens = (await words.required()).special_tokens
+        asked_for = (use, sampling.constraint, reasoning_budget, special_tokens)
+        constraint = await words.make_grammar(
+            partial(
+                constraint_of,
+                form,
+                rendered.opening,
+                *asked_for,
+                reasoning_asked=reasoning_asked(reasoning, conversation.variables),
+            )
+        )
+    if constraint is not None and sampling.constraint is None:
+        _check_free_to_end(sampling)
+    separates = separates_reasoning and reasons
+    reading = None
+    if use.usable or separates:
+        reading = Reading(opening=rendered.opening, tools=use.usable, separates_reasoning=separates)
+    sampling = replace(sampling, constraint=constraint)
+    return Prepared(rendered.token_ids, sampling, form, reading)
+
+
+def of_tools(error: NanoInferenceError, reading: Reading | None) -> NanoInferenceError:
+    """An error, about the tools where the constraint was made of them.
+
+    Without tools a constraint is the answer's format, which each interface calls by its own name.
+    """
+    if error.code != "invalid_constraint" or reading is None or not reading.tools:
+        return error
+    return FieldError(error.message, param="tools", code=error.code)
+
+
+def _not_known(what: str, param: str) -> FieldError:
+    return FieldError(
+        f"{param}: {what} is not known; leave it out, or name its format by "
+        "gateway.message_format, as docs/tools.md has it",
+        param=param,
+        code="unsupported",
+    )
+
+
+def _check_free_to_end(sampling: SamplingParams) -> None:
+    """What is asked of calls and reasoning is kept by a grammar, and one that is complete ends."""
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(sampling, name):
+            raise FieldError(
+                f"{name} goes on past the end of a message that has to be of some form "
+                "(required or strict tools, parallel calls forbidden, a budget of reasoning); "
+                "give one of them",
+                param=name,
+                code="invalid_constraint",
+            )

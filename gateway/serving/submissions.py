@@ -1,0 +1,432 @@
+"""The requests of all interfaces on their way through the engine: in turn, in time, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Sequence,
+)
+from contextlib import aclosing, contextmanager, suppress
+from functools import partial
+from typing import NamedTuple
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from ...bus.codec import encode_request
+from ...bus.public import Completion, ErrorInfo, GenerateRequest, Output
+from ...config import BusError, Config, NanoInferenceError, RequestError, shown
+from ...pipeline.client import BusClient
+from ...stages.admission.checks import MAX_PRIORITY
+from ...telemetry import instruments, names
+from ...text.tokenizer import prompt_too_long
+from ..policy.caller import Caller
+from ..policy.chain import PolicyChain
+from ..policy.models import may_use
+from ..server.http import DEFAULT_RETRY_S, EngineError, FieldError
+from .account import Account
+from .durable_calls import Attendance
+from .measures import Measures
+from .model_length import ModelLength
+from .origin import Origin
+from .readiness import DRAINING, Readiness
+from .turns import Turns, WaitingCall
+
+AT_ONCE = 16
+"""Prompts that are made ready, or begun, before others are served."""
+
+ENDED_EARLY = ErrorInfo(code="aborted", message="the request was aborted")
+"""Why a request has no tokens that was ended while it waited here."""
+
+# How often lanes are counted while requests wait.
+_COUNT_LANES_S = 10.0
+
+
+class _Owner(NamedTuple):
+    """The tenant of a request, and the model or adapter that it is for."""
+
+    tenant: str
+    model: str
+
+
+class _TooLate(EngineError):
+    """A call's time was over before all of its requests were in the pipeline."""
+
+    def __init__(self, origin: Origin) -> None:
+        super().__init__(
+            f"the call's time ({origin.limited_by}) was over before all of it could run; give it "
+            "more",
+            code="expired",
+        )
+
+
+class Submissions:
+    """The requests of a gateway that wait for a place or are in the pipeline.
+
+    Attributes:
+        measures: Where the gateway tells what it does.
+        length: Tokens that prompt and completion may have together.
+    """
+
+    def __init__(
+        self,
+        engine: BusClient,
+        config: Config,
+        measures: Measures,
+        readiness: Readiness,
+        policy: PolicyChain | None = None,
+    ) -> None:
+        """`policy`: what the requests of each call have to pass; None for nothing."""
+        self._engine = engine
+        self._policy = policy or PolicyChain()
+        self._config = config
+        self.measures = measures
+        self.length = ModelLength(engine, config)
+        self._readiness = readiness
+        self._turns = Turns(config.gateway_places, config.gateway.max_waiting, measures)
+        self._count_lanes_at = 0.0
+        # One may be attended by several connections.
+        self._request_ids: Counter[str] = Counter()
+        # Of each request that waits or runs here.
+        self._owners: dict[str, _Owner] = {}
+        self._model = config.bus.model
+
+    @property
+    def in_flight(self) -> int:
+        """How many are in the pipeline."""
+        return len(self._request_ids)
+
+    @property
+    def waiting(self) -> int:
+        """How many wait here until there is a place for them."""
+        return self._turns.waiting
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits or runs here."""
+        return not (self._owners or self._request_ids)
+
+    def has(self, request_id: str) -> bool:
+        """Whether a request waits or runs here, or any of a call to which the id was given."""
+        return any(_concerns(request_id, each) for each in self._owners)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request, and those of a call to which the id was given as a whole."""
+        self.end_waiting(request_id)
+        running = (each for each in self._request_ids if _concerns(request_id, each))
+        for each in sorted({*running, request_id}):
+            await self._engine.cancel(each)
+
+    async def abort_own(self, caller: Caller, request_id: str) -> bool:
+        """As `abort`, of requests of the caller's tenant by models that the caller may use.
+
+        Returns:
+            Whether there was such a request at this gateway.
+        """
+        own = {
+            each
+            for each, owner in self._owners.items()
+            if owner.tenant == caller.tenant
+            and may_use(caller, owner.model)
+            and _concerns(request_id, each)
+        }
+        self._turns.end(own.__contains__)
+        for each in sorted(own & self._request_ids.keys()):
+            await self._engine.cancel(each)
+        return bool(own)
+
+    def end_waiting(self, call_id: str) -> None:
+        """Ends what waits here of a call."""
+        self._turns.end(partial(_concerns, call_id))
+
+    async def abort_all(self) -> None:
+        """Ends what waits here, and all requests in the pipeline, whoever sent them."""
+        self._turns.end(lambda request_id: True)
+        await self._engine.cancel_all()
+
+    def check_ready(self) -> None:
+        """Raises EngineError (shutting_down) when the gateway is to stop."""
+        if self._readiness.draining:
+            raise EngineError(
+                f"{DRAINING}; send it again, to another one",
+                code="shutting_down",
+                retry_after_s=DEFAULT_RETRY_S,
+            )
+
+    def check_size(self, request: GenerateRequest, max_model_len: int) -> None:
+        """Refuses what the bus or admission would refuse, before it costs them anything.
+
+        Args:
+            max_model_len: As `length` has it.
+
+        Raises:
+            RequestError: prompt_too_long, request_too_large.
+        """
+        text, token_ids = request.prompt or "", request.prompt_token_ids or ()
+        # Nothing has to fit behind a prompt whose vector is wanted.
+        if len(token_ids) > (most := max_model_len - (request.embed is None)):
+            given = f"the prompt has {len(token_ids)}"
+            raise prompt_too_long(max_model_len, given, f"shorten it to {most} or fewer")
+        max_bytes = self._config.bus.max_request_bytes
+        # Most texts need not be encoded to see that they are short enough.
+        if len(text) * 4 > max_bytes and len(text.encode(errors="surrogatepass")) > max_bytes:
+            raise RequestError(
+                f"the prompt alone has more than {max_bytes} bytes, which is the most that a "
+                "request may have (bus.max_request_bytes); shorten it",
+                code="request_too_large",
+            )
+
+    def check_priority(
+        self, caller: Caller, request: GenerateRequest, *, lower_first: bool = True
+    ) -> None:
+        """Refuses a priority that the caller may not ask for.
+
+        A request of priority 0, which is that of one without, runs as high as it may.
+
+        Args:
+            lower_first: Whether the interface has lower ones earlier, where the engine has higher.
+
+        Raises:
+            FieldError: invalid_priority.
+        """
+        asked, most = request.priority, self._max_priority(caller)
+        if not asked or -MAX_PRIORITY <= asked <= most:
+            return
+        low, high, told = -MAX_PRIORITY, most, asked
+        if lower_first:
+            low, high, told = -high, -low, -told
+        own = caller.max_priority is not None
+        setting = "max_priority of the key or its tenant" if own else "gateway.max_priority"
+        raise FieldError(
+            f"priority is {shown(told)}; it must be from {low} to {high}, where "
+            f"{'lower' if lower_first else 'higher'} is earlier ({setting}). Leave it out, or have "
+            "the limit raised",
+            param="priority",
+            code="invalid_priority",
+        )
+
+    def check_encoded(self, request: GenerateRequest) -> None:
+        """Refuses what the bus would refuse for its size, before any of a call is published.
+
+        Raises:
+            RequestError: request_too_large.
+        """
+        size, most = len(encode_request(request)[1]), self._config.bus.max_request_bytes
+        if size > most:
+            raise RequestError(
+                f"the prompt with its parameters makes a request of {size} bytes, and a request "
+                f"may have {most} (bus.max_request_bytes); send less",
+                code="request_too_large",
+            )
+
+    async def run(
+        self,
+        origin: Origin,
+        requests: Sequence[GenerateRequest],
+        run: Callable[[int, bool], Awaitable[None]],
+        published: Collection[str] = (),
+    ) -> None:
+        """Runs the requests of a call, each from when there is a place for it.
+
+        The first error ends the others.
+
+        Args:
+            run: Takes the index of a request, and whether it may begin; it was ended if not.
+            published: The ids of those that have begun before and need no place here.
+
+        Raises:
+            NanoInferenceError: The first error; what the policy refuses; `shutting_down` when the
+                gateway is to stop.
+        """
+        self.check_ready()
+        new = [request for request in requests if request.request_id not in published]
+        ids = [each.request_id for each in requests]
+        model = self._config.engine.model_name
+        self._owners.update(
+            (each.request_id, _Owner(origin.tenant, each.model or model)) for each in requests
+        )
+        try:
+            async with self._policy.admitted(origin, new):
+                await self._run_admitted(origin, ids, run, published)
+        except NanoInferenceError as error:
+            origin.account.code = error.code
+            raise
+        finally:
+            for request_id in ids:
+                # Another connection may attend it, too.
+                if request_id not in self._request_ids:
+                    self._owners.pop(request_id, None)
+
+    async def _run_admitted(
+        self,
+        origin: Origin,
+        request_ids: Sequence[str],
+        run: Callable[[int, bool], Awaitable[None]],
+        published: Collection[str],
+    ) -> None:
+        failure: NanoInferenceError | None = None
+
+        async def run_one(index: int, begun: bool, placed: bool) -> None:
+            nonlocal failure
+            try:
+                await run(index, begun)
+            except NanoInferenceError as error:
+                failure = failure or error
+                group.cancel_scope.cancel()
+            finally:
+                if placed:
+                    self._turns.give_back(origin.tenant)
+
+        waiting = {name: index for index, name in enumerate(request_ids) if name not in published}
+        async with anyio.create_task_group() as group:
+            for index, request_id in enumerate(request_ids):
+                if request_id not in waiting:
+                    group.start_soon(run_one, index, True, False)
+            with self._turns.wait(origin.tenant, list(waiting)) as call:
+                try:
+                    await self._count_lanes()
+                    for number, (request_id, index) in enumerate(waiting.items()):
+                        begun = await _take(call, request_id, origin)
+                        group.start_soon(run_one, index, begun, begun)
+                        if number % AT_ONCE == 0 or failure is not None:
+                            await anyio.lowlevel.checkpoint()
+                except NanoInferenceError as error:
+                    failure = failure or error
+                    group.cancel_scope.cancel()
+        if failure is not None:
+            if isinstance(failure, _TooLate):
+                self.measures.refused("expired")
+            raise failure
+
+    async def outputs(
+        self,
+        origin: Origin,
+        request: GenerateRequest,
+        begun: bool,
+        attendance: Attendance | None = None,
+        before: str = "",
+    ) -> AsyncGenerator[Output, None]:
+        """What the engine makes of a request; when it was not `begun`, that it was ended.
+
+        One that somebody has ended is no error: there may be tokens.
+
+        Args:
+            attendance: In the call that it belongs to, where that is kept; it may have been
+                published before. Any other request ends when nobody takes its outputs.
+            before: What of the prompt the answer shows before each sample.
+
+        Raises:
+            NanoInferenceError: The engine did not do it.
+        """
+        published = attendance is not None and request.request_id in attendance.entries
+        if attendance is not None and not (begun and attendance.begins(request.request_id)):
+            await attendance.end_early(request.request_id)
+            begun = False
+        if not begun:
+            yield Completion(
+                request_id=request.request_id, entry_id="", status="cancelled", error=ENDED_EARLY
+            )
+            return
+        if not published and (left_ns := origin.left_ns) is not None:
+            if left_ns <= 0:
+                raise _TooLate(origin)
+            request = msgspec.structs.replace(request, budget_ns=left_ns)
+        if not published and request.priority > (most := self._max_priority(origin.caller)):
+            request = msgspec.structs.replace(request, priority=most)
+        if not published and self._model:
+            labels = {names.REQUEST_MODEL: self._model}
+            self.measures.metrics.record(instruments.MODEL_ROUTES, 1, labels)
+        with self._counted(request.request_id):
+            submit = self._engine.submit if attendance is None else attendance.outputs
+            # A call that is kept goes on without us, and one in a piece says nothing meanwhile.
+            is_seen = attendance is None and request.stream
+            made = _accounted(origin.account, request, submit(request, origin.trace), is_seen)
+            allowed = self._policy.outputs(origin, request, made, before)
+            async with aclosing(allowed) as outputs:
+                async for output in outputs:
+                    if isinstance(output, Completion):
+                        _check(output)
+                    yield output
+
+    async def told(self, origin: Origin, request: GenerateRequest, end: Completion) -> Output:
+        """What may be told of a request that has ended, and whose end was found on the bus."""
+
+        async def found() -> AsyncGenerator[Output, None]:
+            yield end
+
+        async with aclosing(self._policy.outputs(origin, request, found())) as outputs:
+            async for output in outputs:
+                return output
+        return end
+
+    def _max_priority(self, caller: Caller) -> int:
+        own = caller.max_priority
+        return self._config.gateway.max_priority if own is None else own
+
+    @contextmanager
+    def _counted(self, request_id: str) -> Iterator[None]:
+        self._request_ids[request_id] += 1
+        try:
+            yield
+        finally:
+            self._request_ids[request_id] -= 1
+            if not self._request_ids[request_id]:
+                del self._request_ids[request_id]
+
+    async def _count_lanes(self) -> None:
+        """Makes places for each lane, unless a setting says how many there are in all."""
+        now = anyio.current_time()
+        if not self.waiting or now < self._count_lanes_at:
+            return
+        self._count_lanes_at = now + _COUNT_LANES_S
+        if self._config.gateway.max_in_flight is None:
+            with suppress(BusError):
+                lanes = {report.lane for report in await self._engine.reports()}
+                self._turns.resize(self._config.gateway_places * max(1, len(lanes)))
+
+
+async def _accounted(
+    account: Account,
+    request: GenerateRequest,
+    outputs: AsyncGenerator[Output, None],
+    is_seen: bool,
+) -> AsyncGenerator[Output, None]:
+    """What the engine makes of a request, all of which counts, whatever leaves of it."""
+    left, request_id = account.left, request.request_id
+    left[request_id] = 0 if is_seen else None
+    async with aclosing(outputs):
+        async for output in outputs:
+            if isinstance(output, Completion):
+                del left[request_id]
+                account.add(output.usage)
+            elif (seen := left[request_id]) is not None:
+                left[request_id] = seen + len(output.token_ids)
+            yield output
+
+
+def _concerns(call_id: str, request_id: str) -> bool:
+    """Whether a request is meant by an id: its own, or that of its call."""
+    return request_id == call_id or request_id.startswith(f"{call_id}_")
+
+
+async def _take(call: WaitingCall, request_id: str, origin: Origin) -> bool:
+    """As `WaitingCall.take`, while the call has time."""
+    left_ns = origin.left_ns
+    try:
+        with anyio.fail_after(None if left_ns is None else max(0, left_ns) / 1e9):
+            return await call.take(request_id)
+    except TimeoutError:
+        raise _TooLate(origin) from None
+
+
+def _check(completion: Completion) -> None:
+    """Raises unless it was done, or aborted."""
+    error = completion.error
+    if error is not None and completion.status != "cancelled":
+        raise EngineError(error.message, code=error.code, retry_after_s=error.retry_after_s)

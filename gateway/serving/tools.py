@@ -1,0 +1,122 @@
+"""Tools as callers give them, by whichever interface."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from msgspec.structs import replace
+
+from ...config import shown
+from ...text.messages import Tool, ToolUse
+from ..server.http import FieldError
+
+_DEEPEST = 100
+"""How far schemas are nested at most, which programs that walk them by recursion count on."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def tools_of(given: Iterable[tuple[str, Tool]], schema: str = "parameters") -> tuple[Tool, ...]:
+    """The tools of a call, looked at.
+
+    Args:
+        given: Each with where its fields stand in the body, such as `tools[0].function`.
+        schema: What the interface calls the schema of the arguments.
+
+    Raises:
+        FieldError: A name can't be one, or is another tool's as well; a schema is not that of an
+            object, or is nested too deeply.
+    """
+    found: dict[str, Tool] = {}
+    for where, tool in given:
+        param = f"{where}.name"
+        if _NAME.fullmatch(tool.name) is None:
+            raise FieldError(
+                f"{param} is {shown(tool.name)}; it may have 1 to 64 of A to Z, a to z, 0 to 9, "
+                "_, - and .",
+                param=param,
+            )
+        if tool.name in found:
+            raise FieldError(f"{param}: there is a tool {shown(tool.name)} already", param=param)
+        kind = tool.parameters.get("type", "object")
+        if kind != "object":
+            param = f"{where}.{schema}.type"
+            raise FieldError(
+                f"{param} is {shown(kind)}; arguments are an object, and so it has to be 'object'",
+                param=param,
+            )
+        if _is_deep(tool.parameters):
+            param = f"{where}.{schema}"
+            raise FieldError(f"{param} is nested more than {_DEEPEST} deep", param=param)
+        found[tool.name] = tool
+    return tuple(found.values())
+
+
+def _is_deep(schema: Any) -> bool:
+    layer = [schema]
+    for _ in range(_DEEPEST):
+        inner = [each.values() if isinstance(each, dict) else each for each in layer]
+        layer = [each for values in inner for each in values if isinstance(each, dict | list)]
+    return bool(layer)
+
+
+def tool_of(
+    name: str, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None
+) -> Tool:
+    """A tool of which something may not be told."""
+    schema = {} if not parameters else {"parameters": dict(parameters)}
+    return Tool(name=name, description=description or "", strict=bool(strict), **schema)
+
+
+def tool_use_of(
+    tools: tuple[Tool, ...],
+    choice: Literal["none", "auto", "required"],
+    *,
+    parallel: bool = True,
+    param: str = "tool_choice",
+) -> ToolUse:
+    """What the model may call, when it is not told which.
+
+    Raises:
+        FieldError: A call is required, and there are no tools.
+    """
+    if choice == "required" and not tools:
+        raise FieldError(f"{param} asks for a call, and there are no tools", param=param)
+    return ToolUse(tools=tools, choice=choice, parallel=parallel)
+
+
+def with_named(use: ToolUse, name: str, param: str) -> ToolUse:
+    """The same, when it has to call this tool. Args: `param` is where the name stands.
+
+    Raises:
+        FieldError: There is no such tool.
+    """
+    check_known(use.tools, name, param)
+    return replace(use, choice="required", named=name)
+
+
+def with_allowed(
+    use: ToolUse, mode: Literal["auto", "required"], names: Sequence[tuple[str, str]], param: str
+) -> ToolUse:
+    """The same, when it may call some of the tools alone, and is told of no others.
+
+    Args:
+        names: Each with where it stands.
+        param: Where the choice stands.
+
+    Raises:
+        FieldError: There is no such tool, or none may be called and one has to be.
+    """
+    for where, name in names:
+        check_known(use.tools, name, where)
+    allowed = {name for _, name in names}
+    few = tuple(tool for tool in use.tools if tool.name in allowed)
+    return tool_use_of(few, mode, parallel=use.parallel, param=param)
+
+
+def check_known(tools: Iterable[Tool], name: str, param: str) -> None:
+    """Raises FieldError: there is no tool of that name."""
+    if all(tool.name != name for tool in tools):
+        raise FieldError(f"{param}: there is no tool {shown(name)}", param=param)

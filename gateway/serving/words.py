@@ -1,0 +1,160 @@
+"""Text of tokens beyond what completions bring, and tokens of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from ...config import ModelError, RequestError
+from ...text.detokenizer import Detokenizer, TokenPieces
+from ...text.tokenizer import (
+    check_text_fits,
+    load_tokenizer,
+    longest_token_bytes,
+    special_token_ids,
+    stop_token_ids_of,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+T = TypeVar("T")
+
+# Characters of a text that are tokenised at once; more take a thread.
+_SHORT_TEXT = 4096
+
+_THREADS = 2
+"""How many texts are worked on beside the event loop. Each thread keeps a core busy."""
+
+
+class Words:
+    """A model's tokenizer, as far as the gateway uses it.
+
+    Attributes:
+        tokenizer: Transformers'.
+        stop_token_ids: Those that end a generation by default.
+        special_tokens: Ids by names, as `chat.constraint_of` takes them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, stop_token_ids: frozenset[int]) -> None:
+        self.stop_token_ids = stop_token_ids
+        self.tokenizer = tokenizer
+        self.special_tokens = special_token_ids(tokenizer)
+        self._longest_token_bytes = longest_token_bytes(tokenizer)
+        self._token_texts: dict[int, str] = {}
+        self._pieces = {
+            skip: TokenPieces(tokenizer.backend_tokenizer, skip_special=skip)
+            for skip in (True, False)
+        }
+
+    def check_fits(self, text: str, max_model_len: int) -> None:
+        """Raises RequestError (prompt_too_long) for a text that can't be a prompt in any case."""
+        check_text_fits(text, self._longest_token_bytes, max_model_len)
+
+    def token_ids(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
+        """A prompt's tokens, as admission makes them.
+
+        Args:
+            add_special: Whether the tokenizer adds special tokens, as to a text; a conversation
+                has its own.
+
+        Raises:
+            RequestError: The tokenizer can't read it.
+        """
+        try:
+            found = self.tokenizer(text, add_special_tokens=add_special, verbose=False)
+            return tuple(found["input_ids"])
+        # The tokenizers library raises Exception itself.
+        except Exception as error:
+            raise RequestError(
+                "the model's tokenizer can't read the text", code="invalid_prompt"
+            ) from error
+
+    def text(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
+        """What tokens add to a text; special ones their own name, unless they are skipped."""
+        detokenizer = self.detokenizer(skip_special=skip_special)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def detokenizer(self, *, skip_special: bool) -> Detokenizer:
+        """The same, for a text that grows."""
+        return Detokenizer(self._pieces[skip_special])
+
+    def token(self, token_id: int) -> str:
+        """The text of a token that stands alone."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = str(self.tokenizer.decode([token_id]))
+        return text
+
+    def special_name(self, token_id: int) -> str:
+        """A special token's name; "" of all others."""
+        name = self._pieces[False][token_id]
+        return name if isinstance(name, str) and not self._pieces[True][token_id] else ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, which may be a part of a character; special ones their own
+        name."""
+        piece = self._pieces[False][token_id]
+        return piece if isinstance(piece, bytes) else piece.encode()
+
+
+class LazyWords:
+    """Loads the tokenizer when it is first needed, which takes a second or two."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._loading = anyio.Lock()
+        self._words: Words | None = None
+        self._threads = anyio.CapacityLimiter(_THREADS)
+        self._grammar_threads = anyio.CapacityLimiter(_THREADS)
+
+    async def get(self) -> Words:
+        """Raises ModelError when the folder has no tokenizer that can be used."""
+        async with self._loading:
+            if self._words is None:
+                self._words = await anyio.to_thread.run_sync(self._load)
+        return self._words
+
+    async def required(self) -> Words:
+        """The same, for a call that can't be answered without.
+
+        Raises:
+            RequestError: unsupported.
+        """
+        try:
+            return await self.get()
+        except ModelError as error:
+            raise RequestError(
+                f"this takes the model's tokenizer, which the gateway does not have: "
+                f"{error.message}",
+                code="unsupported",
+            ) from None
+
+    async def token_ids(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
+        """As `Words.token_ids`, of a long text in a thread.
+
+        Raises:
+            RequestError: invalid_prompt, unsupported.
+        """
+        words = await self.required()
+        if len(text) <= _SHORT_TEXT:
+            return words.token_ids(text, add_special=add_special)
+        return await self.beside(partial(words.token_ids, text, add_special=add_special))
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """Does what takes long in a thread, a few at a time; the event loop serves others."""
+        return await anyio.to_thread.run_sync(work, limiter=self._threads)
+
+    async def make_grammar(self, work: Callable[[], T]) -> T:
+        """Does what makes a grammar in a thread, a few at a time. Long texts have other threads, so
+        that neither waits for the other."""
+        return await anyio.to_thread.run_sync(work, limiter=self._grammar_threads)
+
+    def _load(self) -> Words:
+        tokenizer = load_tokenizer(self._folder)
+        return Words(tokenizer, stop_token_ids_of(self._folder, tokenizer))

@@ -1,0 +1,1 @@
+"""State shared beside messages: limits, policy, durable calls, models, reports of stages."""

@@ -1,0 +1,45 @@
+"""Limits within one process, with which they end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from .limits import Charge, Limit, Take
+from .shares import Counted, judge, settle
+
+TIDY_EVERY_MS = 60_000
+"""How often limits are forgotten of which nothing is taken."""
+
+
+class MemoryLimits:
+    """`Limits` within one event loop."""
+
+    def __init__(self, now_ms: Callable[[], int] = lambda: time.monotonic_ns() // 1_000_000):
+        self._now_ms = now_ms
+        self._counted: dict[tuple[str, int], Counted] = {}
+        self._takes = 0
+        self._tidied_ms = 0
+
+    async def take(self, charges: Sequence[Charge]) -> Take:
+        now_ms = self._now_ms()
+        self._tidy(now_ms)
+        self._takes += 1
+        return judge(f"{self._takes}", tuple(charges), self._find, now_ms)
+
+    def settle(self, take: Take, amounts: Sequence[int]) -> None:
+        settle(take, amounts, self._find)
+
+    def _find(self, limit: Limit) -> Counted:
+        key = (limit.name, limit.window_s)
+        if key not in self._counted:
+            self._counted[key] = Counted(b"", limit)
+        return self._counted[key]
+
+    def _tidy(self, now_ms: int) -> None:
+        if now_ms < self._tidied_ms + TIDY_EVERY_MS:
+            return
+        self._tidied_ms = now_ms
+        for counted in self._counted.values():
+            counted.advance(now_ms)
+        self._counted = {key: each for key, each in self._counted.items() if each.own}

@@ -1,0 +1,122 @@
+"""Calls on Redis: a hash for each, a key for each name, and one sorted set of those attended.
+
+Without scripts, so that a gateway needs no right to run any.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast, get_args
+
+from ...config import BusConfig
+from ..calls import KeptCall, Mark
+from .client import Commands, execute, execute_all, time_ms
+from .keys import Keys
+
+_RECORD = b"record"
+_ENTRY = b"entry:"
+_MARK = b"mark:"
+_CANCELLED = b"mark:cancelled"
+
+
+class RedisCalls:
+    """`Calls` over one Redis server, by whose clock they are attended."""
+
+    def __init__(self, config: BusConfig, keys: Keys, commands: Commands) -> None:
+        self._ttl_s = config.results_ttl_s
+        self._keys = keys
+        self._commands = commands
+        # The server's clock, less ours, in milliseconds; looked at again by each `attend`.
+        self._ahead_ms: float | None = None
+
+    async def keep(self, call_id: str, record: bytes, for_s: float) -> None:
+        commands = self._set(call_id, _RECORD, record)
+        if for_s:
+            if self._ahead_ms is None:
+                await self._read_clock()
+            commands.append(self._attended([call_id], for_s))
+        await self._once(commands)
+
+    async def read(self, call_id: str) -> KeptCall | None:
+        redis, key = self._commands.redis, self._keys.call(call_id)
+        fields = await self._commands.once(lambda: execute(redis, "HGETALL", key))
+        if _RECORD not in fields:
+            return None
+        entries = {
+            name.removeprefix(_ENTRY).decode(): value.decode()
+            for name, value in fields.items()
+            if name.startswith(_ENTRY)
+        }
+        marks = (name.removeprefix(_MARK).decode() for name in fields if name.startswith(_MARK))
+        known = frozenset(cast(Mark, mark) for mark in marks if mark in get_args(Mark))
+        return KeptCall(fields[_RECORD], entries, known)
+
+    async def note(self, call_id: str, request_id: str, entry_id: str) -> bool:
+        commands = self._set(call_id, _ENTRY + request_id.encode(), entry_id)
+        commands.append(("HGET", self._keys.call(call_id), _CANCELLED))
+        redis = self._commands.redis
+        replies = await self._commands.idempotent("calls", lambda: execute_all(redis, commands))
+        return replies[-1] is not None
+
+    async def mark(self, call_id: str, mark: Mark) -> None:
+        await self._once(self._set(call_id, _MARK + mark.encode(), b""))
+
+    async def claim(self, name: str, call_id: str) -> str:
+        command = ("SET", self._keys.name(name), call_id, "NX", "GET", "EX", self._ttl_s)
+        (owner,) = await self._once([command])
+        return owner.decode() if owner else call_id
+
+    async def drop(self, call_id: str, name: str = "") -> None:
+        commands: list[Sequence[Any]] = [("DEL", self._keys.name(name))] if name else []
+        commands += [("DEL", self._keys.call(call_id)), ("ZREM", self._keys.attended, call_id)]
+        await self._once(commands)
+
+    async def attend(self, names: Mapping[str, str], for_s: float) -> None:
+        if not names:
+            return
+        commands: list[Sequence[Any]] = [
+            ("EXPIRE", self._keys.call(call_id), self._ttl_s) for call_id in names
+        ]
+        commands += [
+            ("EXPIRE", self._keys.name(name), self._ttl_s) for name in names.values() if name
+        ]
+        if for_s:
+            await self._read_clock()
+            commands.append(self._attended(names, for_s))
+        await self._once(commands)
+
+    async def leave(self, call_ids: Collection[str]) -> None:
+        if call_ids:
+            await self._once([("ZREM", self._keys.attended, *call_ids)])
+
+    async def abandoned(self, most: int) -> list[str]:
+        now_ms = await self._read_clock()
+        key = self._keys.attended
+        command = ("ZRANGE", key, "-inf", now_ms, "BYSCORE", "LIMIT", 0, most)
+        (over,) = await self._once([command])
+        # Whoever removes it has it.
+        removed = await self._once([("ZREM", key, call_id) for call_id in over])
+        return [call_id.decode() for call_id, own in zip(over, removed, strict=True) if own]
+
+    def _set(self, call_id: str, field: bytes, value: bytes | str) -> list[Sequence[Any]]:
+        key = self._keys.call(call_id)
+        return [("HSET", key, field, value), ("EXPIRE", key, self._ttl_s)]
+
+    def _attended(self, call_ids: Collection[str], for_s: float) -> Sequence[Any]:
+        assert self._ahead_ms is not None, "the clock was read"
+        until_ms = int(time.monotonic() * 1000 + self._ahead_ms + for_s * 1000)
+        pairs = [item for call_id in call_ids for item in (until_ms, call_id)]
+        return ("ZADD", self._keys.attended, "GT", *pairs)
+
+    async def _read_clock(self) -> int:
+        redis, key = self._commands.redis, self._keys.attended
+        now_ms = await self._commands.once(lambda: time_ms(redis, key))
+        self._ahead_ms = now_ms - time.monotonic() * 1000
+        return now_ms
+
+    async def _once(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        if not commands:
+            return []
+        redis = self._commands.redis
+        return await self._commands.once(lambda: execute_all(redis, commands))

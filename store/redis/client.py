@@ -1,0 +1,498 @@
+"""Connections to Redis: how they are made, what their errors mean, and when to try again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+from redis import exceptions
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import (
+    MasterNotFoundError,
+    Sentinel,
+    SentinelConnectionPool,
+    SentinelManagedConnection,
+    SentinelManagedSSLConnection,
+)
+from redis.backoff import NoBackoff
+from redis.maint_notifications import MaintNotificationsConfig
+
+from ...config import NOT_PERMITTED, BusError, redact
+from ...config.errors import bus_closed
+from ...config.logger import get_logger
+from .address import parse_address
+from .cluster_commands import KnownCommands
+from .few_fields import limit_fields
+
+T = TypeVar("T")
+
+MIN_VERSION = (7, 0)
+"""The oldest server that will do. Valkey tells the Redis version that it is compatible with."""
+
+CONNECT_TIMEOUT_S = 5.0
+REPLY_TIMEOUT_S = 10.0
+"""How long a reply may take, beyond the time that a command blocks on purpose."""
+
+SENTINEL_TIMEOUT_S = 1.0
+"""How long one sentinel may take before the next is asked."""
+
+CLUSTER_CONNECTIONS = 1024
+"""Connections to one node of a cluster; the client makes as many as commands run at a time."""
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.02, 2.0
+
+"""The code of what the server's access control list forbids."""
+
+_CONNECTION_ERRORS = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
+
+# What a node says, or does not say, when others may have taken its place.
+_NODE_ERRORS = (
+    *_CONNECTION_ERRORS,
+    exceptions.ClusterDownError,
+    exceptions.ReadOnlyError,
+    exceptions.RedisClusterException,
+)
+
+# A server says these of its own state, not of the command: it may take the same command later.
+# The client makes classes of some, whose text begins behind the word.
+_TRANSIENT_CLASSES = (
+    exceptions.ExecAbortError,
+    exceptions.OutOfMemoryError,
+    exceptions.ReadOnlyError,
+    exceptions.TryAgainError,
+    exceptions.ClusterDownError,
+    exceptions.MasterDownError,
+    exceptions.ClusterError,
+)
+_TRANSIENT = ("LOADING", "BUSY ", "OOM", "MISCONF", "READONLY", "NOREPLICAS", "UNBLOCKED")
+
+# What the client puts before the text of an error within a pipeline.
+_IN_PIPELINE = "of pipeline caused error: ("
+
+
+class Backoff:
+    """Waits that double, with jitter, so that many clients don't come back at the same moment."""
+
+    def __init__(self, first_s: float = FIRST_WAIT_S, longest_s: float = LONGEST_WAIT_S) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._next_s = first_s
+
+    async def wait(self) -> None:
+        delay_s, self._next_s = self._next_s, min(self._longest_s, 2 * self._next_s)
+        await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+
+    def reset(self) -> None:
+        self._next_s = self._first_s
+
+
+class _MasterPool(SentinelConnectionPool, BlockingConnectionPool):
+    """Connections to whatever server the sentinels call the master when one is made.
+
+    The sentinel pool of redis-py, which waits for a free connection as `BlockingConnectionPool`.
+    """
+
+
+class Server:
+    """One Redis server, wherever it is at the time, or a cluster: makes clients for it, and puts
+    its errors into words.
+
+    Raises:
+        BusError: The URL can't be used.
+    """
+
+    def __init__(self, url: str, client_name: str = "") -> None:
+        """Args: the URL, and what CLIENT LIST shows for this process's connections."""
+        self.name = redact(url)
+        self.reconnects = 0
+        self._client_name = client_name
+        self._known_commands: dict[str, Any] = {}
+        try:
+            self._address = parse_address(url)
+            # Does not connect yet, but finds options that don't exist.
+            self._address.connection_class(**self._connection_options(0.0))
+            self._sentinel = Sentinel(  # type: ignore[no-untyped-call]
+                self._address.nodes if self._address.kind == "sentinel" else (),
+                sentinel_kwargs={
+                    **self._address.sentinel_options,
+                    "ssl": self._address.tls,
+                    "socket_timeout": SENTINEL_TIMEOUT_S,
+                    "socket_connect_timeout": SENTINEL_TIMEOUT_S,
+                    "retry": Retry(NoBackoff(), 0),
+                },
+            )
+        except (ValueError, TypeError):
+            # The original message may quote a piece of the password.
+            raise BusError(
+                f"bus.url {self.name} is not a valid Redis URL; write redis://host:port/db, "
+                "redis+sentinel://host:port,host:port/service or redis+cluster://host:port, and "
+                "percent-encode special characters in the password",
+            ) from None
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether keys of different slots are in different places."""
+        return self._address.kind == "cluster"
+
+    def client(self, connections: int, block_s: float = 0.0) -> Redis:
+        """A client whose commands may block for `block_s` and are never repeated by themselves.
+
+        Repeating is for the caller: after a lost reply only he knows what may be done twice.
+        To be used by `execute`, `execute_all` and `on_each` alone: for a cluster it is a
+        RedisCluster, which can do what these need.
+        """
+        address, options = self._address, self._connection_options(block_s)
+        off = MaintNotificationsConfig(enabled=False)
+        if address.kind == "cluster":
+            cluster = RedisCluster(
+                startup_nodes=[ClusterNode(host, port) for host, port in address.nodes],
+                require_full_coverage=False,
+                max_connections=CLUSTER_CONNECTIONS,
+                ssl=address.tls,
+                maint_notifications_config=off,
+                **options,
+            )
+            cluster.commands_parser = KnownCommands(self._known_commands)
+            limit_fields(cast(Redis, cluster))
+            return cast(Redis, cluster)
+        kind: dict[str, Any] = {"connection_class": address.connection_class}
+        if address.kind == "sentinel":
+            kind = {
+                "service_name": address.service,
+                "sentinel_manager": self._sentinel,
+                "connection_class": SentinelManagedSSLConnection
+                if address.tls
+                else SentinelManagedConnection,
+            }
+        pool = (_MasterPool if address.kind == "sentinel" else BlockingConnectionPool)(
+            max_connections=connections,
+            timeout=None,
+            maint_notifications_config=off,
+            **kind,
+            **options,
+        )
+        redis = Redis.from_pool(pool)
+        limit_fields(redis)
+        return redis
+
+    async def aclose(self) -> None:
+        """Ends what the clients share: connections to sentinels. Clients are closed before."""
+        await self._sentinel.aclose()
+
+    def _connection_options(self, block_s: float) -> dict[str, Any]:
+        """What the URL says, and above it what this package relies on."""
+        options = self._address.options | {
+            "protocol": 3,
+            "legacy_responses": False,
+            "decode_responses": False,
+            "retry": Retry(NoBackoff(), 0),
+            "socket_timeout": block_s + REPLY_TIMEOUT_S,
+            "socket_connect_timeout": CONNECT_TIMEOUT_S,
+            "client_name": self._client_name or None,
+        }
+        if "path" not in options:  # a Unix socket has no keepalive
+            options["socket_keepalive"] = True
+        return options
+
+    def explain(self, error: Exception) -> BusError:
+        """The error as a sentence that says what to do, without the password."""
+        if isinstance(error, exceptions.AuthenticationError):
+            return BusError(
+                f"Redis at {self.name} refused the credentials ({error}); "
+                "correct user and password in bus.url"
+            )
+        if isinstance(error, exceptions.BusyLoadingError):
+            return BusError(f"Redis at {self.name} is still loading its data; try again later")
+        if isinstance(error, MasterNotFoundError):
+            # The original names each sentinel in the words of the client.
+            return BusError(
+                f"no sentinel that answers at {self.name} knows a live master "
+                f"{self._address.service!r}; wait for the failover, or correct bus.url"
+            )
+        if isinstance(error, _CONNECTION_ERRORS):
+            return BusError(
+                f"can't reach Redis at {self.name}: {_reason(error)}; "
+                "start it, or pass --bus with the right URL"
+            )
+        if isinstance(error, exceptions.NoPermissionError):
+            return BusError(
+                f"the user of bus.url may not do this on Redis at {self.name} (NOPERM {error}); "
+                "docs/redis-acl.md says which rights it takes",
+                code=NOT_PERMITTED,
+            )
+        return BusError(f"Redis at {self.name} refused a command: {error}")
+
+
+class Commands:
+    """The commands of one RedisBus, on a few shared connections.
+
+    A command runs in a task of its own and is waited for through a shield: cancelling it halfway
+    would leave its reply on the connection for the next command to find.
+    """
+
+    def __init__(self, server: Server, connections: int) -> None:
+        self.server = server
+        self._redis = server.client(connections)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    @property
+    def redis(self) -> Redis:
+        """The client itself, for commands that run in tasks which only `aclose` cancels."""
+        return self._redis
+
+    async def shielded(self, work: Coroutine[Any, Any, T]) -> T:
+        """Awaits `work`, which goes on when this is cancelled, until `aclose`.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+        """
+        if self._closed:
+            work.close()
+            raise bus_closed()
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if self._closed and task.cancelled():
+                raise bus_closed() from None
+            raise
+
+    async def once(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Awaits one attempt.
+
+        Raises:
+            BusError: It failed; it may have taken effect nevertheless.
+            ChannelClosed: The bus was closed.
+        """
+
+        async def work() -> T:
+            try:
+                return await attempt()
+            except (exceptions.RedisError, OSError) as error:
+                raise self.server.explain(error) from None
+
+        return await self.shielded(work())
+
+    async def idempotent(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """As `persist`, shielded. `attempt` may take effect repeatedly.
+
+        Raises:
+            BusError: The server refuses the command itself.
+            ChannelClosed: The bus was closed.
+        """
+        return await self.shielded(persist(self.server, what, attempt))
+
+    async def aclose(self, patience_s: float) -> None:
+        """Lets running commands finish for a while, then ends them and disconnects."""
+        self._closed = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=patience_s)
+        await end_tasks(self._tasks)
+        await self._redis.aclose()
+
+
+async def execute(redis: Redis, *command: Any, key: bytes | None = None) -> Any:
+    """Sends one command.
+
+    Args:
+        key: One of its keys, if they are not the first arguments: a cluster's client would have
+            to ask a server where they are. None: nothing has to be said.
+    """
+    with _connection_errors():
+        if key is not None and isinstance(redis, RedisCluster):
+            await redis.initialize()
+            node = redis.get_node_from_key(key)
+            return await redis.execute_command(*command, target_nodes=node)
+        return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
+async def execute_all(
+    redis: Redis, commands: Iterable[Sequence[Any]], raise_on_error: bool = True
+) -> list[Any]:
+    """Sends many commands in one round trip (to each node); they are no transaction.
+
+    An error of the connection is raised in any case. Some of the commands may then be done.
+    """
+    pipeline = redis.pipeline(transaction=False)
+    for command in commands:
+        # The client's own reading of a reply to SET knows of GET by `get` alone.
+        options = {"get": True} if command[0] == "SET" and "GET" in command else {}
+        pipeline.execute_command(*command, **options)
+    if not isinstance(redis, RedisCluster):
+        return list(await pipeline.execute(raise_on_error=raise_on_error))
+    with _connection_errors():
+        replies = list(await pipeline.execute(raise_on_error=False))
+    errors = [reply for reply in replies if isinstance(reply, Exception)]
+    broken = [error for error in errors if isinstance(error, _NODE_ERRORS)]
+    if broken:
+        # Asks again who has what, before the next command. (After a single command the client
+        # does that by itself.)
+        await redis.aclose()
+        raise broken[0]
+    if errors and raise_on_error:
+        raise errors[0]
+    return replies
+
+
+async def transact(redis: Redis, key: bytes, commands: Iterable[Sequence[Any]]) -> list[Any]:
+    """Sends commands that the server does together, with nothing in between, in one round trip.
+
+    Args:
+        key: One of their keys, which are all in one place of a cluster.
+
+    Returns:
+        Replies as the server gives them: those of INFO and TIME are not made into anything else.
+    """
+    pipeline, options = redis.pipeline(transaction=False), dict[str, Any]()
+    with _connection_errors():
+        if isinstance(redis, RedisCluster):
+            await redis.initialize()
+            options = {"target_nodes": redis.get_node_from_key(key)}
+        for command in (("MULTI",), *commands, ("EXEC",)):
+            pipeline.execute_command(*command, **options)
+        try:
+            replies: list[Any] = (await pipeline.execute())[-1]
+        except _NODE_ERRORS:
+            if isinstance(redis, RedisCluster):
+                await redis.aclose()  # as in `execute_all`
+            raise
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
+    return replies
+
+
+async def on_each(redis: Redis, *command: Any) -> list[Any]:
+    """The replies of every master that holds a part of the data."""
+    if not isinstance(redis, RedisCluster):
+        return [await execute(redis, *command)]
+    with _connection_errors():
+        await redis.initialize()
+        return await asyncio.gather(
+            *(redis.execute_command(*command, target_nodes=n) for n in redis.get_primaries())
+        )
+
+
+async def time_ms(redis: Redis, key: bytes) -> int:
+    """The clock that makes the entry ids of the stream `key`."""
+    seconds, microseconds = await execute(redis, "TIME", key=key)
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+@contextmanager
+def _connection_errors() -> Iterator[None]:
+    """A cluster's client has errors of its own for nodes that can't be reached, and stumbles where
+    a connection is lost while it is being opened."""
+    try:
+        yield
+    except exceptions.RedisClusterException as error:
+        raise exceptions.ConnectionError(str(error)) from error
+    except AttributeError as error:
+        if error.name != "writelines":
+            raise
+        raise exceptions.ConnectionError(f"the connection was lost: {error}") from error
+
+
+async def persist(server: Server, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
+    """Repeats `attempt` until it succeeds, with growing waits while the server is away.
+
+    Raises:
+        BusError: The server refuses the command itself.
+    """
+    backoff = Backoff()
+    failures = 0
+    while True:
+        try:
+            result = await attempt()
+        except (exceptions.RedisError, OSError) as error:
+            failures += 1
+            if not is_transient(error):
+                raise server.explain(error) from None
+            if failures == 1:
+                get_logger().warning("bus.retrying", what=what, error=server.explain(error).message)
+            await backoff.wait()
+        else:
+            if failures:
+                server.reconnects += 1
+                get_logger().info("bus.recovered", what=what, failures=failures)
+            return result
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether the same command may succeed later."""
+    if isinstance(error, (*_CONNECTION_ERRORS, *_TRANSIENT_CLASSES)):
+        return True
+    return str(error).rpartition(_IN_PIPELINE)[2].lstrip("'\"").startswith(_TRANSIENT)
+
+
+def watched(
+    work: Coroutine[Any, Any, None], name: str, on_failure: Callable[[], object]
+) -> asyncio.Task[None]:
+    """Runs `work` in the background. An error that nobody expected must not go unseen there: it
+    is logged, and `on_failure` ends the waits of those who rely on the task."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            get_logger().error("bus.task_failed", task=name, error=repr(error), exc_info=error)
+            on_failure()
+
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(ended)
+    return task
+
+
+async def end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancels tasks and waits for their end. Their errors have been told elsewhere.
+
+    Up to Python 3.11 `asyncio.wait_for`, which redis-py uses, loses a cancellation that comes in
+    the moment when it is done; so a task that goes on is cancelled again.
+    """
+    running = {task for task in tasks if not task.done()}
+    while running:
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=0.2)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # marks it as seen
+
+
+def check_version(info: dict[str, Any], server_name: str) -> None:
+    """Looks at the reply to INFO server.
+
+    Raises:
+        BusError: The server is older than `MIN_VERSION`.
+    """
+    version = str(info.get("redis_version", ""))
+    numbers = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+    if numbers < MIN_VERSION:
+        wanted = ".".join(map(str, MIN_VERSION))
+        raise BusError(
+            f"Redis at {server_name} has version {version or 'unknown'}; {wanted} or newer is "
+            "needed (any Valkey will do)"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """What the operating system said, in few words. The client's own words name the host."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ConnectionRefusedError):
+            return "connection refused"
+        if isinstance(cause, TimeoutError | exceptions.TimeoutError):
+            return "no answer in time"
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror.rstrip(".")
+        cause = cause.__cause__ or cause.__context__
+    text = str(error)
+    if "Connect call failed" in text or "Connection refused" in text:
+        return "connection refused"
+    return text.rstrip(".") or type(error).__name__

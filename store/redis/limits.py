@@ -1,0 +1,362 @@
+"""Limits on Redis: a hash for each limit, with a field of every gateway that has taken from it.
+
+A gateway writes its own fields only, each as a whole, and one message after the other. So nothing
+is lost when it writes again because it does not know what became of a message, and no script is
+needed. To take something is to write it first, and to read in the same transaction what all have
+written: if it fits then, it is taken, else it is taken back. Of two that wanted the last of it in
+the same moment each may see the other's wish; they try once more. What waits meanwhile goes
+together, so that many takes cost little more than one.
+
+Nobody's clock counts but the server's. A server that was not met before, by its `run_id`, may have
+lost what it knew, or never had it: one that was restarted, or has become the master in the place of
+another. Each gateway that has taken anything looks every `BEAT_S` whether that has happened, and
+then writes all its fields; for `PATIENCE_S` nothing is granted there, and takes wait. So only this
+is lost: what a gateway had taken that was killed, or cut off, in the same seconds as the server.
+
+What is held has a lease, which its gateway renews: of one that was killed it is free after
+`HELD_S`. In windows it goes on counting as it was taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+from ...config import BusError, ChannelClosed
+from ...config.errors import bus_closed
+from ...config.logger import get_logger
+from ..limits import SLICES, Charge, Limit, Take
+from ..shares import Counted, judge, settle
+from .client import Commands, end_tasks, transact, watched
+from .keys import Keys
+
+HELD_S = 30.0
+"""What is held and not renewed for so long is free."""
+
+BEAT_S = 0.5
+"""How often a gateway that has taken something looks whether the server is still the same."""
+
+PATIENCE_S = 2.0
+"""How long a server waits for what gateways know, before it grants anything."""
+
+SETTLED_S = 0.05
+"""How long what is settled waits for a take, with which it is written for nothing."""
+
+AT_ONCE = 100
+"""Takes that are judged together."""
+
+PAGE = 200
+"""Limits that are written together, besides those of these takes."""
+
+_RUN = re.compile(rb"run_id:(\w+)")
+_UPTIME = re.compile(rb"uptime_in_seconds:(\d+)")
+
+
+class _Wish:
+    """A take that waits for its answer.
+
+    Attributes:
+        tried: What of it was written to see whether it fits; None for nothing.
+        tries: How often that did not fit, though it had seemed so.
+    """
+
+    def __init__(self, charges: tuple[Charge, ...]) -> None:
+        self.charges = charges
+        self.answer: asyncio.Future[Take] = asyncio.get_running_loop().create_future()
+        self.tried: Take | None = None
+        self.tries = 0
+
+
+class _Told(NamedTuple):
+    """What the server said with a message's replies: who and when it is."""
+
+    run: bytes
+    uptime_s: int
+    now_ms: int
+    replies: list[Any]
+
+
+class RedisLimits:
+    """`Limits` over one Redis server."""
+
+    def __init__(self, keys: Keys, commands: Commands) -> None:
+        self._keys = keys
+        self._commands = commands
+        self._gateway = uuid.uuid4().hex[:16].encode()
+        self._takes = 0
+        self._wishes: list[_Wish] = []
+        self._counted: dict[bytes, Counted] = {}
+        # Those among which are all that are to be written.
+        self._touched: set[bytes] = set()
+        # The server that has all our fields, from when it grants, and its clock less ours.
+        self._run = b""
+        self._opens_ms = 0
+        self._ahead_ms = 0.0
+        self._urgent = asyncio.Event()
+        self._in_use = asyncio.Event()
+        self._settling: asyncio.TimerHandle | None = None
+        self._tidied_s = 0.0
+        self._closing = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def take(self, charges: Sequence[Charge]) -> Take:
+        if self._closing:
+            raise bus_closed()
+        if self._task is None or self._task.done():
+            self._task = watched(self._serve(), "limits", self._fail_all)
+        wish = _Wish(tuple(charges))
+        self._wishes.append(wish)
+        self._wake()
+        try:
+            return await wish.answer
+        except asyncio.CancelledError:
+            # It may have been granted in the same moment.
+            if not wish.answer.cancelled() and wish.answer.exception() is None:
+                self._undo(wish.answer.result())
+                self._wake()
+            raise
+
+    def settle(self, take: Take, amounts: Sequence[int]) -> None:
+        settle(take, amounts, self._find)
+        if self._settling is None:
+            self._settling = asyncio.get_running_loop().call_later(SETTLED_S, self._wake)
+
+    async def aclose(self, patience_s: float) -> None:
+        """Writes what is to be written, as far as that can be done within `patience_s`."""
+        self._closing = True
+        if self._task is not None:
+            self._wake()
+            await asyncio.wait([self._task], timeout=patience_s)
+            await end_tasks({self._task})
+        self._fail_all()
+
+    # --- what is taken -----------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        is_away = False
+        while True:
+            wishes, self._wishes = self._wishes[:AT_ONCE], self._wishes[AT_ONCE:]
+            try:
+                await self._round(wishes)
+                is_away = False
+            except BusError as error:
+                self._fail(wishes, error)
+                if isinstance(error, ChannelClosed) or self._closing:
+                    return
+                if not is_away:
+                    get_logger().warning("bus.limits_not_written", error=error.message)
+                is_away = True
+            except BaseException:
+                self._fail(wishes, bus_closed())
+                raise
+            if self._closing and not self._wishes and not any(self._unwritten()):
+                return
+            await self._rest(is_away)
+
+    async def _rest(self, is_away: bool) -> None:
+        """Waits until there is something to do."""
+        self._tidy()
+        if not (self._counted or self._wishes):
+            self._in_use.clear()
+        await self._in_use.wait()
+        if is_away and not self._wishes:
+            self._urgent.clear()  # what is to be written can wait for the next beat
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BEAT_S):
+                await self._urgent.wait()
+
+    async def _round(self, wishes: list[_Wish]) -> None:
+        """Answers wishes, or puts them back to be tried again; writes what is to be written."""
+        self._urgent.clear()
+        if not self._run:
+            await self._meet()
+        now_ms = self._now_ms()
+        if now_ms < self._opens_ms:
+            await asyncio.sleep((self._opens_ms - now_ms) / 1000)
+        wishes = [each for each in wishes if not each.answer.done()]
+        for wish in wishes:
+            self._try(wish)
+        asked = {self._find(charge.limit).key for wish in wishes for charge in wish.charges}
+        told = await self._write(asked)
+        tried = [self._take_back(wish) for wish in wishes]
+        if told.run != self._run:
+            self._run, again = b"", wishes
+        else:
+            # One after the other, as if those before it were all there is.
+            again = [
+                wish
+                for wish, take in zip(wishes, tried, strict=True)
+                if not self._answer(wish, take, told.now_ms)
+            ]
+        self._wishes = again + self._wishes
+        if self._wishes or not self._run or any(self._unwritten()):
+            self._wake()
+
+    def _try(self, wish: _Wish) -> None:
+        """Takes what seems to fit by what was read last."""
+        self._takes += 1
+        take_id = f"{self._gateway.decode()}-{self._takes}"
+        take = judge(take_id, wish.charges, self._find, self._now_ms())
+        wish.tried = take if take.granted else None
+
+    def _take_back(self, wish: _Wish) -> Take | None:
+        """What was tried, which is then as if it had not been."""
+        tried, wish.tried = wish.tried, None
+        if tried is not None:
+            self._undo(tried)
+        return tried
+
+    def _undo(self, take: Take) -> None:
+        if take.granted:
+            settle(take, [0] * len(take.charges), self._find)
+
+    def _answer(self, wish: _Wish, tried: Take | None, now_ms: int) -> bool:
+        """Whether a wish was answered, now that it is known what all have taken."""
+        if wish.answer.done():
+            return True
+        take_id = "" if tried is None else tried.take_id
+        take = judge(take_id, wish.charges, self._find, now_ms)
+        if take.granted and (tried is None or tried.slices != take.slices):
+            # It was not written, or not where it counts.
+            self._undo(take)
+            return False
+        if not take.granted and tried is not None and not wish.tries:
+            wish.tries += 1
+            return False
+        wish.answer.set_result(take)
+        return True
+
+    def _fail(self, wishes: list[_Wish], error: BusError) -> None:
+        for wish in wishes:
+            self._take_back(wish)
+            if not wish.answer.done():
+                wish.answer.set_exception(error)
+
+    def _fail_all(self) -> None:
+        wishes, self._wishes = self._wishes, []
+        self._fail(wishes, bus_closed())
+
+    def _wake(self) -> None:
+        if self._settling is not None:
+            self._settling.cancel()
+            self._settling = None
+        self._in_use.set()
+        self._urgent.set()
+
+    # --- what is written ---------------------------------------------------------------------
+
+    async def _meet(self) -> None:
+        """Writes everything to a server that may know nothing of it."""
+        key = self._keys.limits_servers
+        told = await self._transact([("HGETALL", key)])
+        (known,) = told.replies
+        run = told.run
+        if run not in known:
+            # One without any note has lost its data, or never had any, when it was started.
+            since_ms = told.now_ms - (0 if known else told.uptime_s * 1000)
+            note = [("HDEL", key, *known)] if known else []
+            told = await self._transact([*note, ("HSETNX", key, run, since_ms), ("HGETALL", key)])
+            known = told.replies[-1]
+        for counted in self._counted.values():
+            counted.written = None
+        self._touched.update(self._counted)
+        while any(self._unwritten()) and told.run == run:
+            told = await self._write(())
+        since_ms = min(int(known.get(run, told.now_ms)), told.now_ms)
+        self._opens_ms = since_ms + int(PATIENCE_S * 1000)
+        self._run = run if told.run == run else b""
+
+    async def _write(self, asked: Collection[bytes]) -> _Told:
+        """Writes some of what is to be written, and reads what all have taken of some limits."""
+        now_s, until_ms = time.monotonic(), self._now_ms() + int(HELD_S * 1000)
+        reads = [self._counted[key] for key in asked]
+        others = (each for each in self._unwritten() if each.key not in asked)
+        page = [*reads, *islice(others, max(0, PAGE - len(reads)))]
+        sent: list[tuple[Counted, dict[int, int]]] = []
+        commands: list[Sequence[Any]] = []
+        for counted in page:
+            if counted.is_unwritten(now_s):
+                commands += self._share(counted, until_ms)
+                counted.written = None
+                sent.append((counted, dict(counted.own)))
+                counted.renew_at_s = now_s + HELD_S / 3
+        commands += [("HGETALL", each.key) for each in reads]
+        told = await self._transact(commands)
+        for counted, own in sent:
+            counted.written = own
+        for counted, shares in zip(reads, told.replies[len(commands) - len(reads) :], strict=True):
+            await self._read(counted, shares, told.now_ms)
+        return told
+
+    def _share(self, counted: Counted, until_ms: int) -> list[Sequence[Any]]:
+        if not counted.own:
+            counted.expire_at_s = 0.0  # it may have been the last field, with which the key goes
+            return [("HDEL", counted.key, self._gateway)]
+        share = ("HSET", counted.key, self._gateway, counted.encoded(until_ms))
+        counts_s = SLICES * counted.step_ms / 1000 or HELD_S
+        now_s = time.monotonic()
+        if counted.written is not None and now_s < counted.expire_at_s:
+            return [share]
+        counted.expire_at_s = now_s + counts_s / 4
+        return [share, ("PEXPIRE", counted.key, int(2000 * counts_s))]
+
+    async def _read(self, counted: Counted, shares: Mapping[bytes, bytes], now_ms: int) -> None:
+        others = {name: share for name, share in shares.items() if name != self._gateway}
+        counted.read_others(others.values(), now_ms)
+        if counted.written and len(others) == len(shares):
+            counted.written = None  # somebody has removed it: who evicts keys, or flushes them
+        if gone := counted.forgotten(others, now_ms):
+            await self._transact([("HDEL", counted.key, *gone)])
+
+    async def _transact(self, commands: Sequence[Sequence[Any]]) -> _Told:
+        redis, key = self._commands.redis, self._keys.limits_servers
+        whole = (("TIME",), ("INFO", "server"), *commands)
+        time_, info, *replies = await self._commands.once(partial(transact, redis, key, whole))
+        run, uptime = _RUN.search(info), _UPTIME.search(info)
+        if run is None or uptime is None:
+            raise BusError("the server does not tell its run_id, without which nothing is limited")
+        now_ms = int(time_[0]) * 1000 + int(time_[1]) // 1000
+        self._ahead_ms = now_ms - time.monotonic() * 1000
+        return _Told(run[1], int(uptime[1]), now_ms, replies)
+
+    def _now_ms(self) -> int:
+        return int(time.monotonic() * 1000 + self._ahead_ms)
+
+    def _find(self, limit: Limit) -> Counted:
+        if limit.window_s:
+            key = self._keys.limits_window(limit.name, limit.window_s)
+        else:
+            key = self._keys.limits_held(limit.name)
+        if (counted := self._counted.get(key)) is None:
+            counted = self._counted[key] = Counted(key, limit)
+        self._touched.add(key)
+        return counted
+
+    def _unwritten(self) -> Iterator[Counted]:
+        now_s = time.monotonic()
+        for key in list(self._touched):
+            counted = self._counted.get(key)
+            if counted is not None and counted.is_unwritten(now_s):
+                yield counted
+            else:
+                self._touched.discard(key)
+
+    def _tidy(self) -> None:
+        """Forgets limits of which nothing is taken, and finds leases to be renewed."""
+        now_s, now_ms = time.monotonic(), self._now_ms()
+        if now_s < self._tidied_s + HELD_S / 6:
+            return
+        self._tidied_s = now_s
+        for key, counted in list(self._counted.items()):
+            counted.advance(now_ms)
+            if counted.is_unwritten(now_s):
+                self._touched.add(key)
+            elif not counted.own:
+                del self._counted[key]

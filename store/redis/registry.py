@@ -1,0 +1,85 @@
+"""The models of a deployment on Redis: a hash of records, and one of those that take no requests.
+
+Both are in one place with all requests streams, so that a request and the word that its model takes
+no more of them can't miss each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ...config.logger import get_logger
+from ..registry import ModelRecord, Records, Traffic
+from .client import Commands, execute
+from .keys import Keys, parse_id
+
+_PUT = """
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+if ARGV[3] == '' then
+  redis.call('HDEL', KEYS[2], ARGV[1])
+else
+  redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])
+end
+return redis.status_reply('OK')
+"""
+
+# Of what is no part of the deployment any more somebody may still think that it is.
+_REMOVE = """
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('HSET', KEYS[2], ARGV[1], 'removed')
+return redis.status_reply('OK')
+"""
+
+_TRAFFIC = """
+local rows = {}
+for i = 1, #KEYS do
+  local info = redis.pcall('XINFO', 'STREAM', KEYS[i])
+  local of = {length = 0, ['last-generated-id'] = '0-0'}
+  if not info.err then
+    for j = 1, #info, 2 do of[info[j]] = info[j + 1] end
+  end
+  rows[i] = {of['length'], of['last-generated-id']}
+end
+return rows
+"""
+
+
+class RedisModelRegistry:
+    """The `ModelRegistry` as a hash, which outlives the processes of the deployment."""
+
+    def __init__(self, keys: Keys, commands: Commands) -> None:
+        self._keys = keys
+        self._commands = commands
+
+    async def read(self) -> Records:
+        redis, key = self._commands.redis, self._keys.models
+        found = await self._commands.once(lambda: execute(redis, "HGETALL", key))
+        records: Records = {}
+        for name, raw in sorted(found.items()):
+            try:
+                records[name.decode()] = msgspec.json.decode(raw, type=ModelRecord)
+            except (ValueError, RecursionError) as error:
+                # As of a process of another version, while one is being replaced by the other.
+                get_logger().warning("bus.undecodable_entry", stream="models", error=str(error))
+        return records
+
+    async def put(self, record: ModelRecord) -> None:
+        closed = "" if record.takes_requests else record.state
+        await self._eval(_PUT, record.spec.id, msgspec.json.encode(record), closed)
+
+    async def remove(self, model: str) -> None:
+        await self._eval(_REMOVE, model)
+
+    async def traffic(self, models: Sequence[str]) -> list[Traffic]:
+        if not models:
+            return []
+        redis, keys = self._commands.redis, [self._keys.requests_of(model) for model in models]
+        command = ("EVAL", _TRAFFIC, len(keys), *keys)
+        rows = await self._commands.once(lambda: execute(redis, *command))
+        return [Traffic(int(length), parse_id(last)[0]) for length, last in rows]
+
+    async def _eval(self, script: str, *arguments: str | bytes) -> None:
+        redis, keys = self._commands.redis, (self._keys.models, self._keys.closed)
+        await self._commands.once(lambda: execute(redis, "EVAL", script, 2, *keys, *arguments))

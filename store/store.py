@@ -1,0 +1,50 @@
+"""The store of a bus: all shared state that is no message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import BusConfig
+from .board import MemoryBoard, StageBoard
+from .calls import Calls, MemoryCalls
+from .in_place import AdaptersInPlace, InPlaceRecord, MemoryRecord, WeightsInPlace
+from .limits import Limits
+from .memory import MemoryLimits
+from .policy import MemoryPolicyRecord, PolicyRecord
+from .registry import MemoryModelRegistry, ModelRegistry
+
+
+@dataclass(frozen=True)
+class Store:
+    """Shared state, in memory or on Redis.
+
+    Attributes:
+        board: Reports of the stages of every process.
+        calls: Durable calls of gateways, which outlive their connection.
+        limits: Rate and concurrency limits that all gateways share.
+        policy: The policy document of gateways with `policy.backend: bus`.
+        weights: The newest weights of a lane, for an executor that starts anew.
+        adapters: The adapters of a lane, likewise.
+        models: The models of the deployment.
+    """
+
+    board: StageBoard
+    calls: Calls
+    limits: Limits
+    policy: PolicyRecord
+    weights: InPlaceRecord[WeightsInPlace]
+    adapters: InPlaceRecord[AdaptersInPlace]
+    models: ModelRegistry
+
+
+def memory_store(config: BusConfig) -> Store:
+    """Return a store of this process and event loop."""
+    return Store(
+        MemoryBoard(),
+        MemoryCalls(config),
+        MemoryLimits(),
+        MemoryPolicyRecord(),
+        MemoryRecord(),
+        MemoryRecord(),
+        MemoryModelRegistry(),
+    )

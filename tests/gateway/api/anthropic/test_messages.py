@@ -1,0 +1,410 @@
+"""`/v1/messages`: what reaches the engine, what is answered, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from nano_inference.bus.public import GenerateRequest, Output
+from nano_inference.config import Config, load_config
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.serving.words import LazyWords
+
+from ... import by_hand
+from ...fake import FakeEngine, completion, refused
+from ...made import TEXTS, TOKENS, cut, interleaved, told, whole
+
+PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+TEXT = "".join(TEXTS)
+LIMIT_S = 20
+HELLO: dict[str, Any] = {"role": "user", "content": "How much is 6 + 6?"}
+ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 9, "messages": [HELLO]}
+
+
+@pytest.fixture
+def config() -> Config:
+    # Texts as they come: the tokens here are not those of the texts.
+    return load_config(env={}, overrides={"gateway.message_format": "off"})
+
+
+async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    answer = await http.post(PATH, json=ASKED | fields)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def prompt_of(engine: FakeEngine, config: Config) -> str:
+    """The text of the only request's prompt."""
+    words = await LazyWords(config.engine.model_folder).get()
+    (request,) = engine.requests
+    return words.text(request.prompt_token_ids or (), skip_special=False)
+
+
+def refusal(answer: httpx.Response, status: int = 400) -> tuple[str, str, str | None]:
+    """(type, code, param)."""
+    assert answer.status_code == status, answer.text[:1000]
+    body = answer.json()
+    assert body["type"] == "error"
+    assert 0 < len(body["error"]["message"]) < 2000
+    return body["error"]["type"], body["error"]["code"], body["error"]["param"]
+
+
+def events(answer: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
+    """(name, data) of each."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *parts, end = answer.text.split("\n\n")
+    assert end == ""
+    found = []
+    for part in parts:
+        name, data = part.split("\n")
+        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    assert all(name == data["type"] for name, data in found)
+    return found
+
+
+async def test_an_answer_has_what_anthropic_s_has(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = whole
+    answer = await posted(http)
+    (request,) = engine.requests
+    assert answer == {
+        "id": request.request_id,
+        "type": "message",
+        "role": "assistant",
+        "model": "tiny",
+        "content": [{"type": "text", "text": TEXT}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 1,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 3,
+            "output_tokens": 3,
+        },
+    }
+    assert answer["id"].startswith("msg_")
+
+
+async def test_every_field_reaches_the_engine(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    fields = {"temperature": 0.5, "top_p": 0.75, "top_k": 3, "seed": 7, "max_tokens": 11}
+    more = {"cache_salt": "s", "priority": 2, "budget_ms": 60_000, "stop_sequences": ["x", ""]}
+    await posted(http, **fields, **more)
+    (request,) = engine.requests
+    for name, value in fields.items():
+        assert getattr(request.sampling, name) == value
+    assert request.sampling.stop == ("x",)
+    assert (request.cache_salt, request.priority) == ("s", -2)
+    assert 0 < (request.budget_ns or 0) <= 60_000 * 10**6
+
+
+@pytest.mark.parametrize(
+    "system",
+    ["Be brief.", [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]],
+)
+async def test_a_conversation_is_what_openai_s_would_be(
+    http: httpx.AsyncClient, engine: FakeEngine, config: Config, system: Any
+) -> None:
+    blocks = [{"type": "text", "text": "6"}, {"type": "text", "text": "+"}]
+    messages = [
+        {"role": "user", "content": blocks},
+        {"role": "user", "content": "6?"},
+        {"role": "assistant", "content": "12"},
+        HELLO,
+    ]
+    await posted(http, system=system, messages=messages)
+    prompt = engine.requests.pop().prompt_token_ids
+    same = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "6\n+\n6?"},
+        {"role": "assistant", "content": "12"},
+        HELLO,
+    ]
+    await http.post("/v1/chat/completions", json={"messages": same})
+    assert prompt == engine.requests[0].prompt_token_ids
+    body = {"system": system, "messages": messages}
+    assert (await http.post(COUNT, json=body)).json() == {"input_tokens": len(prompt or ())}
+
+
+async def test_the_assistant_s_last_message_is_continued(
+    http: httpx.AsyncClient, engine: FakeEngine, config: Config
+) -> None:
+    await posted(http, messages=[HELLO, {"role": "assistant", "content": "That is 1"}])
+    assert (await prompt_of(engine, config)).endswith("That is 1")
+
+
+async def test_what_ended_it_is_told(
+    http: httpx.AsyncClient, engine: FakeEngine, config: Config
+) -> None:
+    words = await LazyWords(config.engine.model_folder).get()
+    last = words.text(TOKENS[2:], skip_special=True)
+    engine.outputs = whole
+    answer = await posted(http, stop_sequences=["nothing", last])
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", last)
+    engine.outputs = lambda request: [completion(request)]
+    answer = await posted(http)
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("max_tokens", None)
+
+    def aborted(request: GenerateRequest) -> list[Output]:
+        return [completion(request, told(request, 0, "abort"), status="cancelled")]
+
+    engine.outputs = aborted
+    assert (await posted(http))["stop_reason"] == "pause_turn"
+
+
+async def test_a_stream_s_events_come_in_order(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = interleaved
+    answer = await http.post(PATH, json=ASKED | {"stream": True})
+    found = events(answer)
+    names = [name for name, _ in found]
+    before = ["message_start", "content_block_start", "ping"]
+    after = ["content_block_stop", "message_delta", "message_stop"]
+    assert names == [*before, *["content_block_delta"] * (len(names) - 6), *after]
+    start = found[0][1]["message"]
+    assert (start["content"], start["stop_reason"]) == ([], None)
+    assert start["id"] == engine.requests[0].request_id
+    prompt = len(engine.requests[0].prompt_token_ids or ())
+    assert start["usage"]["input_tokens"] == prompt
+    assert "".join(each["delta"]["text"] for _, each in found[3:-3]) == TEXT
+    engine.outputs = whole
+    message = await posted(http)
+    delta = found[-2][1]
+    assert delta["usage"] == message["usage"]
+    assert delta["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+async def test_what_was_not_told_in_chunks_comes_with_the_end(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = lambda request: [*cut(request), *whole(request)]
+    found = events(await http.post(PATH, json=ASKED | {"stream": True}))
+    texts = [data["delta"]["text"] for name, data in found if name == "content_block_delta"]
+    assert "".join(texts) == TEXT
+
+
+async def test_an_error_in_mid_stream_is_the_last_event(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    no = refused("lane_failed", "because")
+    engine.outputs = lambda request: [*cut(request), *no(request)]
+    found = events(await http.post(PATH, json=ASKED | {"stream": True}))
+    name, data = found[-1]
+    assert name == "error"
+    assert data["error"]["type"] == "api_error"
+    assert data["error"]["message"] == "because"
+    assert found[3][1]["delta"]["text"] == TEXTS[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        ("invalid_top_p", 400, "invalid_request_error"),
+        ("prompt_too_long", 400, "invalid_request_error"),
+        ("unknown_model", 404, "not_found_error"),
+        ("overloaded", 429, "rate_limit_error"),
+        ("shutting_down", 503, "overloaded_error"),
+        ("expired", 504, "timeout_error"),
+        ("lane_failed", 500, "api_error"),
+    ],
+)
+async def test_errors_have_anthropic_s_types(
+    http: httpx.AsyncClient, engine: FakeEngine, code: str, status: int, kind: str, stream: bool
+) -> None:
+    engine.outputs = refused(code)
+    answer = await http.post(PATH, json=ASKED | {"stream": stream})
+    assert refusal(answer, status) == (kind, code, None)
+    assert ("retry-after" in answer.headers) == (status == 429)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status", "kind", "code"),
+    [
+        ("GET", PATH, {}, 405, "invalid_request_error", "method_not_allowed"),
+        ("POST", f"{PATH}/batches", {}, 404, "not_found_error", "not_found"),
+        (
+            *("POST", PATH, {"Content-Type": "text/plain"}),
+            *(415, "invalid_request_error", "unsupported_media_type"),
+        ),
+        (
+            *("POST", COUNT, {"Content-Encoding": "gzip"}),
+            *(415, "invalid_request_error", "unsupported_media_type"),
+        ),
+    ],
+)
+async def test_what_reaches_no_endpoint_has_their_shape_too(
+    http: httpx.AsyncClient,
+    method: str,
+    path: str,
+    headers: dict[str, str],
+    status: int,
+    kind: str,
+    code: str,
+) -> None:
+    answer = await http.request(method, path, headers=headers, content=b"{}")
+    assert refusal(answer, status) == (kind, code, None)
+
+
+async def test_a_defect_of_ours_has_their_shape_too(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    def fails(request: GenerateRequest) -> list[Output]:
+        raise ZeroDivisionError
+
+    engine.outputs = fails
+    assert refusal(await http.post(PATH, json=ASKED), 500)[0] == "api_error"
+
+
+@pytest.mark.parametrize("path", [PATH, COUNT])
+async def test_the_version_is_one_of_theirs_or_none(http: httpx.AsyncClient, path: str) -> None:
+    body = {"messages": [HELLO]} | ({"max_tokens": 5} if path == PATH else {})
+    for known in ("2023-06-01", "2026-10-21"):
+        headers = {"anthropic-version": known, "anthropic-beta": "a-beta"}
+        answer = await http.post(path, json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+    answer = await http.post(path, json=body, headers={"anthropic-version": "2023-01-01"})
+    assert refusal(answer) == ("invalid_request_error", "unsupported", "anthropic-version")
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://example.org/a.png"}}
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"model": 3}, "invalid_request", "model"),
+    ({"max_tokens": None}, "invalid_request", "max_tokens"),
+    ({"max_tokens": 1.5}, "invalid_request", "max_tokens"),
+    ({"messages": None}, "invalid_request", "messages"),
+    ({"messages": []}, "invalid_request", "messages"),
+    ({"messages": "a"}, "invalid_request", "messages"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "invalid_request", "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "invalid_request", "messages[0]"),
+    ({"messages": [HELLO | {"name": "x"}]}, "unsupported", "messages[0].name"),
+    (
+        {"messages": [HELLO, {"role": "assistant", "content": ""}]},
+        "invalid_request",
+        "messages[1].content",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+        "invalid_request",
+        "messages[0].content[0].text",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}]},
+        "unsupported",
+        "messages[0].content[1]",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": {"a": 1}}]}]},
+        "unsupported",
+        "messages[0].content[0]",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a", "citations": [1]}]}
+            ]
+        },
+        "unsupported",
+        "messages[0].content[0].citations",
+    ),
+    ({"system": 5}, "invalid_request", "system"),
+    ({"system": [IMAGE]}, "unsupported", "system[0]"),
+    ({"stop_sequences": "a"}, "invalid_request", "stop_sequences"),
+    ({"output_config": {"effort": "low"}}, "unsupported", "output_config.effort"),
+    ({"service_tier": "flex"}, "unsupported", "service_tier"),
+    ({"speed": "fast"}, "unsupported", "speed"),
+    ({"budget_ms": 1e300}, "invalid_budget", "budget_ms"),
+    ({"max_token": 5}, "unsupported", "max_token"),
+    (
+        {"chat_template_kwargs": {"thinking": False}},
+        "unsupported",
+        "chat_template_kwargs.thinking",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "code", "param"), REFUSED)
+async def test_what_can_not_be_obeyed_is_refused_by_name(
+    http: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
+) -> None:
+    answer = await http.post(PATH, json=ASKED | fields)
+    kind, found, name = refusal(answer)
+    assert (kind, found) == ("invalid_request_error", code)
+    assert name == param or (name is None and param in answer.json()["error"]["message"])
+    assert not engine.requests
+
+
+async def test_an_unknown_model_is_not_found(http: httpx.AsyncClient) -> None:
+    for path in (PATH, COUNT):
+        answer = await http.post(path, json={"model": "claude", "messages": [HELLO]})
+        assert refusal(answer, 404)[:2] == ("not_found_error", "unknown_model")
+
+
+async def test_what_is_no_json_is_malformed(http: httpx.AsyncClient) -> None:
+    for path in (PATH, COUNT):
+        for body in (b"{", b"[]", b'{"messages": ' + b"[" * 100_000, b'{"system": "\xff"}'):
+            answer = await http.post(path, content=body)
+            assert refusal(answer) == ("invalid_request_error", "malformed", None)
+    large = {"messages": [HELLO | {"content": "a" * (17 << 20)}]}
+    assert refusal(await http.post(PATH, json=large), 413)[0] == "request_too_large"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [], "tool_choice": {"type": "auto"}, "thinking": {"type": "disabled"}},
+        {"metadata": {"user_id": "u"}, "service_tier": "auto", "speed": "standard"},
+        {"cache_control": {"type": "ephemeral"}, "stop_sequences": None, "container": None},
+    ],
+)
+async def test_what_asks_for_nothing_is_taken(
+    http: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any]
+) -> None:
+    plain = await posted(http)
+    assert await posted(http, **fields) == plain | {"id": engine.requests[1].request_id}
+    assert engine.requests[0].sampling == engine.requests[1].sampling
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_is_one_request_less(engine: FakeEngine, stream: bool) -> None:
+    engine.outputs = cut
+    app = make_app(engine, load_config(env={}))  # type: ignore[arg-type]
+    left = anyio.Event()
+    asked = ASKED | {"stream": stream}
+    with anyio.fail_after(LIMIT_S):
+        async with anyio.create_task_group() as group:
+            group.start_soon(by_hand.post, app, PATH, asked, by_hand.ignore, left)
+            await engine.until(lambda: len(engine.requests) == 1)
+            left.set()
+    assert engine.left == [engine.requests[0].request_id]
+
+
+async def test_a_stream_with_nothing_to_say_pings() -> None:
+    """Also before its first event."""
+    pinged = anyio.Event()
+    sent = b""
+
+    class Slow(FakeEngine):
+        async def submit(self, request: GenerateRequest, trace: Any = None) -> Any:
+            await pinged.wait()
+            for output in whole(request):
+                yield output
+
+    config = load_config(env={}, overrides={"gateway.comment_s": 0.01})
+    app = make_app(Slow(), config)  # type: ignore[arg-type]
+
+    async def send(message: Any) -> None:
+        nonlocal sent
+        if message["type"] == "http.response.body":
+            sent += message["body"]
+            pinged.set()
+
+    with anyio.fail_after(LIMIT_S):
+        await by_hand.post(app, PATH, ASKED | {"stream": True}, send)
+    assert sent.startswith(b'event: ping\ndata: {"type":"ping"}\n\n')
+    assert b"event: message_start\n" in sent
+    assert sent.endswith(b'data: {"type":"message_stop"}\n\n')

@@ -1,0 +1,200 @@
+"""What of tools and thinking can't be obeyed is refused by its place in the body."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from nano_inference.config import Config
+
+from ...fake import FakeEngine, refused
+from ...saying import calling_model
+from .calling import TIME, WEATHER
+
+PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+USER: dict[str, Any] = {"role": "user", "content": "Hm?"}
+ASKED: dict[str, Any] = {"max_tokens": 90, "messages": [USER], "tools": [WEATHER, TIME]}
+USE: dict[str, Any] = {"type": "tool_use", "id": "a", "name": "time", "input": {}}
+CALLED: dict[str, Any] = {"role": "assistant", "content": [USE]}
+RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "a"}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    found = calling_model(tmp_path)
+    gateway = msgspec.structs.replace(found.gateway, message_format="auto")
+    return msgspec.structs.replace(found, gateway=gateway)
+
+
+def user(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(blocks)}
+
+
+def tool(**changed: Any) -> dict[str, Any]:
+    return {"tools": [TIME, WEATHER | changed]}
+
+
+def thinking(**fields: Any) -> dict[str, Any]:
+    return {"thinking": fields}
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://example.org/a.png"}}
+NO_SCHEMA = {"name": "f"}
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [NO_SCHEMA]}, "invalid_request", "tools[0]"),
+    ({"tools": [WEATHER, TIME, WEATHER]}, "invalid_request", "tools[2].name"),
+    (tool(name=""), "invalid_request", "tools[1].name"),
+    (tool(name="a b"), "invalid_request", "tools[1].name"),
+    (tool(name="a" * 65), "invalid_request", "tools[1].name"),
+    (tool(input_schema={"type": "string"}), "invalid_request", "tools[1].input_schema.type"),
+    (tool(type="web_search_20250305"), "unsupported", "tools[1]"),
+    (tool(defer_loading=True), "unsupported", "tools[1].defer_loading"),
+    (tool(input_examples=[{}]), "unsupported", "tools[1].input_examples"),
+    (
+        tool(allowed_callers=["code_execution_20250825"]),
+        "invalid_request",
+        "tools[1].allowed_callers[0]",
+    ),
+    ({"mcp_servers": [{"name": "x"}]}, "unsupported", "mcp_servers"),
+    ({"tool_choice": {"type": "some"}}, "invalid_request", "tool_choice.type"),
+    ({"tool_choice": {"type": "tool"}}, "invalid_request", "tool_choice.name"),
+    ({"tool_choice": {"type": "tool", "name": "moon"}}, "invalid_request", "tool_choice.name"),
+    ({"tool_choice": {"type": "any"}, "tools": []}, "invalid_request", "tool_choice"),
+    (thinking(type="between_tools"), "invalid_request", "thinking.type"),
+    (thinking(type="enabled"), "invalid_request", "thinking.budget_tokens"),
+    (thinking(type="enabled", budget_tokens=0), "invalid_request", "thinking.budget_tokens"),
+    (thinking(type="adaptive", budget_tokens=9), "invalid_request", "thinking.budget_tokens"),
+    (
+        thinking(type="adaptive") | {"chat_template_kwargs": {"enable_thinking": False}},
+        "invalid_request",
+        "chat_template_kwargs.enable_thinking",
+    ),
+    (
+        thinking(type="enabled", budget_tokens=9)
+        | {"messages": [USER, {"role": "assistant", "content": "So"}]},
+        "invalid_request",
+        "thinking",
+    ),
+    ({"output_config": {"effort": "some"}}, "invalid_request", "output_config.effort"),
+    ({"output_config": {"task_budget": {}, "x": 1}}, "unsupported", "output_config.x"),
+    ({"messages": [USER, CALLED]}, "invalid_request", "messages[1].content[0]"),
+    ({"messages": [USER, CALLED, USER]}, "invalid_request", "messages[1].content[0]"),
+    (
+        {"messages": [USER, {"role": "assistant", "content": [USE, USE]}, user(RESULT)]},
+        "invalid_request",
+        "messages[1].content[1].id",
+    ),
+    ({"messages": [user(RESULT)]}, "invalid_request", "messages[0].content[0].tool_use_id"),
+    (
+        {"messages": [USER, CALLED, user(RESULT), user(RESULT)]},
+        "invalid_request",
+        "messages[3].content[0].tool_use_id",
+    ),
+    (
+        {"messages": [USER, CALLED, user(RESULT | {"content": [IMAGE]})]},
+        "unsupported",
+        "messages[2].content[0].content[0]",
+    ),
+    ({"messages": [user(USE)]}, "invalid_request", "messages[0].content[0]"),
+    (
+        {"messages": [USER, {"role": "assistant", "content": [USE | {"input": "x"}]}]},
+        "invalid_request",
+        "messages[1].content[0].input",
+    ),
+]
+
+
+@pytest.mark.parametrize("path", [PATH, COUNT])
+@pytest.mark.parametrize(("fields", "code", "param"), REFUSED)
+async def test_the_place_is_told(
+    http: httpx.AsyncClient,
+    engine: FakeEngine,
+    fields: dict[str, Any],
+    code: str,
+    param: str,
+    path: str,
+) -> None:
+    body = ASKED | fields
+    if path == COUNT:
+        del body["max_tokens"]
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", code)
+    assert error["param"] == param
+    assert not engine.requests
+
+
+async def test_a_budget_is_less_than_all_tokens(http: httpx.AsyncClient) -> None:
+    fields = thinking(type="enabled", budget_tokens=90)
+    answer = await http.post(PATH, json=ASKED | fields)
+    assert answer.json()["error"]["param"] == "thinking.budget_tokens"
+    assert (await http.post(PATH, json=ASKED | fields | {"max_tokens": 91})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        tool(cache_control={"type": "ephemeral"}, eager_input_streaming=True, type="custom"),
+        tool(allowed_callers=["direct"], defer_loading=False, input_examples=None),
+        {"tool_choice": {"type": "auto"}, "tools": []},
+        {"tool_choice": {"type": "none"}, "tools": []},
+        thinking(type="disabled") | {"chat_template_kwargs": {"enable_thinking": False}},
+        # Results may come in several messages.
+        {"messages": [USER, CALLED, user(RESULT), USER]},
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [USE | {"caller": {"type": "direct"}}]},
+                user(RESULT),
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "redacted_thinking", "data": "x"},
+                        {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                        {"type": "text", "text": "So"},
+                    ],
+                },
+            ]
+        },
+    ],
+)
+async def test_what_is_known_is_taken(http: httpx.AsyncClient, fields: dict[str, Any]) -> None:
+    answer = await http.post(PATH, json=ASKED | fields)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("tools", "param"), [([TIME], "tools"), ([], None)])
+async def test_a_constraint_that_can_not_be_kept_is_of_tools_where_there_are_any(
+    http: httpx.AsyncClient,
+    engine: FakeEngine,
+    tools: list[Any],
+    param: str | None,
+    stream: bool,
+) -> None:
+    engine.outputs = refused("invalid_constraint")
+    answer = await http.post(PATH, json=ASKED | {"tools": tools, "stream": stream})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_constraint", param)
+
+
+async def test_a_model_of_which_nothing_is_known(http: httpx.AsyncClient, config: Config) -> None:
+    template = "{{ messages[0].content }}{{ tools }}{{ enable_thinking }}"
+    folder = config.engine.model_folder
+    (folder / "chat_template.jinja").write_text(template)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("response_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    plain = {"max_tokens": 90, "messages": [USER]}
+    for fields, param in ((ASKED, "tools"), (thinking(type="adaptive"), "thinking")):
+        error = (await http.post(PATH, json=plain | fields)).json()["error"]
+        assert (error["code"], error["param"]) == ("unsupported", param)
+        assert "gateway.message_format" in error["message"]
+    for fields in (ASKED | {"tool_choice": {"type": "none"}}, thinking(type="disabled")):
+        assert (await http.post(PATH, json=plain | fields)).status_code == 200

@@ -1,0 +1,157 @@
+"""Our own client and the gateway: what one says the other understands, errors above all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from nano_inference.gateway.api.kserve.served import ServedModel
+from nano_inference.gateway.gateway import Gateway
+from nano_inference.gateway.server import server
+from nano_inference.kserve import BufferPool, KServeClient, KServeError, NamedTensor
+
+from ...fake import refused
+from .grpc_calls import Engine, Model, served, until
+
+TOKENS = [NamedTensor("input_ids", np.array([1, 2, 3]))]
+NUMBERS = NamedTensor("x", np.arange(100, dtype=np.float32))
+
+Ask = Callable[[KServeClient, str, list[NamedTensor]], Awaitable[Any]]
+
+
+async def infer(client: KServeClient, model: str, inputs: list[NamedTensor]) -> Any:
+    return await client.infer(model, inputs, id="it", budget_ns=10**11)
+
+
+async def stream(client: KServeClient, model: str, inputs: list[NamedTensor]) -> Any:
+    return [each async for each in client.stream(model, inputs, id="it", budget_ns=10**11)]
+
+
+both_ways = pytest.mark.parametrize("ask", [infer, stream])
+
+
+@asynccontextmanager
+async def called(
+    *models: ServedModel, **settings: Any
+) -> AsyncIterator[tuple[Gateway, KServeClient]]:
+    async with (
+        served(*models, **settings) as (gateway, _),
+        KServeClient(f"127.0.0.1:{gateway.grpc_port}", retries=0) as client,
+    ):
+        yield gateway, client
+
+
+# What the engine ends a request with.
+MEANINGS = {
+    "expired": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "prompt_too_long": grpc.StatusCode.INVALID_ARGUMENT,
+    "invalid_temperature": grpc.StatusCode.INVALID_ARGUMENT,
+    "content_filter": grpc.StatusCode.INVALID_ARGUMENT,
+    "model_not_found": grpc.StatusCode.NOT_FOUND,
+    "overloaded": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "request_too_large": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "lane_failed": grpc.StatusCode.INTERNAL,
+    "shutting_down": grpc.StatusCode.UNAVAILABLE,
+}
+
+
+@both_ways
+async def test_what_the_engine_says_comes_to_the_client(ask: Ask) -> None:
+    engine = Engine()
+    async with called(engine=engine) as (_, client):
+        for code, status in MEANINGS.items():
+            engine.outputs = refused(code, f"not this one: {code}")
+            with pytest.raises(KServeError, match=f"not this one: {code}") as caught:
+                await ask(client, "tiny.tokens", TOKENS)
+            assert (caught.value.code, caught.value.status) == (code, status)
+
+
+@both_ways
+async def test_what_the_gateway_refuses(ask: Ask) -> None:
+    async with called(Model()) as (_, client):
+        for model, inputs, code, status in [
+            ("nobody", [NUMBERS], "model_not_found", grpc.StatusCode.NOT_FOUND),
+            ("echo", [], "invalid_tensor", grpc.StatusCode.INVALID_ARGUMENT),
+            ("echo", TOKENS, "invalid_tensor", grpc.StatusCode.INVALID_ARGUMENT),
+        ]:
+            with pytest.raises(KServeError) as caught:
+                await ask(client, model, inputs)
+            assert (caught.value.code, caught.value.status) == (code, status)
+
+
+async def test_a_server_that_stops_says_when_to_come_again() -> None:
+    async with called(Model()) as (gateway, client):
+        assert await gateway.drain(0)
+        with pytest.raises(KServeError) as caught:
+            await client.infer("tiny.tokens", TOKENS)
+        assert caught.value.status is grpc.StatusCode.UNAVAILABLE
+        assert (caught.value.code, caught.value.retry_after_s) == ("shutting_down", 1.0)
+
+
+async def test_another_gateway_answers_when_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LEAVE_S", 0.1)
+    first, second = Model(), Model()
+    first.free.clear()
+    async with served(second) as (other, _), AsyncExitStack() as stack:
+        async with served(first) as (one, _):
+            address = f"ipv4:127.0.0.1:{one.grpc_port},127.0.0.1:{other.grpc_port}"
+            client = await stack.enter_async_context(KServeClient(address))
+            asking = asyncio.create_task(client.infer("echo", [NUMBERS], budget_ns=10**11))
+            await until(lambda: first.calls)
+            assert await one.drain(0) is False, "it is under way"
+        answer = await asking
+    np.testing.assert_array_equal(answer.output("x"), NUMBERS.data)
+    (before,), (after,) = first.calls, second.calls
+    budgets = [each.request.parameters["timeout_ns"] for each in (before, after)]
+    assert budgets[0] > budgets[1] > 0
+
+
+async def test_answers_of_a_stream_and_what_there_is() -> None:
+    model = Model("several", decoupled=True)
+    model.answers = 3
+    async with called(model, Model()) as (_, client):
+        for name, number in (("several", 3), ("echo", 1)):
+            answers = await stream(client, name, [NUMBERS])
+            assert [each.id for each in answers] == ["it"] * number
+            for each in answers:
+                np.testing.assert_array_equal(each.output("x"), NUMBERS.data)
+            told = await client.metadata(name)
+            assert (told.inputs, told.decoupled) == (model.spec.inputs, name == "several")
+            assert await client.ready(name)
+        assert {"several", "echo", "tiny"} <= {each.name for each in await client.index()}
+
+
+async def test_tensors_through_a_slot_that_a_restarted_server_is_told_of_again() -> None:
+    async with called(Model(), shared_memory=True) as (gateway, client):
+        with BufferPool(1 << 14, n_slots=4) as pool, await pool.acquire_slot(2) as slot:
+            await client.register(pool)
+            given, place = slot.scratch([(100, np.float32), (200, np.float32)])
+            given[:] = NUMBERS.data
+            for _ in range(2):
+                place[:] = 0
+                answer = await client.infer(
+                    "echo", [NamedTensor("x", given)], outputs=[NamedTensor("x", place)], slot=slot
+                )
+                np.testing.assert_array_equal(answer.output("x"), NUMBERS.data)
+                np.testing.assert_array_equal(place[:100], NUMBERS.data)
+                # As if it had been started anew.
+                gateway.kserve.regions.close()
+
+
+async def test_memory_is_shared_only_where_that_is_allowed() -> None:
+    async with called(Model()) as (_, client):
+        with BufferPool(1 << 14) as pool:
+            with pytest.raises(KServeError) as caught:
+                await client.register(pool)
+            assert caught.value.code == "shared_memory_off"
+            with await pool.acquire_slot() as slot:
+                (given,) = slot.scratch([(100, np.float32)])
+                given[:] = NUMBERS.data
+                answer = await client.infer("echo", [NamedTensor("x", given)], slot=slot)
+                np.testing.assert_array_equal(answer.output("x"), NUMBERS.data)

@@ -1,0 +1,429 @@
+"""KServe V2 over gRPC: what each method answers, and how each kind of call ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+import tritonclient.grpc
+
+from nano_inference.config import RequestError
+from nano_inference.gateway.api.kserve.grpc_errors import failure_of
+from nano_inference.gateway.api.kserve.grpc_stream import MOST_AT_ONCE
+from nano_inference.gateway.api.kserve.shared import VERSION
+from nano_inference.gateway.server.http import EngineError
+from nano_inference.kserve.protobuf import METHODS, message
+
+from .grpc_calls import Client, Engine, Failed, Model, code_of, request, served, until, values
+
+CODES = {
+    "invalid_tensor": "INVALID_ARGUMENT",
+    "missing_api_key": "UNAUTHENTICATED",
+    "insufficient_scope": "PERMISSION_DENIED",
+    "model_not_found": "NOT_FOUND",
+    "unknown_region": "NOT_FOUND",
+    "request_timeout": "DEADLINE_EXCEEDED",
+    "expired": "DEADLINE_EXCEEDED",
+    "weights_timeout": "DEADLINE_EXCEEDED",
+    "request_too_large": "RESOURCE_EXHAUSTED",
+    "overloaded": "RESOURCE_EXHAUSTED",
+    "rate_limit_exceeded": "RESOURCE_EXHAUSTED",
+    "unsupported": "UNIMPLEMENTED",
+    "idempotency_key_reused": "INVALID_ARGUMENT",
+    "shutting_down": "UNAVAILABLE",
+    "not_ready": "UNAVAILABLE",
+    "internal_error": "INTERNAL",
+    "lane_failed": "INTERNAL",
+}
+
+
+@pytest.mark.parametrize(("code", "name"), CODES.items())
+def test_each_kind_of_error_keeps_its_meaning(code: str, name: str) -> None:
+    failure = failure_of(EngineError("no", code=code, retry_after_s=3.0))
+    assert failure.code.name == name
+    assert failure.number == getattr(grpc.StatusCode, name).value[0]
+    assert failure.trailers()["nano-inference-code"] == code
+    assert failure.trailers()["retry-after"] == "3"
+
+
+def test_a_sentence_fits_where_gRPC_puts_it() -> None:
+    failure = failure_of(RequestError("é" * 10_000, code="invalid_request"))
+    assert len(failure.details) < 1000
+
+
+# --- what each answers ----------------------------------------------------------------------------
+
+
+async def test_questions() -> None:
+    asleep = Model("asleep", decoupled=True)
+    asleep.why_not = "it sleeps"
+    name = message("ModelMetadataRequest")
+    async with served(Model(), asleep) as (_, call):
+        assert (await call("ServerLive")).live
+        assert (await call("ServerReady")).ready
+        assert (await call("ModelReady", name(name="echo"))).ready
+        for other in ("asleep", "none"):
+            assert not (await call("ModelReady", name(name=other))).ready
+        told = await call("ServerMetadata")
+        assert told.version == VERSION
+        assert "parameters" in told.extensions
+        assert "cuda_shared_memory" not in told.extensions
+        described = await call("ModelMetadata", name(name="echo"))
+        assert [(each.name, each.datatype) for each in described.inputs] == [("x", "FP32")]
+        config = (await call("ModelConfig", name(name="asleep"))).config
+        assert config.model_transaction_policy.decoupled
+        index = await call("RepositoryIndex")
+        lines = {each.name: (each.state, each.reason) for each in index.models}
+        assert lines["echo"] == ("READY", "")
+        assert lines["asleep"] == ("UNAVAILABLE", "it sleeps")
+        index = await call("RepositoryIndex", message("RepositoryIndexRequest")(ready=True))
+        assert {each.name for each in index.models} == lines.keys() - {"asleep"}
+        for method in ("ModelMetadata", "ModelConfig", "ModelStatistics"):
+            unknown = await call(method, METHODS[method].request(name="none"))
+            assert unknown.code == "NOT_FOUND"
+            assert unknown.stable == "model_not_found"
+
+
+async def test_a_server_that_is_not_ready() -> None:
+    engine = Engine()
+    engine.why_not = "there is no lane"
+    async with served(engine=engine) as (_, call):
+        assert (await call("ServerLive")).live
+        assert not (await call("ServerReady")).ready
+
+
+async def test_statistics_count_calls() -> None:
+    name = message("ModelStatisticsRequest")
+    async with served(Model()) as (_, call):
+        await call("ModelInfer", request())
+        (told,) = (await call("ModelStatistics", name(name="echo"))).model_stats
+        assert (told.name, told.inference_count) == ("echo", 1)
+        assert len((await call("ModelStatistics")).model_stats) > 1
+
+
+async def test_inference() -> None:
+    async with served(Model()) as (_, call):
+        answer = await call("ModelInfer", request(values=[1.5, 2.5], request_id="a"))
+        assert (answer.model_name, answer.id, values(answer)) == ("echo", "a", [1.5, 2.5])
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "CudaSharedMemoryRegister",
+        "LogSettings",
+        "RepositoryModelLoad",
+        "RepositoryModelUnload",
+        "TraceSetting",
+    ],
+)
+async def test_what_there_is_not(method: str) -> None:
+    async with served() as (_, call):
+        answer = await call(method)
+    assert answer.code == "UNIMPLEMENTED"
+    assert answer.stable == "unsupported"
+    assert answer.details
+
+
+async def test_who_uses_no_shared_memory_may_clean_up() -> None:
+    async with served() as (_, call):
+        for kind in ("System", "Cuda"):
+            assert not (await call(f"{kind}SharedMemoryStatus")).regions
+            cleaned = await call(f"{kind}SharedMemoryUnregister")
+            assert not isinstance(cleaned, Failed)
+        wish = message("SystemSharedMemoryRegisterRequest")(name="a", key="/a", byte_size=1)
+        assert (await call("SystemSharedMemoryRegister", wish)).stable == "shared_memory_off"
+
+
+# --- what can't be answered -----------------------------------------------------------------------
+
+
+async def test_what_is_no_message() -> None:
+    async with served(Model()) as (_, call):
+        for method in METHODS.keys() - {"ModelStreamInfer"}:
+            answer = await call(method, b"\xff\xff")
+            assert (answer.code, answer.stable) == ("INVALID_ARGUMENT", "malformed"), method
+        empty = call.stream(timeout=None)
+        one = Client(call.channel).channel.stream_unary(METHODS["ModelInfer"].path)()
+        await one.done_writing()
+        assert (await call.end("ModelInfer", one)).code == "RESOURCE_EXHAUSTED"
+        assert await empty.read_all() == []
+
+
+async def test_a_request_that_can_not_be_obeyed() -> None:
+    async with served(Model()) as (_, call):
+        strange = request()
+        strange.inputs[0].shape[0] = 7
+        wrong = await call("ModelInfer", strange, metadata=(("x-request-id", "mine"),))
+        assert (wrong.code, wrong.stable) == ("INVALID_ARGUMENT", "invalid_tensor")
+        assert wrong.trailers["x-request-id"] == "mine"
+        assert (await call("ModelInfer", request("none"))).code == "NOT_FOUND"
+
+
+@pytest.mark.parametrize(
+    "compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate]
+)
+async def test_what_is_too_large_packed_or_not(compression: grpc.Compression) -> None:
+    """A call that is refused by gRPC is told like any other."""
+    most = 100_000
+    large = request(values=[0.0] * most).SerializeToString()
+    small = request(values=[0.0] * (most // 8)).SerializeToString()
+    async with served(Model(), max_body_bytes=most) as (_, call):
+        refused = await call("ModelInfer", large, compression=compression)
+        assert refused.code == "RESOURCE_EXHAUSTED"
+        answer = await call("ModelInfer", small, compression=compression)
+        assert len(values(answer)) == most // 8
+
+
+async def test_answers_may_be_larger_than_requests() -> None:
+    """As large as Triton's client takes."""
+    model = Model()
+    async with served(model, max_body_bytes=40 << 20, max_bodies_bytes=512 << 20) as (gateway, _):
+        place = f"127.0.0.1:{gateway.grpc_port}"
+        client = await asyncio.to_thread(tritonclient.grpc.InferenceServerClient, place)
+        large = tritonclient.grpc.InferInput("x", [8 << 20], "FP32")
+        import numpy as np
+
+        large.set_data_from_numpy(np.zeros(8 << 20, np.float32))
+        result = await asyncio.to_thread(client.infer, "echo", [large])
+        assert result.as_numpy("x").shape == (8 << 20,)
+        await asyncio.to_thread(client.close)
+
+
+async def test_a_model_that_breaks_tells_clients_nothing_of_it() -> None:
+    model = Model()
+    model.failure = ZeroDivisionError("a secret")
+    async with served(model) as (_, call):
+        with structlog.testing.capture_logs() as lines:
+            broken = await call("ModelInfer", request())
+            stream = call.stream()
+            await stream.send(request())
+            parts = await stream.read_all()
+    assert (broken.code, broken.stable) == ("INTERNAL", "internal_error")
+    assert "secret" not in broken.details + parts[-1].error_message
+    assert [line["event"] for line in lines].count("grpc_handler_failed") == 2
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+HOUR_MS = 3_600_000
+
+
+@pytest.mark.parametrize(
+    ("options", "parameters", "at_most_s"),
+    [
+        ({"timeout": 100.0}, {}, 100),
+        ({"metadata": (("x-budget-ms", "90000"),)}, {}, 90),
+        ({}, {"timeout_ns": 80 * 10**9}, 80),
+        ({}, {"timeout": 70 * 10**6}, 70),
+        (
+            {"timeout": 60.0, "metadata": (("x-budget-ms", str(HOUR_MS)),)},
+            {"timeout_ns": 10**13},
+            60,
+        ),
+        ({"timeout": 100.0}, {"timeout_ns": 50 * 10**9}, 50),
+    ],
+)
+async def test_the_shortest_of_all_limits_holds(
+    options: dict[str, Any], parameters: dict[str, Any], at_most_s: int
+) -> None:
+    model = Model()
+    async with served(model) as (_, call):
+        await call("ModelInfer", request(**parameters), **options)
+    left_ns = model.calls[0].origin.left_ns
+    assert left_ns is not None
+    assert at_most_s - 30 < left_ns / 1e9 <= at_most_s
+
+
+async def test_without_a_limit_there_is_none() -> None:
+    model = Model()
+    async with served(model) as (_, call):
+        assert values(await call("ModelInfer", request())) == [1, 2]
+        # As some clients put it who have none.
+        assert values(await call("ModelInfer", request(), timeout=1e9)) == [1, 2]
+    assert model.calls[0].origin.deadline_ns is None
+
+
+@pytest.mark.parametrize("parameters", [{"timeout_ns": 1000}, {"timeout": 1}, {"timeout_ns": -1}])
+async def test_what_takes_too_long_is_ended(parameters: dict[str, int]) -> None:
+    model = Model()
+    model.free.clear()
+    async with served(model) as (_, call):
+        late = await call("ModelInfer", request(**parameters))
+        assert (late.code, late.stable) == ("DEADLINE_EXCEEDED", "expired")
+        stream = call.stream()
+        await stream.send(request(**parameters))
+        assert [code_of(part) for part in await stream.read_all()] == ["expired"]
+    assert len(model.left) == 2
+
+
+async def test_a_limit_that_is_none() -> None:
+    async with served(Model()) as (_, call):
+        for parameters in ({"timeout": "soon"}, {"timeout_ns": True}):
+            answer = await call("ModelInfer", request(**parameters))
+            assert (answer.code, answer.stable) == ("INVALID_ARGUMENT", "invalid_budget")
+        answer = await call("ModelInfer", request(), metadata=(("x-budget-ms", "soon"),))
+        assert (answer.code, answer.stable) == ("INVALID_ARGUMENT", "invalid_budget")
+
+
+# --- clients that leave ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaves", ["cancel", "deadline", "channel"])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_who_leaves_takes_his_requests_along(leaves: str, streams: bool) -> None:
+    model = Model()
+    model.free.clear()
+    async with served(model) as (gateway, _):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+            call = Client(channel)
+            options = {"timeout": 0.3} if leaves == "deadline" else {}
+            if streams:
+                stream = call.stream(**options)
+                await stream.send(request(request_id="0"), request(request_id="1"))
+                under_way, asked = stream.call, 2
+            else:
+                data = request(request_id="0").SerializeToString()
+                under_way, asked = call.begin("ModelInfer", data, **options), 1
+            await until(lambda: len(model.calls) == asked)
+            if leaves == "cancel":
+                under_way.cancel()
+            elif leaves == "channel":
+                await channel.close(None)
+            await until(lambda: len(model.left) == asked)
+        await gateway._server.calls.idle()
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+async def test_requests_of_a_stream_run_beside_one_another() -> None:
+    slow, fast = Model("slow", decoupled=True), Model("fast", decoupled=True)
+    slow.free.clear()
+    async with served(slow, fast) as (_, call):
+        stream = call.stream()
+        await stream.send(request("slow", request_id="0"), request("fast", request_id="1"))
+        assert (await stream.read()).infer_response.id == "1"
+        slow.free.set()
+        (last,) = await stream.read_all()
+        assert last.infer_response.id == "0"
+        assert await stream.call.code() == grpc.StatusCode.OK
+
+
+async def test_an_error_concerns_its_own_request() -> None:
+    model = Model(decoupled=True)
+    async with served(model) as (_, call):
+        stream = call.stream()
+        strange = request(request_id="1")
+        strange.inputs[0].datatype = "FP33"
+        await stream.send(request(request_id="0"), strange, request("none", request_id="2"))
+        await stream.send(request(request_id="3"))
+        parts = {part.infer_response.id: part for part in await stream.read_all()}
+        assert values(parts["0"].infer_response) == values(parts["3"].infer_response) == [1, 2]
+        for name, code, number in (("1", "invalid_tensor", 3), ("2", "model_not_found", 5)):
+            assert parts[name].error_message
+            assert code_of(parts[name]) == code
+            assert parts[name].infer_response.parameters["grpc-status"].int64_param == number
+        assert await stream.call.code() == grpc.StatusCode.OK
+
+
+def finals(parts: list[Any]) -> list[bool]:
+    return [part.infer_response.parameters["triton_final_response"].bool_param for part in parts]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_the_last_answer_is_told_to_who_wants_it(wanted: bool) -> None:
+    model = Model(decoupled=True)
+    model.answers = 3
+    async with served(model, Model("one")) as (_, call):
+        stream = call.stream()
+        asked = {"triton_enable_empty_final_response": wanted}
+        await stream.send(request(request_id="a", **asked))
+        parts = await stream.read_all()
+        assert finals(parts) == [False] * 3 + [True] * wanted
+        if wanted:
+            last = parts[-1].infer_response
+            assert (last.id, last.model_name, len(last.outputs)) == ("a", "echo", 0)
+        stream = call.stream()
+        await stream.send(request("one", **asked))
+        # Where there is always one, that says it.
+        assert finals(await stream.read_all()) == [True]
+
+
+async def test_where_each_has_one_answer_they_come_in_order() -> None:
+    slow, fast = Model("slow"), Model("fast")
+    slow.free.clear()
+    async with served(slow, fast) as (_, call):
+        stream = call.stream()
+        await stream.send(request("slow"), request("none"), request("fast"))
+        await until(lambda: len(fast.calls) == 1)
+        slow.free.set()
+        names = [part.infer_response.model_name for part in await stream.read_all()]
+        assert names == ["slow", "", "fast"]
+
+
+async def test_only_so_many_requests_of_a_stream_are_served_at_a_time() -> None:
+    model = Model(decoupled=True)
+    model.free.clear()
+    async with served(model) as (_, call):
+        stream = call.stream()
+        total = MOST_AT_ONCE + 5
+        for index in range(total):
+            await stream.send(request(request_id=str(index)))
+        await until(lambda: len(model.calls) == MOST_AT_ONCE)
+        # The others have come, and are not read.
+        assert (await call("ServerLive")).live
+        assert len(model.calls) == MOST_AT_ONCE
+        model.free.set()
+        ids = {part.infer_response.id for part in await stream.read_all()}
+        assert len(ids) == total
+
+
+async def test_what_is_no_message_ends_a_stream_behind_the_answers() -> None:
+    model = Model(decoupled=True)
+    model.free.clear()
+    async with served(model) as (_, call):
+        stream = call.stream()
+        await stream.send(request(), b"\xff\xff")
+        await until(lambda: model.calls)
+        model.free.set()
+        answer, end = await stream.read(), await stream.read()
+        assert values(answer.infer_response) == [1, 2]
+        assert (end.code, end.stable) == ("INVALID_ARGUMENT", "malformed")
+
+
+async def test_who_reads_nothing_holds_only_so_much() -> None:
+    model = Model(decoupled=True)
+    model.answers = 10_000
+    async with served(model, Model("other")) as (_, call):
+        stream = call.stream()
+        await stream.send(request(values=[0.0] * 25_000))
+        sent = 0
+        while sent != model.sent or not sent:
+            sent = model.sent
+            # Others are served meanwhile.
+            for _ in range(20):
+                assert values(await call("ModelInfer", request("other"))) == [1, 2]
+        assert sent * 100_000 < 20 << 20
+        for _ in range(sent + 5):
+            assert (await stream.read()).infer_response.outputs
+        stream.call.cancel()
+        await until(lambda: model.left)
+
+
+async def test_who_reads_nothing_for_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "nano_inference.gateway.api.kserve.grpc_connection.LEAST_BYTES_PER_S"
+    monkeypatch.setattr(module, 1 << 40)
+    model = Model(decoupled=True)
+    model.answers = 10_000
+    async with served(model, send_timeout_s=0.1) as (gateway, call):
+        stream = call.stream()
+        await stream.send(request(values=[0.0] * 25_000))
+        await until(lambda: model.calls)
+        await gateway._server.calls.idle()
+        while not isinstance(part := await stream.read(), Failed):
+            assert part.infer_response.outputs
+        assert (part.code, part.stable) == ("DEADLINE_EXCEEDED", "request_timeout")

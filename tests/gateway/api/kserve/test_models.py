@@ -1,0 +1,646 @@
+"""What a lane's models make of tensors, and of what the engine says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+
+from nano_inference.bus.public import EmbedParams, GenerateRequest, Output
+from nano_inference.config import Config, Constraint, NanoInferenceError, RequestError, load_config
+from nano_inference.gateway.api.kserve.models.inputs import SAMPLING
+from nano_inference.gateway.api.kserve.service import InferenceService
+from nano_inference.gateway.policy.caller import Caller
+from nano_inference.gateway.policy.chain import PolicyChain
+from nano_inference.gateway.server.http import FieldError
+from nano_inference.gateway.serving.origin import Origin
+from nano_inference.gateway.serving.samples import MOST_UNSENT
+from nano_inference.kserve.tensors import InferRequest, InferResponse, NamedTensor, TensorError
+
+from ....pipeline.kserve import arrays, asked, origin, service_of, stream, told
+from ... import made
+from ...fake import FakeEngine, completion, refused, sample
+
+LIMIT_S = 30
+TEXT = {"text_input": "one two"}
+IDS = {"input_ids": [1, 2]}
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def config() -> Config:
+    return load_config(env={})
+
+
+@pytest.fixture
+def service(engine: FakeEngine, config: Config) -> InferenceService:
+    return service_of(engine, config)  # type: ignore[arg-type]
+
+
+def in_pieces(request: GenerateRequest) -> list[Output]:
+    """The second sample first, then the first one; the end tells the last token of each."""
+    chunks: list[Output] = [
+        made.chunk(request, index, place) for index in (1, 0) for place in range(2)
+    ]
+    return [*chunks, completion(request, made.told(request, 0), made.told(request, 1, "length"))]
+
+
+# --- how to sample ----------------------------------------------------------------------------
+
+
+async def test_parameters_have_the_names_of_vllm(
+    engine: FakeEngine, service: InferenceService
+) -> None:
+    given = {
+        "n": 2,
+        "temperature": 0.5,
+        "top_k": -1,
+        "stop": ["a", "b"],
+        "max_tokens": 7,
+        "logit_bias": {"5": 1.5},
+        "repetition_penalty": None,
+        "spaces_between_special_tokens": False,
+        "structured_outputs": {"choice": ["yes", "no"]},
+    }
+    await service.infer_once(origin("mine"), asked("tiny", **TEXT, sampling_parameters=given))
+    (request,) = engine.requests
+    assert (request.prompt, request.n, request.tenant, request.stream) == (
+        "one two",
+        2,
+        "mine",
+        False,
+    )
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.5, 0, 7)
+    assert (sampling.stop, sampling.logit_bias) == (("a", "b"), {5: 1.5})
+    assert sampling.constraint == Constraint(choice=("yes", "no"))
+
+
+async def test_numbers_may_be_written_as_texts(
+    engine: FakeEngine, service: InferenceService
+) -> None:
+    """As vLLM's own examples send them."""
+    given = {
+        "temperature": "0.1",
+        "top_p": "0.95",
+        "max_tokens": "100",
+        "stop": "7",
+        "ignore_eos": "True",
+    }
+    await service.infer_once(origin(), asked("tiny", **TEXT, sampling_parameters=given))
+    await service.infer_once(origin(), asked("tiny", **TEXT, parameters=given))
+    first, second = (each.sampling for each in engine.requests)
+    assert first == second
+    assert (first.temperature, first.top_p, first.max_tokens) == (0.1, 0.95, 100)
+    assert (first.stop, first.ignore_eos) == (("7",), True)
+
+
+async def test_what_a_request_says_besides_is_no_sampling_parameter(
+    engine: FakeEngine, service: InferenceService
+) -> None:
+    parameters = {
+        "timeout_ns": 10**10,
+        "timeout": 10**9,
+        "triton_enable_empty_final_response": True,
+        "priority": 3,
+        "cache_salt": "s",
+    }
+    given = {"temperature": 0.5}
+    beside = TEXT | {"sampling_parameters": {"max_tokens": 3}}
+    await service.infer_once(origin(), asked("tiny", parameters=parameters | given, **TEXT))
+    await service.infer_once(origin(), asked("tiny", parameters=parameters, **beside))
+    # Where there is a tensor, it has them all.
+    with pytest.raises(FieldError) as refused:
+        await service.infer_once(origin(), asked("tiny", parameters=given, **beside))
+    assert (refused.value.code, refused.value.param) == ("unsupported", "parameters.temperature")
+    first, second = engine.requests
+    assert (first.priority, first.cache_salt, first.sampling.temperature) == (-3, "s", 0.5)
+    assert first.budget_ns is not None
+    assert 0 < first.budget_ns <= 10**10
+    assert (second.priority, second.sampling.temperature) == (-3, 1)
+    assert (first.sampling.max_tokens, second.sampling.max_tokens) == (16, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "name", "place"),
+    [
+        ("tiny", TEXT, "stream", r"BOOL \[1\]; .* call ModelStreamInfer"),
+        ("tiny.tokens", IDS, "stream", r"BOOL \[1\]; .* call ModelStreamInfer"),
+        ("tiny.best_of", IDS, "best_of", r"INT64 \[1\]$"),
+        ("tiny.embed", {"text_input": ["one"]}, "sampling_parameters", r"BYTES \[1\]$"),
+    ],
+)
+async def test_an_input_sent_as_a_parameter_is_refused_with_what_to_do(
+    engine: FakeEngine,
+    service: InferenceService,
+    model: str,
+    inputs: dict[str, Any],
+    name: str,
+    place: str,
+) -> None:
+    request = asked(model, parameters={name: True}, **inputs)
+    with pytest.raises(
+        RequestError, match=f"^{name} is an input of {model}, and no parameter; .*{place}"
+    ):
+        await service.infer_once(origin(), request)
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny.tokens", "tiny.best_of", "tiny.embed"])
+async def test_an_error_says_whether_a_parameter_or_the_tensor_was_wrong(
+    service: InferenceService, model: str
+) -> None:
+    inputs: dict[str, Any] = {"tiny": TEXT, "tiny.embed": {"text_input": ["one"]}}.get(model, IDS)
+    given = {"temprature": 1}
+    with pytest.raises(RequestError, match=r"^parameters\.temprature is not"):
+        await service.infer_once(origin(), asked(model, parameters=given, **inputs))
+    with pytest.raises(RequestError, match=r"^sampling_parameters\.temprature is not"):
+        await service.infer_once(origin(), asked(model, **inputs, sampling_parameters=given))
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny.tokens", "tiny.score", "tiny.best_of"])
+@pytest.mark.parametrize(
+    ("given", "code", "word"),
+    [
+        ({"temprature": 1}, "unsupported", "temprature"),
+        ({"lora_name": "mine"}, "unsupported", "lora_name"),
+        ({"structured_outputs": "{}"}, "invalid_request", "structured_outputs"),
+        ({"prompt_logprobs": 1}, "unsupported", "prompt_logprobs"),
+        ({"temperature": "hot"}, "invalid_request", "hot"),
+        ({"temperature": [1]}, "invalid_request", "temperature"),
+        ({"n": 10**6}, "too_many_prompts", "samples"),
+        ("[]", "invalid_tensor", "sampling_parameters"),
+        ("{", "invalid_tensor", "sampling_parameters"),
+        (b"\xff", "invalid_tensor", "UTF-8"),
+    ],
+)
+async def test_other_parameters_are_refused_by_name(
+    engine: FakeEngine, service: InferenceService, model: str, given: Any, code: str, word: str
+) -> None:
+    inputs: dict[str, Any] = {
+        "tiny": TEXT,
+        "tiny.score": {"prompt_ids": [1], "completion_ids": [2]},
+    }.get(model, IDS)
+    with pytest.raises(RequestError, match=word) as found:
+        await service.infer_once(origin(), asked(model, **inputs, sampling_parameters=given))
+    assert found.value.code == code
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({"skip_special_tokens": False}, False),
+        ({"skip_special_tokens": True}, True),
+        ({"include_stop_str_in_output": True}, False),
+        ({"detokenize": False}, False),
+    ],
+)
+async def test_texts_are_made_in_one_way(
+    service: InferenceService, given: dict[str, Any], taken: bool
+) -> None:
+    """Where there is no text, these say nothing."""
+    await service.infer_once(origin(), asked("tiny.tokens", **IDS, sampling_parameters=given))
+    request = asked("tiny", **TEXT, sampling_parameters=given)
+    if taken:
+        await service.infer_once(origin(), request)
+        return
+    with pytest.raises(RequestError, match=next(iter(given))) as found:
+        await service.infer_once(origin(), request)
+    assert found.value.code == "unsupported"
+
+
+# --- texts ------------------------------------------------------------------------------------
+
+
+async def test_only_what_is_asked_for_is_told(
+    engine: FakeEngine, service: InferenceService
+) -> None:
+    engine.outputs = lambda request: [completion(request, made.told(request, 0))]
+    alone = told(await service.infer_once(origin(), asked("tiny", **TEXT)))
+    assert alone == {"text_output": ["one twofive six seven"]}
+    named = asked("tiny", ["num_output_tokens", "text_output"], **TEXT)
+    assert list(told(await service.infer_once(origin(), named))) == [
+        "num_output_tokens",
+        "text_output",
+    ]
+    refused_by_flag = asked(
+        "tiny", ["num_output_tokens", "text_output"], **TEXT, return_num_output_tokens=False
+    )
+    assert list(told(await service.infer_once(origin(), refused_by_flag))) == ["text_output"]
+
+
+@pytest.mark.parametrize("exclude", [None, False, True])
+async def test_the_prompt_stands_before_the_text_unless_it_is_excluded(
+    engine: FakeEngine, config: Config, exclude: bool | None
+) -> None:
+    """And who judges answers knows what stands there."""
+    seen: list[str] = []
+
+    class Seen:
+        async def outputs(
+            self,
+            origin: Origin,
+            request: GenerateRequest,
+            outputs: AsyncGenerator[Output, None],
+            before: str,
+        ) -> AsyncGenerator[Output, None]:
+            seen.append(before)
+            async for output in outputs:
+                yield output
+
+    service = service_of(engine, config, PolicyChain(outputs=[Seen()]))  # type: ignore[arg-type]
+    flags = {} if exclude is None else {"exclude_input_in_output": exclude}
+    found = told(await service.infer_once(origin(), asked("tiny", **TEXT, **flags)))
+    before = "" if exclude else "one two"
+    assert found["text_output"] == [f"{before}five six"]
+    assert seen == [before]
+
+
+async def test_logprobs_are_json_as_vllm_writes_it(
+    engine: FakeEngine, service: InferenceService
+) -> None:
+    engine.outputs = lambda request: [completion(request, made.told(request, 0))]
+    given = {"logprobs": 2}
+    request = asked("tiny", **TEXT, sampling_parameters=given, return_logprobs=True)
+    (text,) = told(await service.infer_once(origin(), request))["logprobs"]
+    places = json.loads(text)
+    assert [list(place) for place in places] == [["5", "6"], ["6", "7"], ["7", "8"]]
+    assert places[0]["5"]["logprob"] == -0.25
+    assert [entry["rank"] for entry in places[0].values()] == [1, 2]
+    assert all(isinstance(entry["decoded_token"], str) for entry in places[0].values())
+
+
+async def test_a_stream_has_what_is_new_of_all_samples(
+    engine: FakeEngine, service: InferenceService
+) -> None:
+    engine.outputs = in_pieces
+    request = asked(
+        "tiny",
+        ["text_output", "finish_reason", "cumulative_logprob", "num_output_tokens"],
+        **TEXT,
+        stream=True,
+        sampling_parameters={"n": 2},
+    )
+    found = [told(each) for each in await stream(service, request)]
+    for index, reason in enumerate(("stop", "length")):
+        assert "".join(each["text_output"][index] for each in found) == "five six seven"
+        assert sum(each["num_output_tokens"][index] for each in found) == 3
+        assert found[-1]["finish_reason"][index] == reason
+        sums = [each["cumulative_logprob"][index] for each in found]
+        assert sums == sorted(sums, reverse=True)
+        assert sums[-1] == -1.5
+    assert engine.requests[0].stream
+    assert found[0]["finish_reason"] == ["None", "None"]
+
+
+@pytest.mark.parametrize("many", [True, False])
+async def test_one_answer_is_whole_though_a_stream_was_wanted(
+    engine: FakeEngine, service: InferenceService, many: bool
+) -> None:
+    """Whoever takes one answer gets one; whoever takes many need not."""
+    request = asked("tiny", **TEXT, stream=not many)
+    found = (
+        await stream(service, request) if many else [await service.infer_once(origin(), request)]
+    )
+    (alone,) = found
+    assert told(alone)["text_output"] == ["one twofive six" if many else "five six"]
+    assert not engine.requests[0].stream
+
+
+async def test_a_stream_does_not_begin_with_the_prompt(service: InferenceService) -> None:
+    request = asked("tiny", **TEXT, stream=True, exclude_input_in_output=False)
+    with pytest.raises(RequestError, match="exclude_input_in_output"):
+        await stream(service, request)
+
+
+async def test_a_request_that_somebody_ends_has_empty_samples(
+    engine: FakeEngine, service: InferenceService
+) -> None:
+    """One that never began, too, and in a stream that is told."""
+    engine.outputs = lambda request: [
+        completion(request, sample(finish_reason="abort"), status="cancelled")
+    ]
+    inputs: dict[str, Any] = {"sampling_parameters": {"n": 2}, "return_finish_reason": True}
+    whole = told(await service.infer_once(origin(), asked("tiny", **TEXT, **inputs)))
+    assert whole["text_output"] == ["one twofive six", "one two"]
+    assert whole["finish_reason"] == ["abort", "abort"]
+    request = asked("tiny", **TEXT, **inputs, stream=True)
+    (streamed,) = [told(each) for each in await stream(service, request)]
+    assert streamed["text_output"] == ["five six", ""]
+    assert streamed["finish_reason"] == ["abort", "abort"]
+
+
+# --- token ids and scores ---------------------------------------------------------------------
+
+
+async def test_rows_are_padded_behind_their_end(
+    engine: FakeEngine, service: InferenceService
+) -> None:
+    engine.outputs = lambda request: [
+        completion(request, made.told(request, 0), sample((8,), sample_index=1))
+    ]
+    request = asked("tiny.tokens", **IDS, sampling_parameters={"n": 2})
+    found = told(await service.infer_once(origin(), request))
+    assert found == {
+        "output_ids": [[5, 6, 7], [8, -1, -1]],
+        "num_output_tokens": [3, 1],
+        "logprobs": [[-0.25, -0.5, -0.75], [-0.5, 0, 0]],
+        "finish_reason": ["stop", "length"],
+        "weight_version": [[3, 3, 4], [3, -1, -1]],
+    }
+
+
+async def test_a_stream_of_token_ids_says_which_weights_made_them(
+    engine: FakeEngine, service: InferenceService
+) -> None:
+    engine.outputs = in_pieces
+    request = asked("tiny.tokens", **IDS, stream=True, sampling_parameters={"n": 2})
+    found = [told(each) for each in await stream(service, request)]
+
+    def joined(name: str, index: int) -> list[Any]:
+        parts = [each[name][index][: each["num_output_tokens"][index]] for each in found]
+        return [value for part in parts for value in part]
+
+    for index in (0, 1):
+        assert joined("output_ids", index) == [5, 6, 7]
+        assert joined("weight_version", index) == [3, 3, 4]
+        assert joined("logprobs", index) == [-0.25, -0.5, -0.75]
+    assert found[-1]["finish_reason"] == ["stop", "length"]
+
+
+async def test_token_ids_have_no_others_beside_them(service: InferenceService) -> None:
+    request = asked("tiny.tokens", **IDS, sampling_parameters={"logprobs": 2})
+    with pytest.raises(RequestError, match="logprobs") as found:
+        await service.infer_once(origin(), request)
+    assert found.value.code == "unsupported"
+
+
+async def test_a_score_is_of_the_completion_alone(
+    engine: FakeEngine, service: InferenceService
+) -> None:
+    engine.outputs = lambda request: [completion(request, **made.scores(request))]
+    request = asked("tiny.score", prompt_ids=[1, 2], completion_ids=[3, 4, 5])
+    found = told(await service.infer_once(origin(), request))
+    assert found == {"logprobs": [-3, -4, -5], "weight_version": [3]}
+    (sent,) = engine.requests
+    assert (sent.prompt_token_ids, sent.sampling.max_tokens) == ((1, 2, 3, 4, 5), 1)
+
+
+async def test_a_score_that_somebody_ends_is_an_error(
+    engine: FakeEngine, service: InferenceService
+) -> None:
+    engine.outputs = lambda request: [completion(request, status="cancelled")]
+    with pytest.raises(NanoInferenceError) as found:
+        await service.infer_once(origin(), asked("tiny.score", prompt_ids=[1], completion_ids=[3]))
+    assert found.value.code == "aborted"
+
+
+def embedded(request: GenerateRequest) -> list[Output]:
+    size = float(len(request.prompt_token_ids or request.prompt or ()))
+    vector = msgspec.structs.replace(made.told(request, 0), token_ids=(), embedding=(size, 0.5))
+    return [completion(request, msgspec.structs.replace(vector, weight_version=3))]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "vectors"),
+    [
+        ({"text_input": ["one", "three"]}, [[3, 0.5], [5, 0.5]]),
+        ({"input_ids": [4, 5]}, [[2, 0.5]]),
+    ],
+)
+async def test_texts_or_tokens_are_embedded(
+    engine: FakeEngine,
+    service: InferenceService,
+    inputs: dict[str, Any],
+    vectors: list[list[float]],
+) -> None:
+    engine.outputs = embedded
+    given = {"pooling": "mean", "dimensions": 2, "normalize": False}
+    request = asked("tiny.embed", **inputs, sampling_parameters=given)
+    found = arrays(await service.infer_once(origin("mine"), request))
+    assert found["embedding"].dtype == np.float32
+    assert found["embedding"].tolist() == vectors
+    assert found["weight_version"].tolist() == [3] * len(vectors)
+    assert [(each.embed, each.tenant) for each in engine.requests] == [
+        (EmbedParams(pooling="mean", dimensions=2, normalize=False), "mine")
+    ] * len(vectors)
+
+
+async def test_no_texts_are_refused(engine: FakeEngine, service: InferenceService) -> None:
+    nothing = NamedTensor("text_input", np.empty(0, np.object_))
+    request = InferRequest(model_name="tiny.embed", inputs=(nothing,))
+    with pytest.raises(RequestError) as found:
+        await service.infer_once(origin(), request)
+    assert (found.value.code, engine.requests) == ("empty_prompt", [])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "given", "code"),
+    [
+        ({}, {}, "invalid_tensor"),
+        ({"text_input": ["a"], "input_ids": [1]}, {}, "invalid_tensor"),
+        ({"input_ids": []}, {}, "empty_prompt"),
+        ({"text_input": ["a"]}, {"temperature": 1}, "unsupported"),
+        ({"text_input": ["a"]}, {"pooling": "max"}, "invalid_request"),
+        ({"text_input": ["a"]}, {"dimensions": 1.5}, "invalid_request"),
+        ({"text_input": ["a"]}, {"dimensions": 2**70}, "invalid_request"),
+    ],
+)
+async def test_what_can_t_be_embedded_is_refused(
+    engine: FakeEngine,
+    service: InferenceService,
+    inputs: dict[str, Any],
+    given: dict[str, Any],
+    code: str,
+) -> None:
+    with pytest.raises(NanoInferenceError) as found:
+        request = asked("tiny.embed", **inputs, sampling_parameters=given)
+        await service.infer_once(origin(), request)
+    assert (found.value.code, engine.requests) == (code, [])
+
+
+@pytest.mark.parametrize("empty", ["prompt_ids", "completion_ids"])
+async def test_tokens_have_to_be_given(
+    engine: FakeEngine, service: InferenceService, empty: str
+) -> None:
+    inputs: dict[str, Any] = {"prompt_ids": [1], "completion_ids": [2]}
+    with pytest.raises(RequestError, match=empty) as found:
+        await service.infer_once(origin(), asked("tiny.score", **inputs | {empty: []}))
+    assert found.value.code == "empty_prompt"
+    with pytest.raises(RequestError, match=empty) as found:
+        await service.infer_once(origin(), asked("tiny.score", **inputs | {empty: [3] * 10**5}))
+    assert found.value.code == "prompt_too_long"
+    assert engine.requests == []
+
+
+# --- every model ------------------------------------------------------------------------------
+
+
+async def test_a_model_tells_its_tensors(service: InferenceService) -> None:
+    specs = {each.name: each for each in service.specs()}
+    assert {name: each.decoupled for name, each in specs.items()} == {
+        "tiny": True,
+        "tiny.tokens": True,
+        "tiny.score": False,
+        "tiny.embed": False,
+        "tiny.best_of": False,
+    }
+    assert [each.name for each in specs["tiny"].inputs if not each.optional] == ["text_input"]
+
+
+async def test_the_page_has_each_tensor_of_each_model(service: InferenceService) -> None:
+    """With its datatype. What all models take stands before them, and `return_X` for each X."""
+    page = (Path(__file__).parents[4] / "docs" / "kserve-models.md").read_text()
+    sections = dict(re.findall(r"^## `M([^`]*)`\n(.*?)(?=^## )", page, re.M | re.S))
+    specs = {each.name.removeprefix("tiny"): each for each in service.specs()}
+    assert set(sections) == set(specs)
+    for name, spec in specs.items():
+        rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+)\?? \| ([^`]+) `", sections[name], re.M)
+        written = {
+            (tensor, datatype)
+            for tensors, datatypes in rows
+            for tensor, datatype in zip(
+                re.findall(r"\w+", tensors), datatypes.split(", "), strict=True
+            )
+        }
+        tensors = {
+            ("return_X" if each.name.startswith("return_") else each.name, each.datatype)
+            for each in (*spec.inputs, *spec.outputs)
+            if each.name != SAMPLING
+        }
+        assert written == tensors
+
+
+async def test_wrong_tensors_are_refused_before_anything_is_asked(
+    engine: FakeEngine, service: InferenceService
+) -> None:
+    for tensor in (
+        NamedTensor("input_ids", np.zeros(2, np.int32)),
+        NamedTensor("input_ids", np.zeros((1, 2), np.int64)),
+        NamedTensor("ids", np.zeros(2, np.int64)),
+    ):
+        request = msgspec.structs.replace(asked("tiny.tokens"), inputs=(tensor,))
+        with pytest.raises(TensorError):
+            await service.infer_once(origin(), request)
+    assert engine.requests == []
+
+
+async def test_the_engine_s_refusals_are_the_call_s(
+    engine: FakeEngine, service: InferenceService
+) -> None:
+    engine.outputs = refused("overloaded", retry_after_s=2)
+    with pytest.raises(NanoInferenceError) as found:
+        await service.infer_once(origin(), asked("tiny", **TEXT))
+    assert found.value.code == "overloaded"
+    with pytest.raises(NanoInferenceError) as found:
+        await stream(service, asked("tiny.tokens", **IDS, stream=True))
+    assert found.value.code == "overloaded"
+    assert service.statistics.model("tiny").fail.count == 1
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_call_that_is_cancelled_leaves_nothing_behind(
+    engine: FakeEngine, service: InferenceService, streamed: bool
+) -> None:
+    engine.outputs = lambda request: [made.chunk(request, 0, 0)]
+    request = asked("tiny.tokens", **IDS, stream=streamed)
+    with anyio.fail_after(LIMIT_S):
+        async with anyio.create_task_group() as group:
+            group.start_soon(stream, service, request)
+            await engine.until(lambda: bool(engine.requests))
+            group.cancel_scope.cancel()
+    assert engine.left == [engine.requests[0].request_id]
+    failed = service.statistics.model("tiny.tokens").fail
+    assert failed.count == 1
+
+
+async def test_a_slow_reader_holds_back_his_own_request(
+    engine: FakeEngine, service: InferenceService
+) -> None:
+    """What he has not read is bounded, and comes in one answer."""
+    pulled = 0
+
+    def many(request: GenerateRequest) -> Any:
+        nonlocal pulled
+        for _ in range(3 * MOST_UNSENT // 100):
+            pulled += 100
+            yield msgspec.structs.replace(
+                made.chunk(request, 0, 0), token_ids=(5,) * 100, logprobs=(-1.0,) * 100
+            )
+        yield completion(request, sample((5,) * pulled))
+
+    engine.outputs = many
+    answers: list[InferResponse] = []
+    reads = anyio.Event()
+
+    async def respond(response: InferResponse) -> None:
+        answers.append(response)
+        await reads.wait()
+
+    request = asked("tiny.tokens", **IDS, stream=True)
+    with anyio.fail_after(LIMIT_S):
+        async with anyio.create_task_group() as group:
+
+            async def call() -> None:
+                await service.infer(origin(), request, respond, many=True)
+
+            group.start_soon(call)
+            await anyio.wait_all_tasks_blocked()
+            assert pulled < 2 * MOST_UNSENT
+            reads.set()
+    sizes = [int(arrays(each)["num_output_tokens"][0]) for each in answers]
+    assert sum(sizes) == pulled > 2 * MOST_UNSENT
+    assert max(sizes) > MOST_UNSENT
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_an_answer_that_can_not_be_sent_ends_the_call(
+    engine: FakeEngine, service: InferenceService, streamed: bool
+) -> None:
+    """With its own error, and the engine goes on with nothing."""
+    if streamed:
+        engine.outputs = lambda request: [made.chunk(request, 0, 0)]
+
+    async def respond(response: InferResponse) -> None:
+        raise TensorError("there is no such region any more")
+
+    request = asked("tiny.tokens", **IDS, stream=streamed)
+    with anyio.fail_after(LIMIT_S), pytest.raises(TensorError):
+        await service.infer(origin(), request, respond, many=True)
+    assert len(engine.left) == streamed
+
+
+async def test_a_key_for_a_model_is_one_for_its_other_forms(service: InferenceService) -> None:
+    allowed = origin(caller=Caller(models=("tiny",)))
+    other = origin(caller=Caller(models=("large",)))
+    for model, inputs in (("tiny", TEXT), ("tiny.tokens", IDS)):
+        request = asked(model, **inputs)
+        await service.infer_once(allowed, request)
+        with pytest.raises(RequestError) as found:
+            await service.infer_once(other, request)
+        assert found.value.code == "model_not_found"
+    assert len(service.specs(caller=allowed.caller)) == 5
+    assert service.specs(caller=other.caller) == []
+
+
+async def test_models_are_as_ready_as_their_lane(
+    engine: FakeEngine, service: InferenceService
+) -> None:
+    assert all(each.ready for each in await service.states())
+    engine.why_not = "no lane works"
+    fresh = service_of(engine, load_config(env={}))  # type: ignore[arg-type]
+    states = await fresh.states()
+    assert [each.ready for each in states] == [False] * 5
+    assert all("no lane works" in each.reason for each in states)

@@ -1,0 +1,333 @@
+"""Responses in the background go on without their clients, and without the gateway that began
+them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from nano_inference.config import BusError, Config, load_config
+from nano_inference.gateway.api.openai.responses import running
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.serving.readiness import Readiness
+
+from ... import by_hand
+from ...fake import FakeEngine, refused
+from ...made import TEXTS, interleaved, whole
+from .going import Going
+from .streamed import response_events
+from .test_refusals import refusal
+
+PATH = "/v1/responses"
+TEXT = "".join(TEXTS)
+LIMIT_S = 20
+BODY: dict[str, Any] = {"input": "hello", "background": True}
+KEY = {"Idempotency-Key": "k-1"}
+# Soon enough for a test that has to wait for it.
+SOON = {"bus.results_ttl_s": 1}
+
+
+class House:
+    """A gateway, as it serves: with what runs beside the connections."""
+
+    def __init__(self, engine: FakeEngine, **settings: Any) -> None:
+        self.config: Config = load_config(env={}, overrides=settings)
+        self.app = make_app(engine, self.config)  # type: ignore[arg-type]
+        self.kept = self.app.state.kept_calls
+        self._running = asyncio.create_task(self.app.state.beside["kept calls"]())
+
+    async def aclose(self) -> None:
+        """As it is stopped."""
+        self.kept.stop()
+        self._running.cancel()
+        await asyncio.wait([self._running])
+        await self.kept.aclose()
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+        transport = httpx.ASGITransport(self.app)
+        async with (
+            asyncio.timeout(LIMIT_S),
+            httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
+        ):
+            yield client
+
+
+@asynccontextmanager
+async def serving(engine: FakeEngine, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    house = House(engine, **settings)
+    async with house.client() as client:
+        yield client
+    await house.aclose()
+
+
+async def begun(http: httpx.AsyncClient, **more: Any) -> str:
+    """One in the background; where it is."""
+    answer = await http.post(PATH, json=BODY | more)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    assert (told["status"], told["background"], told["output"]) == ("queued", True, [])
+    return f"{PATH}/{told['id']}"
+
+
+async def status(http: httpx.AsyncClient, where: str, *wanted: str) -> dict[str, Any]:
+    """What it is when it has one of these statuses."""
+    while True:
+        found: dict[str, Any] = (await http.get(where)).json()
+        if found["status"] in wanted:
+            return found
+        await anyio.sleep(0.01)
+
+
+async def test_it_answers_at_once_and_is_found_anywhere(engine: FakeEngine) -> None:
+    engine = Going()
+    async with serving(engine) as http, serving(engine) as other:
+        where = await begun(http)
+        assert (await status(other, where, "in_progress"))["output"] == []
+        engine.go.set()
+        told = await status(other, where, "completed")
+        assert told["output"][0]["content"][0]["text"] == TEXT
+        assert await status(http, where, "completed") == told
+    assert engine.names == []
+
+
+async def test_a_stream_of_one_may_be_left(engine: FakeEngine) -> None:
+    engine = Going()
+    async with serving(engine) as http:
+        house = House(engine)
+        left = anyio.Event()
+        parts: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            parts.append(message.get("body", b""))
+            if b"output_text.delta" in message.get("body", b""):
+                left.set()
+
+        await by_hand.post(house.app, PATH, BODY | {"stream": True}, send, left)
+        assert engine.names == []
+        answer = httpx.Response(
+            200, content=b"".join(parts), headers={"content-type": "text/event-stream"}
+        )
+        events = response_events(answer)
+        assert [each["type"].partition(".")[2] for each in events] == [
+            "created",
+            "queued",
+            "in_progress",
+            "output_item.added",
+            "content_part.added",
+            "output_text.delta",
+        ]
+        assert events[0]["response"]["status"] == "queued"
+        where = f"{PATH}/{events[0]['response']['id']}"
+        engine.go.set()
+        rest = response_events(await http.get(f"{where}?stream=true&starting_after=5"), 6)
+        deltas = [each.get("delta", "") for each in [*events, *rest]]
+        assert "".join(deltas) == TEXT
+        assert rest[-1]["response"] == await status(http, where, "completed")
+        await house.aclose()
+    assert len(engine.requests) == 1
+    assert engine.names == []
+
+
+async def test_it_is_cancelled_at_any_gateway(engine: FakeEngine) -> None:
+    """What it has until then stays, and again it is no error."""
+    engine = Going()
+    async with serving(engine) as http, serving(engine) as other:
+        where = await begun(http)
+        await status(http, where, "in_progress")
+        cancelled = (await other.post(f"{where}/cancel")).json()
+        assert cancelled["status"] == "cancelled"
+        assert cancelled["output"][0]["content"][0]["text"] == TEXT
+        assert (await http.post(f"{where}/cancel")).json() == cancelled
+        events = response_events(await http.get(f"{where}?stream=true"))
+        assert events[-1]["response"] == cancelled
+
+
+async def test_one_that_is_deleted_ends(engine: FakeEngine) -> None:
+    engine = Going()
+    async with serving(engine) as http, serving(engine) as other:
+        where = await begun(http)
+        assert (await other.delete(where)).json()["deleted"]
+        await engine.until(lambda: engine.names == ["cancel"])
+        for client in (http, other):
+            assert refusal(await client.get(where), 404)[0] == "unknown_response"
+
+
+async def test_one_that_has_ended_is_not_cancelled(engine: FakeEngine) -> None:
+    engine.outputs = whole
+    async with serving(engine) as http:
+        where = await begun(http)
+        await status(http, where, "completed")
+        assert refusal(await http.post(f"{where}/cancel")) == ("invalid_request", None)
+    assert engine.names == []
+
+
+async def test_what_the_engine_refuses_is_its_answer(engine: FakeEngine) -> None:
+    engine.outputs = refused("invalid_max_tokens", "because")
+    async with serving(engine) as http:
+        where = await begun(http)
+        told = await status(http, where, "failed")
+        assert told["error"] == {"code": "invalid_max_tokens", "message": "because"}
+        events = response_events(await http.get(f"{where}?stream=true"))
+        assert events[-1]["response"] == told
+
+
+# --- that wait for a place --------------------------------------------------------------------
+
+
+ONE_PLACE = {"gateway.max_in_flight": 2}
+"""For each tenant."""
+
+
+async def test_while_one_waits_its_client_does_not(engine: FakeEngine) -> None:
+    engine = Going()
+    async with serving(engine, **ONE_PLACE) as http, serving(engine) as other:
+        first = await begun(http)
+        second = await begun(http)
+        for client in (http, other):
+            assert (await client.get(second)).json()["status"] == "queued"
+        assert len(engine.requests) == 1
+        # Whoever reads it waits with it, at any gateway.
+        async with asyncio.TaskGroup() as group:
+            reading = [
+                group.create_task(client.get(f"{second}?stream=true")) for client in (http, other)
+            ]
+            engine.go.set()
+        events = [response_events(each.result()) for each in reading]
+        assert events[0] == events[1]
+        assert events[0][-1]["response"]["status"] == "completed"
+        await status(http, first, "completed")
+    assert len(engine.requests) == 2
+
+
+@pytest.mark.parametrize("way", ["cancel", "delete"])
+async def test_one_that_waits_is_ended_before_it_begins(engine: FakeEngine, way: str) -> None:
+    engine = Going()
+    async with serving(engine, **ONE_PLACE) as http, serving(engine) as other:
+        first, second = [await begun(http) for _ in range(2)]
+        if way == "cancel":
+            told = (await other.post(f"{second}/cancel")).json()
+            assert (told["status"], told["output"]) == ("cancelled", [])
+            events = response_events(await other.get(f"{second}?stream=true"))
+            assert events[-1]["response"]["status"] == "cancelled"
+        else:
+            assert (await http.delete(second)).status_code == 200
+        engine.go.set()
+        await status(http, first, "completed")
+        third = await begun(http)
+        await status(http, third, "completed")
+    ran = {each.request_id for each in engine.requests}
+    # At the other gateway nobody can know that it was ended before it is there.
+    ended = {given["request_id"] for name, given in engine.calls if name == "cancel"}
+    assert ran - ended == {where.rpartition("/")[2] for where in (first, third)}
+
+
+async def test_one_for_which_there_is_no_room_is_refused(engine: FakeEngine) -> None:
+    engine = Going()
+    async with serving(engine, **ONE_PLACE, **{"gateway.max_waiting": 1}) as http:
+        await begun(http)
+        waits = await begun(http)
+        answer = await http.post(PATH, json=BODY, headers=KEY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
+        assert (await http.get(waits)).json()["status"] == "queued"
+        # Nothing is kept of it, so that it may be sent again.
+        engine.go.set()
+        await status(http, waits, "completed")
+        assert (await http.post(PATH, json=BODY, headers=KEY)).status_code == 200
+
+
+async def test_one_whose_time_is_over_before_it_began_has_failed(engine: FakeEngine) -> None:
+    engine = Going()
+    async with serving(engine, **ONE_PLACE) as http, serving(engine) as other:
+        await begun(http)
+        where = await begun(http, budget_ms=200)
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(other.get(f"{where}?stream=true"))
+            told = await status(other, where, "failed")
+        assert told["error"]["code"] == "expired"
+        events = response_events(reading.result())
+        assert [each["type"].partition(".")[2] for each in events] == [
+            "created",
+            "queued",
+            "in_progress",
+            "failed",
+        ]
+        assert events[-1]["response"] == told
+    assert len(engine.requests) == 1
+
+
+# --- whose gateway is gone --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grace_s", [0.1, 0])
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_another_gateway_goes_on_with_what_waited(
+    engine: FakeEngine, grace_s: float, stopped: bool
+) -> None:
+    """Its gateway was killed, or stopped, before there was a place for it."""
+    engine = Going()
+    settings = {"gateway.resume_grace_s": grace_s, **SOON}
+    first = House(engine, **ONE_PLACE, **settings)
+    async with first.client() as http:
+        ran = await begun(http)
+        where = await begun(http)
+    if stopped:
+        await first.aclose()
+    else:
+        # Nobody says any more that it attends anything, and its connections say nothing.
+        first.kept.stop()
+        first._running.cancel()
+    async with serving(engine, **settings) as other:
+        await engine.until(lambda: len(engine.requests) == 2)
+        engine.go.set()
+        for each in (ran, where):
+            await status(other, each, "completed")
+    assert "cancel" not in engine.names
+
+
+@pytest.mark.parametrize("what", ["follow", "publish"])
+async def test_one_whose_bus_was_away_goes_on_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(running, "_BUS_AWAY_S", 0.01)
+    away: list[bool] = [True]
+
+    class Away(FakeEngine):
+        async def publish(self, *given: Any, **named: Any) -> str:
+            if away and what == "publish":
+                raise BusError("away")
+            return await super().publish(*given, **named)
+
+        async def follow(self, *given: Any, **named: Any) -> Any:
+            if away and what == "follow":
+                raise BusError("away")
+            async for output in super().follow(*given, **named):
+                yield output
+
+    engine = Away()
+    engine.outputs = interleaved
+    async with serving(engine) as http:
+        where = await begun(http)
+        away.clear()
+        await status(http, where, "completed")
+    assert len(engine.requests) == 1
+    assert "cancel" not in engine.names
+
+
+async def test_a_gateway_that_is_to_stop_takes_none(engine: FakeEngine) -> None:
+    readiness = Readiness(engine)  # type: ignore[arg-type]
+    app = make_app(engine, load_config(env={}), None, readiness)  # type: ignore[arg-type]
+    readiness.draining = True
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        for _ in range(2):
+            answer = await http.post(PATH, json=BODY, headers=KEY)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        readiness.draining = False
+        assert (await http.post(PATH, json=BODY, headers=KEY)).json()["status"] == "queued"

@@ -1,0 +1,214 @@
+"""`/v1/chat/completions`: from messages to a prompt, and from samples to choices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from nano_inference.config import Config
+from nano_inference.gateway.serving.words import LazyWords
+
+from ...fake import FakeEngine, completion, refused
+from ...made import LOGPROBS, TEXTS, TOKENS, told, whole
+from ...serving.test_model_length import OWN
+
+PATH = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "How much is 6 + 6?"}]
+
+
+async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    """The answer to a conversation."""
+    answer = await http.post(PATH, json={"messages": HELLO} | fields)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def prompt_of(http: httpx.AsyncClient, engine: FakeEngine, **fields: Any) -> str:
+    """The text that the engine is asked to continue."""
+    await posted(http, **fields)
+    words = await LazyWords(Config().engine.model_folder).get()
+    return words.text(engine.requests[-1].prompt_token_ids or (), skip_special=False)
+
+
+async def test_an_answer_has_what_openai_s_has(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = whole
+    answer = await posted(http, model="tiny")
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["id"] == engine.requests[0].request_id
+    assert (answer["object"], answer["model"]) == ("chat.completion", "tiny")
+    assert answer["created"] > 1_600_000_000
+    assert answer["system_fingerprint"] == "weights-3"
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "".join(TEXTS), "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    assert answer["usage"] == {
+        "prompt_tokens": 4,
+        "completion_tokens": 3,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+
+
+async def test_what_was_cached_for_all_choices_is_not_more_than_the_prompt(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = whole
+    usage = (await posted(http, n=3))["usage"]
+    assert usage["completion_tokens"] == 9
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+async def test_messages_go_through_the_model_s_template(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "refusal": "no"},
+        {"role": "tool", "content": "T", "tool_call_id": "c"},
+    ]
+    assert await prompt_of(http, engine, messages=messages) == (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
+        "<|im_start|>assistant\nno<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nT\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+async def test_a_developer_is_the_system_to_a_template_that_knows_none(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    prompt = await prompt_of(http, engine, messages=[{"role": "developer", "content": "D"}])
+    assert prompt.startswith("<|im_start|>system\nD")
+
+
+async def test_the_last_message_is_continued(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "It is"}]
+    prompt = await prompt_of(http, engine, messages=messages, continue_final_message=True)
+    assert prompt.endswith("<|im_start|>assistant\nIt is")
+
+
+async def test_no_turn_is_begun_when_nobody_wants_it(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    prompt = await prompt_of(http, engine, add_generation_prompt=False)
+    assert prompt.endswith("<|im_end|>\n")
+
+
+async def test_as_many_tokens_as_the_model_s_length_leaves(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    await posted(http)
+    await posted(http, max_tokens=3)
+    await posted(http, max_completion_tokens=4)
+    told_tokens = [request.sampling.max_tokens for request in engine.requests]
+    assert told_tokens == [OWN, 3, 4]
+
+
+@pytest.mark.parametrize("top", [None, 0, 2])
+async def test_logprobs_with_and_without_the_likeliest(
+    http: httpx.AsyncClient, engine: FakeEngine, top: int | None
+) -> None:
+    engine.outputs = whole
+    answer = await posted(http, logprobs=True, top_logprobs=top)
+    found = answer["choices"][0]["logprobs"]
+    assert set(found) == {"content", "refusal"}
+    assert [each["logprob"] for each in found["content"]] == list(LOGPROBS)
+    for entry in found["content"]:
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+        assert len(entry["top_logprobs"]) == (top or 0)
+        if top:
+            assert entry["top_logprobs"][0]["token"] == entry["token"]
+
+
+async def test_tokens_are_named_by_their_ids_when_that_is_asked_for(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = whole
+    answer = await posted(http, logprobs=True, return_tokens_as_token_ids=True)
+    named = [each["token"] for each in answer["choices"][0]["logprobs"]["content"]]
+    assert named == [f"token_id:{token_id}" for token_id in TOKENS]
+
+
+async def test_tokens_versions_and_scores_of_the_prompt(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = whole
+    answer = await posted(
+        http, return_token_ids=True, return_weight_versions=True, prompt_logprobs=1
+    )
+    (choice,) = answer["choices"]
+    prompt = engine.requests[0].prompt_token_ids or ()
+    assert answer["prompt_token_ids"] == list(prompt)
+    assert choice["token_ids"] == list(TOKENS)
+    assert choice["weight_versions"] == [
+        {"version": 3, "start": 0, "end": 2},
+        {"version": 4, "start": 2, "end": 3},
+    ]
+    first, second, *_ = answer["prompt_logprobs"]
+    assert first is None
+    assert second["9"] == {
+        "logprob": -0.125,
+        "rank": 1,
+        "decoded_token": second["9"]["decoded_token"],
+    }
+    assert second[str(prompt[1])]["logprob"] == -2.0
+    assert second[str(prompt[1])]["rank"] is None
+
+
+async def test_one_that_somebody_ended_has_what_was_made(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = lambda request: [
+        completion(request, told(request, 0, "abort"), status="cancelled")
+    ]
+    (choice,) = (await posted(http))["choices"]
+    assert choice["finish_reason"] == "abort"
+    assert choice["message"]["content"] == "".join(TEXTS)
+
+
+async def test_lower_priorities_are_earlier(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await posted(http, priority=7)
+    assert [request.priority for request in engine.requests] == [-7]
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "shown", "param"),
+    [
+        ("unknown_model", 404, "model_not_found", "model"),
+        ("prompt_too_long", 400, "context_length_exceeded", "messages"),
+        ("invalid_logprobs", 400, "invalid_logprobs", "top_logprobs"),
+        ("invalid_top_p", 400, "invalid_top_p", "top_p"),
+        ("invalid_tenant", 400, "invalid_tenant", None),
+        ("overloaded", 429, "overloaded", None),
+        ("shutting_down", 503, "shutting_down", None),
+        ("expired", 504, "expired", None),
+        ("internal_error", 500, "internal_error", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_engine_refuses_is_told_in_openai_s_words(
+    http: httpx.AsyncClient,
+    engine: FakeEngine,
+    code: str,
+    status: int,
+    shown: str,
+    param: str | None,
+    stream: bool,
+) -> None:
+    engine.outputs = refused(code)
+    answer = await http.post(PATH, json={"messages": HELLO, "stream": stream})
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == (shown, param)
+    assert ("retry-after" in answer.headers) == (status == 429)
+    # What has used up its time would only do so again.
+    assert answer.headers.get("x-should-retry") == ("false" if code == "expired" else None)

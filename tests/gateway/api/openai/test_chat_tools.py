@@ -1,0 +1,483 @@
+"""Tools and reasoning of chats: what is asked of the engine, and what is told of its answer."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from nano_inference.config import Config
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.serving import prepared
+from nano_inference.gateway.serving.words import Words
+from nano_inference.text.messages import constraint_of
+
+from ...fake import FakeEngine, refused
+from ...saying import says
+from .test_refusals import refusal
+
+PATH = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "How is it in Oslo?"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+TIME = {"type": "function", "function": {"name": "time"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+TOLD = '{"type": "function", "function": {"name": "weather"'
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [named(name) for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"anyOf": [schema]}
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+@pytest.fixture
+async def http(engine: FakeEngine, calling: Config) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(make_app(engine, calling))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        yield client
+
+
+async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    """The only choice of an answer."""
+    answer = await http.post(PATH, json={"messages": HELLO} | fields)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()["choices"][0]
+    return found
+
+
+def prompt_of(engine: FakeEngine, words: Words) -> str:
+    return words.text(engine.requests[-1].prompt_token_ids or (), skip_special=False)
+
+
+def grammar_of(engine: FakeEngine) -> str:
+    """What the engine is told that the message has to be; empty for anything."""
+    constraint = engine.requests[-1].sampling.constraint
+    return "" if constraint is None else constraint.lark or json.dumps(constraint.json_schema)
+
+
+# --- what a model is told of, and kept to --------------------------------------------------------
+
+
+async def test_auto_tells_of_tools_and_keeps_the_model_to_nothing(
+    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+) -> None:
+    engine.outputs = says(CALL, words)
+    choice = await posted(http, tools=[WEATHER, TIME])
+    assert TOLD in prompt_of(engine, words)
+    assert grammar_of(engine) == ""
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+
+
+async def test_none_tells_of_no_tools_and_looks_for_no_calls(
+    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+) -> None:
+    engine.outputs = says(CALL, words)
+    choice = await posted(http, tools=[WEATHER], tool_choice="none")
+    assert TOLD not in prompt_of(engine, words)
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == CALL
+    assert "tool_calls" not in choice["message"]
+
+
+async def test_without_tools_text_that_looks_like_a_call_is_text(
+    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+) -> None:
+    engine.outputs = says(CALL, words)
+    choice = await posted(http)
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", CALL)
+
+
+@pytest.mark.parametrize(
+    ("fields", "has", "lacks"),
+    [
+        ({"tool_choice": "required"}, ("weather", "time"), ()),
+        ({"tool_choice": named("time")}, ("time",), ("weather",)),
+        ({"tool_choice": allowed("required", "weather")}, ("weather",), ("time",)),
+        ({"parallel_tool_calls": False}, ("weather", "time"), ()),
+        ({"response_format": {"type": "json_object"}}, ("weather", "time"), ()),
+        ({"tool_choice": "none", "response_format": {"type": "json_object"}}, (), ("weather",)),
+    ],
+)
+async def test_what_is_asked_is_a_grammar(
+    http: httpx.AsyncClient,
+    engine: FakeEngine,
+    words: Words,
+    fields: dict[str, Any],
+    has: tuple[str, ...],
+    lacks: tuple[str, ...],
+) -> None:
+    engine.outputs = says(CALL, words)
+    await posted(http, tools=[WEATHER, TIME], **fields)
+    constraint = engine.requests[-1].sampling.constraint
+    assert constraint is not None
+    grammar = grammar_of(engine)
+    assert all(name in grammar for name in has)
+    assert not any(name in grammar for name in lacks)
+
+
+async def test_strict_arguments_are_a_grammar(
+    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+) -> None:
+    engine.outputs = says(CALL, words)
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
+    await posted(http, tools=[strict])
+    assert "city" in grammar_of(engine)
+
+
+async def test_the_model_is_told_of_allowed_tools_alone(
+    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+) -> None:
+    engine.outputs = says(CALL, words)
+    await posted(http, tools=[WEATHER, TIME], tool_choice=allowed("auto", "weather"))
+    prompt = prompt_of(engine, words)
+    assert TOLD in prompt
+    assert '"time"' not in prompt
+
+
+TOOL_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{}]}, "unsupported", "tools[0].type"),
+    ({"tools": [WEATHER, {"type": "custom"}]}, "unsupported", "tools[1].type"),
+    ({"tools": [{"type": "function"}]}, "invalid_request", "tools[0]"),
+    ({"tools": [{"type": "function", "function": {}}]}, "invalid_request", "tools[0].function"),
+    ({"tools": [named("a b")]}, "invalid_request", "tools[0].function.name"),
+    ({"tools": [named("")]}, "invalid_request", "tools[0].function.name"),
+    ({"tools": [named("n" * 65)]}, "invalid_request", "tools[0].function.name"),
+    ({"tools": [TIME, WEATHER, TIME]}, "invalid_request", "tools[2].function.name"),
+    (
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+            ]
+        },
+        "invalid_request",
+        "tools[0].function.parameters.type",
+    ),
+    ({"tools": [deep(300)]}, "invalid_request", "tools[0].function.parameters"),
+    ({"tools": [TIME], "tool_choice": "any"}, "invalid_request", "tool_choice"),
+    ({"tools": [TIME], "tool_choice": {"type": "mcp"}}, "invalid_request", "tool_choice"),
+    (
+        {"tools": [TIME], "tool_choice": named("weather")},
+        "invalid_request",
+        "tool_choice.function.name",
+    ),
+    (
+        {"tools": [TIME], "tool_choice": allowed("auto", "time", "weather")},
+        "invalid_request",
+        "tool_choice.allowed_tools.tools[1].function.name",
+    ),
+    ({"tools": [TIME], "tool_choice": allowed("required")}, "invalid_request", "tool_choice"),
+    ({"tool_choice": "required"}, "invalid_request", "tool_choice"),
+    ({"parallel_tool_calls": "no"}, "invalid_request", "parallel_tool_calls"),
+    (
+        {"tools": [TIME], "tool_choice": "required", "ignore_eos": True},
+        "invalid_constraint",
+        "ignore_eos",
+    ),
+    (
+        {"tools": [TIME], "tool_choice": named("time"), "min_tokens": 3},
+        "invalid_constraint",
+        "min_tokens",
+    ),
+    (
+        {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+        "invalid_request",
+        "chat_template_kwargs.enable_thinking",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "code", "param"), TOOL_REFUSALS)
+async def test_what_can_not_be_called_is_refused_by_its_field(
+    http: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
+) -> None:
+    answer = await http.post(PATH, json={"messages": HELLO} | fields)
+    assert refusal(answer) == (code, param)
+    assert not engine.requests
+
+
+async def test_a_grammar_of_tools_that_admission_refuses_is_about_them(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = refused("invalid_constraint")
+    body = {"messages": HELLO, "tools": [TIME], "tool_choice": "required"}
+    assert refusal(await http.post(PATH, json=body)) == ("invalid_constraint", "tools")
+
+
+async def test_a_grammar_is_made_beside_the_event_loop(
+    http: httpx.AsyncClient,
+    engine: FakeEngine,
+    words: Words,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of megabytes takes seconds, before it is known that it is too large."""
+    threads: list[threading.Thread] = []
+
+    def grammar(*given: Any, **named: Any) -> Any:
+        threads.append(threading.current_thread())
+        return constraint_of(*given, **named)
+
+    monkeypatch.setattr(prepared, "constraint_of", grammar)
+    engine.outputs = says(CALL, words)
+    await posted(http, tools=[TIME, WEATHER], structured_outputs={"grammar": 'root ::= "a"'})
+    assert threads
+    assert threading.current_thread() not in threads
+
+
+async def test_a_model_of_which_nobody_knows_how_it_calls(
+    engine: FakeEngine, calling: Config
+) -> None:
+    config = replace(calling, gateway=replace(calling.gateway, message_format="off"))
+    transport = httpx.ASGITransport(make_app(engine, config))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        answer = await http.post(PATH, json={"messages": HELLO, "tools": [TIME]})
+        assert refusal(answer) == ("unsupported", "tools")
+        assert "gateway.message_format" in answer.json()["error"]["message"]
+        answer = await http.post(PATH, json={"messages": HELLO, "reasoning_effort": "low"})
+        assert refusal(answer) == ("unsupported", "reasoning_effort")
+
+
+# --- reasoning ------------------------------------------------------------------------------------
+
+THOUGHT = "<think>\nIt is north.\n</think>\n\nCold."
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, {"content": "Cold.", "reasoning_content": "It is north."}),
+        ({"include_reasoning": False}, {"content": "Cold."}),
+        ({"separate_reasoning": False}, {"content": THOUGHT}),
+    ],
+)
+async def test_reasoning_is_separate_unless_somebody_wants_it_otherwise(
+    http: httpx.AsyncClient,
+    engine: FakeEngine,
+    words: Words,
+    fields: dict[str, Any],
+    message: dict[str, Any],
+) -> None:
+    engine.outputs = says(THOUGHT, words)
+    found = (await posted(http, **fields))["message"]
+    assert found == {"role": "assistant", "refusal": None} | message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_enable_thinking_false_leaves_no_reasoning_open(
+    http: httpx.AsyncClient, engine: FakeEngine, words: Words, stream: bool
+) -> None:
+    """The template closes it in the prompt; others wait for its end for ever (dynamo 8636)."""
+    engine.outputs = says("Cold." + CALL, words)
+    off = {"chat_template_kwargs": {"enable_thinking": False}, "tools": [WEATHER]}
+    body = {"messages": HELLO, "stream": stream} | off
+    answer = await http.post(PATH, json=body)
+    assert prompt_of(engine, words).endswith("</think>\n\n")
+    if stream:
+        reasoning, content, calls = message_of(chunks_of(answer.text))
+    else:
+        message = answer.json()["choices"][0]["message"]
+        reasoning, content = message.get("reasoning_content", ""), message["content"]
+        calls = message["tool_calls"]
+    assert (reasoning, content, len(calls)) == ("", "Cold.", 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_without_the_likeliest_of_a_message_that_is_read(
+    http: httpx.AsyncClient, engine: FakeEngine, words: Words, stream: bool
+) -> None:
+    """`logprobs: true, top_logprobs: null` lists all tokens, of reasoning and calls too."""
+    engine.outputs = says(THOUGHT + CALL, words)
+    asked = {"logprobs": True, "top_logprobs": None, "return_token_ids": True, "stream": stream}
+    answer = await http.post(PATH, json={"messages": HELLO, "tools": [WEATHER]} | asked)
+    assert answer.status_code == 200, answer.text
+    told = [chunk for _, chunk in chunks_of(answer.text)] if stream else [answer.json()]
+    choices = [each["choices"][0] for each in told]
+    listed = [
+        entry for each in choices for entry in (each["logprobs"] or {"content": []})["content"]
+    ]
+    token_ids = [token_id for each in choices for token_id in each.get("token_ids", ())]
+    assert len(listed) == len(token_ids) == len(words.token_ids(THOUGHT + CALL)) + 1
+    assert all(entry["top_logprobs"] == [] for entry in listed)
+
+
+@pytest.mark.parametrize(
+    ("effort", "begins"), [("none", False), ("low", True), ("high", True), (None, False)]
+)
+async def test_effort_turns_the_template_s_switch(
+    http: httpx.AsyncClient, engine: FakeEngine, words: Words, effort: str | None, begins: bool
+) -> None:
+    engine.outputs = says("It is north.\n</think>\n\nCold." if begins else "Cold.", words)
+    message = (await posted(http, reasoning_effort=effort))["message"]
+    assert prompt_of(engine, words).endswith("<think>\n") is begins
+    assert message["content"] == "Cold."
+    assert message.get("reasoning_content", "") == ("It is north." if begins else "")
+
+
+async def test_a_budget_is_a_grammar(
+    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+) -> None:
+    engine.outputs = says(THOUGHT, words)
+    await posted(http, thinking_token_budget=7)
+    assert "7" in grammar_of(engine)
+    await posted(http)
+    assert grammar_of(engine) == ""
+
+
+async def test_the_field_of_reasoning_is_a_setting(
+    engine: FakeEngine, calling: Config, words: Words
+) -> None:
+    engine.outputs = says(THOUGHT, words)
+    config = replace(calling, gateway=replace(calling.gateway, reasoning_field="reasoning"))
+    transport = httpx.ASGITransport(make_app(engine, config))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        message = (await posted(http))["message"]
+    assert message["reasoning"] == "It is north."
+    assert "reasoning_content" not in message
+
+
+# --- messages that are handed back ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+async def test_a_turn_of_the_assistant_s_comes_back_as_it_was_written(
+    http: httpx.AsyncClient, engine: FakeEngine, words: Words, name: str
+) -> None:
+    """Its reasoning by either name; a rename lost it (vLLM 50624)."""
+    function = {"name": "weather", "arguments": '{"city": "Oslo"}', "parsed_arguments": {"city": 1}}
+    turn = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "parsed": {"a": 1},
+        name: "I look.",
+        "tool_calls": [{"id": "call_1", "type": "function", "function": function, "index": 0}],
+    }
+    told = [{"type": "text", "text": "cold"}, {"type": "text", "text": "wet"}]
+    tool = {"role": "tool", "tool_call_id": "call_1", "content": told}
+    await posted(http, messages=[*HELLO, turn, tool], tools=[WEATHER])
+    written = (
+        "<|im_start|>assistant\n<think>\nI look.\n</think>\n\n\n" + CALL + "<|im_end|>\n"
+        "<|im_start|>tool\ncold\nwet<|im_end|>\n"
+    )
+    assert written in prompt_of(engine, words)
+
+
+async def test_a_turn_that_was_cut_off_in_its_reasoning_comes_back(
+    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+) -> None:
+    turn = {"role": "assistant", "content": None, "reasoning_content": "I"}
+    await posted(http, messages=[*HELLO, turn, *HELLO])
+    assert "<think>\nI\n</think>" in prompt_of(engine, words)
+
+
+async def test_tokenize_counts_what_a_prompt_would_have(
+    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+) -> None:
+    engine.outputs = says(CALL, words)
+    fields = {"messages": HELLO, "tools": [WEATHER], "reasoning_effort": "low"}
+    tokens = (await http.post("/tokenize", json=fields)).json()["tokens"]
+    await posted(http, **fields)
+    assert tuple(tokens) == engine.requests[-1].prompt_token_ids
+    answer = await http.post("/tokenize", json={"messages": HELLO, "tools": [TIME, TIME]})
+    assert refusal(answer) == ("invalid_request", "tools[1].function.name")
+
+
+# --- calls that survive ---------------------------------------------------------------------------
+
+
+async def test_a_call_with_a_key_is_the_same_at_another_gateway(
+    http: httpx.AsyncClient, engine: FakeEngine, calling: Config, words: Words
+) -> None:
+    engine.outputs = says(THOUGHT + CALL, words)
+    body = {"messages": HELLO, "tools": [WEATHER]}
+    headers = {"Idempotency-Key": "a", "X-Tenant": "t"}
+    first = (await http.post(PATH, json=body, headers=headers)).json()
+    assert first["choices"][0]["finish_reason"] == "tool_calls"
+    transport = httpx.ASGITransport(make_app(engine, calling))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as other:
+        assert (await other.post(PATH, json=body, headers=headers)).json() == first
+    assert len(engine.requests) == 1
+
+
+def chunks_of(stream: str) -> list[tuple[str, dict[str, Any]]]:
+    """(id, chunk) of each event with choices."""
+    found = []
+    for event in stream.split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in event.splitlines() if ": " in line)
+        if lines.get("data", "[DONE]") != "[DONE]":
+            found.append((lines.get("id", ""), json.loads(lines["data"])))
+    return found
+
+
+def message_of(chunks: list[tuple[str, dict[str, Any]]]) -> tuple[str, str, list[Any]]:
+    """(reasoning, content, calls)."""
+    deltas = [chunk["choices"][0]["delta"] for _, chunk in chunks if chunk["choices"]]
+    reasoning = "".join(delta.get("reasoning_content") or "" for delta in deltas)
+    content = "".join(delta.get("content") or "" for delta in deltas)
+    return reasoning, content, [call for each in deltas for call in each.get("tool_calls") or ()]
+
+
+async def test_a_stream_goes_on_at_another_gateway_behind_each_event(
+    http: httpx.AsyncClient, engine: FakeEngine, calling: Config, words: Words
+) -> None:
+    """Nothing is lost, nothing comes twice, and calls have the same ids."""
+    engine.outputs = says(THOUGHT + CALL, words)
+    body = {"messages": HELLO, "tools": [WEATHER], "stream": True}
+    headers = {"Idempotency-Key": "a", "X-Tenant": "t"}
+    whole = chunks_of((await http.post(PATH, json=body, headers=headers)).text)
+    message = message_of(whole)
+    assert message[:2] == ("It is north.", "Cold.")
+    assert [call["function"]["name"] for call in message[2]] == ["weather"]
+    transport = httpx.ASGITransport(make_app(engine, calling))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as other:
+        for place, (event_id, _) in enumerate(whole):
+            answer = await other.get(
+                f"/v1/streams/{whole[0][1]['id']}",
+                params={"after": event_id},
+                headers={"X-Tenant": "t"},
+            )
+            assert answer.status_code == 200, answer.text
+            begun, rest = message_of(whole[: place + 1]), message_of(chunks_of(answer.text))
+            assert (begun[0] + rest[0], begun[1] + rest[1], begun[2] + rest[2]) == message
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "opened"),
+    [
+        ({}, False),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"reasoning_effort": "low"}, True),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
+    ],
+)
+@pytest.mark.parametrize("tools", [{}, {"tools": [WEATHER], "tool_choice": "required"}])
+async def test_a_constraint_has_reasoning_only_where_it_was_asked_for(
+    http: httpx.AsyncClient,
+    engine: FakeEngine,
+    words: Words,
+    fields: dict[str, Any],
+    opened: bool,
+    tools: dict[str, Any],
+) -> None:
+    engine.outputs = says("{}", words)
+    wanted = tools or {"response_format": {"type": "json_object"}}
+    await posted(http, **wanted, **fields)
+    assert ("think" in grammar_of(engine)) is opened

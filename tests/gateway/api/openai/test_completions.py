@@ -1,0 +1,185 @@
+"""`/v1/completions`: prompts of all kinds, echo, and logprobs in its own shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from ...fake import FakeEngine
+from ...made import LOGPROBS, TEXTS, whole
+
+PATH = "/v1/completions"
+TEXT = "".join(TEXTS)
+
+
+async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    """The answer to a prompt."""
+    answer = await http.post(PATH, json={"prompt": "98 +"} | fields)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def test_an_answer_has_what_openai_s_has(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = whole
+    answer = await posted(http)
+    assert answer["id"].startswith("cmpl-")
+    assert answer["object"] == "text_completion"
+    assert answer["choices"] == [
+        {"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "stop"}
+    ]
+    (request,) = engine.requests
+    assert (request.prompt, request.sampling.max_tokens) == ("98 +", 16)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sent"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([3, 4], [(3, 4)]),
+        ([[3], [4, 5]], [(3,), (4, 5)]),
+        (["a", [3]], ["a", (3,)]),
+    ],
+)
+async def test_prompts_of_all_kinds(
+    http: httpx.AsyncClient, engine: FakeEngine, prompt: Any, sent: list[Any]
+) -> None:
+    engine.outputs = whole
+    answer = await posted(http, prompt=prompt, n=2)
+    assert [each["index"] for each in answer["choices"]] == list(range(2 * len(sent)))
+    by_id = sorted(engine.requests, key=lambda request: request.request_id)
+    assert [each.prompt or each.prompt_token_ids for each in by_id] == sent
+    assert answer["usage"]["completion_tokens"] == 6 * len(sent)
+    assert answer["usage"]["prompt_tokens"] == 4 * len(sent)
+
+
+async def test_every_field_reaches_the_engine(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 3,
+        "min_p": 0.125,
+        "seed": 7,
+        "stop_token_ids": [8],
+        "ignore_eos": True,
+        "min_tokens": 1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.5,
+        "max_tokens": 9,
+    }
+    more = {"stop": ["x", ""], "logit_bias": {"7": -1.5}, "cache_salt": "s", "n": 2, "logprobs": 4}
+    await posted(http, **fields, **more)
+    (request,) = engine.requests
+    sampling = request.sampling
+    for name, value in fields.items():
+        found = getattr(sampling, name)
+        assert (sorted(found) if isinstance(found, frozenset) else found) == value
+    assert (sampling.stop, sampling.logit_bias, sampling.logprobs) == (("x",), {7: -1.5}, 4)
+    assert (request.cache_salt, request.n) == ("s", 2)
+
+
+@pytest.mark.parametrize("top", [0, 2])
+async def test_logprobs_name_the_likeliest_and_the_token_itself(
+    http: httpx.AsyncClient, engine: FakeEngine, top: int
+) -> None:
+    engine.outputs = whole
+    found = (await posted(http, logprobs=top))["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == list(LOGPROBS)
+    assert [len(each) for each in found["top_logprobs"]] == [max(1, top)] * 3
+    for token, logprob, tops in zip(
+        found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+    ):
+        # As lm-evaluation-harness finds out what is greedy.
+        assert tops[token] == logprob == max(tops.values())
+    assert found["text_offset"][0] == 0
+    assert found["text_offset"] == sorted(found["text_offset"])
+
+
+async def test_echo_puts_the_prompt_before_the_text(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = whole
+    assert (await posted(http, echo=True))["choices"][0]["text"] == f"98 +{TEXT}"
+    prompt = list((await http.post("/tokenize", json={"prompt": "98 +"})).json()["tokens"])
+    answer = await posted(http, prompt=prompt, echo=True)
+    assert answer["choices"][0]["text"] == f"98 +{TEXT}"
+
+
+async def test_echo_with_logprobs_scores_the_prompt(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = whole
+    (choice,) = (await posted(http, echo=True, logprobs=1))["choices"]
+    (request,) = engine.requests
+    assert request.sampling.prompt_logprobs == 1
+    found, size = choice["logprobs"], len(request.prompt_token_ids or ())
+    assert size == 3
+    assert all(len(column) == size + 3 for column in found.values())
+    assert found["token_logprobs"] == [None, -2.0, -3.0, *LOGPROBS]
+    assert found["top_logprobs"][0] is None
+    # The token itself and the one that was likelier.
+    assert sorted(found["top_logprobs"][1].values()) == [-2.0, -0.125]
+    assert found["text_offset"][size] == len("98 +")
+    assert choice["text"] == f"98 +{TEXT}"
+
+
+async def test_a_prompt_is_scored_without_a_token(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = whole
+    answer = await posted(http, echo=True, logprobs=0, max_tokens=0, return_token_ids=True)
+    (choice,) = answer["choices"]
+    assert engine.requests[0].sampling.max_tokens == 1
+    assert (choice["text"], choice["finish_reason"]) == ("98 +", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -2.0, -3.0]
+    assert choice["token_ids"] == []
+    assert choice["prompt_token_ids"] == list(engine.requests[0].prompt_token_ids or ())
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+async def test_a_text_that_takes_no_tokenizer_is_left_to_the_engine(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    await posted(http, temperature=0)
+    assert engine.requests[0].prompt == "98 +"
+
+
+async def test_tokens_and_back(http: httpx.AsyncClient) -> None:
+    text = "98 + 25 = 東京<|im_end|>"
+    found = (await http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert found["max_model_len"] == 2048
+    back = await http.post("/detokenize", json={"tokens": found["tokens"]})
+    assert back.json() == {"prompt": text}
+
+
+async def test_what_is_told_of_the_tokenizer(http: httpx.AsyncClient) -> None:
+    found = (await http.get("/tokenizer_info")).json()
+    assert found["eos_token"] == "<|endoftext|>"
+    assert found["bos_token"] is None
+    assert "add_generation_prompt" in found["chat_template"]
+    assert found["model_max_length"] == 2048
+
+
+async def test_a_conversation_s_tokens_are_those_of_its_prompt(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    found = (await http.post("/tokenize", json=body)).json()["tokens"]
+    await http.post("/v1/chat/completions", json=body)
+    assert tuple(found) == engine.requests[0].prompt_token_ids
+
+
+async def test_the_models(http: httpx.AsyncClient) -> None:
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 2048)
+    assert (await http.get("/v1/models/tiny")).json() == model
+    for name in ("other", "a/b"):
+        answer = await http.get(f"/v1/models/{name}")
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+    assert (await http.get("/version")).json()["version"]

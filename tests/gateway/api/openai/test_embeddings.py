@@ -1,0 +1,211 @@
+"""`/v1/embeddings`, `/score` and `/rerank`: what is submitted, and what clients are told."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from nano_inference.bus.public import (
+    Completion,
+    CompletionSample,
+    EmbedParams,
+    GenerateRequest,
+    Output,
+    Usage,
+)
+from nano_inference.config import load_config
+from nano_inference.gateway.app import make_app
+
+from ...fake import FakeEngine, refused
+
+EMBEDDINGS = "/v1/embeddings"
+
+
+def vector_of(request: GenerateRequest) -> tuple[float, ...]:
+    """A function of the prompt, of numbers that float32 holds."""
+    numbers = request.prompt_token_ids or tuple(request.prompt.encode())  # type: ignore[union-attr]
+    return (float(len(numbers)), -0.5, float(sum(numbers)))
+
+
+def embedded(request: GenerateRequest) -> list[Output]:
+    sample = CompletionSample(
+        sample_index=0,
+        text="",
+        token_ids=(),
+        logprobs=(),
+        finish_reason="stop",
+        embedding=vector_of(request),
+    )
+    return [
+        Completion(
+            request_id=request.request_id,
+            entry_id="1-0",
+            status="done",
+            samples=(sample,),
+            usage=Usage(prompt_tokens=3),
+        )
+    ]
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    made = FakeEngine()
+    made.outputs = embedded
+    return made
+
+
+async def test_openai_s_library_reads_vectors(client: AsyncOpenAI, engine: FakeEngine) -> None:
+    """By itself it asks for base64."""
+    answer = await client.embeddings.create(model="tiny", input=["ab", "c"], user="me")
+    assert [each.embedding for each in answer.data] == [
+        list(vector_of(request)) for request in engine.requests
+    ]
+    assert [each.index for each in answer.data] == [0, 1]
+    assert (answer.model, answer.usage.prompt_tokens, answer.usage.total_tokens) == ("tiny", 6, 6)
+    as_numbers = await client.embeddings.create(
+        model="tiny", input=[[7, 8], [9]], encoding_format="float"
+    )
+    assert [each.embedding for each in as_numbers.data] == [[2.0, -0.5, 15.0], [1.0, -0.5, 9.0]]
+
+
+async def test_base64_is_float32_little_endian(http: httpx.AsyncClient) -> None:
+    answer = await http.post(EMBEDDINGS, json={"input": [5, 6], "encoding_format": "base64"})
+    (data,) = answer.json()["data"]
+    assert struct.unpack("<3f", base64.b64decode(data["embedding"])) == (2.0, -0.5, 11.0)
+
+
+async def test_a_call_says_how_its_prompts_are_embedded(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    body = {
+        "model": "tiny",
+        "input": "abc",
+        "dimensions": 2,
+        "pooling": "cls",
+        "normalize": False,
+        "priority": 3,
+        "cache_salt": "s",
+    }
+    answer = await http.post(EMBEDDINGS, json=body, headers={"X-Tenant": "team"})
+    assert answer.status_code == 200
+    (request,) = engine.requests
+    assert request.embed == EmbedParams(pooling="cls", normalize=False, dimensions=2)
+    assert (request.prompt, request.priority, request.cache_salt) == ("abc", -3, "s")
+    assert (request.tenant, request.stream, request.n) == ("team", False, 1)
+    assert answer.json()["id"] == request.request_id
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({}, "empty_prompt", "input"),
+        ({"input": []}, "empty_prompt", "input"),
+        ({"input": ""}, "empty_prompt", "input"),
+        ({"input": {}}, "invalid_request", "input"),
+        ({"input": ["a", 5]}, "invalid_request", "input[1]"),
+        ({"input": [5, "a"]}, "invalid_request", "input"),
+        ({"input": [[5, "a"]]}, "invalid_request", "input[0][1]"),
+        ({"input": [1.5]}, "invalid_request", "input[0]"),
+        ({"input": ["a"] * 8193}, "request_too_large", None),
+        ({"input": "a", "dimensions": 1.5}, "invalid_request", "dimensions"),
+        ({"input": "a", "dimensions": "NaN"}, "invalid_request", "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "invalid_request", "encoding_format"),
+        ({"input": "a", "pooling": "max"}, "invalid_request", "pooling"),
+        ({"input": "a", "truncate_prompt_tokens": 5}, "unsupported", "truncate_prompt_tokens"),
+        ({"input": "a", "temperature": 1}, "unsupported", "temperature"),
+        ({"input": "a", "model": "other"}, "model_not_found", "model"),
+        ({"input": [[1] * 9000]}, "request_too_large", None),
+    ],
+)
+async def test_a_bad_call_is_refused_by_its_field(
+    body: dict[str, Any], code: str, param: str | None, http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    answer = await http.post(EMBEDDINGS, json=body)
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == (code, param), error
+    assert 400 <= answer.status_code < 500
+    assert not engine.requests
+    nan = await http.post(EMBEDDINGS, content=b'{"input": "a", "dimensions": NaN}')
+    assert nan.status_code == 400
+
+
+async def test_too_many_inputs_are_refused(engine: FakeEngine) -> None:
+    config = load_config(env={}, overrides={"gateway.max_prompts": 3})
+    transport = httpx.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        answer = await http.post(EMBEDDINGS, json={"input": ["a"] * 4})
+        assert answer.json()["error"]["code"] == "too_many_prompts"
+        assert (await http.post(EMBEDDINGS, json={"input": ["a"] * 3})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "told", "param"),
+    [
+        ("prompt_too_long", 400, "context_length_exceeded", "input"),
+        ("invalid_dimensions", 400, "invalid_dimensions", "dimensions"),
+        ("cannot_embed", 400, "cannot_embed", None),
+        ("overloaded", 429, "overloaded", None),
+    ],
+)
+async def test_what_the_engine_refuses_is_told_by_openai_s_names(
+    code: str, status: int, told: str, param: str | None, client: AsyncOpenAI, engine: FakeEngine
+) -> None:
+    """The first error is the answer, and the other inputs end."""
+    engine.outputs = lambda request: refused(code)(request) if request.prompt == "b" else []
+    with pytest.raises(openai.APIStatusError) as raised:
+        await client.embeddings.create(model="tiny", input=["a", "b", "c"])
+    error = raised.value
+    assert (error.status_code, error.code, error.param) == (status, told, param)
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+async def test_scores_are_cosines(path: str, http: httpx.AsyncClient) -> None:
+    """A text with each of several, or each with its own."""
+    one = await http.post(path, json={"text_1": "ab", "text_2": ["ab", "xyz"]})
+    first, second = (each["score"] for each in one.json()["data"])
+    assert first == pytest.approx(1.0)
+    assert second < 1.0
+    pairs = {"text_1": ["xyz", "ab"], "text_2": ["ab", "ab"]}
+    each = (await http.post(path, json=pairs)).json()["data"]
+    assert [one["score"] for one in each] == pytest.approx([second, first])
+    bad = await http.post(path, json={"text_1": ["a", "b"], "text_2": ["c"]})
+    assert bad.json()["error"]["param"] == "text_1"
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
+async def test_documents_are_ranked_by_their_cosines(path: str, http: httpx.AsyncClient) -> None:
+    body = {"query": "ab", "documents": ["~~~~~~~~~~~", {"text": "ab"}, "aaa"]}
+    answer = (await http.post(path, json=body)).json()
+    assert answer["usage"] == {"prompt_tokens": 12, "total_tokens": 12}
+    scores = [each["relevance_score"] for each in answer["results"]]
+    assert scores == sorted(scores, reverse=True)
+    assert answer["results"][0]["index"] == 1
+    assert answer["results"][0]["document"] == {"text": "ab"}
+    less = await http.post(path, json=body | {"top_n": 1, "return_documents": False})
+    (only,) = less.json()["results"]
+    assert only == {"index": 1, "relevance_score": pytest.approx(1.0)}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"query": "a"}, "documents"),
+        ({"documents": ["a"]}, "query"),
+        ({"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
+        ({"query": "a", "documents": [{"title": "a"}]}, "documents[0].title"),
+        ({"query": "a", "documents": [{"text": "a", "image": "b"}]}, "documents[0].image"),
+        ({"query": "a", "documents": [{"text": 5}]}, "documents[0].text"),
+    ],
+)
+async def test_a_bad_ranking_is_refused(
+    body: dict[str, Any], param: str, http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    answer = await http.post("/rerank", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert not engine.requests

@@ -1,0 +1,180 @@
+"""A call that is sent again with its key is not made again, whoever gets it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from nano_inference.gateway.api.openai import resuming
+from nano_inference.gateway.api.openai.idempotency import keyed
+
+from ...fake import FakeEngine, refused
+from ...made import interleaved, whole
+from .streamed import Told, stream_of
+
+LIMIT_S = 20
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TEXT: dict[str, Any] = {"prompt": "98 +", "n": 2}
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "n": 2}
+KEY = {"Idempotency-Key": "k-1", "X-Tenant": "me"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETIONS, TEXT)])
+async def test_the_same_call_is_made_once(
+    http: httpx.AsyncClient,
+    other: httpx.AsyncClient,
+    engine: FakeEngine,
+    path: str,
+    body: dict[str, Any],
+    stream: bool,
+) -> None:
+    engine.outputs = interleaved if stream else whole
+    asked = body | {"stream": stream}
+    again = dict(reversed(asked.items()))
+    answers = [
+        await client.post(path, json=each, headers=KEY)
+        for client, each in ((http, asked), (other, again), (http, asked))
+    ]
+    assert len(engine.requests) == 1
+    told = [vars(Told(stream_of(each))) if stream else each.json() for each in answers]
+    assert told[1:] == told[:1] * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_two_at_once_are_one(
+    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine, stream: bool
+) -> None:
+    """Both at different gateways, and while the first one still runs."""
+    go, followed = asyncio.Event(), asyncio.Semaphore(0)
+
+    class Slow(FakeEngine):
+        async def follow(self, *given: Any, **named: Any) -> Any:
+            followed.release()
+            await go.wait()
+            async for output in super().follow(*given, **named):
+                yield output
+
+    engine.__class__ = Slow
+    engine.outputs = interleaved if stream else whole
+    asked = TEXT | {"stream": stream}
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+        calls = [
+            group.create_task(client.post(COMPLETIONS, json=asked, headers=KEY))
+            for client in (http, other, http, other)
+        ]
+        for _ in calls:
+            await followed.acquire()
+        go.set()
+    assert len(engine.requests) == 1
+    told = [
+        vars(Told(stream_of(each.result()))) if stream else each.result().json() for each in calls
+    ]
+    assert told[1:] == told[:1] * 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, TEXT | {"temperature": 0.5}),
+        (COMPLETIONS, TEXT | {"stream": True}),
+        (COMPLETIONS, TEXT | {"user": "x"}),
+        (CHAT, HELLO),
+    ],
+)
+async def test_a_key_belongs_to_one_body(
+    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+) -> None:
+    engine.outputs = whole
+    assert (await http.post(COMPLETIONS, json=TEXT, headers=KEY)).status_code == 200
+    answer = await http.post(path, json=body, headers=KEY)
+    assert (answer.status_code, len(engine.requests)) == (422, 1)
+    assert answer.json()["error"]["code"] == "idempotency_key_reused"
+
+
+async def test_a_key_is_its_tenants(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = whole
+    ids = set()
+    for tenant in ("me", "other"):
+        answer = await http.post(COMPLETIONS, json=TEXT, headers=KEY | {"X-Tenant": tenant})
+        ids.add(answer.json()["id"])
+    assert len(ids) == len(engine.requests) == 2
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "a b", "caf\xe9", "\t"])
+async def test_keys_are_bounded(http: httpx.AsyncClient, engine: FakeEngine, key: str) -> None:
+    headers = [("Idempotency-Key", key.encode("latin-1"))]
+    answer = await http.post(COMPLETIONS, json=TEXT, headers=headers)
+    assert (answer.status_code, engine.requests) == (400, [])
+    assert answer.json()["error"]["code"] == "invalid_idempotency_key"
+    twice = [("Idempotency-Key", "a"), ("Idempotency-Key", "b")]
+    assert (await http.post(COMPLETIONS, json=TEXT, headers=twice)).status_code == 400
+
+
+async def test_what_was_refused_before_it_ran_may_be_sent_again(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = whole
+    late = await http.post(COMPLETIONS, json=TEXT, headers=KEY | {"X-Budget-Ms": "0"})
+    assert (late.status_code, engine.requests) == (504, [])
+    assert (await http.post(COMPLETIONS, json=TEXT, headers=KEY)).status_code == 200
+    assert len(engine.requests) == 1
+
+
+async def test_an_error_of_the_engine_is_the_answer_to_the_next_one_as_well(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = refused("lane_failed")
+    answers = [await http.post(COMPLETIONS, json=TEXT, headers=KEY) for _ in range(2)]
+    assert [each.json()["error"]["code"] for each in answers] == ["lane_failed"] * 2
+    assert len(engine.requests) == 1
+
+
+async def test_a_call_whose_gateway_was_killed_before_it_published_is_published(
+    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.outputs = whole
+    first = await http.post(COMPLETIONS, json=TEXT, headers=KEY)
+    call_id = first.json()["id"]
+    kept = await engine.bus.store.calls.read(call_id)
+    assert kept is not None
+    await engine.bus.store.calls.drop(call_id)
+    await engine.bus.store.calls.keep(call_id, kept.record, 10)
+    engine.requests.clear()
+    monkeypatch.setattr(resuming, "PUBLISH_PATIENCE_S", 0.0)
+    second = await http.post(COMPLETIONS, json=TEXT, headers=KEY)
+    assert second.json() == first.json()
+    assert [request.request_id for request in engine.requests] == [call_id]
+
+
+async def test_a_stream_is_resumed_by_the_same_call_with_its_key(
+    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = interleaved
+    body = TEXT | {"stream": True}
+    told = stream_of(await http.post(COMPLETIONS, json=body, headers=KEY))
+    last = {"Last-Event-ID": told[1].event_id}
+    rest = stream_of(await other.post(COMPLETIONS, json=body, headers=KEY | last))
+    assert vars(Told([*told[:2], *rest])) == vars(Told(told))
+    changed = await other.post(COMPLETIONS, json=body | {"seed": 1}, headers=KEY | last)
+    assert changed.status_code == 422
+    stranger = await other.post(
+        COMPLETIONS, json=body, headers=KEY | last | {"Idempotency-Key": "k-2"}
+    )
+    assert (stranger.status_code, len(engine.requests)) == (422, 1)
+
+
+def test_no_two_keys_have_one_name() -> None:
+    class Asked:
+        def __init__(self, key: str) -> None:
+            self.headers = httpx.Headers({"Idempotency-Key": key})
+            self.headers.getlist = lambda name: [key]  # type: ignore[attr-defined]
+            self.url = httpx.URL("http://x/y")
+            self.scope: dict[str, object] = {}
+
+    pairs = [("a", "bc"), ("ab", "c"), ("abc", "-"), ("a", "b"), ("b", "a")]
+    found = {keyed(Asked(key), tenant, {}) for tenant, key in pairs}  # type: ignore[arg-type]
+    assert len({each.name for each in found if each}) == len(pairs)

@@ -1,0 +1,262 @@
+"""`/v1/responses`: what is answered, told in a stream, kept, and refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from nano_inference.config import Config, load_config
+
+from ...fake import FakeEngine, completion, refused
+from ...made import LOGPROBS, TEXTS, cut, interleaved, told, whole
+from .streamed import response_events
+from .test_refusals import refusal
+
+PATH = "/v1/responses"
+TEXT = "".join(TEXTS)
+LIMIT_S = 20
+INCLUDE = ["message.output_text.logprobs"]
+
+
+@pytest.fixture
+def config() -> Config:
+    # The engine makes up texts, of which its tokens know nothing.
+    return load_config(env={}, overrides={"gateway.message_format": "off"})
+
+
+async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    answer = await http.post(PATH, json={"input": "hello"} | fields)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def test_an_answer_has_what_openai_s_has(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = whole
+    answer = await posted(http, instructions="Be brief.", metadata={"a": "b"})
+    (request,) = engine.requests
+    assert answer["id"] == request.request_id
+    assert answer["id"].startswith("resp_")
+    assert (answer["object"], answer["status"], answer["error"]) == ("response", "completed", None)
+    (item,) = answer["output"]
+    assert item["content"] == [
+        {"type": "output_text", "text": TEXT, "annotations": [], "logprobs": []}
+    ]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert answer["usage"]["input_tokens_details"]["cached_tokens"] == 3
+    assert answer["usage"]["total_tokens"] == 4 + 3
+    assert (answer["instructions"], answer["metadata"]) == ("Be brief.", {"a": "b"})
+
+
+async def test_every_field_reaches_the_engine(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 3,
+        "min_p": 0.125,
+        "seed": 7,
+        "stop_token_ids": [8],
+        "ignore_eos": True,
+        "min_tokens": 1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.5,
+    }
+    more = {"stop": ["x"], "logit_bias": {"7": -1.5}, "cache_salt": "s", "priority": 2}
+    more |= {"max_output_tokens": 9, "top_logprobs": 4, "include": INCLUDE, "budget_ms": 60_000}
+    await posted(http, **fields, **more)
+    (request,) = engine.requests
+    sampling = request.sampling
+    for name, value in fields.items():
+        found = getattr(sampling, name)
+        assert (sorted(found) if isinstance(found, frozenset) else found) == value
+    assert (sampling.stop, sampling.logit_bias, sampling.logprobs) == (("x",), {7: -1.5}, 4)
+    assert (sampling.max_tokens, request.cache_salt, request.priority) == (9, "s", -2)
+    assert 0 < (request.budget_ns or 0) <= 60_000 * 10**6
+
+
+async def test_a_conversation_is_what_a_chat_s_would_be(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = whole
+    answer = (await posted(http))["output"]
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    items = [
+        {"role": "developer", "content": "c"},
+        {"type": "message", "role": "user", "content": parts},
+        *answer,
+        {"role": "user", "content": "d"},
+    ]
+    await posted(http, instructions="Be brief.", input=items)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": "c"},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": TEXT},
+        {"role": "user", "content": "d"},
+    ]
+    await http.post("/v1/chat/completions", json={"messages": messages})
+    assert engine.requests[1].prompt_token_ids == engine.requests[2].prompt_token_ids
+
+
+async def test_what_ended_it_is_its_status(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = lambda request: [completion(request)]
+    answer = await posted(http)
+    assert answer["status"] == "incomplete"
+    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert answer["output"][0]["status"] == "incomplete"
+    engine.outputs = lambda request: [
+        completion(request, told(request, 0, "abort"), status="cancelled")
+    ]
+    assert (await posted(http))["status"] == "cancelled"
+
+
+async def test_a_stream_s_events_come_in_order(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = interleaved
+    asked = {"input": "hello", "stream": True, "include": INCLUDE, "top_logprobs": 1}
+    found = response_events(await http.post(PATH, json=asked))
+    names = [each["type"].removeprefix("response.") for each in found]
+    before = ["created", "in_progress", "output_item.added", "content_part.added"]
+    after = ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert names == [*before, *["output_text.delta"] * (len(names) - 8), *after]
+    deltas = found[4:-4]
+    assert "".join(each["delta"] for each in deltas) == TEXT
+    logprobs = [entry["logprob"] for each in deltas for entry in each["logprobs"]]
+    assert logprobs == list(LOGPROBS)
+    response = found[-1]["response"]
+    (item,) = response["output"]
+    items = {each["item_id"] for each in found if "item_id" in each}
+    assert items == {item["id"], found[2]["item"]["id"]}
+    assert found[-2]["item"] == item
+    assert found[-3]["part"] == item["content"][0]
+    assert (found[-4]["text"], found[-4]["logprobs"]) == (TEXT, item["content"][0]["logprobs"])
+    assert {found[0]["response"]["status"], found[1]["response"]["status"]} == {"in_progress"}
+    kept = (await http.get(f"{PATH}/{response['id']}")).json()
+    assert kept == response
+
+
+async def test_an_error_in_mid_stream_is_the_last_event(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    no = refused("lane_failed", "because")
+    engine.outputs = lambda request: [*cut(request), *no(request)]
+    *_, last = response_events(await http.post(PATH, json={"input": "a", "stream": True}))
+    assert last["type"] == "response.failed"
+    assert last["response"]["status"] == "failed"
+    assert last["response"]["error"] == {"code": "lane_failed", "message": "because"}
+    kept = (await http.get(f"{PATH}/{last['response']['id']}")).json()
+    assert kept["status"] == "failed"
+
+
+IMAGE = {"type": "input_image", "image_url": "http://example.org/a.png"}
+CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "b"}
+FUNCTION = {"type": "function", "name": "f"}
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"input": None}, "invalid_request", "input"),
+    ({"input": []}, "invalid_request", "input"),
+    ({"input": 5}, "invalid_request", "input"),
+    ({"input": [{"type": "item_reference", "id": "a"}]}, "unsupported", "input[0]"),
+    ({"input": [{"type": "web_search_call", "id": "a"}]}, "unsupported", "input[0]"),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "invalid_request", "input[0]"),
+    ({"input": [CALL | {"arguments": "{"}]}, "invalid_request", "input[0].arguments"),
+    ({"input": [CALL | {"arguments": "[]"}]}, "invalid_request", "input[0].arguments"),
+    ({"input": [CALL | {"namespace": "a"}]}, "unsupported", "input[0].namespace"),
+    ({"input": [OUTPUT, CALL]}, "invalid_request", "input[0].call_id"),
+    ({"input": [OUTPUT | {"output": 5}]}, "invalid_request", "input[0].output"),
+    ({"input": [OUTPUT | {"output": [IMAGE]}]}, "unsupported", "input[0].output[0]"),
+    ({"input": [{"type": "reasoning", "content": "a"}]}, "invalid_request", "input[0].content"),
+    ({"input": [{"role": "user", "content": [IMAGE]}]}, "unsupported", "input[0].content[0]"),
+    ({"input": [{"role": "wizard", "content": "a"}]}, "invalid_request", "input[0].role"),
+    ({"input": [{"role": "user", "content": "a", "x": 1}]}, "unsupported", "input[0].x"),
+    ({"instructions": 5}, "invalid_request", "instructions"),
+    ({"include": ["file_search_call.results"]}, "unsupported", "include[0]"),
+    ({"top_logprobs": 3}, "invalid_request", "top_logprobs"),
+    ({"metadata": {"a": 1}}, "invalid_request", "metadata[...]"),
+    ({"metadata": {str(key): "" for key in range(17)}}, "invalid_request", "metadata"),
+    ({"background": True, "store": False}, "invalid_request", "background"),
+    ({"background_options": {"completion_window": "2h"}}, "unsupported", "background_options"),
+    (
+        {"previous_response_id": "resp_1"},
+        "previous_response_not_found",
+        "previous_response_id",
+    ),
+    ({"conversation": "conv_1"}, "unsupported", "conversation"),
+    ({"prompt": {"id": "a"}}, "unsupported", "prompt"),
+    ({"tools": [{"type": "web_search"}]}, "unsupported", "tools[0]"),
+    ({"tools": [{"type": "function"}]}, "invalid_request", "tools[0]"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "invalid_request", "tools[0].name"),
+    ({"tools": [FUNCTION, FUNCTION]}, "invalid_request", "tools[1].name"),
+    ({"tools": [FUNCTION | {"parameters": []}]}, "invalid_request", "tools[0].parameters"),
+    ({"tool_choice": "sometimes"}, "invalid_request", "tool_choice"),
+    ({"tool_choice": "required"}, "invalid_request", "tool_choice"),
+    ({"tool_choice": {"type": "web_search"}}, "unsupported", "tool_choice"),
+    (
+        {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}},
+        "invalid_request",
+        "tool_choice.name",
+    ),
+    (
+        {
+            "tools": [FUNCTION],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [FUNCTION, {"type": "function", "name": "g"}],
+            },
+        },
+        "invalid_request",
+        "tool_choice.tools[1].name",
+    ),
+    ({"text": {"format": {"type": "xml"}}}, "invalid_request", "text.format.type"),
+    ({"text": {"verbosity": "low"}}, "unsupported", "text.verbosity"),
+    ({"reasoning": {"effort": "low"}}, "unsupported", "reasoning.effort"),
+    ({"reasoning": {"effort": "a little"}}, "invalid_request", "reasoning.effort"),
+    ({"reasoning": {"mode": "pro"}}, "unsupported", "reasoning.mode"),
+    ({"truncation": "auto"}, "unsupported", "truncation"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "unsupported", "messages"),
+    ({"max_tokens": 5}, "unsupported", "max_tokens"),
+    ({"n": 2}, "unsupported", "n"),
+    ({"input": "a " * 9000}, "context_length_exceeded", "input"),
+]
+
+
+@pytest.mark.parametrize(("fields", "code", "param"), REFUSED)
+async def test_what_can_not_be_obeyed_is_refused_by_name(
+    http: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
+) -> None:
+    answer = await http.post(PATH, json={"input": "a"} | fields)
+    assert refusal(answer) == (code, param)
+    assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("code", "param"),
+    [("invalid_max_tokens", "max_output_tokens"), ("invalid_logprobs", "top_logprobs")],
+)
+async def test_what_the_engine_refuses_is_named_as_it_was_sent(
+    http: httpx.AsyncClient, engine: FakeEngine, code: str, param: str
+) -> None:
+    engine.outputs = refused(code)
+    for stream in (False, True):
+        answer = await http.post(PATH, json={"input": "a", "stream": stream})
+        assert refusal(answer) == (code, param)
+
+
+async def test_what_asks_for_nothing_is_taken(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await posted(
+        http,
+        tools=[],
+        tool_choice="auto",
+        text={"format": {"type": "text"}},
+        truncation="disabled",
+        include=["reasoning.encrypted_content"],
+        background=False,
+        parallel_tool_calls=True,
+        service_tier="auto",
+        user="u",
+        reasoning=None,
+    )
+    assert engine.requests[0].sampling.max_tokens == 2048

@@ -1,0 +1,138 @@
+"""openai-python makes responses, reads them again, goes on with them, and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import anyio
+import httpx2
+import openai
+import pytest
+from openai import AsyncOpenAI
+from openai.types.responses import Response
+
+from nano_inference.config import Config
+from nano_inference.gateway.app import make_app
+
+from ...fake import FakeEngine
+from ...made import LOGPROBS, TEXTS, interleaved, whole
+from .going import Going
+
+TEXT = "".join(TEXTS)
+LIMIT_S = 20
+
+
+async def test_its_helper_puts_a_stream_together(client: AsyncOpenAI, engine: FakeEngine) -> None:
+    """Which wants the same item in the stream and in its end."""
+    engine.outputs = interleaved
+    for background in (False, True):
+        async with client.responses.stream(
+            model="tiny",
+            input="hello",
+            background=background,
+            include=["message.output_text.logprobs"],
+        ) as stream:
+            events = [event async for event in stream]
+            response = await stream.get_final_response()
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert response.output_text == TEXT
+        (content,) = response.output[0].content  # type: ignore[union-attr]
+        assert [each.logprob for each in content.logprobs] == list(LOGPROBS)  # type: ignore[union-attr]
+
+
+async def test_input_tokens_are_those_of_the_prompt(
+    client: AsyncOpenAI, engine: FakeEngine
+) -> None:
+    engine.outputs = whole
+    first = await client.responses.create(model="tiny", input="hello")
+    asked: list[dict[str, Any]] = [
+        {"input": "hello"},
+        {"input": "hello", "instructions": "Be brief."},
+        {"input": "more", "previous_response_id": first.id},
+    ]
+    for body in asked:
+        counted = await client.responses.input_tokens.count(model="tiny", **body)
+        before = len(engine.requests)
+        await client.responses.create(model="tiny", **body)
+        (request,) = engine.requests[before:]
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == len(request.prompt_token_ids or ())
+    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+        await client.responses.input_tokens.count(model="other", input="hello")
+
+
+async def test_it_goes_on_behind_an_event(client: AsyncOpenAI, engine: FakeEngine) -> None:
+    engine.outputs = interleaved
+    stream = await client.responses.create(model="tiny", input="hello", stream=True)
+    events = [event async for event in stream]
+    response_id = events[0].response.id  # type: ignore[union-attr]
+    rest = await client.responses.retrieve(response_id, stream=True, starting_after=4)
+    assert [event async for event in rest] == events[5:]
+    async with client.responses.stream(response_id=response_id, starting_after=4) as again:
+        numbers = [event.sequence_number async for event in again]
+        response = await again.get_final_response()
+    assert numbers == list(range(5, len(events)))
+    assert response.output_text == TEXT
+
+
+async def test_a_conversation_in_turns(client: AsyncOpenAI, engine: FakeEngine) -> None:
+    engine.outputs = whole
+    first = await client.responses.create(model="tiny", input="hello", instructions="Be brief.")
+    assert first.usage is not None
+    assert (first.output_text, first.usage.output_tokens) == (TEXT, 3)
+    second = await client.responses.create(
+        model="tiny", input="and?", previous_response_id=first.id
+    )
+    assert second.previous_response_id == first.id
+    items: list[Any] = [
+        item async for item in client.responses.input_items.list(second.id, order="asc", limit=1)
+    ]
+    assert [(item.role, item.content[0].text) for item in items] == [
+        ("user", "hello"),
+        ("assistant", TEXT),
+        ("user", "and?"),
+    ]
+    assert (await client.responses.retrieve(second.id)).output_text == TEXT
+    await client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError) as raised:
+        await client.responses.create(model="tiny", input="a", previous_response_id=first.id)
+    assert (raised.value.param, raised.value.code) == (
+        "previous_response_id",
+        "previous_response_not_found",
+    )
+
+
+async def polled(client: AsyncOpenAI, response: Response) -> Response:
+    """As its documentation shows."""
+    async with asyncio.timeout(LIMIT_S):
+        while response.status in ("queued", "in_progress"):
+            await anyio.sleep(0.01)
+            response = await client.responses.retrieve(response.id)
+    return response
+
+
+async def test_one_in_the_background(config: Config) -> None:
+    engine = Going()
+    transport = httpx2.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
+    async with (
+        httpx2.AsyncClient(transport=transport) as http,
+        AsyncOpenAI(
+            base_url="http://127.0.0.1/v1", api_key="none", max_retries=0, http_client=http
+        ) as client,
+    ):
+        first, second = [
+            await client.responses.create(model="tiny", input="hello", background=True)
+            for _ in range(2)
+        ]
+        assert first.status == "queued"
+        cancelled = await client.responses.cancel(second.id)
+        assert (cancelled.status, cancelled.id) == ("cancelled", second.id)
+        assert (await client.responses.cancel(second.id)).status == "cancelled"
+        engine.go.set()
+        made = await polled(client, first)
+        assert (made.status, made.output_text) == ("completed", TEXT)
+        with pytest.raises(openai.BadRequestError):
+            await client.responses.cancel(made.id)

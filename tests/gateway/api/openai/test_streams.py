@@ -1,0 +1,264 @@
+"""Chunks of a stream, as clients put them together again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from nano_inference.bus.public import GenerateRequest, Output
+from nano_inference.config import Config, load_config
+from nano_inference.gateway.api.openai.answers import Answers
+from nano_inference.gateway.api.openai.requests import read_completion
+from nano_inference.gateway.api.openai.streams import Chunks
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.server.http import EventStream, SendEvent
+
+from ... import by_hand
+from ...fake import FakeEngine, completion, refused
+from ...made import LOGPROBS, TEXTS, TOKENS, cut, interleaved, told
+from .streamed import choices, events
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream": True}
+TEXT: dict[str, Any] = {"prompt": "98 +", "stream": True}
+LIMIT_S = 20
+
+
+async def test_roles_come_once_first_and_in_order(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = interleaved
+    chunks = events(await http.post(CHAT, json=HELLO | {"n": 3}))
+    first = [each for chunk in chunks[:3] for each in chunk["choices"]]
+    assert [each["index"] for each in first] == [0, 1, 2]
+    assert all(each["delta"] == {"role": "assistant", "content": ""} for each in first)
+    for index in range(3):
+        _, *rest = choices(chunks, index)
+        assert "".join(each["delta"].get("content", "") for each in rest) == "".join(TEXTS)
+        assert not any("role" in each["delta"] for each in rest)
+        reasons = [each["finish_reason"] for each in rest]
+        assert reasons == [None] * (len(rest) - 1) + ["stop"]
+
+
+async def test_all_chunks_name_their_answer(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = interleaved
+    chunks = events(await http.post(CHAT, json=HELLO))
+    assert {chunk["id"] for chunk in chunks} == {engine.requests[0].request_id}
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert all("usage" not in chunk for chunk in chunks)
+    # Each of the weights that made it.
+    assert [chunk["system_fingerprint"] for chunk in chunks][-1] == "weights-4"
+
+
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
+@pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETIONS, TEXT)])
+async def test_no_usage_unless_it_is_asked_for(
+    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any], options: Any
+) -> None:
+    engine.outputs = interleaved
+    chunks = events(await http.post(path, json=body | {"stream_options": options}))
+    assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETIONS, TEXT)])
+async def test_usage_is_in_the_last_chunk_which_has_no_choices(
+    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+) -> None:
+    engine.outputs = interleaved
+    asked = body | {"stream_options": {"include_usage": True}, "n": 2}
+    *chunks, last = events(await http.post(path, json=asked))
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (4, 6)
+
+
+async def test_usage_in_every_chunk(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = interleaved
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, _ = events(await http.post(COMPLETIONS, json=TEXT | {"stream_options": options}))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {3}
+
+
+async def test_logprobs_and_tokens_are_those_of_the_text_in_one_piece(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = interleaved
+    asked = {"logprobs": 2, "return_token_ids": True, "return_weight_versions": True, "n": 2}
+    asked |= {"echo": True}
+    chunks = events(await http.post(COMPLETIONS, json=TEXT | asked))
+    answer = (await http.post(COMPLETIONS, json=TEXT | asked | {"stream": False})).json()
+    for index in range(2):
+        parts, whole = choices(chunks, index), answer["choices"][index]
+        assert "".join(part["text"] for part in parts) == whole["text"]
+        for column, wanted in whole["logprobs"].items():
+            assert [each for part in parts for each in part["logprobs"][column]] == wanted
+        assert [each for part in parts for each in part["token_ids"]] == whole["token_ids"]
+        assert parts[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+        assert all("prompt_token_ids" not in part for part in parts[1:])
+        versions = [
+            (each["version"], place)
+            for part in parts
+            for each in part["weight_versions"]
+            for place in range(each["start"], each["end"])
+        ]
+        assert versions == [(3, 0), (3, 1), (4, 2)]
+
+
+async def test_a_chat_s_logprobs_come_with_its_tokens(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = interleaved
+    asked = HELLO | {"logprobs": True, "return_token_ids": True}
+    first, *chunks = events(await http.post(CHAT, json=asked))
+    assert first["prompt_token_ids"] == list(engine.requests[0].prompt_token_ids or ())
+    parts = choices(chunks, 0)
+    assert [each for part in parts for each in part["token_ids"]] == list(TOKENS)
+    assert all(len(part["token_ids"]) == len(part["logprobs"]["content"]) for part in parts)
+    entries = [each for part in parts for each in part["logprobs"]["content"]]
+    assert [each["logprob"] for each in entries] == list(LOGPROBS)
+
+
+async def test_what_was_not_told_in_chunks_comes_with_the_end(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = lambda request: [
+        *cut(request),
+        completion(request, told(request, 0, "abort"), status="cancelled"),
+    ]
+    asked = TEXT | {"return_token_ids": True, "return_weight_versions": True}
+    parts = choices(events(await http.post(COMPLETIONS, json=asked)), 0)
+    assert "".join(part["text"] for part in parts) == "".join(TEXTS)
+    assert [each for part in parts for each in part["token_ids"]] == list(TOKENS)
+    assert parts[-1]["weight_versions"] == [
+        {"version": 3, "start": 1, "end": 2},
+        {"version": 4, "start": 2, "end": 3},
+    ]
+    assert [part["finish_reason"] for part in parts] == [None, "abort"]
+
+
+async def test_an_error_in_mid_stream_is_an_event(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    no = refused("lane_failed")
+    engine.outputs = lambda request: [*cut(request), *no(request)]
+    *chunks, error = events(await http.post(CHAT, json=HELLO))
+    assert len(chunks) == 2
+    assert error["error"]["code"] == "lane_failed"
+    assert error["error"]["type"] == "server_error"
+
+
+async def test_a_client_that_goes_is_one_request_less(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = cut
+    app = make_app(engine, Config())
+    left = asyncio.Event()
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+        for stream in (True, False):
+            body = {"prompt": "a", "stream": stream}
+            group.create_task(by_hand.post(app, COMPLETIONS, body, left=left))
+        await engine.until(lambda: len(engine.requests) == 2)
+        left.set()
+    assert sorted(engine.left) == sorted(request.request_id for request in engine.requests)
+
+
+async def test_a_stream_with_nothing_to_say_says_so() -> None:
+    """Also before its first event; what goes wrong behind that is an event as well."""
+    parts: list[bytes] = []
+    enough = anyio.Event()
+
+    async def produce(send: SendEvent) -> None:
+        await enough.wait()
+        await send(b"1")
+
+    async def receive() -> dict[str, Any]:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            parts.append(message["body"])
+            if len(parts) == 2:
+                enough.set()
+
+    stream = EventStream(produce, comment_s=0.01)
+    with anyio.fail_after(LIMIT_S):
+        await stream({"type": "http"}, receive, send)
+    assert parts[:2] == [b": keep-alive\n\n"] * 2
+    assert b"data: 1\n\n" in parts
+    assert stream.committed
+
+
+async def test_an_error_behind_a_comment_is_an_event(engine: FakeEngine) -> None:
+    failed = anyio.Event()
+
+    async def slow(request: GenerateRequest) -> list[Output]:
+        await failed.wait()
+        return refused("lane_failed")(request)
+
+    class Slow(FakeEngine):
+        async def follow(self, request_id: str, *_: Any, **__: Any) -> Any:
+            for output in await slow(self.requests[0]):
+                yield output
+
+    config = load_config(env={}, overrides={"gateway.comment_s": 0.01})
+    app = make_app(Slow(), config)
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            assert message["status"] == 200
+        else:
+            sent.append(message["body"])
+            failed.set()
+
+    with anyio.fail_after(LIMIT_S):
+        await by_hand.post(app, COMPLETIONS, {"prompt": "a", "stream": True}, send)
+    text = b"".join(sent)
+    assert text.startswith(b": keep-alive\n\n")
+    assert b'"code":"lane_failed"' in text
+    assert text.endswith(b"data: [DONE]\n\n")
+
+
+async def test_what_came_while_a_client_did_not_read_is_one_chunk() -> None:
+    call, prompts = read_completion({"prompt": "a", "stream": True, "n": 2}, Config())
+    sent: list[dict[str, Any]] = []
+    reads = anyio.Event()
+
+    async def send(data: bytes, event_id: str = "") -> None:
+        sent.append(json.loads(data))
+        await reads.wait()
+
+    chunks = Chunks(Answers(call, prompts, ["a"], None), send)
+    outputs = interleaved(call.request(0, 1, "a", "t"))
+    with anyio.fail_after(LIMIT_S):
+        async with anyio.create_task_group() as group:
+            group.start_soon(chunks.send_all)
+            for output in outputs:
+                chunks.put(0, output)
+                await anyio.wait_all_tasks_blocked()
+            reads.set()
+            chunks.close()
+    for index in range(2):
+        assert "".join(each["text"] for each in choices(sent, index)) == "".join(TEXTS)
+    # The chunk that was being sent, what came of the same choice meanwhile, and all of the other.
+    assert len(sent) == 3
+
+
+async def test_events_have_no_ids_where_nobody_wants_them(engine: FakeEngine) -> None:
+    engine.outputs = interleaved
+    app = make_app(engine, load_config(env={}, overrides={"gateway.event_ids": False}))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
+    ) as client:
+        text = (await client.post(COMPLETIONS, json=TEXT)).text
+    assert text.endswith("data: [DONE]\n\n")
+    assert all(part.startswith("data: ") for part in text.split("\n\n")[:-1])

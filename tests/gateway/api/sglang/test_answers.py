@@ -1,0 +1,250 @@
+"""An answer has what SGLang's has, and tells nothing that the engine did not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nano_inference.bus.public import CompletionChunk, ErrorInfo, TokenLogprob
+from nano_inference.config import EngineConfig
+from nano_inference.gateway.api.sglang.answers import Answers
+from nano_inference.gateway.api.sglang.labels import VersionLabels
+from nano_inference.gateway.api.sglang.requests import read_call
+from nano_inference.gateway.serving.words import Words
+from nano_inference.text.tokenizer import load_tokenizer, stop_token_ids_of
+
+from ...fake import completion, sample
+
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def words() -> Words:
+    folder = EngineConfig().model_folder
+    tokenizer = load_tokenizer(folder)
+    return Words(tokenizer, stop_token_ids_of(folder, tokenizer))
+
+
+def answers(words: Words | None = None, **body: Any) -> Answers:
+    call = read_call({"input_ids": [11, 12, 13, 14], "rid": "r"} | body, max_prompts=10)
+    return Answers(next(call.prompts), words, VersionLabels())
+
+
+def top(*token_ids: int) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(token_id=each, logprob=-float(each)) for each in token_ids)
+
+
+def test_an_answer() -> None:
+    writer = answers()
+    (answer,) = writer.final(completion(writer.wanted.request))
+    assert answer == {
+        "text": "five six",
+        "output_ids": (5, 6),
+        "meta_info": {
+            "id": "r",
+            "finish_reason": {"type": "length", "length": 2},
+            "prompt_tokens": 4,
+            "completion_tokens": 2,
+            "cached_tokens": 3,
+            "e2e_latency": 2.0,
+            "weight_version": "3",
+            "weight_versions": [("3", 0)],
+        },
+    }
+
+
+def test_logprobs_with_their_tokens() -> None:
+    writer = answers(return_logprob=True, top_logprobs_num=1)
+    made = sample(top_logprobs=(top(5), top(9)))
+    (answer,) = writer.final(completion(writer.wanted.request, made))
+    meta = answer["meta_info"]
+    assert meta["output_token_logprobs"] == [(-0.5, 5, None), (-1.5, 6, None)]
+    assert meta["output_top_logprobs"] == [[(-5.0, 5, None)], [(-9.0, 9, None)]]
+    assert meta["input_token_logprobs"] == []
+
+
+def test_logprobs_by_the_reference_model() -> None:
+    """Beside the others, where the pipeline has one, and of the same tokens."""
+    writer = answers(return_logprob=True, logprob_start_len=1)
+    found = completion(
+        writer.wanted.request,
+        sample(ref_logprobs=(-0.1, -0.2)),
+        prompt_logprobs=(None, -1.0, -2.0, -3.0),
+        prompt_ref_logprobs=(None, -4.0, -5.0, -6.0),
+    )
+    meta = writer.final(found)[0]["meta_info"]
+    assert meta["output_ref_logprobs"] == (-0.1, -0.2)
+    assert meta["input_ref_logprobs"] == [None, -5.0, -6.0]
+    assert len(meta["input_token_logprobs"]) == len(meta["input_ref_logprobs"])
+    unasked = answers()
+    assert "output_ref_logprobs" not in unasked.final(found)[0]["meta_info"]
+
+
+def test_logprobs_of_the_prompt_from_a_place_on() -> None:
+    writer = answers(return_logprob=True, top_logprobs_num=1, logprob_start_len=1)
+    found = completion(
+        writer.wanted.request,
+        prompt_logprobs=(None, -1.0, -2.0, -3.0),
+        prompt_top_logprobs=((), top(21), top(22), top(23)),
+    )
+    meta = writer.final(found)[0]["meta_info"]
+    assert meta["input_token_logprobs"] == [(None, 12, None), (-2.0, 13, None), (-3.0, 14, None)]
+    assert meta["input_top_logprobs"] == [None, [(-22.0, 22, None)], [(-23.0, 23, None)]]
+
+
+def test_scores_alone() -> None:
+    writer = answers(
+        return_logprob=True, logprob_start_len=0, sampling_params={"max_new_tokens": 0}
+    )
+    found = completion(writer.wanted.request, prompt_logprobs=(None, -1.0, -2.0, -3.0))
+    (answer,) = writer.final(found)
+    meta = answer["meta_info"]
+    assert (answer["text"], answer["output_ids"], meta["output_token_logprobs"]) == ("", (), [])
+    assert (meta["completion_tokens"], meta["finish_reason"]["length"]) == (0, 0)
+    assert [entry[0] for entry in meta["input_token_logprobs"]] == [None, -1.0, -2.0, -3.0]
+    assert meta["weight_version"] == "3"
+
+
+def test_several_samples_share_what_was_cached() -> None:
+    writer = answers(sampling_params={"n": 2})
+    found = writer.final(completion(writer.wanted.request))
+    assert [answer["meta_info"]["id"] for answer in found] == ["r_0", "r_1"]
+    assert [answer["meta_info"]["cached_tokens"] for answer in found] == [2, 1]
+
+
+def test_versions_by_name_the_oldest_first() -> None:
+    writer = answers()
+    writer._labels.put(3, "step-3")
+    made = sample(weight_versions=((3, 0), (4, 1)))
+    meta = writer.final(completion(writer.wanted.request, made))[0]["meta_info"]
+    assert meta["weight_version"] == "step-3"
+    assert meta["weight_versions"] == [("step-3", 0), ("4", 1)]
+
+
+def test_one_that_was_aborted_before_it_began() -> None:
+    writer = answers(return_logprob=True)
+    error = ErrorInfo(code="aborted", message="gone")
+    ended = completion(writer.wanted.request, status="cancelled", error=error)
+    (answer,) = writer.final(ended.__class__(**{**fields(ended), "samples": ()}))
+    meta = answer["meta_info"]
+    assert meta["finish_reason"] == {"type": "abort", "message": "gone"}
+    assert (answer["text"], meta["output_token_logprobs"]) == ("", [])
+    assert "weight_version" not in meta
+
+
+def fields(struct: Any) -> dict[str, Any]:
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}
+
+
+def test_a_stop_token_is_named() -> None:
+    writer = answers()
+    made = sample(finish_reason="stop")
+    meta = writer.final(completion(writer.wanted.request, made))[0]["meta_info"]
+    assert meta["finish_reason"] == {"type": "stop", "matched": 6}
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "matched"),
+    [
+        ({"stop": ["25 =", " ="]}, "98 + ", "25 ="),
+        ({"stop": ["5", "25"]}, "98 + ", "25"),
+        ({"stop": ["25"], "no_stop_trim": True}, "98 + 25 =", "25"),
+        ({"stop": ["25"], "skip_special_tokens": False}, "98 + ", "25"),
+        ({"stop": ["8", "25"], "min_new_tokens": 3}, "98 + ", "25"),
+    ],
+)
+def test_a_stop_string_is_named_and_cut_off(
+    words: Words, params: dict[str, Any], text: str, matched: str
+) -> None:
+    writer = answers(words, sampling_params=params)
+    token_ids = words.token_ids("98 + 25 =")
+    made = sample(token_ids, text=text, finish_reason="stop")
+    (answer,) = writer.final(completion(writer.wanted.request, made))
+    assert answer["text"] == text
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": matched}
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({}, "98"),
+        ({"no_stop_trim": True}, "98"),
+        ({"skip_special_tokens": False}, "98"),
+        ({"no_stop_trim": True, "skip_special_tokens": False}, f"98{END}"),
+        ({"no_stop_trim": True, "skip_special_tokens": False, "stop": "x"}, f"98{END}"),
+        ({"skip_special_tokens": False, "stop": "x"}, "98"),
+    ],
+)
+def test_the_text_of_a_stop_token(words: Words, params: dict[str, Any], text: str) -> None:
+    writer = answers(words, sampling_params=params)
+    token_ids = words.token_ids(f"98{END}")
+    made = sample(token_ids, text="98", finish_reason="stop")
+    (answer,) = writer.final(completion(writer.wanted.request, made))
+    assert answer["text"] == text
+    assert answer["meta_info"]["finish_reason"]["matched"] == token_ids[-1]
+
+
+def test_texts_of_tokens(words: Words) -> None:
+    writer = answers(words, return_logprob=True, return_text_in_logprobs=True)
+    made = sample(words.token_ids("98"))
+    (answer,) = writer.final(completion(writer.wanted.request, made))
+    shown = [text for _, _, text in answer["meta_info"]["output_token_logprobs"]]
+    assert shown == ["9", "8"]
+
+
+def chunk(token_ids: tuple[int, ...], text: str, offset: int, version: int = 3) -> CompletionChunk:
+    return CompletionChunk(
+        request_id="r",
+        entry_id="1-0",
+        sample_index=0,
+        token_offset=offset,
+        token_ids=token_ids,
+        logprobs=tuple(-float(each) for each in token_ids),
+        text=text,
+        weight_version=version,
+    )
+
+
+def test_a_stream_repeats_what_came_before() -> None:
+    growing = answers(return_logprob=True).growing(0)
+    growing.add(chunk((5,), "five", 0))
+    growing.add(chunk((6, 7), " six seven", 1, version=4))
+    answer = growing.answer()
+    assert (answer["text"], answer["output_ids"]) == ("five six seven", [5, 6, 7])
+    meta = answer["meta_info"]
+    assert meta["finish_reason"] is None
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == [5, 6, 7]
+    assert meta["weight_versions"] == [("3", 0), ("4", 1)]
+
+
+def test_a_stream_holds_back_what_may_become_a_stop_string(words: Words) -> None:
+    writer = answers(words, sampling_params={"skip_special_tokens": False, "stop": [" = 9"]})
+    growing = writer.growing(0)
+    growing.add(chunk(words.token_ids("98 + 25 ="), "", 0))
+    assert growing.answer()["text"] == "98 + 25"
+    growing.add(chunk(words.token_ids(" 8"), "", 5))
+    assert growing.answer()["text"] == "98 + 25 = 8"
+
+
+def test_no_stop_string_is_held_back_where_none_is_looked_for(words: Words) -> None:
+    params = {"skip_special_tokens": False, "stop": ["9", "8 +"], "min_new_tokens": 2}
+    growing = answers(words, sampling_params=params).growing(0)
+    texts = []
+    for token_id in words.token_ids("98 + 298"):
+        growing.add(chunk((token_id,), "", 0))
+        texts.append(growing.answer()["text"])
+    assert texts[:4] == ["9", "98", "98 +", "98 + "]
+    assert texts[-1] == "98 + 2"
+
+
+def test_a_character_that_is_not_whole_is_not_shown_yet(words: Words) -> None:
+    writer = answers(words, sampling_params={"no_stop_trim": True})
+    growing = writer.growing(0)
+    texts = []
+    token_ids = words.token_ids("a\N{GRINNING FACE}")
+    for token_id in token_ids:
+        growing.add(chunk((token_id,), "", 0))
+        texts.append(growing.answer()["text"])
+    assert len(texts) > 2
+    assert set(texts) == {"a", "a\N{GRINNING FACE}"}

@@ -1,0 +1,180 @@
+"""`/generate` answers in the order of the prompts, streams, and lets go when nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
+from nano_inference.config import Config, load_config
+from nano_inference.gateway.app import make_app
+
+from ... import by_hand
+from ...errors import error_of
+from ...fake import FakeEngine, completion, refused, sample
+
+LIMIT_S = 20
+
+
+def spelled(request: GenerateRequest) -> list[Output]:
+    """The prompt's ids, one by one."""
+    token_ids = request.prompt_token_ids or ()
+    chunks: list[Output] = [
+        CompletionChunk(
+            request_id=request.request_id,
+            entry_id="1-0",
+            sample_index=0,
+            token_offset=place,
+            token_ids=(token_id,),
+            logprobs=(-1.0,),
+            text=f"<{token_id}>",
+        )
+        for place, token_id in enumerate(token_ids)
+    ]
+    text = "".join(f"<{token_id}>" for token_id in token_ids)
+    return [*chunks, completion(request, sample(token_ids, text=text))]
+
+
+def hanging(request: GenerateRequest) -> list[Output]:
+    return spelled(request)[:1]
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *lines, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def test_one_prompt_one_object(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = spelled
+    answer = (await http.post("/generate", json={"input_ids": [3, 4]})).json()
+    assert (answer["text"], answer["output_ids"]) == ("<3><4>", [3, 4])
+
+
+async def test_a_batch_is_answered_in_order(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = spelled
+    answer = await http.post("/generate", json={"input_ids": [[3], [4], [5]]})
+    assert [each["text"] for each in answer.json()] == ["<3>", "<4>", "<5>"]
+
+
+async def test_samples_stand_behind_each_other(http: httpx.AsyncClient) -> None:
+    body = {"text": ["a", "b"], "rid": ["r", "s"], "sampling_params": {"n": 2}}
+    answer = (await http.post("/generate", json=body)).json()
+    assert [each["meta_info"]["id"] for each in answer] == ["r_0", "r_1", "s_0", "s_1"]
+
+
+async def test_one_refusal_ends_a_batch(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    no = refused("invalid_token_ids")
+    engine.outputs = lambda request: no(request) if request.request_id == "s" else hanging(request)
+    answer = await http.post("/generate", json={"input_ids": [[3], [4]], "rid": ["r", "s"]})
+    assert error_of(answer, 400) == "invalid_token_ids"
+    assert engine.left == ["r"]
+
+
+async def test_a_stream(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = spelled
+    answer = await http.post("/generate", json={"input_ids": [3, 4], "stream": True})
+    found = events(answer)
+    assert [event["text"] for event in found] == ["<3>", "<3><4>", "<3><4>"]
+    reasons = [event["meta_info"]["finish_reason"] for event in found]
+    assert reasons == [None, None, {"type": "length", "length": 2}]
+    assert all("index" not in event for event in found)
+    assert engine.requests[0].stream
+
+
+async def test_a_stream_of_a_batch_tells_whose_an_event_is(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = spelled
+    answer = await http.post("/generate", json={"input_ids": [[3], [4, 5]], "stream": True})
+    last = {event["index"]: event["text"] for event in events(answer)}
+    assert last == {0: "<3>", 1: "<4><5>"}
+
+
+async def test_a_refusal_before_the_first_event_of_a_stream_has_its_status(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = refused("invalid_top_p", "too high")
+    answer = await http.post("/generate", json={"text": "a", "stream": True})
+    assert error_of(answer, 400) == "invalid_top_p"
+
+
+async def test_an_error_behind_events_of_a_stream_is_its_last_one(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    no = refused("invalid_top_p", "too high")
+    engine.outputs = lambda request: [*hanging(request), *no(request)]
+    answer = await http.post("/generate", json={"input_ids": [3], "stream": True})
+    first, event = events(answer)
+    assert first["text"] == "<3>"
+    assert event["error"] == {
+        "message": "too high",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "invalid_top_p",
+    }
+
+
+async def test_scores_are_one_event(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = spelled
+    body = {"input_ids": [3, 4], "stream": True, "sampling_params": {"max_new_tokens": 0}}
+    (event,) = events(await http.post("/generate", json=body))
+    assert event["output_ids"] == []
+
+
+async def test_a_prompt_as_text_is_sent_as_tokens_when_they_are_shown(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    body = {"text": "98 +", "return_logprob": True, "logprob_start_len": 0}
+    assert (await http.post("/generate", json=body)).status_code == 200
+    (request,) = engine.requests
+    assert request.prompt is None
+    assert len(request.prompt_token_ids or ()) == 3
+
+
+async def test_without_a_tokenizer_only_that_is_refused_which_takes_one(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    config = load_config(env={}, overrides={"engine.model_path": str(tmp_path)})
+    transport = httpx.ASGITransport(make_app(engine, config))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        assert (await http.post("/generate", json={"text": "a"})).status_code == 200
+        body = {"text": "a", "sampling_params": {"stop": "b"}}
+        assert error_of(await http.post("/generate", json=body), 400) == "unsupported"
+
+
+async def test_abort_finds_a_batch_by_the_id_of_the_whole(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = hanging
+    body = {"input_ids": [[3], [4]], "rid": "r"}
+    generating = asyncio.create_task(http.post("/generate", json=body))
+    async with asyncio.timeout(LIMIT_S):
+        await engine.until(lambda: len(engine.requests) == 2)
+    assert (await http.post("/abort_request", json={"rid": "r"})).status_code == 200
+    cancelled = [given["request_id"] for name, given in engine.calls if name == "cancel"]
+    assert cancelled == ["r", "r_0", "r_1"]
+    generating.cancel()
+    await asyncio.gather(generating, return_exceptions=True)
+
+
+async def test_a_client_that_goes_while_an_event_is_sent(engine: FakeEngine) -> None:
+    """A slow reader holds up the sending, not the cancelling."""
+    engine.outputs = spelled
+    app = make_app(engine, Config())
+    body = {"input_ids": [3, 4], "rid": "r", "stream": True}
+    sending = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            sending.set()
+            await asyncio.Event().wait()
+
+    async with asyncio.timeout(LIMIT_S):
+        await by_hand.post(app, "/generate", body, send, sending)
+    assert engine.left == ["r"]

@@ -1,0 +1,306 @@
+"""SGLang's calls about weights, field by field."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta, WeightsSource
+from nano_inference.config import WeightsError
+from nano_inference.gateway.api.sglang import weights as weight_calls
+
+from ...errors import error_of
+from ...fake import FakeEngine
+
+LIMIT_S = 20
+
+BROADCAST = {"names": ["a", "b"], "dtypes": ["bfloat16", "torch.float32"], "shapes": [[2, 3], []]}
+GROUP = {
+    "master_address": "10.0.0.1",
+    "master_port": 5000,
+    "rank_offset": 1,
+    "world_size": 2,
+    "group_name": "slime-pp_0",
+    "backend": "gloo",
+}
+
+
+def succeeded(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["success"] is True
+    return str(answer.json()["message"])
+
+
+def failed(answer: httpx.Response, status: int = 400) -> str:
+    code = error_of_failure(answer, status)
+    assert answer.json()["success"] is False
+    assert answer.json()["message"]
+    return code
+
+
+def error_of_failure(answer: httpx.Response, status: int) -> str:
+    assert answer.status_code == status, answer.text
+    return str(answer.json()["error"]["code"])
+
+
+async def test_groups(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    succeeded(await http.post("/init_weights_update_group", json=GROUP))
+    assert engine.last("join_weights_group") == {
+        "group": "slime-pp_0",
+        "address": "10.0.0.1:5000",
+        "world_size": 2,
+        "rank_offset": 1,
+        "backend": "gloo",
+    }
+    succeeded(await http.post("/destroy_weights_update_group", json={"group_name": "slime-pp_0"}))
+    assert engine.last("leave_weights_group") == {"group": "slime-pp_0"}
+
+
+async def test_a_group_at_an_ipv6_address(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await http.post("/init_weights_update_group", json=GROUP | {"master_address": "fe80::1"})
+    assert engine.last("join_weights_group")["address"] == "[fe80::1]:5000"
+
+
+async def test_a_group_that_does_not_come_together(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.failures["join_weights_group"] = WeightsError("nobody came")
+    assert failed(await http.post("/init_weights_update_group", json=GROUP)) == "weights_refused"
+
+
+async def test_from_distributed(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    body = BROADCAST | {"group_name": "g", "weight_version": "3", "flush_cache": True}
+    answer = await http.post("/update_weights_from_distributed", json=body)
+    assert "version 3" in succeeded(answer)
+    given = engine.last("update_weights")
+    tensors = (TensorMeta("a", "bfloat16", (2, 3)), TensorMeta("b", "float32", ()))
+    assert given["weights"] == GroupWeights("g", tensors)
+    assert given["partial"]
+
+
+async def test_from_disk(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    body = {"model_path": "/m", "load_format": "auto", "abort_all_requests": True}
+    answer = await http.post("/update_weights_from_disk", json=body)
+    succeeded(answer)
+    assert answer.json()["num_paused_requests"] == 0
+    given = engine.last("update_weights")
+    assert (given["weights"], given["in_flight"], given["partial"]) == (
+        FolderWeights("/m"),
+        "abort",
+        False,
+    )
+
+
+async def test_weights_that_are_refused(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.failures["update_weights"] = WeightsError("they don't fit")
+    answer = await http.post("/update_weights_from_disk", json={"model_path": "/m"})
+    assert failed(answer) == "weights_refused"
+
+
+async def test_tensors_in_the_body_go_on_as_files(
+    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, bytes] = {}
+    folders: list[Path] = []
+    update = engine.update_weights
+
+    async def look(weights: WeightsSource, **given: Any) -> int:
+        assert isinstance(weights, FolderWeights)
+        folders.append(Path(weights.path))
+        found.update({file.name: file.read_bytes() for file in sorted(folders[0].iterdir())})
+        return await update(weights, **given)
+
+    monkeypatch.setattr(engine, "update_weights", look)
+    tensors = [b64encode(b"first").decode(), b64encode(b"second").decode()]
+    body = {"serialized_named_tensors": tensors, "load_format": "safetensors"}
+    succeeded(await http.post("/update_weights_from_tensor", json=body))
+    assert list(found.values()) == [b"first", b"second"]
+    assert all(name.endswith(".safetensors") for name in found)
+    assert not folders[0].exists()
+
+
+def contents(folder: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted(folder.iterdir())]
+
+
+async def test_large_tensors_are_decoded_in_pieces(
+    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which fit together, wherever a tensor ends."""
+    assert weight_calls._PIECE % 4 == 0
+    monkeypatch.setattr(weight_calls, "_PIECE", 8)
+    sizes = range(20)
+    found: list[bytes] = []
+
+    async def look(weights: FolderWeights, **given: Any) -> int:
+        found.extend(contents(Path(weights.path)))
+        return 1
+
+    monkeypatch.setattr(engine, "update_weights", look)
+    tensors = [b64encode(b"0123456789abcdefghij"[:size]).decode() for size in sizes]
+    body = {"serialized_named_tensors": tensors, "load_format": "safetensors"}
+    succeeded(await http.post("/update_weights_from_tensor", json=body))
+    assert found == [b"0123456789abcdefghij"[:size] for size in sizes]
+
+
+async def test_tensors_are_decoded_beside_other_calls_one_at_a_time(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, let_go = threading.Semaphore(0), threading.Semaphore(0)
+    at_once = most = 0
+    decode = weight_calls.decode_object
+
+    def held(body: bytes) -> dict[str, Any]:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        inside.release()
+        assert let_go.acquire(timeout=LIMIT_S)
+        at_once -= 1
+        return decode(body)
+
+    monkeypatch.setattr(weight_calls, "decode_object", held)
+    body = {"serialized_named_tensors": ["Zmlyc3Q="], "load_format": "safetensors"}
+    calls = [
+        asyncio.create_task(http.post("/update_weights_from_tensor", json=body)) for _ in range(3)
+    ]
+    for _ in calls:
+        assert await asyncio.to_thread(inside.acquire, timeout=LIMIT_S)
+        assert (await http.get("/get_weight_version")).status_code == 200
+        let_go.release()
+    async with asyncio.timeout(LIMIT_S):
+        for call in calls:
+            succeeded(await call)
+    assert most == 1
+
+
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+async def test_pickles_are_not_read(
+    http: httpx.AsyncClient, engine: FakeEngine, load_format: str | None
+) -> None:
+    body = {"serialized_named_tensors": ["gASVDgAAAAAA"], "load_format": load_format}
+    answer = await http.post("/update_weights_from_tensor", json=body)
+    assert error_of(answer, 400) == "unsupported"
+    assert "pickles" in answer.json()["error"]["message"]
+    assert not engine.calls
+
+
+async def test_the_order_of_slime(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """Paused, flushed, sent in buckets, continued."""
+    await http.post("/pause_generation", json={})
+    await http.get("/flush_cache")
+    for _ in range(2):
+        kept = await http.post("/update_weights_from_distributed", json=BROADCAST)
+        assert "part" in succeeded(kept)
+    answer = await http.post("/continue_generation", json={})
+    assert answer.json()["status"] == "ok"
+    assert engine.names == [
+        "pause",
+        "flush_cache",
+        "stage_weights",
+        "stage_weights",
+        "update_weights",
+        "resume",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "in_flight"),
+    [(None, "abort"), ("abort", "abort"), ("retract", "retract"), ("in_place", "keep")],
+)
+async def test_pause_modes(
+    http: httpx.AsyncClient, engine: FakeEngine, mode: str | None, in_flight: str
+) -> None:
+    answer = await http.post("/pause_generation", json={} if mode is None else {"mode": mode})
+    assert answer.json()["status"] == "ok"
+    assert engine.last("pause") == {"in_flight": in_flight}
+
+
+async def test_a_session(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    succeeded(await http.post("/begin_weight_update", json={"selector": "all"}))
+    assert failed(await http.post("/begin_weight_update", json={})) == "weights_busy"
+    succeeded(await http.post("/update_weights_from_distributed", json=BROADCAST))
+    assert "version 1" in succeeded(await http.post("/end_weight_update", json={}))
+    assert failed(await http.post("/end_weight_update", json={})) == "weights_refused"
+
+
+async def test_renaming(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    answer = await http.post("/update_weight_version", json={"new_version": "best"})
+    succeeded(answer)
+    assert "cancel_all" in engine.names
+    assert (await http.get("/get_weight_version")).json() == {"weight_version": "best"}
+    body = {"new_version": "b", "abort_all_requests": False}
+    await http.post("/update_weight_version", json=body)
+    assert engine.names.count("cancel_all") == 1
+
+
+async def test_memory(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """Without tags all of it; CUDA graphs go with the rest."""
+    for body, tags in (
+        ({}, ("weights", "kv_cache")),
+        ({"tags": None}, ("weights", "kv_cache")),
+        ({"tags": ["kv_cache", "cuda_graph"]}, ("kv_cache",)),
+    ):
+        answer = await http.post("/release_memory_occupation", json=body)
+        assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+        assert engine.last("release_memory")["tags"] == tags
+        assert (await http.get("/health_generate")).status_code == 200
+        assert not engine.requests
+        answer = await http.post("/resume_memory_occupation", json=body)
+        assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+        assert engine.last("resume_memory")["tags"] == tags[-1:]
+    assert (await http.get("/health_generate")).status_code == 200
+    assert engine.requests
+    engine.failures["resume_memory"] = WeightsError("too little", code="out_of_memory")
+    answer = await http.post("/resume_memory_occupation")
+    assert error_of(answer, 503) == "out_of_memory"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("/init_weights_update_group", {}, "invalid_request"),
+        ("/init_weights_update_group", GROUP | {"backend": "mpi"}, "invalid_request"),
+        ("/update_weights_from_disk", {}, "invalid_request"),
+        ("/update_weights_from_disk", {"model_path": "m", "load_format": "pt"}, "unsupported"),
+        ("/update_weights_from_disk", {"model_path": "m", "is_async": True}, "unsupported"),
+        ("/update_weights_from_distributed", BROADCAST | {"dtypes": []}, "invalid_request"),
+        (
+            "/update_weights_from_distributed",
+            BROADCAST | {"load_format": "flattened_bucket"},
+            "unsupported",
+        ),
+        (
+            "/update_weights_from_distributed",
+            {"names": [], "dtypes": [], "shapes": []},
+            "invalid_request",
+        ),
+        ("/update_weights_from_distributed", BROADCAST | {"selector": "draft"}, "unsupported"),
+        (
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": ["*"], "load_format": "safetensors"},
+            "invalid_request",
+        ),
+        (
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": [], "load_format": "safetensors"},
+            "invalid_request",
+        ),
+        ("/pause_generation", {"mode": "soon"}, "invalid_request"),
+        ("/release_memory_occupation", {"tags": ["gpu"]}, "invalid_request"),
+        ("/resume_memory_occupation", {"tags": "weights"}, "invalid_request"),
+        ("/begin_weight_update", {"selector": "draft"}, "unsupported"),
+        ("/update_weight_version", {}, "invalid_request"),
+    ],
+)
+async def test_refusals(
+    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any], code: str
+) -> None:
+    assert error_of(await http.post(path, json=body), 400) == code
+    assert not engine.calls

@@ -1,0 +1,393 @@
+"""Each call is measured, and goes on with the trace that its client is in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import structlog
+from opentelemetry.trace import SpanKind
+from starlette.routing import Route
+from structlog.testing import capture_logs
+
+from nano_inference.config import Config, GatewayConfig, TelemetryConfig
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.server.callers import only_known_callers
+from nano_inference.gateway.server.calls import ObservedCalls
+from nano_inference.gateway.serving.measures import Measures
+from nano_inference.telemetry import names, setup_logging
+from nano_inference.telemetry.instruments import (
+    GATEWAY_IN_FLIGHT,
+    HTTP_DURATION,
+    MODEL_CALL_DURATION,
+)
+
+from ..fake import FakeEngine, refused
+from ..told import Told, ids
+
+LIMIT_S = 20
+
+TRACE, SPAN = "a" * 32, "b" * 16
+CLIENT = f"00-{TRACE}-{SPAN}-01"
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+ASKED = {
+    "/generate": {"text": ["a", "b"]},
+    "/v1/completions": {"prompt": ["a", "b"]},
+    "/v1/chat/completions": CHAT,
+}
+ROUTES = (*ASKED, "/health", "/flush_cache", "/v2/models/{model:path}/generate")
+
+
+@asynccontextmanager
+async def observed(
+    engine: FakeEngine, measures: Measures, *, access_log: bool = False
+) -> AsyncIterator[httpx.AsyncClient]:
+    app = only_known_callers(make_app(engine, Config(), measures), GatewayConfig(), measures)
+    app = ObservedCalls(app, measures, ROUTES, access_log=access_log)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        asyncio.timeout(LIMIT_S),
+        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+async def http(engine: FakeEngine, told: Told) -> AsyncIterator[httpx.AsyncClient]:
+    async with observed(engine, told.measures) as client:
+        yield client
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/health", "/nowhere", "/v1/models"])
+async def test_an_answer_repeats_what_its_client_calls_the_call(
+    http: httpx.AsyncClient, path: str
+) -> None:
+    answer = await http.get(path, headers={"X-Request-Id": "mine 7"})
+    assert answer.headers.get_list("x-request-id") == ["mine 7"]
+
+
+@pytest.mark.parametrize("given", [None, "", " ", "x" * 129, "\u00e9", "a\x01b"])
+async def test_a_call_without_a_usable_name_gets_one(
+    http: httpx.AsyncClient, given: str | None
+) -> None:
+    headers = {} if given is None else {"X-Request-Id": given.encode("latin-1")}
+    names_given = {
+        (await http.get("/health", headers=headers)).headers["x-request-id"] for _ in range(2)
+    }
+    assert len(names_given) == 2
+    assert all(len(name) == 32 for name in names_given)
+
+
+async def test_what_fails_is_in_the_log_by_its_name(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = refused("internal_error")
+    with capture_logs() as lines:
+        await http.post("/generate", json={"text": "a"}, headers={"X-Request-Id": "mine"})
+    (line,) = [line for line in lines if line["event"] == "http_request_failed"]
+    assert (line["call_id"], line["path"]) == ("mine", "/generate")
+
+
+# --- traces -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ASKED)
+async def test_a_call_stands_between_its_client_and_its_requests(
+    http: httpx.AsyncClient, engine: FakeEngine, told: Told, path: str, stream: bool
+) -> None:
+    headers = {"traceparent": CLIENT, "tracestate": "vendor=1"}
+    body = ASKED[path] | {"stream": stream}
+    assert (await http.post(path, json=body, headers=headers)).status_code == 200
+    (span,) = told.spans()
+    trace_id, span_id, parent_id = ids(span)
+    assert (trace_id, parent_id) == (TRACE, SPAN)
+    for trace in engine.traces:
+        assert trace is not None
+        assert trace.traceparent == f"00-{TRACE}-{span_id}-01"
+        assert trace.tracestate == "vendor=1"
+    assert len(engine.traces) == (1 if body.get("messages") else 2)
+    assert (span.name, span.kind) == (f"POST {path}", SpanKind.SERVER)
+    assert span.attributes == {
+        names.HTTP_METHOD: "POST",
+        names.HTTP_ROUTE: path,
+        names.HTTP_STATUS: 200,
+        names.URL_PATH: path,
+        names.URL_SCHEME: "http",
+        names.CLIENT_ADDRESS: "127.0.0.1",
+    }
+    assert span.status.is_unset
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["nonsense"],
+        [CLIENT.upper()],
+        [f"00-{'0' * 32}-{SPAN}-01"],
+        [f"ff-{TRACE}-{SPAN}-01"],
+        [CLIENT + "-more"],
+        [CLIENT, CLIENT],
+        [f"01-{TRACE}-{SPAN}-01-" + "x" * 300],
+    ],
+)
+async def test_without_a_valid_context_a_trace_begins(
+    http: httpx.AsyncClient, engine: FakeEngine, told: Told, given: list[str]
+) -> None:
+    headers = [("traceparent", each) for each in given] + [("tracestate", "vendor=1")]
+    await http.post("/generate", json={"text": "a"}, headers=headers)
+    (span,) = told.spans()
+    trace_id, span_id, parent_id = ids(span)
+    assert trace_id != TRACE
+    assert parent_id == ""
+    (trace,) = engine.traces
+    assert trace is not None
+    assert (trace.traceparent, trace.tracestate) == (f"00-{trace_id}-{span_id}-01", "")
+
+
+async def test_a_call_of_a_model_has_its_name(engine: FakeEngine, told: Told) -> None:
+    """Whichever of an engine's models it is."""
+    async with observed(engine, told.measures) as http:
+        ids = {"input_ids": [1, 2]}
+        assert (await http.post("/v2/models/tiny.tokens/generate", json=ids)).status_code == 200
+    (span,) = told.spans()
+    assert (span.attributes or {})[names.REQUEST_MODEL] == "tiny.tokens"
+    assert told.values(MODEL_CALL_DURATION) == {("tiny.tokens", ""): 1}
+
+
+async def test_states_of_several_headers_are_one(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    headers = [("traceparent", CLIENT), ("tracestate", "one=1"), ("tracestate", "two=2")]
+    await http.post("/generate", json={"text": "a"}, headers=headers)
+    (trace,) = engine.traces
+    assert trace is not None
+    assert trace.tracestate == "one=1,two=2"
+
+
+async def test_what_the_client_does_not_record_nobody_does(
+    http: httpx.AsyncClient, engine: FakeEngine, told: Told
+) -> None:
+    unsampled = CLIENT[:-1] + "0"
+    await http.post("/generate", json={"text": "a"}, headers={"traceparent": unsampled})
+    assert told.spans() == []
+    (trace,) = engine.traces
+    assert trace is not None
+    assert trace.traceparent == unsampled
+
+
+async def test_a_trace_that_is_not_recorded_is_not_begun_again_by_others(
+    engine: FakeEngine,
+) -> None:
+    told = Told(TelemetryConfig(trace_ratio=0.0))
+    async with observed(engine, told.measures) as http:
+        await http.post("/generate", json={"text": "a"})
+    assert told.spans() == []
+    (trace,) = engine.traces
+    assert trace is not None
+    assert trace.is_valid
+    assert not trace.sampled
+
+
+async def test_without_tracing_here_the_client_s_context_goes_on(engine: FakeEngine) -> None:
+    async with observed(engine, Measures()) as http:
+        await http.post("/generate", json={"text": "a"}, headers={"traceparent": CLIENT})
+        await http.post("/generate", json={"text": "a"})
+    assert [trace and trace.traceparent for trace in engine.traces] == [CLIENT, ""]
+
+
+async def test_what_asks_for_health_begins_no_traces(http: httpx.AsyncClient, told: Told) -> None:
+    await http.get("/health")
+    assert told.spans() == []
+    await http.get("/health", headers={"traceparent": CLIENT})
+    (span,) = told.spans()
+    assert (span.name, ids(span)[2]) == ("GET /health", SPAN)
+
+
+async def test_paths_that_are_not_there_make_no_spans(http: httpx.AsyncClient, told: Told) -> None:
+    await http.post("/nowhere", json={}, headers={"traceparent": CLIENT})
+    assert told.spans() == []
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "failed"), [("lane_failed", 500, True), ("invalid_top_p", 400, False)]
+)
+async def test_only_what_is_not_the_client_s_fault_is_an_error(
+    http: httpx.AsyncClient, engine: FakeEngine, told: Told, code: str, status: int, failed: bool
+) -> None:
+    engine.outputs = refused(code)
+    await http.post("/generate", json={"text": "a"})
+    (span,) = told.spans()
+    assert span.attributes is not None
+    assert span.attributes[names.HTTP_STATUS] == status
+    assert span.status.is_unset != failed
+    assert span.attributes.get(names.ERROR_TYPE) == (str(status) if failed else None)
+
+
+# --- metrics ------------------------------------------------------------------------------------
+
+
+async def test_calls_are_counted_by_route_and_status(
+    http: httpx.AsyncClient, engine: FakeEngine, told: Told
+) -> None:
+    for _ in range(2):
+        await http.post("/generate", json={"text": "a"})
+    await http.post("/generate", json={"text": 3})
+    engine.failures["flush_cache"] = ZeroDivisionError()  # type: ignore[assignment]
+    await http.post("/flush_cache")
+    await http.post("/generate", json={"text": "a"}, headers={"Origin": "https://evil.example"})
+    for path in ("/one", "/two"):
+        await http.request("BREW", path)
+    assert told.values(HTTP_DURATION) == {
+        ("POST", "/generate", "200"): 2,
+        ("POST", "/generate", "400"): 1,
+        ("POST", "/generate", "403"): 1,
+        ("POST", "/flush_cache", "500"): 1,
+        ("_OTHER", "", "404"): 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "route"),
+    [
+        ("/v2/models/stats", "/v2/models/stats"),
+        ("/v2/models/org%2Ftiny", "/v2/models/{model}"),
+        ("/v2/models/org/tiny/infer", "/v2/models/{model}/infer"),
+        ("/v2/models/tiny/versions/7/infer", "/v2/models/{model}/versions/{version}/infer"),
+        ("/v1/responses/resp_1", "/v1/responses/{response_id}"),
+        ("/v1/responses/resp_1/nothing", ""),
+        ("/v3/models/tiny", ""),
+    ],
+)
+async def test_names_in_a_path_make_no_routes(
+    engine: FakeEngine, told: Told, path: str, route: str
+) -> None:
+    app = make_app(engine, Config(), told.measures)  # type: ignore[arg-type]
+    routes = [each.path for each in app.routes if isinstance(each, Route)]
+    transport = httpx.ASGITransport(ObservedCalls(app, told.measures, routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        await http.get(path, headers={"traceparent": CLIENT})
+    assert [route for _, route, _ in told.values(HTTP_DURATION)] == [route]
+    assert [span.name for span in told.spans()] == ([f"GET {route}"] if route else [])
+
+
+async def test_calls_that_are_under_way(
+    http: httpx.AsyncClient, engine: FakeEngine, told: Told
+) -> None:
+    engine.outputs = lambda request: []
+    calls = [asyncio.create_task(http.post("/generate", json={"text": "a"})) for _ in range(3)]
+    await engine.until(lambda: len(engine.requests) == 3)
+    assert told.values(GATEWAY_IN_FLIGHT) == {(): 3}
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert told.values(GATEWAY_IN_FLIGHT) == {(): 0}
+    assert told.values(HTTP_DURATION) == {("POST", "/generate", "499"): 3}, "nobody was answered"
+
+
+# --- the access log -----------------------------------------------------------------------------
+
+
+async def logged(
+    engine: FakeEngine, told: Told, path: str, method: str = "POST", **given: Any
+) -> dict[str, Any]:
+    """The line of one call, without what differs each time."""
+    async with observed(engine, told.measures, access_log=True) as http:
+        with capture_logs() as lines:
+            await http.request(method, path, **given)
+    (line,) = [dict(line) for line in lines if line["event"] == "http_call"]
+    assert line.pop("duration_ms") >= 0
+    return line
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ASKED)
+async def test_a_line_says_who_and_how_much_and_not_what(
+    engine: FakeEngine, told: Told, path: str, stream: bool
+) -> None:
+    headers = {"X-Request-Id": "mine", "X-Tenant": "lab", "traceparent": CLIENT}
+    requests = 1 if path == "/v1/chat/completions" else 2
+    line = await logged(engine, told, path, json=ASKED[path] | {"stream": stream}, headers=headers)
+    (span,) = told.spans()
+    assert line.pop("sent_bytes") > 50
+    assert line == {
+        "event": "http_call",
+        "log_level": "info",
+        "method": "POST",
+        "route": path,
+        "tenant": "lab",
+        "prompt_tokens": 4 * requests,
+        "completion_tokens": 2 * requests,
+        "status": 200,
+        "call_id": "mine",
+        "client": "127.0.0.1",
+        "trace_id": TRACE,
+        "span_id": ids(span)[1],
+    }
+
+
+async def test_a_call_that_is_nobody_s_has_no_tenant(engine: FakeEngine, told: Told) -> None:
+    line = await logged(engine, told, "/health", "GET")
+    assert (line["route"], line["status"], line["sent_bytes"]) == ("/health", 200, 0)
+    assert not {"tenant", "prompt_tokens", "path", "complete"} & set(line)
+
+
+async def test_a_client_that_goes_is_told_of(engine: FakeEngine, told: Told) -> None:
+    engine.outputs = lambda request: []
+    async with observed(engine, told.measures, access_log=True) as http:
+        with capture_logs() as lines:
+            call = asyncio.create_task(http.post("/generate", json={"text": "a"}))
+            await engine.until(lambda: len(engine.requests) == 1)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+    (line,) = lines
+    assert (line["status"], line["complete"]) == (499, False)
+
+
+async def test_nothing_is_logged_unless_it_is_asked_for(http: httpx.AsyncClient) -> None:
+    with capture_logs() as lines:
+        await http.post("/generate", json={"text": "a"})
+    assert lines == []
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+async def test_nobody_writes_lines_of_his_own(
+    engine: FakeEngine, told: Told, capsys: pytest.CaptureFixture[str], log_format: str
+) -> None:
+    """Nor fields, nor as long as he likes, in what he may choose: path, method, names."""
+    path = "/%0Aevent=faked%20status=200%1b[31m" + "x" * 5000
+    before = structlog.get_config()
+    try:
+        setup_logging(TelemetryConfig(log_format=log_format))  # type: ignore[arg-type]
+        async with observed(engine, told.measures, access_log=True) as http:
+            headers = {"X-Request-Id": "a status=200 tenant=b", "X-Tenant": "lab status=500"}
+            await http.request("BREW", path, headers=headers)
+            await http.post("/generate", json={"text": "a"}, headers=headers)
+    finally:
+        structlog.configure(**before)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "http_call" in line]
+    assert len(lines) == 2
+    assert all(len(line) < 1000 and "\x1b" not in line for line in lines)
+    brewed, generated = lines
+    if log_format == "json":
+        found = json.loads(brewed)
+        assert (found["method"], found["route"], found["status"]) == ("_OTHER", "", 404)
+        assert json.loads(generated)["tenant"] == "lab status=500"
+    else:
+        assert "status=404" in brewed
+        assert "call_id='a status=200 tenant=b'" in generated
+        assert "tenant='lab status=500'" in generated

@@ -1,0 +1,323 @@
+"""TLS at the gateway, with a real server and real handshakes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+import structlog
+
+from nano_inference.config import Config, ConfigError, GatewayConfig
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.server.server import HttpServer
+from nano_inference.gateway.server.tls import Certificates
+from nano_inference.gateway.serving.measures import Measures
+
+from ...certificates import Authority, Issued
+from ..fake import FakeEngine
+from ..told import Told
+
+LIMIT_S = 30
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+@pytest.fixture
+def own(authority: Authority) -> Issued:
+    return authority.issue("gateway")
+
+
+def settings(own: Issued, **more: object) -> GatewayConfig:
+    files = {"tls_certificate": str(own.certificate), "tls_key": str(own.key)}
+    return GatewayConfig(**files, **more)
+
+
+class Served:
+    """A server with TLS, and connections to it."""
+
+    def __init__(self, server: HttpServer, port: int, authority: Authority) -> None:
+        self.server, self.port, self._authority = server, port, authority
+        self._stack = AsyncExitStack()
+
+    def client(self, certificate: Issued | None = None) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=self._authority.file)
+        if certificate is not None:
+            context.load_cert_chain(certificate.certificate, certificate.key)
+        return context
+
+    async def connect(
+        self, context: ssl.SSLContext | None
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Without a context it says nothing."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=context)
+        # Which also keeps them: asyncio closes connections that nobody holds.
+        self._stack.callback(lambda: (reader, writer)[1].transport.abort())
+        return reader, writer
+
+    async def serial(self) -> int:
+        """Of the certificate that a new connection is shown."""
+        _, writer = await self.connect(self.client())
+        return int(writer.get_extra_info("peercert")["serialNumber"], 16)
+
+    def refresh(self) -> None:
+        assert self.server.certificates is not None
+        self.server.certificates.refresh()
+
+    def pass_s(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.server.connections.sweep(1.0)
+
+    async def until(self, number: int) -> None:
+        """Waits until there are so many connections."""
+        while len(self.server.connections) != number:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def serving(
+    authority: Authority, config: GatewayConfig, measures: Measures | None = None
+) -> AsyncIterator[Served]:
+    server = HttpServer(make_app(FakeEngine(), Config(gateway=config)), config, measures)
+    listener = socket.create_server(("127.0.0.1", 0))
+    task = asyncio.create_task(server.serve([listener]))
+    served = Served(server, listener.getsockname()[1], authority)
+    async with asyncio.timeout(LIMIT_S):
+        yield served
+        await served._stack.aclose()
+        server.should_exit = True
+        await task
+
+
+async def head(reader: asyncio.StreamReader) -> bytes:
+    return await reader.readuntil(b"\r\n\r\n")
+
+
+def copy(issued: Issued, place: Issued) -> None:
+    """Puts one in the place of another, as tools do that renew certificates: each file at once."""
+    for source, target in ((issued.key, place.key), (issued.certificate, place.certificate)):
+        fresh = target.with_suffix(".new")
+        fresh.write_bytes(source.read_bytes())
+        fresh.rename(target)
+
+
+async def test_calls_are_answered(authority: Authority, own: Issued) -> None:
+    """Several on one connection, one of them larger than what is decrypted at once."""
+    async with serving(authority, settings(own)) as served:
+        reader, writer = await served.connect(served.client())
+        body = json.dumps({"text": "a" * 500_000, "stream": True}).encode()
+        lines = (
+            "POST /generate HTTP/1.1",
+            "Host: localhost",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+        )
+        writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+        assert b" 200 " in await head(reader)
+        assert b"[DONE]" in await reader.readuntil(b"0\r\n\r\n")
+        writer.write(HEALTH)
+        assert b" 200 " in await head(reader)
+        # The server ends while it waits for another.
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_newer_versions_are_spoken(
+    authority: Authority, own: Issued, version: ssl.TLSVersion
+) -> None:
+    async with serving(authority, settings(own)) as served:
+        context = served.client()
+        context.minimum_version = context.maximum_version = version
+        reader, writer = await served.connect(context)
+        assert writer.get_extra_info("ssl_object").version() == version.name.replace("_", ".")
+        writer.write(HEALTH)
+        assert b" 200 " in await head(reader)
+
+
+def test_older_versions_are_not(own: Issued) -> None:
+    assert Certificates(settings(own)).context.minimum_version is ssl.TLSVersion.TLSv1_2
+
+
+# --- certificates of clients ---------------------------------------------------------------------
+
+
+async def test_only_clients_with_a_certificate(
+    tmp_path: Path, own: Issued, authority: Authority
+) -> None:
+    told = Told()
+    strangers = Authority(tmp_path / "strangers")
+    config = settings(own, tls_client_ca=str(authority.file))
+    async with serving(authority, config, told.measures) as served:
+        reader, writer = await served.connect(served.client(authority.issue("trainer")))
+        writer.write(HEALTH)
+        assert b" 200 " in await head(reader)
+        for wrong in (None, strangers.issue("trainer")):
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                reader, writer = await served.connect(served.client(wrong))
+                writer.write(HEALTH)
+                # The client is done with its part before the server has looked at it.
+                raise await reader.read() or ConnectionResetError
+        await served.until(1)
+    assert told.refused() == {"handshake_failed": 2}
+
+
+# --- files that change ---------------------------------------------------------------------------
+
+
+async def test_a_new_certificate_is_for_new_connections(authority: Authority, own: Issued) -> None:
+    async with serving(authority, settings(own)) as served:
+        before = await served.serial()
+        reader, writer = await served.connect(served.client())
+        copy(authority.issue("renewed"), own)
+        served.refresh()
+        assert await served.serial() != before
+        writer.write(HEALTH)
+        assert b" 200 " in await head(reader)
+
+
+async def test_what_can_not_be_used_is_told_and_not_taken(
+    authority: Authority, own: Issued
+) -> None:
+    """A key that has come before its certificate, a certificate that is none, and none at all."""
+    async with serving(authority, settings(own)) as served:
+        before = await served.serial()
+        renewed = authority.issue("renewed")
+        for break_it, reason in (
+            (lambda: own.key.write_bytes(renewed.key.read_bytes()), "KEY_VALUES_MISMATCH"),
+            (lambda: own.certificate.write_text("soon"), "not certificates"),
+            (own.certificate.unlink, "No such file"),
+        ):
+            break_it()
+            with structlog.testing.capture_logs() as lines:
+                served.refresh()
+                served.refresh()
+            (line,) = lines
+            assert line["event"] == "tls_certificate_refused"
+            assert reason in line["error"]
+            assert await served.serial() == before
+        copy(renewed, own)
+        served.refresh()
+        assert await served.serial() != before
+
+
+async def test_it_looks_by_itself(authority: Authority, own: Issued) -> None:
+    async with serving(authority, settings(own)) as served:
+        before = await served.serial()
+        copy(authority.issue("renewed"), own)
+        while await served.serial() == before:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda own: own.key.unlink(), "No such file"),
+        (lambda own: own.certificate.write_text(""), "not certificates and keys in PEM"),
+        (lambda own: own.key.write_text("s3cret"), "not certificates and keys in PEM"),
+        (lambda own: own.certificate.write_bytes(own.key.read_bytes()), "not certificates"),
+    ],
+)
+async def test_it_does_not_start_with_what_can_not_be_used(
+    own: Issued, spoil: Callable[[Issued], object], words: str
+) -> None:
+    spoil(own)
+    with pytest.raises(ConfigError, match=words) as caught:
+        Certificates(settings(own))
+    assert "s3cret" not in caught.value.message
+
+
+def test_it_asks_nobody_for_a_passphrase(authority: Authority) -> None:
+    with pytest.raises(ConfigError, match="a passphrase"):
+        Certificates(settings(authority.issue("locked", passphrase=b"s3cret")))
+
+
+# --- those who only begin ------------------------------------------------------------------------
+
+
+async def test_who_does_not_begin_to_speak_is_slow(authority: Authority, own: Issued) -> None:
+    told = Told()
+    async with serving(authority, settings(own), told.measures) as served:
+        reader, _ = await served.connect(None)
+        await served.until(1)
+        served.pass_s(14)
+        assert told.refused() == {}
+        served.pass_s(1)
+        assert await reader.read() == b""
+    assert told.refused() == {"slow_head": 1}
+
+
+async def test_who_only_begins_makes_room(
+    authority: Authority, own: Issued, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nano_inference.gateway.server.connection_limits.ACCEPTED_AT_ONCE", 1)
+    told = Told()
+    async with serving(authority, settings(own, max_connections=1), told.measures) as served:
+        silent = [await served.connect(None) for _ in range(3)]
+        await served.until(3)
+        reader, writer = await served.connect(served.client())
+        assert await silent[0][0].read() == b""
+        writer.write(HEALTH)
+        assert b" 200 " in await head(reader)
+        await served.until(3)
+        assert told.refused() == {"replaced": 1}
+
+
+async def test_handshakes_that_break_off_leave_nothing(
+    authority: Authority, own: Issued, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Anywhere in the client's first words, in good order or not, and with nonsense behind them."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.create_default_context(cafile=authority.file)
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1").do_handshake()
+    hello = outgoing.read()
+    told = Told()
+    async with serving(authority, settings(own), told.measures) as served:
+        broken = 0
+        for cut in range(1, len(hello) + 1, 7):
+            for rest in (b"", bytes(range(256)), hello):
+                reader, writer = await served.connect(None)
+                writer.write(hello[:cut] + rest)
+                if cut % 2:
+                    await writer.drain()
+                    writer.transport.abort()
+                else:
+                    writer.write_eof()
+                    with suppress(ConnectionError):
+                        await reader.read()
+                broken += 1
+        reader, writer = await served.connect(served.client())
+        writer.write(HEALTH)
+        assert b" 200 " in await head(reader)
+        await served.until(1)
+        assert told.refused() == {"handshake_failed": broken}
+    assert not caplog.records
+
+
+async def test_what_is_not_tls_is_counted(authority: Authority, own: Issued) -> None:
+    told = Told()
+    async with serving(authority, settings(own), told.measures) as served:
+        reader, writer = await served.connect(None)
+        writer.write(HEALTH)
+        assert b"HTTP" not in await reader.read()
+    assert told.refused() == {"handshake_failed": 1}
+
+
+async def test_a_refusal_is_read_before_the_end(authority: Authority, own: Issued) -> None:
+    """Of a connection that is ended with an answer of its own."""
+    told = Told()
+    async with serving(authority, settings(own), told.measures) as served:
+        reader, writer = await served.connect(served.client())
+        writer.write(b"nothing of HTTP\r\n\r\n")
+        assert b" 400 " in await head(reader)
+        served.pass_s(2)
+        await served.until(0)
+    assert told.refused() == {"malformed": 1}

@@ -1,0 +1,127 @@
+"""A call may take as long as its header or body says, from its arrival on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from nano_inference.config import Config, GatewayConfig
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.server import connections
+from nano_inference.gateway.server.calls import Arrival
+from nano_inference.gateway.serving.account import Account
+from nano_inference.gateway.serving.budgets import HEADER, MAX_BUDGET_MS
+from nano_inference.telemetry import TraceContext, now_ns
+
+from ...security.test_connections import post, serve
+from ..errors import error_of
+from ..fake import FakeEngine, refused
+
+MINUTE_NS = 60 * 10**9
+
+
+@asynccontextmanager
+async def arriving(engine: FakeEngine, ago_ns: int) -> AsyncIterator[httpx.AsyncClient]:
+    """A gateway whose calls have arrived some time ago."""
+    app: ASGIApp = make_app(engine, Config())
+
+    async def arrived(scope: Scope, receive: Receive, send: Send) -> None:
+        arrival = Arrival(now_ns() - ago_ns, TraceContext(), Account())
+        await app({**scope, "state": {"arrival": arrival}}, receive, send)
+
+    transport = httpx.ASGITransport(arrived)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("header", "field", "budget_ns"),
+    [
+        (None, None, None),
+        ("60000", None, MINUTE_NS),
+        (None, 60_000, MINUTE_NS),
+        (None, 60_000.5, MINUTE_NS + 500_000),
+        ("90000.5", 60_000, MINUTE_NS),
+        ("60000", 90_000, MINUTE_NS),
+        (str(int(MAX_BUDGET_MS) - 1000), None, 2**63),
+    ],
+)
+async def test_the_shortest_of_what_is_given_holds(
+    engine: FakeEngine, header: str | None, field: float | None, budget_ns: int | None
+) -> None:
+    """From the arrival on: of two requests of a call the second has less."""
+    body = {"text": ["a", "b"]} | ({} if field is None else {"budget_ms": field})
+    headers = {} if header is None else {HEADER: header}
+    async with arriving(engine, 20 * 10**9) as http:
+        assert (await http.post("/generate", json=body, headers=headers)).status_code == 200
+    assert len(engine.requests) == 2
+    for request in engine.requests:
+        if budget_ns is None:
+            assert request.budget_ns is None
+        else:
+            assert request.budget_ns is not None
+            assert MINUTE_NS / 2 < request.budget_ns <= budget_ns - 20 * 10**9
+
+
+@pytest.mark.parametrize("given", [{HEADER: "0"}, {HEADER: "-5"}, {HEADER: "19999"}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_time_that_is_over_when_the_call_is_read(
+    engine: FakeEngine, given: dict[str, str], stream: bool
+) -> None:
+    async with arriving(engine, 20 * 10**9) as http:
+        body = {"text": "a", "stream": stream}
+        answer = await http.post("/generate", json=body, headers=given)
+    assert error_of(answer, 504) == "expired"
+    assert HEADER in answer.text
+    assert not engine.requests
+
+
+async def test_waiting_for_a_round_counts(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many requests at once begin one after the other."""
+    body = b'{"text": "a", "budget_ms": 60000}'
+    async with serve(engine, GatewayConfig()) as served:
+        assert (await (await served.connect(post(len(body), body))).answer())[0] == 200
+        monkeypatch.setattr(connections, "now_ns", lambda: now_ns() - 61 * 10**9)
+        client = await served.connect(post(len(body), body))
+        assert await client.code() == (504, "expired")
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_time_that_is_over_in_the_pipeline(
+    http: httpx.AsyncClient, engine: FakeEngine, stream: bool
+) -> None:
+    engine.outputs = refused("expired")
+    body = {"text": "a", "stream": stream, "budget_ms": 60_000}
+    assert error_of(await http.post("/generate", json=body), 504) == "expired"
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("header", ["", "soon", "1e3", "inf", "nan", "1,5", "1" * 18, "0x10"])
+async def test_a_header_that_is_no_time(
+    http: httpx.AsyncClient, engine: FakeEngine, header: str
+) -> None:
+    answer = await http.post("/generate", json={"text": "a"}, headers={HEADER: header})
+    assert error_of(answer, 400) == "invalid_budget"
+    assert HEADER in answer.text
+    assert "milliseconds" in answer.text
+    assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("field", "code"),
+    [(1e300, "invalid_budget"), ("1000", "invalid_request"), ([1], "invalid_request")],
+)
+async def test_a_field_that_is_no_time(
+    http: httpx.AsyncClient, engine: FakeEngine, field: object, code: str
+) -> None:
+    answer = await http.post("/generate", json={"text": "a", "budget_ms": field})
+    assert error_of(answer, 400) == code
+    assert "budget_ms" in answer.text
+    assert not engine.requests

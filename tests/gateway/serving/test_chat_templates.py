@@ -1,0 +1,230 @@
+"""Chat templates are strangers' programs: they run for a limited time, and what they do is said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nano_inference.config import Config, ConfigError, RequestError, load_config
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.server.http import FieldError
+from nano_inference.gateway.serving import chat_templates
+from nano_inference.gateway.serving.chat_templates import ChatTemplates, Conversation
+from nano_inference.gateway.serving.measures import Measures
+from nano_inference.gateway.serving.message_formats import LazyFormat
+from nano_inference.gateway.serving.turns import Turns
+from nano_inference.gateway.serving.words import LazyWords
+from nano_inference.text.messages import Tool
+
+from ..fake import FakeEngine
+
+LIMIT_S = 60
+TENANT = "http:127.0.0.1"
+HELLO = [{"role": "user", "content": "hello"}]
+ENDLESS = (
+    "{% set many = range(90000) %}{% for a in many %}{% for b in many %}{% endfor %}{% endfor %}"
+)
+
+ENDLESS_IN_MACRO = (
+    "{% macro all(name) %}{% for a in range(90000) %}{% endfor %}{% endmacro %}"
+    "{% for a in range(90000) %}{{ messages | map(attribute='role') | map('upper') | list }}"
+    "{{ all(a) }}{% endfor %}"
+)
+
+
+async def _length() -> int:
+    return 100
+
+
+def turns() -> Turns:
+    return Turns(chat_templates.AT_ONCE, 100, Measures())
+
+
+class Model:
+    """A folder with the bundled model's tokenizer and a template of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(Config().engine.model_folder, folder, dirs_exist_ok=True)
+
+    def with_template(self, template: str | None, timeout_s: float = LIMIT_S) -> ChatTemplates:
+        path = self.folder / "chat_template.jinja"
+        path.unlink(missing_ok=True)
+        if template is not None:
+            path.write_text(template)
+        self.words = LazyWords(self.folder)
+        return ChatTemplates(self.words, _length, timeout_s, turns())
+
+    async def text(self, template: str, conversation: Conversation) -> str:
+        found = (await self.with_template(template).render(conversation, TENANT)).token_ids
+        return (await self.words.get()).text(found, skip_special=False)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return Model(tmp_path)
+
+
+async def refused(templates: ChatTemplates, turns: list[dict[str, Any]] | None = None) -> str:
+    """The code of an error that says something."""
+    with pytest.raises(RequestError) as raised:
+        async with asyncio.timeout(LIMIT_S):
+            await templates.render(Conversation(turns=HELLO if turns is None else turns), TENANT)
+    assert raised.value.message
+    return raised.value.code
+
+
+async def test_no_template(model: Model) -> None:
+    assert await refused(model.with_template(None)) == "no_chat_template"
+
+
+@pytest.mark.parametrize(
+    ("template", "code"),
+    [
+        ("{{ raise_exception('only two turns') }}", "invalid_messages"),
+        ("{{ messages[7].content }}", "invalid_messages"),
+        ("{{ 1 / 0 }}", "invalid_messages"),
+        ("{% for %}", "invalid_messages"),
+        ("{{ messages.__class__.__mro__ }}", "invalid_messages"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "chat_template_failed"),
+    ],
+)
+async def test_a_template_that_fails(model: Model, template: str, code: str) -> None:
+    assert await refused(model.with_template(template)) == code
+
+
+@pytest.mark.parametrize("template", [ENDLESS, ENDLESS_IN_MACRO])
+async def test_a_template_without_end_is_stopped(model: Model, template: str) -> None:
+    templates = model.with_template(template, timeout_s=0.2)
+    # Both of its threads are free again, however often it is called.
+    codes = [await refused(templates) for _ in range(3)]
+    assert codes == ["chat_template_failed"] * 3
+
+
+async def test_others_are_served_while_a_template_runs(model: Model) -> None:
+    templates = model.with_template(ENDLESS + "{{ messages[0].content }}", timeout_s=0.5)
+    running = asyncio.create_task(refused(templates))
+    other = Model(model.folder.parent / f"{model.folder.name}-other")
+    async with asyncio.timeout(LIMIT_S):
+        assert await other.text("{{ messages[0].content }}", Conversation(turns=HELLO)) == "hello"
+        assert await running == "chat_template_failed"
+
+
+async def test_looping_templates_of_one_tenant_hold_up_no_other(model: Model) -> None:
+    """Twenty conversations in which the template loops until its time is over, and one of another
+    tenant, which waits for none of them."""
+    loop = "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}"
+    templates = model.with_template(loop + "{{ messages[0].content }}", timeout_s=0.15)
+    endless = [{"role": "user", "content": "loop"}]
+    looping = [asyncio.create_task(refused(templates, endless)) for _ in range(20)]
+    async with asyncio.timeout(LIMIT_S):
+        while templates._turns.waiting < 18:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        rendered = await templates.render(Conversation(turns=HELLO), "other")
+        assert rendered.token_ids
+        # Behind all of them it would be the last but one.
+        assert sum(task.done() for task in looping) < 15
+        assert set(await asyncio.gather(*looping)) == {"chat_template_failed"}
+
+
+async def test_what_a_template_makes_may_not_be_too_long(model: Model) -> None:
+    templates = model.with_template(
+        "{% for a in range(50000) %}{{ messages[0].content }}{% endfor %}"
+    )
+    assert await refused(templates) == "prompt_too_long"
+
+
+async def test_messages_that_are_too_long_are_not_rendered(model: Model) -> None:
+    templates = model.with_template("x")
+    turns = [{"role": "user", "content": "a" * 100_000}]
+    assert await refused(templates, turns) == "prompt_too_long"
+
+
+async def test_variables_reach_the_template(model: Model) -> None:
+    conversation = Conversation(turns=HELLO, variables={"mood": "glad"})
+    assert await model.text("{{ mood }} {{ messages[0].content }}", conversation) == "glad hello"
+
+
+async def test_no_pattern_is_made_of_a_name_that_the_template_has_not(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of megabytes would take seconds to compile."""
+
+    def never(pattern: str, text: str) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(chat_templates, "re", SimpleNamespace(search=never))
+    conversation = Conversation(turns=HELLO, variables={"k" * 100: 1})
+    with pytest.raises(RequestError, match="does not read it"):
+        await model.text("{{ mood }}", conversation)
+
+
+async def test_a_developer_stays_one_where_the_template_knows_it(model: Model) -> None:
+    turns = [{"role": "developer", "content": "x"}]
+    template = "{% if messages[0].role == 'developer' %}yes{% endif %}"
+    assert await model.text(template, Conversation(turns=turns)) == "yes"
+
+
+async def test_calls_in_the_history_reach_the_template(model: Model) -> None:
+    call = {"function": {"name": "f", "arguments": {"city": "x"}}}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    assert json.loads(await model.text(template, Conversation(turns=turns))) == {"city": "x"}
+
+
+WEATHER = Tool(name="weather")
+
+
+async def test_a_template_that_knows_no_tools_refuses_them(model: Model) -> None:
+    templates = model.with_template("{{ messages[0].content }} tools {{ messages[0].tools }}")
+    with pytest.raises(FieldError) as raised:
+        await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)), TENANT)
+    assert (raised.value.code, raised.value.param) == ("unsupported", "tools")
+    await templates.render(Conversation(turns=HELLO), TENANT)
+
+
+async def test_of_several_templates_that_for_tools_is_chosen(model: Model) -> None:
+    """As Transformers chooses: where there are tools, and else the default."""
+    templates = model.with_template("none of these")
+    words = await model.words.get()
+    words.tokenizer.chat_template = {
+        "default": "plain",
+        "tool_use": "{{ tools[0].function.name }}",
+    }
+    plain = await templates.render(Conversation(turns=HELLO), TENANT)
+    with_tools = await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)), TENANT)
+    told = [words.text(each.token_ids, skip_special=False) for each in (plain, with_tools)]
+    assert told == ["plain", "weather"]
+    words.tokenizer.chat_template = {"default": "plain"}
+    with pytest.raises(FieldError):
+        await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)), TENANT)
+
+
+@pytest.mark.parametrize(("begins", "opening"), [(True, "<think>\n"), (False, "")])
+async def test_what_stands_of_the_answer_is_told(model: Model, begins: bool, opening: str) -> None:
+    """Where none was begun, that of an answer before is none of it."""
+    (model.folder / "chat_template.jinja").write_text(
+        "<|im_start|>assistant\nbefore<|im_end|>\n"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    overrides = {"engine.model_path": str(model.folder), "gateway.message_format": "qwen"}
+    config = load_config(env={}, overrides=overrides)
+    words = LazyWords(model.folder)
+    templates = ChatTemplates(words, _length, LIMIT_S, turns(), LazyFormat(config, words))
+    rendered = await templates.render(
+        Conversation(turns=HELLO, add_generation_prompt=begins), TENANT
+    )
+    assert rendered.opening == opening
+
+
+@pytest.mark.parametrize("asked", ["qwenn", "/nowhere/format.json"])
+def test_a_format_that_is_none_is_found_before_anything_is_served(asked: str) -> None:
+    config = load_config(env={}, overrides={"gateway.message_format": asked})
+    with pytest.raises(ConfigError, match=r"gateway\.message_format"):
+        make_app(FakeEngine(), config)

@@ -1,0 +1,148 @@
+"""What a model takes is told as its executors know it, and no call asks for more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from nano_inference.config import BusError, Config, EngineConfig, load_config
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.serving.model_length import ModelLength
+from nano_inference.store.board import StageReport
+
+from ..fake import FakeEngine
+
+SETTING = Config().engine.max_model_len
+OWN = 2048
+"""The bundled model's, as its files say."""
+HELLO = [{"role": "user", "content": "a"}]
+
+
+def executor(lane: str, stage: str = "executor", **load: int) -> StageReport:
+    return StageReport(
+        lane=lane,
+        stage=stage,
+        incarnation="a",
+        host="h",
+        pid=1,
+        epoch=1,
+        state="ready",
+        load=dict(load),
+    )
+
+
+def ids_tensor(name: str, ids: list[int]) -> dict[str, Any]:
+    return {"name": name, "datatype": "INT64", "shape": [len(ids)], "data": ids}
+
+
+async def told(http: httpx.AsyncClient) -> set[int]:
+    """What the endpoints say."""
+    ids = (await http.post("/tokenize", json={"prompt": "a"})).json()
+    return {
+        (await http.get("/v1/models")).json()["data"][0]["max_model_len"],
+        (await http.get("/v1/models/tiny")).json()["max_model_len"],
+        (await http.get("/tokenizer_info")).json()["model_max_length"],
+        (await http.get("/server_info")).json()["context_length"],
+        ids["max_model_len"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("reports", "length"),
+    [
+        ([], OWN),
+        ([executor("0")], OWN),
+        ([executor("0", max_model_len=4096)], 4096),
+        ([executor("0", max_model_len=SETTING + 1)], SETTING),
+        (
+            [
+                executor("0", max_model_len=2048),
+                executor("0", "executor.1", max_model_len=2048),
+                executor("1", max_model_len=1024),
+            ],
+            1024,
+        ),
+    ],
+)
+async def test_all_endpoints_tell_the_length_that_any_lane_takes(
+    http: httpx.AsyncClient, engine: FakeEngine, reports: list[StageReport], length: int
+) -> None:
+    engine.told = reports
+    assert await told(http) == {length}
+
+
+@pytest.mark.parametrize(
+    ("engine", "length"),
+    [
+        ({}, OWN),
+        ({"max_model_len": 100}, 100),
+        ({"model_path": "/nowhere"}, SETTING),
+    ],
+)
+async def test_of_a_model_that_is_not_loaded_its_files_tell(
+    engine: dict[str, Any], length: int
+) -> None:
+    class Away(FakeEngine):
+        async def reports(self) -> list[StageReport]:
+            raise BusError("away")
+
+    config = Config(engine=EngineConfig(**engine))
+    assert await ModelLength(Away(), config).get() == length  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO}),
+        ("/inference/v1/generate", {"token_ids": [1]}),
+        ("/v1/responses", {"input": "a"}),
+    ],
+)
+async def test_who_names_no_length_asks_for_no_more_than_the_model_takes(
+    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+) -> None:
+    engine.told = [executor("0", max_model_len=2048)]
+    assert (await http.post(path, json=body)).status_code == 200
+    assert engine.requests[0].sampling.max_tokens == 2048
+
+
+IDS = [5] * 3000
+ENDLESS = "a" * 200_000
+LONG = [{"role": "user", "content": "98 + 25 = " * 1500}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": IDS}),
+        ("/v1/completions", {"prompt": ENDLESS, "echo": True, "logprobs": 1}),
+        ("/v1/chat/completions", {"messages": LONG}),
+        ("/v1/responses", {"input": LONG}),
+        ("/v1/messages", {"messages": LONG, "max_tokens": 4}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": ENDLESS}]}),
+        ("/inference/v1/generate", {"token_ids": IDS}),
+        ("/v1/embeddings", {"input": IDS}),
+        ("/generate", {"input_ids": IDS}),
+        ("/tokenize", {"prompt": ENDLESS}),
+        ("/v2/models/tiny.tokens/infer", {"inputs": [ids_tensor("input_ids", IDS)]}),
+        ("/v2/models/tiny.best_of/infer", {"inputs": [ids_tensor("input_ids", IDS)]}),
+        (
+            "/v2/models/tiny.score/infer",
+            {"inputs": [ids_tensor("prompt_ids", IDS), ids_tensor("completion_ids", [5])]},
+        ),
+    ],
+)
+async def test_what_is_too_long_is_told_the_model_s_own_limit_in_openai_s_words(
+    engine: FakeEngine, path: str, body: dict[str, Any]
+) -> None:
+    engine.told = [executor("0", max_model_len=2048)]
+    transport = httpx.ASGITransport(make_app(engine, load_config(env={})))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        answer = await http.post(path, json=body)
+    assert answer.status_code == 400
+    # LiteLLM and others find out by these words that another model may take it.
+    assert "This model's maximum context length is 2048 tokens; " in answer.text
+    assert str(SETTING) not in answer.text
+    assert not engine.requests

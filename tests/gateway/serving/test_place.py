@@ -1,0 +1,100 @@
+"""Where a gateway may listen: for others than this machine's programs only with keys."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import structlog
+
+from nano_inference.config import ConfigError, load_config
+from nano_inference.gateway.gateway import Gateway, _is_own
+from nano_inference.gateway.server.connections import Connection
+from nano_inference.pipeline.client import BusClient
+from nano_inference.telemetry import Metrics, Tracing
+
+from ...certificates import Authority
+from ..fake import FakeEngine
+
+LIMIT_S = 30
+EVERYWHERE = {"gateway.host": "0.0.0.0"}
+WITH_OIDC = {"policy.oidc_issuer": "https://issuer.example", "policy.oidc_audience": "a"}
+
+
+class Engine(FakeEngine):
+    tracing = Tracing()
+    metrics = Metrics()
+
+
+async def warnings_of(settings: dict[str, Any]) -> list[str]:
+    """What a gateway with these settings warns of when it has begun to listen."""
+    config = load_config(env={}, overrides=settings)
+    with structlog.testing.capture_logs() as lines:
+        async with asyncio.timeout(LIMIT_S):
+            async with Gateway(cast(BusClient, Engine()), config) as gateway:
+                _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+                writer.close()
+                await gateway._policy.open()
+    return [line["event"] for line in lines if line["log_level"] == "warning"]
+
+
+async def test_others_reach_no_gateway_without_keys() -> None:
+    with pytest.raises(ConfigError, match="without keys whoever reaches it"):
+        await warnings_of(EVERYWHERE)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
+async def test_this_machine_s_programs_do(host: str) -> None:
+    config = load_config(env={}, overrides={"gateway.host": host})
+    async with asyncio.timeout(LIMIT_S), Gateway(cast(BusClient, Engine()), config) as gateway:
+        assert gateway.url == f"http://{host}:{gateway.port}"
+
+
+async def test_who_wants_that_is_reminded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nano_inference.gateway.gateway._WARN_S", 0.0)
+    said = await warnings_of(EVERYWHERE | {"gateway.insecure": True})
+    assert len(said) > 1
+    assert set(said) == {"gateway_insecure"}
+
+
+@pytest.mark.parametrize("keys", [{"policy.backend": "bus"}, WITH_OIDC])
+async def test_keys_should_not_be_read_on_their_way(tmp_path: Path, keys: dict[str, str]) -> None:
+    assert await warnings_of(EVERYWHERE | keys) == ["gateway_without_tls"]
+    own = Authority(tmp_path).issue("gateway")
+    tls = {"gateway.tls_certificate": str(own.certificate), "gateway.tls_key": str(own.key)}
+    assert await warnings_of(EVERYWHERE | keys | tls) == []
+
+
+@pytest.mark.parametrize(("keys", "client"), [({}, b"gold"), (WITH_OIDC, b"127.0.0.1")])
+async def test_whose_turn_it_is_says_nobody_himself_where_there_are_keys(
+    keys: dict[str, str], client: bytes
+) -> None:
+    config = load_config(env={}, overrides=keys)
+    async with asyncio.timeout(LIMIT_S), Gateway(cast(BusClient, Engine()), config) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX-Tenant: gold\r\n\r\n")
+        assert b" 200 " in await reader.readline()
+        (connection,) = gateway._server.connections._all
+        assert isinstance(connection, Connection)
+        assert connection._client == client
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "own"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("::ffff:10.0.0.1", False),
+        ("::", False),
+        ("0.0.0.0", False),
+        ("10.0.0.1", False),
+        ("fe80::1%eth0", False),
+    ],
+)
+def test_what_is_this_machine_s_own(address: str, own: bool) -> None:
+    assert _is_own(address) is own

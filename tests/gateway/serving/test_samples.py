@@ -1,0 +1,88 @@
+"""A sample's chunks are what has come of it, however its reader takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+import msgspec
+import pytest
+
+from nano_inference.bus.public import GenerateRequest, Output
+from nano_inference.config import SamplingParams
+from nano_inference.gateway.serving.samples import MOST_UNSENT, Chunks
+
+from ..fake import completion
+from ..made import chunk, told
+
+LIMIT_S = 20
+REQUEST = GenerateRequest(request_id="r", sampling=SamplingParams(logprobs=2))
+
+
+async def taken(outputs: list[Output], held: anyio.Event | None = None) -> list[list[Output]]:
+    """What a reader gets that takes nothing more before it may."""
+    chunks, found = Chunks(), []
+
+    async def take(new: Sequence[Output]) -> None:
+        found.append(list(new))
+        if held is not None:
+            await held.wait()
+
+    with anyio.fail_after(LIMIT_S):
+        async with anyio.create_task_group() as group:
+            group.start_soon(chunks.send_all, take)
+            for output in outputs:
+                chunks.put(output)
+                await anyio.wait_all_tasks_blocked()
+            if held is not None:
+                held.set()
+            chunks.close()
+    return found
+
+
+def made(number: int) -> list[Output]:
+    return [chunk(REQUEST, 0, place) for place in range(number)]
+
+
+@pytest.mark.parametrize("number", range(4))
+async def test_chunks_come_one_by_one_and_no_end(number: int) -> None:
+    end = completion(REQUEST, told(REQUEST, 0))
+    assert await taken([*made(number), end]) == [[each] for each in made(number)]
+
+
+async def test_what_came_while_nobody_took_comes_at_once() -> None:
+    first, second = await taken(made(3), anyio.Event())
+    assert (first, second) == (made(1), made(3)[1:])
+
+
+async def test_what_nobody_takes_has_its_bound() -> None:
+    chunks, held = Chunks(), anyio.Event()
+    full = chunk(REQUEST, 0, 0)
+    number = MOST_UNSENT
+    full = msgspec.structs.replace(
+        full, token_ids=(7,) * number, logprobs=(-1.0,) * number, top_logprobs=None
+    )
+    put = 0
+
+    async def put_all() -> None:
+        nonlocal put
+        while put < 9:
+            put += 1
+            chunks.put(full)
+            await chunks.room()
+        chunks.close()
+
+    async def take(new: Sequence[Output]) -> None:
+        await held.wait()
+
+    with anyio.fail_after(LIMIT_S):
+        async with anyio.create_task_group() as group:
+            group.start_soon(chunks.send_all, take)
+            group.start_soon(put_all)
+            await anyio.wait_all_tasks_blocked()
+            # Two are being sent, one fills the room, and one is above it.
+            assert put == 4
+            assert chunks.unsent == 2 * MOST_UNSENT
+            held.set()
+    assert put == 9
+    assert chunks.unsent == 0

@@ -1,0 +1,154 @@
+"""Calls that outlive their connection, on every kind of bus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nano_inference.bus import Bus
+from nano_inference.store import calls as bus_calls
+from nano_inference.store.calls import KeptCall
+
+from ..buses import Buses, Kit
+
+SOON_S = 0.05
+
+
+async def test_a_call_is_found_with_all_that_was_noted(buses: Buses) -> None:
+    bus = buses.open()
+    other = buses.another(bus)
+    assert await bus.store.calls.read("c") is None
+    await bus.store.calls.keep("c", b"\x00record", 10)
+    assert await other.store.calls.read("c") == KeptCall(b"\x00record")
+    for request_id, entry_id in (("c_0", "1-0"), ("c_1", "2-0")):
+        assert not await bus.store.calls.note("c", request_id, entry_id)
+    await other.store.calls.mark("c", "resumed")
+    entries = {"c_0": "1-0", "c_1": "2-0"}
+    wanted = KeptCall(b"\x00record", entries, frozenset({"resumed"}))
+    assert await other.store.calls.read("c") == wanted
+    assert await other.store.calls.read("c_0") is None
+    # Another record changes nothing else.
+    await bus.store.calls.keep("c", b"other", 10)
+    wanted = KeptCall(b"other", entries, frozenset({"resumed"}))
+    assert await other.store.calls.read("c") == wanted
+    # Whoever publishes behind that is told.
+    await bus.store.calls.mark("c", "cancelled")
+    assert await other.store.calls.note("c", "c_2", "3-0")
+    await other.store.calls.drop("c")
+    assert await bus.store.calls.read("c") is None
+
+
+async def test_the_first_to_claim_a_name_has_it(buses: Buses) -> None:
+    bus = buses.open()
+    other = buses.another(bus)
+    assert await bus.store.calls.claim("name", "c") == "c"
+    assert await other.store.calls.claim("name", "d") == "c"
+    assert await bus.store.calls.claim("name", "c") == "c"
+    assert await other.store.calls.claim("another", "d") == "d"
+    await bus.store.calls.drop("c", "name")
+    assert await other.store.calls.claim("name", "d") == "d"
+
+
+async def test_what_nobody_attends_is_told_once(buses: Buses, kit: Kit) -> None:
+    bus = buses.open()
+    other = buses.another(bus)
+    for call_id in ("attended", "ended"):
+        await bus.store.calls.keep(call_id, b"", 1000)
+    for call_id in ("left", "short", "unwatched"):
+        await bus.store.calls.keep(call_id, b"", 0 if call_id == "unwatched" else SOON_S)
+    # A shorter time does not count.
+    await other.store.calls.attend({"attended": "", "left": ""}, SOON_S)
+    await bus.store.calls.leave(["ended"])
+    told: list[str] = []
+
+    async def all_told() -> bool:
+        told.extend(await other.store.calls.abandoned(1))
+        return len(told) == 2
+
+    await kit.eventually(all_told, "the two that were left")
+    assert set(told) == {"left", "short"}
+    assert await bus.store.calls.abandoned(10) == []
+    # Attended again, it may be abandoned again.
+    await bus.store.calls.attend({"left": ""}, SOON_S)
+
+    async def told_again() -> bool:
+        return await bus.store.calls.abandoned(10) == ["left"]
+
+    await kit.eventually(told_again, "the one that was left again")
+
+
+async def test_a_call_is_forgotten_with_its_results(buses: Buses, kit: Kit) -> None:
+    """As long as it is attended, it is kept, and so is its name."""
+    bus = buses.open(results_ttl_s=1)
+    for call_id in ("short", "long"):
+        await bus.store.calls.keep(call_id, b"", 0)
+        await bus.store.calls.claim(f"name of {call_id}", call_id)
+
+    async def gone() -> bool:
+        await bus.store.calls.attend({"long": "name of long"}, 0)
+        return await bus.store.calls.read("short") is None
+
+    await kit.eventually(gone, "the end of what nobody attends")
+    assert await bus.store.calls.read("long") == KeptCall(b"")
+    assert await bus.store.calls.claim("name of long", "other") == "long"
+
+    async def free() -> bool:
+        return await bus.store.calls.claim("name of short", "other") == "other"
+
+    await kit.eventually(free, "the end of its name")
+
+
+async def test_memory_keeps_only_so_many(memory_bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bus_calls, "KEPT_CALLS", 2)
+    calls = memory_bus.store.calls
+    for call_id in ("a", "b", "c"):
+        await calls.keep(call_id, b"", 0)
+        assert await calls.claim(f"name of {call_id}", call_id) == call_id
+    found = {call_id: await calls.read(call_id) is not None for call_id in "abc"}
+    assert found == {"a": False, "b": True, "c": True}
+    assert await calls.claim("name of a", "d") == "d"
+
+
+async def test_memory_keeps_only_so_many_bytes(
+    memory_bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus_calls, "KEPT_BYTES", 5)
+    calls = memory_bus.store.calls
+    for call_id, record in (("a", b"123"), ("b", b"1"), ("b", b"12"), ("c", b"1")):
+        await calls.keep(call_id, record, 0)
+    found = {call_id: await calls.read(call_id) is not None for call_id in "abc"}
+    assert found == {"a": False, "b": True, "c": True}
+    await calls.drop("b")
+    await calls.keep("d", b"1234", 0)
+    assert await calls.read("c") == KeptCall(b"1")
+    await calls.keep("e", b"123456", 0)
+    assert await calls.read("e") is None
+
+
+async def test_what_was_followed_and_kept_can_be_followed_again(bus: Bus, kit: Any) -> None:
+    entry_id = await bus.requests.publish({"prompt": "x", "request_id": "r"})
+    outputs = [kit.chunk("r", entry_id, 0), kit.done("r", entry_id)]
+    await bus.results.deliver([("r", outputs)])
+    for asked in (entry_id, ""):
+        assert await kit.collect(bus.results.follow("r", asked, keep=True)) == outputs
+    assert await kit.collect(bus.results.follow("r", entry_id)) == outputs
+
+
+async def test_memory_keeps_few_of_those_followed(
+    memory_bus: Bus, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nano_inference.bus.memory import results
+    from nano_inference.config import BusError
+
+    monkeypatch.setattr(results, "KEPT_OUTPUTS", 3)
+    entries = []
+    for name in ("a", "b"):
+        entry_id = await memory_bus.requests.publish({"prompt": "x", "request_id": name})
+        outputs = [kit.chunk(name, entry_id, 0), kit.done(name, entry_id)]
+        await memory_bus.results.deliver([(name, outputs)])
+        await kit.collect(memory_bus.results.follow(name, entry_id, keep=True))
+        entries.append(entry_id)
+    assert await kit.collect(memory_bus.results.follow("b", entries[1], keep=True)) == outputs
+    with pytest.raises(BusError, match="no longer kept"):
+        await kit.collect(memory_bus.results.follow("a", entries[0]))

@@ -1,0 +1,319 @@
+"""Limits on a server that dies and forgets, and of gateways that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from nano_inference.bus import Bus, open_bus
+from nano_inference.config import BusConfig, BusError
+from nano_inference.store import shares
+from nano_inference.store.limits import Charge, Limit, Take
+from nano_inference.store.redis import limits as redis_limits
+from nano_inference.store.redis.keys import Keys
+
+from ..buses import LIMIT_S, Buses, Kit
+from ..rig import mortal_server
+from ..servers import sentinel_group, until
+
+REQUESTS = Limit("key", 100, 3600)
+HELD = Limit("key", 3)
+
+
+async def take(bus: Bus, *charges: tuple[Limit, int]) -> Take:
+    async with asyncio.timeout(LIMIT_S):
+        return await bus.store.limits.take([Charge(*each) for each in charges])
+
+
+async def granted(gateways: list[Bus], limit: Limit, wishes: int) -> int:
+    """How many of so many wishes for one, sent to all gateways, are granted."""
+
+    async def ask(index: int) -> bool:
+        try:
+            return (await take(gateways[index % len(gateways)], (limit, 1))).granted
+        except BusError:
+            return False  # closed
+
+    return sum(await asyncio.gather(*(ask(index) for index in range(wishes))))
+
+
+@pytest_asyncio.fixture(params=["always", "none"])
+async def mortal(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
+    """A server that finds all that it knew when it is started again, and one that finds nothing."""
+    async with mortal_server(tmp_path / "data", request.param) as server:
+        yield server
+
+
+@pytest_asyncio.fixture
+async def gateways(mortal: Any) -> AsyncIterator[list[Bus]]:
+    made = [open_bus(BusConfig(url=mortal.url)) for _ in range(2)]
+    yield made
+    for each in made:
+        await each.aclose()
+
+
+async def test_a_restart_in_the_middle_grants_no_more(mortal: Any, gateways: list[Bus]) -> None:
+    """Two gateways, one limit of 100, 1,000 sent to both, and the server is killed in between."""
+    before = await granted(gateways, REQUESTS, 60)
+    assert before == 60
+    asking = asyncio.create_task(granted(gateways, REQUESTS, 400))
+    await take(gateways[0], (REQUESTS, 0))
+    mortal.kill()
+    during = await asking
+    await mortal.start()
+    after = await granted(gateways, REQUESTS, 540)
+    assert before + during + after == 100
+
+
+async def test_a_restarted_server_learns_what_was_taken_and_held(
+    mortal: Any, gateways: list[Bus], kit: Kit
+) -> None:
+    first, second = gateways
+    tokens = Limit("tokens", 1000, 3600)
+    took = await take(first, (tokens, 400), (HELD, 1))
+    other = await take(second, (tokens, 300), (HELD, 2))
+    mortal.kill()
+    first.store.limits.settle(took, [100, 0])
+    await mortal.start()
+    # Each has told what it had, before anything was granted: 400 are taken, and 2 held.
+    full = await take(first, (tokens, 601))
+    assert (full.granted, full.rooms[0].left) == (False, 600)
+    assert (await take(first, (tokens, 500), (HELD, 1))).granted
+    assert not (await take(first, (HELD, 1))).granted
+    second.store.limits.settle(other, [0, 0])
+
+    async def has_room() -> bool:
+        return (await take(first, (tokens, 400), (HELD, 2))).granted
+
+    await kit.eventually(has_room, "what the second has given back")
+
+
+async def test_what_the_server_forgot_last_is_told_again(tmp_path: Path) -> None:
+    """As a server does that writes its log once a second."""
+    async with mortal_server(tmp_path / "data") as server:
+        bus = open_bus(BusConfig(url=server.url))
+        log = next((tmp_path / "data").glob("appendonlydir/*.incr.aof"))
+        assert await granted([bus], REQUESTS, 70) == 70
+        size = log.stat().st_size
+        server.kill()
+        server.forget(size // 2)
+        await server.start()
+        assert await granted([bus], REQUESTS, 100) == 30
+        await bus.aclose()
+
+
+@pytest.mark.slow
+async def test_a_failover_in_the_middle_grants_no_more(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """The master dies for good, with what its replica had not yet had, while both gateways ask."""
+    program = pytestconfig.getoption("--redis-server") or ""
+    async with sentinel_group(tmp_path, program) as group, AsyncExitStack() as stack:
+        gateways = [open_bus(BusConfig(url=group.url)) for _ in range(2)]
+        for each in gateways:
+            stack.push_async_callback(each.aclose)
+        first, second = gateways
+        held = await take(first, (HELD, 2))
+        before = await granted(gateways, REQUESTS, 60)
+        assert held.granted
+        old = await group.master()
+        (replica,) = [node for node in group.nodes if node is not old]
+        # From now on it has nothing more.
+        await replica.plain.execute_command("REPLICAOF", "127.0.0.1", str(replica.port))
+        before += await granted(gateways, REQUESTS, 20)
+        asking = asyncio.create_task(granted(gateways, REQUESTS, 30))
+        await asyncio.sleep(0)
+        old.kill()
+        during = await asking
+
+        async def has_moved() -> bool:
+            return await group.master() is replica
+
+        await until(has_moved, "the new master")
+        after = 0
+
+        async def is_used_up() -> bool:
+            nonlocal after
+            after += await granted(gateways, REQUESTS, 40)
+            with suppress(BusError):  # nobody is the master yet
+                return (await take(second, (REQUESTS, 0))).rooms[0].left == 0
+            return False
+
+        await until(is_used_up, "all of the limit")
+        assert before + during + after == 100
+        assert not (await take(second, (HELD, 2))).granted
+        assert (await take(second, (HELD, 1))).granted
+
+
+KILLED = """
+import asyncio, sys
+from nano_inference.bus import open_bus
+from nano_inference.store.limits import Charge, Limit
+from nano_inference.store.redis import limits
+from nano_inference.config import BusConfig
+
+async def main():
+    limits.HELD_S = 2.0
+    bus = open_bus(BusConfig(url=sys.argv[1], prefix=sys.argv[2]))
+    charges = [Charge(Limit("key", 100, 3600), 40), Charge(Limit("key", 3), 3)]
+    took = await bus.store.limits.take(charges)
+    print(took.granted, flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+async def test_of_a_killed_gateway_places_come_back(redis_buses: Buses, kit: Kit) -> None:
+    """What it held is free after its lease; what it took in a window goes on counting."""
+    bus = redis_buses.open()
+    command = [sys.executable, "-c", KILLED, redis_buses.url, redis_buses.prefix]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        line = await asyncio.wait_for(process.stdout.readline(), LIMIT_S)
+        assert line == b"True\n"
+        assert not (await take(bus, (HELD, 1))).granted
+        # It renews what it holds, for longer than a lease.
+        end = asyncio.get_running_loop().time() + 3
+        while asyncio.get_running_loop().time() < end:
+            assert not (await take(bus, (HELD, 1))).granted
+            await asyncio.sleep(0.1)
+    finally:
+        process.kill()
+        await process.wait()
+
+    async def is_free() -> bool:
+        return (await take(bus, (HELD, 3))).granted
+
+    await kit.eventually(is_free, "the places of the dead")
+    assert (await take(bus, (REQUESTS, 0))).rooms[0].left == 60
+
+
+async def test_a_lost_reply_counts_nothing_twice(
+    redis_buses: Buses, monkeypatch: pytest.MonkeyPatch, kit: Kit
+) -> None:
+    bus: Any = redis_buses.open()
+    other = redis_buses.open()
+    tokens = Limit("tokens", 1000, 3600)
+    took = await take(bus, (tokens, 600), (HELD, 1))
+    own = bus.store.limits._commands.redis
+    transact, lost = redis_limits.transact, 0
+
+    async def and_lose(*args: Any) -> list[Any]:
+        nonlocal lost
+        replies = await transact(*args)
+        if args[0] is own and lost < 2 and any(command[0] == "HSET" for command in args[2]):
+            lost += 1
+            raise ConnectionResetError
+        return replies
+
+    monkeypatch.setattr(redis_limits, "transact", and_lose)
+    with pytest.raises(BusError):
+        await take(bus, (tokens, 300), (HELD, 1))
+    bus.store.limits.settle(took, [100, 0])
+
+    async def is_settled() -> bool:
+        full = await take(other, (tokens, 901), (HELD, 3))
+        return lost == 2 and [room.left for room in full.rooms] == [900, 3]
+
+    await kit.eventually(is_settled, "what is left of both")
+
+
+async def test_who_left_before_the_answer_keeps_nothing(redis_buses: Buses, kit: Kit) -> None:
+    bus = redis_buses.open()
+    tokens = Limit("tokens", 100, 3600)
+    assert (await take(bus, (tokens, 0))).granted
+    for _ in range(20):
+        leaving = asyncio.create_task(take(bus, (tokens, 50), (HELD, 3)))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+
+    async def all_there() -> bool:
+        took = await take(bus, (tokens, 100), (HELD, 3))
+        bus.store.limits.settle(took, [100, 0]) if took.granted else None
+        return took.granted
+
+    await kit.eventually(all_there, "what those had taken who left")
+
+
+async def test_a_gateway_that_ends_gives_back(redis_buses: Buses) -> None:
+    bus, other = redis_buses.open(), redis_buses.open()
+    took = await take(bus, (REQUESTS, 100), (HELD, 3))
+    bus.store.limits.settle(took, [10, 0])
+    await bus.aclose()
+    assert (await take(other, (REQUESTS, 90), (HELD, 3))).granted
+    with pytest.raises(BusError):
+        await bus.store.limits.take([Charge(REQUESTS)])
+
+
+async def test_what_somebody_has_removed_is_written_again(
+    redis_buses: Buses, foreign: Any, kit: Kit
+) -> None:
+    """As a server does that is short of memory and evicts keys with a time to live."""
+    bus, other = redis_buses.open(), redis_buses.open()
+    assert (await take(bus, (REQUESTS, 100))).granted
+    await foreign.delete(Keys(redis_buses.prefix).limits_window("key", 3600))
+    assert not (await take(bus, (REQUESTS, 1))).granted
+
+    async def is_known() -> bool:
+        return (await take(other, (REQUESTS, 0))).rooms[0].left == 0
+
+    await kit.eventually(is_known, "what the first one has taken")
+
+
+async def test_the_field_of_a_dead_gateway_goes(
+    redis_buses: Buses, foreign: Any, kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_limits, "HELD_S", 1.0)
+    monkeypatch.setattr(shares, "FORGOTTEN_MS", 0)
+    dead, bus = redis_buses.open(), redis_buses.open()
+    assert (await take(dead, (HELD, 1))).granted
+    assert (await take(bus, (HELD, 1))).granted
+    await dead.aclose()  # in the middle of its call
+    key = Keys(redis_buses.prefix).limits_held("key")
+    assert await foreign.hlen(key) == 2
+
+    async def is_gone() -> bool:
+        await take(bus, (HELD, 0))
+        return await foreign.hlen(key) == 1
+
+    await kit.eventually(is_gone, "the end of its field")
+    assert (await take(bus, (HELD, 0))).rooms[0].left == 2
+
+
+async def test_what_is_kept_on_the_server_ends(redis_buses: Buses, foreign: Any, kit: Kit) -> None:
+    """Every key but the servers' note has a time after which it is gone, and few fields."""
+    buses = [redis_buses.open() for _ in range(3)]
+    minute = Limit("minute", 100, 60)
+    for bus in buses:
+        for _ in range(10):
+            took = await take(bus, (minute, 1), (HELD, 1))
+            bus.store.limits.settle(took, [2, 0])
+    keys = Keys(redis_buses.prefix)
+    window, held = keys.limits_window("minute", 60).decode(), keys.limits_held("key").decode()
+    assert 60 < await foreign.ttl(window) <= 120
+    assert await foreign.hlen(window) == 3
+
+    async def is_gone() -> bool:
+        return not await foreign.exists(held)
+
+    await kit.eventually(is_gone, "the end of what nobody holds")
+    holding = await take(bus, (HELD, 1))
+    assert 30 < await foreign.ttl(held) <= 60
+    assert await foreign.hlen(held) == 1
+    bus.store.limits.settle(holding, [0])
+    pattern = f"{{{redis_buses.prefix}:limits}}:*"
+    endless = [key async for key in foreign.scan_iter(pattern) if await foreign.ttl(key) == -1]
+    assert endless == [keys.limits_servers.decode()]

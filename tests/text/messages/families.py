@@ -1,0 +1,296 @@
+"""How each family of models writes messages, written down beside the formats."""
+
+# ruff: noqa: RUF001 (DeepSeek's marks are made of such characters.)
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from nano_inference.text.messages import (
+    Delta,
+    MessageFormat,
+    MessageReader,
+    Reading,
+    Tool,
+    find_format,
+)
+from nano_inference.text.messages.message_format import known_formats
+
+TOOLS = (
+    Tool(
+        name="get_weather",
+        parameters={
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "hourly": {"type": "boolean"},
+                "places": {"type": "array"},
+            },
+        },
+    ),
+    Tool(name="stop-now.v2"),
+)
+
+Arguments = dict[str, Any]
+
+
+class Family(NamedTuple):
+    """A family of models.
+
+    Attributes:
+        format: The name of its format.
+        model_type: Of one of its models.
+        chat_template: What matters in theirs.
+        turn: What a prompt ends with.
+        reasoning: What stands before and behind the reasoning; empty where there is none.
+        call, between: A call with {name} and {arguments}, and what stands between two.
+        open, close: What stands around all calls.
+        is_json: Whether arguments are written as JSON.
+    """
+
+    format: str
+    model_type: str
+    chat_template: str
+    turn: str
+    call: str
+    between: str = ""
+    open: str = ""
+    close: str = ""
+    reasoning: tuple[str, str] = ("", "")
+    answer: str = ""
+    is_json: bool = True
+
+    def written(self, calls: Iterable[tuple[str, Arguments]]) -> str:
+        """The calls as a model writes them."""
+        texts = (
+            self.call.replace("{name}", name).replace("{arguments}", self._arguments(arguments))
+            for name, arguments in calls
+        )
+        return self.open + self.between.join(texts) + self.close
+
+    def _arguments(self, arguments: Arguments) -> str:
+        if self.is_json:
+            return json.dumps(arguments, ensure_ascii=False)
+        if "<function=" in self.call:
+            return "".join(
+                f"<parameter={key}>\n{_in_xml(value)}\n</parameter>\n"
+                for key, value in arguments.items()
+            )
+        quote = "<escape>" if "<escape>" in self.chat_template else '<|"|>'
+        return _unquoted(arguments, quote)
+
+
+def _in_xml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _unquoted(value: Any, quote: str) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{_unquoted(v, quote)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(_unquoted(each, quote) for each in value) + "]"
+    return quote + value + quote if isinstance(value, str) else json.dumps(value)
+
+
+_CHATML = "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' }}"
+_HERMES = _CHATML + '<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>'
+_HERMES_CALL = '<tool_call>\n{"name": "{name}", "arguments": {arguments}}\n</tool_call>'
+_THINK = ("<think>\n", "\n</think>\n\n")
+_DEEPSEEK = "{{ '<｜User｜>' + message.content }}<｜Assistant｜>"
+_LLAMA_TURN = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+
+FAMILIES = {
+    "Qwen2.5": Family(
+        "qwen", "qwen2", _HERMES, "<|im_start|>assistant\n", _HERMES_CALL, between="\n"
+    ),
+    "Qwen3": Family(
+        "qwen",
+        "qwen3",
+        _HERMES + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}",
+        "<|im_start|>assistant\n",
+        _HERMES_CALL,
+        between="\n",
+        reasoning=_THINK,
+    ),
+    "Qwen3-Coder": Family(
+        "qwen-xml",
+        "qwen3_moe",
+        _CHATML + "<tool_call>\n<function=name>\n<parameter=key>\n</parameter></tool_call>",
+        "<|im_start|>assistant\n",
+        "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
+        between="\n",
+        is_json=False,
+    ),
+    "Hermes": Family(
+        "hermes", "llama", _HERMES, "<|im_start|>assistant\n", _HERMES_CALL, between="\n"
+    ),
+    "Hermes with Llama's headers": Family(
+        "hermes",
+        "llama",
+        '<|start_header_id|><tool_call>{"name", "parameters": }</tool_call> <think>',
+        _LLAMA_TURN,
+        _HERMES_CALL,
+        between="\n",
+        reasoning=_THINK,
+    ),
+    "DeepSeek-R1": Family(
+        "deepseek-r1",
+        "deepseek_v3",
+        _DEEPSEEK + "<think>\n</think><｜tool▁call▁begin｜>function<｜tool▁sep｜>```json",
+        "<｜Assistant｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
+        "<｜tool▁call▁end｜>",
+        between="\n",
+        open="<｜tool▁calls▁begin｜>",
+        close="<｜tool▁calls▁end｜>",
+        reasoning=_THINK,
+    ),
+    "DeepSeek-V3.1": Family(
+        "deepseek-v3.1",
+        "deepseek_v3",
+        _DEEPSEEK + "</think><｜tool▁call▁begin｜>name<｜tool▁sep｜>",
+        "<｜Assistant｜>",
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+        open="<｜tool▁calls▁begin｜>",
+        close="<｜tool▁calls▁end｜>",
+        reasoning=("<think>", "</think>"),
+    ),
+    "Llama 3": Family(
+        "llama",
+        "llama",
+        '<|start_header_id|>{{ role }} {"name": function name, "parameters": dictionary}',
+        _LLAMA_TURN,
+        '{"name": "{name}", "parameters": {arguments}}',
+        between="; ",
+    ),
+    "Llama 3 with python_tag": Family(
+        "llama",
+        "llama",
+        '<|start_header_id|>{{ role }} {"name": function name, "parameters": dictionary}',
+        _LLAMA_TURN,
+        '{"type": "function", "name": "{name}", "parameters": {arguments}}',
+        between="; ",
+        open="<|python_tag|>",
+        close="<|eom_id|>",
+    ),
+    "Mistral": Family(
+        "mistral",
+        "mistral",
+        "[INST]{{ content }}[/INST] [TOOL_CALLS] [",
+        "[/INST]",
+        '{"name": "{name}", "arguments": {arguments}, "id": "abcdefghi"}',
+        between=", ",
+        open="[TOOL_CALLS] [",
+        close="]</s>",
+    ),
+    "Magistral": Family(
+        "mistral-args",
+        "mistral3",
+        "[INST]{{ content }}[/INST] [TOOL_CALLS]name[ARGS] [THINK]",
+        "[/INST]",
+        "[TOOL_CALLS]{name}[ARGS]{arguments}",
+        reasoning=("[THINK]", "[/THINK]"),
+    ),
+    "Mistral with ids": Family(
+        "mistral-args",
+        "mistral3",
+        "[INST]{{ content }}[/INST] [TOOL_CALLS]name[CALL_ID]id[ARGS]",
+        "[/TOOL_RESULTS]",
+        "[TOOL_CALLS]{name}[CALL_ID]abc123XYZ[ARGS]{arguments}",
+        close="</s>",
+    ),
+    "Gemma 4": Family(
+        "gemma",
+        "gemma4",
+        "<|turn>model <|tool_call>call:name{ <|channel>thought\n<channel|>",
+        "<|turn>model\n",
+        "<|tool_call>call:{name}{arguments}<tool_call|>",
+        reasoning=("<|channel>thought\n", "\n<channel|>"),
+        is_json=False,
+    ),
+    "FunctionGemma": Family(
+        "functiongemma",
+        "gemma3_text",
+        "<start_of_turn>model <start_function_call>call: <escape>",
+        "<start_of_turn>model\n",
+        "<start_function_call>call:{name}{arguments}<end_function_call>",
+        is_json=False,
+    ),
+    "gpt-oss": Family(
+        "gpt-oss",
+        "gpt_oss",
+        "<|start|>assistant<|channel|>analysis<|message|><|end|>",
+        "<|start|>assistant",
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>",
+        between="<|start|>assistant",
+        reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        answer="<|channel|>final<|message|>",
+    ),
+    "gpt-oss with recipients of the role": Family(
+        "gpt-oss",
+        "gpt_oss",
+        "<|start|>assistant<|channel|>analysis<|message|><|end|>",
+        "<|start|>assistant",
+        " to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>",
+        between="<|start|>assistant",
+        reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        answer="<|channel|>final<|message|>",
+    ),
+}
+
+
+def format_of_family(family: Family) -> MessageFormat:
+    """As it is found."""
+    form = find_format("auto", None, family.chat_template, family.model_type)
+    assert form is not None
+    return form
+
+
+def named(name: str) -> MessageFormat:
+    """A known format."""
+    return next(form for form in known_formats() if form.name == name)
+
+
+class Read(NamedTuple):
+    """A whole message."""
+
+    reasoning: str
+    content: str
+    calls: list[tuple[str, Arguments]]
+    malformed: int
+
+
+def joined(deltas: Iterable[Delta]) -> Delta:
+    """All of them as one."""
+    known = list(deltas)
+    return Delta(
+        "".join(delta.reasoning for delta in known),
+        "".join(delta.content for delta in known),
+        tuple(call for delta in known for call in delta.calls),
+    )
+
+
+def deltas_of(reader: MessageReader, pieces: Iterable[str], *, cut_off: bool = False) -> Delta:
+    """What comes of the pieces, and of the end."""
+    return joined([*map(reader.feed, pieces), reader.finish(cut_off=cut_off)])
+
+
+def read(
+    form: MessageFormat,
+    pieces: Sequence[str],
+    *,
+    opening: str = "",
+    tools: tuple[Tool, ...] = TOOLS,
+    cut_off: bool = False,
+    separates_reasoning: bool = True,
+) -> Read:
+    """A message, read in these pieces; a text by its characters."""
+    reading = Reading(opening=opening, tools=tools, separates_reasoning=separates_reasoning)
+    reader = MessageReader(form, reading, "seed")
+    delta = deltas_of(reader, pieces, cut_off=cut_off)
+    assert [call.place for call in delta.calls] == list(range(reader.calls))
+    calls = [(call.name, json.loads(call.arguments)) for call in delta.calls]
+    return Read(delta.reasoning, delta.content, calls, reader.malformed)

@@ -1,0 +1,173 @@
+"""The formats that come with the package, each against messages as its models write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from nano_inference.text.messages import MessageFormat, find_format, opening_of
+from nano_inference.text.messages.message_format import known_formats
+
+from .families import FAMILIES, Family, Read, format_of_family, named, read
+
+CALLS = [
+    ("get_weather", {"city": "Bari, “Süd” 東", "days": 3, "hourly": True}),
+    ("stop-now.v2", {}),
+    ("get_weather", {"city": "a\nb {c} [d] <e>", "places": [{"x": None}, 1.5]}),
+]
+
+
+REASONING = [name for name, family in FAMILIES.items() if family.reasoning[0]]
+JSON = [name for name, family in FAMILIES.items() if family.is_json]
+
+reasoning_families = pytest.mark.parametrize("family", REASONING, indirect=True)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+@pytest.fixture
+def form(family: Family) -> MessageFormat:
+    return format_of_family(family)
+
+
+def both(form: MessageFormat, text: str, opening: str = "") -> Read:
+    """A message read at once and by its characters, which is the same."""
+    whole = read(form, [text], opening=opening)
+    assert read(form, text, opening=opening) == whole
+    return whole
+
+
+def test_every_format_is_one_of_a_family() -> None:
+    assert {family.format for family in FAMILIES.values()} == {f.name for f in known_formats()}
+
+
+def test_a_family_is_found_by_its_chat_template(family: Family, form: MessageFormat) -> None:
+    assert form.name == family.format
+    unknown_type = find_format("auto", None, family.chat_template, "")
+    assert unknown_type is not None
+    same_family = {family.format, "hermes", "qwen"} if "<tool_call>" in family.call else set()
+    assert unknown_type.name in (same_family or {family.format})
+
+
+def test_reasoning_is_separated_where_the_template_has_it(
+    family: Family, form: MessageFormat
+) -> None:
+    assert form.reads_reasoning == bool(family.reasoning[0])
+    assert (form.reasoning is not None) == bool(family.reasoning[0])
+
+
+def test_what_a_grammar_writes_is_read(family: Family, form: MessageFormat) -> None:
+    if form.calls is None:
+        assert not family.is_json
+        return
+    syntax = form.calls
+    call = f"{syntax.before}get_weather{syntax.middle}{{}}{syntax.after}"
+    text = syntax.open + call + syntax.between + call + syntax.close
+    assert both(form, text) == Read("", "", [("get_weather", {})] * 2, 0)
+    if form.reasoning is not None:
+        text = form.reasoning.open + "Hm." + form.reasoning.close + text
+        assert both(form, text) == Read("Hm.", "", [("get_weather", {})] * 2, 0)
+    text = form.answer_open + "Yes."
+    assert both(form, text) == Read("", "Yes.", [], 0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_calls(family: Family, form: MessageFormat, count: int) -> None:
+    assert both(form, family.written(CALLS[:count])) == Read("", "", CALLS[:count], 0)
+
+
+def test_text_before_calls(family: Family, form: MessageFormat) -> None:
+    content = "I look it up."
+    between = "<|end|><|start|>assistant" if family.answer else "\n\n"
+    text = family.answer + content + between + family.written(CALLS)
+    assert both(form, text) == Read("", content, CALLS, 0)
+
+
+def test_text_alone(family: Family, form: MessageFormat) -> None:
+    for content in ("Hello\n\n1 < 2, {a} [b] “c”\n", "", "\n", "a\n\n\nb"):
+        assert both(form, family.answer + content) == Read("", content, [], 0)
+
+
+@reasoning_families
+def test_reasoning_before_text_and_calls(family: Family, form: MessageFormat) -> None:
+    before, behind = family.reasoning
+    text = before + "Hm,\n\nso." + behind
+    assert both(form, text + family.written(CALLS)) == Read("Hm,\n\nso.", "", CALLS, 0)
+    assert both(form, text + family.answer + "Yes.") == Read("Hm,\n\nso.", "Yes.", [], 0)
+
+
+@reasoning_families
+def test_reasoning_that_the_prompt_opens(family: Family, form: MessageFormat) -> None:
+    before, behind = family.reasoning
+    opening = opening_of(form, "…" + family.turn + before)
+    assert opening == before
+    text = "Hm." + behind + family.answer + "Yes."
+    assert both(form, text, opening) == Read("Hm.", "Yes.", [], 0)
+
+
+def test_enable_thinking_false_leaves_the_reasoning_before_the_first_token() -> None:
+    """The template closes the reasoning in the prompt; what the model writes is all answer."""
+    form = format_of_family(FAMILIES["Qwen3"])
+    opening = opening_of(form, "<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert both(form, "The answer.", opening) == Read("", "The answer.", [], 0)
+    written = FAMILIES["Qwen3"].written(CALLS)
+    assert both(form, written, opening) == Read("", "", CALLS, 0)
+    form = format_of_family(FAMILIES["DeepSeek-V3.1"])
+    assert both(form, "The answer.", "</think>") == Read("", "The answer.", [], 0)
+    form = format_of_family(FAMILIES["Gemma 4"])
+    opening = "<|channel>thought\n<channel|>"
+    assert both(form, "The answer.", opening) == Read("", "The answer.", [], 0)
+
+
+def test_calls_are_not_looked_for_in_reasoning() -> None:
+    family = FAMILIES["Qwen3"]
+    inner = family.written(CALLS[:1])
+    text = f"<think>\nI could write {inner} here.\n</think>\n\nNo."
+    found = both(format_of_family(family), text)
+    assert found == Read(f"I could write {inner} here.", "No.", [], 0)
+
+
+@pytest.mark.parametrize("family", JSON, indirect=True)
+def test_the_closing_mark_in_an_argument_is_part_of_it(family: Family, form: MessageFormat) -> None:
+    behind = [each.call.split("{arguments}")[-1] for each in FAMILIES.values() if each.is_json]
+    marks = " ".join([*behind, "[TOOL_CALLS] ; {", '"', "\\", family.close, family.between])
+    calls = [("get_weather", {"city": marks}), ("get_weather", {"city": marks + "</s>"})]
+    assert both(form, family.written(calls)) == Read("", "", calls, 0)
+
+
+def test_a_call_without_a_closing_mark_is_complete_with_its_json(
+    family: Family, form: MessageFormat
+) -> None:
+    written = Family(**family._asdict() | {"close": ""}).written(CALLS[:1])
+    mark = {"[TOOL_CALLS] [": "]"}.get(family.open, "")
+    for end in ("\n</tool_call>", "<tool_call|>", "<end_function_call>", "<|call|>"):
+        written = written.removesuffix(end)
+    found = both(form, written + mark)
+    # Of XML nobody can say whether there was more to come.
+    expected = Read("", written, [], 1) if family.format == "qwen-xml" else None
+    assert found == (expected or Read("", "", CALLS[:1], 0))
+
+
+def test_gpt_oss_tells_the_user_what_it_does() -> None:
+    """Commentary for nobody in particular is for the user."""
+    family = FAMILIES["gpt-oss"]
+    text = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    found = both(format_of_family(family), text + family.written(CALLS[:1]))
+    assert found == Read("", "I look.", CALLS[:1], 0)
+
+
+def test_llama_may_call_it_arguments() -> None:
+    text = '{"name": "get_weather", "arguments": {"city": "Bari"}}<|eot_id|>'
+    assert both(named("llama"), text) == Read("", "", [("get_weather", {"city": "Bari"})], 0)
+
+
+def test_values_in_xml_are_of_the_types_that_the_tool_declares() -> None:
+    text = (
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n12\n</parameter>\n"
+        "<parameter=days>\n12\n</parameter>\n<parameter=hourly>\nTrue\n</parameter>\n"
+        '<parameter=places>\n["a", {}]\n</parameter>\n</function>\n</tool_call>'
+    )
+    arguments = {"city": "12", "days": 12, "hourly": True, "places": ["a", {}]}
+    assert both(named("qwen-xml"), text) == Read("", "", [("get_weather", arguments)], 0)

@@ -1,0 +1,257 @@
+"""Which format is found, and what is said of those that can't be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference.config import ConfigError
+from nano_inference.text.messages import MessageFormat, find_format, opening_of
+
+from .families import FAMILIES, Read, named, read
+
+QWEN3 = FAMILIES["Qwen3"].chat_template
+
+TEMPLATE: dict[str, Any] = {
+    "start_anchor": "Assistant:",
+    "fields": {
+        "thinking": {"open": "<t>", "close": "</t>"},
+        "tool_calls": {
+            "open": "<c>",
+            "close": "</c>",
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {},
+    },
+}
+WITHOUT_CALLS = TEMPLATE | {"fields": {"content": {}, "thinking": TEMPLATE["fields"]["thinking"]}}
+
+
+def written(folder: Path, content: object) -> str:
+    path = folder / "format.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def test_off_is_none() -> None:
+    assert find_format("off", TEMPLATE, QWEN3, "qwen3") is None
+
+
+def test_a_template_that_nobody_knows_has_none() -> None:
+    llama_2 = "{{ bos }}[INST] {{ content }} [/INST]"
+    chatml = "{{ '<|im_start|>' + message.role }}"
+    gemma_3 = "<start_of_turn>model"
+    for template in ("", "Question: {{ messages }}", llama_2, chatml, gemma_3):
+        assert find_format("auto", None, template, "qwen2") is None
+
+
+def test_a_name_is_taken_as_it_is() -> None:
+    assert find_format("qwen", TEMPLATE, "", "") == named("qwen")
+
+
+def test_the_model_type_decides_where_several_fit() -> None:
+    found = {kind: find_format("auto", None, QWEN3, kind) for kind in ("qwen3", "llama")}
+    assert {kind: form and form.name for kind, form in found.items()} == {
+        "qwen3": "qwen",
+        "llama": "hermes",
+    }
+
+
+def test_calls_that_the_chat_template_does_not_show_are_text() -> None:
+    form = find_format("auto", None, "<|im_start|>{{ content }}<think>", "qwen3")
+    assert form is not None
+    assert (form.reads_calls, form.calls) == (False, None)
+    call = '<tool_call>{"name": "get_weather"}</tool_call>'
+    assert read(form, "<think>a</think>" + call) == Read("a", call, [], 0)
+
+
+def test_reasoning_that_the_chat_template_does_not_show_is_text() -> None:
+    form = find_format("auto", None, FAMILIES["Qwen2.5"].chat_template, "qwen2")
+    assert form is not None
+    assert (form.reads_reasoning, form.reasoning) == (False, None)
+    assert read(form, "<think>a</think>") == Read("", "<think>a</think>", [], 0)
+
+
+def test_the_tokenizers_own_comes_before_ours() -> None:
+    ours = named("qwen")
+    fields = dict(ours.response_template["fields"])
+    fields["thinking"] = fields.pop("reasoning_content")
+    own = ours.response_template | {"fields": fields}
+    form = find_format("auto", own, QWEN3, "qwen3")
+    assert form is not None
+    assert form.response_template == own
+    assert (form.calls, form.reasoning) == (ours.calls, ours.reasoning)
+    del fields["tool_calls"]
+    without = find_format("auto", own, QWEN3, "qwen3")
+    assert without is not None
+    assert (without.calls, without.reasoning) == (None, ours.reasoning)
+
+
+def test_white_space_around_marks_is_no_part_of_what_a_tokenizers_own_reads() -> None:
+    """As Transformers strips it, in a text that grows as well."""
+    form = find_format("auto", TEMPLATE, "", "unknown")
+    assert form is not None
+    call = {"name": "get_weather", "arguments": {"city": "Oslo"}}
+    text = f"<t>\n a b \n</t>\n\nText.\n<c> {json.dumps(call)}\n</c>"
+    wanted = Read("a b", "Text.", [("get_weather", {"city": "Oslo"})], 0)
+    assert read(form, text) == read(form, [text]) == wanted
+    kept = {"open": "<t>", "close": "</t>", "content_args": {"strip": False}}
+    fields = TEMPLATE["fields"] | {"thinking": kept}
+    form = find_format("auto", TEMPLATE | {"fields": fields}, "", "unknown")
+    assert form is not None
+    assert read(form, text).reasoning == "\n a b \n"
+
+
+def test_of_a_tokenizers_own_that_reads_other_marks_nobody_knows_how_to_write() -> None:
+    for template in (QWEN3, ""):
+        form = find_format("auto", TEMPLATE, template, "qwen3")
+        assert form is not None
+        assert form.reads_calls
+        assert form.reads_reasoning
+        assert (form.calls, form.reasoning) == (None, None)
+        assert read(form, "<t>a</t>b") == Read("a", "b", [], 0)
+
+
+def test_a_users_file(tmp_path: Path) -> None:
+    given = {
+        "name": "mine",
+        "response_template": TEMPLATE,
+        "calls": {"before": '<c>{"name": "', "middle": '", "arguments": ', "after": "}</c>"},
+        "reasoning": {"open": "<t>", "close": "</t>"},
+    }
+    form = find_format(written(tmp_path, given), None, QWEN3, "qwen3")
+    assert form is not None
+    assert (form.name, form.response_template) == ("mine", TEMPLATE)
+    assert form.calls is not None
+    assert form.reasoning is not None
+    call = form.calls.before + "get_weather" + form.calls.middle + "{}" + form.calls.after
+    assert read(form, "<t>a</t>" + call) == Read("a", "", [("get_weather", {})], 0)
+
+
+def test_a_users_file_may_be_a_response_template(tmp_path: Path) -> None:
+    form = find_format(written(tmp_path, TEMPLATE), None, "", "")
+    assert form is not None
+    assert (form.response_template, form.calls) == (TEMPLATE, None)
+    assert read(form, "<t>a</t>b") == Read("a", "b", [], 0)
+
+
+def _with(**fields: Any) -> dict[str, Any]:
+    return TEMPLATE | {"fields": TEMPLATE["fields"] | fields}
+
+
+BAD_TEMPLATES = {
+    "no object": ([TEMPLATE], "dict|Expected `object`"),
+    "unknown keys": (TEMPLATE | {"feilds": {}}, "feilds"),
+    "unknown keys in a field": (_with(content={"opn": "x"}), "opn"),
+    "no fields": ({"start_anchor": "x", "fields": {}}, "fields"),
+    "no field that is known": ({"start_anchor": "x", "fields": {"text": {}}}, "tool_calls"),
+    "no anchor": ({"fields": {"content": {}}}, "start_anchor"),
+    "a pattern that is none": (_with(thinking={"open_pattern": "("}), "open_pattern"),
+    "a pattern that is no text": (_with(thinking={"open_pattern": 5}), "response template"),
+    "a mark that is no text": (_with(thinking={"open": 5}), "open"),
+    "a parser that is unknown": (_with(content={"content": "yaml"}), "yaml"),
+    "two fields without marks": (_with(thinking={}), "thinking"),
+    "calls without a mark": (
+        {"start_anchor": "x", "fields": {"tool_calls": {"content": "json"}}},
+        "tool_calls",
+    ),
+    "marks without width": (
+        _with(thinking={"open_pattern": "a*", "close_pattern": "b*"}),
+        "thinking",
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "why"), BAD_TEMPLATES.values(), ids=BAD_TEMPLATES)
+def test_a_template_that_cant_be_used(tmp_path: Path, template: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as raised:
+        find_format(written(tmp_path, template), None, "", "")
+    assert str(tmp_path / "format.json") in raised.value.message
+    assert "gateway.message_format" in raised.value.message
+    with pytest.raises(ConfigError, match=why) as raised:
+        find_format("auto", template, "", "")
+    assert "tokenizer_config.json" in raised.value.message
+    assert find_format("off", template, "", "") is None
+
+
+BAD_FILES = {
+    "no JSON": ("{", "truncated"),
+    "no text": ("\udcff", "UTF-8|malformed"),
+    "nested without end": ("[" * 100_000, "recursion|depth"),
+    "too large": ('{"name": "' + "x" * (1 << 20) + '"}', "1048576"),
+    "unknown keys": ({"name": "a", "response_template": TEMPLATE, "call": 1}, "call"),
+    "no name": ({"response_template": TEMPLATE}, "name"),
+    "calls that are none": (
+        {"name": "a", "response_template": TEMPLATE, "calls": {"before": "a"}},
+        "middle",
+    ),
+    "calls that can't be read": (
+        {
+            "name": "a",
+            "response_template": WITHOUT_CALLS,
+            "calls": {"before": "a", "middle": "b", "after": "c"},
+        },
+        "tool_calls",
+    ),
+    "calls with other marks": (
+        {
+            "name": "a",
+            "response_template": TEMPLATE,
+            "calls": {"before": '<d>{"name": "', "middle": '", "arguments": ', "after": "}</d>"},
+        },
+        "tool_calls",
+    ),
+    "reasoning with other marks": (
+        {
+            "name": "a",
+            "response_template": TEMPLATE,
+            "reasoning": {"open": "<think>", "close": "</think>"},
+        },
+        "reasoning",
+    ),
+    "reasoning that can't be read": (
+        {
+            "name": "a",
+            "response_template": {"start_anchor": "x", "fields": {"content": {}}},
+            "reasoning": {"open": "a", "close": "b"},
+        },
+        "reasoning",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "why"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_file_that_cant_be_used(tmp_path: Path, content: object, why: str) -> None:
+    path = tmp_path / "format.json"
+    text = content if isinstance(content, str) else json.dumps(content)
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=why) as raised:
+        find_format(str(path), None, "", "")
+    assert str(path) in raised.value.message
+
+
+def test_no_file(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.json", tmp_path):
+        with pytest.raises(ConfigError, match=r"gateway\.message_format.*qwen"):
+            find_format(str(path), None, "", "")
+
+
+def test_the_opening_is_what_stands_behind_the_last_beginning_of_a_turn() -> None:
+    prompt = "<|im_start|>assistant\nOne.<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    assert opening_of(named("qwen"), prompt) == "<think>\n"
+    assert opening_of(named("qwen"), prompt[:-8]) == ""
+
+
+def test_a_prompt_in_which_no_turn_begins_has_no_opening() -> None:
+    """It may say much of marks: the whole conversation is no part of the message."""
+    assert opening_of(named("qwen"), "Write <tool_call> to call.\nAssistant: ") == ""
+
+
+def test_formats_are_values() -> None:
+    form = find_format("auto", None, QWEN3, "qwen3")
+    assert form == find_format("auto", None, QWEN3, "qwen3")
+    assert form != MessageFormat(name="qwen", response_template=TEMPLATE)

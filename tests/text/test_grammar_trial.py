@@ -1,0 +1,89 @@
+"""Grammars that would take hours and all memory, whatever the library's own limits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+from nano_inference.config import Constraint, EngineConfig, RequestError
+from nano_inference.text import grammar
+from nano_inference.text.grammar import GrammarCompiler
+from nano_inference.text.grammar_trial import GrammarTrial
+
+FOLDER = EngineConfig().model_folder
+VOCAB = 779
+LONG = "start: T\nT: /(.*a.{40}.*)/ & /(.*b.{40}.*)/ & ~/(.*c.{40}.*)/"
+# No text is such that its 41st last character is both.
+PATTERNS = {"allOf": [{"type": "string", "pattern": f"^.*{c}.{{40}}$"} for c in "ab"]}
+HOSTILE = [
+    (Constraint(lark=LONG), "make it simpler"),
+    (Constraint(json_schema=PATTERNS), "determine if regex is empty"),
+]
+
+
+@pytest.fixture
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(FOLDER, VOCAB)
+
+
+@pytest.mark.parametrize(("constraint", "words"), HOSTILE)
+def test_a_grammar_without_end_is_refused_once_for_all(
+    compiler: GrammarCompiler, constraint: Constraint, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        with pytest.raises(RequestError, match=words) as refused:
+            compiler.check(constraint)
+        assert refused.value.code == "invalid_constraint"
+        assert compiler.knows(constraint)
+        # From here on it is remembered.
+        monkeypatch.setattr(GrammarTrial, "run", lambda *_: pytest.fail("it was tried again"))
+
+
+def test_what_the_library_says_of_a_trial_is_told(compiler: GrammarCompiler) -> None:
+    for text, words in (("start: <nope>", "special token"), ("start: <[779]>", "range")):
+        with pytest.raises(RequestError, match=words):
+            compiler.check(Constraint(lark=text))
+    compiler.check(Constraint(lark="start: <|im_start|> <[778]>"))
+
+
+def test_compiled_grammars_are_kept_up_to_a_size(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "_KEPT_BYTES", 1)
+    first, last = Constraint(regex="ab*c"), Constraint(regex="ab*cd")
+    for each in (first, last):
+        compiler.check(each)
+        assert compiler.knows(each)
+    assert not compiler.knows(first)
+
+
+def limits() -> dict[str, int]:
+    return dict(grammar._LIMITS)
+
+
+def test_a_process_that_ended_is_started_again() -> None:
+    trial = GrammarTrial(VOCAB, [2], {"<think>": 700}, limits())
+    assert trial.run("start: <think>") == ""
+    assert trial._process is not None
+    os.kill(trial._process.pid, signal.SIGKILL)
+    trial._process.wait()
+    assert trial.run("start: <think>") == ""
+
+
+def test_the_process_ends_with_its_owner() -> None:
+    trial = GrammarTrial(VOCAB, [2], {}, limits())
+    assert trial.run('start: "a"') == ""
+    process = trial._process
+    assert isinstance(process, subprocess.Popen)
+    del trial
+    assert process.wait(10) is not None
+
+
+def test_a_process_that_can_not_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nonexistent")
+    with pytest.raises(RequestError, match="process") as refused:
+        GrammarTrial(VOCAB, [2], {}, limits()).run('start: "a"')
+    assert refused.value.code == "internal_error"

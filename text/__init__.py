@@ -1,0 +1,1 @@
+"""Tokenizers, detokenizer, chat templates, message formats and grammars."""

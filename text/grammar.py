@@ -1,0 +1,454 @@
+"""Grammars that the text of a sample has to follow, for the tokens of one model.
+
+Shared ground of admission, which refuses what can't be followed, and of the executor, which follows
+it. llguidance does the work: https://github.com/guidance-ai/llguidance.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from ..config import Constraint, ModelError, RequestError, cut, shown
+from .grammar_trial import GrammarTrial, cpu_limit_s
+from .messages import lark_of_gbnf
+from .tokenizer import load_tokenizer, special_token_ids, stop_token_ids_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# Without a bound a model may write white space for ever.
+_JSON_DEFAULTS: Any = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,8}",
+}
+_ANY_OBJECT = '{"type": "object"}'
+
+# Beyond these a grammar takes longer than a step may wait for it. Beside them the most that any of
+# 17 honest grammars took at 151,936 tokens (docs/constraints.md).
+_LIMITS: Any = {
+    "initial_lexer_fuel": 100_000,  # 70,312, of 111 KB; 12,695 of 18 KB
+    "step_lexer_fuel": 200_000,  # 112,500, of 128 strict tools whose marks are spelled; else 1,563
+    "step_max_items": 20_000,  # 415
+    "max_items_in_row": 2_000,  # 531, of 500 choices
+    "max_lexer_states": 25_000,  # 1,465; each takes 1 to 2 KB
+    "max_grammar_size": 500_000,
+}
+
+_TOO_COSTLY = re.compile("too many (?:expressions|states|items)|max is", re.IGNORECASE)
+"""What llguidance says where a limit ends its work."""
+
+_MOST_WORDS = 400
+"""Characters of what the library says."""
+
+_KEPT_BYTES = 64 << 20
+"""Grammars that are kept compiled may take so much memory."""
+
+_BYTES_PER_CPU_S = 160e6
+"""Memory of a compiled grammar by the time that it took: 35 to 160 MB/s measured, and by the time
+of masks 30 to 200. llguidance tells neither."""
+
+MASK_S = 50e-6
+"""Time of a mask whose states are known, which adds none: 20 to 60 us."""
+
+_REFUSALS_KEPT = 1024
+"""Refused grammars that are remembered, with the reason."""
+
+
+def check_size(constraint: Constraint, max_bytes: int) -> None:
+    """Whether a constraint is short enough to be looked at.
+
+    Raises:
+        RequestError: invalid_constraint.
+    """
+    try:
+        size = len(msgspec.json.encode(constraint))
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise invalid(f"the constraint can't be read: {_said(error)}") from None
+    if size > max_bytes:
+        raise invalid(
+            f"the constraint has {size} bytes, and {max_bytes} are taken "
+            "(admission.max_constraint_bytes); make it shorter"
+        )
+
+
+def _said(words: object) -> str:
+    """What the library says, on one line, as it can stand in a message."""
+    line = " ".join(str(words).split()).encode("ascii", "backslashreplace").decode()
+    return cut(line, _MOST_WORDS)
+
+
+def invalid(message: str) -> RequestError:
+    """Why a constraint is refused."""
+    return RequestError(message, code="invalid_constraint")
+
+
+def kind_of(constraint: Constraint) -> str:
+    """Which kind it is of, for telemetry: the name of its field; "none" where it is of no one."""
+    given = _given(constraint)
+    return given[0] if len(given) == 1 else "none"
+
+
+def _given(constraint: Constraint) -> list[str]:
+    return [
+        name
+        for name in constraint.__struct_fields__
+        if getattr(constraint, name) not in (None, False)
+    ]
+
+
+def plain(constraint: Constraint) -> Constraint:
+    """The same constraint with nothing but text in it.
+
+    Raises:
+        RequestError: invalid_constraint: not exactly one kind is given, or a schema is no JSON.
+    """
+    given = _given(constraint)
+    if len(given) != 1:
+        wanted = ", ".join(constraint.__struct_fields__)
+        raise invalid(f"constraint has {shown(given)}; give exactly one of {wanted}")
+    if constraint.json_schema is None:
+        return constraint
+    schema = constraint.json_schema
+    try:
+        text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+        found = msgspec.json.decode(text)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise invalid(f"constraint.json_schema is no JSON: {_said(error)}") from None
+    if not isinstance(found, dict):
+        raise invalid("constraint.json_schema must be a JSON object")
+    return Constraint(json_schema=text)
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """A constraint that is `plain`, as llguidance reads it.
+
+    Raises:
+        RequestError: invalid_constraint.
+    """
+    try:
+        if constraint.json_object:
+            return LLMatcher.grammar_from_json_schema(_ANY_OBJECT, defaults=_JSON_DEFAULTS)
+        if constraint.json_schema is not None:
+            return LLMatcher.grammar_from_json_schema(
+                constraint.json_schema, defaults=_JSON_DEFAULTS
+            )
+        if constraint.regex is not None:
+            return grammar_from("regex", constraint.regex)
+        if constraint.choice is not None:
+            if not (constraint.choice and all(constraint.choice)):
+                raise invalid("constraint.choice must be texts that are not empty, one at least")
+            return grammar_from("choice", msgspec.json.encode(constraint.choice).decode())
+        if constraint.lark is not None:
+            return grammar_from("lark", constraint.lark)
+        assert constraint.gbnf is not None
+        return lark_of_gbnf(constraint.gbnf)
+    except (ValueError, RecursionError, UnicodeError) as error:
+        raise invalid(f"the constraint can't be read: {_said(error)}") from None
+
+
+def allows(masks: npt.NDArray[np.int32], token_ids: list[int]) -> npt.NDArray[np.bool_]:
+    """Which of some tokens masks allow, `[..., token_ids]`.
+
+    Args:
+        masks: `[..., ceil(vocab / 32)]`, a bit for each token, of each number the lowest first.
+        token_ids: Within the vocabulary.
+    """
+    words, bits = np.divmod(np.array(token_ids, np.int32), 32)
+    allowed: npt.NDArray[np.bool_] = (masks[..., words] >> bits & 1).astype(np.bool_)
+    return allowed
+
+
+def only(token_ids: list[int], words: int) -> npt.NDArray[np.int32]:
+    """A mask, `[words]`, that allows these tokens and no other."""
+    mask = np.zeros(words, np.uint32)
+    for token_id in token_ids:
+        mask[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return mask.view(np.int32)
+
+
+def is_too_costly(matcher: LLMatcher) -> bool:
+    """Whether its text can't go on since a step took more work than one may (`_LIMITS`)."""
+    # Its stop_reason says InternalError of all.
+    return matcher.is_error() and _TOO_COSTLY.search(matcher.get_error()) is not None
+
+
+def is_dead_end(matcher: LLMatcher, *, may_stop: bool) -> bool:
+    """Whether a text can't become what it has to be any more.
+
+    llguidance then lets it end, as it does where a text is complete.
+
+    Args:
+        matcher: Behind what there is of the text.
+        may_stop: Whether its mask allows a token with which a text may end.
+    """
+    return matcher.is_error() or (may_stop and not matcher.is_accepting())
+
+
+class _Vocabulary:
+    """A model's tokens as llguidance wants them, and what has been compiled for them.
+
+    There is one of each in a process: what admission has compiled, the executor beside it need not.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, stop_ids: list[int], trial: GrammarTrial) -> None:
+        self.tokenizer = tokenizer
+        self.stop_ids = stop_ids
+        self._trial = trial
+        self._lock = threading.Lock()
+        # With the bytes of each.
+        self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()
+        self._compiled_bytes = 0
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
+
+    def knows(self, constraint: Constraint) -> bool:
+        """Whether `matcher` need not compile: a grammar is there, or its refusal."""
+        try:
+            _, key = _plain_and_key(constraint)
+        except RequestError:
+            return True
+        with self._lock:
+            return key in self._compiled or key in self._refused
+
+    def matcher(self, constraint: Constraint, *, tried: bool) -> LLMatcher:
+        """A matcher of its own for a constraint.
+
+        Args:
+            tried: Whether the grammar has passed its trial, as all have that admission let in.
+
+        Raises:
+            RequestError: invalid_constraint.
+        """
+        constraint, key = _plain_and_key(constraint)
+        with self._lock:
+            found, _ = self._compiled.get(key, (None, 0))
+            refusal = self._refused.get(key)
+        if refusal is not None:
+            raise invalid(refusal)
+        # Not under the lock: a grammar that is there need not wait for another's.
+        if found is None:
+            found = self._compile(constraint, key, tried=tried)
+        with self._lock:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+            return found.deep_copy()
+
+    def charge(self, constraint: Constraint, masks_s: float) -> None:
+        """Count the states that masks have added to a grammar: all its matchers share them, and
+        they stay as long as it is kept.
+
+        Args:
+            constraint: Whose grammar it is.
+            masks_s: Time of the masks beyond `MASK_S` each.
+        """
+        _, key = _plain_and_key(constraint)
+        with self._lock:
+            if key in self._compiled:
+                self._keep(key, self._compiled[key][0], int(masks_s * _BYTES_PER_CPU_S))
+
+    def forget(self, constraint: Constraint) -> None:
+        """Do not keep a grammar whose work has met a limit."""
+        _, key = _plain_and_key(constraint)
+        with self._lock:
+            _, size = self._compiled.pop(key, (None, 0))
+            self._compiled_bytes -= size
+
+    def _keep(self, key: bytes, matcher: LLMatcher, size: int) -> None:
+        """Add so many bytes to a grammar, and drop those that were used longest ago."""
+        _, before = self._compiled.get(key, (None, 0))
+        self._compiled[key] = matcher, before + size
+        self._compiled_bytes += size
+        while self._compiled_bytes > _KEPT_BYTES and len(self._compiled) > 1:
+            _, (_, dropped) = self._compiled.popitem(last=False)
+            self._compiled_bytes -= dropped
+
+    def _compile(self, constraint: Constraint, key: bytes, *, tried: bool) -> LLMatcher:
+        try:
+            grammar = grammar_of(constraint)
+            if not tried:
+                self._try(grammar)
+            start_s = time.thread_time()
+            matcher = _compile(grammar, self.tokenizer, self.stop_ids)
+            size = len(grammar) + int((time.thread_time() - start_s) * _BYTES_PER_CPU_S)
+        except RequestError as error:
+            if error.code == "invalid_constraint":
+                self._remember_refusal(key, error.message)
+            raise
+        with self._lock:
+            if key not in self._compiled:
+                self._keep(key, matcher, size)
+        return matcher
+
+    def _try(self, grammar: str) -> None:
+        """Raises RequestError: invalid_constraint."""
+        said = self._trial.run(grammar)
+        if said is None:
+            raise invalid(
+                f"the constraint takes more than {cpu_limit_s(grammar):.2f} s, or too much memory, "
+                "to compile; make it simpler: patterns that have to match together, or must not "
+                "match, multiply by each other, most of all where they count repetitions"
+            )
+        if said:
+            raise invalid(f"the constraint can't be followed: {_said(said)}")
+
+    def _remember_refusal(self, key: bytes, reason: str) -> None:
+        with self._lock:
+            self._refused[key] = reason
+            if len(self._refused) > _REFUSALS_KEPT:
+                self._refused.popitem(last=False)
+
+
+_VOCABULARIES: WeakValueDictionary[bytes, _Vocabulary] = WeakValueDictionary()
+_VOCABULARIES_LOCK = threading.Lock()
+
+
+class GrammarCompiler:
+    """Makes matchers of constraints. Any thread may use it; what it has compiled it keeps.
+
+    A matcher knows one sample's place in its grammar: which tokens may come next.
+
+    Attributes:
+        vocab_size: Columns of the model's logits.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        load: Callable[[Path], PreTrainedTokenizerFast] = load_tokenizer,
+    ) -> None:
+        """Args:
+        folder: The model's, where its tokenizer is; loaded by `make_ready`, or when the first
+            constraint comes.
+        vocab_size: Columns of the model's logits, of which the tokenizer may have fewer.
+        load: Gives the tokenizer.
+        """
+        self._folder = folder
+        self._load = load
+        self.vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._vocabulary: _Vocabulary | RequestError | ModelError | None = None
+
+    def make_ready(self) -> None:
+        """Makes of the tokenizer what constraints need, to be done before requests come.
+
+        It takes a second where the vocabulary is large, and llguidance holds Python's lock for all
+        of it, whichever thread it is in. What is wrong is told when a constraint comes.
+        """
+        with suppress(RequestError, ModelError):
+            self._ready()
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Tokens with which a text may end; none before it is ready."""
+        vocabulary = self._vocabulary
+        return vocabulary.stop_ids if isinstance(vocabulary, _Vocabulary) else []
+
+    def check(self, constraint: Constraint) -> None:
+        """Whether a constraint can be followed. Its grammar is compiled in another process first,
+        which ends with those that take too long.
+
+        Raises:
+            RequestError: invalid_constraint, with llguidance's own words.
+        """
+        self._ready().matcher(constraint, tried=False)
+
+    def knows(self, constraint: Constraint) -> bool:
+        """Whether `check` is quick: it was asked before."""
+        vocabulary = self._vocabulary
+        return isinstance(vocabulary, _Vocabulary) and vocabulary.knows(constraint)
+
+    def matcher(self, constraint: Constraint) -> LLMatcher:
+        """A matcher at the beginning of the grammar of a constraint that was checked.
+
+        Raises:
+            RequestError: As `check`.
+            ModelError: The model has no tokenizer that can be used.
+        """
+        return self._ready().matcher(constraint, tried=True)
+
+    def charge(self, constraint: Constraint, masks_s: float) -> None:
+        """Count the memory that masks of a constraint have taken, by their time beyond `MASK_S`."""
+        self._ready().charge(constraint, masks_s)
+
+    def forget(self, constraint: Constraint) -> None:
+        """Keep no grammar whose matcher has met a limit: what it has grown to would stay."""
+        self._ready().forget(constraint)
+
+    def _ready(self) -> _Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                try:
+                    self._vocabulary = self._find_vocabulary()
+                except (RequestError, ModelError) as error:
+                    self._vocabulary = error
+            if isinstance(self._vocabulary, Exception):
+                raise self._vocabulary.with_traceback(None)
+            return self._vocabulary
+
+    def _find_vocabulary(self) -> _Vocabulary:
+        """The process's one for these tokens."""
+        tokenizer = self._load(self._folder)
+        stop_ids = sorted(stop_token_ids_of(self._folder, tokenizer))
+        if not stop_ids:
+            raise invalid(
+                "the model has no end-of-sequence token, so that a constrained answer could "
+                "not end; leave the constraint out"
+            )
+        text = tokenizer.backend_tokenizer.to_str()
+        key = hashlib.sha256(f"{self.vocab_size} {stop_ids} {text}".encode()).digest()
+        with _VOCABULARIES_LOCK:
+            found = _VOCABULARIES.get(key)
+            if found is None:
+                try:
+                    made = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=stop_ids)
+                except ValueError as error:
+                    raise invalid(
+                        f"the model's tokenizer can't be used with a constraint: {_said(error)}"
+                    ) from None
+                trial = GrammarTrial(
+                    self.vocab_size, stop_ids, special_token_ids(tokenizer), _LIMITS
+                )
+                found = _VOCABULARIES[key] = _Vocabulary(made, stop_ids, trial)
+            return found
+
+
+def _plain_and_key(constraint: Constraint) -> tuple[Constraint, bytes]:
+    """A constraint as admission hands it on, so that the executor finds what admission has
+    compiled, and its key. Raises RequestError: invalid_constraint."""
+    constraint = plain(constraint)
+    try:
+        return constraint, hashlib.sha256(msgspec.json.encode(constraint)).digest()
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise invalid(f"the constraint can't be read: {_said(error)}") from None
+
+
+def _compile(grammar: str, tokenizer: LLTokenizer, stop_ids: list[int]) -> LLMatcher:
+    """Raises RequestError: invalid_constraint."""
+    limits = LLParserLimits(verbose_errors=False, **_LIMITS)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise invalid(f"the constraint can't be followed: {_said(matcher.get_error())}")
+    tried = matcher.deep_copy()
+    allowed = np.frombuffer(tried.compute_bitmask(), np.int32)
+    if is_too_costly(tried):
+        raise invalid(
+            f"the constraint takes too much work for its first token: {_said(tried.get_error())}; "
+            "make it simpler"
+        )
+    if is_dead_end(tried, may_stop=bool(allows(allowed, stop_ids).any())):
+        raise invalid("the constraint allows no text at all")
+    return matcher

@@ -1,0 +1,218 @@
+"""Calls of tools, as rules of a grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from ...config import Constraint, RequestError
+from .lark import ANY_OBJECT, Grammar, escaped, is_regex, json_of, quoted, schema_of
+from .message_format import MessageFormat
+from .schemas import may_have, moved
+from .tools import Tool, ToolUse
+
+
+def unsupported(form: MessageFormat, why: str) -> RequestError:
+    """What is asked for can't be written in a format."""
+    return RequestError(
+        f"the model's message format, {form.name}, {why}; gateway.message_format can name another",
+        code="unsupported",
+    )
+
+
+class CallRules:
+    """How a model writes the calls that it may make, or has to.
+
+    Attributes:
+        begin: What stands before the name of the first one.
+    """
+
+    def __init__(self, grammar: Grammar, form: MessageFormat, use: ToolUse) -> None:
+        """Raises RequestError: unsupported."""
+        if form.calls is None:
+            raise unsupported(
+                form, "does not say how calls are written, so that none can be required, or strict"
+            )
+        self._grammar = grammar
+        self._form = form
+        self._use = use
+        self._syntax = form.calls
+        self._tools = [tool for tool in use.usable if use.named in ("", tool.name)]
+        if not self._tools:
+            raise RequestError(
+                "there is no tool that could be called; give one, or another tool_choice",
+                code="unsupported",
+            )
+        self._several = use.parallel and not use.named
+        self._known_arguments: dict[int, str] = {}
+        self.begin = (form.calls.open + form.calls.before).lstrip()
+
+    def calls(self) -> str:
+        """One call, or some that follow one another."""
+        return self._grammar.rule("calls", self._followed(self._any_of("first_call", self.begin)))
+
+    def text_and_calls(self, text: str) -> str:
+        """Text in which nothing begins like a call but calls.
+
+        Args:
+            text: A terminal, of text in which nothing matches the `patterns`.
+        """
+        token = self._grammar.literals.first(self.begin)
+        if token is not None:
+            first = f"{text}? {self._any_of('first_call', self.begin[token.start() :])}"
+        else:
+            first = self._any_behind(text)
+        ends = self._ends_by_itself()
+        # Where text may stand behind a call, the next one may just as well be the first of others,
+        # unless some bracket holds them all.
+        calls = self._followed(first, further=bool(self._syntax.close) or not ends)
+        if not ends:
+            return f"({text}? | {calls})"
+        return f"({calls}){'*' if self._several else '?'} {text}?"
+
+    def patterns(self) -> list[str]:
+        """Regular expressions of all that the reader takes for the beginning of a call."""
+        literals = [escaped(name) for name in self._grammar.literals.within(self.begin)]
+        field = self._form.response_template["fields"]["tool_calls"]
+        pattern = _plain_pattern(field.get("open_pattern", ""))
+        texts = field.get("open", [])
+        opens = [escaped(text) for text in ([texts] if isinstance(texts, str) else texts)]
+        found = [*literals, *opens, *([pattern] if pattern else [])] or [escaped(self.begin)]
+        return list(dict.fromkeys(found))
+
+    # --- calls that are nothing but JSON ---------------------------------------------------------
+
+    def are_bare(self) -> bool:
+        """Whether a call is JSON from its beginning to its end, as an answer may be."""
+        return re.match(r"\[?\s*\{", self.begin) is not None
+
+    def bare_calls(self) -> str:
+        """As `calls`, in rules that may stand beside those of an answer in JSON: only by what JSON
+        has in it can a parser tell which of them it reads."""
+        syntax = self._syntax
+        calls = []
+        for place, tool in enumerate(self._tools):
+            # Whatever the format writes around name and arguments, as a schema.
+            written = f"{syntax.before}{self._name(tool)}{syntax.middle}null{syntax.after}"
+            try:
+                keys = json.loads(written)
+            except ValueError:
+                keys = None
+            if not isinstance(keys, dict) or syntax.open or syntax.close:
+                raise unsupported(self._form, "writes calls that can't be told from an answer")
+            at = next(key for key, value in keys.items() if value is None)
+            schema = {
+                "type": "object",
+                "properties": {
+                    key: {"const": value}
+                    if key != at
+                    else moved(_arguments_of(tool, self._use), f"#/properties/{at}")
+                    for key, value in keys.items()
+                },
+                "required": list(keys),
+                "additionalProperties": False,
+            }
+            calls.append(self._grammar.rule(f"bare_call_{place}", json_of(schema)))
+        one = self._grammar.rule("bare_call", " | ".join(calls))
+        between = self._grammar.literals.rule(syntax.between)
+        return f"{one} ({between} {one})*" if self._several else one
+
+    def check_answer(self, answer: Constraint) -> None:
+        """Whether no answer can be mistaken for a call, where calls are bare.
+
+        Raises:
+            RequestError: unsupported.
+        """
+        first, *others = re.findall(r'"(\w+)"\s*:', self.begin + self._syntax.middle)
+        schema = schema_of(answer) if answer.json_schema is not None else True
+        if may_have(schema, first, {*others, "arguments", "parameters"}):
+            raise unsupported(
+                self._form,
+                "writes calls as plain JSON, so that an answer must be a json_schema that no call "
+                f"fits: its objects with additionalProperties: false, none with {first!r} and "
+                "'parameters' or 'arguments'; or give no tools",
+            )
+
+    # --- parts of a call -------------------------------------------------------------------------
+
+    def _name(self, tool: Tool) -> str:
+        """As it is written."""
+        in_json = self._syntax.before.endswith('"')
+        return json.dumps(tool.name, ensure_ascii=False)[1:-1] if in_json else tool.name
+
+    def _arguments(self, place: int) -> str:
+        if place not in self._known_arguments:
+            schema = _arguments_of(self._tools[place], self._use)
+            name = self._grammar.rule(f"arguments_{place}", json_of(schema))
+            self._known_arguments[place] = name
+        return self._known_arguments[place]
+
+    def _any_of(self, name: str, begin: str) -> str:
+        """Any tool's call, up to its arguments' end, with what stands before its name."""
+        calls = [
+            f"{self._grammar.literals.rule(self._head(begin, tool))} {self._arguments(place)}"
+            for place, tool in enumerate(self._tools)
+        ]
+        return self._grammar.rule(name, " | ".join(calls))
+
+    def _any_behind(self, text: str) -> str:
+        """The same behind any text. One terminal has both, since behind text alone nothing would
+        tell its end."""
+        calls = []
+        for place, tool in enumerate(self._tools):
+            head, rest = self._head(self.begin, tool), ""
+            token = self._grammar.literals.first(head)
+            if token is not None:
+                head, rest = head[: token.start()], head[token.start() :]
+            opened = self._grammar.rule(f"opened_{place}[lazy]", f"{text} {quoted(head)}")
+            arguments = self._arguments(place)
+            calls.append(f"{opened} {self._grammar.literals.rule(rest)} {arguments}")
+        return self._grammar.rule("first_call", " | ".join(calls))
+
+    def _head(self, begin: str, tool: Tool) -> str:
+        return f"{begin}{self._name(tool)}{self._syntax.middle}"
+
+    def _followed(self, first: str, *, further: bool = True) -> str:
+        """A call, and others behind it where there may be some."""
+        syntax, literal = self._syntax, self._grammar.literals.rule
+        after = literal(syntax.after)
+        calls = f"{first} {after}"
+        if self._several and further:
+            other = self._any_of("further_call", syntax.between + syntax.before)
+            calls += f" ({other} {after})*"
+        return f"{calls} {literal(syntax.close)}"
+
+    def _ends_by_itself(self) -> bool:
+        """Whether the reader knows the end of a call, so that text may stand behind it."""
+        template = load_response_template(self._form.response_template)
+        close = template.fields["tool_calls"].close_re
+        syntax = self._syntax
+        return close is not None and close.search(f"{{}}{syntax.after}{syntax.close}") is not None
+
+
+def _arguments_of(tool: Tool, use: ToolUse) -> Mapping[str, Any]:
+    """The schema of a call's arguments."""
+    # Nobody asks for a grammar of a tool that is not strict, unless it has to be called.
+    if use.choice == "auto" and not use.named and not tool.strict:
+        return ANY_OBJECT
+    return {"type": "object", **tool.parameters}
+
+
+@lru_cache(64)
+def _plain_pattern(pattern: str) -> str:
+    """A reader's regular expression as a grammar may have it; "" where that can't be.
+
+    It says where something matches, so that what may be empty at its ends does not count, and what
+    has to follow may as well be a part of it. It may match more, but not less: without counts its
+    automaton is small, where one that is too large would end texts that may go on.
+    """
+    space = r"(?:\\s(?:\*|\{0,\d+\}))"
+    pattern = re.sub(rf"^{space}+|{space}+$", "", pattern)
+    pattern = re.sub(r"\(\?(?:P<\w+>|=)", "(?:", pattern)
+    pattern = re.sub(r"(?<!\\)\{\d+(?:,\d*)?\}", "*", pattern)
+    return pattern if pattern and is_regex(pattern) else ""

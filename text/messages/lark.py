@@ -1,0 +1,193 @@
+"""Pieces of grammars, in llguidance's form of Lark."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, grammar_from
+
+from ...config import Constraint, RequestError
+from .schemas import without_words
+
+JSON_OPTIONS: Mapping[str, Any] = {"whitespace_pattern": r"[ \n\r\t]{1,8}"}
+"""How JSON is written. Without a bound a model may write white space for ever."""
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+_NOTHING = '""'
+
+_BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
+"""llguidance's conversion takes quadratic time in their number: 5 s for 16,000, during all of which
+it holds the interpreter's lock."""
+
+SPACE = r"/[ \t\r\n]{1,8}/"
+"""As much white space as there may be between the parts of a message."""
+
+
+class Literals:
+    """Texts as they stand, in which some tokens are tokens of their own."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        """`tokens`: ids by names. No other tokens spell such a name."""
+        self._tokens = tokens
+        names = sorted(filter(None, tokens), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, names))) if names else None
+
+    def first(self, text: str) -> re.Match[str] | None:
+        """Where the first such token stands."""
+        return self._pattern.search(text) if self._pattern else None
+
+    def within(self, text: str) -> list[str]:
+        """The names of all such tokens."""
+        return self._pattern.findall(text) if self._pattern else []
+
+    def token_id(self, name: str) -> int:
+        """That of one of them."""
+        return self._tokens[name]
+
+    def rule(self, text: str) -> str:
+        """A text in a rule."""
+        parts = []
+        while found := self.first(text):
+            parts += [quoted(text[: found.start()]), f"<[{self.token_id(found[0])}]>"]
+            text = text[found.end() :]
+        return " ".join(part for part in (*parts, quoted(text)) if part != _NOTHING) or _NOTHING
+
+
+class Grammar:
+    """Rules, as they are written.
+
+    Attributes:
+        literals: How texts stand in them.
+    """
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        """`tokens`: as for `Literals`."""
+        self.literals = Literals(tokens)
+        self._rules: list[str] = []
+
+    def rule(self, name: str, body: str) -> str:
+        """Adds a rule, or a terminal, and gives what stands for it in others.
+
+        Args:
+            name: With its attributes, as in `name[lazy]`.
+        """
+        self._rules.append(f"{name}: {body}")
+        return name.split("[")[0]
+
+    def text(self) -> str:
+        """The whole of it."""
+        return "\n".join((*self._rules, ""))
+
+
+def quoted(text: str) -> str:
+    """A text without such tokens, in a rule or a terminal."""
+    return _encoded(text).replace("\x7f", r"\u007f")
+
+
+def escaped(text: str) -> str:
+    """A text within a regular expression."""
+    return re.escape(text)
+
+
+def without(*patterns: str) -> str:
+    """Any text in which nothing matches some regular expressions, as a terminal."""
+    unwanted = (f"~{regex(f'(?s:.*)(?:{pattern})(?s:.*)')}" for pattern in patterns)
+    return " & ".join(("/(?s:.*)/", *unwanted))
+
+
+def up_to(text: str) -> str:
+    """Any text that ends where another is complete, as a terminal that has to be lazy."""
+    return regex(f"(?s:.*){escaped(text)}")
+
+
+def regex(text: str) -> str:
+    """A regular expression, as a terminal."""
+    if not text:
+        return _NOTHING
+    if re.search(r"(?<!\\)(\\\\)*\\$", text):
+        raise _invalid("a regular expression ends with a backslash that escapes nothing")
+    return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", text, flags=re.DOTALL) + "/"
+
+
+def is_regex(text: str) -> bool:
+    """Whether llguidance can follow a regular expression: it takes no look-around."""
+    return not LLMatcher.validate_grammar(f"start: {regex(text)}")
+
+
+def json_of(schema: Mapping[str, Any]) -> str:
+    """JSON of a schema, in a rule."""
+    own = schema.get("x-guidance")
+    options = {**JSON_OPTIONS, **(own if isinstance(own, dict) else {})}
+    return f"%json {_encoded({**without_words(schema), 'x-guidance': options})}"
+
+
+def lark_of_gbnf(text: str) -> str:
+    """A grammar in llama.cpp's form, in Lark's.
+
+    Raises ValueError or RecursionError: it is none.
+    """
+    return grammar_from("gbnf", _BLANK_LINES.sub("\n", text))
+
+
+def answer_of(constraint: Constraint) -> str:
+    """What a constraint asks for, in a rule.
+
+    Raises:
+        RequestError: invalid_constraint.
+    """
+    fields = msgspec.structs.asdict(constraint)
+    if sum(value not in (None, False) for value in fields.values()) != 1:
+        raise _invalid(f"a constraint must be exactly one of {', '.join(fields)}")
+    if constraint.json_object:
+        return json_of(ANY_OBJECT)
+    if constraint.json_schema is not None:
+        return json_of(schema_of(constraint))
+    if constraint.regex is not None:
+        return regex(constraint.regex)
+    if constraint.choice is not None:
+        if not (constraint.choice and all(constraint.choice)):
+            raise _invalid("constraint.choice must be texts that are not empty, one at least")
+        return f"({' | '.join(map(quoted, constraint.choice))})"
+    if constraint.gbnf is not None:
+        try:
+            return _nested(lark_of_gbnf(constraint.gbnf))
+        except (ValueError, RecursionError) as error:
+            raise _invalid(f"constraint.gbnf can't be read: {error}") from None
+    assert constraint.lark is not None
+    return _nested(constraint.lark)
+
+
+def schema_of(constraint: Constraint) -> dict[str, Any]:
+    """The schema of a constraint that has one.
+
+    Raises:
+        RequestError: invalid_constraint.
+    """
+    schema = constraint.json_schema
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (ValueError, RecursionError) as error:
+            raise _invalid(f"constraint.json_schema is no JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise _invalid("constraint.json_schema must be a JSON object")
+    return schema
+
+
+def _nested(lark: str) -> str:
+    return f"%lark {{\n{lark}\n}}"
+
+
+def _encoded(value: Any) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise _invalid(f"a schema or a text of it can't be read: {error}") from None
+
+
+def _invalid(message: str) -> RequestError:
+    return RequestError(message, code="invalid_constraint")

@@ -51,6 +51,7 @@ STEPS_STREAMING = Link("steps.streaming", ("executor",), "streaming")
 HALTS = Link("halts", ("streaming",), "batching", closes_circle=True)
 REFUSED = Link("refused", ("admission",), "streaming")
 OPENED = Link("opened", ("admission",), "streaming")
+"""Also carries Recover, and Cancel of requests that went to another lane."""
 FINISHED = Link("finished", ("streaming",), "admission", closes_circle=True)
 CONTROL: dict[str, Link] = {
     stage: Link(f"control.{stage}", STAGES, stage, closes_circle=True) for stage in STAGES

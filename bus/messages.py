@@ -97,7 +97,7 @@ class RequestOpened(Internal, frozen=True, array_like=True, tag="opened", tag_fi
     """Admission to streaming: a request that enters the lane, and what its results need.
 
     It is sent before the AdmittedRequest, over a link of its own: over Redis its sequences' first
-    step may come earlier, and streaming holds that back.
+    step may come earlier, and streaming holds that back. In a new epoch it is sent again.
 
     Attributes:
         n: Number of samples.
@@ -447,23 +447,17 @@ class StepSummary(Internal, frozen=True, array_like=True, tag="step_summary", ta
 
 
 class RecoveryItem(InternalPart, frozen=True, array_like=True):
-    """A request that admission holds, after a failure.
-
-    Attributes:
-        key: Of its result stream.
-        entry_id: Its entry.
-        opened: None for one that was refused.
-    """
+    """A request that admission holds, after a failure: its result stream's key, and its entry."""
 
     key: str
     entry_id: str
-    opened: RequestOpened | None = None
 
 
 class Recover(Internal, frozen=True, array_like=True, tag="recover", tag_field="type"):
-    """Admission to streaming, in a new epoch: what have you of these requests?
+    """Admission to streaming, in a new epoch: report what there is of these requests.
 
-    Each is answered with Recovered, or with RequestFinished when its terminal message is written.
+    It comes behind their RequestOpened, on the same link. Each is answered with Recovered, or with
+    RequestFinished when its terminal message is written.
 
     Attributes:
         replica: One of which the executor takes part in this epoch.

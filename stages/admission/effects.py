@@ -12,7 +12,7 @@ import msgspec
 
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel, ReplicaCapacity
-from ...bus.messages import RecoveredSample, RecoveryItem
+from ...bus.messages import RecoveredSample, RecoveryItem, RequestOpened
 from ...bus.public import ErrorInfo
 from .events import Accepted, AnyEvent, Arrival
 
@@ -86,9 +86,15 @@ class Judge(Effect, frozen=True):
 
 
 class Ask(Effect, frozen=True):
-    """Ask streaming what it has of these requests. `replica`: whose executor takes part."""
+    """Ask streaming what it has of these requests. May give HandOnFailed.
+
+    Attributes:
+        opened: Sent first, of those that were not refused.
+        replica: One whose executor takes part.
+    """
 
     items: tuple[RecoveryItem, ...]
+    opened: tuple[RequestOpened, ...]
     replica: int = 0
 
 

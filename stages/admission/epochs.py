@@ -15,18 +15,21 @@ import msgspec
 
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel, CancelAll, Drain, ServerRestarted, StageReady, StageStarted
-from ...bus.messages import Fenced, Recovered, RecoveredSample, RequestFinished
+from ...bus.messages import Fenced, Recovered, RecoveredSample, RecoveryItem, RequestFinished
 from ...config import REPLICATED, Config, role_of, split_role
 from . import effects as do
 from . import events as on
 from .checks import request_id_of
-from .ledger import Unanswered, recovery_items
+from .ledger import Unanswered
 from .participants import Participants
 from .poison import why_dead
 from .requests import Outbox, Requests
 
 # Requests gone to other lanes of which streaming is reminded in the next epoch.
 REMEMBERED_ELSEWHERE = 4096
+
+RECOVER_BATCH = 64
+"""Requests that streaming is asked about with one message."""
 
 Status = Literal["error", "cancelled", "expired"]
 
@@ -290,9 +293,13 @@ class EpochCore:
             self._ask(items)
 
     def _ask(self, items: Iterable[Unanswered]) -> None:
-        for some in recovery_items(items):
+        items = list(items)
+        for start in range(0, len(items), RECOVER_BATCH):
+            some = items[start : start + RECOVER_BATCH]
             self.asked.update(item.entry_id for item in some)
-            self._do(do.Ask(some, self.participants.first_executor()))
+            asked = tuple(RecoveryItem(item.result_key, item.entry_id) for item in some)
+            opened = tuple(item.accepted.opened for item in some if item.accepted is not None)
+            self._do(do.Ask(asked, opened, self.participants.first_executor()))
 
     def _take_answer(self, entry_id: str, samples: tuple[RecoveredSample, ...]) -> None:
         self.asked.discard(entry_id)

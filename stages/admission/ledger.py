@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel
-from ...bus.messages import RecoveredSample, RecoveryItem
+from ...bus.messages import RecoveredSample
 from .checks import MAX_INT64, request_id_of
 from .events import Accepted
 
 Verdict = Literal["go", "alone", "dead"]
-
-RECOVER_BATCH = 64
-"""Requests that streaming is asked about with one message."""
-
-RECOVER_TOKENS = 1 << 20
-"""Tokens of their prompts in one message, unless one alone has more."""
 
 
 class Unanswered(msgspec.Struct):
@@ -58,12 +52,12 @@ class Unanswered(msgspec.Struct):
         where = self.entry if self.accepted is None else self.accepted.opened
         return where.traceparent, where.tracestate
 
-    def recovery_item(self) -> RecoveryItem:
-        """What streaming is asked with."""
+    @property
+    def result_key(self) -> str:
+        """The key of its result stream."""
         if self.accepted is not None:
-            return RecoveryItem(self.request_id, self.entry_id, self.accepted.opened)
-        key = self.end.result_key if self.end is not None else self.entry_id
-        return RecoveryItem(key, self.entry_id)
+            return self.request_id
+        return self.end.result_key if self.end is not None else self.entry_id
 
 
 class Ledger:
@@ -131,21 +125,6 @@ class Ledger:
         if item.deaths >= self._max_lane_deaths:
             return "dead"
         return "alone" if item.deaths and item.deaths == self._max_lane_deaths - 1 else "go"
-
-
-def recovery_items(items: Iterable[Unanswered]) -> Iterator[tuple[RecoveryItem, ...]]:
-    """What streaming is asked with, in messages that no link refuses for their size."""
-    some: list[RecoveryItem] = []
-    num_tokens = 0
-    for item in map(Unanswered.recovery_item, items):
-        size = len(item.opened.prompt_token_ids) if item.opened is not None else 0
-        num_tokens += size
-        if some and (len(some) == RECOVER_BATCH or num_tokens > RECOVER_TOKENS):
-            yield tuple(some)
-            some, num_tokens = [], size
-        some.append(item)
-    if some:
-        yield tuple(some)
 
 
 def entry_deadline_ns(entry: RequestEntry, received_ns: int) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import ClassVar
 
 import anyio
@@ -164,7 +164,7 @@ class AdmissionStage(Actor):
             case do.Judge():
                 await self._go_on(judge(self, self._core, effect))
             case do.HandOn():
-                await self._hand_on(effect)
+                await self._or_give_up(effect.entry_id, self._hand_on(effect))
             case do.Acknowledge(entry_id, request_id):
                 await self.bus.requests.acknowledge(entry_id, request_id)
             case do.Then(event):
@@ -187,10 +187,12 @@ class AdmissionStage(Actor):
                 owners = tuple(await self._claim(entries))
                 long = tuple(not overdue and self._takes_long(entry) for entry in entries)
                 await self._go_on(on.Claimed(entries, owners, long))
-            case do.Ask(items, replica):
-                await self.send(CONTROL["streaming"], Recover(items, replica))
+            case do.Ask(items, opened, replica):
+                for each in opened:
+                    await self._or_give_up(each.entry_id, self.send(OPENED, each))
+                await self.send(OPENED, Recover(items, replica))
             case do.Forget(cancel):
-                await self.send(CONTROL["streaming"], cancel)
+                await self.send(OPENED, cancel)
             case do.Bury():
                 await self._bury(effect)
             case _:
@@ -229,21 +231,24 @@ class AdmissionStage(Actor):
         trace = TraceContext(request.info.traceparent, request.info.tracestate)
         if samples is not None:
             trace_replay(self, request.info.request_id, trace, effect.down_since_ns, samples)
+            request = self._core.resumed(request, samples)
+            if not request.sequences:
+                return  # all are finished, and streaming has them scored
+        else:
+            await self.send(OPENED, opened, trace=trace)
+        budget_ns = budget_of(effect.deadline_ns, now_ns())
+        await self.send(ADMITTED, request, trace=trace, budget_ns=budget_ns)
+        if samples is None:
+            count_moe(self, opened.model, int(self._core.capacity.experts > 0))
+
+    async def _or_give_up(self, entry_id: str, sending: Awaitable[None]) -> None:
+        """Await what is sent for an entry; give the entry up if that fails because of it."""
         try:
-            if samples is not None:
-                request = self._core.resumed(request, samples)
-                if not request.sequences:
-                    return  # all are finished, and streaming has them scored
-            else:
-                await self.send(OPENED, opened, trace=trace)
-            budget_ns = budget_of(effect.deadline_ns, now_ns())
-            await self.send(ADMITTED, request, trace=trace, budget_ns=budget_ns)
-            if samples is None:
-                count_moe(self, opened.model, int(self._core.capacity.experts > 0))
+            await sending
         except Exception as error:
             if not is_of_the_entry(error):
                 raise
-            await self._go_on(on.HandOnFailed(effect.entry_id, why_given_up(error)))
+            await self._go_on(on.HandOnFailed(entry_id, why_given_up(error)))
 
     async def _bury(self, effect: do.Bury) -> None:
         entry, error = effect.entry, effect.error

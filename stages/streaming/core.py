@@ -221,7 +221,7 @@ class StreamingCore:
         request = self._requests.get(item.key)
         return bool(request and request.samples and request.info.entry_id == item.entry_id)
 
-    def agrees(self, item: RecoveryItem, chunks: Sequence[CompletionChunk]) -> bool:
+    def agrees(self, item: RecoveryItem, chunks: Sequence[CompletionChunk]) -> RequestOpened | None:
         """Whether a known request's stream holds just what is known here to be delivered of it.
 
         It may hold less, when the server has lost some. It holds more when this object is a
@@ -236,11 +236,21 @@ class StreamingCore:
         )
         return not request.info.stream or known == delivered
 
-    def restore(self, opened: RequestOpened, chunks: Sequence[CompletionChunk]) -> None:
-        """Takes up a request again from what a predecessor delivered of it, in order."""
-        request = self._requests[opened.request_id] = RequestState(opened)
+    def restore(
+        self, item: RecoveryItem, chunks: Sequence[CompletionChunk]
+    ) -> RequestOpened | None:
+        """Rebuild an open request from the chunks delivered of it, in order, and from nothing else.
+
+        Returns:
+            The request; None if it is not open, or there are no chunks.
+        """
+        before = self._requests.get(item.key)
+        if before is None or before.info.entry_id != item.entry_id:
+            return None
+        self._stop(before)
+        request = self._requests[item.key] = RequestState(before.info)
         request.restored = bool(chunks)
-        request.executed_ns = opened.received_ns
+        request.executed_ns = request.info.received_ns
         for chunk in chunks:
             index = chunk.sample_index
             sample = request.samples.get(index) or request.add(index, self._pieces)
@@ -249,6 +259,7 @@ class StreamingCore:
                 request.restore_prompt(chunk)
             if chunk.finish_reason is not None:
                 request.finish(sample)
+        return request.info if chunks else None
 
     def recovered(self, item: RecoveryItem) -> Recovered:
         """What there is of a request; nothing of one that `knows` does not know."""
@@ -371,9 +382,13 @@ class StreamingCore:
         request = self._requests.get(request_id)
         if request is not None and request.info.entry_id == entry_id:
             del self._requests[request_id]
-            for sample in request.samples.values():
-                if self._running.get(sample.seq_id) is sample:
-                    del self._running[sample.seq_id]
+            self._stop(request)
+
+    def _stop(self, request: RequestState) -> None:
+        """Take no more rows of a request's samples."""
+        for sample in request.samples.values():
+            if self._running.get(sample.seq_id) is sample:
+                del self._running[sample.seq_id]
 
     def _end(self, cancel: Cancel, batch: _Batch) -> None:
         if cancel.elsewhere:

@@ -158,23 +158,21 @@ class StreamingStage(Actor):
             items, await self.bus.results.recover(keys, self.epoch), strict=True
         ):
             own = [output for output in outputs if output.entry_id == item.entry_id]
-            if item.key in self._fenced:
-                # What was dropped is missing in the stream; what stands there is what counts.
+            if own and isinstance(own[-1], Completion):
                 self._fenced.discard(item.key)
                 self._core.forget(item.key, item.entry_id)
-            if own and isinstance(own[-1], Completion):
                 finished = RequestFinished(own[-1].request_id, item.entry_id)
                 await self.send(FINISHED, finished, epoch=0)
                 continue
             chunks = [output for output in own if isinstance(output, CompletionChunk)]
-            if self._core.knows(item) and not self._core.agrees(item, chunks):
-                # Only what readers can find counts.
+            # After dropped outputs, and where both differ, only what readers can find counts.
+            keeps = self._core.knows(item) and item.key not in self._fenced
+            self._fenced.discard(item.key)
+            if keeps and not self._core.agrees(item, chunks):
+                keeps = False
                 self.log.warning("outputs_differ_from_the_stream", key=item.key)
-                self._core.forget(item.key, item.entry_id)
-            if item.opened is not None and not self._core.knows(item):
-                self._core.restore(item.opened, chunks)
-                if chunks:
-                    trace = TraceContext(item.opened.traceparent, item.opened.tracestate)
-                    self.log_of(item.opened.request_id, trace).info("request_restored")
+            if not keeps and (opened := self._core.restore(item, chunks)) is not None:
+                trace = TraceContext(opened.traceparent, opened.tracestate)
+                self.log_of(item.key, trace).info("request_restored")
             await self._ask_for_scores(self._core.to_score(item), replica, self.epoch)
             await self.send(FINISHED, self._core.recovered(item))

@@ -120,7 +120,7 @@ SAMPLES: tuple[Message, ...] = (
     OPENED,
     ScoreSample("r", "1-0", 1, (1, 2, 3), 2, 0.5),
     SampleScored("r", "1-0", 1, (-0.25,)),
-    Recover((RecoveryItem("r", "1-0", OPENED), RecoveryItem("1-1", "1-1")), 1),
+    Recover((RecoveryItem("r", "1-0"), RecoveryItem("1-1", "1-1")), 1),
     Recovered("1-0", (RecoveredSample(1, (4, 5), True),)),
     RequestFinished("r", "1-0"),
     Fenced(("1-0", "1-1")),

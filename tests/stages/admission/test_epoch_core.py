@@ -22,7 +22,7 @@ from nano_inference.config import AdmissionConfig, Config, SamplingParams
 from nano_inference.stages.admission import effects as do
 from nano_inference.stages.admission import events as on
 from nano_inference.stages.admission import stage
-from nano_inference.stages.admission.epochs import EpochCore
+from nano_inference.stages.admission.epochs import RECOVER_BATCH, EpochCore
 
 from .stages import CAPACITY
 
@@ -102,6 +102,19 @@ def judged(wanted: do.Judge) -> on.Judged:
     request = AdmittedRequest(info, (1,), SamplingParams(), (SequenceSpec(1, 0, 0),), "", 0)
     opened = RequestOpened(entry_id, entry_id, "m", 1, True, (), (1,))
     return on.Judged(arrival, on.Accepted(opened, request), wanted.cancelled)
+
+
+def test_streaming_is_asked_about_a_few_requests_at_a_time() -> None:
+    driven = Driven()
+    driven.ready()
+    ids = [f"{number}-0" for number in range(RECOVER_BATCH + 1)]
+    driven.let_in(*ids)
+    driven.tell(StageStarted("executor", "i"))
+    driven.ready()
+    asked = [each for each in driven.done if isinstance(each, do.Ask)]
+    assert [len(each.items) for each in asked] == [RECOVER_BATCH, 1]
+    assert [item.entry_id for each in asked for item in each.items] == ids
+    assert [opened.entry_id for each in asked for opened in each.opened] == ids
 
 
 def test_it_opens_when_all_take_part_in_this_epoch() -> None:

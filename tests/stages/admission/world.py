@@ -422,10 +422,12 @@ class Admission:
                 self.tokenizing.append(arrival)
             case do.Judge():
                 self.tell(self._judge(effect))
-            case do.Ask(items):
-                self.send("streaming", "control", Recover(items))
+            case do.Ask(items, opened):
+                for each in opened:
+                    self.send("streaming", "opened", each)
+                self.send("streaming", "opened", Recover(items))
             case do.Forget(cancel):
-                self.send("streaming", "control", cancel)
+                self.send("streaming", "opened", cancel)
             case do.HandOn():
                 self._hand_on(effect)
             case do.CutShort(cancel):
@@ -503,6 +505,8 @@ class Admission:
             self.tell(on.HandOnFailed(entry_id, error))
             return
         tokens = sum(len(sample.token_ids) for sample in effect.samples or ())
+        if effect.samples is None:
+            self.send("streaming", "opened", effect.accepted.opened)
         key = effect.accepted.opened.request_id
         self.send("fairness", "admitted", Run(entry_id, key, tokens))
 

@@ -369,7 +369,7 @@ def test_a_successor_that_knows_only_a_part_of_a_request_sees_it_in_its_stream(
 ) -> None:
     """A step that was meant for its predecessor told it of the second sample."""
     request = request_of(n=2, stream=streamed)
-    item = RecoveryItem("r", request.entry_id, request)
+    item = RecoveryItem("r", request.entry_id)
     before, after = Client(tokenizer), Client(tokenizer)
     before.step([(5, 40, "")], new=[started(5, request, 0)])
     chunks = before.chunks(sample_index=None)
@@ -378,8 +378,7 @@ def test_a_successor_that_knows_only_a_part_of_a_request_sees_it_in_its_stream(
     chunks += after.chunks(sample_index=None)
     assert after.core.knows(item)
     assert after.core.agrees(item, chunks) == (not streamed)
-    after.core.forget("r", request.entry_id)
-    after.core.restore(request, chunks)
+    after.core.restore(item, chunks)
     assert after.core.agrees(item, chunks)
     assert [each.sample_index for each in after.core.recovered(item).samples] == (
         [0, 1] if streamed else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nano_inference.bus.messages import RecoveryItem
 from nano_inference.bus.public import CompletionChunk
 from nano_inference.stages.streaming.measures import measure_end
 from nano_inference.telemetry.instruments import (
@@ -92,7 +93,8 @@ def test_a_successor_says_nothing_of_times_that_it_does_not_know(client: Client)
         logprobs=(-30.0,),
         text="?",
     )
-    client.core.restore(request, [chunk])
+    client.open(request)
+    client.core.restore(RecoveryItem("r", request.entry_id), [chunk])
     again = started(5, request, num_generated=1, executed_ns=500)
     (ended,) = client.step([(5, 31, "length")], new=[again], end_ns=600).ended
     measure_end(measured.metrics, ended, 0)

@@ -83,7 +83,7 @@ def test_a_score_of_another_entry_is_not_taken(client: Client) -> None:
 
 def test_in_a_new_epoch_what_is_missing_is_asked_again(client: Client) -> None:
     request = scored(n=2)
-    item = RecoveryItem("r", request.entry_id, request)
+    item = RecoveryItem("r", request.entry_id)
     client.step([(1, 40, "stop")], new=[started(1, request), started(2, request, 1)])
     asked = client.step([(2, 41, "stop")]).to_score
     score(client, -1.0)
@@ -103,8 +103,9 @@ def test_a_successor_asks_for_what_it_finds_finished(
     client.step([(1, 40, "")], new=[started(1, request)])
     asked = client.step([(1, 41, "stop")]).to_score
     after = Client(tokenizer)
-    item = RecoveryItem("r", request.entry_id, request)
-    after.core.restore(request, client.chunks())
+    item = RecoveryItem("r", request.entry_id)
+    after.open(request)
+    after.core.restore(item, client.chunks())
     assert after.core.to_score(item) == asked
     assert score(after, -1.0, -2.0).finished
     (completion,) = after.completions()

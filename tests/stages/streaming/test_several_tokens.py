@@ -185,8 +185,10 @@ def test_a_successor_goes_on_behind_chunks_of_several_tokens(
     ids = before.encode("one or the tw")
     before.step(new=[started(1, request)])
     report(before, ids[:3], adapter=2)
-    successor.core.restore(request, before.chunks())
-    recovered = successor.core.recovered(RecoveryItem("r", request.entry_id, request))
+    successor.open(request)
+    item = RecoveryItem("r", request.entry_id)
+    assert successor.core.restore(item, before.chunks()) == request
+    recovered = successor.core.recovered(item)
     assert recovered.samples[0].token_ids == tuple(ids[:3])
     successor.step(new=[started(1, request, num_generated=3)])
     report(successor, ids[3:], adapter=3)

@@ -209,6 +209,7 @@ class AdmissionCore:
         *,
         owner: str | None = None,
         tokens: Tokens | None = None,
+        trace: tuple[str, str] = ("", ""),
     ) -> Accepted:
         """Checks a request and makes its sequences.
 
@@ -219,6 +220,7 @@ class AdmissionCore:
             owner: The entry that has `request_id_of(entry)`, since it is in flight or its outputs
                 stand in that result stream; its own after a failure, None for nobody.
             tokens: What `tokenize` gave, if it was asked before.
+            trace: Traceparent and tracestate for the later stages.
 
         Raises:
             RequestError: Refused. `status_of` its code is the status of the terminal message.
@@ -238,8 +240,8 @@ class AdmissionCore:
             stream=request.stream and pooling is None,
             stop=sampling.stop,
             prompt_token_ids=token_ids,
-            traceparent=entry.traceparent,
-            tracestate=entry.tracestate,
+            traceparent=trace[0],
+            tracestate=trace[1],
             received_ns=received_ns,
             min_tokens=sampling.min_tokens,
             logprobs=sampling.logprobs,
@@ -248,9 +250,8 @@ class AdmissionCore:
             ref_temperature=sampling.temperature if has_reference else None,
             embeds=pooling is not None,
         )
-        ids = request_id, entry.entry_id, entry.traceparent, entry.tracestate
         admitted = AdmittedRequest(
-            info=RequestInfo(*ids, adapter, pooling),
+            info=RequestInfo(request_id, entry.entry_id, *trace, adapter, pooling),
             token_ids=token_ids,
             sampling=msgspec.structs.replace(sampling, stop=()) if sampling.stop else sampling,
             sequences=self._sequences(request, request_id),

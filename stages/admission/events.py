@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 import msgspec
-from msgspec.structs import replace
 
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel, StageReady
@@ -25,17 +24,6 @@ class Accepted(NamedTuple):
 
     opened: RequestOpened
     admitted: AdmittedRequest
-
-    def leaving(self, now_ns: int, traceparent: str, tracestate: str) -> Self:
-        """Return the same request with the time of its leaving and the later stages' trace."""
-        opened, admitted = self
-        info = replace(admitted.info, traceparent=traceparent, tracestate=tracestate)
-        return self._replace(
-            opened=replace(
-                opened, admitted_ns=now_ns, traceparent=traceparent, tracestate=tracestate
-            ),
-            admitted=replace(admitted, info=info),
-        )
 
 
 Tokenized = Tokens | Exception

@@ -6,52 +6,63 @@ from collections.abc import Sequence
 
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel
-from ...bus.messages import RecoveredSample
+from ...bus.messages import AdmittedRequest, RecoveredSample, RequestOpened
 from ...bus.public import Completion
 from ...config import BusError
 from ...telemetry import Attributes, TraceContext, names, now_ns
 from ...text.grammar import kind_of
 from ..actor import Actor
 from .checks import request_id_of
-from .events import Accepted
 
 LOST_S = 10.0
 """What ended longer before the last request has its spans exported: ten times the interval."""
 
 
-def trace_entry(
-    stage: Actor,
-    entry: RequestEntry,
-    received_ns: int,
-    accepted: Accepted | None = None,
-    error: str = "",
-) -> TraceContext:
-    """The span of an entry; returns the context for the other stages' spans.
+class EntryTrace:
+    """The span of an entry.
 
-    They are siblings below the client's span, or, if the client gave none, below ours.
+    Attributes:
+        context: For the other stages' spans. They are siblings below the client's span, or below
+            this one without a client's.
     """
-    given = TraceContext(entry.traceparent, entry.tracestate)
-    own = None
-    if not given.is_valid:
-        given = TraceContext()
-        own = stage.first_context(entry.entry_id)
-    if not stage.records((own or given).traceparent):
-        return own or given
-    attributes: dict[str, str | int | float] = {names.MESSAGE_ID: entry.entry_id}
-    if accepted is not None:
-        opened, request = accepted
-        attributes |= {
-            names.REQUEST_MODEL: opened.model,
-            names.INPUT_TOKENS: len(opened.prompt_token_ids),
-            names.SAMPLES: opened.n,
-            names.TENANT: request.tenant,
-            names.PRIORITY: request.priority,
-        }
-        if request.sampling.constraint is not None:
-            attributes[names.CONSTRAINT] = kind_of(request.sampling.constraint)
-    request_id = request_id_of(entry)
-    stage.span(request_id, given, received_ns, attributes, error=error, own=own)
-    return own or given
+
+    def __init__(self, stage: Actor, entry: RequestEntry, received_ns: int) -> None:
+        self._stage, self._entry, self.received_ns = stage, entry, received_ns
+        self._parent = TraceContext(entry.traceparent, entry.tracestate)
+        self._own: TraceContext | None = None
+        if not self._parent.is_valid:
+            self._parent = TraceContext()
+            self._own = stage.first_context(entry.entry_id)
+        self.context = self._own or self._parent
+
+    def end(
+        self,
+        opened: RequestOpened | None = None,
+        admitted: AdmittedRequest | None = None,
+        error: str = "",
+    ) -> None:
+        """Make the span, of a request or of an error."""
+        if not self._stage.records(self.context.traceparent):
+            return
+        attributes: dict[str, str | int | float] = {names.MESSAGE_ID: self._entry.entry_id}
+        if opened is not None and admitted is not None:
+            attributes |= {
+                names.REQUEST_MODEL: opened.model,
+                names.INPUT_TOKENS: len(opened.prompt_token_ids),
+                names.SAMPLES: opened.n,
+                names.TENANT: admitted.tenant,
+                names.PRIORITY: admitted.priority,
+            }
+            if admitted.sampling.constraint is not None:
+                attributes[names.CONSTRAINT] = kind_of(admitted.sampling.constraint)
+        self._stage.span(
+            request_id_of(self._entry),
+            self._parent,
+            self.received_ns,
+            attributes,
+            error=error,
+            own=self._own,
+        )
 
 
 def trace_replay(

@@ -221,7 +221,7 @@ class StreamingCore:
         request = self._requests.get(item.key)
         return bool(request and request.samples and request.info.entry_id == item.entry_id)
 
-    def agrees(self, item: RecoveryItem, chunks: Sequence[CompletionChunk]) -> RequestOpened | None:
+    def agrees(self, item: RecoveryItem, chunks: Sequence[CompletionChunk]) -> bool:
         """Whether a known request's stream holds just what is known here to be delivered of it.
 
         It may hold less, when the server has lost some. It holds more when this object is a

@@ -56,11 +56,11 @@ def entry_of(entry_id: str = "7-0", **fields: Any) -> RequestEntry:
         fields["prompt"] = "abc"
     sampling.setdefault("max_tokens", 8)
     request = GenerateRequest(sampling=SamplingParams(**sampling), **fields)
-    return RequestEntry(entry_id, request, traceparent="00-a-b-01", tracestate="k=v")
+    return RequestEntry(entry_id, request)
 
 
 def accept(core: AdmissionCore, entry: RequestEntry, *, owner: str | None = None) -> Accepted:
-    return core.admit(entry, RECEIVED_NS, NOW_NS, owner=owner)
+    return core.admit(entry, RECEIVED_NS, NOW_NS, owner=owner, trace=("00-a-b-01", "k=v"))
 
 
 def admit(core: AdmissionCore, entry: RequestEntry, *, owner: str | None = None) -> AdmittedRequest:
@@ -121,15 +121,6 @@ def test_an_admitted_request_is_complete(core: AdmissionCore) -> None:
     assert [spec.sample_index for spec in request.sequences] == [0, 1]
     assert request.sampling.stop_token_ids == {1}
     msgspec.msgpack.encode((opened, request))
-
-
-def test_a_leaving_request_tells_its_time_here_and_the_trace(core: AdmissionCore) -> None:
-    accepted = accept(core, entry_of())
-    opened, request = accepted.leaving(1_500, "00-c-d-01", "")
-    for message in (opened, request.info):
-        assert (message.traceparent, message.tracestate) == ("00-c-d-01", "")
-    assert (opened.received_ns, opened.admitted_ns) == (1_000, 1_500)
-    assert request.token_ids == accepted.admitted.token_ids
 
 
 def test_a_request_without_an_id_takes_its_entrys(core: AdmissionCore) -> None:

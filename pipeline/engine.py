@@ -27,7 +27,7 @@ from ..config import (
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.weights import WeightGroups
+from ..stages.executor.runner.weights import WeightGroups
 from ..stages.streaming.core import StreamingCore
 from ..telemetry import now_ns
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of

@@ -20,7 +20,6 @@ from ...store.redis.client import (
     Commands,
     Server,
     check_version,
-    execute,
     on_each,
     time_ms,
 )
@@ -139,21 +138,18 @@ class RedisBus:
 
     async def lanes(self) -> list[str]:
         redis, key = self._commands.redis, self._keys.lanes
-        registry = await self._commands.idempotent("lanes", lambda: execute(redis, "HGETALL", key))
+        registry = await self._commands.retry("lanes", "HGETALL", key)
         now_ms = await self._commands.idempotent("lanes", lambda: time_ms(redis, key))
         return live_lanes(registry, now_ms) or [self._config.lane]
 
     async def next_epoch(self) -> int:
         """Waits while Redis is away."""
-        redis, key = self._commands.redis, self._keys.epoch
-        return int(
-            await self._commands.idempotent("epoch", lambda: execute(redis, "EVAL", _EPOCH, 1, key))
-        )
+        return int(await self._commands.retry("epoch", "EVAL", _EPOCH, 1, self._keys.epoch))
 
     async def is_epoch(self, number: int) -> bool:
         """When the counter is lost, it will go on from the server's time."""
         redis, key = self._commands.redis, self._keys.epoch
-        last = await self._commands.idempotent("epoch", lambda: execute(redis, "GET", key))
+        last = await self._commands.retry("epoch", "GET", key)
         if last is not None:
             return number <= int(last)
         now_ms = await self._commands.idempotent("epoch", lambda: time_ms(redis, key))
@@ -171,7 +167,7 @@ class RedisBus:
     async def ping(self) -> None:
         """Looks at the server's version too, where it may."""
         redis = self._commands.redis
-        await self._commands.once(lambda: execute(redis, "PING"))
+        await self._commands.run("PING")
         try:
             infos = await self._commands.once(lambda: on_each(redis, "INFO", "server"))
         except BusError as error:

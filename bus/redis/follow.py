@@ -10,7 +10,7 @@ from redis import exceptions
 
 from ...config import BusError, ChannelClosed
 from ...config.logger import get_logger
-from ...store.redis.client import Commands, execute_all
+from ...store.redis.client import Commands
 from ...store.redis.keys import JSON, Keys
 from ..codec import decode_output
 from ..public import Completion, CompletionChunk, Output
@@ -163,11 +163,9 @@ async def last_output(
     commands: Commands, keys: Keys, request_id: str, entry_id: str
 ) -> Output | None:
     """See `ResultStreams.last`."""
-    redis, outs = commands.redis, out_keys(keys, request_id, entry_id)
+    outs = out_keys(keys, request_id, entry_id)
     asks = [("XREVRANGE", out, "+", "-", "COUNT", 1) for out in outs]
-    for out, entries in zip(
-        outs, await commands.once(lambda: execute_all(redis, asks)), strict=True
-    ):
+    for out, entries in zip(outs, await commands.run_all(asks), strict=True):
         for _, fields in entries:
             output = _output(out, fields.get(JSON, b""))
             if output.entry_id == entry_id or not entry_id:
@@ -192,8 +190,7 @@ async def check_known(commands: Commands, keys: Keys, entry_id: str, outs: Seque
     queued = await _is_in(commands, [keys.entrance], entry_id)
     if queued is False:
         queued = await _is_in(commands, await _behind_entrance(commands, keys), entry_id)
-    redis, looks = commands.redis, [("EXISTS", out) for out in outs]
-    written = await commands.idempotent("follow", lambda: execute_all(redis, looks))
+    written = await commands.retry_all("follow", [("EXISTS", out) for out in outs])
     if queued is None:
         return  # who may not read the queue has to trust that it holds his request
     if not any(written) and not queued:
@@ -206,11 +203,8 @@ async def check_known(commands: Commands, keys: Keys, entry_id: str, outs: Seque
 
 async def _is_in(commands: Commands, streams: Sequence[bytes], entry_id: str) -> bool | None:
     """Whether an entry is in one of the streams; None when that may not be known."""
-    redis = commands.redis
     asks = [("XRANGE", stream, entry_id, entry_id) for stream in streams]
-    replies = await commands.idempotent(
-        "follow", lambda: execute_all(redis, asks, raise_on_error=False)
-    )
+    replies = await commands.retry_all("follow", asks, raise_on_error=False)
     if any(isinstance(reply, exceptions.NoPermissionError) for reply in replies):
         return None
     # Another error: the entry id is not one of Redis's.
@@ -221,8 +215,7 @@ async def _behind_entrance(commands: Commands, keys: Keys) -> list[bytes]:
     """The streams to which requests are moved, of all models that there are or were."""
     if keys.model:
         return [keys.requests]
-    redis, asks = commands.redis, [("HKEYS", keys.models), ("HKEYS", keys.closed)]
-    names = await commands.idempotent("follow", lambda: execute_all(redis, asks))
+    names = await commands.retry_all("follow", [("HKEYS", keys.models), ("HKEYS", keys.closed)])
     return [keys.requests_of(name.decode()) for name in sorted({*names[0], *names[1]})]
 
 

@@ -8,7 +8,7 @@ these have begun. A lane that says nothing any more runs nothing.
 
 from __future__ import annotations
 
-from ...store.redis.client import Commands, execute
+from ...store.redis.client import Commands
 from ...store.redis.keys import Keys
 
 TOLD_FOR_MS = 5000
@@ -50,7 +50,6 @@ class QueueLength:
 
         `begun`: None where it is not known; then only the number is made anew.
         """
-        redis, keys = self._commands.redis, self._keys
-        argument = "" if begun is None else begun
+        keys, argument = self._keys, "" if begun is None else begun
         command = ("EVAL", _COUNT, len(keys), *keys, self._lane, argument, TOLD_FOR_MS)
-        return int(await self._commands.once(lambda: execute(redis, *command)))
+        return int(await self._commands.run(*command))

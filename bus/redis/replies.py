@@ -7,7 +7,7 @@ import time
 
 import msgspec
 
-from ...store.redis.client import Commands, execute, execute_all
+from ...store.redis.client import Commands
 from ...store.redis.keys import Keys
 from ..replies import KEPT_S, Outcome
 
@@ -30,13 +30,13 @@ class RedisReplies:
             return
         key = self._keys.reply(operation_id)
         commands = [("RPUSH", key, msgspec.json.encode(outcome)), ("EXPIRE", key, KEPT_S)]
-        await self._commands.once(lambda: execute_all(self._commands.redis, commands))
+        await self._commands.run_all(commands)
 
     async def outcomes(self, operation_id: str, number: int, timeout_s: float) -> list[Outcome]:
-        redis, key = self._commands.redis, self._keys.reply(operation_id)
+        key = self._keys.reply(operation_id)
         end, wait_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
         while True:
-            raw = await self._commands.once(lambda: execute(redis, "LRANGE", key, 0, -1))
+            raw = await self._commands.run("LRANGE", key, 0, -1)
             left_s = end - time.monotonic()
             if len(raw) >= number or left_s <= 0:
                 return [msgspec.json.decode(answer, type=Outcome) for answer in raw]

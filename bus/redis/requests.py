@@ -23,9 +23,7 @@ from ...store.redis.client import (
     Server,
     end_tasks,
     execute,
-    execute_all,
     is_transient,
-    persist,
 )
 from ...store.redis.keys import JSON, MODEL, TRACEPARENT, TRACESTATE, Keys
 from ..backlog import Backlog
@@ -108,31 +106,26 @@ class RedisRequests:
         for name, value in zip((TRACEPARENT, TRACESTATE), trace, strict=True):
             if value:
                 fields += [name, value]
-        redis = self._commands.redis
         if self._server.is_cluster:
-            # Its client does not look whether an idle connection was closed, so that what is sent
-            # first after a failover is lost. That must not be this.
+            # The cluster client doesn't notice that an idle connection was closed: the first
+            # command after a failover is lost, so send one that may be.
             with contextlib.suppress(BusError):
-                await self._commands.once(lambda: execute(redis, "EXISTS", self._keys.entrance))
+                await self._commands.run("EXISTS", self._keys.entrance)
         if model := self._config.model:
             fields = [MODEL, model, *fields]
             if (direct := await self._publish_directly(fields)) is not None:
                 return direct
-        entrance = self._keys.entrance
-        entry_id: bytes = await self._commands.once(
-            lambda: execute(redis, "XADD", entrance, "*", *fields)
-        )
+        entry_id: bytes = await self._commands.run("XADD", self._keys.entrance, "*", *fields)
         return entry_id.decode()
 
     async def _publish_directly(self, fields: Sequence[Any]) -> str | None:
         """Publishes to the model's own stream; None for who may run no scripts."""
         if not self._may_run_scripts:
             return None
-        redis, model = self._commands.redis, self._config.model
-        keys = (self._keys.entrance, self._key, self._keys.closed)
+        model, keys = self._config.model, (self._keys.entrance, self._key, self._keys.closed)
         try:
-            entry_id: bytes = await self._commands.once(
-                lambda: execute(redis, "EVAL", PUBLISH, len(keys), *keys, model, *fields)
+            entry_id: bytes = await self._commands.run(
+                "EVAL", PUBLISH, len(keys), *keys, model, *fields
             )
         except BusError as error:
             self._may_run_scripts = error.code != NOT_PERMITTED
@@ -147,16 +140,13 @@ class RedisRequests:
         await self._leases.enlist()
         self._drain_first = False  # before the drain: a fetch that breaks meanwhile sets it again
         try:
-            raw = await self._commands.shielded(
-                persist(self._server, "requests", lambda: self._drain(self._commands.redis))
+            raw = await self._commands.idempotent(
+                "requests", lambda: self._drain(self._commands.redis)
             )
         except BaseException:
             self._drain_first = True
             raise
-        redis = self._commands.redis
-        entries = await self._commands.shielded(
-            persist(self._server, "requests", lambda: self._read_entries(redis, raw))
-        )
+        entries = await self._read(raw)
         ids = {entry.entry_id for entry in entries}
         # A fetch under way may add what it gets meanwhile; it knows these by id and skips them.
         self._ready = deque(entry for entry in self._ready if entry.entry_id not in ids)
@@ -208,11 +198,7 @@ class RedisRequests:
     async def take_over(self, lease_s: float, max_items: int) -> list[RequestEntry]:
         """Takes over at most `TAKE_OVER_PAGE` at a time."""
         raw = await self._leases.take_over(lease_s, max_items)
-        redis = self._commands.redis
-        entries = await self._commands.shielded(
-            persist(self._server, "requests", lambda: self._read_entries(redis, raw))
-        )
-        return self._not_known(entries)
+        return self._not_known(await self._read(raw))
 
     async def shed(
         self, max_queued: int, answer: Callable[[RequestEntry, int], Completion], epoch: int
@@ -221,25 +207,19 @@ class RedisRequests:
         queued, raw = await self._leases.excess(max_queued)
         if not raw:
             return 0
-        redis = self._commands.redis
-        entries = await self._commands.shielded(
-            persist(self._server, "requests", lambda: self._read_entries(redis, raw))
-        )
+        entries = await self._read(raw)
         refusals = [Refusal(entry.entry_id, answer(entry, queued)) for entry in entries]
         answered = await end_untaken(self._results, refusals, epoch)
         return await self._leases.remove(answered)
 
     async def end_all(self, answer: Callable[[RequestEntry], Completion], epoch: int) -> int:
-        redis, after, number = self._commands.redis, "-", 0
+        after, number = "-", 0
         while True:
-            command = ("XRANGE", self._key, after, "+", "COUNT", DRAIN_PAGE)
-            raw = await self._commands.once(lambda: execute(redis, *command))  # noqa: B023
+            raw = await self._commands.run("XRANGE", self._key, after, "+", "COUNT", DRAIN_PAGE)
             if not raw:
                 return number
             after = f"({raw[-1][0].decode()}"
-            entries = await self._commands.once(
-                lambda: self._read_entries(redis, raw)  # noqa: B023
-            )
+            entries = await self._read(raw)
             ended = await end_entries(self._results, entries, answer, epoch)
             await self._leases.forget(ended)
             number += len(ended)
@@ -247,15 +227,11 @@ class RedisRequests:
     async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
         """Keeps a letter; the oldest go when there are more than `KEPT_DEAD`."""
         letter = dead_letter(entry, error, deaths, time.time_ns(), self._config.model)
-        redis, written = self._commands.redis, msgspec.json.encode(letter)
-        command = ("XADD", self._keys.dead, "MAXLEN", "~", KEPT_DEAD, "*", JSON, written)
-        await self._commands.shielded(
-            persist(self._server, "dead letters", lambda: execute(redis, *command))
-        )
+        command = ("XADD", self._keys.dead, "MAXLEN", "~", KEPT_DEAD, "*", JSON)
+        await self._commands.retry("dead letters", *command, msgspec.json.encode(letter))
 
     async def dead_letters(self) -> list[DeadLetter]:
-        redis, key = self._commands.redis, self._keys.dead
-        entries = await self._commands.once(lambda: execute(redis, "XRANGE", key, "-", "+"))
+        entries = await self._commands.run("XRANGE", self._keys.dead, "-", "+")
         letters = []
         for letter_id, fields in entries:
             try:
@@ -267,22 +243,21 @@ class RedisRequests:
         return letters
 
     async def drop_dead_letter(self, letter_id: str) -> bool:
-        redis, key = self._commands.redis, self._keys.dead
-        return bool(await self._commands.once(lambda: execute(redis, "XDEL", key, letter_id)))
+        return bool(await self._commands.run("XDEL", self._keys.dead, letter_id))
 
     async def count_queue(self, begun: int | None) -> int:
         return await self._queue_length.count(begun)
 
     async def backlog(self) -> Backlog:
-        redis, keys = self._commands.redis, self._keys
+        keys = self._keys
         commands = [
             ("XLEN", keys.requests),
             ("XLEN", keys.dead),
             ("GET", keys.queue_length),
             ("XPENDING", keys.requests, self._config.group),
         ]
-        length, dead, queue_length, pending = await self._commands.once(
-            lambda: execute_all(redis, commands, raise_on_error=False)
+        length, dead, queue_length, pending = await self._commands.run_all(
+            commands, raise_on_error=False
         )
         for reply in (length, dead, queue_length):
             if isinstance(reply, Exception):
@@ -439,6 +414,12 @@ class RedisRequests:
                 get_logger().warning("bus.group_not_made", error=str(error))
         except (exceptions.RedisError, OSError):
             self._drain_first = True
+
+    async def _read(self, raw: Entries) -> list[RequestEntry]:
+        """`_read_entries` until it succeeds, in a task that a cancellation leaves running."""
+        return await self._commands.idempotent(
+            "requests", lambda: self._read_entries(self._commands.redis, raw)
+        )
 
     async def _read_entries(self, redis: Redis, raw: Entries) -> list[RequestEntry]:
         return await read_entries(redis, self._key, raw, self._config.max_request_bytes)

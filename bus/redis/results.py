@@ -78,18 +78,14 @@ class RedisResults:
     async def claim(self, claims: Sequence[tuple[str, str]]) -> list[str | None]:
         if not claims:
             return []
-
-        async def attempt() -> list[Any]:
-            commands = [
-                # Nobody else can have it; but somebody may have begun.
-                ("EXISTS", self._keys.out(key))
-                if key == entry_id
-                else ("SET", self._keys.own(key), entry_id, "NX", "GET")
-                for key, entry_id in claims
-            ]
-            return await execute_all(self._commands.redis, commands)
-
-        owners = await self._commands.shielded(persist(self._server, "claims", attempt))
+        commands = [
+            # No other entry can have the key, but an earlier taker may have begun to write.
+            ("EXISTS", self._keys.out(key))
+            if key == entry_id
+            else ("SET", self._keys.own(key), entry_id, "NX", "GET")
+            for key, entry_id in claims
+        ]
+        owners = await self._commands.retry_all("claims", commands)
         return [
             owner.decode() if isinstance(owner, bytes) else entry_id if owner else None
             for owner, (_, entry_id) in zip(owners, claims, strict=True)
@@ -129,11 +125,7 @@ class RedisResults:
             outs = (self._keys.out(request_id), self._keys.out(entry_id))
             looks.append(("EXISTS", *self.marks_of(entry_id, request_id)))
             looks.extend(("XREVRANGE", out, "+", "-", "COUNT", 1) for out in outs)
-        found = iter(
-            await self._commands.idempotent(
-                "acknowledgements", lambda: execute_all(self._commands.redis, looks)
-            )
-        )
+        found = iter(await self._commands.retry_all("acknowledgements", looks))
         missing: set[str] = set()
         for entry_id in entries:
             is_told, *tails = (next(found) for _ in range(3))
@@ -180,9 +172,9 @@ class RedisResults:
         self, command: str, start: bytes | str, end: bytes | str, count: int
     ) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """A part of the results stream."""
-        redis, key = self._commands.redis, self._keys.results
-        entries: list[tuple[bytes, dict[bytes, bytes]]] = await self._commands.idempotent(
-            "results", lambda: execute(redis, command, key, start, end, "COUNT", count)
+        key = self._keys.results
+        entries: list[tuple[bytes, dict[bytes, bytes]]] = await self._commands.retry(
+            "results", command, key, start, end, "COUNT", count
         )
         return entries
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...config import BusConfig, BusError, shown
 from ...config.errors import bus_closed
-from ...store.redis.client import Commands, Server, end_tasks, execute, execute_all, persist
+from ...store.redis.client import Commands, Server, end_tasks, execute, persist
 from ...store.redis.keys import JSON, MODEL, MSGPACK, Keys
 from ...store.registry import NOT_LOADED
 from ..channel import RequestEntry
@@ -113,17 +113,11 @@ class RedisRouting:
         raise bus_closed()
 
     async def move(self, places: Sequence[tuple[str, str]]) -> list[Unmoved]:
-        redis, keys = self._commands.redis, self._keys
+        keys = self._keys
         targets = [keys.requests_of(model) for _, model in places]
         named = [keys.entrance, keys.closed, *targets]
         pairs = [each for place in places for each in place]
-        left = await self._commands.shielded(
-            persist(
-                self._server,
-                "entrance",
-                lambda: execute(redis, "EVAL", _MOVE, len(named), *named, *pairs),
-            )
-        )
+        left = await self._commands.retry("entrance", "EVAL", _MOVE, len(named), *named, *pairs)
         return [Unmoved(entry_id.decode(), code.decode()) for entry_id, code in left]
 
     async def refuse(
@@ -131,14 +125,14 @@ class RedisRouting:
     ) -> None:
         redis, key = self._commands.redis, self._keys.entrance
         ranges = [("XRANGE", key, each, each) for each in entry_ids]
-        found = await self._commands.once(lambda: execute_all(redis, ranges))
+        found = await self._commands.run_all(ranges)
         raw = [entry for entries in found for entry in entries]
         entries = await self._commands.once(
             lambda: read_entries(redis, key, raw, self._config.max_request_bytes)
         )
         refusals = [Refusal(entry.entry_id, answer(entry)) for entry in entries]
         if ended := await end_untaken(self._results, refusals, epoch, claimed_too=True):
-            await self._commands.once(lambda: execute(redis, "XDEL", key, *ended))
+            await self._commands.run("XDEL", key, *ended)
 
     async def aclose(self) -> None:
         self._closed = True

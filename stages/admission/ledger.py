@@ -10,7 +10,8 @@ import msgspec
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel
 from ...bus.messages import RecoveredSample
-from .checks import MAX_INT64, request_id_of
+from ...config import MAX_INT64
+from .checks import request_id_of
 from .events import Accepted
 
 Verdict = Literal["go", "alone", "dead"]
@@ -88,7 +89,7 @@ class Ledger:
         entry_id = item.entry.entry_id
         self._entries[entry_id] = item
         if item.accepted is not None:
-            self._let_in[item.request_id] = entry_id
+            self._let_in[item.accepted.opened.request_id] = entry_id
 
     def get(self, entry_id: str) -> Unanswered | None:
         """An entry; None when it is answered or was never taken."""
@@ -102,7 +103,7 @@ class Ledger:
         """The entry is answered, or another lane's. Returns it, None when it was not there."""
         item = self._entries.pop(entry_id, None)
         if item is not None and item.accepted is not None:
-            del self._let_in[item.request_id]
+            del self._let_in[item.accepted.opened.request_id]
         return item
 
     def suspect(self, outside: Collection[str]) -> None:

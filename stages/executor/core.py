@@ -20,36 +20,36 @@ from ...bus.messages import (
 )
 from ...config import EngineConfig, ModelError
 from ...text.grammar import GrammarCompiler
-from .adapters import AdapterLimits, AdapterTable
-from .attention.backend import AttentionBackend
-from .attention.choose import choose_backend
-from .attention.paged import PagedBackend
-from .batch import IntArray, Uploader
-from .constraints import Constraints
-from .cuda_graphs import CudaCapture
-from .deterministic import Determinism
-from .device import describe_device
-from .experts import experts_of
-from .fast_modules.modules import FastModules
-from .feed import TokenFeed
-from .fixed_tiles import FixedTiles
-from .graphs import Capture, DecodeGraphs
-from .inputs import InputBuilder
-from .kv_cache import KVCache, count_blocks
-from .loaded_model import LoadedModel
-from .memory import ReplicaMemory, no_memory
-from .model import load_model
-from .pooling import PromptPooler, capabilities_of, embedding_capacity, report_pooled
-from .sequences import SequenceTable
-from .speculation.control import MOST_ROWS
-from .speculation.costs import StepCosts, measure_costs, trial_step
-from .speculation.draft_model import DraftModel, drafts_by_model, load_draft_model
-from .speculation.make import make_speculator
-from .speculation.speculator import Speculator
-from .started import started_sequences
-from .step import LaunchedStep, StepOutputs, StepRunner
-from .unread import Sampled, UnreadTokens
-from .weights import WeightSyncManager, limits_of
+from .driver.constraints import Constraints
+from .driver.feed import TokenFeed
+from .driver.pooling import PromptPooler, capabilities_of, embedding_capacity, report_pooled
+from .driver.sequences import SequenceTable
+from .driver.speculation.control import MOST_ROWS
+from .driver.speculation.costs import StepCosts, measure_costs, trial_step
+from .driver.speculation.draft_model import DraftModel, drafts_by_model, load_draft_model
+from .driver.speculation.make import make_speculator
+from .driver.speculation.speculator import Speculator
+from .driver.started import started_sequences
+from .driver.step import LaunchedStep, StepOutputs, StepRunner
+from .driver.unread import Sampled, UnreadTokens
+from .runner.adapters import AdapterLimits, AdapterTable
+from .runner.attention.backend import AttentionBackend
+from .runner.attention.choose import choose_backend
+from .runner.attention.paged import PagedBackend
+from .runner.batch import IntArray, Uploader
+from .runner.cuda_graphs import CudaCapture
+from .runner.deterministic import Determinism
+from .runner.device import describe_device
+from .runner.experts import experts_of
+from .runner.fast_modules.modules import FastModules
+from .runner.fixed_tiles import FixedTiles
+from .runner.graphs import Capture, DecodeGraphs
+from .runner.inputs import InputBuilder
+from .runner.kv_cache import KVCache, count_blocks
+from .runner.loaded_model import LoadedModel
+from .runner.memory import ReplicaMemory, no_memory
+from .runner.model import load_model
+from .runner.weights import WeightSyncManager, limits_of
 
 
 class ExecutorCore:

@@ -290,8 +290,33 @@ class Commands:
         """
         return await self.shielded(persist(self.server, what, attempt))
 
+    async def run(self, *command: Any) -> Any:
+        """Send one command, once. Raises as `once`."""
+        return await self.once(lambda: execute(self._redis, *command))
+
+    async def run_all(
+        self, commands: Sequence[Sequence[Any]], raise_on_error: bool = True
+    ) -> list[Any]:
+        """Send commands in one round trip, once. Raises as `once`."""
+        return await self.once(lambda: execute_all(self._redis, commands, raise_on_error))
+
+    async def retry(self, what: str, *command: Any) -> Any:
+        """Send one command until it succeeds. Raises as `idempotent`."""
+        return await self.idempotent(what, lambda: execute(self._redis, *command))
+
+    async def retry_all(
+        self, what: str, commands: Sequence[Sequence[Any]], raise_on_error: bool = True
+    ) -> list[Any]:
+        """Send commands in one round trip until they succeed. Raises as `idempotent`."""
+        attempt = lambda: execute_all(self._redis, commands, raise_on_error)  # noqa: E731
+        return await self.idempotent(what, attempt)
+
+    async def time_ms(self, key: bytes) -> int:
+        """Return the clock that makes the entry ids of the stream `key`. Raises as `once`."""
+        return await self.once(lambda: time_ms(self._redis, key))
+
     async def aclose(self, patience_s: float) -> None:
-        """Lets running commands finish for a while, then ends them and disconnects."""
+        """Wait up to `patience_s` for running commands, then cancel them and disconnect."""
         self._closed = True
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=patience_s)

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from ...config.logger import get_logger
-from .client import Commands, execute
+from .client import Commands
 
 T = TypeVar("T")
 
@@ -21,13 +21,10 @@ class RedisRecord(Generic[T]):
         self._commands = commands
 
     async def put(self, last: T) -> None:
-        redis, body = self._commands.redis, msgspec.json.encode(last)
-        await self._commands.once(lambda: execute(redis, "SET", self._key, body))
+        await self._commands.run("SET", self._key, msgspec.json.encode(last))
 
     async def read(self) -> T | None:
-        redis = self._commands.redis
-        get = lambda: execute(redis, "GET", self._key)  # noqa: E731
-        raw = await self._commands.idempotent("in place", get)
+        raw = await self._commands.retry("in place", "GET", self._key)
         if raw is None:
             return None
         try:

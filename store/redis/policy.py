@@ -8,7 +8,7 @@ from __future__ import annotations
 from redis import exceptions
 
 from ..policy import NOTHING, PolicyState, new_version
-from .client import Commands, execute
+from .client import Commands
 from .keys import Keys
 
 _VERSION, _DOCUMENT = b"version", b"document"
@@ -22,12 +22,10 @@ class RedisPolicyRecord:
         self._commands = commands
 
     async def read(self, known: str) -> PolicyState | None:
-        redis, key = self._commands.redis, self._key
-        version = await self._commands.once(lambda: execute(redis, "HGET", key, _VERSION))
+        version = await self._commands.run("HGET", self._key, _VERSION)
         if (version or b"").decode() == known:
             return None
-        both = ("HMGET", key, _VERSION, _DOCUMENT)
-        version, document = await self._commands.once(lambda: execute(redis, *both))
+        version, document = await self._commands.run("HMGET", self._key, _VERSION, _DOCUMENT)
         return NOTHING if version is None else PolicyState(version.decode(), document)
 
     async def replace(self, known: str, document: bytes) -> bool:

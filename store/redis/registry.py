@@ -12,7 +12,7 @@ import msgspec
 
 from ...config.logger import get_logger
 from ..registry import ModelRecord, Records, Traffic
-from .client import Commands, execute
+from .client import Commands
 from .keys import Keys, parse_id
 
 _PUT = """
@@ -54,8 +54,7 @@ class RedisModelRegistry:
         self._commands = commands
 
     async def read(self) -> Records:
-        redis, key = self._commands.redis, self._keys.models
-        found = await self._commands.once(lambda: execute(redis, "HGETALL", key))
+        found = await self._commands.run("HGETALL", self._keys.models)
         records: Records = {}
         for name, raw in sorted(found.items()):
             try:
@@ -75,11 +74,10 @@ class RedisModelRegistry:
     async def traffic(self, models: Sequence[str]) -> list[Traffic]:
         if not models:
             return []
-        redis, keys = self._commands.redis, [self._keys.requests_of(model) for model in models]
-        command = ("EVAL", _TRAFFIC, len(keys), *keys)
-        rows = await self._commands.once(lambda: execute(redis, *command))
+        keys = [self._keys.requests_of(model) for model in models]
+        rows = await self._commands.run("EVAL", _TRAFFIC, len(keys), *keys)
         return [Traffic(int(length), parse_id(last)[0]) for length, last in rows]
 
     async def _eval(self, script: str, *arguments: str | bytes) -> None:
-        redis, keys = self._commands.redis, (self._keys.models, self._keys.closed)
-        await self._commands.once(lambda: execute(redis, "EVAL", script, 2, *keys, *arguments))
+        keys = (self._keys.models, self._keys.closed)
+        await self._commands.run("EVAL", script, 2, *keys, *arguments)

@@ -24,9 +24,9 @@ from nano_inference.config import load_config
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.executor.kernels import cpu
-from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
-from nano_inference.stages.executor.model import wrap_model
+from nano_inference.stages.executor.runner.kernels import cpu
+from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable
+from nano_inference.stages.executor.runner.model import wrap_model
 
 from ..instructions import counted, instructions
 from ..stages.executor.models import make_model

@@ -24,10 +24,10 @@ from nano_inference.bus.control import MemoryTag
 from nano_inference.bus.messages import StepPlan
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.stages.batching.core import BatchingCore
+from nano_inference.stages.executor.changes.updates import WeightUpdates
 from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.executor.memory import ReplicaMemory
+from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.stages.executor.stage import ExecutorStage, _on_torch
-from nano_inference.stages.executor.weights import WeightUpdates
 
 from .. import oracle
 from ..resident import needs_proc, resident_bytes

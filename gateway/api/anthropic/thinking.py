@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...server.http import FieldError, Int64
+from ....config import Int64
+from ...server.http import FieldError
 from ...serving.fields import read_part
 from ...serving.template_variables import Reasoning
 from .bodies import CountBody

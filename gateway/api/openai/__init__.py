@@ -14,9 +14,9 @@ from ...serving.model_length import ModelLength
 from ...serving.served import ServedModels
 from ...serving.submissions import Submissions
 from ...serving.words import LazyWords
+from .bodies import CallName
 from .embeddings import EmbeddingCalls
 from .errors import Endpoint, in_openai_words
-from .fields import CallName
 from .generate import GenerationCalls
 from .info import InfoCalls
 from .responses import ID_PREFIX, ResponseCalls

@@ -1,25 +1,17 @@
-"""Conversations as prompts, by the model's chat template.
-
-A template comes with the model, from whoever made that, and is a program. It runs in Transformers'
-sandbox, in a thread, and for a limited time.
-"""
+"""Conversations as prompts, by the model's chat template in worker processes."""
 
 from __future__ import annotations
 
 import inspect
 import re
-import sys
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
 
 import anyio.to_thread
 import msgspec
-from jinja2 import TemplateError
 
-from ...config import AdmissionConfig, RequestError, field_name, shown
+from ...config import AdmissionConfig, field_name
+from ...text.chat_template import TemplateWorkers, render, template_of
 from ...text.messages import MessageFormat, Tool, opening_of
 from ..server.http import FieldError
 from .message_formats import LazyFormat
@@ -28,13 +20,10 @@ from .template_variables import Reasoning, names_read, reasoning_variables
 from .turns import Turns
 from .words import LazyWords
 
-if TYPE_CHECKING:
-    from _typeshed import TraceFunction
-
 __all__ = ["ChatTemplates", "Conversation", "Rendered", "Turn"]
 
 AT_ONCE = 3
-"""Templates that run at a time. Each thread keeps a core busy, and one tenant alone has two."""
+"""Templates that run at a time. Each keeps a core busy, and one tenant alone has two."""
 
 _THE_ONE = "conversation"
 """Of what waits for a place together."""
@@ -90,7 +79,7 @@ class ChatTemplates:
         self._words = words
         self._format = message_format
         self._max_model_len = max_model_len
-        self._timeout_s = timeout_s
+        self._workers = TemplateWorkers(AT_ONCE, timeout_s)
         self._turns = turns
 
     async def message_format(self) -> MessageFormat | None:
@@ -112,6 +101,9 @@ class ChatTemplates:
                 prompt_too_long.
             EngineError: overloaded.
         """
+        if not self._workers.started:
+            # They load Transformers while this process loads the tokenizer.
+            await anyio.to_thread.run_sync(self._workers.start)
         words, max_model_len = await self._words.required(), await self._max_model_len()
         form = await self.message_format()
 
@@ -119,8 +111,7 @@ class ChatTemplates:
             # Before the template, whatever it takes of them, and after it, whatever it adds.
             sent = "".join(str(turn.get("content") or "") for turn in conversation.turns)
             words.check_fits(sent, max_model_len)
-            with _limited(self._timeout_s):
-                text = _render(words.tokenizer, conversation, form)
+            text = self._rendered(words.tokenizer, conversation, form)
             words.check_fits(text, max_model_len)
             token_ids = words.token_ids(text, add_special=False)
             begun = conversation.add_generation_prompt or conversation.continue_final_message
@@ -134,68 +125,38 @@ class ChatTemplates:
             finally:
                 self._turns.give_back(tenant)
 
-
-def _render(tokenizer: Any, conversation: Conversation, form: MessageFormat | None) -> str:
-    tools = [tool.as_templates_read() for tool in conversation.tools] or None
-    template = _template_of(tokenizer, tools)
-    _check_variables(conversation.variables, template, tokenizer)
-    variables = reasoning_variables(
-        conversation.reasoning,
-        conversation.variables,
-        template,
-        always=form is not None and form.reasoning is not None,
-    )
-    try:
-        text = tokenizer.apply_chat_template(
+    def _rendered(
+        self, tokenizer: Any, conversation: Conversation, form: MessageFormat | None
+    ) -> str:
+        tools = [tool.as_templates_read() for tool in conversation.tools] or None
+        template = template_of(tokenizer, tools)
+        if tools and "tools" not in names_read(template):
+            raise FieldError(
+                "tools: the model's chat template does not read tools; leave them out, or serve a "
+                "model that was trained to call them",
+                param="tools",
+                code="unsupported",
+            )
+        _check_variables(conversation.variables, template, tokenizer)
+        variables = reasoning_variables(
+            conversation.reasoning,
+            conversation.variables,
+            template,
+            always=form is not None and form.reasoning is not None,
+        )
+        return render(
+            tokenizer,
             as_read_by(template, conversation.turns),
             tools=tools,
-            tokenize=False,
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
-            **variables,
+            variables=variables,
+            run=self._workers.run,
         )
-    # Templates refuse (TemplateError), and stumble as any program does.
-    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-        raise RequestError(
-            f"the model's chat template refuses these messages: {shown(str(error))}",
-            code="invalid_messages",
-        ) from error
-    # Whatever else a stranger's program may raise.
-    except Exception as error:
-        raise RequestError(
-            f"the model's chat template fails: {shown(str(error) or type(error).__name__)}",
-            code="chat_template_failed",
-        ) from error
-    return str(text)
-
-
-def _template_of(tokenizer: Any, tools: list[dict[str, Any]] | None) -> str:
-    """Raises RequestError: there is none, or none that reads tools."""
-    if not tokenizer.chat_template:
-        raise RequestError(
-            "the model has no chat template; send the conversation as a prompt, to /v1/completions",
-            code="no_chat_template",
-        )
-    try:
-        template = str(tokenizer.get_chat_template(tools=tools))
-    except ValueError as error:
-        # Several, and none of them the default.
-        raise RequestError(
-            f"the model's chat template can't be chosen: {shown(str(error))}",
-            code="no_chat_template",
-        ) from None
-    if tools and "tools" not in names_read(template):
-        raise FieldError(
-            "tools: the model's chat template does not tell it of any; leave them out, or serve a "
-            "model that was trained to call them",
-            param="tools",
-            code="unsupported",
-        )
-    return template
 
 
 def _check_variables(variables: dict[str, Any], template: str, tokenizer: Any) -> None:
-    """Refuses what the template would not look at, and what says how Transformers calls it."""
+    """Refuse variables that the template does not read, and parameters of Transformers' call."""
     taken = inspect.signature(tokenizer.apply_chat_template).parameters
     for name in variables:
         if name in taken or not name.isidentifier() or name in tokenizer.special_tokens_map:
@@ -207,48 +168,3 @@ def _check_variables(variables: dict[str, Any], template: str, tokenizer: Any) -
             continue
         param = f"chat_template_kwargs.{field_name(name)}"
         raise FieldError(f"{param}: {why}; leave it out", param=param, code="unsupported")
-
-
-# --- a limit on time --------------------------------------------------------------------------
-
-_TEMPLATE = "<template>"
-"""The file that Jinja compiles a template's code for, when that comes from none."""
-
-
-class _TimeOver(BaseException):
-    """Not an Exception, which a template's filters might catch."""
-
-
-@contextmanager
-def _limited(limit_s: float) -> Iterator[None]:
-    """Stops the templates of this thread after so many seconds, when they come to their next line.
-
-    By a trace function, since it ends with its thread's work. An exception that another thread
-    sends (PyThreadState_SetAsyncExc) would leave the interpreter looking for it for ever, also when
-    it is taken back: everything is slower then, and under any other trace Python 3.11 hangs.
-
-    Raises:
-        RequestError: chat_template_failed.
-    """
-    deadline = time.monotonic() + limit_s
-
-    def on_line(frame: FrameType, event: str, argument: object) -> TraceFunction:
-        if time.monotonic() > deadline:
-            raise _TimeOver
-        return on_line
-
-    def on_call(frame: FrameType, event: str, argument: object) -> TraceFunction | None:
-        return on_line if frame.f_code.co_filename == _TEMPLATE else None
-
-    before = sys.gettrace()
-    sys.settrace(on_call)
-    try:
-        yield
-    except _TimeOver:
-        raise RequestError(
-            f"the model's chat template took longer than {limit_s:g} s "
-            "(gateway.template_timeout_s) for these messages; send fewer",
-            code="chat_template_failed",
-        ) from None
-    finally:
-        sys.settrace(before)

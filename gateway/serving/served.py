@@ -10,7 +10,7 @@ import anyio
 from ...bus.public import GenerateRequest
 from ...config import BusError, Config, RequestError, shown
 from ...pipeline.client import BusClient
-from ...pipeline.client_adapters import adapters_of
+from ...pipeline.models import adapters_of
 from ...store.board import LoadedAdapter
 from ..policy.caller import Caller
 from ..policy.models import check_allowed

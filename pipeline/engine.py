@@ -511,12 +511,8 @@ class InferenceEngine:
 
     def _queue(self, name: str, request_id: RequestId | None, request: GenerateRequest) -> None:
         now = now_ns()
-<<<<<<< HEAD
-        opened, new = self._admission.admit(RequestEntry(name, request), now, now)
-=======
         request = replace(request, request_id=name)
-        new = self._admission.admit(RequestEntry(name, request), now, now)
->>>>>>> main
+        opened, new = self._admission.admit(RequestEntry(name, request), now, now)
         self._requests.add(name, Unfinished(new.token_ids, request.sampling, request_id))
         self._streaming.open(opened, now)
         self._batching.add(
@@ -560,16 +556,8 @@ class InferenceEngine:
             return []
         cancel = Cancel(name, name, "cancelled", "cancelled", "aborted")
         self._batching.cancel(cancel)
-<<<<<<< HEAD
         (ended,) = self._streaming.end(cancel, now_ns()).ended
-        return compare(self._reference, self._finished(ended.completion)[1])
-=======
-        ended = self._streaming.end(cancel, now_ns()).ended
-        if not ended:
-            self._requests.pop(name)
-            return []
-        return self._with_reference(self._finished(ended[0].completion)[1])
->>>>>>> main
+        return self._with_reference(self._finished(ended.completion)[1])
 
     def _advance(self) -> list[tuple[str, list[Finished]]]:
         executor = self._executor
@@ -597,13 +585,8 @@ class InferenceEngine:
                 self._batching.change_weights(version, "keep")
             self._report_memory()
             raise
-<<<<<<< HEAD
         self._batching.absorb(result.summary())
-        self._batching.take_report()  # there is no fairness stage that would want to know
-=======
-        self._batching.absorb(result)
         self._batching.take_report()  # for fairness, which is absent here
->>>>>>> main
         deliveries = self._streaming.absorb(result, now_ns())
         self._batching.stop(deliveries.halts)
         # An aborted request ends a second time when the executor returns its cancellation.

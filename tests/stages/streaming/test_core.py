@@ -124,7 +124,7 @@ def test_several_requests_in_one_step_are_kept_apart(client: Client) -> None:
     first, second = request_of("a"), request_of("b", n=2)
     news = [started(1, first), started(2, second, 0), started(3, second, 1)]
     deliveries = client.step([(2, 40, ""), (1, 41, ""), (3, 42, "")], new=news)
-    assert [key for key, _ in deliveries.outputs] == ["b", "a"]
+    assert list(deliveries.outputs) == ["b", "a"]
     assert [chunk.sample_index for chunk in client.chunks("b", None)] == [0, 1]
 
 
@@ -283,7 +283,7 @@ def test_refusals_are_answered(client: Client, cancel: Cancel, key: str) -> None
     assert completion.error == ErrorInfo(code=cancel.code, message=cancel.message)
     assert (completion.request_id, completion.entry_id) == (cancel.request_id, cancel.entry_id)
     assert completion.timings.finished_ns == client.now_ns
-    assert deliveries.ended[0].info is None
+    assert deliveries.ended[0].opened is None
 
 
 def test_a_request_that_went_to_another_lane_is_forgotten_without_a_word(client: Client) -> None:
@@ -414,7 +414,7 @@ def test_what_is_held_back_keeps_its_replica(client: Client) -> None:
     news = step([(5, client.encode("fox")[0], "")], new=[started(5, request)])
     rest = step([(5, token_id, "") for token_id in client.encode("fox")[1:]])
     for result in (news, rest):
-        assert client.core.absorb(result, 1, 3) == Deliveries([], (), (), (), replica=3)
+        assert client.core.absorb(result, 1, 3) == Deliveries(1, replica=3)
     assert [each.replica for each in client.open(request)] == [3, 3]
     assert client.halts == [5]
 

@@ -32,14 +32,14 @@ def pooled(*seq_ids: int) -> dict[str, Any]:
 
 
 def completion_of(deliveries: Deliveries) -> Completion:
-    ((key, (completion,)),) = deliveries.outputs
+    ((key, (completion,)),) = deliveries.outputs.items()
     assert isinstance(completion, Completion)
     assert key == completion.request_id
     return completion
 
 
 def test_the_completion_has_the_vector_and_no_token(client: Client) -> None:
-    assert client.step(new=[started(1, REQUEST)]).outputs == []
+    assert client.step(new=[started(1, REQUEST)]).outputs == {}
     deliveries = client.step(weight_version=4, end_ns=300, **pooled(1))
     completion = completion_of(deliveries)
     assert completion.samples == (
@@ -56,7 +56,7 @@ def test_the_completion_has_the_vector_and_no_token(client: Client) -> None:
     assert (completion.status, completion.usage) == ("done", Usage(prompt_tokens=7))
     assert completion.timings.first_token_ns == 0
     assert [each.stage for each in completion.timings.stages][-2:] == ["executor", "streaming"]
-    assert (len(client.core), deliveries.halts, deliveries.to_score) == (0, (), ())
+    assert (len(client.core), deliveries.halts, deliveries.to_score) == (0, [], [])
 
 
 def test_its_times_are_those_of_a_prompt_and_its_tokens_those_of_an_embedding(
@@ -80,7 +80,7 @@ def test_a_vector_that_comes_too_late_counts_for_nothing(client: Client) -> None
     cancelled = client.end(cancel_of())
     (sample,) = completion_of(cancelled).samples
     assert (sample.finish_reason, sample.embedding) == ("abort", None)
-    assert client.step(**pooled(1)).outputs == []
+    assert client.step(**pooled(1)).outputs == {}
 
 
 def test_after_a_failure_the_prompt_begins_again(client: Client) -> None:
@@ -97,4 +97,4 @@ def test_a_lane_without_a_tokenizer_s_texts_embeds() -> None:
     client = Client(None)
     new = [started(1, REQUEST), started(2, request_of("s", embeds=True))]
     deliveries = client.step(new=new, **pooled(1, 2))
-    assert [key for key, _ in deliveries.outputs] == ["r", "s"]
+    assert list(deliveries.outputs) == ["r", "s"]

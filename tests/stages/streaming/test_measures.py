@@ -1,4 +1,4 @@
-"""Where the time of a request went, by its priority, from the times of its steps."""
+"""Durations of a request's phases, intervals between tokens, and throughput."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from nano_inference.bus.messages import RecoveryItem
 from nano_inference.bus.public import CompletionChunk
-from nano_inference.stages.streaming.measures import measure_end
+from nano_inference.stages.streaming.measures import Throughput, TokenIntervals, measure_end
 from nano_inference.telemetry.instruments import (
     DECODE_DURATION,
     PREFILL_DURATION,
@@ -102,3 +102,37 @@ def test_a_successor_says_nothing_of_times_that_it_does_not_know(client: Client)
     assert sum(measured.values(REQUEST_DURATION).values()) == 1
     for instrument in (*PHASES, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN):
         assert measured.values(instrument) == {}
+
+
+def test_intervals_are_distinct_times_since_the_last_token() -> None:
+    intervals = TokenIntervals()
+    assert intervals.step((1, 2), 100) == [], "first tokens have none"
+    assert intervals.step((1, 2), 130) == [30]
+    intervals.step((1,), 140)
+    assert intervals.step((1, 2, 3), 155) == [15, 25]
+    intervals.clear()
+    assert intervals.step((1,), 500) == [], "a new epoch begins"
+
+
+def test_ended_sequences_are_dropped_now_and_then() -> None:
+    intervals = TokenIntervals()
+    for seq_id in range(5000):
+        intervals.step((seq_id,), seq_id)
+    assert len(intervals._last_ns) < 1000
+
+
+def test_a_rate_is_measured_since_the_last_call_and_not_over_a_moment() -> None:
+    throughput = Throughput(0)
+    throughput.add(30)
+    throughput.add(70)
+    assert throughput.load(2 * S) == {"tokens_per_s": 50}
+    assert throughput.load(2 * S + 1) == {"tokens_per_s": 50}
+    assert throughput.load(3 * S) == {"tokens_per_s": 0}
+
+
+def test_times_to_the_first_token_are_of_the_last_requests() -> None:
+    throughput = Throughput(0)
+    for milliseconds in (9000, *range(100)):
+        throughput.first_token(milliseconds * 1_000_000)
+    load = throughput.load(0)
+    assert (load["ttft_ms_p50"], load["ttft_ms_p95"]) == (49, 94), "the oldest is forgotten"

@@ -28,10 +28,10 @@ def test_a_completion_waits_for_the_scores_of_all_samples(client: Client) -> Non
     request = scored(n=2)
     client.step(new=[started(1, request), started(2, request, 1)])
     asked = client.step([(1, 40, ""), (2, 41, "stop")]).to_score
-    assert asked == (ScoreSample("r", "entry-r", 1, (*PROMPT, 41), 3, 0.5),)
-    assert not score(client, -1.5, index=1).finished, "the other sample goes on"
+    assert asked == [ScoreSample("r", "entry-r", 1, (*PROMPT, 41), 3, 0.5)]
+    assert not score(client, -1.5, index=1).ended, "the other sample goes on"
     asked = client.step([(1, 42, "length")]).to_score
-    assert asked == (ScoreSample("r", "entry-r", 0, (*PROMPT, 40, 42), 3, 0.5),)
+    assert asked == [ScoreSample("r", "entry-r", 0, (*PROMPT, 40, 42), 3, 0.5)]
     assert [chunk.finish_reason for chunk in client.chunks()] == [None, "length"], "not delayed"
     assert not client.completions()
     ended_ns = client.now_ns
@@ -40,7 +40,7 @@ def test_a_completion_waits_for_the_scores_of_all_samples(client: Client) -> Non
     (completion,) = client.completions()
     assert [each.ref_logprobs for each in completion.samples] == [(-2.5, -3.5), (-1.5,)]
     assert completion.prompt_ref_logprobs is None
-    assert not score(client, -2.5, -3.5).finished
+    assert not score(client, -2.5, -3.5).ended
 
 
 def test_a_prompt_is_scored_with_the_first_sample(client: Client) -> None:
@@ -72,13 +72,13 @@ def test_a_request_can_be_ended_while_it_waits_for_a_score(client: Client) -> No
     (completion,) = client.completions()
     assert (completion.status, completion.samples[0].finish_reason) == ("cancelled", "stop")
     assert completion.samples[0].ref_logprobs is None
-    assert not score(client, -1.0).finished
+    assert not score(client, -1.0).ended
 
 
 def test_a_score_of_another_entry_is_not_taken(client: Client) -> None:
     client.step([(1, 40, "stop")], new=[started(1, scored())])
-    assert not score(client, -1.0, entry="another").finished
-    assert score(client, -2.0).finished
+    assert not score(client, -1.0, entry="another").ended
+    assert score(client, -2.0).ended
 
 
 def test_in_a_new_epoch_what_is_missing_is_asked_again(client: Client) -> None:
@@ -88,7 +88,7 @@ def test_in_a_new_epoch_what_is_missing_is_asked_again(client: Client) -> None:
     asked = client.step([(2, 41, "stop")]).to_score
     score(client, -1.0)
     client.core.reset()
-    assert client.core.to_score(item) == asked, "the other is scored"
+    assert list(client.core.to_score(item)) == asked, "the other is scored"
     assert all(each.finished for each in client.core.recovered(item).samples)
     score(client, -2.0, index=1)
     (completion,) = client.completions()
@@ -106,8 +106,8 @@ def test_a_successor_asks_for_what_it_finds_finished(
     item = RecoveryItem("r", request.entry_id)
     after.open(request)
     after.core.restore(item, client.chunks())
-    assert after.core.to_score(item) == asked
-    assert score(after, -1.0, -2.0).finished
+    assert list(after.core.to_score(item)) == asked
+    assert score(after, -1.0, -2.0).ended
     (completion,) = after.completions()
     assert completion.samples[0].ref_logprobs == (-1.0, -2.0)
     assert completion.prompt_token_ids == PROMPT

@@ -491,9 +491,7 @@ class BatchingCore:
     def _set_adapter_version(self, seq: Sequence) -> None:
         """Set the version of a sequence's adapter. KV that it has computed so far isn't shared."""
         if id := seq.info.adapter:
-            version = self._adapter_versions[id]
-            seq.info = msgspec.structs.replace(seq.info, adapter_version=version)
-            scope = seq.cache_scope._replace(adapter=id, adapter_version=version)
+            scope = seq.cache_scope._replace(adapter=id, adapter_version=self._adapter_versions[id])
             self.cache.move(seq.lease, scope)
 
     def _enqueue(self, seq: Sequence) -> None:

@@ -26,19 +26,26 @@ from ...store.board import LoadedAdapter
 from ...text.grammar import GrammarCompiler, check_size, plain
 from ...text.tokenizer import ANY_LENGTH, longest_token_bytes, prompt_too_long
 from .checks import (
+    EMBED_SAMPLING,
     MAX_REQUEST_ID_LENGTH,
+    check_embed,
     check_min_tokens,
     check_no_text,
     check_request,
     check_result_size,
     check_sampling,
     is_usable_request_id,
+    pooling_of,
     request_id_of,
 )
-from .embedding import EMBED_SAMPLING, check_embed, pooling_of
 from .events import Accepted, Tokens
-from .prediction import check_prediction, prediction_token_ids
-from .prompts import TextLimit, check_prompt, prompt_token_ids
+from .prompts import (
+    TextLimit,
+    check_prediction,
+    check_prompt,
+    prediction_token_ids,
+    prompt_token_ids,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

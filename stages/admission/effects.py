@@ -14,7 +14,7 @@ from ...bus.channel import RequestEntry
 from ...bus.control import Cancel, ReplicaCapacity
 from ...bus.messages import RecoveredSample, RecoveryItem, RequestOpened
 from ...bus.public import ErrorInfo
-from .events import Accepted, AnyEvent, Arrival
+from .events import Accepted, Arrival, Step
 
 
 class Effect(msgspec.Struct, frozen=True):
@@ -22,9 +22,9 @@ class Effect(msgspec.Struct, frozen=True):
 
 
 class Then(Effect, frozen=True):
-    """The effects before this one are done, and their answers handled: go on with this event."""
+    """Continue in the core: the effects before are performed, and their answers handled."""
 
-    event: AnyEvent
+    step: Step
 
 
 class BeginEpoch(Effect, frozen=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -20,10 +21,9 @@ from ...config import REPLICATED, Config, role_of, split_role
 from . import effects as do
 from . import events as on
 from .checks import request_id_of
-from .ledger import Unanswered
 from .participants import Participants
-from .poison import why_dead
-from .requests import Outbox, Requests
+from .refusals import why_dead
+from .requests import Outbox, Requests, Unanswered
 
 # Requests gone to other lanes of which streaming is reminded in the next epoch.
 REMEMBERED_ELSEWHERE = 4096
@@ -122,8 +122,6 @@ class EpochCore:
                 self._enter(event)
             case on.Tick():
                 self._tick(now_ns)
-            case on.LookAtDrain():
-                self._look_at_drain(now_ns)
             case on.HandOnFailed(entry_id, error):
                 if (item := self._ledger.get(entry_id)) is not None:
                     self.requests.give_up(item, error)
@@ -133,8 +131,8 @@ class EpochCore:
                 self._cancel_all()
             case Drain(timeout_ns):
                 self._start_drain(now_ns + timeout_ns)
-            case on.LetIn(arrival):
-                self._let_in(arrival, now_ns)
+            case _ if callable(event):
+                event(now_ns)
             case _:
                 self._handle_for_epoch(event, now_ns)
         return self._outbox.empty()
@@ -157,15 +155,10 @@ class EpochCore:
                     self._leave(role, failed, now_ns)
             case Fenced(entry_ids):
                 # Whose they are, the queue tells.
-                self._do(do.Renew(), do.Then(on.FencesSeen(entry_ids)))
-            case on.FencesSeen(entry_ids):
-                if mine := sum(entry_id in self._ledger for entry_id in entry_ids):
-                    self._begin(f"{mine} streams take nothing more in this epoch", now_ns)
+                self._do(do.Renew(), do.Then(partial(self._check_fences, entry_ids)))
             case on.LargerEpoch():
                 reason = "the stages were in a larger epoch"
-                self._do(do.Renew(), do.Then(on.BeginAgain(reason)))
-            case on.BeginAgain(reason):
-                self._begin(reason, now_ns)
+                self._do(do.Renew(), do.Then(partial(self._begin, reason)))
             case ServerRestarted():
                 self._do(do.Distrust())
                 self._begin("the server of the bus was restarted", now_ns)
@@ -178,12 +171,8 @@ class EpochCore:
             case on.Renewed(lost):
                 self.renewed_ns = now_ns
                 self._lose(lost)
-            case on.AskStreaming():
-                self._ask_streaming()
             case on.Claimed():
                 self._take_up_inherited(event)
-            case on.AskAll():
-                self._ask_all()
             case on.TakenOver(entries):
                 self._inherit(entries, "took_over_from_another_lane", now_ns)
             case _:
@@ -211,6 +200,11 @@ class EpochCore:
         for role in self.participants.roles:
             self._do(do.SendReset(role))
 
+    def _check_fences(self, entry_ids: Sequence[str], now_ns: int) -> None:
+        """Begin a new epoch if streams of these entries are still this lane's."""
+        if mine := sum(entry_id in self._ledger for entry_id in entry_ids):
+            self._begin(f"{mine} streams take nothing more in this epoch", now_ns)
+
     def _close_gate(self) -> None:
         self.is_open = False
         self._do(do.CloseGate())
@@ -232,7 +226,7 @@ class EpochCore:
         if missing := self.participants.dismiss_missing():
             self._outbox.log("warning", "replicas_missing", missing=missing)
         # What has gone to another lane must not be written to from here.
-        self._do(do.Renew(), do.Then(on.AskStreaming()))
+        self._do(do.Renew(), do.Then(self._ask_streaming))
 
     def _come(self, role: str, now_ns: int) -> None:
         """A stage is up, and holds nothing."""
@@ -259,12 +253,12 @@ class EpochCore:
 
     # --- what streaming has -------------------------------------------------------------------
 
-    def _ask_streaming(self) -> None:
+    def _ask_streaming(self, now_ns: int) -> None:
         while self._elsewhere:
             self._do(do.Forget(self._elsewhere.popleft()))
         if inherited := self.requests.inherited:
             self._do(do.Claim(tuple(entry for entry, _ in inherited)))
-        self._do(do.Then(on.AskAll()))
+        self._do(do.Then(self._ask_all))
 
     def _take_up_inherited(self, claimed: on.Claimed) -> None:
         inherited = self.requests.take_inherited(claimed.entries)
@@ -280,9 +274,10 @@ class EpochCore:
                 in_hand.set_apart(entry.entry_id)
                 self._do(do.Tokenize(on.Arrival(entry, received_ns, owner, "late")))
             else:
-                self._do(do.Then(on.LetIn(on.Arrival(entry, received_ns, owner, "inherited"))))
+                arrival = on.Arrival(entry, received_ns, owner, "inherited")
+                self._do(do.Then(partial(self._let_in, arrival)))
 
-    def _ask_all(self) -> None:
+    def _ask_all(self, now_ns: int) -> None:
         self._ask(self._ledger)
         self._asked_all = True
         self._resume_when_answered()
@@ -365,7 +360,7 @@ class EpochCore:
     def _arrive(self, arrival: on.Arrival, now_ns: int) -> None:
         if now_ns - self.renewed_ns > self._lease_ns:
             # This process stood still for long; others may have what it holds.
-            self._do(do.Renew(), do.Then(on.LetIn(arrival)))
+            self._do(do.Renew(), do.Then(partial(self._let_in, arrival)))
         else:
             self._let_in(arrival, now_ns)
 
@@ -453,7 +448,7 @@ class EpochCore:
         if self._patience_ends_ns() is not None:
             self._go_on(now_ns)
         if self.draining:
-            self._do(do.Then(on.LookAtDrain()))
+            self._do(do.Then(self._check_drain))
 
     @property
     def _all_in_lane(self) -> bool:
@@ -472,7 +467,7 @@ class EpochCore:
             self._outbox.log("info", "draining", brief="stopping", in_flight=len(self._ledger))
         self._drain_until_ns = min(self._drain_until_ns, until_ns)
 
-    def _look_at_drain(self, now_ns: int) -> None:
+    def _check_drain(self, now_ns: int) -> None:
         """Done when every entry that was taken is answered; what is overdue ends with an error."""
         if not self._overdue and now_ns >= self._drain_until_ns:
             self._overdue = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -57,8 +58,11 @@ class Event(msgspec.Struct, frozen=True):
     """Something that has happened, beside the messages that come over the bus."""
 
 
-AnyEvent = Event | Message
-"""What the core is told; a message that admission has no use for is logged."""
+Step = Callable[[int], None]
+"""A continuation within the core; it gets the time in nanoseconds."""
+
+AnyEvent = Event | Message | Step
+"""An input of the core; a message that admission has no use for is logged."""
 
 
 class Began(Event, frozen=True):
@@ -150,33 +154,3 @@ class TakenOver(Event, frozen=True):
 
 class Tick(Event, frozen=True):
     """Time has passed."""
-
-
-class LetIn(Event, frozen=True):
-    """The lease is good: an arrival goes on."""
-
-    arrival: Arrival
-
-
-class BeginAgain(Event, frozen=True):
-    """The lease is good: a new epoch begins."""
-
-    reason: str
-
-
-class AskStreaming(Event, frozen=True):
-    """The lease is good: streaming is asked what it has of each unanswered request."""
-
-
-class AskAll(Event, frozen=True):
-    """What was inherited is in the ledger: all of it is asked about."""
-
-
-class FencesSeen(Event, frozen=True):
-    """The lease is good: of these entries, those that are still here have lost their streams."""
-
-    entry_ids: tuple[str, ...]
-
-
-class LookAtDrain(Event, frozen=True):
-    """What was due is done: whether all is answered."""

@@ -12,9 +12,8 @@ from .checks import request_id_of
 from .core import AdmissionCore, status_of
 from .effects import Judge
 from .events import Accepted, Judged
-from .measures import count_constraint
-from .poison import is_of_the_entry, why_given_up
-from .spans import EntryTrace
+from .measures import EntryTrace, count_constraint
+from .refusals import is_of_the_entry, why_given_up
 
 
 def judge(stage: Actor, core: AdmissionCore, wanted: Judge) -> Judged:

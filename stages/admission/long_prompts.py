@@ -1,8 +1,10 @@
-"""Texts that take long to tokenise, and constraints to compile: in threads, a few at a time and by
-turns of their tenants, while others go past them."""
+"""Long texts are tokenised, and constraints compiled, in threads: a few at a time, round robin by
+tenant, while other requests pass.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,8 +16,45 @@ from ...bus.public import GenerateRequest
 from ...config import RequestError
 from ...telemetry import now_ns
 from .events import Tokenized, Tokens
-from .fair_semaphore import FairSemaphore
-from .poison import is_of_the_entry
+from .refusals import is_of_the_entry
+
+
+class FairSemaphore:
+    """A semaphore that serves its waiting tenants round robin, each in its own order."""
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._waiting: OrderedDict[str, deque[anyio.Event]] = OrderedDict()
+
+    async def acquire(self, tenant: str) -> None:
+        """Wait for a place; `release` hands it on."""
+        if self._free:
+            self._free -= 1
+            return
+        event = anyio.Event()
+        queue = self._waiting.setdefault(tenant, deque())
+        queue.append(event)
+        try:
+            await event.wait()
+        except BaseException:
+            if event.is_set():
+                self.release()
+            else:
+                queue.remove(event)
+                if not queue:
+                    del self._waiting[tenant]
+            raise
+
+    def release(self) -> None:
+        """Hand the place to the next tenant."""
+        if not self._waiting:
+            self._free += 1
+            return
+        tenant, queue = self._waiting.popitem(last=False)
+        queue.popleft().set()
+        if queue:
+            self._waiting[tenant] = queue
+
 
 T = TypeVar("T")
 

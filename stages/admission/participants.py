@@ -1,19 +1,47 @@
-"""Which stages take part in an epoch.
+"""Stages that take part in an epoch.
 
-Where there are several replicas, an epoch waits for those that are known to live, and for the
-others no longer than `PATIENCE_S`; one is enough. What a replica had is lost with it, and a new
-epoch begins, in which the others take that up. A replica that comes later takes part in the epoch
-that there is: it has no part in what is under way.
+With several replicas, an epoch waits for those that are known to live, and at most `PATIENCE_S` for
+the others; one is enough. When a replica is lost, a new epoch begins, in which the others take its
+requests over. A replica that comes later joins the current epoch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from ...bus.control import ReplicaCapacity
-from ...config import all_roles, role_of, split_role
+from ...config import REPLICATED, all_roles, role_of, split_role
 from ...store.board import LoadedAdapter
-from .replicas import is_replicated, smallest
+
+
+def is_replicated(role: str) -> bool:
+    """Whether it is a stage of a replica."""
+    return split_role(role)[0] in REPLICATED
+
+
+def smallest(capacities: Collection[ReplicaCapacity]) -> ReplicaCapacity:
+    """What fits each of several executors. They run one model, so that all else is the same."""
+    first, *_ = capacities
+    return msgspec.structs.replace(
+        first,
+        num_blocks=min(capacity.num_blocks for capacity in capacities),
+        max_model_len=min(capacity.max_model_len for capacity in capacities),
+        adapters=_common([capacity.adapters for capacity in capacities]),
+    )
+
+
+def _common(adapters: Collection[tuple[LoadedAdapter, ...]]) -> tuple[LoadedAdapter, ...]:
+    """Those that each replica has; of different versions, while it changes, the oldest."""
+    first, *others = adapters
+    by_id = [{adapter.id: adapter for adapter in each} for each in others]
+    return tuple(
+        min([adapter, *(each[adapter.id] for each in by_id)], key=lambda each: each.version)
+        for adapter in first
+        if all(adapter.id in each for each in by_id)
+    )
+
 
 PATIENCE_S = 1.0
 """How long an epoch waits for replicas of which it is not known whether they live."""

@@ -1,8 +1,11 @@
-"""The requests that a lane holds: how each comes in, goes into the lane, and ends."""
+"""Requests that a lane holds: entries on their way in, the ledger of unanswered ones, and how each
+request enters the lane and ends. The ledger is all that a failure of the lane leaves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -11,14 +14,199 @@ from ...bus.channel import RequestEntry
 from ...bus.control import Cancel
 from ...bus.messages import RecoveredSample
 from ...bus.public import ErrorInfo
-from ...config import AdmissionConfig
+from ...config import MAX_INT64, AdmissionConfig
 from . import effects as do
 from .checks import request_id_of
 from .effects import Effect
-from .events import Arrival, Judged
-from .in_hand import InHand
-from .ledger import Ledger, Unanswered, entry_deadline_ns
-from .overload import FinishRate
+from .events import Accepted, Arrival, Judged
+from .refusals import FinishRate
+
+REMEMBERED_CANCELS = 4096
+"""Cancellations of entries not seen yet that are kept."""
+
+
+class InHand:
+    """Entries on their way into the ledger; those whose prompts take long are set apart.
+
+    It also keeps cancellations of entries that are not in the ledger. Such an entry may be in hand,
+    on its way here, or answered already; nobody can tell.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, RequestEntry] = {}
+        self._apart: set[str] = set()
+        # The oldest first.
+        self._cancelled: OrderedDict[str, Cancel] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, entry_id: str) -> bool:
+        return entry_id in self._entries
+
+    @property
+    def apart(self) -> tuple[RequestEntry, ...]:
+        """Those whose prompts are being tokenised, or wait for that."""
+        return tuple(entry for entry_id, entry in self._entries.items() if entry_id in self._apart)
+
+    @property
+    def num_cancelled(self) -> int:
+        """Cancellations that are kept."""
+        return len(self._cancelled)
+
+    def add(self, entries: Iterable[RequestEntry]) -> None:
+        """Entries were taken."""
+        for entry in entries:
+            self._entries[entry.entry_id] = entry
+
+    def set_apart(self, entry_id: str) -> None:
+        """An entry's prompt is tokenised while others go past it, if it is still in hand."""
+        if entry_id in self._entries:
+            self._apart.add(entry_id)
+
+    def remove(self, entry_id: str) -> bool:
+        """An entry goes into the ledger, or is another lane's; returns whether it was in hand."""
+        self._apart.discard(entry_id)
+        return self._entries.pop(entry_id, None) is not None
+
+    def entry_of(self, request_id: str) -> str | None:
+        """The entry in hand that has this request id, None for none."""
+        for entry_id, entry in self._entries.items():
+            if request_id_of(entry) == request_id:
+                return entry_id
+        return None
+
+    def cancel(self, entry_id: str, cancel: Cancel) -> None:
+        """An entry that is not in the ledger is to end as soon as it is let in."""
+        self._cancelled[entry_id] = cancel
+        if len(self._cancelled) > REMEMBERED_CANCELS:
+            self._cancelled.popitem(last=False)
+
+    def take_cancel(self, entry_id: str) -> Cancel | None:
+        """How an entry that is let in now is to end; None if it was not cancelled."""
+        return self._cancelled.pop(entry_id, None)
+
+
+Verdict = Literal["go", "alone", "dead"]
+
+
+class Unanswered(msgspec.Struct):
+    """An entry of the requests queue whose terminal message is not known to be written.
+
+    Attributes:
+        entry: As it was taken.
+        accepted: The valid request; None for an entry that was refused.
+        deadline_ns: On this process's clock.
+        end: How the request is to end, once that is decided here: refused, cancelled, too late.
+        deaths: Failures of the lane that it may have caused, since it last made progress.
+        progress: Tokens that streaming had of it at the last failure.
+        suspected: It was in the lane when a stage failed, and streaming was not heard since.
+    """
+
+    entry: RequestEntry
+    accepted: Accepted | None = None
+    deadline_ns: int | None = None
+    end: Cancel | None = None
+    deaths: int = 0
+    progress: int = 0
+    suspected: bool = False
+
+    @property
+    def entry_id(self) -> str:
+        return self.entry.entry_id
+
+    @property
+    def request_id(self) -> str:
+        return request_id_of(self.entry)
+
+    @property
+    def trace(self) -> tuple[str, str]:
+        """Traceparent and tracestate: where the other stages' spans of the request belong; of one
+        that was refused, what it came with."""
+        where = self.entry if self.accepted is None else self.accepted.opened
+        return where.traceparent, where.tracestate
+
+    @property
+    def result_key(self) -> str:
+        """The key of its result stream."""
+        if self.accepted is not None:
+            return self.request_id
+        return self.end.result_key if self.end is not None else self.entry_id
+
+
+class Ledger:
+    """The unanswered entries in the order in which they were taken.
+
+    A request may be the reason why its lane fails, so each counts the failures that hit it without
+    progress in between. The last chance is given alone, so that no other is taken for the culprit.
+    """
+
+    def __init__(self, max_lane_deaths: int) -> None:
+        self._max_lane_deaths = max_lane_deaths
+        self._entries: dict[str, Unanswered] = {}
+        # Request id to entry id, of those that were let in: a refused duplicate has the same
+        # request id and another entry.
+        self._let_in: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Unanswered]:
+        return iter(list(self._entries.values()))
+
+    def __contains__(self, entry_id: str) -> bool:
+        return entry_id in self._entries
+
+    def add(self, item: Unanswered) -> None:
+        """Enters an entry, or what was decided about it."""
+        entry_id = item.entry.entry_id
+        self._entries[entry_id] = item
+        if item.accepted is not None:
+            self._let_in[item.accepted.opened.request_id] = entry_id
+
+    def get(self, entry_id: str) -> Unanswered | None:
+        """An entry; None when it is answered or was never taken."""
+        return self._entries.get(entry_id)
+
+    def entry_of(self, request_id: str) -> str | None:
+        """The entry of a request that was let in and is not answered, None for any other."""
+        return self._let_in.get(request_id)
+
+    def remove(self, entry_id: str) -> Unanswered | None:
+        """The entry is answered, or another lane's. Returns it, None when it was not there."""
+        item = self._entries.pop(entry_id, None)
+        if item is not None and item.accepted is not None:
+            del self._let_in[item.accepted.opened.request_id]
+        return item
+
+    def suspect(self, outside: Collection[str]) -> None:
+        """A stage failed by itself: any request in the lane may be the reason.
+
+        Args:
+            outside: Entries that are not in the lane, since they wait to run alone.
+        """
+        for item in self._entries.values():
+            if item.entry_id not in outside:
+                item.suspected = item.accepted is not None and item.end is None
+
+    def judge(self, item: Unanswered, samples: Sequence[RecoveredSample]) -> Verdict:
+        """Whether a request goes on, with the others or alone, now that its tokens are known."""
+        progress = sum(len(sample.token_ids) + sample.finished for sample in samples)
+        if progress > item.progress:
+            item.deaths = 0
+        item.deaths += item.suspected
+        item.progress, item.suspected = progress, False
+        if item.deaths >= self._max_lane_deaths:
+            return "dead"
+        return "alone" if item.deaths and item.deaths == self._max_lane_deaths - 1 else "go"
+
+
+def entry_deadline_ns(entry: RequestEntry, received_ns: int) -> int | None:
+    """When an entry's time is over, on this process's clock; it was `received_ns` here."""
+    budget_ns = entry.budget_ns
+    if budget_ns is None:
+        return None
+    return int(received_ns - entry.waited_ns + max(0, min(budget_ns, MAX_INT64)))
 
 
 class Outbox:

@@ -34,12 +34,10 @@ from .checks import request_id_of
 from .core import AdmissionCore
 from .epochs import EpochCore
 from .judging import judge
-from .ledger import entry_deadline_ns
 from .long_prompts import LongPrompts, is_long
-from .measures import compiling, count_moe
-from .overload import overloaded
-from .poison import GIVEN_UP_CODES, is_of_the_entry, why_given_up
-from .spans import trace_cancel, trace_first_again, trace_replay
+from .measures import compiling, count_moe, trace_cancel, trace_first_again, trace_replay
+from .refusals import GIVEN_UP_CODES, is_of_the_entry, overloaded, why_given_up
+from .requests import entry_deadline_ns
 from .unloading import Unloading
 
 # Entries that are let in, or looked at, in one go.
@@ -167,8 +165,8 @@ class AdmissionStage(Actor):
                 await self._or_give_up(effect.entry_id, self._hand_on(effect))
             case do.Acknowledge(entry_id, request_id):
                 await self.bus.requests.acknowledge(entry_id, request_id)
-            case do.Then(event):
-                await self._go_on(event)
+            case do.Then(step):
+                await self._go_on(step)
             case do.CutShort(cancel):
                 await self.send(ADMITTED, cancel)
             case do.End(cancel):

@@ -8,7 +8,7 @@ from ...bus.control import Cancel, UnloadAdapter
 from ...config import AdapterError, shown
 from ..actor import Actor
 from .core import AdmissionCore
-from .ledger import Ledger, Unanswered
+from .requests import Ledger, Unanswered
 
 _ABORTED = "the adapter was unloaded, and requests in flight were to end"
 

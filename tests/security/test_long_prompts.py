@@ -18,9 +18,8 @@ from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.public import ChatMessage, CompletionChunk
 from nano_inference.stages.admission import long_prompts
 from nano_inference.stages.admission.core import AdmissionCore
-from nano_inference.stages.admission.in_hand import InHand
 from nano_inference.stages.admission.long_prompts import AT_A_TIME
-from nano_inference.stages.admission.requests import Requests
+from nano_inference.stages.admission.requests import InHand, Requests
 from nano_inference.stages.admission.stage import AdmissionStage
 from nano_inference.stages.executor.core import ExecutorCore
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from nano_inference.stages.admission.fair_semaphore import FairSemaphore
+from nano_inference.stages.admission.long_prompts import FairSemaphore
 
 
 async def waiting(turns: FairSemaphore, order: list[str], name: str) -> None:

@@ -6,7 +6,7 @@ from nano_inference.bus.messages import AdmittedRequest, RequestInfo, RequestOpe
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import SamplingParams
 from nano_inference.stages.admission.events import Accepted
-from nano_inference.stages.admission.ledger import Ledger, Unanswered
+from nano_inference.stages.admission.requests import Ledger, Unanswered
 
 
 def unanswered(entry_id: str, request_id: str = "", *, let_in: bool = True) -> Unanswered:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from nano_inference.bus.channel import RequestEntry
 from nano_inference.bus.public import GenerateRequest
-from nano_inference.stages.admission.overload import (
+from nano_inference.stages.admission.refusals import (
     LONGEST_RETRY_S,
     SHORTEST_RETRY_S,
     WINDOW_S,

@@ -13,7 +13,7 @@ from nano_inference.bus import open_bus
 from nano_inference.bus.public import Completion, CompletionSample, StageTime, Timings, Usage
 from nano_inference.config import BusConfig, BusError, Config, TelemetryConfig
 from nano_inference.stages.actor import StageContext
-from nano_inference.stages.admission.spans import trace_first_again
+from nano_inference.stages.admission.measures import trace_first_again
 from nano_inference.stages.admission.stage import AdmissionStage
 from nano_inference.telemetry import names, setup_tracing
 

@@ -35,7 +35,7 @@ from nano_inference.stages.admission import effects as do
 from nano_inference.stages.admission import events as on
 from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.epochs import EpochCore
-from nano_inference.stages.admission.ledger import entry_deadline_ns
+from nano_inference.stages.admission.requests import entry_deadline_ns
 
 from .stages import Batching, Executor, Fairness, Killed, Mail, Run, Stage, Stream, Streaming
 

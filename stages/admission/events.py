@@ -1,4 +1,4 @@
-"""What admission's core is told, beside the messages of the bus; see `effects.py`."""
+"""Events of admission's core, beside messages of the bus; see `effects.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...bus.public import ErrorInfo
 
 
 class Tokens(NamedTuple):
-    """What the texts of a request are as tokens: its prompt, and what it predicts."""
+    """Token ids of a request's prompt and of its prediction."""
 
     prompt: tuple[int, ...]
     prediction: tuple[int, ...] = ()
@@ -28,19 +28,18 @@ class Accepted(NamedTuple):
 
 
 Tokenized = Tokens | Exception
-"""A request's tokens, or why it is not let in."""
+"""A request's tokens, or why it is refused."""
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """An entry that is to be let in.
+    """An entry that arrives for admission.
 
     Attributes:
-        entry: As it was taken.
         received_ns: When it was taken, on this process's clock.
-        owner: The entry that has its request id, as the result streams tell.
+        owner: The entry with its request id, by the result streams.
         way: "taken" from the queue; "inherited" from a predecessor or another lane, at the
-            beginning of an epoch; "late": inherited, and tokenised while the others went on.
-        tokenized: Its texts, where they were tokenised before.
+            beginning of an epoch; "late": inherited, and tokenised while the others were resumed.
+        tokenized: None if it is to be tokenised.
     """
 
     entry: RequestEntry
@@ -55,7 +54,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that has happened, beside the messages that come over the bus."""
+    """Base of events that are no messages of the bus."""
 
 
 Step = Callable[[int], None]
@@ -66,20 +65,20 @@ AnyEvent = Event | Message | Step
 
 
 class Began(Event, frozen=True):
-    """Admission has started; a predecessor has left these entries unanswered."""
+    """Admission has started. `pending`: a predecessor's unanswered entries."""
 
     pending: tuple[RequestEntry, ...]
 
 
 class EpochBegun(Event, frozen=True):
-    """The answer to BeginEpoch: the number of the new epoch."""
+    """Result of BeginEpoch: the new epoch's number."""
 
     epoch: int
     reason: str
 
 
 class LargerEpoch(Event, frozen=True):
-    """The stages are in a larger epoch: a successor's, or of the time before the server lost it."""
+    """The stages are in a larger epoch: a successor's, or one that the server has lost."""
 
 
 class Ready(Event, frozen=True):
@@ -90,7 +89,7 @@ class Ready(Event, frozen=True):
 
 
 class Lost(Event, frozen=True):
-    """A stage has left; what it held is lost. `failed`: not in good order, but by itself."""
+    """A stage has stopped; what it held is lost. `failed`: it has crashed."""
 
     role: str
     reason: str
@@ -98,19 +97,18 @@ class Lost(Event, frozen=True):
 
 
 class Renewed(Event, frozen=True):
-    """The answer to Renew, and what the lane's own renewals give: entries lost to other lanes."""
+    """Result of Renew, and of the lane's periodic renewals: entries that other lanes have."""
 
     lost: frozenset[str]
 
 
 class Claimed(Event, frozen=True):
-    """The answer to Claim.
+    """Result of Claim.
 
     Attributes:
-        entries: Those of the Claim.
-        owners: For each entry the one that has its request id; its own id if somebody has worked
-            on it, None if nobody had it.
-        long: For each entry whether its prompt takes long to tokenise.
+        owners: For each entry, the entry with its request id: itself if the request may have begun,
+            None if the id was free.
+        long: For each entry, whether its prompt takes long to tokenise.
     """
 
     entries: tuple[RequestEntry, ...]
@@ -119,18 +117,18 @@ class Claimed(Event, frozen=True):
 
 
 class Arrived(Event, frozen=True):
-    """An entry is to be let in, at a time when requests are."""
+    """An entry arrives while the lane is open."""
 
     arrival: Arrival
 
 
 class Judged(Event, frozen=True):
-    """The answer to Judge: one of these.
+    """Result of Judge.
 
     Attributes:
         accepted: The valid request; None of an invalid one.
-        end: How the request ends, since it is refused or was cancelled.
-        failure: Why nothing can be done with the entry.
+        end: The end of a refused or cancelled request.
+        failure: Why the entry can't be processed.
     """
 
     arrival: Arrival
@@ -139,18 +137,18 @@ class Judged(Event, frozen=True):
     failure: ErrorInfo | None = None
 
 
-class HandOnFailed(Event, frozen=True):
-    """The answer to HandOn, if the request can't be carried to the next stage."""
+class ForwardFailed(Event, frozen=True):
+    """Result of Forward and Ask, if a message of the request can't be sent."""
 
     entry_id: str
     error: ErrorInfo
 
 
 class TakenOver(Event, frozen=True):
-    """Entries of a lane that renewed no lease are this one's now."""
+    """This lane has taken over entries of a lane that renewed no lease."""
 
     entries: tuple[RequestEntry, ...]
 
 
 class Tick(Event, frozen=True):
-    """Time has passed."""
+    """Time has passed: check deadlines."""

@@ -20,7 +20,7 @@ from .refusals import is_of_the_entry
 
 
 class FairSemaphore:
-    """A semaphore that serves its waiting tenants round robin, each in its own order."""
+    """A semaphore that serves waiting tenants round robin, each in its own order."""
 
     def __init__(self, places: int) -> None:
         self._free = places
@@ -59,18 +59,17 @@ class FairSemaphore:
 T = TypeVar("T")
 
 LONG_TEXT = 16_384
-"""Characters from which on a text is long."""
+"""Characters of a long text, at the least."""
 
 MESSAGE_TEXT = 64
-"""What a message counts besides its content: the template is run for each."""
+"""Characters that a message counts besides its content, for the template."""
 
 AT_A_TIME = 2
-"""Texts. Constraints go one at a time, since one process tries them all."""
+"""Texts tokenised in parallel. Constraints go one at a time, since one process tries them all."""
 
 
 def is_long(entry: RequestEntry) -> bool:
-    """Whether an entry's texts take so long to tokenise, or its constraint to compile, that others
-    should not wait for it."""
+    """Return whether an entry's texts take long to tokenise, or its constraint to compile."""
     request = entry.request
     if not isinstance(request, GenerateRequest):
         return False
@@ -87,7 +86,7 @@ def _is_long_text(request: GenerateRequest) -> bool:
 
 
 class LongPrompts:
-    """Entries that are taken and not let in yet, since threads work on them."""
+    """Entries whose texts are tokenised, or constraints compiled, in threads."""
 
     def __init__(self) -> None:
         self._texts = FairSemaphore(AT_A_TIME)
@@ -100,7 +99,7 @@ class LongPrompts:
         deadline_ns: int | None,
         check: Callable[[GenerateRequest], None],
     ) -> Exception | None:
-        """Why an entry's constraint is refused, once it is its tenant's turn; as `tokenize`."""
+        """Compile an entry's constraint; return why it is refused. As `tokenize`."""
         return await self._run(self._constraints, entry, deadline_ns, check)
 
     async def tokenize(
@@ -109,10 +108,10 @@ class LongPrompts:
         deadline_ns: int | None,
         tokenize: Callable[[GenerateRequest], Tokens],
     ) -> Tokenized:
-        """The tokens of an entry's texts, of long ones once it is its tenant's turn.
+        """Return the tokens of an entry's texts; long texts wait for their tenant's turn.
 
-        An entry whose time is over before that, or that `hurry` names, is not tokenised any more.
-        One whose thread runs is waited for: threads can't be stopped, and they must stay few.
+        An entry whose deadline passes before, or that `stop_waiting` names, is not tokenised. A
+        running thread is awaited: threads can't be stopped, and must stay few.
         """
         assert isinstance(entry.request, GenerateRequest), "there is no prompt to tokenise"
         turns = self._texts if _is_long_text(entry.request) else None
@@ -151,8 +150,8 @@ class LongPrompts:
             if turns is not None:
                 turns.release()
 
-    def hurry(self, entry_id: str | None = None) -> None:
-        """The tokens of an entry are not needed any more; by default of none that waits."""
+    def stop_waiting(self, entry_id: str | None = None) -> None:
+        """End an entry's wait for its turn; by default the wait of all entries."""
         for waiting, scope in list(self._waiting.items()):
             if entry_id in (None, waiting):
                 scope.cancel()

@@ -17,7 +17,7 @@ from .checks import request_id_of
 
 
 def count_constraint(stage: Actor, entry: RequestEntry, error: str = "") -> None:
-    """An entry is let in, or refused for its constraint with a code; one without is not counted."""
+    """Count an entry with a constraint: accepted, or refused with an error code."""
     request = entry.request
     if isinstance(request, GenerateRequest) and request.sampling.constraint is not None:
         kind = kind_of(request.sampling.constraint)
@@ -26,13 +26,13 @@ def count_constraint(stage: Actor, entry: RequestEntry, error: str = "") -> None
 
 
 def count_moe(stage: Actor, model: str, number: int) -> None:
-    """So many requests of a model with experts are let in."""
+    """Count accepted requests of a model with experts."""
     stage.metrics.record(instruments.MOE_REQUESTS, number, {names.REQUEST_MODEL: model})
 
 
 @contextmanager
 def compiling(stage: Actor, constraint: Constraint) -> Iterator[None]:
-    """A constraint is compiled within; any thread may do it."""
+    """Measure the compilation of a constraint in any thread."""
     start_ns = now_ns()
     try:
         yield
@@ -42,7 +42,7 @@ def compiling(stage: Actor, constraint: Constraint) -> Iterator[None]:
 
 
 LOST_S = 10.0
-"""What ended longer before the last request has its spans exported: ten times the interval."""
+"""Spans of requests that ended earlier than this are exported: ten times the interval."""
 
 
 class EntryTrace:
@@ -99,27 +99,26 @@ def trace_replay(
     down_since_ns: int,
     samples: Sequence[RecoveredSample],
 ) -> None:
-    """From the failure, as far as it is known here, to the request's second start."""
+    """Record the span from a failure to the request's resumption."""
     attributes: Attributes = {names.KEPT_TOKENS: sum(len(sample.token_ids) for sample in samples)}
     events = ((names.REPLAYED, now_ns()),)
     stage.span(request_id, trace, down_since_ns, attributes, name="replay", events=events)
 
 
 def trace_cancel(stage: Actor, trace: TraceContext, cancel: Cancel) -> None:
-    """The request may be anywhere, and perhaps no other stage will have a span of it."""
+    """Record the span of a cancellation: perhaps no other stage has a span of the request."""
     now = now_ns()
     events = ((names.CANCELLED, now),) if cancel.status == "cancelled" else ()
     stage.span(cancel.request_id, trace, now, name="cancel", error=cancel.code, events=events)
 
 
 async def trace_first_again(stage: Actor) -> None:
-    """Makes the first spans of the requests that ended last once more.
+    """Repeat the first spans of requests that ended recently.
 
-    The first span of a trace is admission's, unless the client made one. Should admission be killed
-    before it has exported that, the spans of other processes would have a parent that never comes.
-    Its successor makes it again for what is in flight; of what has ended the terminal messages are
-    left, and here the span is made from those. If nothing was lost, it comes twice, with the same
-    ids.
+    A trace's first span is admission's, unless the client made one. If admission is killed before
+    it has exported the span, spans of other processes have no parent. A successor repeats it for
+    requests in flight, and here for ended ones from their terminal messages. If nothing was lost,
+    the span comes twice with the same ids.
     """
     if not stage.tracing.enabled:
         return
@@ -134,7 +133,7 @@ def _trace_first(stage: Actor, completion: Completion) -> None:
     held = completion.timings.of(stage.name)
     own = stage.first_context(completion.entry_id)
     if held is None or own.trace_id != completion.trace_id:
-        return  # it was refused, so there is no other span; or the client's span is the first
+        return  # refused, so there is no other span; or the client's span is the first
     attributes: Attributes = {
         names.STAGE: stage.name,
         names.REQUEST_ID: completion.request_id,

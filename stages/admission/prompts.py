@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TextLimit(NamedTuple):
-    """What a text may have at the most, however it is tokenised."""
+    """Limits of a text before it is tokenised."""
 
     longest_token_bytes: int
     max_model_len: int
@@ -27,9 +27,9 @@ class TextLimit(NamedTuple):
 
 
 def check_prompt(request: GenerateRequest, limit: TextLimit) -> None:
-    """All that can be told of a prompt without tokenising it.
+    """Check a prompt without tokenising it.
 
-    Of a conversation all that was sent counts, also what the template would leave out.
+    All of a conversation counts, also what the template leaves out.
 
     Raises:
         RequestError: invalid_prompt, empty_prompt, prompt_too_long.
@@ -59,7 +59,7 @@ def prompt_token_ids(
     *,
     vocab_size: int,
 ) -> tuple[int, ...]:
-    """The prompt as tokens, at least one, all within the vocabulary, after `check_prompt`.
+    """Return the prompt's token ids, at least one, all within the vocabulary, after `check_prompt`.
 
     A text gets the special tokens that the tokenizer adds by default. A conversation goes through
     the model's chat template, with the beginning of the assistant's turn; the template writes its
@@ -96,7 +96,7 @@ def prompt_token_ids(
 def encode(
     text: str, tokenizer: PreTrainedTokenizerFast, *, add_special_tokens: bool, code: str
 ) -> tuple[int, ...]:
-    """The tokens of a text.
+    """Return the token ids of a text.
 
     Raises:
         RequestError: It can't be read; with this code.
@@ -104,7 +104,7 @@ def encode(
     if not is_encodable(text):
         raise RequestError("the text holds a lone surrogate; send valid Unicode", code=code)
     try:
-        # verbose: no warning about lengths, which are this stage's own business.
+        # verbose: no warning about lengths, which this stage checks itself.
         encoded = tokenizer(
             text,
             add_special_tokens=add_special_tokens,
@@ -122,7 +122,7 @@ def encode(
 
 
 def check_prediction(request: GenerateRequest, limit: TextLimit) -> None:
-    """All that can be told of a prediction without tokenising it.
+    """Check a prediction without tokenising it.
 
     Raises:
         RequestError: invalid_prediction.
@@ -144,10 +144,10 @@ def prediction_token_ids(
     *,
     vocab_size: int,
 ) -> tuple[int, ...]:
-    """The prediction as tokens, after `check_prediction`; none where there is no prediction.
+    """Return the prediction's token ids, after `check_prediction`; none without a prediction.
 
-    A text is tokenised as it stands, without special tokens. The model may cut its first word
-    otherwise, where that goes on from the prompt: so what comes of it is only a hint.
+    A text is tokenised as it stands, without special tokens. Behind the prompt the model may split
+    its first word otherwise, so the tokens are only a hint.
 
     Raises:
         RequestError: invalid_prediction.

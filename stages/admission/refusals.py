@@ -10,20 +10,20 @@ from .checks import request_id_of
 MESSAGE_TOO_LARGE = "message_too_large"
 
 GIVEN_UP_CODES = ("lane_failed", MESSAGE_TOO_LARGE, NanoInferenceError.code)
-"""Why entries become dead letters, as a rule."""
+"""The usual codes of dead letters."""
 
 
 def is_of_the_entry(error: Exception) -> bool:
-    """Whether an error is of the one entry that was worked on, not of the bus or of the lane.
+    """Return whether an error is caused by one entry, not by the bus or the lane.
 
-    The bus may come back, and a lane that was replaced must end. All else would come again with the
+    The bus may come back, and a replaced lane must end. Any other error would come again with the
     same entry, at each start of this stage and of every successor.
     """
     return not isinstance(error, BusError) or error.code == MESSAGE_TOO_LARGE
 
 
 def why_given_up(error: Exception) -> ErrorInfo:
-    """What the client of such an entry is told."""
+    """Return the error of an entry that can't be processed."""
     kept = "its entry is kept among the dead letters"
     if isinstance(error, BusError):
         message = f"the request can't be handed on: {error.message}. Shorten it, or lower n; {kept}"
@@ -34,7 +34,7 @@ def why_given_up(error: Exception) -> ErrorInfo:
 
 
 def why_dead(deaths: int) -> ErrorInfo:
-    """What the client of a request is told that may be the reason why its lane fails."""
+    """Return the error of a request that may have crashed its lane."""
     message = (
         f"the lane failed {deaths} times during this request, so it is given up; its entry is "
         "kept among the dead letters"
@@ -49,18 +49,18 @@ SHORTEST_RETRY_S, LONGEST_RETRY_S = 1.0, 300.0
 
 
 class FinishRate:
-    """Counts requests that finish, by the second, over the last `WINDOW_S`."""
+    """Number of requests that finished in the last `WINDOW_S` seconds, by second."""
 
     def __init__(self) -> None:
         # Second to requests, the oldest first.
         self._counts: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Seconds that are remembered."""
+        """Return the number of seconds kept."""
         return len(self._counts)
 
     def finished(self, now_ns: int) -> None:
-        """One more has finished."""
+        """Count a finished request."""
         second = now_ns // 1_000_000_000
         if second not in self._counts:
             self._forget(second)
@@ -68,15 +68,14 @@ class FinishRate:
         self._counts[second] += 1
 
     def per_s(self, now_ns: int) -> float:
-        """Requests per second."""
+        """Return requests per second."""
         self._forget(now_ns // 1_000_000_000)
         return sum(self._counts.values()) / WINDOW_S
 
     def retry_after_s(self, waiting: int, now_ns: int) -> float:
-        """`waiting / rate`: how long as many requests as wait now take to finish.
+        """Return `waiting / rate`, between `SHORTEST_RETRY_S` and `LONGEST_RETRY_S`.
 
-        Kept between `SHORTEST_RETRY_S` and `LONGEST_RETRY_S`. The rate is this lane's alone, so
-        with others the hint is too cautious.
+        The rate is this lane's alone, so with several lanes the hint is too long.
         """
         rate = self.per_s(now_ns)
         seconds = waiting / rate if rate else LONGEST_RETRY_S
@@ -88,7 +87,7 @@ class FinishRate:
 
 
 def overloaded(entry: RequestEntry, retry_after_s: float, model: str, now_ns: int) -> Completion:
-    """The terminal message of a request that came when too many waited."""
+    """Return the terminal message of a request that is shed."""
     return Completion(
         request_id=request_id_of(entry),
         entry_id=entry.entry_id,

@@ -161,8 +161,8 @@ class AdmissionStage(Actor):
         match effect:
             case do.Judge():
                 await self._go_on(judge(self, self._core, effect))
-            case do.HandOn():
-                await self._or_give_up(effect.entry_id, self._hand_on(effect))
+            case do.Forward():
+                await self._or_give_up(effect.entry_id, self._forward(effect))
             case do.Acknowledge(entry_id, request_id):
                 await self.bus.requests.acknowledge(entry_id, request_id)
             case do.Then(step):
@@ -191,8 +191,8 @@ class AdmissionStage(Actor):
                 await self.send(OPENED, Recover(items, replica))
             case do.Forget(cancel):
                 await self.send(OPENED, cancel)
-            case do.Bury():
-                await self._bury(effect)
+            case do.DeadLetter():
+                await self._dead_letter(effect)
             case _:
                 self._perform_here(effect)
 
@@ -206,12 +206,12 @@ class AdmissionStage(Actor):
                 self._core.set_capacity(capacity)
             case do.TakePart():
                 self.takes_part()
-            case do.Distrust():
+            case do.MarkPossiblyLost():
                 self.bus.requests.distrust()
             case do.Tokenize(arrival):
                 self._group.start_soon(self._admit_apart, arrival)
-            case do.Hurry(entry_id):
-                self._long_prompts.hurry(entry_id or None)
+            case do.StopWaiting(entry_id):
+                self._long_prompts.stop_waiting(entry_id or None)
             case do.StopTaking():
                 self._taking.cancel()
             case do.Drained():
@@ -224,7 +224,7 @@ class AdmissionStage(Actor):
             case _:
                 raise TypeError(f"nobody knows how to do {type(effect).__name__}")
 
-    async def _hand_on(self, effect: do.HandOn) -> None:
+    async def _forward(self, effect: do.Forward) -> None:
         (opened, request), samples = effect.accepted, effect.samples
         trace = TraceContext(request.info.traceparent, request.info.tracestate)
         if samples is not None:
@@ -246,9 +246,9 @@ class AdmissionStage(Actor):
         except Exception as error:
             if not is_of_the_entry(error):
                 raise
-            await self._go_on(on.HandOnFailed(entry_id, why_given_up(error)))
+            await self._go_on(on.ForwardFailed(entry_id, why_given_up(error)))
 
-    async def _bury(self, effect: do.Bury) -> None:
+    async def _dead_letter(self, effect: do.DeadLetter) -> None:
         entry, error = effect.entry, effect.error
         log = self.log_of(request_id_of(entry), TraceContext(*effect.trace))
         log.error("request_given_up", code=error.code, deaths=effect.deaths)
@@ -356,11 +356,11 @@ class AdmissionStage(Actor):
                 most = min(TAKE_BATCH, max(1, self._requests.room()))
                 entries = await self.bus.requests.take(most)
             received = now_ns()
-            self._requests.in_hand.add(entries)
+            self._requests.incoming.add(entries)
             for entry, owner in zip(entries, await self._claim(entries), strict=True):
                 arrival = on.Arrival(entry, received, owner)
                 if owner != entry.entry_id and self._takes_long(entry):
-                    self._requests.in_hand.set_apart(entry.entry_id)
+                    self._requests.incoming.set_apart(entry.entry_id)
                     self._group.start_soon(self._admit_apart, arrival)
                 else:
                     await self._admit(arrival)

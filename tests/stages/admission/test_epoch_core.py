@@ -69,7 +69,7 @@ class Driven:
 
     def let_in(self, *entry_ids: str) -> None:
         for entry_id in entry_ids:
-            self.core.requests.in_hand.add([entry(entry_id)])
+            self.core.requests.incoming.add([entry(entry_id)])
             self.tell(on.Arrived(on.Arrival(entry(entry_id), self.now, None)))
 
     def fail(self, *held: str) -> None:
@@ -79,8 +79,8 @@ class Driven:
         for entry_id in held:
             self.tell(Recovered(entry_id, ()))
 
-    def handed_on(self) -> list[str]:
-        return [each.entry_id for each in self.done if isinstance(each, do.HandOn)]
+    def forwarded(self) -> list[str]:
+        return [each.entry_id for each in self.done if isinstance(each, do.Forward)]
 
     def kinds(self) -> list[str]:
         return [type(each).__name__ for each in self.done]
@@ -135,22 +135,22 @@ def test_nothing_goes_on_before_streaming_has_said_what_it_has_of_each() -> None
     driven.ready()
     assert driven.core.asked == {"1", "2"}
     driven.tell(Recovered("1", ()))
-    assert not driven.handed_on()
+    assert not driven.forwarded()
     driven.tell(RequestFinished("2", "2"))
-    assert driven.handed_on() == ["1"]
+    assert driven.forwarded() == ["1"]
     assert driven.core.is_open
 
 
 def test_an_entry_that_is_another_lanes_is_not_let_in() -> None:
     driven = Driven()
     driven.ready()
-    driven.core.requests.in_hand.add([entry("1"), entry("2")])
+    driven.core.requests.incoming.add([entry("1"), entry("2")])
     driven.tell(on.Renewed(frozenset({"1"})))
     driven.now += 2 * SECOND  # the lease may be over, so it is looked after first
     driven.lost = frozenset({"2"})
     for entry_id in ("1", "2"):
         driven.tell(on.Arrived(on.Arrival(entry(entry_id), driven.now, None)))
-    assert not driven.handed_on()
+    assert not driven.forwarded()
     assert driven.core.requests.room() == AdmissionConfig().max_in_flight
 
 
@@ -161,9 +161,9 @@ def test_streaming_is_told_who_has_gone_before_it_is_asked() -> None:
     driven.lost = frozenset({"1"})
     driven.done.clear()
     driven.fail("2")
-    kinds = [kind for kind in driven.kinds() if kind in ("Forget", "Ask", "HandOn")]
-    assert kinds == ["Forget", "Ask", "HandOn"]
-    assert driven.handed_on() == ["2"]
+    kinds = [kind for kind in driven.kinds() if kind in ("Forget", "Ask", "Forward")]
+    assert kinds == ["Forget", "Ask", "Forward"]
+    assert driven.forwarded() == ["2"]
 
 
 def test_suspects_run_one_by_one_and_the_gate_opens_behind_them() -> None:
@@ -172,13 +172,13 @@ def test_suspects_run_one_by_one_and_the_gate_opens_behind_them() -> None:
     driven.let_in("1", "2", "3")
     driven.done.clear()
     driven.fail("1", "2", "3")
-    assert driven.handed_on() == ["1"]
+    assert driven.forwarded() == ["1"]
     assert list(driven.core.alone) == ["2", "3"]
     driven.tell(RequestFinished("1", "1"))
-    assert driven.handed_on() == ["1", "2"]
+    assert driven.forwarded() == ["1", "2"]
     assert not driven.core.is_open
     driven.tell(RequestFinished("2", "2"))
-    assert driven.handed_on() == ["1", "2", "3"]
+    assert driven.forwarded() == ["1", "2", "3"]
     assert driven.core.is_open
 
 
@@ -199,10 +199,10 @@ def test_a_request_that_kills_its_lane_is_buried_and_ended() -> None:
     driven.fail("1")
     driven.done.clear()
     driven.fail("1")
-    (bury,) = [each for each in driven.done if isinstance(each, do.Bury)]
+    (bury,) = [each for each in driven.done if isinstance(each, do.DeadLetter)]
     (end,) = [each for each in driven.done if isinstance(each, do.End)]
     assert (bury.deaths, bury.error.code, end.cancel.code) == (2, "lane_failed", "lane_failed")
-    assert not driven.handed_on()
+    assert not driven.forwarded()
 
 
 def test_what_can_not_be_handed_on_is_buried_and_ended() -> None:
@@ -210,8 +210,8 @@ def test_what_can_not_be_handed_on_is_buried_and_ended() -> None:
     driven.ready()
     driven.let_in("1")
     driven.done.clear()
-    driven.tell(on.HandOnFailed("1", ErrorInfo(code="message_too_large", message="")))
-    assert driven.kinds() == ["Bury", "End"]
+    driven.tell(on.ForwardFailed("1", ErrorInfo(code="message_too_large", message="")))
+    assert driven.kinds() == ["DeadLetter", "End"]
 
 
 def test_inherited_entries_without_time_end_while_the_lane_is_down() -> None:
@@ -244,7 +244,7 @@ def test_a_server_that_was_restarted_is_distrusted_before_it_is_asked_anything()
     driven = Driven()
     driven.done.clear()
     driven.tell(ServerRestarted())
-    assert driven.kinds()[0] == "Distrust"
+    assert driven.kinds()[0] == "MarkPossiblyLost"
 
 
 def test_the_shell_knows_every_effect() -> None:

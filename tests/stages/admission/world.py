@@ -187,7 +187,7 @@ class Lane:
         if admission is None or any(self.links.values()) or self.late_writes:
             return False
         held = admission.core.requests
-        return not (len(held.ledger) or len(held.in_hand) or held.inherited) and (
+        return not (len(held.ledger) or len(held.incoming) or held.inherited) and (
             admission.drained if self.draining else admission.core.is_open
         )
 
@@ -351,7 +351,7 @@ class Admission:
         for entry in self.claiming:
             self.known.add(entry.entry_id)
             self.world.taken[entry.entry_id] = self.lane.name, self.world.now
-        self.core.requests.in_hand.add(self.claiming)
+        self.core.requests.incoming.add(self.claiming)
 
     def _claim(self) -> None:
         entries, self.claiming = self.claiming, []
@@ -359,7 +359,7 @@ class Admission:
             owner = self.world.claim(entry)
             arrival = on.Arrival(entry, self.world.now, owner)
             if owner != entry.entry_id and self.world.traits(entry.entry_id).long:
-                self.core.requests.in_hand.set_apart(entry.entry_id)
+                self.core.requests.incoming.set_apart(entry.entry_id)
                 self.tokenizing.append(arrival)
             else:
                 self.arrivals.append(arrival)
@@ -428,13 +428,13 @@ class Admission:
                 self.send("streaming", "opened", Recover(items))
             case do.Forget(cancel):
                 self.send("streaming", "opened", cancel)
-            case do.HandOn():
-                self._hand_on(effect)
+            case do.Forward():
+                self._forward(effect)
             case do.CutShort(cancel):
                 self.send("fairness", "admitted", cancel)
             case do.End(cancel):
                 self._end(cancel)
-            case do.Bury(entry, _, error, deaths):
+            case do.DeadLetter(entry, _, error, deaths):
                 assert error.code != "lane_failed" or deaths >= MAX_LANE_DEATHS
                 self.world.buried[entry.entry_id] = deaths
             case do.Acknowledge(entry_id):
@@ -452,7 +452,7 @@ class Admission:
             case _:
                 assert isinstance(
                     effect,
-                    do.TakePart | do.Distrust | do.Hurry | do.TraceCancel | do.Log,
+                    do.TakePart | do.MarkPossiblyLost | do.StopWaiting | do.TraceCancel | do.Log,
                 )
 
     def _renew(self) -> frozenset[str]:
@@ -489,7 +489,7 @@ class Admission:
         opened = RequestOpened(request_id, entry_id, "m", 1, True, (), (1,))
         return on.Judged(arrival, on.Accepted(opened, request), wanted.cancelled)
 
-    def _hand_on(self, effect: do.HandOn) -> None:
+    def _forward(self, effect: do.Forward) -> None:
         entry_id, ledger = effect.entry_id, self.core.requests.ledger
         item = ledger.get(entry_id)
         assert item is not None
@@ -502,7 +502,7 @@ class Admission:
         self.sent.add(entry_id)
         if self.world.traits(entry_id).unsendable:
             error = ErrorInfo(code="message_too_large", message="")
-            self.tell(on.HandOnFailed(entry_id, error))
+            self.tell(on.ForwardFailed(entry_id, error))
             return
         tokens = sum(len(sample.token_ids) for sample in effect.samples or ())
         if effect.samples is None:

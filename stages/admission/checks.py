@@ -34,18 +34,18 @@ TOP_LOGPROB_BYTES = len('{"token_id":,"logprob":},') + TOKEN_ID_BYTES + LOGPROB_
 
 
 def is_usable_request_id(request_id: str) -> bool:
-    """Whether it can name a result stream and be shown in logs: printable, not too long."""
+    """Return whether an id is printable and short enough for a result stream and logs."""
     return 0 < len(request_id) <= MAX_REQUEST_ID_LENGTH and request_id.isprintable()
 
 
 def request_id_of(entry: RequestEntry) -> str:
-    """The id under which an entry runs: its own, or the entry's where it gave no usable one."""
+    """Return the id under which an entry runs: its own if usable, else the entry's."""
     own = entry.request.request_id
     return own if is_usable_request_id(own) else entry.entry_id
 
 
 def check_request(request: GenerateRequest, *, max_samples: int) -> None:
-    """All fields but the model, the prompt and those of `sampling`.
+    """Check all fields but the model, the prompt and those of `sampling`.
 
     Raises:
         RequestError: invalid_tenant, invalid_priority, invalid_budget,
@@ -76,7 +76,7 @@ def check_request(request: GenerateRequest, *, max_samples: int) -> None:
 
 
 def check_no_text(request: GenerateRequest) -> None:
-    """Refuses what takes a tokenizer, of a model that has none.
+    """Refuse fields that need a tokenizer, for a model without one.
 
     Raises:
         RequestError: no_tokenizer.
@@ -138,7 +138,7 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
 
 
 def check_min_tokens(min_tokens: int, stop_token_ids: frozenset[int], *, vocab_size: int) -> None:
-    """Whether some token can be sampled while `min_tokens` forbids the stop tokens.
+    """Check that a token can be sampled while `min_tokens` forbids the stop tokens.
 
     Args:
         min_tokens: The request's.
@@ -159,12 +159,11 @@ def check_min_tokens(min_tokens: int, stop_token_ids: frozenset[int], *, vocab_s
 def result_bytes(
     sampling: SamplingParams, n: int, num_prompt_tokens: int, *, reference: bool = False
 ) -> int:
-    """How large the JSON of a Completion may be, at the most that is to be expected.
+    """Return the largest expected size of a Completion's JSON.
 
-    Numbers count with the most characters that they can have. Text counts with `TEXT_BYTES` for
-    each token, more than any that somebody reads has; what is larger all the same, the bus ends
-    with an error where it would be written. `reference`: whether there is a reference model, which
-    gives each logprob a second one.
+    Numbers count with their most characters, text with `TEXT_BYTES` per token, more than readable
+    text has; a larger Completion the bus replaces by an error. `reference`: whether there is a
+    reference model, which adds a second logprob to each.
     """
     logprob = LOGPROB_BYTES * (2 if reference else 1)
     token = TOKEN_ID_BYTES + logprob + TEXT_BYTES + _tops_bytes(sampling.logprobs)
@@ -182,7 +181,7 @@ def check_result_size(
     *,
     reference: bool = False,
 ) -> None:
-    """Whether the bus carries the result of a request, of which `max_tokens` is cut to what fits.
+    """Check that the bus carries a request's result; `max_tokens` is cut to what fits already.
 
     Raises:
         RequestError: result_too_large.
@@ -199,7 +198,7 @@ def check_result_size(
 
 
 def is_encodable(text: str) -> bool:
-    """False for text with lone surrogates, which JSON escapes can bring in."""
+    """Return whether a text has no lone surrogates, which JSON escapes can produce."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -208,7 +207,7 @@ def is_encodable(text: str) -> bool:
 
 
 def _tops_bytes(number: int) -> int:
-    """Of the likeliest tokens at one place."""
+    """Size of the top logprobs at one position."""
     return len("[],") + number * TOP_LOGPROB_BYTES if number else 0
 
 
@@ -245,17 +244,17 @@ def _check_stop(stop: tuple[str, ...]) -> None:
 
 
 def _outside(name: str, value: float, wanted: str) -> RequestError:
-    """A number is not in its range."""
+    """Return the error for a number outside its range."""
     return RequestError(f"{name} is {shown(value)}; it must be {wanted}", code=f"invalid_{name}")
 
 
 EMBED_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
-"""Of sequences that end with their prompt. The token, which is never made, is the place of one in
-the step that computes the prompt's last."""
+"""Sampling of sequences that end with their prompt. The token is never sampled; it stands for the
+row of the step that ends the prompt."""
 
 
 def check_embed(request: GenerateRequest, capacity: ReplicaCapacity, model_name: str) -> None:
-    """Whether the model does what is asked of it, and nothing is asked that does not go with it.
+    """Check that the model can do what the request asks, and that its fields go together.
 
     Raises:
         RequestError: cannot_embed, cannot_generate, invalid_embed, invalid_dimensions.
@@ -298,7 +297,7 @@ def check_embed(request: GenerateRequest, capacity: ReplicaCapacity, model_name:
 def pooling_of(
     embed: EmbedParams, num_prompt_tokens: int, capacity: ReplicaCapacity, max_result_bytes: int
 ) -> Pooling:
-    """What the executor is told, after `check_embed`: what is not said is the model's own.
+    """Return the pooling of a request, after `check_embed`; defaults are the model's own.
 
     Raises:
         RequestError: prompt_too_long, exceeds_kv_capacity, result_too_large.
@@ -318,7 +317,7 @@ def pooling_of(
 def _check_prompt(
     num_prompt_tokens: int, dimensions: int, capacity: ReplicaCapacity, max_result_bytes: int
 ) -> None:
-    """Whether a prompt can be computed, and the bus carries its vector."""
+    """Check that a prompt fits the model and the KV cache, and its vector the bus."""
     most = capacity.max_model_len
     if num_prompt_tokens > most:
         given = f"the prompt has {num_prompt_tokens}"

@@ -1,4 +1,4 @@
-"""What makes an admitted request of what a client wrote, or refuses it."""
+"""Validation of requests, and their conversion to the lane's messages."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
 
 class AdmissionCore:
-    """Checks requests, and makes sequences of them. Which are in flight, the ledger knows.
+    """Checks requests and makes their sequences; the ledger holds those in flight.
 
-    `set_capacity` comes before the first `admit`.
+    `set_capacity` must come before the first `admit`.
     """
 
     def __init__(
@@ -63,9 +63,12 @@ class AdmissionCore:
         tokenizer: PreTrainedTokenizerFast | None,
         stop_token_ids: frozenset[int],
     ) -> None:
-        """Args:
-        tokenizer: None of a model that has none: then all texts are refused.
-        stop_token_ids: The model's own, for requests that don't ignore them.
+        """Create a core without capacity.
+
+        Args:
+            config: All settings.
+            tokenizer: None for a model without one: then all texts are refused.
+            stop_token_ids: The model's own, for requests that don't ignore them.
         """
         self._model_name = config.engine.model_name
         self._names = {"", self._model_name, *config.engine.model_aliases}
@@ -80,13 +83,13 @@ class AdmissionCore:
         self._stop_token_ids = stop_token_ids
         self._capacity: ReplicaCapacity | None = None
         self._adapters: dict[str, LoadedAdapter] = {}
-        # Of adapters that are to be unloaded: the version that was closed.
+        # Version by id of adapters that are being unloaded.
         self._closed: dict[str, int] = {}
         self._grammars: GrammarCompiler | None = None
         self._seq_ids = itertools.count(1)
 
     def set_capacity(self, capacity: ReplicaCapacity) -> None:
-        """What the lane can hold, from now on."""
+        """Set the lane's capacity and adapters."""
         self._capacity = capacity
         self.set_adapters(capacity.adapters)
         tokenizer, known = self._tokenizer, self._grammars
@@ -96,7 +99,7 @@ class AdmissionCore:
             )
 
     def set_adapters(self, adapters: Iterable[LoadedAdapter]) -> None:
-        """Those that requests may name, from now on; but one that is closed only if it is newer."""
+        """Set the adapters that requests may name; of a closed one only a newer version."""
         loaded = {adapter.id: adapter for adapter in adapters}
         self._closed = {
             id: version
@@ -106,7 +109,7 @@ class AdmissionCore:
         self._adapters = {id: each for id, each in loaded.items() if id not in self._closed}
 
     def close_adapter(self, id: str) -> bool:
-        """No request may name an adapter any more, unless it is loaded again; whether one could."""
+        """Refuse an adapter until it is loaded again; return whether it was loaded."""
         adapter = self._adapters.pop(id, None)
         if adapter is not None:
             self._closed[id] = adapter.version
@@ -114,18 +117,18 @@ class AdmissionCore:
 
     @property
     def adapters(self) -> tuple[LoadedAdapter, ...]:
-        """Those that requests may name."""
+        """Adapters that requests may name."""
         return tuple(self._adapters.values())
 
     @staticmethod
     def check_owner(entry: RequestEntry, owner: str | None) -> None:
-        """Whether an entry may use its request id; `owner` as in `admit`.
+        """Check that an entry may use its request id; `owner` as in `admit`.
 
-        This must be checked before all else, since any other refusal is written to the result
-        stream of that id, which would be somebody else's.
+        This check comes first: any other refusal is written to the result stream of that id, which
+        would be another request's.
 
         Raises:
-            RequestError: It is another's.
+            RequestError: duplicate_request.
         """
         if owner not in (None, entry.entry_id):
             raise RequestError(
@@ -137,7 +140,7 @@ class AdmissionCore:
     def check(
         self, entry: RequestEntry, received_ns: int, now_ns: int, *, owner: str | None = None
     ) -> GenerateRequest:
-        """The request of an entry, as far as it can be checked without its prompt. See `admit`.
+        """Check all of a request but its texts, and return the request. See `admit`.
 
         Raises:
             RequestError: Refused.
@@ -160,7 +163,7 @@ class AdmissionCore:
         return request
 
     def may_fit(self, entry: RequestEntry) -> bool:
-        """Whether a prompt, or what is predicted, has to be tokenised to see if it is too long."""
+        """Return whether only tokenising shows if the prompt or the prediction is too long."""
         try:
             if isinstance(entry.request, GenerateRequest):
                 limit = self._text_limit(entry.request)
@@ -171,28 +174,25 @@ class AdmissionCore:
         return True
 
     def knows_constraint(self, request: GenerateRequest | Malformed) -> bool:
-        """Whether `check_constraint` is quick, since there is none or it was asked before."""
+        """Return whether `check_constraint` is quick: none, or one that was checked before."""
         if isinstance(request, Malformed) or request.sampling.constraint is None:
             return True
         return self._grammars is not None and self._grammars.knows(request.sampling.constraint)
 
     def check_constraint(self, request: GenerateRequest) -> None:
-        """Whether a request's text can become what it has to be; as `tokenize`, of which it is a
-        part, and quick when it was asked before.
+        """Compile and check a request's constraint, if any. As `tokenize`, which includes it.
 
         Raises:
-            RequestError: It can't.
+            RequestError: invalid_constraint.
         """
         if request.sampling.constraint is not None:
             assert self._grammars is not None, "set_capacity and check come before"
             self._grammars.check(request.sampling.constraint)
 
     def tokenize(self, request: GenerateRequest) -> Tokens:
-        """The prompt of a request, and what it predicts, as tokens, once its constraint is known to
-        be one.
+        """Check a request's constraint, and tokenise its prompt and prediction.
 
-        It takes long for a long text or a constraint, and may be done by another thread: it changes
-        nothing here.
+        Slow for a long text or a new constraint. Another thread may call it: it changes no state.
 
         Raises:
             RequestError: Refused for its prompt, its prediction, or its constraint.
@@ -218,15 +218,17 @@ class AdmissionCore:
         tokens: Tokens | None = None,
         trace: tuple[str, str] = ("", ""),
     ) -> Accepted:
-        """Checks a request and makes its sequences.
+        """Check a request and make its messages.
 
-        `max_tokens` is cut to what the model's length leaves; such a request ends with "length".
+        `max_tokens` is cut to the model's length; such a request ends with "length".
 
         Args:
+            entry: The entry.
             received_ns: When the entry was taken; its budget counts from there.
-            owner: The entry that has `request_id_of(entry)`, since it is in flight or its outputs
-                stand in that result stream; its own after a failure, None for nobody.
-            tokens: What `tokenize` gave, if it was asked before.
+            now_ns: The time.
+            owner: The entry that has `request_id_of(entry)`, in flight or by its result stream:
+                its own after a failure; None if the id is free.
+            tokens: Result of `tokenize`; None to tokenise here.
             trace: Traceparent and tracestate for the later stages.
 
         Raises:
@@ -277,7 +279,7 @@ class AdmissionCore:
     def resumed(
         self, request: AdmittedRequest, samples: Sequence[RecoveredSample]
     ) -> AdmittedRequest:
-        """The same request after a failure: its unfinished samples go on behind their tokens."""
+        """Return a request after a failure: its unfinished samples go on behind their tokens."""
         known = {sample.sample_index: sample for sample in samples}
         sequences = tuple(
             SequenceSpec(
@@ -295,23 +297,23 @@ class AdmissionCore:
 
     @property
     def capacity(self) -> ReplicaCapacity:
-        """The lane's.
+        """The lane's capacity.
 
         Raises:
-            RuntimeError: It is not known yet.
+            RuntimeError: It is unknown yet.
         """
         if self._capacity is None:
             raise RuntimeError("set_capacity must come before the first request")
         return self._capacity
 
     def _text_limit(self, request: GenerateRequest) -> TextLimit:
-        # Behind a prompt whose vector is wanted there need be no room for a token.
+        # A prompt of an embedding needs no room for a token behind it.
         room = 1 if request.embed is None else 0
         return TextLimit(self._longest_token_bytes, self.capacity.max_model_len, room)
 
     @staticmethod
     def _readable(entry: RequestEntry) -> GenerateRequest:
-        """The request, if it can be read and its id can be used."""
+        """Return the request, if it is readable and its id is usable."""
         request = entry.request
         if isinstance(request, Malformed):
             raise RequestError(request.message, code=request.code)
@@ -325,7 +327,7 @@ class AdmissionCore:
     def _asked_for(
         self, request: GenerateRequest, num_prompt_tokens: int
     ) -> tuple[SamplingParams, Pooling | None]:
-        """How samples are made, or, of a request for a vector, how the prompt is pooled."""
+        """Return the sampling parameters, and the pooling of a request for a vector."""
         if request.embed is None:
             return self._resolve(request.sampling, request.n, num_prompt_tokens), None
         most_bytes = self._max_result_bytes
@@ -333,7 +335,7 @@ class AdmissionCore:
         return EMBED_SAMPLING, pooling
 
     def _resolve(self, sampling: SamplingParams, n: int, num_prompt_tokens: int) -> SamplingParams:
-        """Cuts max_tokens to what fits, adds the model's stop ids, and makes a constraint plain."""
+        """Cut max_tokens to what fits, add the model's stop ids, and normalise a constraint."""
         capacity = self.capacity
         most = capacity.max_model_len - num_prompt_tokens
         if most < 1:
@@ -368,17 +370,17 @@ class AdmissionCore:
         return resolved
 
     def asked(self, entry: RequestEntry, request: GenerateRequest) -> str:
-        """What model an entry asks for.
+        """Return the model that an entry names.
 
-        What it says beside its request wins, as it has for whoever brought it here; of the model
-        itself the request may still name an adapter.
+        The entry's own field wins over the request's, as in the router; but the request may name an
+        adapter of that model.
         """
         if entry.model and (entry.model != self._model_name or not self._knows(request.model)):
             return entry.model
         return request.model
 
     def resolve(self, model: str) -> str:
-        """What a request's `model` names here: the id of an adapter, or "" for the model alone.
+        """Return the id of the adapter that `model` names; "" for the model itself.
 
         Raises:
             RequestError: unknown_model.
@@ -398,7 +400,7 @@ class AdmissionCore:
         return model in self._names or model in self._adapters
 
     def _as_draft(self, prediction: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ...]:
-        """A prediction as it is passed on: not at all, where it is of no use."""
+        """Return a prediction as a draft; none where drafts are off."""
         engine = self._engine
         speculates = engine.speculation != "off" and "prediction" in engine.draft_sources
         return prediction if speculates and sampling.max_draft_tokens != 0 else ()
@@ -415,10 +417,10 @@ class AdmissionCore:
 
 
 def status_of(code: str) -> Literal["error", "expired"]:
-    """The status of the terminal message of a request that was refused with this code."""
+    """Return the status of a request that was refused with a code."""
     return "expired" if code == "expired" else "error"
 
 
 def derive_seed(base: str, sample_index: int) -> int:
-    """A sample's seed: the same on every machine and in every release, 0 to 2**63 - 1."""
+    """Return a sample's seed, 0 to 2**63 - 1: the same on every machine and in every release."""
     return xxhash.xxh3_64_intdigest(f"{base}/{sample_index}".encode()) >> 1

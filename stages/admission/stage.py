@@ -1,4 +1,4 @@
-"""The admission stage's shell: the way in, and the lane's place among other lanes."""
+"""The admission stage's shell: entries in, and the lane's leases among other lanes."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ from .refusals import GIVEN_UP_CODES, is_of_the_entry, overloaded, why_given_up
 from .requests import entry_deadline_ns
 from .unloading import Unloading
 
-# Entries that are let in, or looked at, in one go.
 TAKE_BATCH = 64
+"""Entries taken from the queue at once."""
 
-# How often to look whether too many requests wait.
-LOOK_S = 1.0
+SHED_INTERVAL_S = 1.0
+"""Seconds between checks whether too many requests wait."""
 
 
 class AdmissionStage(Actor):
-    """Takes requests while all stages are ready and there is room; resumes what a failure hit.
+    """Takes requests while all stages are ready and there is room; recovers them after a failure.
 
-    An entry of the requests queue is acknowledged only when streaming has written the request's
-    terminal message. What was taken before and not acknowledged is found again at the start.
+    An entry of the requests queue is acknowledged once streaming has written the request's terminal
+    message. Entries that were taken and not acknowledged are found again at the start.
 
-    On Redis other lanes may serve the same queue. What this lane holds is leased: it renews the
-    lease, takes over what others no longer renew, and lets go of what others have taken over.
+    On Redis other lanes may serve the same queue. Entries are leased: the lane renews its leases,
+    takes over entries of expired ones, and drops entries that other lanes have taken over.
 
     Attributes:
-        epochs: What is decided here, to be looked at by others and told nothing.
+        epochs: State and decisions. Read-only for others.
     """
 
     name: ClassVar[str] = "admission"
@@ -68,14 +68,14 @@ class AdmissionStage(Actor):
         self._requests = self.epochs.requests
         self._core: AdmissionCore
         self._on_drained = context.on_drained
-        # The inbox, the requests queue and the leases are looked after by three tasks; they take
-        # turns. A turn is one event for the epochs, with all its effects.
+        # Three tasks serve the inbox, the requests queue and the leases. Each holds this lock for
+        # one event with all its effects.
         self._turn = asyncio.Lock()
         self._gate = asyncio.Event()
         self._room = asyncio.Event()
         self._taking = anyio.CancelScope()
         self._long_prompts = LongPrompts()
-        self._unloading = Unloading(self, self._requests.ledger, self._tell)
+        self._unloading = Unloading(self, self._requests.ledger, self._handle)
         self._group: TaskGroup
 
     # --- starting -----------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class AdmissionStage(Actor):
         self._core = await anyio.to_thread.run_sync(
             lambda: AdmissionCore(self.config, tokenizer, stop_token_ids_of(folder, tokenizer))
         )
-        # Prometheus sees a counter rise only if it has seen it before.
+        # Prometheus sees an increase only of a counter that exists.
         self._count_refused(0)
         for code in GIVEN_UP_CODES:
             self.metrics.record(instruments.DEAD_LETTERED, 0, {names.ERROR_TYPE: code})
@@ -98,7 +98,7 @@ class AdmissionStage(Actor):
         pending = await self.bus.requests.pending()
         async with anyio.create_task_group() as group:
             self._group = group
-            await self._tell(on.Began(tuple(pending)))
+            await self._handle(on.Began(tuple(pending)))
             group.start_soon(self._admit_forever)
             if self.bus.durable:
                 group.start_soon(self._keep_lane)
@@ -106,24 +106,23 @@ class AdmissionStage(Actor):
             await super().receive_forever(inbox)
 
     async def reset(self) -> None:
-        """The epochs are this stage's own: a larger one was begun by its successor, or the counter
-        was lost with the server's data.
+        """Handle a larger epoch: a successor's, or the server has lost the counter.
 
         Raises:
             LaneReplaced: There is a successor.
         """
-        await self._tell(on.LargerEpoch())
+        await self._handle(on.LargerEpoch())
 
     # --- events and effects -------------------------------------------------------------------
 
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case StageReady() as ready:
-                await self._tell(on.Ready(ready, envelope.epoch))
+                await self._handle(on.Ready(ready, envelope.epoch))
             case StageStopped(role, _, reason, failed):
-                await self._tell(on.Lost(role, reason, failed))
+                await self._handle(on.Lost(role, reason, failed))
             case CancelAll() as cancel_all:
-                await self._tell(cancel_all)
+                await self._handle(cancel_all)
                 await self.answer(envelope.operation_id)
             case AdaptersChanged(role, adapters):
                 capacity = self.epochs.participants.change_adapters(role, adapters)
@@ -132,23 +131,23 @@ class AdmissionStage(Actor):
             case UnloadAdapter() as unload:
                 await self._unloading.begin(unload, envelope.operation_id, self._core)
             case other:
-                await self._tell(other)
+                await self._handle(other)
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
         return self._core.adapters
 
     async def tick(self) -> None:
-        await self._tell(on.Tick())
+        await self._handle(on.Tick())
 
     def wake_at_ns(self) -> int | None:
         return self.epochs.wake_at_ns()
 
-    async def _tell(self, event: on.AnyEvent) -> None:
+    async def _handle(self, event: on.AnyEvent) -> None:
         async with self._turn:
-            await self._go_on(event)
+            await self._handle_locked(event)
 
-    async def _go_on(self, event: on.AnyEvent) -> None:
-        """Does all that follows from an event. The caller has the turn."""
+    async def _handle_locked(self, event: on.AnyEvent) -> None:
+        """Perform all effects of an event. The caller holds `_turn`."""
         effects = self.epochs.handle(event, now_ns())
         if not self._room.is_set() and self._requests.room() > 0:
             self._room.set()
@@ -160,31 +159,31 @@ class AdmissionStage(Actor):
     async def _perform(self, effect: do.Effect) -> None:
         match effect:
             case do.Judge():
-                await self._go_on(judge(self, self._core, effect))
+                await self._handle_locked(judge(self, self._core, effect))
             case do.Forward():
                 await self._or_give_up(effect.entry_id, self._forward(effect))
             case do.Acknowledge(entry_id, request_id):
                 await self.bus.requests.acknowledge(entry_id, request_id)
             case do.Then(step):
-                await self._go_on(step)
+                await self._handle_locked(step)
             case do.CutShort(cancel):
                 await self.send(ADMITTED, cancel)
             case do.End(cancel):
-                # Of no epoch: it is true in any.
+                # Of no epoch: it holds in any.
                 await self.send(REFUSED, cancel, epoch=0)
             case do.BeginEpoch(reason):
                 self.epoch = await self.bus.next_epoch()
-                await self._go_on(on.EpochBegun(self.epoch, reason))
+                await self._handle_locked(on.EpochBegun(self.epoch, reason))
             case do.SendReset(role):
                 stage, replica = split_role(role)
                 await self.send(at(CONTROL[stage], replica), Reset())
             case do.Renew():
                 lost = await self.bus.requests.renew(self.config.admission.lease_s)
-                await self._go_on(on.Renewed(frozenset(lost)))
+                await self._handle_locked(on.Renewed(frozenset(lost)))
             case do.Claim(entries, overdue):
                 owners = tuple(await self._claim(entries))
                 long = tuple(not overdue and self._takes_long(entry) for entry in entries)
-                await self._go_on(on.Claimed(entries, owners, long))
+                await self._handle_locked(on.Claimed(entries, owners, long))
             case do.Ask(items, opened, replica):
                 for each in opened:
                     await self._or_give_up(each.entry_id, self.send(OPENED, each))
@@ -222,7 +221,7 @@ class AdmissionStage(Actor):
                 log = self.log_of(request_id, TraceContext(*trace)) if request_id else self.log
                 getattr(log, level)(event, **fields)
             case _:
-                raise TypeError(f"nobody knows how to do {type(effect).__name__}")
+                raise TypeError(f"unknown effect {type(effect).__name__}")
 
     async def _forward(self, effect: do.Forward) -> None:
         (opened, request), samples = effect.accepted, effect.samples
@@ -231,7 +230,7 @@ class AdmissionStage(Actor):
             trace_replay(self, request.info.request_id, trace, effect.down_since_ns, samples)
             request = self._core.resumed(request, samples)
             if not request.sequences:
-                return  # all are finished, and streaming has them scored
+                return  # all are finished, and streaming waits for scores
         else:
             await self.send(OPENED, opened, trace=trace)
         budget_ns = budget_of(effect.deadline_ns, now_ns())
@@ -246,7 +245,7 @@ class AdmissionStage(Actor):
         except Exception as error:
             if not is_of_the_entry(error):
                 raise
-            await self._go_on(on.ForwardFailed(entry_id, why_given_up(error)))
+            await self._handle_locked(on.ForwardFailed(entry_id, why_given_up(error)))
 
     async def _dead_letter(self, effect: do.DeadLetter) -> None:
         entry, error = effect.entry, effect.error
@@ -258,11 +257,11 @@ class AdmissionStage(Actor):
                 self.metrics.record(instruments.DEAD_LETTERED, 1, {names.ERROR_TYPE: error.code})
             except ChannelClosed:
                 raise
-            # What can't be kept either is ended all the same.
+            # The request ends all the same.
             except (BusError, TypeError, ValueError, RecursionError) as reason:
                 log.error("dead_letter_lost", error=shown(str(reason)))
 
-    # --- what it tells of itself --------------------------------------------------------------
+    # --- status -------------------------------------------------------------------------------
 
     def condition(self) -> tuple[StageState, str]:
         state, reason = super().condition()
@@ -302,10 +301,10 @@ class AdmissionStage(Actor):
         record(instruments.DEAD_LETTERS, backlog.dead)
         record(instruments.QUEUE_LENGTH, backlog.queue_length)
 
-    # --- among other lanes --------------------------------------------------------------------
+    # --- leases -------------------------------------------------------------------------------
 
     async def _keep_lane(self) -> None:
-        """Keeps the lane's leases, and the queue within its bounds."""
+        """Renew the lane's leases, and shed requests beyond the queue's bound."""
         third_ns = int(self.config.admission.lease_s / 3 * 1e9)
         while True:
             if now_ns() - self.epochs.renewed_ns >= third_ns:
@@ -313,18 +312,18 @@ class AdmissionStage(Actor):
             while await self._shed():
                 pass
             due_s = (self.epochs.renewed_ns + third_ns - now_ns()) / 1e9
-            await anyio.sleep(min(LOOK_S, max(0.0, due_s)))
+            await anyio.sleep(min(SHED_INTERVAL_S, max(0.0, due_s)))
 
     async def _keep_leases(self) -> None:
         lease_s, before_ns = self.config.admission.lease_s, self.epochs.renewed_ns
-        await self._tell(on.Renewed(frozenset(await self.bus.requests.renew(lease_s))))
+        await self._handle(on.Renewed(frozenset(await self.bus.requests.renew(lease_s))))
         if self.epochs.renewed_ns - before_ns > lease_s * 1e9:
-            return  # Redis was away, so the others could not renew theirs either
+            return  # Redis was away, so other lanes could not renew either
         room = self._requests.room()
         if self._gate.is_set() and not self.epochs.draining and room > 0:
             entries = await self.bus.requests.take_over(lease_s, room)
             if entries:
-                await self._tell(on.TakenOver(tuple(entries)))
+                await self._handle(on.TakenOver(tuple(entries)))
 
     async def _shed(self) -> int:
         def answer(entry: RequestEntry, waiting: int) -> Completion:
@@ -344,10 +343,10 @@ class AdmissionStage(Actor):
         labels = {names.STATUS: "error", names.ERROR_TYPE: "overloaded"}
         self.metrics.record(instruments.REQUESTS, number, labels)
 
-    # --- the way in ---------------------------------------------------------------------------
+    # --- incoming entries ---------------------------------------------------------------------
 
     async def _admit_forever(self) -> None:
-        # From a durable bus others can serve what is still in the queue; else nobody will.
+        # While draining, other lanes can serve a durable queue; a queue in memory must be answered.
         while not self.epochs.draining or not self.bus.durable:
             await self._gate.wait()
             await self._wait_for_room()
@@ -371,7 +370,7 @@ class AdmissionStage(Actor):
             await self._room.wait()
 
     async def _admit_apart(self, arrival: on.Arrival) -> None:
-        """Admits an entry whose prompt takes long to tokenise; nobody waits for it."""
+        """Admit an entry whose prompt takes long to tokenise, while others pass."""
         tokenized = await self._tokenize(arrival)
         await self._admit(msgspec.structs.replace(arrival, tokenized=tokenized))
 
@@ -393,27 +392,27 @@ class AdmissionStage(Actor):
         return await self._long_prompts.tokenize(entry, deadline_ns, self._core.tokenize)
 
     def _tokens_of(self, request: GenerateRequest) -> on.Tokens:
-        """As `AdmissionCore.tokenize`, in a thread."""
+        """Compile and tokenise in a thread."""
         self._compile(request)
         return self._core.tokenize(request)
 
     def _compile(self, request: GenerateRequest) -> None:
-        """As `AdmissionCore.check_constraint`, in a thread; tells how long it takes."""
+        """Check a constraint in a thread, and measure the time."""
         if request.sampling.constraint is not None:
             with compiling(self, request.sampling.constraint):
                 self._core.check_constraint(request)
 
     async def _admit(self, arrival: on.Arrival) -> None:
-        """Lets an entry in, at a time when all stages take part.
+        """Admit an entry while all stages take part.
 
-        A new epoch may begin while this waits for its turn. What were let in then could reach a
-        stage that is not there yet, and be lost.
+        A new epoch may begin while this waits for `_turn`: a request admitted then could reach a
+        stage that has not started, and be lost.
         """
         while True:
             await self._gate.wait()
             async with self._turn:
                 if self._gate.is_set():
-                    await self._go_on(on.Arrived(arrival))
+                    await self._handle_locked(on.Arrived(arrival))
                     return
 
     async def _claim(self, entries: Sequence[RequestEntry]) -> list[str | None]:
@@ -421,5 +420,5 @@ class AdmissionStage(Actor):
         return await self.bus.results.claim(claims)
 
     def _takes_long(self, entry: RequestEntry) -> bool:
-        """Whether others should not wait until an entry's prompt is tokenised."""
+        """Return whether an entry is to be tokenised apart, while others pass."""
         return is_long(entry) and self._core.may_fit(entry)

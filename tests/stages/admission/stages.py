@@ -9,18 +9,30 @@ import msgspec
 
 from nano_inference.bus.control import Cancel, ReplicaCapacity, Reset, StageReady, StageStarted
 from nano_inference.bus.messages import (
+    AdmittedRequest,
     Fenced,
     Recover,
     Recovered,
     RecoveredSample,
     RecoveryItem,
     RequestFinished,
+    RequestInfo,
     RequestOpened,
+    SequenceSpec,
 )
+from nano_inference.config import SamplingParams
+from nano_inference.stages.admission.events import Accepted
 
 CAPACITY = ReplicaCapacity(
     num_blocks=64, block_size=16, max_model_len=512, vocab_size=258, device="cpu"
 )
+
+
+def accepted(request_id: str, entry_id: str) -> Accepted:
+    """A valid request of one sample."""
+    ids, sequences = (request_id, entry_id), (SequenceSpec(1, 0, 0),)
+    admitted = AdmittedRequest(RequestInfo(*ids), (1,), SamplingParams(), sequences, "", 0)
+    return Accepted(RequestOpened(*ids, "m", 1, True, (), (1,)), admitted)
 
 
 class Mail(NamedTuple):

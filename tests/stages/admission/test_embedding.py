@@ -53,7 +53,7 @@ def admitted(
         ),
     ],
 )
-def test_what_is_left_open_is_the_model_s_own(
+def test_pooling_defaults_are_the_models_own(
     capacity: ReplicaCapacity,
     embed: EmbedParams,
     pooling: Pooling,
@@ -104,7 +104,7 @@ def test_a_prompt_may_fill_what_the_lane_has(tokenizer: PreTrainedTokenizerFast)
         (BOTH, {"model": "other"}, "unknown_model"),
     ],
 )
-def test_what_can_t_be_is_refused(
+def test_unsupported_embed_requests_are_refused(
     capacity: ReplicaCapacity, fields: dict[str, Any], code: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     with pytest.raises(RequestError) as caught:

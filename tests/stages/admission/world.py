@@ -14,19 +14,12 @@ from typing import Any, NamedTuple
 
 from nano_inference.bus.channel import RequestEntry
 from nano_inference.bus.control import Cancel, CancelAll, Drain, Reset, ServerRestarted, StageReady
-from nano_inference.bus.messages import (
-    AdmittedRequest,
-    Recover,
-    RequestInfo,
-    RequestOpened,
-    SequenceSpec,
-)
+from nano_inference.bus.messages import Recover
 from nano_inference.bus.public import ErrorInfo, GenerateRequest
 from nano_inference.config import (
     AdmissionConfig,
     Config,
     PipelineConfig,
-    SamplingParams,
     all_roles,
     role_of,
     split_role,
@@ -37,7 +30,18 @@ from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.epochs import EpochCore
 from nano_inference.stages.admission.requests import entry_deadline_ns
 
-from .stages import Batching, Executor, Fairness, Killed, Mail, Run, Stage, Stream, Streaming
+from .stages import (
+    Batching,
+    Executor,
+    Fairness,
+    Killed,
+    Mail,
+    Run,
+    Stage,
+    Stream,
+    Streaming,
+    accepted,
+)
 
 LEASE_NS = 1_200_000_000
 MAX_LANE_DEATHS = 3
@@ -483,11 +487,7 @@ class Admission:
             return refused("invalid_n")
         if traits.poison:
             return on.Judged(arrival, failure=ErrorInfo(code="internal_error", message=""))
-        info = RequestInfo(request_id, entry_id)
-        sequences = (SequenceSpec(1, 0, 0),)
-        request = AdmittedRequest(info, (1,), SamplingParams(), sequences, "", 0)
-        opened = RequestOpened(request_id, entry_id, "m", 1, True, (), (1,))
-        return on.Judged(arrival, on.Accepted(opened, request), wanted.cancelled)
+        return on.Judged(arrival, accepted(request_id, entry_id), wanted.cancelled)
 
     def _forward(self, effect: do.Forward) -> None:
         entry_id, ledger = effect.entry_id, self.core.requests.ledger

@@ -40,7 +40,7 @@ def test_a_streamed_request_from_start_to_end(client: Client) -> None:
     assert len(client.core) == 0
 
 
-def test_what_the_executor_ends_is_an_error_and_halts_its_other_samples(client: Client) -> None:
+def test_a_request_failed_by_the_executor_ends_and_halts_its_samples(client: Client) -> None:
     """Its row, which has to have some token and some end, does not count."""
     request, other = request_of(n=2), request_of("q")
     new = [started(5, request), started(6, request, 1), started(7, other)]
@@ -145,7 +145,7 @@ def test_a_stop_string_ends_a_sample_and_halts_its_sequence(client: Client) -> N
     assert_chunks_match(client, completion)
 
 
-def test_what_looked_like_a_stop_string_comes_with_the_last_token(client: Client) -> None:
+def test_a_partial_stop_string_is_delivered_with_the_last_token(client: Client) -> None:
     client.step(new=[started(5, request_of(stop=("fox trot",)))])
     client.say(5, " the fox", "length")
     completion = client.completion()
@@ -225,7 +225,7 @@ def test_a_sequence_preempted_while_its_halt_is_on_the_way_stays_ended(
     assert client.completion().samples[0].token_ids == tuple(ids)
 
 
-def test_ended_in_a_step_comes_behind_its_tokens(client: Client) -> None:
+def test_a_cancellation_in_a_step_applies_after_its_tokens(client: Client) -> None:
     request = request_of(n=3, stop=("fox trot",))
     client.step([(6, 40, "length")], new=[started(5, request, 0), started(6, request, 1)])
     ids = client.say(5, " the fox")
@@ -259,7 +259,7 @@ def test_without_stream_an_abort_brings_only_the_completion(client: Client) -> N
     assert [type(output) for _, output in client.outputs] == [Completion]
 
 
-def test_a_cancel_that_comes_too_late_says_nothing(client: Client) -> None:
+def test_a_late_cancel_is_ignored(client: Client) -> None:
     client.step([(5, 40, "length")], new=[started(5, request_of())], ended=[cancel_of()])
     client.end(cancel_of())
     assert client.completion().status == "done"
@@ -286,7 +286,7 @@ def test_refusals_are_answered(client: Client, cancel: Cancel, key: str) -> None
     assert deliveries.ended[0].opened is None
 
 
-def test_a_request_that_went_to_another_lane_is_forgotten_without_a_word(client: Client) -> None:
+def test_a_request_of_another_lane_is_dropped_without_output(client: Client) -> None:
     client.step([(5, 40, "")], new=[started(5, request_of())])
     before = list(client.outputs)
     client.end(cancel_of(entry_id="another", elsewhere=True))
@@ -297,7 +297,7 @@ def test_a_request_that_went_to_another_lane_is_forgotten_without_a_word(client:
     assert client.outputs == before
 
 
-def test_what_a_slower_replica_says_of_a_request_that_was_cut_short_counts_for_nothing(
+def test_reports_of_a_slower_replica_about_an_ended_request_are_ignored(
     client: Client,
 ) -> None:
     """One replica had not begun with it; the other began and tells so later, then ends it too."""
@@ -311,7 +311,7 @@ def test_what_a_slower_replica_says_of_a_request_that_was_cut_short_counts_for_n
     assert len(client.core) == 0
 
 
-def test_a_request_that_was_cut_short_in_one_replica_begins_in_no_other(client: Client) -> None:
+def test_a_request_cut_short_in_one_replica_starts_in_no_other(client: Client) -> None:
     request = request_of(n=2)
     client.step([(5, 40, "")], new=[started(5, request, 0)])
     client.end(cancel_of())
@@ -364,7 +364,7 @@ def test_after_a_reset_a_request_may_go_on_with_new_sequences(client: Client) ->
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_successor_that_knows_only_a_part_of_a_request_sees_it_in_its_stream(
+def test_a_successor_with_part_of_a_request_restores_it_from_its_stream(
     tokenizer: PreTrainedTokenizerFast, streamed: bool
 ) -> None:
     """A step that was meant for its predecessor told it of the second sample."""
@@ -409,7 +409,7 @@ def test_steps_before_the_request_is_opened_are_held_back_for_this_request_alone
     assert client.halts == [5]
 
 
-def test_what_is_held_back_keeps_its_replica(client: Client) -> None:
+def test_held_back_steps_keep_their_replica(client: Client) -> None:
     request = request_of(stop=("fox",))
     news = step([(5, client.encode("fox")[0], "")], new=[started(5, request)])
     rest = step([(5, token_id, "") for token_id in client.encode("fox")[1:]])
@@ -441,7 +441,7 @@ def test_an_open_request_that_has_not_begun_ends_without_samples(client: Client)
 
 
 @pytest.mark.parametrize("lost", ["epoch", "lane"])
-def test_what_is_held_back_ends_with_its_epoch_and_its_lane(client: Client, lost: str) -> None:
+def test_held_back_steps_are_dropped_with_their_epoch_or_lane(client: Client, lost: str) -> None:
     request = request_of()
     client.step([(5, 40, "")], new=[started(5, request)], late=True)
     if lost == "epoch":

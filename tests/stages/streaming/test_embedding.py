@@ -59,7 +59,7 @@ def test_the_completion_has_the_vector_and_no_token(client: Client) -> None:
     assert (len(client.core), deliveries.halts, deliveries.to_score) == (0, [], [])
 
 
-def test_its_times_are_those_of_a_prompt_and_its_tokens_those_of_an_embedding(
+def test_an_embedding_is_measured_without_token_times(
     client: Client,
 ) -> None:
     """There is no first token, and nothing is said of one."""
@@ -75,7 +75,7 @@ def test_its_times_are_those_of_a_prompt_and_its_tokens_those_of_an_embedding(
         assert measured.values(instrument) == {}
 
 
-def test_a_vector_that_comes_too_late_counts_for_nothing(client: Client) -> None:
+def test_a_late_vector_is_ignored(client: Client) -> None:
     client.step(new=[started(1, REQUEST)])
     cancelled = client.end(cancel_of())
     (sample,) = completion_of(cancelled).samples
@@ -93,7 +93,7 @@ def test_after_a_failure_the_prompt_begins_again(client: Client) -> None:
     assert completion_of(client.step(**pooled(9))).samples[0].embedding == VECTOR
 
 
-def test_a_lane_without_a_tokenizer_s_texts_embeds() -> None:
+def test_a_core_without_a_tokenizer_embeds() -> None:
     client = Client(None)
     new = [started(1, REQUEST), started(2, request_of("s", embeds=True))]
     deliveries = client.step(new=new, **pooled(1, 2))

@@ -83,7 +83,7 @@ def test_a_prompt_in_pieces(client: Client, count: int) -> None:
     assert completion.prompt_top_logprobs == (tops if count else None)
 
 
-def test_what_comes_again_after_a_preemption_counts_once(client: Client) -> None:
+def test_prompt_logprobs_repeated_after_a_preemption_count_once(client: Client) -> None:
     start = prompt_of(1)
     client.step(new=[start], prompt_logprobs=(found(1, 4),))
     client.step(new=[start], prompt_logprobs=(found(1, 3),))
@@ -102,7 +102,7 @@ def test_a_prompt_of_one_token(client: Client, count: int, tops: object) -> None
     assert client.completion().prompt_top_logprobs == tops
 
 
-def test_a_prompt_that_nobody_asked_about(client: Client) -> None:
+def test_prompt_logprobs_are_off_by_default(client: Client) -> None:
     client.step([(1, 40, "length")], new=[prompt_of(None)])
     assert client.completion().prompt_logprobs is None
     assert client.completion().prompt_top_logprobs is None
@@ -114,7 +114,7 @@ def test_a_prompt_that_was_cut_short_is_not_reported(client: Client) -> None:
     assert client.completion().prompt_logprobs is None
 
 
-def test_siblings_share_what_the_first_found(client: Client) -> None:
+def test_siblings_share_the_prompts_logprobs(client: Client) -> None:
     start = prompt_of(0, n=2)
     client.step([(1, 40, "length")], new=[start], prompt_logprobs=(found(1, 5, count=0),))
     client.step([(2, 40, "length")], new=[started(2, start.request, 1)])
@@ -122,7 +122,7 @@ def test_siblings_share_what_the_first_found(client: Client) -> None:
     assert len(client.completion().samples) == 2
 
 
-def test_reports_of_a_request_that_has_ended_are_dropped(client: Client) -> None:
+def test_prompt_logprobs_of_an_ended_request_are_dropped(client: Client) -> None:
     client.step(new=[prompt_of(0)], prompt_logprobs=(found(1, 3, count=0),))
     client.end(cancel_of())
     client.step(prompt_logprobs=(found(3, 5, count=0),))
@@ -165,7 +165,7 @@ def test_stop_strings_are_not_looked_for_before_min_tokens(client: Client) -> No
     assert client.halts == [1]
 
 
-def test_text_before_min_tokens_begins_no_match(client: Client) -> None:
+def test_text_before_min_tokens_starts_no_stop_string(client: Client) -> None:
     """The first token of the stop string's text is one of the first, so it does not count."""
     ids = list(client.encode("fox fox"))
     cut = next(

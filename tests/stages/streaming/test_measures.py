@@ -73,7 +73,7 @@ def test_a_request_without_a_token_has_only_waited(client: Client) -> None:
         assert measured.values(instrument) == {}
 
 
-def test_a_request_that_never_ran_is_counted_and_no_more(client: Client) -> None:
+def test_a_request_that_never_ran_is_only_counted(client: Client) -> None:
     measured = Measured()
     (ended,) = client.end(cancel_of(unstarted=True)).ended
     measure_end(measured.metrics, ended, 0)
@@ -81,7 +81,7 @@ def test_a_request_that_never_ran_is_counted_and_no_more(client: Client) -> None
     assert measured.values(QUEUE_DURATION) == {}
 
 
-def test_a_successor_says_nothing_of_times_that_it_does_not_know(client: Client) -> None:
+def test_a_successor_records_no_unknown_times(client: Client) -> None:
     measured = Measured()
     request = request_of()
     chunk = CompletionChunk(

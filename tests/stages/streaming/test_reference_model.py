@@ -57,7 +57,7 @@ def test_a_prompt_is_scored_with_the_first_sample(client: Client) -> None:
     assert [each.ref_logprobs for each in completion.samples] == [(-0.75,), (-4.0,)]
 
 
-def test_an_executor_without_a_reference_model_says_nothing(client: Client) -> None:
+def test_empty_scores_complete_the_request(client: Client) -> None:
     client.step([(1, 40, "stop")], new=[started(1, scored(prompt_logprobs=0))])
     score(client)
     (completion,) = client.completions()
@@ -81,7 +81,7 @@ def test_a_score_of_another_entry_is_not_taken(client: Client) -> None:
     assert score(client, -2.0).ended
 
 
-def test_in_a_new_epoch_what_is_missing_is_asked_again(client: Client) -> None:
+def test_missing_scores_are_requested_again_in_a_new_epoch(client: Client) -> None:
     request = scored(n=2)
     item = RecoveryItem("r", request.entry_id)
     client.step([(1, 40, "stop")], new=[started(1, request), started(2, request, 1)])
@@ -96,7 +96,7 @@ def test_in_a_new_epoch_what_is_missing_is_asked_again(client: Client) -> None:
     assert client.core.to_score(item) == ()
 
 
-def test_a_successor_asks_for_what_it_finds_finished(
+def test_a_successor_has_finished_samples_scored(
     tokenizer: PreTrainedTokenizerFast, client: Client
 ) -> None:
     request = scored()

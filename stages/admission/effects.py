@@ -157,12 +157,10 @@ class TakePart(Effect, frozen=True):
     """Mark admission as ready, since every request is resumed."""
 
 
-class OpenGate(Effect, frozen=True):
-    """Admit new requests."""
+class SetGate(Effect, frozen=True):
+    """Admit new requests, or none until the next SetGate."""
 
-
-class CloseGate(Effect, frozen=True):
-    """Admit no new request until OpenGate."""
+    is_open: bool
 
 
 class StopTaking(Effect, frozen=True):

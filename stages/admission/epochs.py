@@ -186,7 +186,7 @@ class EpochCore:
         """Begin an epoch: all stages drop their state. When all are ready, requests are resumed."""
         if self._resumed or not self._down_since_ns:
             self._down_since_ns = now_ns
-        self._close_gate()
+        self._set_gate(is_open=False)
         self._asked_all = self._resumed = False
         self.participants.begin(now_ns)
         self.asked.clear()
@@ -207,9 +207,9 @@ class EpochCore:
         if mine := sum(entry_id in self._ledger for entry_id in entry_ids):
             self._begin(f"{mine} streams take nothing more in this epoch", now_ns)
 
-    def _close_gate(self) -> None:
-        self.is_open = False
-        self._do(do.CloseGate())
+    def _set_gate(self, *, is_open: bool) -> None:
+        self.is_open = is_open
+        self._do(do.SetGate(is_open))
 
     def _take_part(self, ready: StageReady, now_ns: int) -> None:
         waited = self.participants.hear(ready.stage)
@@ -330,7 +330,7 @@ class EpochCore:
             case "go":
                 self._resume(item)
             case "alone":
-                self._close_gate()
+                self._set_gate(is_open=False)
                 self.alone.append(item.entry_id)
             case "dead":
                 self.requests.give_up(item, why_dead(item.deaths))
@@ -352,8 +352,7 @@ class EpochCore:
                 self._resume(item)
                 in_lane = 1
         if not self.alone:
-            self.is_open = True
-            self._do(do.OpenGate())
+            self._set_gate(is_open=True)
             self._outbox.log("info", "ready", brief="ready", epoch=self.epoch)
 
     # --- admission and ends -------------------------------------------------------------------

@@ -15,7 +15,6 @@ from ...bus.channel import RequestEntry
 from ...bus.public import GenerateRequest
 from ...config import RequestError
 from ...telemetry import now_ns
-from .events import Tokenized, Tokens
 from .refusals import is_of_the_entry
 
 
@@ -93,39 +92,28 @@ class LongPrompts:
         self._constraints = FairSemaphore(1)
         self._waiting: dict[str, anyio.CancelScope] = {}
 
-    async def compile(
+    async def run(
         self,
-        entry: RequestEntry,
-        deadline_ns: int | None,
-        check: Callable[[GenerateRequest], None],
-    ) -> Exception | None:
-        """Compile an entry's constraint; return why it is refused. As `tokenize`."""
-        return await self._run(self._constraints, entry, deadline_ns, check)
-
-    async def tokenize(
-        self,
-        entry: RequestEntry,
-        deadline_ns: int | None,
-        tokenize: Callable[[GenerateRequest], Tokens],
-    ) -> Tokenized:
-        """Return the tokens of an entry's texts; long texts wait for their tenant's turn.
-
-        An entry whose deadline passes before, or that `stop_waiting` names, is not tokenised. A
-        running thread is awaited: threads can't be stopped, and must stay few.
-        """
-        assert isinstance(entry.request, GenerateRequest), "there is no prompt to tokenise"
-        turns = self._texts if _is_long_text(entry.request) else None
-        return await self._run(turns, entry, deadline_ns, tokenize)
-
-    async def _run(
-        self,
-        turns: FairSemaphore | None,
         entry: RequestEntry,
         deadline_ns: int | None,
         work: Callable[[GenerateRequest], T],
+        *,
+        is_constraint: bool = False,
     ) -> T | Exception:
+        """Tokenise an entry's texts, or compile its constraint, in a thread.
+
+        Constraints and long texts wait for their tenant's turn. There is no work for an entry whose
+        deadline passes before, or that `stop_waiting` names. A running thread is awaited: threads
+        can't be stopped, and must stay few.
+
+        Returns:
+            The result of `work`, or why the entry is refused.
+        """
         request = entry.request
         assert isinstance(request, GenerateRequest)
+        turns = self._constraints if is_constraint else None
+        if turns is None and _is_long_text(request):
+            turns = self._texts
         with anyio.CancelScope() as waiting:
             if deadline_ns is not None:
                 waiting.deadline = anyio.current_time() + (deadline_ns - now_ns()) / 1e9

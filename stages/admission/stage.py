@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import anyio
@@ -192,15 +193,8 @@ class AdmissionStage(Actor):
                 await self.send(OPENED, cancel)
             case do.DeadLetter():
                 await self._dead_letter(effect)
-            case _:
-                self._perform_here(effect)
-
-    def _perform_here(self, effect: do.Effect) -> None:
-        match effect:
-            case do.OpenGate():
-                self._gate.set()
-            case do.CloseGate():
-                self._gate.clear()
+            case do.SetGate(is_open):
+                self._gate.set() if is_open else self._gate.clear()
             case do.SetCapacity(capacity):
                 self._core.set_capacity(capacity)
             case do.TakePart():
@@ -384,20 +378,17 @@ class AdmissionStage(Actor):
                 raise
             return error
         deadline_ns = entry_deadline_ns(entry, received_ns)
+        run = partial(self._long_prompts.run, entry, deadline_ns)
         if self._core.knows_constraint(entry.request):
-            return await self._long_prompts.tokenize(entry, deadline_ns, self._tokens_of)
-        refusal = await self._long_prompts.compile(entry, deadline_ns, self._compile)
-        if refusal is not None:
-            return refusal
-        return await self._long_prompts.tokenize(entry, deadline_ns, self._core.tokenize)
+            return await run(self._compile_and_tokenize)
+        refusal = await run(self._compile, is_constraint=True)
+        return await run(self._core.tokenize) if refusal is None else refusal
 
-    def _tokens_of(self, request: GenerateRequest) -> on.Tokens:
-        """Compile and tokenise in a thread."""
+    def _compile_and_tokenize(self, request: GenerateRequest) -> on.Tokens:
         self._compile(request)
         return self._core.tokenize(request)
 
     def _compile(self, request: GenerateRequest) -> None:
-        """Check a constraint in a thread, and measure the time."""
         if request.sampling.constraint is not None:
             with compiling(self, request.sampling.constraint):
                 self._core.check_constraint(request)

@@ -116,7 +116,7 @@ def test_it_opens_when_all_take_part_in_this_epoch() -> None:
     assert not driven.core.is_open
     driven.ready("streaming")
     assert driven.core.is_open
-    assert driven.kinds()[-2:] == ["TakePart", "OpenGate"]
+    assert driven.kinds()[-2:] == ["TakePart", "SetGate"]
 
 
 def test_requests_resume_only_after_streaming_has_answered_for_all() -> None:

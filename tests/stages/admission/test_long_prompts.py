@@ -10,6 +10,7 @@ import pytest
 
 from nano_inference.bus import RequestEntry
 from nano_inference.bus.public import GenerateRequest
+from nano_inference.stages.admission.events import Tokens
 from nano_inference.stages.admission.long_prompts import (
     AT_A_TIME,
     LONG_TEXT,
@@ -27,10 +28,10 @@ class Work:
         self.go = threading.Event()
         self.begun: list[str] = []
 
-    def __call__(self, request: GenerateRequest) -> tuple[int, ...]:
+    def __call__(self, request: GenerateRequest) -> Tokens:
         self.begun.append(request.tenant)
         assert self.go.wait(LIMIT_S)
-        return ()
+        return Tokens(())
 
     def check(self, request: GenerateRequest) -> None:
         """The same of a constraint."""
@@ -58,7 +59,10 @@ async def begun(work: Work, count: int) -> None:
 async def test_constraints_are_compiled_one_at_a_time_round_robin_by_tenant(work: Work) -> None:
     prompts = LongPrompts()
     waiting = [*entries("a", 3), *entries("b", 1), *entries("c", 1)]
-    tasks = [asyncio.create_task(prompts.compile(each, None, work.check)) for each in waiting]
+    tasks = [
+        asyncio.create_task(prompts.run(each, None, work.check, is_constraint=True))
+        for each in waiting
+    ]
     await begun(work, 1)
     work.go.set()
     async with asyncio.timeout(LIMIT_S):
@@ -69,24 +73,24 @@ async def test_constraints_are_compiled_one_at_a_time_round_robin_by_tenant(work
 async def test_constraints_and_long_texts_do_not_wait_for_each_other(work: Work) -> None:
     prompts, held = LongPrompts(), Work()
     long = entries("a", AT_A_TIME, prompt="x" * LONG_TEXT)
-    tasks = [asyncio.create_task(prompts.tokenize(each, None, held)) for each in long]
+    tasks = [asyncio.create_task(prompts.run(each, None, held)) for each in long]
     await begun(held, AT_A_TIME)
     work.go.set()
     async with asyncio.timeout(LIMIT_S):
-        assert await prompts.compile(*entries("b", 1), None, work.check) is None
+        assert await prompts.run(*entries("b", 1), None, work.check, is_constraint=True) is None
         held.go.set()
-        assert await asyncio.gather(*tasks) == [()] * AT_A_TIME
+        assert await asyncio.gather(*tasks) == [Tokens(())] * AT_A_TIME
 
 
 async def test_a_short_text_waits_for_no_turn(work: Work) -> None:
     prompts = LongPrompts()
     long = entries("a", AT_A_TIME, prompt="x" * LONG_TEXT)
-    tasks = [asyncio.create_task(prompts.tokenize(each, None, work)) for each in long]
+    tasks = [asyncio.create_task(prompts.run(each, None, work)) for each in long]
     await begun(work, AT_A_TIME)
     at_once = Work()
     at_once.go.set()
     async with asyncio.timeout(LIMIT_S):
-        assert await prompts.tokenize(*entries("b", 1), None, at_once) == ()
+        assert await prompts.run(*entries("b", 1), None, at_once) == Tokens(())
         work.go.set()
         await asyncio.gather(*tasks)
 

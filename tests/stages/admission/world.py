@@ -443,10 +443,8 @@ class Admission:
                 self.world.buried[entry.entry_id] = deaths
             case do.Acknowledge(entry_id):
                 self._acknowledge(entry_id)
-            case do.OpenGate():
-                self.gate = True
-            case do.CloseGate():
-                self.gate = False
+            case do.SetGate(is_open):
+                self.gate = is_open
             case do.SetCapacity():
                 self.has_capacity = True
             case do.StopTaking():

@@ -93,7 +93,7 @@ class RequestInfo(InternalPart, frozen=True, array_like=True):
     queued: StageTime | None = None
 
 
-class RequestOpened(Internal, frozen=True, array_like=True, tag="opened", tag_field="type"):
+class RequestOpened(Internal, frozen=True):
     """Admission to streaming: a request that enters the lane, and what its results need.
 
     It is sent before the AdmittedRequest, over a link of its own: over Redis its sequences' first
@@ -153,7 +153,7 @@ DEFAULT_SCOPE = CacheScope()
 """The scope without tenant, salt and adapter."""
 
 
-class TokenizedRequest(Internal, frozen=True, array_like=True):
+class TokenizedRequest(Internal, frozen=True):
     """What admission has made of a valid request, up to the executor.
 
     Attributes:
@@ -168,9 +168,7 @@ class TokenizedRequest(Internal, frozen=True, array_like=True):
     sequences: tuple[SequenceSpec, ...]
 
 
-class AdmittedRequest(
-    TokenizedRequest, frozen=True, array_like=True, tag="admitted", tag_field="type"
-):
+class AdmittedRequest(TokenizedRequest, frozen=True):
     """A valid request: the sequences wait for their turn.
 
     Attributes:
@@ -185,7 +183,7 @@ class AdmittedRequest(
     has_stop_strings: bool = False
 
 
-class Dispatch(TokenizedRequest, frozen=True, array_like=True, tag="dispatch", tag_field="type"):
+class Dispatch(TokenizedRequest, frozen=True):
     """Some or all sequences of a request, sent to run. Each uses up one credit.
 
     Attributes:
@@ -200,9 +198,7 @@ class Dispatch(TokenizedRequest, frozen=True, array_like=True, tag="dispatch", t
     prediction: tuple[int, ...] = ()
 
 
-class PauseSequences(
-    Internal, frozen=True, array_like=True, tag="pause_sequences", tag_field="type"
-):
+class PauseSequences(Internal, frozen=True):
     """Pause these sequences. Sequences that have ended meanwhile are ignored.
 
     Batching keeps their tokens; their KV stays in the prefix cache until its blocks are needed.
@@ -211,16 +207,14 @@ class PauseSequences(
     seq_ids: tuple[int, ...]
 
 
-class ResumeSequences(
-    Internal, frozen=True, array_like=True, tag="resume_sequences", tag_field="type"
-):
+class ResumeSequences(Internal, frozen=True):
     """Resume paused sequences, ranked as in Dispatch. Each uses one credit."""
 
     seq_ids: tuple[int, ...]
     rank: int = 0
 
 
-class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="type"):
+class Credit(Internal, frozen=True):
     """Batching can take this many more sequences; and what it has done since it last said so.
 
     Attributes:
@@ -274,7 +268,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
     prediction: tuple[int, ...] = ()
 
 
-class StepPlan(Internal, frozen=True, array_like=True, tag="plan", tag_field="type"):
+class StepPlan(Internal, frozen=True):
     """One forward pass.
 
     The executor applies `finished`, `new`, `grown` and `copies` in this order, then runs the rows.
@@ -369,7 +363,7 @@ class VerifiedDraft(InternalPart, frozen=True, array_like=True):
     num_accepted: int
 
 
-class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="type"):
+class StepResult(Internal, frozen=True):
     """What one forward pass sampled. Rows that only prefilled are not in it.
 
     A sequence whose draft was accepted in part or whole is named once for each token that it got,
@@ -428,7 +422,7 @@ class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="
         )
 
 
-class StepSummary(Internal, frozen=True, array_like=True, tag="step_summary", tag_field="type"):
+class StepSummary(Internal, frozen=True):
     """The part of a StepResult that batching needs: no logprobs, no vectors.
 
     Attributes:
@@ -453,7 +447,7 @@ class RecoveryItem(InternalPart, frozen=True, array_like=True):
     entry_id: str
 
 
-class Recover(Internal, frozen=True, array_like=True, tag="recover", tag_field="type"):
+class Recover(Internal, frozen=True):
     """Admission to streaming, in a new epoch: report what there is of these requests.
 
     It comes behind their RequestOpened, on the same link. Each is answered with Recovered, or with
@@ -475,14 +469,14 @@ class RecoveredSample(InternalPart, frozen=True, array_like=True):
     finished: bool
 
 
-class Recovered(Internal, frozen=True, array_like=True, tag="recovered", tag_field="type"):
+class Recovered(Internal, frozen=True):
     """Streaming to admission: go on behind these tokens. Samples that never began are not here."""
 
     entry_id: str
     samples: tuple[RecoveredSample, ...]
 
 
-class Fenced(Internal, frozen=True, array_like=True, tag="fenced", tag_field="type"):
+class Fenced(Internal, frozen=True):
     """Streaming to admission: the streams of these entries take nothing more in this epoch.
 
     The requests queue tells whose they are now: a larger epoch's, or outputs are missing there.
@@ -491,7 +485,7 @@ class Fenced(Internal, frozen=True, array_like=True, tag="fenced", tag_field="ty
     entry_ids: tuple[str, ...]
 
 
-class RequestFinished(Internal, frozen=True, array_like=True, tag="finished", tag_field="type"):
+class RequestFinished(Internal, frozen=True):
     """Streaming to admission: the request's terminal message has been written."""
 
     request_id: str

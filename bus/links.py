@@ -4,8 +4,9 @@
                           │     ▲                    ▲                  │    ▲                │
                           │     └─finished─┐         └─────credits──────┘    ├─────steps──────┤
                           │                │                                 │                │
-                          └───refused──► streaming ───────────halts──────────┘                │
-    client ◄──results──────────────────────┘   ▲───────────────────steps──────────────────────┘
+                          ├───opened───► streaming ───────────halts──────────┘                │
+                          └───refused──►   │  ▲                                               │
+    client ◄──results──────────────────────┘  └────────────────────steps──────────────────────┘
 
     control: anyone ──► any stage. So goes what streaming asks the reference model (ScoreSample),
     and what an executor answers (SampleScored). Clients also send to whoever runs the models of
@@ -14,10 +15,10 @@
 Batching and executor may be there several times (replicas): then each pair has its own of the links
 that begin or end there, named `dispatch.1` and so on for replica 1, see `at`.
 
-A link has one receiver. `steps` goes to two, so it is two links. The links that close a circle
-(finished, credits, halts, steps) carry at most a fixed number of messages for each request or
-sequence in flight, or for each step that these still take; their capacity is above that number, so
-that no circle of full links can stall.
+A link has one receiver. `steps` is two links: streaming gets a StepResult, batching a StepSummary.
+The links that close a circle (finished, credits, halts, steps) carry at most a fixed number of
+messages for each request or sequence in flight, or for each step that these still take; their
+capacity is above that number, so that no circle of full links can stall.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ STEPS_BATCHING = Link("steps.batching", ("executor",), "batching", closes_circle
 STEPS_STREAMING = Link("steps.streaming", ("executor",), "streaming")
 HALTS = Link("halts", ("streaming",), "batching", closes_circle=True)
 REFUSED = Link("refused", ("admission",), "streaming")
+OPENED = Link("opened", ("admission",), "streaming")
+"""Also carries Recover, and Cancel of requests that went to another lane."""
 FINISHED = Link("finished", ("streaming",), "admission", closes_circle=True)
 CONTROL: dict[str, Link] = {
     stage: Link(f"control.{stage}", STAGES, stage, closes_circle=True) for stage in STAGES
@@ -62,6 +65,7 @@ LINKS = (
     STEPS_STREAMING,
     HALTS,
     REFUSED,
+    OPENED,
     FINISHED,
     *CONTROL.values(),
 )

@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 
 from nano_inference.bus.control import Cancel
-from nano_inference.bus.messages import Dispatch, StepPlan, StepResult
+from nano_inference.bus.messages import Dispatch, StepPlan, StepResult, StepSummary
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.server.connections import Connection
 from nano_inference.kserve.grpc_codec import encode_infer_request
@@ -139,7 +139,7 @@ class Steps:
                 self.planned[found.step_id] = set(found.seq_ids) & self._own.keys()
             return found
 
-        def watched_absorb(core: BatchingCore, result: StepResult) -> None:
+        def watched_absorb(core: BatchingCore, result: StepSummary) -> None:
             absorb(core, result)
             self.held[result.step_id] = sum(len(seq.block_ids) for seq in self._own.values())
 

@@ -20,6 +20,8 @@ from nano_inference.bus.pooling import PooledPrompt, Pooling
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 
+from .index import check_index
+
 STOP = 7
 
 CacheType = Literal["paged", "radix"]
@@ -257,7 +259,7 @@ class FakeReplica:
     def check(self) -> None:
         """Run all conservation checks, with the whole cache index."""
         self.core.check()
-        self.core.cache.check_index()
+        check_index(self.core.cache)
 
     def run(self, limit: int = 10_000) -> None:
         for _ in range(limit):

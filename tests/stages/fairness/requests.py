@@ -50,3 +50,14 @@ def drain(core: FairnessCore, now_ns: int = 0) -> list[str]:
         again = "+" if isinstance(dispatched.message, ResumeSequences) else ""
         names.append(dispatched.request.info.request_id + again)
     return names
+
+
+def served(core: FairnessCore) -> dict[tuple[int, str], float]:
+    """The counters of tenants that wait, run or are ahead, by priority and tenant."""
+    for replica in core._replicas.values():
+        core._count(replica)
+    return {
+        (priority_class.priority, flow.tenant): flow.counter
+        for priority_class in core._queue.classes()
+        for flow in priority_class.flows()
+    }

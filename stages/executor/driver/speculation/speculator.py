@@ -16,7 +16,7 @@ from ..constraints import Constraints
 from ..sampled import SampledRows
 from ..sequences import BoolArray, Places, SequenceTable
 from .control import CostControl, DraftLedger
-from .costs import LEAST_GAIN, StepCosts
+from .costs import StepCosts
 from .drafts import (
     NO_DRAFT,
     Draft,
@@ -148,7 +148,7 @@ class Speculator:
                 pause = min(2 * self._skips.get(row, (0, 0))[1] + 1, _MOST_SKIPPED)
                 self._skips[row] = pause, pause
         if not any(self._is_of_model(draft) for draft in drafts):
-            self._ledger.owe(self._drafting_s, least_gain=LEAST_GAIN)
+            self._ledger.owe(self._drafting_s)
         elif not verified:
             self._judge(())
         counts = np.array(
@@ -241,7 +241,7 @@ class Speculator:
         of_model = [each for each in verdicts if self._is_of_model(each)]
         verified = sum(each.num_tokens for each in of_model)
         took, saved = self._control.value(verified, sum(each.num_accepted for each in of_model))
-        self._ledger.settle(self._drafting_s + took, saved, least_gain=LEAST_GAIN)
+        self._ledger.settle(self._drafting_s + took, saved)
 
     def _skipped(self, row: int) -> bool:
         left, pause = self._skips.get(row, (0, 0))

@@ -79,25 +79,22 @@ class Speculator:
         sources: Sequence[DraftSource],
         control: CostControl,
         draft_model: DraftSource | None = None,
-        now_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         """Take the parts.
 
         Args:
             table: The sequences.
             constraints: Their grammars.
-            sources: Cheap sources. Each is asked where earlier ones have no good draft.
+            sources: Cheap sources, each called where earlier ones have no good draft.
             control: Chooses how much to verify.
-            draft_model: A source that takes time, asked last.
-            now_ns: The clock for it.
+            draft_model: A slow source, called last.
         """
         self._table = table
         self._constraints = constraints
         self._sources = tuple(sources)
         self._draft_model = draft_model
-        self._now_ns = now_ns
         self._ledger = DraftLedger(_MOST_MODEL_REST)
-        # Time of the draft model's passes in the current step; CPU time of asking it.
+        # Wall and CPU time of the draft model's call in the current step.
         self._drafting_s = self._asking_model_s = 0.0
         self._control = control
         # Of the last step that asked for drafts.
@@ -293,9 +290,9 @@ class Speculator:
         for source in self._sources:
             ask(source)
         if self._draft_model is not None and self._ledger.may_ask():
-            begin_ns, own_ns = self._now_ns(), time.thread_time_ns()
+            begin_ns, own_ns = time.perf_counter_ns(), time.thread_time_ns()
             ask(self._draft_model)
-            self._drafting_s = (self._now_ns() - begin_ns) * 1e-9
+            self._drafting_s = (time.perf_counter_ns() - begin_ns) * 1e-9
             self._asking_model_s = (time.thread_time_ns() - own_ns) * 1e-9
         return best, chances
 

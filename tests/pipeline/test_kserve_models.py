@@ -194,7 +194,7 @@ async def test_statistics_and_times_are_counted(service: InferenceService) -> No
     async with asyncio.timeout(LIMIT_S):
         await service.infer_once(origin(), request)
     found = service.statistics.model("tiny")
-    assert (found.success.count, found.fail.count) == (1, 1)
-    assert 0 < found.compute.ns < found.success.ns
-    assert found.queue.ns + found.compute.ns == found.success.ns
+    assert (found.success["count"], found.fail["count"]) == (1, 1)
+    assert 0 < found.compute["ns"] < found.success["ns"]
+    assert found.queue["ns"] + found.compute["ns"] == found.success["ns"]
     assert await service.trouble("tiny.score") == ""

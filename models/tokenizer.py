@@ -1,6 +1,7 @@
 """The tokenizer of the bundled tiny model: its special tokens, its chat template, its training."""
 
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,31 +31,15 @@ MARKS = words(
 )
 """Added tokens that are not special: decoding keeps them when it skips special tokens."""
 
-# The template of the bundled folder is its own source. As Qwen's: tools in the system turn, their
-# results in a user turn. Only the fields of a tool that the model has learnt to read are written,
-# in a fixed order. Earlier thoughts are left out.
-CHAT_TEMPLATE = Path(__file__).with_name("tiny").joinpath("chat_template.jinja").read_text()
-
-# How Transformers' `tokenizer.parse_response` parses an answer.
-RESPONSE_TEMPLATE: dict[str, Any] = {
-    "version": 1,
-    "defaults": {"role": "assistant"},
-    "start_anchor": TURN_START + "assistant\n",
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close": ["</think>", TURN_END]},
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close": "</tool_call>",
-            "content": "json",
-            "repeats": True,
-            "transform": {
-                "type": "function",
-                "function": {"name": "{content.name}", "arguments": "{content.arguments}"},
-            },
-        },
-        "content": {"close": [TURN_END, END_OF_TEXT]},
-    },
-}
+_TINY = Path(__file__).with_name("tiny")
+# The bundled folder is the source of its own templates, which `train.save` writes again. The chat
+# template is like Qwen's: tools in the system turn, their results in a user turn. It writes only
+# the fields of a tool that the model has learnt to read, and leaves out earlier thoughts.
+CHAT_TEMPLATE = (_TINY / "chat_template.jinja").read_text(encoding="utf-8")
+# The parser of Transformers' `tokenizer.parse_response`.
+RESPONSE_TEMPLATE: dict[str, Any] = json.loads(
+    (_TINY / "tokenizer_config.json").read_text(encoding="utf-8")
+)["response_template"]
 
 # Contractions, words with one leading character, single digits, signs, line ends, blanks.
 PIECES = (

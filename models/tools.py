@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from .examples import CITIES, NAMES, Example, Form, call_text, make_example, words
+from .examples import CITIES, NAMES, WORDS, Example, Form, call_text, make_example, words
 
 
 class Kind(NamedTuple):
@@ -77,14 +77,8 @@ KINDS: dict[str, Kind] = {
     ),
 }
 
-SKIES = words("""
-    sunny | cloudy | rainy | windy | foggy | clear | stormy | snowy
-""")
-
-SYLLABLES = words("""
-    ka | mo | ri | ta | ven | lu | sha | bor | ne | do | pi | gar | wel | zu | cha | fe | hol | ja
-    xi | qua | stu | by | ton | ville | berg | ko
-""")
+SKIES = WORDS["skies"]
+SYLLABLES = WORDS["syllables"]
 
 NO_TOOL = "I have no tool for that."
 """The answer to a question for which a tool is missing."""

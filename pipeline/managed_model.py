@@ -6,8 +6,9 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import anyio
 import anyio.to_thread
@@ -172,16 +173,16 @@ class ManagedModel:
         memory_bytes: int = 0,
     ) -> None:
         """Write its state to the registry; retry while the bus is away."""
-        since_ns = self.record.since_ns if self.record.state == state else 0
-        self.record = ModelRecord(
-            spec=self.spec,
+        before = self.record
+        self.record = replace(
+            before,
             state=state,
             reason=reason,
-            since_ns=since_ns or now_ns(),
+            since_ns=(before.since_ns if before.state == state else 0) or now_ns(),
             load_ns=load_ns,
             memory_bytes=memory_bytes,
             takes_requests=takes_requests,
-            adapters=self.record.adapters if state == "draining" else (),
+            adapters=before.adapters if state == "draining" else (),
         )
         await self._write()
 
@@ -204,21 +205,20 @@ class ManagedModel:
 
     async def measure(self) -> None:
         """Write its memory to the record, if that has changed."""
-        memory_bytes = await self._memory()
-        before = self.record.memory_bytes
-        if self.record.state == "ready" and abs(memory_bytes - before) > _NOTABLE * before:
-            self.record = replace(self.record, memory_bytes=memory_bytes)
-            await self._write()
+        memory_bytes, before = await self._memory(), self.record.memory_bytes
+        if abs(memory_bytes - before) > _NOTABLE * before:
+            await self._change(memory_bytes=memory_bytes)
 
     async def update_adapters(self) -> None:
         """Write its lanes' adapters to the record, if they have changed."""
-        try:
-            reports = await self._bus.store.board.read()
-        except BusError:
-            return
-        adapters = tuple(each.id for each in adapters_of(reports))
-        if self.record.state == "ready" and adapters != self.record.adapters:
-            self.record = replace(self.record, adapters=adapters)
+        with suppress(BusError):
+            adapters = tuple(each.id for each in adapters_of(await self._bus.store.board.read()))
+            if adapters != self.record.adapters:
+                await self._change(adapters=adapters)
+
+    async def _change(self, **fields: Any) -> None:
+        if self.record.state == "ready":
+            self.record = replace(self.record, **fields)
             await self._write()
 
     async def _memory(self) -> int:

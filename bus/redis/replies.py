@@ -1,4 +1,4 @@
-"""Answers to control messages on Redis: a short list for each operation."""
+"""Replies to control messages on Redis: one short list per operation."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LONGEST_WAIT_S = 0.1
 
 
 class RedisReplies:
-    """`Replies` as a Redis list for each operation, gone soon after.
+    """`Replies` as one expiring Redis list per operation.
 
-    Who waits looks again and again, since operations are few and take long.
+    Callers poll, since operations are rare and slow.
     """
 
     def __init__(self, keys: Keys, commands: Commands) -> None:

@@ -1,8 +1,8 @@
-"""The entrance on Redis: entries move to the streams of their models, by the ids that they have.
+"""Routing on Redis: entries move from the deployment's requests stream to their models' streams.
 
-An id tells requests apart whatever their model, so it is given at the entrance in any case. A
-stream takes only ids above its last one, which holds since entries are moved in their order: nobody
-passes those that wait at the entrance.
+Entry ids are unique across models, so all are assigned on the deployment's stream. A stream accepts
+only ids above its last one; that holds because entries are moved in order, and requests keep
+theirs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from .results import RedisResults
 
 BLOCK_S = 5.0
 
-# A request for a model that takes some. Its id is given at the entrance; if others wait there, it
-# waits behind them.
+# Publish directly to a loaded model. The id is assigned on the deployment's stream; while others
+# wait
+# there, the request is queued behind them.
 PUBLISH = """
 local closed = redis.call('HGET', KEYS[3], ARGV[1])
 if closed then return redis.error_reply('CLOSED ' .. closed) end
@@ -43,9 +44,9 @@ for i = 2, #ARGV do add[#add + 1] = ARGV[i] end
 return redis.call(unpack(add))
 """
 
-# What somebody else has moved meanwhile is not here any more. A stream takes no entry that is not
-# above its last, which somebody else may have written there; that one must not keep the others. Nor
-# must one with more fields than Lua can hand on.
+# Entries moved by another process meanwhile are gone. An id not above the target's last one is left
+# (another process may have written there), and so is an entry with more fields than Lua can unpack;
+# neither may block the rest.
 _MOVE = """
 local left = {}
 for i = 1, #ARGV, 2 do
@@ -72,7 +73,7 @@ return left
 
 
 class RedisRouting:
-    """The `RequestRouting` of a deployment on Redis."""
+    """`RequestRouting` of a deployment on Redis."""
 
     def __init__(
         self,
@@ -93,14 +94,14 @@ class RedisRouting:
 
     async def unrouted(self, max_items: int = 64) -> list[Unrouted]:
         key = self._keys.entrance
-        # From the beginning: what has been moved is not there any more.
+        # From the beginning: moved entries are gone.
         command = ("XREAD", "COUNT", max_items, "BLOCK", int(BLOCK_S * 1000), "STREAMS", key, "0")
 
         async def attempt() -> Any:
             return await execute(self._redis, *command, key=key)
 
         while not self._closed:
-            # A task of its own, so that closing need not wait until the server has answered.
+            # A task of its own, so that closing doesn't wait for the server's reply.
             reading = self._reading = asyncio.create_task(
                 persist(self._server, "entrance", attempt), name="entrance"
             )
@@ -153,7 +154,7 @@ def _unrouted(entry_id: bytes, fields: dict[bytes, bytes]) -> Unrouted:
 
 
 def explain_closed(error: BusError, model: str) -> BusError:
-    """The error of `PUBLISH`, in words for whoever asked for the model."""
+    """Convert the error of `PUBLISH` for the caller who named the model."""
     _, closed, state = error.message.partition("CLOSED ")
     if not closed:
         return error

@@ -1,4 +1,4 @@
-"""The board on Redis: one small stream, whose entry ids are the server's own clock."""
+"""The board of stage reports on Redis: one short stream, whose entry ids are the server's clock."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..board import STALE_AFTER_S, StageReport, latest
 from .client import Commands
 from .keys import JSON, Keys, parse_id
 
-# Entries older than this are removed, so that the stream holds what a few beats of all processes
-# take; when nobody reports any more, all of it goes after this time.
+# Older entries are trimmed, so that the stream holds a few heartbeats of all processes. Without any
+# report the stream expires.
 _KEPT_S = 60
 
 
 class RedisBoard:
-    """The `StageBoard` as a short Redis stream. A report of a whole process is one entry."""
+    """`StageBoard` as a Redis stream, with one entry per process and heartbeat."""
 
     def __init__(self, keys: Keys, commands: Commands) -> None:
         self._key = keys.stages
@@ -41,7 +41,7 @@ class RedisBoard:
             try:
                 reports = msgspec.json.decode(fields[JSON], type=list[StageReport])
             except (KeyError, ValueError, RecursionError) as error:
-                # As of a process of another version, while one is being replaced by the other.
+                # Written by another version during a rolling upgrade.
                 get_logger().debug("bus.undecodable_entry", stream="stages", error=str(error))
                 continue
             aged += [(age_s, report) for report in reports]

@@ -1,4 +1,4 @@
-"""What a lane remembers of its weights and adapters, on Redis: a key of each for each lane."""
+"""Records of a lane's weights and adapters on Redis: one key each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class RedisRecord(Generic[T]):
-    """The `InPlaceRecord` of a lane as one key, which outlives the lane's processes."""
+    """`InPlaceRecord` of a lane as one key, which outlives the lane's processes."""
 
     def __init__(self, key: bytes, kind: type[T], commands: Commands) -> None:
         self._key = key

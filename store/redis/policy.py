@@ -1,6 +1,6 @@
-"""Who may do what, on Redis: a hash of a document and its version.
+"""The policy document on Redis: a hash of the document and its version.
 
-Replaced in a transaction instead of a script, so that a gateway needs no right to run any.
+Replaced in a transaction, not a script, so that a gateway needs no right to run scripts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _VERSION, _DOCUMENT = b"version", b"document"
 
 
 class RedisPolicyRecord:
-    """The `PolicyRecord` of all gateways below one prefix."""
+    """`PolicyRecord` of all gateways under one prefix."""
 
     def __init__(self, keys: Keys, commands: Commands) -> None:
         self._key = keys.policy

@@ -1,7 +1,6 @@
-"""The models of a deployment on Redis: a hash of records, and one of those that take no requests.
+"""The model registry on Redis: a hash of records, and a hash of models that accept no requests.
 
-Both are in one place with all requests streams, so that a request and the word that its model takes
-no more of them can't miss each other.
+Both share the slot of all requests streams, so that publishing and closing a model are atomic.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ end
 return redis.status_reply('OK')
 """
 
-# Of what is no part of the deployment any more somebody may still think that it is.
+# Clients may still believe that a removed model is part of the deployment.
 _REMOVE = """
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[1], 'removed')
@@ -47,7 +46,7 @@ return rows
 
 
 class RedisModelRegistry:
-    """The `ModelRegistry` as a hash, which outlives the processes of the deployment."""
+    """`ModelRegistry` as a hash, which outlives the deployment's processes."""
 
     def __init__(self, keys: Keys, commands: Commands) -> None:
         self._keys = keys
@@ -60,7 +59,7 @@ class RedisModelRegistry:
             try:
                 records[name.decode()] = msgspec.json.decode(raw, type=ModelRecord)
             except (ValueError, RecursionError) as error:
-                # As of a process of another version, while one is being replaced by the other.
+                # Written by another version during a rolling upgrade.
                 get_logger().warning("bus.undecodable_entry", stream="models", error=str(error))
         return records
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import msgspec
 
 from ...bus.control import Cancel, UpdateFairness
-from ...bus.links import DISPATCH, Link, at
+from ...bus.links import DISPATCH, DispatchMessage, Link, at
 from ...bus.messages import AdmittedRequest, Credit, Envelope, PauseSequences
 from ...config import role_of_sender, split_role
 from ...telemetry import (
@@ -174,6 +174,6 @@ class FairnessStage(Actor):
         self.tracing.span(name, trace, start_ns, now_ns(), {**common, **attributes})
 
 
-def _dispatch_to(replica: str) -> Link:
+def _dispatch_to(replica: str) -> Link[DispatchMessage]:
     """The link to a replica, which has the role of its batching stage for a name."""
     return at(DISPATCH, split_role(replica)[1])

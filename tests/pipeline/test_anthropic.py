@@ -63,7 +63,7 @@ async def test_a_message_is_the_chat_s(url: str, client: AsyncAnthropic) -> None
     assert streamed.usage.output_tokens == 30
 
 
-async def test_a_stop_sequence_is_told(client: AsyncAnthropic) -> None:
+async def test_a_stop_sequence_is_reported(client: AsyncAnthropic) -> None:
     asked: Any = {"model": "tiny", "max_tokens": 40, "messages": STORY, "extra_body": GREEDY}
     free = text_of(await client.messages.create(**asked))
     stop = free[6:12]

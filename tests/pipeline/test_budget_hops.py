@@ -266,7 +266,9 @@ def asked() -> list[NamedTensor]:
 
 
 @both_buses
-async def test_each_hop_takes_off_what_it_held(make_config: MakeConfig, followed: Followed) -> None:
+async def test_each_hop_subtracts_its_holding_time(
+    make_config: MakeConfig, followed: Followed
+) -> None:
     followed.came("client", BUDGET_NS)
     async with opened(make_config) as client:
         answer = await client.infer("tiny.tokens", asked(), budget_ns=BUDGET_NS)
@@ -275,7 +277,7 @@ async def test_each_hop_takes_off_what_it_held(make_config: MakeConfig, followed
 
 
 @pytest.mark.parametrize("last", HELD)
-async def test_the_budget_ends_in_the_hop_that_holds_it_too_long(
+async def test_the_budget_expires_in_the_slow_hop(
     make_config: MakeConfig, followed: Followed, last: str
 ) -> None:
     """Wherever its last half hour is spent, none comes behind; and all call it the same."""

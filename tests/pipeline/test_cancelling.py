@@ -16,7 +16,7 @@ from nano_inference.pipeline.stage_control import SharedCall
 LIMIT_S = 30
 
 
-async def test_a_thousand_who_look_at_once_cost_two_looks() -> None:
+async def test_a_thousand_concurrent_callers_cost_two_calls() -> None:
     begun = 0
     started, go = asyncio.Event(), asyncio.Event()
 
@@ -41,7 +41,7 @@ async def test_a_thousand_who_look_at_once_cost_two_looks() -> None:
         assert await looks.result() == 3
 
 
-async def test_who_leaves_takes_nobody_elses_look_along() -> None:
+async def test_a_cancelled_caller_cancels_no_other() -> None:
     go = asyncio.Event()
     looks = SharedCall(go.wait)
     impatient, patient = (asyncio.create_task(looks.result()) for _ in range(2))
@@ -80,7 +80,7 @@ async def test_a_cancellation_that_takes_long_is_not_given_up(
     await bus.aclose()
 
 
-async def test_who_leaves_while_he_publishes_is_cancelled_too(
+async def test_a_caller_cancelled_while_publishing_cancels_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cancellations, "CANCEL_PATIENCE_S", 0.01)

@@ -87,7 +87,7 @@ def checked(message: Any) -> list[str]:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("choice", ["required", NAMED])
-async def test_a_call_that_is_required_comes(client: AsyncOpenAI, choice: Any, seed: int) -> None:
+async def test_a_required_call_is_made(client: AsyncOpenAI, choice: Any, seed: int) -> None:
     """The same, streamed and whole."""
     asked = MODEL | {"tools": STRICT, "tool_choice": choice, "parallel_tool_calls": False}
     asked |= {"seed": seed, "reasoning_effort": "none"}

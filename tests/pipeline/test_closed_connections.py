@@ -272,7 +272,7 @@ async def test_without_a_grace_a_key_changes_nothing(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_with_a_key_it_goes_on_for_the_grace(
+async def test_a_keyed_call_goes_on_for_the_grace(
     shared: Pipeline, steps: Steps, stream: bool
 ) -> None:
     async with Gateway(shared.client, shared.config) as gateway:

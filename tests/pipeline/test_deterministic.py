@@ -234,7 +234,7 @@ def test_arrangements_agree_in_bfloat16() -> None:
 
 
 @pytest.mark.slow
-def test_two_threads_agree_among_themselves() -> None:
+def test_two_threads_give_equal_bits() -> None:
     """Prompts so long that kernels share their work; other numbers of threads may round apart."""
     torch.set_num_threads(2)
     rng = random.Random(5)
@@ -249,7 +249,7 @@ def test_two_threads_agree_among_themselves() -> None:
 
 
 @pytest.mark.slow
-def test_without_the_mode_they_differ() -> None:
+def test_without_deterministic_mode_bits_differ() -> None:
     lane = Lane(deterministic=False, kernels="off")
     apart = [lane.run([request])[0].bits for request in requests()]
     lane.batching.cache.flush()

@@ -18,6 +18,7 @@ from nano_inference.config import ModelError, PoolingKind
 
 from ..stages.executor.encoders import CAUSAL, ENCODERS, MOST, VOCAB, make_base, vector_of
 from ..stages.executor.models import make_model
+from .builders import refused
 
 KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
 LENGTHS = (1, 2, 3, 17, 16, 50, 120, 33, 34, 35, 64, 5)
@@ -79,7 +80,7 @@ def test_vectors_of_a_decoder_are_transformers_own(
         engine._batching.check()
 
 
-def test_the_last_token_s_vector_takes_what_is_cached_and_the_mean_can_t(tmp_path: Path) -> None:
+def test_last_token_pooling_uses_the_prefix_cache(tmp_path: Path) -> None:
     prompt = prompts_of()[5]
     with engine_of(saved(decoder("qwen3"), tmp_path)) as engine:
         computed = []
@@ -112,7 +113,7 @@ def test_a_preempted_prompt_starts_again(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("how", [{"normalize": False}, {"dimensions": 7}])
-def test_length_and_dimensions_are_as_asked(how: dict[str, Any], tmp_path: Path) -> None:
+def test_length_and_dimensions_follow_the_parameters(how: dict[str, Any], tmp_path: Path) -> None:
     model, prompts = decoder("qwen3"), prompts_of()[3:6]
     with engine_of(saved(model, tmp_path)) as engine:
         found = engine.embed(prompts, pooling="mean", **how)
@@ -120,9 +121,7 @@ def test_length_and_dimensions_are_as_asked(how: dict[str, Any], tmp_path: Path)
         assert found.shape == (3, how.get("dimensions", model.config.hidden_size))
 
 
-def test_new_weights_make_a_vector_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vector_has_one_weight_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of which they find a part computed begins again, beside one that decodes on."""
     model, other = decoder("qwen3"), make_model("qwen3", seed=1, head_dim=32)
     prompt = prompts_of()[6]
@@ -170,23 +169,20 @@ def test_vectors_of_a_base_model_are_transformers_own(name: str, tmp_path: Path)
         usual = "mean" if name in ENCODERS else "last"
         hold(engine.embed(prompts), base, prompts, usual)
         engine._batching.check()
-        with pytest.raises(RequestError, match="generates nothing") as caught:
+        with refused(RequestError, "cannot_generate", match="generates nothing"):
             engine.generate([prompts[0]])
-        assert caught.value.code == "cannot_generate"
 
 
-def test_a_model_does_what_is_its_role_and_nothing_else(tmp_path: Path) -> None:
+def test_a_model_serves_its_role_alone(tmp_path: Path) -> None:
     folder = saved(decoder("qwen3"), tmp_path / "decoder")
     with engine_of(folder, role="embed") as engine:
         assert engine.embed([[5, 6]]).shape[0] == 1
-        with pytest.raises(RequestError) as refused:
+        with refused(RequestError, "cannot_generate"):
             engine.generate([[5, 6]])
-        assert refused.value.code == "cannot_generate"
     with engine_of(folder, role="generate") as engine:
         assert engine.generate([[5, 6]], GREEDY)[0].completion_tokens
-        with pytest.raises(RequestError) as refused:
+        with refused(RequestError, "cannot_embed"):
             engine.embed([[5, 6]])
-        assert refused.value.code == "cannot_embed"
     with pytest.raises(ModelError, match="generates nothing"):
         engine_of(saved(make_base("bert"), tmp_path / "encoder"), role="generate")
 
@@ -199,9 +195,8 @@ def test_a_prompt_may_be_as_long_as_the_model_has_positions(
     prompt = [random.Random(0).randrange(2, VOCAB) for _ in range(longest)]
     with engine_of(saved(base, tmp_path)) as engine:
         hold(engine.embed([prompt]), base, [prompt], "mean")
-        with pytest.raises(RequestError) as caught:
+        with refused(RequestError, "prompt_too_long"):
             engine.embed([[*prompt, 5]])
-        assert caught.value.code == "prompt_too_long"
 
 
 @pytest.mark.parametrize("padding", [None, -1])
@@ -219,7 +214,7 @@ def test_a_prompt_that_can_t_be_cut_has_to_fit_a_step(tmp_path: Path) -> None:
             engine.embed([[7] * 51])
 
 
-def test_what_was_saved_for_masks_or_to_look_ahead_makes_embeddings(tmp_path: Path) -> None:
+def test_masked_and_bidirectional_checkpoints_embed(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     base = make_base("bert")
@@ -276,7 +271,7 @@ CLS = {
 }
 
 
-def test_the_model_s_own_pooling_is_what_its_folder_says(tmp_path: Path) -> None:
+def test_pooling_defaults_to_the_model_folder(tmp_path: Path) -> None:
     base, prompts = make_base("bert"), prompts_of()[2:5]
     path = saved(base, tmp_path)
     sentence_transformers(tmp_path, "Pooling", **CLS)
@@ -285,7 +280,7 @@ def test_the_model_s_own_pooling_is_what_its_folder_says(tmp_path: Path) -> None
         hold(engine.embed(prompts, pooling="mean", normalize=True), base, prompts, "mean")
 
 
-def test_what_the_folder_leaves_open_is_the_setting_s(tmp_path: Path) -> None:
+def test_the_setting_decides_if_the_folder_has_no_pooling(tmp_path: Path) -> None:
     base, prompts = make_base("bert"), prompts_of()[2:5]
     with engine_of(saved(base, tmp_path), pooling="cls") as engine:
         hold(engine.embed(prompts), base, prompts, "cls")
@@ -300,7 +295,7 @@ def test_what_the_folder_leaves_open_is_the_setting_s(tmp_path: Path) -> None:
         (("Pooling",), CLS | {"include_prompt": False}, "leaves prompts out"),
     ],
 )
-def test_what_would_give_wrong_vectors_is_refused(
+def test_unsupported_embedding_models_are_refused(
     modules: tuple[str, ...], pooling: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     path = saved(make_base("bert"), tmp_path)
@@ -314,9 +309,8 @@ def test_a_model_that_generates_does_so_though_its_vectors_would_be_wrong(tmp_pa
     sentence_transformers(tmp_path, "Pooling", "Dense", **CLS)
     with engine_of(path) as engine:
         assert engine.generate([[5, 6]], GREEDY)[0].completion_tokens
-        with pytest.raises(RequestError) as caught:
+        with refused(RequestError, "cannot_embed"):
             engine.embed([[5, 6]])
-        assert caught.value.code == "cannot_embed"
 
 
 def test_deterministic_mode_is_refused_for_an_encoder(tmp_path: Path) -> None:
@@ -349,9 +343,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceEngine
 def test_a_bad_prompt_or_parameter_is_refused(
     prompt: list[int], how: dict[str, Any], code: str, engine: InferenceEngine
 ) -> None:
-    with pytest.raises(RequestError) as caught:
+    with refused(RequestError, code):
         engine.embed([[5, 6], prompt], **how)
-    assert caught.value.code == code
     assert not engine.has_pending(), "nothing of the call is left"
 
 

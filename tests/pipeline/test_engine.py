@@ -26,6 +26,7 @@ from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.text.tokenizer import default_sampling_params
 
 from . import reference
+from .builders import finish, refused
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -71,7 +72,7 @@ KINDS_OF_SAMPLES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("speculation", ["off", "auto"])
 @pytest.mark.parametrize("length", [16, 21])
-def test_samples_of_one_prompt_are_what_each_is_alone(
+def test_samples_of_one_prompt_equal_single_samples(
     length: int, speculation: Literal["off", "auto"]
 ) -> None:
     """Together, the others get their first token from the step that computes the first's prompt."""
@@ -110,9 +111,7 @@ def test_samples_carry_the_id_of_their_request(engine: InferenceEngine) -> None:
         given = engine.add_request("1 + 1 =", GREEDY, num_samples=2, request_id=request_id)
         assert given is request_id
     own = [engine.add_request("1 + 1 =", GREEDY, num_samples=2) for _ in range(2)]
-    samples: list[TrainingSample] = []
-    while engine.has_pending():
-        samples += engine.step()
+    samples = finish(engine)
     found = Counter((type(sample.request_id), sample.request_id) for sample in samples)
     assert found == {(type(request_id), request_id): 2 for request_id in [*chosen, *own]}
     assert [sample.request_id for sample in engine.generate(["1 + 1 ="], GREEDY)] == [None]
@@ -120,13 +119,11 @@ def test_samples_carry_the_id_of_their_request(engine: InferenceEngine) -> None:
 
 def test_an_id_is_taken_until_its_request_has_ended(engine: InferenceEngine) -> None:
     engine.add_request("1 + 1 =", ENDLESS, request_id=7)
-    with pytest.raises(RequestError, match="request 7 is not finished") as refused:
+    with refused(RequestError, "duplicate_request", match="request 7 is not finished"):
         engine.add_request("2 + 2 =", GREEDY, request_id=7)
-    assert refused.value.code == "duplicate_request"
     for wrong in (True, 7.0, b"7"):
-        with pytest.raises(RequestError, match="text or an integer") as refused:
+        with refused(RequestError, "invalid_request_id", match="text or an integer"):
             engine.add_request("2 + 2 =", GREEDY, request_id=wrong)  # type: ignore[arg-type]
-        assert refused.value.code == "invalid_request_id"
     for _ in range(3):
         engine.step()
     assert [sample.request_id for sample in engine.abort(7)] == [7]
@@ -139,7 +136,7 @@ def test_an_id_is_taken_until_its_request_has_ended(engine: InferenceEngine) -> 
     assert not engine.has_pending()
 
 
-def test_chosen_ids_and_made_ones_do_not_meet(engine: InferenceEngine) -> None:
+def test_chosen_and_generated_ids_never_collide(engine: InferenceEngine) -> None:
     made = engine.add_request("1 + 1 =", GREEDY)
     number = int(str(made).removeprefix("engine-"))
     ahead = [f"engine-{number + more}" for more in range(1, 5)]
@@ -148,13 +145,11 @@ def test_chosen_ids_and_made_ones_do_not_meet(engine: InferenceEngine) -> None:
     last = engine.add_request("1 + 1 =", GREEDY)
     ids = {made, last, *ahead}
     assert len(ids) == 6
-    samples: list[TrainingSample] = []
-    while engine.has_pending():
-        samples += engine.step()
+    samples = finish(engine)
     assert {sample.request_id for sample in samples} == ids
 
 
-def test_abort_returns_what_there_is_and_leaves_the_others_alone(engine: InferenceEngine) -> None:
+def test_abort_returns_partial_samples_of_one_request(engine: InferenceEngine) -> None:
     aborted = engine.add_request("7 + 7 =", ENDLESS, num_samples=2)
     engine.add_request("12 + 30 =", GREEDY)
     finished = [sample for _ in range(4) for sample in engine.step()]
@@ -178,7 +173,7 @@ def test_abort_before_the_first_step(engine: InferenceEngine) -> None:
     assert engine._batching.idle
 
 
-def test_generate_keeps_what_ends_meanwhile_for_the_next_step(engine: InferenceEngine) -> None:
+def test_generate_keeps_other_samples_for_the_next_step(engine: InferenceEngine) -> None:
     engine.add_request("1 + 1 =", GREEDY)
     (other,) = engine.generate(["98 + 25 = "], GREEDY)
     assert reference.tokenizer().decode(other.prompt_tokens) == "98 + 25 = "
@@ -218,7 +213,7 @@ def test_progress_is_shown_on_request(
     assert "100%" in shown.err
 
 
-def test_tokens_tell_the_weights_that_made_them() -> None:
+def test_tokens_carry_their_weight_version() -> None:
     """An update in flight: the sequence goes on, and later ones never see KV of old weights."""
     with InferenceEngine() as engine:
         prompt = list(range(60, 100))
@@ -266,9 +261,8 @@ def test_weights_that_do_not_fit_leave_version_and_output_alone(engine: Inferenc
 def test_a_refused_prompt_leaves_nothing_behind(
     engine: InferenceEngine, prompt: str | list[int], params: SamplingParams, code: str
 ) -> None:
-    with pytest.raises(RequestError) as refused:
+    with refused(RequestError, code):
         engine.generate(["2 + 2 =", prompt], [GREEDY, params])
-    assert refused.value.code == code
     assert not engine.has_pending()
     assert len(engine.generate(["2 + 2 ="], GREEDY)) == 1
 
@@ -298,17 +292,16 @@ def test_predictions_are_one_for_each_prompt_and_change_no_token(engine: Inferen
 
 
 @pytest.mark.parametrize("prediction", [[-1], [10**6], ["a"], 7, "a" * 100_000, [None]])
-def test_what_is_no_prediction_is_refused(engine: InferenceEngine, prediction: object) -> None:
-    with pytest.raises(RequestError) as refused:
+def test_invalid_predictions_are_refused(engine: InferenceEngine, prediction: object) -> None:
+    with refused(RequestError, "invalid_prediction"):
         engine.generate(["1 + 1 ="], GREEDY, predictions=[prediction])  # type: ignore[list-item]
-    assert refused.value.code == "invalid_prediction"
     with pytest.raises(RequestError):
         engine.add_request("1 + 1 =", GREEDY, prediction=prediction)  # type: ignore[arg-type]
     assert not engine.has_pending()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_after_weights_that_are_not_numbers_good_ones_work_again(deterministic: bool) -> None:
+def test_good_weights_work_after_nan_weights(deterministic: bool) -> None:
     """What the broken weights left in the KV cache must not spoil what comes after.
 
     No update brings such weights; whoever writes into the tensors of `state_dict` does.
@@ -330,7 +323,7 @@ def test_after_weights_that_are_not_numbers_good_ones_work_again(deterministic: 
         assert tokens == [sample.completion_tokens for sample in before]
 
 
-def test_after_the_shutdown_an_engine_says_what_it_is() -> None:
+def test_calls_after_shutdown_raise() -> None:
     with InferenceEngine(EngineConfig(max_model_len=64), EngineConfig()) as engine:
         engine.shutdown()  # and once more at the end of the block
         for use in (
@@ -343,14 +336,14 @@ def test_after_the_shutdown_an_engine_says_what_it_is() -> None:
                 use()
 
 
-def test_the_makers_advice_is_there_for_those_who_ask(engine: InferenceEngine) -> None:
+def test_default_sampling_params_come_from_the_folder(engine: InferenceEngine) -> None:
     assert engine.default_sampling_params() == default_sampling_params(reference.FOLDER)
 
 
 FLOAT = EngineConfig(dtype="float32")
 
 
-def test_reference_logprobs_are_those_of_the_second_weights() -> None:
+def test_reference_logprobs_come_from_the_second_weights() -> None:
     """Frozen while the others change; held against Transformers' own forward pass."""
     prompts = ["98 + 25 =", "Once upon"]
     sampled = [SamplingParams(max_tokens=9, seed=1), SamplingParams(max_tokens=4, temperature=0)]
@@ -360,9 +353,7 @@ def test_reference_logprobs_are_those_of_the_second_weights() -> None:
         new = {name: tensor * 0.7 for name, tensor in engine.state_dict().items()}
         engine.update_weights(new, blocking=True)
         requests = [engine.add_request(prompt, sampled[0], 2) for prompt in prompts]
-        samples: list[TrainingSample] = []
-        while engine.has_pending():
-            samples += engine.step()
+        samples = finish(engine)
         assert len(samples) == 2 * len(requests)
         for sample in samples:
             wanted = reference.logprobs(list(sample.prompt_tokens), list(sample.completion_tokens))
@@ -388,7 +379,7 @@ def test_completions_can_be_scored(engine: InferenceEngine) -> None:
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_what_becomes_of_requests_under_way(blocking: bool) -> None:
+def test_in_flight_modes_of_an_update(blocking: bool) -> None:
     with InferenceEngine(FLOAT) as engine:
         old = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
         new = {name: tensor * 0.7 for name, tensor in old.items()}
@@ -434,9 +425,8 @@ def test_memory_is_released_under_way_and_taken_again() -> None:
         engine.release_memory(["kv_cache"])
         engine.release_memory()
         for stuck in (engine.step, engine.state_dict, lambda: engine.generate(["a"])):
-            with pytest.raises(WeightsError, match="weights, kv_cache") as refused:
+            with refused(WeightsError, "memory_released", match="weights, kv_cache"):
                 stuck()
-            assert refused.value.code == "memory_released"
         engine.resume_memory(["kv_cache"])
         with pytest.raises(WeightsError, match="resume it before"):
             engine.update_weights(state)
@@ -445,9 +435,7 @@ def test_memory_is_released_under_way_and_taken_again() -> None:
         with pytest.raises(WeightsError, match="all of them"):
             engine.step()
         engine.update_weights(state)
-        samples: list[TrainingSample] = []
-        while engine.has_pending():
-            samples += engine.step()
+        samples = finish(engine)
         (sample,) = samples
         assert sample.completion_tokens == wanted.completion_tokens
         assert sample.weight_versions == ((0, 0), (1, 3))
@@ -471,7 +459,7 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_it_takes_the_threads_that_it_is_given() -> None:
+def test_cpu_threads_sets_torch_s_threads() -> None:
     before = torch.get_num_threads()
     try:
         for number in (2, 1):

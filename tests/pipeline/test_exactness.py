@@ -82,7 +82,7 @@ async def test_200_concurrent_requests_equal_transformers_token_for_token(
         assert completion.usage.prompt_tokens == len(prompt_ids)
 
 
-async def test_logprobs_are_those_of_the_model(shared: Pipeline) -> None:
+async def test_logprobs_equal_the_model_s(shared: Pipeline) -> None:
     prompt = "Ana is 31 years old and lives in Oslo. JSON:"
     completion = await shared.complete({"prompt": prompt, "sampling": {"temperature": 0}})
     (sample,) = completion.samples
@@ -116,7 +116,7 @@ async def test_chunks_add_up_to_the_completion(shared: Pipeline) -> None:
         assert [chunk.finish_reason for chunk in own][-1] == sample.finish_reason
 
 
-async def test_samples_repeat_with_their_seed_whatever_runs_beside_them(
+async def test_seeded_samples_repeat_under_load(
     shared: Pipeline,
 ) -> None:
     request = {

@@ -102,7 +102,7 @@ async def wanted() -> list[list[tuple[int, ...]]]:
 
 
 @both_buses
-async def test_streams_that_pause_are_those_of_an_undisturbed_run(
+async def test_paused_streams_equal_undisturbed_ones(
     make_config: MakeConfig, wanted: list[list[tuple[int, ...]]]
 ) -> None:
     config = make_config(
@@ -134,7 +134,7 @@ async def test_streams_that_pause_are_those_of_an_undisturbed_run(
     ],
     indirect=["make_config"],
 )
-async def test_what_has_paused_survives_the_loss_of_a_stage(
+async def test_paused_sequences_survive_a_stage_failure(
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
     stage: str,
@@ -197,7 +197,6 @@ async def test_a_request_that_has_paused_can_end(make_config: MakeConfig, how: s
             if how == "cancelled":
                 await pipeline.client.cancel("low")
             *_, last = [first] + [output async for output in low]
-            assert isinstance(last, Completion)
             assert last.status == how
             assert len(last.samples[0].token_ids) > 0, "what it had made is there"
             assert not high.done()
@@ -232,7 +231,7 @@ async def test_a_quiet_tenant_does_not_wait_for_a_noisy_one(make_config: MakeCon
         await asyncio.gather(*tasks)
 
 
-async def test_a_change_of_settings_holds_at_once_for_what_runs(make_config: MakeConfig) -> None:
+async def test_changed_settings_apply_to_running_requests(make_config: MakeConfig) -> None:
     config = make_config(engine__max_batch_size=1)
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
         sampling = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
@@ -251,7 +250,7 @@ async def test_a_change_of_settings_holds_at_once_for_what_runs(make_config: Mak
         assert fairness_of(pipeline)._core.config.tenant_weights == {"gold": 2.0}
 
 
-async def test_traces_tell_of_pauses_and_of_why_a_request_waited(make_config: MakeConfig) -> None:
+async def test_traces_show_pauses_and_the_reason_of_a_wait(make_config: MakeConfig) -> None:
     exporter = InMemorySpanExporter()
     tracing = setup_tracing(TelemetryConfig(), "test", exporter)
     config = make_config(

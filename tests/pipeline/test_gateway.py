@@ -279,7 +279,9 @@ async def test_weights_that_do_not_fit_change_nothing(
 
 
 @both_buses
-async def test_aborted_requests_return_what_they_have(trainer: Trainer, pipeline: Pipeline) -> None:
+async def test_aborted_requests_return_partial_samples(
+    trainer: Trainer, pipeline: Pipeline
+) -> None:
     """As slime stops a rollout: it aborts until nothing runs, and keeps the partial samples."""
     body = {
         "input_ids": [20, 21, 22],
@@ -319,7 +321,7 @@ async def test_a_dropped_connection_frees_the_lane(trainer: Trainer, pipeline: P
     await trainer.continue_generation()
 
 
-async def test_scores_of_a_text_are_those_that_generation_reported(trainer: Trainer) -> None:
+async def test_scores_equal_generation_s_logprobs(trainer: Trainer) -> None:
     """As a teacher's are asked for: the prompt and the answer go in, no token comes out."""
     made = await trainer.generate([20, 21, 22], 6)
     payload = {
@@ -357,13 +359,13 @@ async def test_texts_and_stops_of_the_model(trainer: Trainer) -> None:
     }
 
 
-async def test_what_the_engine_refuses(http: httpx.AsyncClient) -> None:
+async def test_the_engine_refuses_invalid_adapters(http: httpx.AsyncClient) -> None:
     response = await http.post("/generate", json={"input_ids": [10**6]})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "invalid_token_ids"
 
 
-async def test_a_server_of_one_model_tells_of_it_as_one_of_several_would(
+async def test_a_single_model_has_the_same_status_routes(
     http: httpx.AsyncClient, pipeline: Pipeline
 ) -> None:
     (found,) = (await http.get("/admin/models")).json()["data"]

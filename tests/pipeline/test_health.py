@@ -32,7 +32,7 @@ def test_all_stages_ready() -> None:
     assert verdict([found]) == ""
 
 
-def test_nobody_there() -> None:
+def test_no_lane_is_a_reason() -> None:
     assert "nano-inference up" in verdict(lanes_of([]))
 
 
@@ -56,7 +56,7 @@ def test_nobody_there() -> None:
         (lane(streaming={"epoch": 4}), "streaming has not come into the current epoch"),
     ],
 )
-def test_one_that_is_not_ready(reports: list[StageReport], reason: str) -> None:
+def test_a_stage_that_is_not_ready_is_the_reason(reports: list[StageReport], reason: str) -> None:
     found = lanes_of(reports)
     assert not found[0].ready
     assert verdict(found) == reason
@@ -104,7 +104,7 @@ def test_every_lane_has_its_reason() -> None:
     )
 
 
-def test_a_successor_counts_and_not_what_was_killed() -> None:
+def test_a_successor_replaces_a_killed_process() -> None:
     killed = report("executor", age_s=4.0, pid=1)
     (found,) = lanes_of([*lane(executor={"state": "starting", "pid": 2}), killed])
     assert found.stages["executor"].pid == 2
@@ -118,7 +118,7 @@ def test_a_process_that_is_late_for_its_heartbeat_is_only_busy(state: str) -> No
     assert found.ready
 
 
-def test_a_successor_counts_though_it_was_heard_of_before_what_has_ended() -> None:
+def test_a_successor_counts_before_an_ended_process() -> None:
     killed = report("executor", pid=1, process_state="gone")
     (found,) = lanes_of([*lane(executor={"age_s": 0.4, "pid": 2}), killed])
     assert found.stages["executor"].pid == 2
@@ -132,7 +132,7 @@ def test_two_at_the_same_time_are_rivals() -> None:
 
 
 @both_buses
-async def test_a_pipeline_tells_how_its_stages_are(make_config: MakeConfig) -> None:
+async def test_stages_report_their_state_and_load(make_config: MakeConfig) -> None:
     async with Pipeline(make_config()) as pipeline:
         await pipeline.complete({"prompt": "12 + 30 =", "sampling": {"temperature": 0}})
         (found,) = lanes_of(pipeline.stages())
@@ -159,7 +159,7 @@ async def test_a_pipeline_tells_how_its_stages_are(make_config: MakeConfig) -> N
 
 
 @both_buses
-async def test_stages_that_wait_say_for_what(make_config: MakeConfig) -> None:
+async def test_waiting_stages_report_their_reason(make_config: MakeConfig) -> None:
     config = make_config()
     if config.bus.url == "memory":
         return

@@ -226,9 +226,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_a_step_of_single_tokens_takes_all_layers_in_one_call(
-    rows: int, library: CountedLibrary
-) -> None:
+def test_a_decode_step_runs_all_layers_in_one_call(rows: int, library: CountedLibrary) -> None:
     (few, operations), more = (count_in_step(library, layers, 0, rows) for layers in (2, 6))
     assert few["decoder_layers"] == 1
     assert few.total() <= KERNELS_PER_STEP
@@ -236,7 +234,7 @@ def test_a_step_of_single_tokens_takes_all_layers_in_one_call(
     assert more == (few, operations)
 
 
-def test_so_does_one_with_a_prompt(library: CountedLibrary) -> None:
+def test_a_keyed_call_with_a_prompt_goes_on_for_the_grace(library: CountedLibrary) -> None:
     (few, operations), more = (count_in_step(library, layers, 1, 3) for layers in (2, 6))
     assert few["decoder_layers"] == 1
     assert 0 < operations <= OPERATIONS_PER_STEP

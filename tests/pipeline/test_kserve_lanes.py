@@ -136,7 +136,7 @@ async def test_an_executor_that_is_killed_is_not_noticed(
                 await calls.finish()
 
 
-async def test_with_no_lane_at_all_a_call_that_has_no_time_left_says_so(
+async def test_an_expired_call_without_a_lane_is_refused(
     redis_config: MakeConfig,
 ) -> None:
     """Nobody is there, and still it is not UNAVAILABLE that is told."""

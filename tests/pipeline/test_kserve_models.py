@@ -63,7 +63,7 @@ async def direct(pipeline: Pipeline, **fields: Any) -> Completion:
     return completion
 
 
-async def test_texts_are_those_of_the_pipeline(
+async def test_kserve_texts_equal_the_pipeline_s(
     pipeline: Pipeline, service: InferenceService
 ) -> None:
     wanted = await direct(pipeline)
@@ -94,7 +94,7 @@ async def test_texts_are_those_of_the_pipeline(
         assert flat == list(sample.logprobs)
 
 
-async def test_token_ids_come_with_all_that_is_known_of_them(
+async def test_token_ids_output_has_logprobs_and_versions(
     pipeline: Pipeline, service: InferenceService
 ) -> None:
     """Rows are as long as the longest sample."""
@@ -121,7 +121,7 @@ async def test_token_ids_come_with_all_that_is_known_of_them(
     assert not np.array_equal(found["logprobs"], found["ref_logprobs"])
 
 
-async def test_scores_are_those_of_the_pipeline(
+async def test_kserve_scores_equal_the_pipeline_s(
     pipeline: Pipeline, service: InferenceService
 ) -> None:
     completion_ids = [21, 22, 40]
@@ -135,7 +135,7 @@ async def test_scores_are_those_of_the_pipeline(
     assert found["weight_version"].tolist() == [wanted.weight_version] == [1]
 
 
-async def test_the_best_sample_is_the_one_that_the_reference_model_finds_the_likeliest(
+async def test_best_of_returns_the_reference_model_s_likeliest(
     pipeline: Pipeline, service: InferenceService
 ) -> None:
     sampled = (await direct(pipeline)).samples
@@ -154,9 +154,7 @@ async def test_the_best_sample_is_the_one_that_the_reference_model_finds_the_lik
     assert len(set(means)) == 3
 
 
-async def test_streams_say_the_same_in_pieces(
-    pipeline: Pipeline, service: InferenceService
-) -> None:
+async def test_streams_equal_the_answers(pipeline: Pipeline, service: InferenceService) -> None:
     wanted = await direct(pipeline)
     asked_texts = asked(
         "tiny",

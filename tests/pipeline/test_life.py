@@ -25,6 +25,7 @@ from nano_inference.stages.fairness.core import FairnessCore
 from nano_inference.stages.streaming.core import StreamingCore
 
 from . import reference
+from .builders import end_of, error_code
 from .conftest import MakeConfig, all_buses, both_buses
 
 SHORT_MODEL = True
@@ -69,7 +70,6 @@ def check_stream(
         folder: Of the model.
     """
     *chunks, completion = outputs
-    assert isinstance(completion, Completion)
     assert completion.status == "done", completion.error
     (sample,) = completion.samples
     prompt = reference.tokenizer().encode(stream_request(index)["prompt"])
@@ -138,7 +138,7 @@ async def test_a_failed_stage_is_replaced_and_every_stream_goes_on(
         assert not await pipeline.bus.requests.dead_letters()
 
 
-async def test_what_is_resumed_finds_its_beginning_while_the_executor_lives(
+async def test_resumed_sequences_hit_the_prefix_cache(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, resumed: list[NewSequence]
 ) -> None:
     config = make_config(pipeline__restart_backoff_s=0.01)
@@ -217,8 +217,7 @@ async def test_the_request_that_kills_its_lane_is_given_up_and_no_other(
         *_, given_up = await asyncio.gather(
             *(whole_stream(pipeline, index) for index in range(3)), pipeline.complete(poison)
         )
-        assert given_up.error is not None
-        assert given_up.error.code == "lane_failed"
+        assert error_code(given_up) == "lane_failed"
         assert "failed 3 times" in given_up.error.message
         (letter,) = await pipeline.bus.requests.dead_letters()
         assert (letter.request.prompt_token_ids, letter.deaths) == ((5, POISON), 3)
@@ -239,8 +238,7 @@ async def test_a_request_cancelled_while_the_lane_is_down_ends_as_cancelled(
             assert isinstance(admission, AdmissionStage)
             await until(lambda: admission.condition()[0] != "ready")
             await pipeline.client.cancel("mine")
-            last = [output async for output in outputs][-1]
-        assert isinstance(last, Completion)
+            last = await end_of(outputs)
         assert last.status == "cancelled"
         assert last.samples[0].finish_reason == "abort"
 
@@ -283,8 +281,7 @@ async def test_cancel_by_another_client(make_config: MakeConfig) -> None:
         async with aclosing(outputs):
             await anext(outputs)
             await pipeline.client.cancel("mine")
-            completion = [output async for output in outputs][-1]
-        assert isinstance(completion, Completion)
+            completion = await end_of(outputs)
         assert completion.status == "cancelled"
         assert {sample.finish_reason for sample in completion.samples} == {"abort"}
 
@@ -298,8 +295,7 @@ async def test_cancel_right_behind_the_request(pipeline: Pipeline) -> None:
             entry_id = await client.publish({**LONG, "request_id": f"r{index}"})
             await client.cancel(f"r{index}", entry_id)
             outputs = pipeline.bus.results.follow(f"r{index}", entry_id)
-            completion = [output async for output in outputs][-1]
-            assert isinstance(completion, Completion)
+            completion = await end_of(outputs)
             assert completion.status == "cancelled"
 
 
@@ -309,15 +305,14 @@ async def test_cancel_of_an_unknown_request_changes_nothing(pipeline: Pipeline) 
 
 
 @both_buses
-async def test_drain_finishes_what_is_in_flight(pipeline: Pipeline) -> None:
+async def test_drain_finishes_requests_in_flight(pipeline: Pipeline) -> None:
     request = {"prompt": "1 + 1 =", "sampling": {"max_tokens": 100, "ignore_eos": True}}
     async with asyncio.timeout(LIMIT_S):
         streams = [pipeline.submit(request) for _ in range(10)]
         await asyncio.gather(*(anext(stream) for stream in streams))
         drained = asyncio.create_task(pipeline.drain(60))
         for stream in streams:
-            completion = [output async for output in stream][-1]
-            assert isinstance(completion, Completion)
+            completion = await end_of(stream)
             assert completion.status == "done"
         assert await drained
 
@@ -327,21 +322,19 @@ async def test_drain_ends_the_overdue_with_an_error(pipeline: Pipeline) -> None:
         stream = pipeline.submit(LONG)
         await anext(stream)
         assert await pipeline.drain(0.0)
-        completion = [output async for output in stream][-1]
+        completion = await end_of(stream)
     assert isinstance(completion, Completion)
-    assert completion.error is not None
-    assert completion.error.code == "shutting_down"
+    assert error_code(completion) == "shutting_down"
 
 
-async def test_memory_pipeline_refuses_what_comes_while_it_drains() -> None:
+async def test_requests_during_drain_are_refused_in_memory() -> None:
     async with asyncio.timeout(LIMIT_S), Pipeline() as pipeline:
         assert await pipeline.drain(1.0)
         late = await pipeline.complete(GOOD)
-        assert late.error is not None
-        assert late.error.code == "shutting_down"
+        assert error_code(late) == "shutting_down"
 
 
-async def test_a_duplicate_that_comes_while_the_pipeline_drains_ends_nobody_else() -> None:
+async def test_a_duplicate_during_drain_ends_no_other_request() -> None:
     """Whatever it is refused for, the stream that its id names is another request's."""
     running = {**stream_request(0), "request_id": "mine"}
     async with asyncio.timeout(LIMIT_S), Pipeline() as pipeline:
@@ -351,8 +344,7 @@ async def test_a_duplicate_that_comes_while_the_pipeline_drains_ends_nobody_else
         drained = asyncio.create_task(pipeline.drain(LIMIT_S))
         await until(lambda: pipeline._actors["admission"].condition()[0] == "draining")
         late = await pipeline.complete({**GOOD, "request_id": "mine"})
-        assert late.error is not None
-        assert late.error.code == "duplicate_request"
+        assert error_code(late) == "duplicate_request"
         await pipeline.client.resume()
         outputs += [output async for output in stream]
         assert await drained

@@ -24,6 +24,7 @@ from nano_inference.config import ModelError
 from nano_inference.stages.batching import Sequence
 
 from . import short_model
+from .builders import error_code, refused
 from .watch import Watch, watch
 
 CacheType = Literal["radix", "paged"]
@@ -83,14 +84,13 @@ def empty_at_the_end(config: EngineConfig) -> Iterator[InferenceEngine]:
 # --- lengths ------------------------------------------------------------------------------------
 
 
-def test_a_prompt_of_all_but_one_token_gets_one_and_a_longer_one_is_refused() -> None:
+def test_a_prompt_must_leave_room_for_one_token() -> None:
     with empty_at_the_end(config_for(256, max_model_len=128)) as engine:
         fits, too_long = prompts_of([127, 128])
         (sample,) = engine.generate([fits], greedy(50))
         assert (len(sample.completion_tokens), sample.finish_reason) == (1, "length")
-        with pytest.raises(RequestError, match="shorten it to 127 or fewer") as refused:
+        with refused(RequestError, "prompt_too_long", match="shorten it to 127 or fewer"):
             engine.generate([fits, too_long], greedy(50))
-        assert refused.value.code == "prompt_too_long"
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 100])
@@ -106,7 +106,7 @@ def test_a_cache_that_could_not_hold_one_sequence_is_refused_at_once() -> None:
         InferenceEngine(config_for(127, max_model_len=128))
 
 
-def test_a_prompt_longer_than_the_cache_is_refused_and_nobody_else_is_harmed() -> None:
+def test_a_prompt_longer_than_the_cache_is_refused_alone() -> None:
     with empty_at_the_end(config_for(128, max_model_len=128)) as engine:
         for length in (129, 5000):
             with pytest.raises(RequestError, match=f"the prompt has {length}, so"):
@@ -118,7 +118,7 @@ def test_a_prompt_longer_than_the_cache_is_refused_and_nobody_else_is_harmed() -
 
 
 @both_caches
-def test_more_prompts_than_the_batch_takes_give_what_each_gives_alone(
+def test_a_full_batch_changes_no_completion(
     cache_type: CacheType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_for(1024, max_model_len=128, max_batch_size=4, cache_type=cache_type)
@@ -210,7 +210,7 @@ def test_a_conversation_computes_only_its_new_turn(
 
 
 @pytest.mark.parametrize(("cache_type", "seed"), [("radix", 0), ("paged", 1)])
-def test_a_storm_of_preemptions_ends_no_later_than_one_by_one(
+def test_preemptions_cost_no_more_steps_than_running_one_by_one(
     cache_type: CacheType, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cache for one long sequence; sixteen that want to run, of all lengths, come at random.
@@ -316,8 +316,7 @@ async def test_pipeline_lengths_at_the_limit() -> None:
     assert [c.status for c in completions] == ["done", "error", "done", "done"]
     assert [len(s.token_ids) for c in completions for s in c.samples] == [1, 108, 127]
     assert {s.finish_reason for c in completions for s in c.samples} == {"length"}
-    assert completions[1].error is not None
-    assert completions[1].error.code == "prompt_too_long"
+    assert error_code(completions[1]) == "prompt_too_long"
 
 
 @both_caches

@@ -60,7 +60,7 @@ def holds(
 
 @in_module_loop
 @pytest.mark.parametrize("shared", BUSES, indirect=True)
-async def test_all_that_is_reported_comes_to_the_client(shared: Pipeline) -> None:
+async def test_all_logprobs_reach_the_client(shared: Pipeline) -> None:
     request = {
         "prompt": PROMPT,
         "n": 3,
@@ -79,7 +79,6 @@ async def test_all_that_is_reported_comes_to_the_client(shared: Pipeline) -> Non
     }
     outputs = [output async for output in shared.submit(request)]
     completion = outputs[-1]
-    assert isinstance(completion, Completion)
     assert completion.status == "done", completion.error
     prompt = reference.tokenizer().encode(PROMPT)
     assert completion.prompt_token_ids == tuple(prompt)
@@ -102,7 +101,7 @@ async def test_all_that_is_reported_comes_to_the_client(shared: Pipeline) -> Non
 
 
 @in_module_loop
-async def test_nothing_is_reported_unasked(shared: Pipeline) -> None:
+async def test_logprobs_come_on_request_alone(shared: Pipeline) -> None:
     completion = await shared.complete({"prompt": PROMPT, "sampling": {"max_tokens": 4}})
     assert completion.prompt_logprobs is None
     assert completion.prompt_top_logprobs is None
@@ -262,7 +261,7 @@ def _bytes_per_block() -> int:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_completion_scored_as_a_prompt_has_the_logprobs_it_was_sampled_with(
+def test_scoring_a_completion_gives_its_sampled_logprobs(
     temperature: float,
 ) -> None:
     sampling = SamplingParams(
@@ -279,7 +278,7 @@ def test_a_completion_scored_as_a_prompt_has_the_logprobs_it_was_sampled_with(
 
 
 @pytest.mark.parametrize("mode", ["processed", "raw"])
-def test_the_mode_decides_what_is_reported(mode: Any) -> None:
+def test_logprobs_mode_decides_the_distribution(mode: Any) -> None:
     sampling = SamplingParams(
         temperature=0.5,
         max_tokens=16,

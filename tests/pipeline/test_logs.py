@@ -66,13 +66,13 @@ async def test_no_line_has_text_of_a_request_at_any_level(
     assert [line for line in lines if SECRET in json.dumps(line)] == []
 
 
-async def test_prompts_are_logged_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_prompts_are_logged_if_enabled(capsys: pytest.CaptureFixture[str]) -> None:
     _, lines = await lines_of(capsys, REQUESTS[:2], telemetry__log_prompts=True)
     found = [line for line in lines if SECRET in json.dumps(line)]
     assert [line["event"] for line in found] == ["request_admitted"] * 2
 
 
-async def test_a_line_about_a_request_says_which_and_where_its_trace_is(
+async def test_log_lines_carry_request_and_trace_ids(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     requests = [{**REQUESTS[0], "request_id": "r-1"}, {"request_id": "r-2", "prompt": ""}]

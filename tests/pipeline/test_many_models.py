@@ -314,7 +314,7 @@ def told(asked: Sequence[Asked], moments: Moments) -> str:
 
 @pytest.mark.slow
 @pytest.mark.soak
-async def test_every_request_ends_as_it_should_whatever_is_done_to_models(
+async def test_every_request_ends_once_while_models_come_and_go(
     tmp_path: Path, redis_url: str, soak: bool
 ) -> None:
     """Each is answered by its own model, or refused where that takes none, whichever way it comes:

@@ -87,7 +87,7 @@ async def test_embeddings_are_the_engine_s(client: AsyncOpenAI) -> None:
     assert ranked["results"][0]["index"] == 0  # type: ignore[index]
 
 
-async def test_a_stream_says_what_the_answer_says(client: AsyncOpenAI) -> None:
+async def test_a_stream_equals_the_answer(client: AsyncOpenAI) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[2], "temperature": 0}
     asked |= {"max_tokens": 40, "logprobs": 2, "echo": True, "extra_body": EXTRA}
     (whole,) = (await client.completions.create(**asked)).choices
@@ -110,7 +110,7 @@ async def test_a_stream_says_what_the_answer_says(client: AsyncOpenAI) -> None:
             assert whole.text.startswith(token, offset)
 
 
-async def test_scores_of_a_prompt_are_those_of_its_completion(client: AsyncOpenAI) -> None:
+async def test_prompt_scores_equal_completion_scores(client: AsyncOpenAI) -> None:
     """As lm-evaluation-harness asks: lists of ids of unequal length, one token, echoed."""
     made = await generated(PROMPTS[:2], max_tokens=8)
     prompts = [
@@ -209,7 +209,7 @@ async def test_a_response_is_the_chat_s(client: AsyncOpenAI) -> None:
     assert (await client.responses.retrieve(more.id)).output_text == more.output_text
 
 
-async def test_a_response_that_is_cancelled_has_what_it_had(client: AsyncOpenAI) -> None:
+async def test_a_cancelled_response_keeps_its_output(client: AsyncOpenAI) -> None:
     stream = await client.responses.create(
         model="tiny",
         input="Write a story about Maria, a mouse and a boat.",

@@ -38,7 +38,7 @@ async def answered(pipeline: Pipeline, request: dict[str, Any]) -> tuple[list[An
 
 @both_buses
 @pytest.mark.parametrize("kind", ["tokens", "text", "wrong"])
-async def test_an_answer_is_the_same_and_tells_what_was_drafted(
+async def test_speculation_keeps_answers_and_counts_drafts(
     make_config: MakeConfig, kind: str
 ) -> None:
     request = {"prompt": "1 2 3 4 5", "n": 2, "sampling": SAMPLING}
@@ -119,7 +119,7 @@ async def test_openai_s_library_gets_the_same_answer_at_once_and_in_a_stream(
         assert details.rejected_prediction_tokens >= 0
 
 
-def test_an_engine_s_samples_tell_what_was_drafted_for_each() -> None:
+def test_engine_samples_count_their_drafts() -> None:
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     prompts = ["1 2 3 4 5", "Once"]
     exact = EngineConfig(deterministic=True)

@@ -38,6 +38,7 @@ from nano_inference.telemetry.trace_file import Span, read_spans
 from ..commands import Command, run_command
 from ..stages.executor.runner.adapters.making import make_adapter
 from . import reference, short_model
+from .builders import end_of
 from .test_life import MORE_TOKENS, check_stream, stream_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -285,7 +286,7 @@ async def test_each_process_shows_the_metrics_of_its_stage(house: House) -> None
         assert shown.count("nano_stage_ready{") == 1
 
 
-async def test_the_executor_tells_what_computes_attention(house: House) -> None:
+async def test_the_attention_backend_is_a_metric(house: House) -> None:
     await complete(house, GOOD)
     url = f"http://127.0.0.1:{house.metrics_port + STAGES.index('executor')}/metrics"
     layers, shown = 0.0, ""
@@ -310,9 +311,7 @@ async def ready_stages(client: BusClient) -> dict[str, StageReport]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_a_stage_that_is_told_to_leave_is_replaced_and_every_stream_goes_on(
-    house: House, stage: str
-) -> None:
+async def test_a_terminated_stage_is_replaced_and_streams_go_on(house: House, stage: str) -> None:
     said_before = len(house.log.read_text())
     async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
         before = await ready_stages(client)
@@ -370,7 +369,6 @@ async def test_a_killed_process_is_replaced_and_the_stream_goes_on(
         assert end.error is None, end.error
         assert end.samples[0].token_ids == undisturbed.samples[0].token_ids
         *chunks, completion = outputs
-        assert isinstance(completion, Completion)
         assert completion.status == "done", completion.error
         token_ids = [token for chunk in chunks for token in chunk.token_ids]  # type: ignore[union-attr]
         assert token_ids == list(completion.samples[0].token_ids)
@@ -412,7 +410,6 @@ async def test_a_killed_process_leaves_a_constrained_answer_valid(house: House, 
         os.kill(child, signal.SIGKILL)
         outputs += [output async for output in hit]
     *chunks, completion = outputs
-    assert isinstance(completion, Completion)
     assert completion.status == "done", completion.error
     (sample,), (wanted,) = completion.samples, undisturbed.samples
     assert sample.token_ids == wanted.token_ids
@@ -434,8 +431,7 @@ async def test_every_stage_has_its_span_in_one_trace_and_sigterm_drains(
         )
         await anext(running)
         stopping = asyncio.create_task(asyncio.to_thread(house.stop))
-        last = [output async for output in running][-1]
-        assert isinstance(last, Completion)
+        last = await end_of(running)
         assert last.status == "done", "what is in flight at SIGTERM is finished"
         assert await stopping == 0
     await asyncio.to_thread(tracing.shutdown)

@@ -114,7 +114,9 @@ async def test_requests_go_to_the_replica_that_has_their_prefix(make_config: Mak
             assert completion.usage.cached_tokens >= least, index
 
 
-async def test_what_shares_no_prefix_goes_where_least_is_to_do(make_config: MakeConfig) -> None:
+async def test_requests_without_a_shared_prefix_go_to_the_least_loaded(
+    make_config: MakeConfig,
+) -> None:
     config = replicated(make_config, engine__max_batch_size=8)
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
         await pipeline.client.pause()
@@ -131,7 +133,7 @@ async def test_what_shares_no_prefix_goes_where_least_is_to_do(make_config: Make
         assert {(await task).status for task in tasks} == {"done"}
 
 
-async def test_a_request_in_two_replicas_is_whole_and_can_be_cut_short(
+async def test_a_request_spans_two_replicas(
     make_config: MakeConfig,
 ) -> None:
     """It has more samples than either has places; a stop string ends some in each of them."""
@@ -233,7 +235,7 @@ async def test_a_replica_that_fails_loses_nothing_and_joins_again(
         assert not await pipeline.bus.requests.dead_letters()
 
 
-async def test_the_others_go_on_while_a_replica_is_away(
+async def test_other_replicas_go_on_while_one_is_away(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replicated(make_config)
@@ -261,7 +263,7 @@ async def test_the_others_go_on_while_a_replica_is_away(
         assert epoch_of(pipeline) == before, "who joins disturbs nobody"
 
 
-async def test_the_others_find_their_own_part_in_their_cache(
+async def test_surviving_replicas_keep_their_prefix_cache(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that is in flight is sent again, but computed again is only what was lost."""
@@ -314,7 +316,7 @@ def parts(make_config: MakeConfig) -> tuple[Config, Config, Config]:
 
 
 @pytest.mark.parametrize("make_config", ["redis-links"], indirect=True)
-async def test_one_replica_is_enough_and_the_other_may_come_and_leave(
+async def test_a_replica_joins_and_leaves_without_loss(
     make_config: MakeConfig,
 ) -> None:
     front, first, second = parts(make_config)

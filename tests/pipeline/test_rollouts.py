@@ -72,13 +72,13 @@ def test_a_trainer_written_against_the_contract_runs(kind: type[Any]) -> None:
     assert all(len(sample.logprobs) == len(sample.completion_tokens) for sample in samples)
 
 
-def test_what_lacks_a_method_is_no_engine() -> None:
+def test_a_class_without_a_method_does_not_fulfil_the_contract() -> None:
     assert not isinstance(SamplingParams(), RolloutEngine)
     assert sorted(name for name in vars(RolloutEngine) if name[0] != "_") == list(METHODS)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_ours_takes_what_the_contract_names(method: str) -> None:
+def test_the_engine_s_signatures_match_the_contract(method: str) -> None:
     """By the same names, in the same order, and nothing more that is needed."""
     wanted = inspect.signature(getattr(RolloutEngine, method)).parameters
     ours = inspect.signature(getattr(InferenceEngine, method)).parameters

@@ -25,6 +25,7 @@ from nano_inference.stages.executor.reference import ReferenceModel
 from nano_inference.stages.streaming.stage import StreamingStage
 
 from . import reference
+from .builders import refused
 from .conftest import MakeConfig, config_maker
 from .test_life import Boom, break_once
 
@@ -131,10 +132,9 @@ async def test_many_are_scored_in_order(scoring: Pipeline) -> None:
 
 
 @in_module_loop
-async def test_what_can_not_be_scored_is_refused(scoring: Pipeline) -> None:
-    with pytest.raises(RequestError) as refused:
+async def test_invalid_scoring_requests_are_refused(scoring: Pipeline) -> None:
+    with refused(RequestError, "prompt_too_long"):
         await scoring.score([[3, 4], [3]], [[5], [5] * LENGTH])
-    assert refused.value.code == "prompt_too_long"
     for prompt in ([1.5], "a", None, [True]):
         for prompts, completions in (([prompt], [[3]]), ([[3]], [prompt])):
             with pytest.raises(RequestError, match="token ids"):

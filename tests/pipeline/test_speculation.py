@@ -154,7 +154,7 @@ async def all_told(
 
 
 @both_buses
-async def test_every_answer_is_the_same_whatever_happens(
+async def test_answers_are_bitwise_equal_under_load_and_failures(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences take turns and are preempted, the executor fails, generation pauses."""

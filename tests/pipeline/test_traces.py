@@ -19,6 +19,8 @@ from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.telemetry import names, setup_tracing
 
+from .builders import end_of
+
 LIMIT_S = 60
 
 
@@ -128,13 +130,13 @@ async def test_preempted_and_resumed_shows_as_slices() -> None:
         assert sum(tokens) >= 60
 
 
-async def test_a_cancelled_request_says_so() -> None:
+async def test_a_cancellation_shows_in_the_trace() -> None:
     async with recorded() as record:
         sampling = {"max_tokens": 1500, "ignore_eos": True}
         outputs = record.pipeline.submit({"request_id": "r", "prompt": "1", "sampling": sampling})
         await anext(outputs)
         await record.pipeline.client.cancel("r")
-        last = [output async for output in outputs][-1]
+        last = await end_of(outputs)
         await settled(record)
     assert isinstance(last, Completion)
     spans = record.of(last)
@@ -165,14 +167,14 @@ async def test_steps_are_linked_to_the_requests_in_them() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.001])
-async def test_steps_are_as_many_as_the_setting_says(rate: float) -> None:
+async def test_sampled_steps_follow_the_setting(rate: float) -> None:
     async with recorded(telemetry__steps_per_s=rate) as record:
         await record.pipeline.complete({"prompt": "1", "sampling": {"max_tokens": 20}})
         await settled(record)
     assert len([span for span in record.spans if span.name == "step"]) == (rate > 0)
 
 
-async def test_what_is_not_recorded_makes_no_span_at_all() -> None:
+async def test_unsampled_requests_make_no_span() -> None:
     async with recorded(TelemetryConfig(trace_ratio=0), telemetry__steps_per_s=1e6) as record:
         done = await record.pipeline.complete({"prompt": "1", "sampling": {"max_tokens": 4}})
         await settled(record)
@@ -187,14 +189,12 @@ GIVEN = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
     ("traceparent", "followed"),
     [(GIVEN, True), ("nonsense", False), (GIVEN.replace("a", "0"), False)],
 )
-async def test_a_client_s_context_is_followed_if_it_is_one(
-    traceparent: str, followed: bool
-) -> None:
+async def test_only_a_valid_trace_context_is_followed(traceparent: str, followed: bool) -> None:
     async with recorded() as record:
         client, request = record.pipeline.client, {"prompt": "1", "sampling": {"max_tokens": 2}}
         entry_id = await client.bus.requests.publish(request, traceparent=traceparent)
         results = client.bus.results.follow(entry_id, entry_id)
-        done = [output async for output in results][-1]
+        done = await end_of(results)
         await settled(record)
     assert isinstance(done, Completion)
     assert (done.trace_id == "a" * 32) is followed

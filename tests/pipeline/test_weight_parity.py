@@ -64,7 +64,7 @@ def config(folder: Path, dtype: str, deterministic: bool, kernels: str) -> Engin
         ("float32", False, "off"),
     ],
 )
-def test_tokens_and_logprobs_are_those_of_an_engine_that_loads_them(
+def test_updated_weights_equal_loaded_weights(
     folders: Callable[[bool, int], Path],
     tied: bool,
     dtype: str,

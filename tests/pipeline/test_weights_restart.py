@@ -22,6 +22,7 @@ from nano_inference.stages.executor.runner.weights.transports import SharedWeigh
 
 from .. import oracle
 from . import reference
+from .builders import refused
 from .test_processes import House, five_free_ports
 from .test_weights import DTYPE, begun, greedy
 
@@ -104,7 +105,7 @@ def measured(house: House, metric: str) -> list[float]:
     return values
 
 
-async def test_a_killed_executor_says_that_its_weights_are_gone(house: House) -> None:
+async def test_a_killed_executor_reports_lost_weights(house: House) -> None:
     """They came through shared memory."""
     loaded = dict(reference.model().state_dict())
     prompt = reference.tokenizer().encode("12 + 30 =")
@@ -131,7 +132,7 @@ async def test_a_killed_executor_says_that_its_weights_are_gone(house: House) ->
             assert stamped(await client.complete(first)) == [(8, [oracle.token_of(7)] * 8)]
 
 
-async def test_nobody_waits_for_an_executor_that_is_killed_while_it_fetches(house: House) -> None:
+async def test_a_killed_executor_ends_the_wait_for_its_update(house: House) -> None:
     """Before, it has weights that came through shared memory, and afterwards those of the model."""
     never_sent = GroupWeights("weights", (TensorMeta("model.norm.weight", "float32", (128,)),))
     with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group:
@@ -144,9 +145,8 @@ async def test_nobody_waits_for_an_executor_that_is_killed_while_it_fetches(hous
             assert await asking == before  # it has got as far as that
             assert not update.done()
             await kill_executor(client, 1)
-            with pytest.raises(BusError) as lost:
+            with refused(BusError, "no_answer"):
                 await update
-            assert lost.value.code == "no_answer"
             assert await client.weight_version() == 0
 
 
@@ -168,7 +168,9 @@ async def test_a_killed_executor_reads_the_folder_again(house: House, tmp_path: 
     assert "weights_restored" in house.log.read_text()
 
 
-async def test_a_killed_replica_gets_what_the_other_has(redis_url: str, tmp_path: Path) -> None:
+async def test_a_killed_replica_gets_the_other_replica_s_weights(
+    redis_url: str, tmp_path: Path
+) -> None:
     loaded = dict(reference.model().state_dict())
     save_file(oracle.announcing(loaded, 7), tmp_path / "model.safetensors")
     with up(redis_url, tmp_path / "log", 2) as house:

@@ -28,6 +28,7 @@ from nano_inference.telemetry import now_ns
 
 from .. import oracle
 from . import reference, short_model
+from .builders import refused
 from .conftest import MakeConfig, config_maker
 from .test_life import break_once, until
 from .test_replicas import parts
@@ -192,7 +193,7 @@ async def test_all_executors_change_under_load(
 @pytest.mark.parametrize(
     ("several", "which"), [("replicas", 0), ("lanes", 1)], indirect=["several"]
 )
-async def test_when_one_can_not_fetch_none_changes(
+async def test_a_failed_fetch_changes_no_executor(
     several: Several, loaded: State, monkeypatch: pytest.MonkeyPatch, which: int
 ) -> None:
     client = several.client
@@ -211,7 +212,7 @@ async def test_when_one_can_not_fetch_none_changes(
         assert several.versions == [2, 2]
 
 
-async def test_one_that_is_lost_before_it_changes_is_named(
+async def test_an_executor_lost_before_the_change_is_named(
     several: Several, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = several.updates
@@ -290,7 +291,7 @@ async def test_a_caller_that_leaves_gives_the_update_up(
     assert several.versions == [1, 1]
 
 
-async def test_who_does_not_answer_is_named(
+async def test_a_silent_executor_is_named(
     several: Several, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "ANSWER_S", 0.2)
@@ -339,7 +340,7 @@ async def test_an_update_waits_for_an_executor_that_is_loading(
     assert (await request).status == "done"
 
 
-async def test_prepared_weights_are_dropped_when_nobody_asks_for_them(
+async def test_prepared_weights_are_dropped_after_their_timeout(
     several: Several, loaded: State
 ) -> None:
     """Their sender is gone without a word."""
@@ -355,7 +356,7 @@ async def test_prepared_weights_are_dropped_when_nobody_asks_for_them(
     assert await several.client.update_weights(oracle.announcing(loaded, 1)) == 1
 
 
-async def test_a_replica_that_starts_anew_serves_what_it_says(
+async def test_a_restarted_replica_reports_the_weights_it_serves(
     several: Several, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that were in memory are gone: it has those of model_path, and says so."""
@@ -377,9 +378,8 @@ async def test_a_replica_that_starts_anew_serves_what_it_says(
             seen |= set(versions_of(completion, index))
     assert seen == {0, 5}
     part = {"model.norm.weight": loaded["model.norm.weight"]}
-    with pytest.raises(WeightsError) as refused:
+    with refused(WeightsError, "weights_behind"):
         await several.client.update_weights(part, partial=True)
-    assert refused.value.code == "weights_behind"
     assert sorted(several.versions) == [0, 5]
     assert await several.client.update_weights(oracle.announcing(loaded, 6)) == 6
     assert several.versions == [6, 6]
@@ -390,7 +390,7 @@ async def test_a_replica_that_starts_anew_serves_what_it_says(
 @pytest.mark.parametrize(
     ("several", "staged"), [("replicas", True), ("lanes", False)], indirect=["several"]
 )
-async def test_a_replica_that_starts_anew_reads_the_folder_again(
+async def test_a_restarted_replica_reads_the_folder_again(
     several: Several,
     loaded: State,
     monkeypatch: pytest.MonkeyPatch,

@@ -129,6 +129,9 @@ def _checked(params: Params, kind: type[Params]) -> Params:
     return msgspec.convert(plain, kind)
 
 
+_SHARED_FIELDS = set(TrainingSample.__struct_fields__) & set(CompletionSample.__struct_fields__)
+
+
 def make_sample(
     request: Unfinished, completion: Completion, sample: CompletionSample
 ) -> TrainingSample:
@@ -136,17 +139,8 @@ def make_sample(
     return TrainingSample(
         prompt_tokens=request.prompt,
         completion_tokens=sample.token_ids,
-        logprobs=sample.logprobs,
-        ref_logprobs=None,
-        weight_version=sample.weight_version,
-        finish_reason=sample.finish_reason,
-        weight_versions=sample.weight_versions,
-        top_logprobs=sample.top_logprobs,
         prompt_logprobs=completion.prompt_logprobs,
         prompt_top_logprobs=completion.prompt_top_logprobs,
         request_id=request.request_id,
-        adapter_version=sample.adapter_version,
-        embedding=sample.embedding,
-        num_draft_tokens=sample.num_draft_tokens,
-        num_accepted_draft_tokens=sample.num_accepted_draft_tokens,
+        **{name: getattr(sample, name) for name in _SHARED_FIELDS},
     )

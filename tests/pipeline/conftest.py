@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable
 
@@ -15,7 +16,8 @@ from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.executor.core import ExecutorCore
 
-from . import short_model
+from . import reference, short_model
+from .builders import DTYPE, State
 
 MakeConfig = Callable[..., Config]
 
@@ -64,6 +66,30 @@ async def pipeline(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
     """A pipeline with all five stages here, for one test alone."""
     async with Pipeline(make_config()) as running:
         yield running
+
+
+@pytest.fixture
+async def running(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
+    """A pipeline in bfloat16: weights spell the same tokens, and steps take a third of the time."""
+    config = make_config(pipeline__restart_backoff_s=0.01, engine__dtype=DTYPE)
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+async def exact(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
+    """A pipeline whose tokens are compared with those of Transformers."""
+    config = make_config(pipeline__restart_backoff_s=0.01)
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture(scope="module")
+def loaded(request: pytest.FixtureRequest) -> State:
+    """The weights of the model that the module's pipelines load."""
+    short = getattr(request.module, "SHORT_MODEL", False)
+    model = reference.model(short_model.folder()) if short else reference.model()
+    return dict(model.state_dict())
 
 
 @pytest_asyncio.fixture(params=["memory"], scope="module", loop_scope="module")

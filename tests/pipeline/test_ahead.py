@@ -15,7 +15,8 @@ from nano_inference.stages.executor import stage as executor_stage
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.driver.step import LaunchedStep
 
-LIMIT_S = 120
+from .conftest import LIMIT_S
+
 ENGINE = EngineConfig(dtype="float32", max_batch_size=8)
 
 

@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 from anthropic import Anthropic, AsyncAnthropic
 
+from .conftest import LIMIT_S
 from .documents import commands_of, told_by
 
-LIMIT_S = 60
 STORY: Any = [{"role": "user", "content": "Write a story about Maria, a mouse and a boat."}]
 GREEDY = {"temperature": 0}
 

@@ -43,9 +43,8 @@ from nano_inference.stages.fairness.core import FairnessCore
 from nano_inference.stages.fairness.stage import FairnessStage
 from nano_inference.telemetry import now_ns
 
-from .conftest import MakeConfig, both_buses
+from .conftest import LIMIT_S, MakeConfig, both_buses
 
-LIMIT_S = 60
 HOUR_NS = 3600 * 10**9
 
 # How many hours each hop holds the request; each sum of some of them is another one.

@@ -16,8 +16,7 @@ from pydantic import BaseModel
 from nano_inference import Gateway, Pipeline, load_config
 
 from . import short_model
-
-LIMIT_S = 60
+from .conftest import LIMIT_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -30,7 +30,8 @@ from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.batching.sequence import Sequence
 from nano_inference.stages.executor.core import ExecutorCore
 
-LIMIT_S = 60
+from .conftest import LIMIT_S
+
 COMPANION = "companion"
 STORY = "Story about David, a dog and a yellow hat:"
 MESSAGES = [{"role": "user", "content": STORY}]

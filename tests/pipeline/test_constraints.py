@@ -18,8 +18,7 @@ from nano_inference import Completion, Config, Pipeline
 from nano_inference.text import grammar
 
 from .builders import error_code
-
-LIMIT_S = 60
+from .conftest import LIMIT_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NAMES = Literal["Ana", "Ben"]

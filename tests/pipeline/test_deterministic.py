@@ -32,12 +32,12 @@ from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, load_model
 
 from . import short_model
-from .test_life import until
+from .builders import until
+from .conftest import LIMIT_S
 from .test_replicas import break_once, core_of, epoch_of, lanes_of
 
 NUM_REQUESTS = 32
 MOST_STEPS = 4_000
-LIMIT_S = 120
 CONFIG = EngineConfig(
     model_path=str(short_model.folder()), dtype="float32", max_model_len=512, deterministic=True
 )

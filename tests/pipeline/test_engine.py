@@ -1,20 +1,24 @@
-"""The engine for Python callers: the same answers and the same refusals as the pipeline."""
+"""The engine for Python callers: the pipeline's answers and refusals, and its contract."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from nano_inference import (
     EngineConfig,
     InferenceEngine,
     RequestError,
+    RolloutEngine,
     SamplingParams,
     TrainingSample,
     WeightsError,
@@ -26,7 +30,7 @@ from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.text.tokenizer import default_sampling_params
 
 from . import reference
-from .builders import finish, refused
+from .builders import finish, raises_code
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -119,10 +123,10 @@ def test_samples_carry_the_id_of_their_request(engine: InferenceEngine) -> None:
 
 def test_an_id_is_taken_until_its_request_has_ended(engine: InferenceEngine) -> None:
     engine.add_request("1 + 1 =", ENDLESS, request_id=7)
-    with refused(RequestError, "duplicate_request", match="request 7 is not finished"):
+    with raises_code(RequestError, "duplicate_request", match="request 7 is not finished"):
         engine.add_request("2 + 2 =", GREEDY, request_id=7)
     for wrong in (True, 7.0, b"7"):
-        with refused(RequestError, "invalid_request_id", match="text or an integer"):
+        with raises_code(RequestError, "invalid_request_id", match="text or an integer"):
             engine.add_request("2 + 2 =", GREEDY, request_id=wrong)  # type: ignore[arg-type]
     for _ in range(3):
         engine.step()
@@ -261,7 +265,7 @@ def test_weights_that_do_not_fit_leave_version_and_output_alone(engine: Inferenc
 def test_a_refused_prompt_leaves_nothing_behind(
     engine: InferenceEngine, prompt: str | list[int], params: SamplingParams, code: str
 ) -> None:
-    with refused(RequestError, code):
+    with raises_code(RequestError, code):
         engine.generate(["2 + 2 =", prompt], [GREEDY, params])
     assert not engine.has_pending()
     assert len(engine.generate(["2 + 2 ="], GREEDY)) == 1
@@ -293,7 +297,7 @@ def test_predictions_are_one_for_each_prompt_and_change_no_token(engine: Inferen
 
 @pytest.mark.parametrize("prediction", [[-1], [10**6], ["a"], 7, "a" * 100_000, [None]])
 def test_invalid_predictions_are_refused(engine: InferenceEngine, prediction: object) -> None:
-    with refused(RequestError, "invalid_prediction"):
+    with raises_code(RequestError, "invalid_prediction"):
         engine.generate(["1 + 1 ="], GREEDY, predictions=[prediction])  # type: ignore[list-item]
     with pytest.raises(RequestError):
         engine.add_request("1 + 1 =", GREEDY, prediction=prediction)  # type: ignore[arg-type]
@@ -425,7 +429,7 @@ def test_memory_is_released_under_way_and_taken_again() -> None:
         engine.release_memory(["kv_cache"])
         engine.release_memory()
         for stuck in (engine.step, engine.state_dict, lambda: engine.generate(["a"])):
-            with refused(WeightsError, "memory_released", match="weights, kv_cache"):
+            with raises_code(WeightsError, "memory_released", match="weights, kv_cache"):
                 stuck()
         engine.resume_memory(["kv_cache"])
         with pytest.raises(WeightsError, match="resume it before"):
@@ -467,3 +471,181 @@ def test_cpu_threads_sets_torch_s_threads() -> None:
                 assert torch.get_num_threads() == number
     finally:
         torch.set_num_threads(before)
+
+
+# --- arguments -------------------------------------------------------------------------------
+
+
+TWO_TOKENS = SamplingParams(temperature=0, max_tokens=2)
+
+
+NO_PROMPT: list[tuple[Any, str]] = [
+    ([1.5], "invalid_token_ids"),
+    ([True, 2], "invalid_token_ids"),
+    (["a"], "invalid_token_ids"),
+    ([[1]], "invalid_token_ids"),
+    (np.array([1.0, 2.0]), "invalid_token_ids"),
+    (torch.tensor([True]), "invalid_token_ids"),
+    (b"ab", "invalid_prompt"),
+    (None, "invalid_prompt"),
+    (7, "invalid_prompt"),
+    ({1: 2}, "invalid_prompt"),
+    ({1, 2}, "invalid_prompt"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "code"), NO_PROMPT)
+def test_prompt_of_a_wrong_type_is_refused(engine: InferenceEngine, prompt: Any, code: str) -> None:
+    for refuse in (
+        lambda: engine.generate(["1 + 1 =", prompt], TWO_TOKENS),
+        lambda: engine.add_request(prompt, TWO_TOKENS),
+        lambda: engine.embed([prompt]),
+        lambda: engine.score([prompt], [[1]]),
+        lambda: engine.score([[1]], [prompt]),
+    ):
+        with pytest.raises(RequestError) as refused:
+            refuse()
+        assert refused.value.code == code
+    prediction: Any = 0 if prompt is None else prompt
+    with raises_code(RequestError, "invalid_prediction"):
+        engine.generate(["1 + 1 ="], TWO_TOKENS, predictions=[prediction])
+    assert not engine.has_pending()
+
+
+@pytest.mark.parametrize("prompts", ["abc", b"abc", 7, None, {"a": 1}, np.array(5), np.array(b"a")])
+def test_prompts_that_are_no_list_are_refused(engine: InferenceEngine, prompts: Any) -> None:
+    for refuse in (
+        lambda: engine.generate(prompts, TWO_TOKENS),
+        lambda: engine.embed(prompts),
+        lambda: engine.score(prompts, [[1]] * 3),
+    ):
+        with raises_code(RequestError, "invalid_prompt", match="pass a list"):
+            refuse()
+    if prompts is not None:
+        with raises_code(
+            RequestError, "invalid_prediction", match=r"predictions is .*; pass a list"
+        ):
+            engine.generate(["1 + 1 ="], TWO_TOKENS, predictions=prompts)
+
+
+def test_prompts_may_be_arrays_tensors_and_iterators(engine: InferenceEngine) -> None:
+    wanted = engine.generate([[5, 6], [7, 8]], TWO_TOKENS)
+    for prompts in (
+        [np.array([5, 6]), torch.tensor([7, 8])],
+        torch.tensor([[5, 6], [7, 8]]),
+        iter([[np.int64(5), torch.tensor(6)], range(7, 9)]),
+    ):
+        found = engine.generate(prompts, TWO_TOKENS)  # type: ignore[arg-type]
+        assert [each.prompt_tokens for each in found] == [each.prompt_tokens for each in wanted]
+        assert [each.logprobs for each in found] == [each.logprobs for each in wanted]
+
+
+@pytest.mark.parametrize("number", [1.5, 2.0, True, "2", None, 0])
+def test_wrong_number_of_samples_is_refused(engine: InferenceEngine, number: Any) -> None:
+    with raises_code(RequestError, "invalid_n"):
+        engine.generate([[1]], TWO_TOKENS, number)
+
+
+@pytest.mark.parametrize("params", [5, "abc", [object()], {"temperature": 0}, [5]])
+def test_parameters_of_a_wrong_type_are_refused(engine: InferenceEngine, params: Any) -> None:
+    for refuse in (
+        lambda: engine.generate([[1]], params),
+        lambda: engine.score([[1]], [[2]], params),
+    ):
+        with raises_code(RequestError, "invalid_request", match="sampling_params"):
+            refuse()
+
+
+@pytest.mark.parametrize("name", ["stop", "constraint"])
+def test_bytes_in_place_of_text_are_refused(engine: InferenceEngine, name: str) -> None:
+    given: dict[str, Any] = {"stop": (b"ab",), "constraint": {"regex": b"ab"}}
+    with raises_code(RequestError, "invalid_request", match="got `bytes`"):
+        engine.generate([[1]], SamplingParams(**{name: given[name]}))
+
+
+@pytest.mark.parametrize("adapter", [5, None, ["a"]])
+def test_adapter_of_a_wrong_type_is_refused(engine: InferenceEngine, adapter: Any) -> None:
+    with raises_code(RequestError, "unknown_model"):
+        engine.generate([[1]], TWO_TOKENS, adapter=adapter)
+
+
+# --- the contract with trainers --------------------------------------------------------------
+
+
+METHODS = ("flush_cache", "generate", "get_weight_version", "shutdown", "update_weights")
+
+
+class FakeEngine:
+    """What a trainer's own tests would use."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+        num_samples_per_prompt: int = 1,
+    ) -> list[TrainingSample]:
+        return [
+            TrainingSample(tuple(prompt), (9,), (-0.5,), None, self.version, "length")
+            for prompt in prompts
+            for _ in range(num_samples_per_prompt)
+        ]
+
+    def update_weights(self, state_dict: Mapping[str, Tensor], blocking: bool = False) -> None:
+        self.version += 1
+
+    def get_weight_version(self) -> int:
+        return self.version
+
+    def flush_cache(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+
+def train(engine: RolloutEngine, weights: Mapping[str, Tensor]) -> list[TrainingSample]:
+    """One round in flight and one in turn, by the contract alone."""
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    samples = engine.generate([[70, 71], [80]], params, num_samples_per_prompt=2)
+    engine.update_weights(weights)
+    samples += engine.generate([[70, 71]], [params])
+    engine.update_weights(weights, blocking=True)
+    engine.flush_cache()
+    assert engine.get_weight_version() == 2
+    samples += engine.generate([[80]], params)
+    engine.shutdown()
+    engine.shutdown()
+    return samples
+
+
+@pytest.mark.parametrize("kind", [FakeEngine, InferenceEngine])
+def test_a_trainer_written_against_the_contract_runs(kind: type[Any]) -> None:
+    engine = kind()
+    assert isinstance(engine, RolloutEngine)
+    weights = dict(engine.state_dict()) if kind is InferenceEngine else {}
+    samples = train(engine, weights)
+    prompts = [(70, 71), (70, 71), (80,), (80,), (70, 71), (80,)]
+    assert [sample.prompt_tokens for sample in samples] == prompts
+    assert [sample.weight_version for sample in samples] == [0, 0, 0, 0, 1, 2]
+    assert all(len(sample.logprobs) == len(sample.completion_tokens) for sample in samples)
+
+
+def test_a_class_without_a_method_does_not_fulfil_the_contract() -> None:
+    assert not isinstance(SamplingParams(), RolloutEngine)
+    assert sorted(name for name in vars(RolloutEngine) if name[0] != "_") == list(METHODS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_engine_s_signatures_match_the_contract(method: str) -> None:
+    """By the same names, in the same order, and nothing more that is needed."""
+    wanted = inspect.signature(getattr(RolloutEngine, method)).parameters
+    ours = inspect.signature(getattr(InferenceEngine, method)).parameters
+    assert list(ours)[: len(wanted)] == list(wanted)
+    for name, parameter in wanted.items():
+        if parameter.default is not parameter.empty:
+            assert ours[name].default == parameter.default
+    for name in ours.keys() - wanted.keys():
+        assert ours[name].default is not inspect.Parameter.empty

@@ -24,7 +24,7 @@ from nano_inference.pipeline.engine_requests import make_request
 from ..stages.executor.encoders import vector_of
 from ..stages.executor.models import make_model
 from ..stages.executor.runner.adapters.making import make_adapter, merged
-from .builders import finish, refused
+from .builders import finish, raises_code
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPT = list(range(1, 40))
@@ -81,7 +81,7 @@ def test_new_weights_find_no_old_kv(engine: InferenceEngine, folder: Path) -> No
     assert engine.load_adapter("a", folder / "two") == 2
     assert cached(engine, "a") == 0
     engine.unload_adapter("a")
-    with refused(RequestError, "unknown_model", match="no model 'a'"):
+    with raises_code(RequestError, "unknown_model", match="no model 'a'"):
         engine.add_request(PROMPT, adapter="a")
     assert engine.load_adapter("a", folder / "one") == 3
     assert cached(engine, "a") == 0
@@ -143,7 +143,7 @@ def test_tensors_without_storage_are_refused(engine: InferenceEngine) -> None:
     freed = tensors[name].clone()
     freed.untyped_storage().resize_(0)
     for spoiled in (tensors[name].to("meta"), tensors[name].to_sparse(), freed):
-        with refused(AdapterError, "adapter_refused", match="can't be read"):
+        with raises_code(AdapterError, "adapter_refused", match="can't be read"):
             engine.load_adapter("a", {**tensors, name: spoiled}, config)
     assert not engine.adapters()
 
@@ -152,13 +152,13 @@ def test_an_adapter_in_use_is_not_unloaded(engine: InferenceEngine, folder: Path
     engine.load_adapter("a", folder / "one")
     request = engine.add_request(PROMPT, GREEDY, adapter="a")
     engine.step()
-    with refused(AdapterError, "adapter_in_use"):
+    with raises_code(AdapterError, "adapter_in_use"):
         engine.unload_adapter("a")
     engine.unload_adapter("a", in_flight="abort")
     (sample,) = engine.step()
     assert (sample.request_id, sample.finish_reason) == (request, "abort")
     assert not engine.adapters()
-    with refused(AdapterError, "adapter_not_found"):
+    with raises_code(AdapterError, "adapter_not_found"):
         engine.unload_adapter("a")
 
 

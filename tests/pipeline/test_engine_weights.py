@@ -25,7 +25,7 @@ from nano_inference.bus.weights import GroupWeights, InFlight, SharedMemoryWeigh
 
 from .. import oracle
 from ..stages.executor.runner.weights.test_sync_manager import fail_to_write
-from .builders import refused
+from .builders import raises_code
 
 PROMPT = [60, 61, 62]
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -90,7 +90,7 @@ def test_numbers_that_are_not_finite_are_refused_from_everywhere(
     engine.update_weights(spelling(engine, 1), blocking=True)
     weights = spelling(engine, 2)
     weights["model.norm.weight"][3] = bad
-    with refused(
+    with raises_code(
         WeightsError, "weights_not_finite", match=r"NaN or infinity.* in model\.norm\.weight"
     ):
         send(engine, weights, tmp_path)
@@ -107,7 +107,7 @@ def test_a_state_dict_is_held_against_the_models_dtype(blocking: bool) -> None:
         engine.update_weights(weights, blocking)
         assert spells(engine) == (1, oracle.token_of(1))
         weights["model.norm.weight"][0] = torch.finfo(torch.float32).max
-        with refused(WeightsError, "weights_not_finite"):
+        with raises_code(WeightsError, "weights_not_finite"):
             engine.update_weights(weights, blocking)
         assert spells(engine) == (1, oracle.token_of(1))
 
@@ -195,7 +195,7 @@ def test_lost_weights_generate_nothing_until_all_have_come(
         assert refused.value.code == "weights_lost"
     assert engine.get_weight_version() == 0
     new = oracle.announcing(engine._executor.model.module.state_dict(), 6)
-    with refused(WeightsError, "weights_incomplete"):
+    with raises_code(WeightsError, "weights_incomplete"):
         engine.update_weights({"model.norm.weight": new["model.norm.weight"]}, partial=True)
     engine.update_weights(new, blocking)
     (sample,) = [sample for _ in range(4) for sample in engine.step()]
@@ -209,7 +209,7 @@ def test_a_broadcast_during_a_pending_update_is_skipped(
     with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group:
         engine.join_weights_group("weights", group.address, 2, timeout_s=LIMIT_S)
         engine.update_weights(spelling(engine, 1))
-        with refused(WeightsError, "weights_busy"):
+        with raises_code(WeightsError, "weights_busy"):
             engine.update_weights(group.broadcast(spelling(engine, 2)).source)
         assert spells(engine) == (1, oracle.token_of(1))
         with pytest.raises(WeightsError, match="join it first"):
@@ -229,5 +229,5 @@ def test_a_trainer_is_not_kept_waiting_by_an_engine_that_has_gone(
             engine.leave_weights_group("never joined")
         else:
             engine.shutdown()
-        with refused(WeightsError, "weights_interrupted"):
+        with raises_code(WeightsError, "weights_interrupted"):
             group.broadcast(weights).result()

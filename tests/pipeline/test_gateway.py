@@ -25,9 +25,7 @@ from nano_inference.pipeline.pipeline import Pipeline
 
 from ..oracle import announcing, token_of
 from ..servers import until
-from .conftest import MakeConfig, both_buses
-
-LIMIT_S = 60
+from .conftest import LIMIT_S, MakeConfig, both_buses
 
 
 class Trainer:

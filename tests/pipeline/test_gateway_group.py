@@ -19,9 +19,8 @@ from nano_inference.pipeline.pipeline import Pipeline
 
 from ..oracle import announcing, token_of
 from ..stages.executor.runner.weights.transports.peers import Peer
-from .conftest import MakeConfig
+from .conftest import LIMIT_S, MakeConfig
 
-LIMIT_S = 120
 GROUP = "slime-pp_0"
 
 pytestmark = pytest.mark.slow

@@ -1,19 +1,32 @@
-"""What the reports of the stages add up to."""
+"""Health of lanes, supervision of stages, and cancellations of clients."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from contextlib import aclosing
+from typing import Any, ClassVar
 
 import pytest
+from structlog.testing import capture_logs
 
 from nano_inference import Pipeline
-from nano_inference.config import STAGES, Stage
+from nano_inference.bus import MemoryBus, open_bus
+from nano_inference.bus.messages import Envelope
+from nano_inference.config import STAGES, BusConfig, Config, PipelineConfig, Stage
+from nano_inference.pipeline import cancellations
+from nano_inference.pipeline.client import BusClient
 from nano_inference.pipeline.health import lanes_of, verdict
 from nano_inference.pipeline.heart import Heart
 from nano_inference.pipeline.models import FACTS
+from nano_inference.pipeline.stage_control import SharedCall
+from nano_inference.pipeline.supervisor import StageFailed, supervise
+from nano_inference.stages.actor import Actor, StageContext
 from nano_inference.store.board import StageReport
+from nano_inference.telemetry import Tracing
 
-from .conftest import MakeConfig, both_buses
+from .conftest import LIMIT_S, MakeConfig, both_buses
+
+# --- health ----------------------------------------------------------------------------------
 
 
 def report(stage: str, **fields: Any) -> StageReport:
@@ -174,3 +187,134 @@ async def test_waiting_stages_report_their_reason(make_config: MakeConfig) -> No
         bus = pipeline.bus
         heart = Heart(config, bus, {})
         assert {report.state for report in heart.reports()} == {"starting"}
+
+
+# --- supervision -----------------------------------------------------------------------------
+
+
+class Broken(Actor):
+    """Fails in a way of its own at each start."""
+
+    name: ClassVar[str] = "batching"
+    ways: ClassVar[list[str]]
+
+    async def open(self) -> None:
+        raise RuntimeError(self.ways.pop())
+
+    async def handle(self, envelope: Envelope) -> None: ...
+
+    async def reset(self) -> None: ...
+
+
+async def test_a_traceback_is_printed_once_for_each_way_to_fail() -> None:
+    bus = MemoryBus(Config().bus)
+    context = StageContext(Config(), bus, Tracing(None))
+    Broken.ways = ["b", "b", "a", "a", "a"]
+    with capture_logs() as lines, pytest.raises(StageFailed):
+        await supervise(
+            lambda: Broken(context), PipelineConfig(max_restarts=4, restart_backoff_s=0.0)
+        )
+    failures = [line for line in lines if line["event"] == "stage_failed"]
+    assert [line["error"] for line in failures] == [
+        f"RuntimeError('{way}')" for way in ("a", "a", "a", "b", "b")
+    ]
+    assert [bool(line["exc_info"]) for line in failures] == [True, False, False, True, False]
+    await bus.aclose()
+
+
+# --- cancellations ---------------------------------------------------------------------------
+
+
+async def test_a_thousand_concurrent_callers_cost_two_calls() -> None:
+    begun = 0
+    started, go = asyncio.Event(), asyncio.Event()
+
+    async def look() -> int:
+        nonlocal begun
+        begun += 1
+        number = begun
+        started.set()
+        await go.wait()
+        return number
+
+    looks = SharedCall(look)
+    first = asyncio.create_task(looks.result())
+    await started.wait()
+    # What the first one sees may be older than their question.
+    others = [asyncio.create_task(looks.result()) for _ in range(1000)]
+    await asyncio.sleep(0)
+    go.set()
+    async with asyncio.timeout(LIMIT_S):
+        assert await first == 1
+        assert set(await asyncio.gather(*others)) == {2}
+        assert await looks.result() == 3
+
+
+async def test_a_cancelled_caller_cancels_no_other() -> None:
+    go = asyncio.Event()
+    looks = SharedCall(go.wait)
+    impatient, patient = (asyncio.create_task(looks.result()) for _ in range(2))
+    await asyncio.sleep(0)
+    impatient.cancel()
+    await asyncio.sleep(0)
+    go.set()
+    async with asyncio.timeout(LIMIT_S):
+        assert await patient is True
+    assert impatient.cancelled()
+
+
+async def test_a_cancellation_that_takes_long_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cancellations, "CANCEL_PATIENCE_S", 0.01)
+    bus = open_bus(BusConfig())
+    client = BusClient(bus)
+    go, cancelled = asyncio.Event(), []
+
+    async def cancel(request_id: str, entry_id: str = "") -> None:
+        await go.wait()
+        cancelled.append((request_id, entry_id))
+
+    monkeypatch.setattr(client, "cancel", cancel)
+    async with asyncio.timeout(LIMIT_S):
+        async with aclosing(client.submit({"prompt": "x", "request_id": "mine"})) as outputs:
+            asking = asyncio.ensure_future(anext(outputs))
+            (entry,) = await bus.requests.take(1)
+            asking.cancel()
+            await asyncio.wait([asking])
+        assert not cancelled
+        go.set()
+        await client.aclose()
+    assert cancelled == [("mine", entry.entry_id)]
+    await bus.aclose()
+
+
+async def test_a_caller_cancelled_while_publishing_cancels_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cancellations, "CANCEL_PATIENCE_S", 0.01)
+    bus = open_bus(BusConfig())
+    client = BusClient(bus)
+    begun, go, cancelled = asyncio.Event(), asyncio.Event(), []
+
+    async def publish(request: object, trace: object = None) -> str:
+        begun.set()
+        await go.wait()
+        return "7-0"
+
+    async def cancel(request_id: str, entry_id: str = "") -> None:
+        cancelled.append((request_id, entry_id))
+
+    monkeypatch.setattr(client, "publish", publish)
+    monkeypatch.setattr(client, "cancel", cancel)
+    async with asyncio.timeout(LIMIT_S):
+        asking = asyncio.ensure_future(client.complete({"prompt": "x"}))
+        await begun.wait()
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert asking.cancelled()
+        assert not cancelled
+        go.set()
+        await client.aclose()
+    assert cancelled == [("7-0", "7-0")]
+    await bus.aclose()

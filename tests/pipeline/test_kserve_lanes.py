@@ -19,13 +19,12 @@ from nano_inference.kserve import KServeClient, KServeError, NamedTensor, text_t
 
 from ..commands import Command
 from . import reference
-from .conftest import MakeConfig, config_maker
+from .builders import MORE_TOKENS, stream_request, until
+from .conftest import LIMIT_S, MakeConfig, config_maker
 from .test_lanes import LaneProcess, lane_config, lane_process  # noqa: F401  (a fixture)
-from .test_life import MORE_TOKENS, stream_request, until
 
 pytestmark = pytest.mark.slow
 
-LIMIT_S = 90
 STREAMED, AT_ONCE = range(5), range(5, 8)
 
 

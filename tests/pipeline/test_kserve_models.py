@@ -17,10 +17,9 @@ from nano_inference.config import RequestError
 from nano_inference.gateway.api.kserve.service import InferenceService
 
 from . import reference
-from .conftest import config_maker
+from .conftest import LIMIT_S, config_maker
 from .kserve import arrays, asked, origin, service_of, stream, told
 
-LIMIT_S = 60
 LENGTH = 256
 # Deterministic, so that the bits depend on nobody else in a batch.
 SETTINGS: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,20 +15,27 @@ from redis.asyncio import Redis
 from nano_inference import BusClient, Completion, Config, Pipeline
 from nano_inference.bus.control import Pause, Resume
 from nano_inference.bus.links import CONTROL
-from nano_inference.bus.public import CompletionChunk, Output
+from nano_inference.bus.public import CompletionChunk
 from nano_inference.bus.redis import queue_length
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusError, LaneReplaced
 from nano_inference.stages.admission.stage import AdmissionStage
 
 from ..commands import Command
-from . import short_model
-from .builders import end_of, error_code, refused
-from .conftest import MakeConfig, config_maker
-from .test_life import GOOD, LONG, MORE_TOKENS, check_stream, stream_request, until
+from .builders import (
+    GOOD,
+    LONG,
+    Streams,
+    begin,
+    end_of,
+    error_code,
+    kill,
+    raises_code,
+    until,
+)
+from .conftest import LIMIT_S, MakeConfig, config_maker
 
 SHORT_MODEL = True
-LIMIT_S = 90
 LEASE_S = 0.5
 
 
@@ -72,45 +79,6 @@ def in_flight(pipeline: Pipeline) -> int:
 def is_ready(pipeline: Pipeline) -> bool:
     """Whether its admission lets requests in."""
     return admission_of(pipeline).condition()[0] == "ready"
-
-
-async def kill(pipeline: Pipeline) -> None:
-    """Ends a pipeline without a word to anybody, as a lost machine does."""
-    pipeline._stages_task.cancel()
-    await asyncio.wait({pipeline._stages_task})
-    await pipeline._heart.last_word()
-    await pipeline.bus.aclose()
-
-
-async def begin(pipeline: Pipeline) -> Pipeline:
-    """Enters the context for good; `kill` ends it."""
-    return await pipeline.__aenter__()
-
-
-class Streams:
-    """Eight streams of one client, all of which have begun."""
-
-    def __init__(self, client: BusClient) -> None:
-        self._streams = [client.submit(stream_request(index, MORE_TOKENS)) for index in range(8)]
-        self._outputs: list[list[Output]] = [[] for _ in self._streams]
-
-    async def begin(self, most: int = 6) -> None:
-        """Waits for the first output of so many; two of them give none before the end."""
-        self._rest = [
-            asyncio.create_task(self._read(index, stream))
-            for index, stream in enumerate(self._streams)
-        ]
-        await until(lambda: sum(map(bool, self._outputs)) >= most)
-
-    async def finish(self) -> None:
-        """Every stream is complete, without gap or repetition, as if nothing had happened."""
-        await asyncio.gather(*self._rest)
-        for index, outputs in enumerate(self._outputs):
-            check_stream(index, outputs, MORE_TOKENS, short_model.folder())
-
-    async def _read(self, index: int, stream: AsyncGenerator[Output, None]) -> None:
-        async for output in stream:
-            self._outputs[index].append(output)
 
 
 # --- side by side -----------------------------------------------------------------------------
@@ -200,7 +168,7 @@ async def test_an_operation_applies_to_one_lane(redis_config: MakeConfig) -> Non
         assert sorted(made_by) == [0, 1, 1, 1]
         operations = (client.pause, client.resume, client.flush_cache, client.cancel_all)
         for operation in (*operations, client.weight_version, client.release_memory):
-            with refused(BusError, "unknown_lane", match="no lane 'c' lives here"):
+            with raises_code(BusError, "unknown_lane", match="no lane 'c' lives here"):
                 await operation(lane="c")
 
 

@@ -1,20 +1,21 @@
-"""Starting, failing, restarting, cancelling, draining: nothing hangs, and all end exactly once."""
+"""Starting, failing, cancelling, draining, closing: nothing hangs, and all end exactly once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import gc
+import weakref
+from collections.abc import Iterator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from torch import Tensor
 
-from nano_inference import BusClient, Completion, Pipeline
+from nano_inference import BusClient, Completion, EngineConfig, InferenceEngine, Pipeline
 from nano_inference.bus.messages import NewSequence, StepPlan, StepResult
-from nano_inference.bus.public import CompletionChunk, Output
-from nano_inference.config import STAGES, ConfigError, ModelError
+from nano_inference.config import STAGES, ConfigError, ModelError, load_config
 from nano_inference.pipeline.supervisor import RestartBudget, StageFailed
 from nano_inference.stages.admission.ledger import Ledger
 from nano_inference.stages.admission.requests import Requests
@@ -24,97 +25,23 @@ from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.fairness.core import FairnessCore
 from nano_inference.stages.streaming.core import StreamingCore
 
-from . import reference
-from .builders import end_of, error_code
-from .conftest import MakeConfig, all_buses, both_buses
+from .builders import (
+    GOOD,
+    LONG,
+    Boom,
+    break_once,
+    check_stream,
+    end_of,
+    error_code,
+    stream_request,
+    until,
+    whole_stream,
+    whole_streams,
+)
+from .conftest import LIMIT_S, MakeConfig, all_buses, both_buses
 
 SHORT_MODEL = True
-LIMIT_S = 90
-GOOD = {"prompt": "12 + 30 =", "sampling": {"temperature": 0}}
-LONG = {"prompt": "12 + 30 =", "sampling": {"max_tokens": 1500, "ignore_eos": True}}
 POISON = 99
-
-
-# Tokens of a stream: enough to be hit by a failure in this process, and by one in another.
-TOKENS, MORE_TOKENS = 60, 120
-
-
-def stream_request(index: int, max_tokens: int = TOKENS) -> dict[str, Any]:
-    """A greedy request."""
-    return {
-        "prompt": f"{index} + {7 * index} =",
-        "stream": index % 4 != 3,
-        "sampling": {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True},
-    }
-
-
-async def whole_stream(pipeline: Pipeline, index: int) -> None:
-    """Submits one request and holds what comes against an undisturbed run."""
-    outputs = [output async for output in pipeline.submit(stream_request(index))]
-    check_stream(index, outputs, folder=pipeline.config.engine.model_folder)
-
-
-async def whole_streams(pipeline: Pipeline, number: int = 8) -> None:
-    await asyncio.gather(*(whole_stream(pipeline, index) for index in range(number)))
-
-
-def check_stream(
-    index: int,
-    outputs: Sequence[Output],
-    max_tokens: int = TOKENS,
-    folder: Path = reference.FOLDER,
-) -> None:
-    """No token is missing, none comes twice, and all are those of an undisturbed run.
-
-    Args:
-        folder: Of the model.
-    """
-    *chunks, completion = outputs
-    assert completion.status == "done", completion.error
-    (sample,) = completion.samples
-    prompt = reference.tokenizer().encode(stream_request(index)["prompt"])
-    assert completion.prompt_token_ids == tuple(prompt)
-    wanted = reference.generate(
-        prompt, max_tokens, ignore_eos=True, claimed=sample.token_ids, folder=folder
-    )
-    assert list(sample.token_ids) == wanted
-    token_ids: list[int] = []
-    text = ""
-    for chunk in chunks:
-        assert isinstance(chunk, CompletionChunk)
-        assert chunk.token_offset == len(token_ids)
-        token_ids += chunk.token_ids
-        text += chunk.text
-    if stream_request(index)["stream"]:
-        assert (tuple(token_ids), text) == (sample.token_ids, sample.text)
-    else:
-        assert not chunks
-    assert text in ("", sample.text)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Polls; the test's own time limit bounds it."""
-    while not holds():  # noqa: ASYNC110  (what is waited for knows nothing of tests)
-        await asyncio.sleep(0.01)
-
-
-class Boom(Exception):
-    """What a broken stage raises."""
-
-
-def break_once(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, after: int) -> None:
-    """Makes the given call of a method fail, and only that one."""
-    original = getattr(owner, method)
-    calls = 0
-
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == after:
-            raise Boom(f"{method} was told to fail")
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(owner, method, wrapper)
 
 
 # All of them fail over each bus below; that none of its requests is buried is for admission alone
@@ -421,3 +348,85 @@ def make_budget_config() -> Any:
     from nano_inference.config import PipelineConfig
 
     return PipelineConfig(stages=STAGES, max_restarts=3, restart_window_s=10, restart_backoff_s=0.5)
+
+
+# --- memory after the end --------------------------------------------------------------------
+
+
+class Kept:
+    """The tensors of all executors made so far that somebody still holds."""
+
+    def __init__(self) -> None:
+        self._tensors: list[weakref.ref[Tensor]] = []
+        self.when_made: list[int] = []
+
+    def __len__(self) -> int:
+        return sum(ref() is not None for ref in self._tensors)
+
+    def watch(self, core: ExecutorCore) -> None:
+        tensors = (*core.cache.keys, *core.cache.values, *core.model.module.parameters())
+        self._tensors += map(weakref.ref, tensors)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
+    """With the garbage collector off."""
+    found = Kept()
+    load = ExecutorCore.__init__
+
+    def watched(self: ExecutorCore, *args: Any, **kwargs: Any) -> None:
+        found.when_made.append(len(found))
+        load(self, *args, **kwargs)
+        found.watch(self)
+
+    monkeypatch.setattr(ExecutorCore, "__init__", watched)
+    gc.collect()
+    gc.disable()
+    try:
+        yield found
+    finally:
+        gc.enable()
+
+
+# Where there are kernels for bfloat16, they are woven into the model.
+@pytest.mark.parametrize(
+    "config",
+    [
+        EngineConfig(dtype="float32"),
+        EngineConfig(dtype="bfloat16"),
+        EngineConfig(dtype="float32", deterministic=True),
+    ],
+    ids=["float32", "bfloat16", "deterministic"],
+)
+def test_an_engine(kept: Kept, config: EngineConfig) -> None:
+    with InferenceEngine(config, reference=config) as engine:
+        engine.generate(["98 + 25 ="])
+        assert len(kept)
+    assert not len(kept)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_pipeline_with_requests_under_way(kept: Kept, dtype: str) -> None:
+    config = load_config(env={}, overrides={"engine.dtype": dtype})
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+        await pipeline.complete(GOOD)
+        endless = pipeline.submit({**LONG, "stream": True})
+        await anext(endless)
+        assert len(kept)
+    assert not len(kept)
+    # Nobody is there any more who could be told that it is not wanted.
+    async with asyncio.timeout(LIMIT_S):
+        await endless.aclose()
+
+
+async def test_a_stage_that_failed_before_its_successor_loads(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(
+        env={}, overrides={"engine.dtype": "float32", "pipeline.restart_backoff_s": 0.01}
+    )
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+        break_once(monkeypatch, ExecutorCore, "execute", after=20)
+        await whole_streams(pipeline)
+    assert kept.when_made == [0, 0]
+    assert not len(kept)

@@ -24,12 +24,12 @@ from nano_inference.config import ModelError
 from nano_inference.stages.batching import Sequence
 
 from . import short_model
-from .builders import error_code, refused
+from .builders import error_code, raises_code
+from .conftest import LIMIT_S
 from .watch import Watch, watch
 
 CacheType = Literal["radix", "paged"]
 
-LIMIT_S = 120
 VOCAB = 700
 """Ids below this are no special ones."""
 BYTES_PER_TOKEN = 512
@@ -89,7 +89,7 @@ def test_a_prompt_must_leave_room_for_one_token() -> None:
         fits, too_long = prompts_of([127, 128])
         (sample,) = engine.generate([fits], greedy(50))
         assert (len(sample.completion_tokens), sample.finish_reason) == (1, "length")
-        with refused(RequestError, "prompt_too_long", match="shorten it to 127 or fewer"):
+        with raises_code(RequestError, "prompt_too_long", match="shorten it to 127 or fewer"):
             engine.generate([fits, too_long], greedy(50))
 
 

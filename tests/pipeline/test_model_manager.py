@@ -24,7 +24,7 @@ from nano_inference.pipeline.supervisor import StageFailed
 from nano_inference.store.registry import ModelRecord
 
 from . import short_model
-from .builders import error_code, refused
+from .builders import error_code, raises_code
 from .deployments import LIMIT_S, eventually, model, own_prefix, routing
 
 KV_BYTES = 1 << 24
@@ -220,7 +220,7 @@ async def test_a_failed_load_changes_nothing(redis_url: str) -> None:
 
 async def test_a_failing_runner_ends_no_other_model(redis_url: str) -> None:
     async with managing(own_prefix(redis_url), model("a")) as deployment:
-        with refused(ModelError, "model_load_failed"):
+        with raises_code(ModelError, "model_load_failed"):
             await deployment.client.load_model(ModelConfig(id="odd", path="~nobody-at-all/model"))
         assert (await deployment.ask("a")).status == "done"
 
@@ -296,7 +296,7 @@ async def test_a_lane_that_can_not_go_on_ends_its_requests(redis_url: str) -> No
                 return (now.waiting, now.in_flight) == (0, 0)
 
             await eventually(nothing_left)
-            with refused(BusError, "model_not_loaded"):
+            with raises_code(BusError, "model_not_loaded"):
                 await of_a.publish(asking("a"))
             await of_a.aclose()
         assert (await deployment.ask("b")).status == "done"
@@ -358,7 +358,7 @@ async def test_the_least_recently_used_go_first(redis_url: str, small_machine: i
         # Even alone this is too large, and then nobody has to go.
         huge = model("huge", settings={"engine.kv_cache_bytes": 4 * KV_BYTES})
         loads = deployment.loads.copy()
-        with refused(ModelError, "out_of_memory_budget"):
+        with raises_code(ModelError, "out_of_memory_budget"):
             await client.load_model(huge)
         assert deployment.loads == loads
         assert [each.id for each in await client.models() if each.state == "ready"] == ["a", "c"]
@@ -369,7 +369,7 @@ async def test_pinned_models_are_not_evicted(redis_url: str, small_machine: int)
     async with managing(
         own_prefix(redis_url), *models, max_memory_bytes=small_machine
     ) as deployment:
-        with refused(ModelError, "out_of_memory_budget"):
+        with raises_code(ModelError, "out_of_memory_budget"):
             await deployment.client.load_model("c")
         assert (await deployment.state("c")).state == "unloaded"
         assert deployment.loads == {"a": 1, "b": 1}
@@ -429,7 +429,7 @@ async def test_records_of_a_former_manager_are_replaced(redis_url: str) -> None:
                 assert error.code == code
         # And who comes later finds that nothing runs.
         assert {each.state for each in await client.models()} == {"unloaded"}
-        with refused(BusError, "no_model_manager"):
+        with raises_code(BusError, "no_model_manager"):
             await client.load_model("a")
 
 
@@ -468,5 +468,5 @@ async def test_a_single_model_is_listed() -> None:
         assert (status.id, status.aliases, status.state) == ("tiny", ("x",), "ready")
         assert (status.ready_lanes, status.replicas, status.default) == (("0",), 1, True)
         assert status.max_model_len > 0 < status.vocab_size
-        with refused(BusError, "no_model_manager"):
+        with raises_code(BusError, "no_model_manager"):
             await lane.client.load_model("tiny")

@@ -28,8 +28,8 @@ from nano_inference.store.registry import ModelRecord
 
 from ..oracle import announcing
 from .builders import error_code
+from .conftest import LIMIT_S
 
-LIMIT_S = 120
 FIRST, SECOND = 36, 37
 """Tokens, which are "A" and "B"."""
 

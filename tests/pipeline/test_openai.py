@@ -15,9 +15,9 @@ from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.config import load_config
 
 from ..servers import until
+from .conftest import LIMIT_S
 from .documents import commands_of, told_by
 
-LIMIT_S = 60
 PROMPTS = [
     "98 + 25 =",
     "Story about David, a dog and a yellow hat:",

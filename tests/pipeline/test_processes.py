@@ -38,12 +38,11 @@ from nano_inference.telemetry.trace_file import Span, read_spans
 from ..commands import Command, run_command
 from ..stages.executor.runner.adapters.making import make_adapter
 from . import reference, short_model
-from .builders import end_of
-from .test_life import MORE_TOKENS, check_stream, stream_request
+from .builders import MORE_TOKENS, check_stream, end_of, stream_request
+from .conftest import LIMIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
-LIMIT_S = 60
 # While a stage is told to leave.
 STREAMS = 10
 # Tokens that take far longer than a kill does.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -31,38 +30,24 @@ from nano_inference.stages.executor.stage import ExecutorStage, _on_torch
 
 from .. import oracle
 from ..resident import needs_proc, resident_bytes
-from . import reference
-from .builders import refused
-from .conftest import MakeConfig, both_buses
-from .test_life import GOOD, break_once, until, whole_stream, whole_streams
-from .test_weights import DTYPE, check_purity, check_stamps, greedy, versions_of
+from .builders import (
+    GOOD,
+    break_once,
+    check_purity,
+    check_stamps,
+    greedy,
+    raises_code,
+    until,
+    versions_of,
+    whole_stream,
+    whole_streams,
+)
+from .conftest import LIMIT_S, MakeConfig, both_buses
 
-LIMIT_S = 120
 MIB = 1 << 20
 WEIGHTS: tuple[MemoryTag, ...] = ("weights",)
 KV_CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
 State = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> State:
-    """The bundled model's weights."""
-    return dict(reference.model().state_dict())
-
-
-@pytest.fixture
-async def running(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
-    config = make_config(pipeline__restart_backoff_s=0.01, engine__dtype=DTYPE)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
-        yield pipeline
-
-
-@pytest.fixture
-async def exact(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
-    """For what is held against Transformers."""
-    config = make_config(pipeline__restart_backoff_s=0.01)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
-        yield pipeline
 
 
 def executor_of(pipeline: Pipeline) -> ExecutorCore:
@@ -99,10 +84,10 @@ async def test_a_round_of_a_trainer_on_the_same_device(
         assert before - resident_bytes() > 256 * MIB
         published = [asyncio.create_task(pipeline.complete(request)) for request in requests]
         await waiting(pipeline, len(requests))
-        with refused(WeightsError, "memory_released"):
+        with raises_code(WeightsError, "memory_released"):
             await client.update_weights(new)
         await client.resume_memory(WEIGHTS)
-        with refused(WeightsError, "weights_incomplete"):
+        with raises_code(WeightsError, "weights_incomplete"):
             await client.update_weights(
                 {"model.norm.weight": new["model.norm.weight"]}, partial=True
             )
@@ -265,7 +250,7 @@ async def test_a_failed_executor_restarts_with_all_memory(
     """With the weights of model_path, as version 0; whoever waits for a release is told."""
     await exact.client.update_weights(oracle.announcing(loaded, 1))
     break_once(monkeypatch, ReplicaMemory, "release", after=1)
-    with refused(WeightsError, "weights_interrupted"):
+    with raises_code(WeightsError, "weights_interrupted"):
         await exact.client.release_memory()
     await whole_stream(exact, 3)
     await exact.client.release_memory()

@@ -16,13 +16,11 @@ from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.stages.fairness.stage import FairnessStage
 
-from .conftest import MakeConfig, both_buses
+from .builders import GOOD, LONG, Streams, begin, break_once, kill, until, whole_streams
+from .conftest import LIMIT_S, MakeConfig, both_buses
 from .test_exactness import check_tokens, mixed_requests
-from .test_lanes import Streams, begin, kill
-from .test_life import GOOD, LONG, Boom, until, whole_streams
 
 SHORT_MODEL = True
-LIMIT_S = 120
 FRONT = ["admission", "fairness", "streaming"]
 REPLICA = ["batching", "executor"]
 
@@ -192,21 +190,6 @@ async def test_tenants_share_all_replicas_evenly(make_config: MakeConfig) -> Non
 
 
 # --- replicas come and go ---------------------------------------------------------------------
-
-
-def break_once(monkeypatch: pytest.MonkeyPatch, core: Any, method: str, after: int) -> None:
-    """Makes the given call of one object's method fail, and only that one."""
-    original = getattr(core, method)
-    calls = 0
-
-    def wrapper(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == after:
-            raise Boom(f"{method} was told to fail")
-        return original(*args)
-
-    monkeypatch.setattr(core, method, wrapper)
 
 
 def core_of(pipeline: Pipeline, role: str) -> Any:

@@ -16,10 +16,9 @@ from nano_inference.pipeline.client import BusClient
 from nano_inference.pipeline.pipeline import Pipeline
 
 from ..gateway.api.openai.streamed import Event, Told, event_of, response_events, stream_of
-from .conftest import MakeConfig
+from .conftest import LIMIT_S, MakeConfig
 
 SHORT_MODEL = True
-LIMIT_S = 60
 COMPLETIONS = "/v1/completions"
 STORY: dict[str, Any] = {
     "prompt": "Story about David, a dog and a yellow hat:",

@@ -5,21 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-import msgspec
 import pytest
 from torch import Tensor
 
 from nano_inference import (
-    BusClient,
     Completion,
-    EngineConfig,
-    GenerateRequest,
-    InferenceEngine,
     Pipeline,
-    SamplingParams,
     WeightsError,
 )
 from nano_inference.bus import open_bus
@@ -33,111 +27,36 @@ from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
 
 from .. import oracle
-from . import reference, short_model
-from .builders import end_of, error_code, refused
-from .conftest import MakeConfig, both_buses
-from .test_life import break_once, until, whole_stream, whole_streams
+from .builders import (
+    DTYPE,
+    State,
+    begun,
+    break_once,
+    check_purity,
+    check_stamps,
+    error_code,
+    find_pure_logprob,
+    greedy,
+    raises_code,
+    until,
+    versions_of,
+    whole_stream,
+    whole_streams,
+)
+from .conftest import LIMIT_S, MakeConfig, both_buses
 from .test_memory import held
 
 SHORT_MODEL = True
-LIMIT_S = 120
 # Of 400 updates with requests in flight.
 MOST_GROWTH_BYTES = 16 << 20
 # Below the time after which a client gives an answer up.
 ANSWERED_S = client.ANSWER_S - 5
-# What weights spell is the same in it, and steps take a third of the time.
-DTYPE = "bfloat16"
-State = dict[str, Tensor]
 Spell = Callable[[Mapping[str, Tensor], int], State]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> State:
-    """The short model's weights."""
-    return dict(reference.model(short_model.folder()).state_dict())
 
 
 @pytest.fixture(scope="module")
 def pure_logprob(loaded: State) -> float:
     return find_pure_logprob(loaded, DTYPE)
-
-
-def find_pure_logprob(loaded: State, dtype: str) -> float:
-    """Of a token that rests on KV of its own version alone."""
-    with InferenceEngine(EngineConfig(model_path=str(short_model.folder()), dtype=dtype)) as engine:
-        engine.update_weights(oracle.remembering(loaded, 1), blocking=True)
-        (sample,) = engine.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=1))
-    return sample.logprobs[0]
-
-
-@pytest.fixture
-async def running(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
-    config = make_config(pipeline__restart_backoff_s=0.01, engine__dtype=DTYPE)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
-        yield pipeline
-
-
-@pytest.fixture
-async def exact(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
-    """For what is held against Transformers."""
-    config = make_config(pipeline__restart_backoff_s=0.01)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
-        yield pipeline
-
-
-def greedy(number: int, max_tokens: int, n: int = 1) -> GenerateRequest:
-    """Of a few prompts, so that most find a beginning in the prefix cache."""
-    prompt = [5 + number % 3] * 40 + [9] * (number % 5)
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    return GenerateRequest(prompt_token_ids=tuple(prompt), sampling=sampling, n=n)
-
-
-async def begun(client: BusClient, request: GenerateRequest) -> asyncio.Task[Completion]:
-    """A request that has had its first token, and is far from its last."""
-
-    async def rest() -> Completion:
-        last = await end_of(outputs)
-        return last
-
-    outputs = client.submit(msgspec.structs.replace(request, stream=True))
-    assert not isinstance(await anext(outputs), Completion)
-    return asyncio.create_task(rest())
-
-
-def versions_of(completion: Completion, index: int = 0) -> list[int]:
-    """The version that each token of a sample is stamped with."""
-    sample = completion.samples[index]
-    starts = [start for _, start in sample.weight_versions] + [len(sample.token_ids)]
-    assert starts[0] == 0
-    assert starts == sorted(set(starts))
-    spans = zip(sample.weight_versions, starts[1:], strict=True)
-    versions = [version for (version, start), stop in spans for _ in range(start, stop)]
-    assert versions == sorted(versions)
-    assert sample.weight_version == versions[0]
-    return versions
-
-
-def check_stamps(completion: Completion) -> int:
-    """Tokens of weights that announce their version; returns how many spans there are."""
-    assert completion.status == "done", completion.error
-    for index, sample in enumerate(completion.samples):
-        wanted = [oracle.token_of(version) for version in versions_of(completion, index)]
-        assert list(sample.token_ids) == wanted
-    return max(len(sample.weight_versions) for sample in completion.samples)
-
-
-def check_purity(completion: Completion, pure_logprob: float, *, whole: bool) -> int:
-    """Tokens of weights that remember: as long as the first version lasts (`whole`: always), all
-    KV was made by the version that is stamped. Returns how many spans there are."""
-    assert completion.status == "done", completion.error
-    for index, sample in enumerate(completion.samples):
-        versions = versions_of(completion, index)
-        rows = zip(versions, sample.token_ids, sample.logprobs, strict=True)
-        for version, token_id, logprob in rows:
-            if whole or version == versions[0]:
-                assert token_id == oracle.token_of(version)
-                assert oracle.is_pure(logprob, pure_logprob)
-    return max(len(sample.weight_versions) for sample in completion.samples)
 
 
 async def under_load(
@@ -329,7 +248,7 @@ async def test_the_caller_chooses_the_version(running: Pipeline, loaded: State) 
     assert await running.client.update_weights(oracle.announcing(loaded, 70), version=70) == 70
     assert versions_of(await running.complete(greedy(0, 3))) == [70] * 3
     for stale in (70, 3, -1, 0):
-        with refused(WeightsError, "weights_refused", match="not above"):
+        with raises_code(WeightsError, "weights_refused", match="not above"):
             await running.client.update_weights(oracle.announcing(loaded, 3), version=stale)
     assert await running.client.update_weights(oracle.announcing(loaded, 71)) == 71
 
@@ -428,7 +347,7 @@ async def test_a_failed_executor_reports_the_lost_update(
     """What comes back has the weights of model_path, and says so with every token."""
     await exact.client.update_weights(oracle.announcing(loaded, 1))
     break_once(monkeypatch, ExecutorCore, "execute", after=1)
-    with refused(WeightsError, "weights_interrupted"):
+    with raises_code(WeightsError, "weights_interrupted"):
         await exact.client.update_weights(oracle.announcing(loaded, 2))
     await whole_stream(exact, 3)
     assert await exact.client.weight_version() == 0
@@ -445,7 +364,7 @@ async def test_an_unanswered_update_is_an_error(
     monkeypatch.setattr(client, "ANSWER_S", 0.2)
     bus = open_bus(make_config().bus)
     try:
-        with refused(BusError, "no_answer"):
+        with raises_code(BusError, "no_answer"):
             await client.BusClient(bus).update_weights(FolderWeights("/new"), timeout_s=0.1)
     finally:
         await bus.aclose()

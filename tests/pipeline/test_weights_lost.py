@@ -1,39 +1,25 @@
-"""Weights that can't be written: the pipeline keeps those before, or says that it has none."""
+"""Weights that are lost midway, and weights in parts."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 from torch import Tensor
 
 from nano_inference import Pipeline, WeightsError
+from nano_inference.bus.weights import FolderWeights, LocalWeights, StagedWeights
 from nano_inference.stages.executor.runner.weights import WeightSyncManager
 
 from .. import oracle
-from . import reference, short_model
-from .builders import refused
-from .conftest import MakeConfig, both_buses
-from .test_life import until
-from .test_weights import DTYPE, begun, check_stamps, greedy, versions_of
+from ..oracle import announcing, token_of
+from .builders import begun, check_stamps, greedy, raises_code, until, versions_of
+from .conftest import both_buses
 
 SHORT_MODEL = True
-LIMIT_S = 120
-
-
-@pytest.fixture(scope="module")
-def loaded() -> dict[str, Tensor]:
-    """The short model's weights."""
-    return dict(reference.model(short_model.folder()).state_dict())
-
-
-@pytest.fixture
-async def running(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
-    config = make_config(pipeline__restart_backoff_s=0.01, engine__dtype=DTYPE)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
-        yield pipeline
 
 
 def free_once_taken(patch: pytest.MonkeyPatch) -> None:
@@ -95,7 +81,7 @@ async def test_lost_weights_generate_nothing_until_all_have_come(
     assert executor.load()["lacks"] == "weights"
     assert "weights_lost" in await client.trouble()
     new = oracle.announcing(loaded, 2)
-    with refused(WeightsError, "weights_incomplete"):
+    with raises_code(WeightsError, "weights_incomplete"):
         await client.update_weights({"model.norm.weight": new["model.norm.weight"]}, partial=True)
     assert not request.done()
     assert await client.update_weights(new) == 2
@@ -104,3 +90,59 @@ async def test_lost_weights_generate_nothing_until_all_have_come(
     assert set(versions_of(completion)) == {1, 2}
     assert "weights_lost" not in executor.load()
     assert running._actors["executor"] is executor, "it was not started anew"
+
+
+# --- parts -----------------------------------------------------------------------------------
+
+
+REQUEST = {"prompt_token_ids": [20, 21], "sampling": {"temperature": 0, "max_tokens": 2}}
+
+
+@pytest.fixture
+def halves(pipeline: Pipeline, tmp_path: Path) -> tuple[FolderWeights, FolderWeights]:
+    """Weights that spell version 1, in two folders."""
+    file = pipeline.config.engine.model_folder / "model.safetensors"
+    new = announcing(safetensors.torch.load_file(file), 1)
+    names = sorted(new)
+    return saved(new, names[::2], tmp_path / "a"), saved(new, names[1::2], tmp_path / "b")
+
+
+def saved(tensors: Mapping[str, Tensor], names: list[str], folder: Path) -> FolderWeights:
+    folder.mkdir()
+    chosen = {name: tensors[name] for name in names}
+    safetensors.torch.save_file(chosen, folder / "x.safetensors")
+    return FolderWeights(str(folder))
+
+
+async def tokens(pipeline: Pipeline) -> tuple[int, ...]:
+    return (await pipeline.complete(REQUEST)).samples[0].token_ids
+
+
+@both_buses
+async def test_all_parts_make_a_version(
+    pipeline: Pipeline, halves: tuple[FolderWeights, FolderWeights]
+) -> None:
+    client, before = pipeline.client, await tokens(pipeline)
+    for half in halves:
+        await client.stage_weights("u", half)
+        assert (await tokens(pipeline), await client.weight_version()) == (before, 0)
+    assert await client.update_weights(StagedWeights("u", 2), partial=True) == 1
+    assert await tokens(pipeline) == (token_of(1),) * 2
+
+
+async def test_with_a_part_missing_nothing_changes(
+    pipeline: Pipeline, halves: tuple[FolderWeights, FolderWeights], tmp_path: Path
+) -> None:
+    client, before = pipeline.client, await tokens(pipeline)
+    await client.stage_weights("u", halves[0])
+    with pytest.raises(WeightsError):
+        await client.stage_weights("u", FolderWeights(str(tmp_path / "none")))
+    await client.stage_weights("u", halves[1])
+    with raises_code(WeightsError, "weights_incomplete"):
+        await client.update_weights(StagedWeights("u", 2), partial=True)
+    assert (await tokens(pipeline), await client.weight_version()) == (before, 0)
+
+
+async def test_a_state_dict_is_no_part(pipeline: Pipeline) -> None:
+    with pytest.raises(WeightsError, match="all tensors at once"):
+        await pipeline.client.stage_weights("u", LocalWeights("x"))

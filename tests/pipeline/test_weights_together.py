@@ -27,21 +27,12 @@ from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.telemetry import now_ns
 
 from .. import oracle
-from . import reference, short_model
-from .builders import refused
-from .conftest import MakeConfig, config_maker
-from .test_life import break_once, until
+from .builders import DTYPE, break_once, check_stamps, greedy, raises_code, until, versions_of
+from .conftest import LIMIT_S, MakeConfig, config_maker
 from .test_replicas import parts
-from .test_weights import DTYPE, check_stamps, greedy, versions_of
 
 SHORT_MODEL = True
-LIMIT_S = 120
 State = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> State:
-    return dict(reference.model(short_model.folder()).state_dict())
 
 
 class Several:
@@ -378,7 +369,7 @@ async def test_a_restarted_replica_reports_the_weights_it_serves(
             seen |= set(versions_of(completion, index))
     assert seen == {0, 5}
     part = {"model.norm.weight": loaded["model.norm.weight"]}
-    with refused(WeightsError, "weights_behind"):
+    with raises_code(WeightsError, "weights_behind"):
         await several.client.update_weights(part, partial=True)
     assert sorted(several.versions) == [0, 5]
     assert await several.client.update_weights(oracle.announcing(loaded, 6)) == 6

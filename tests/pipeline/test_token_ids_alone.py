@@ -25,7 +25,7 @@ from nano_inference.text.tokenizer import TOKENIZER_FILES
 
 from ..gguf_files import nothing, write_gguf
 from . import reference
-from .builders import error_code
+from .builders import error_code, raises_code
 from .conftest import MakeConfig, both_buses
 
 # --- no tokenizer ----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import typer
 
 from ..bus.public import EmbedParams, ErrorInfo, GenerateRequest
 from ..config import ConfigError, PoolingKind
-from ..pipeline.embedding import EmbeddedPrompt
+from ..pipeline.scoring import EmbeddedPrompt
 from .connection import connected
 from .options import Options, takes_client_options
 

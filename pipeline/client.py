@@ -37,10 +37,9 @@ from ..store.board import LoadedAdapter, StageReport
 from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .cancellations import Cancellations
 from .deployment import Deployment
-from .embedding import EmbeddedPrompt, embed_by
 from .models import ModelStatus, adapters_of
 from .rollouts import Prompt
-from .scoring import ScoredCompletion, score_by
+from .scoring import EmbeddedPrompt, ScoredCompletion, embed_by, score_by
 from .stage_control import Recipients, StageControl, least_version
 from .update_together import load_adapter_together, update_weights_together
 

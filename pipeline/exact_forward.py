@@ -31,7 +31,7 @@ from ..stages.executor.runner.inputs import InputBuilder
 from ..stages.executor.runner.kv_cache import KVCache
 from ..stages.executor.runner.loaded_model import AttentionOptions
 from ..stages.executor.runner.model import wrap_model
-from .prompts import ArgumentError, check_prompts, token_ids_of
+from .engine_requests import ArgumentError, check_prompts, token_ids_of
 
 IMPLEMENTATION = "nano_exact"
 """The name for `attn_implementation`."""

@@ -13,9 +13,8 @@ import pytest
 from nano_inference.models import tasks, tools
 from nano_inference.models.evaluation import kinds_of
 from nano_inference.models.examples import call_text, messages_of, tools_of
-from nano_inference.models.rows import Packer
+from nano_inference.models.rows import Packer, Taps
 from nano_inference.models.settings import Settings
-from nano_inference.models.taps import Taps
 from nano_inference.models.tokenizer import END_OF_TEXT, TURN_END, encode, prompt_text
 
 KINDS = kinds_of(*tasks.TASKS, *tasks.TOOL_TASKS, *tasks.TALK_TASKS)

@@ -26,7 +26,7 @@ from nano_inference import (
     SamplingParams,
 )
 from nano_inference.config import Config, ModelError, PoolingKind
-from nano_inference.pipeline.embedding import EmbeddedPrompt
+from nano_inference.pipeline.scoring import EmbeddedPrompt
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.streaming.core import StreamingCore

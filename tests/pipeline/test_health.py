@@ -16,8 +16,8 @@ from nano_inference.config import STAGES, BusConfig, Config, PipelineConfig, Sta
 from nano_inference.pipeline import cancellations
 from nano_inference.pipeline.client import BusClient
 from nano_inference.pipeline.health import lanes_of, verdict
-from nano_inference.pipeline.heart import Heart
 from nano_inference.pipeline.models import FACTS
+from nano_inference.pipeline.pipeline import Heart
 from nano_inference.pipeline.stage_control import SharedCall
 from nano_inference.pipeline.supervisor import StageFailed, supervise
 from nano_inference.stages.actor import Actor, StageContext

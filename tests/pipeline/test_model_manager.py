@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from nano_inference import BusClient, Completion, Config, Pipeline
 from nano_inference.config import BusConfig, BusError, ModelConfig, ModelError, load_config
-from nano_inference.pipeline import managed_model, model_manager, model_memory
+from nano_inference.pipeline import managed_model, model_manager
 from nano_inference.pipeline.model_manager import ModelManager
 from nano_inference.pipeline.models import ModelStatus
 from nano_inference.pipeline.supervisor import StageFailed
@@ -335,7 +335,7 @@ async def test_an_unload_with_a_time_limit(redis_url: str, on_demand: bool) -> N
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> int:
     """Processes take nothing here, so that a model takes what weights and KV do; the budget has
     room for two of them and no third."""
-    monkeypatch.setattr(model_memory, "PROCESSES_BYTES", 0)
+    monkeypatch.setattr(managed_model, "PROCESSES_BYTES", 0)
     monkeypatch.setattr(managed_model, "memory_of", lambda pids: 0)
     return int(2.5 * KV_BYTES)
 
@@ -435,19 +435,19 @@ async def test_records_of_a_former_manager_are_replaced(redis_url: str) -> None:
 
 def test_the_memory_that_models_take(tmp_path: Path) -> None:
     folder = short_model.folder()
-    in_float32 = model_memory.weight_bytes(folder, "float32")
+    in_float32 = managed_model.weight_bytes(folder, "float32")
     parameters = sum(each.numel() for each in load_file(folder / "model.safetensors").values())
-    assert in_float32 == 4 * parameters == 2 * model_memory.weight_bytes(folder, "bfloat16")
+    assert in_float32 == 4 * parameters == 2 * managed_model.weight_bytes(folder, "bfloat16")
     stored = (folder / "model.safetensors").stat().st_size
-    assert model_memory.weight_bytes(folder, "auto") == stored
+    assert managed_model.weight_bytes(folder, "auto") == stored
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 99)
-    assert model_memory.weight_bytes(tmp_path, "float32") == 99
-    assert model_memory.weight_bytes(tmp_path / "none", "float32") == 0
+    assert managed_model.weight_bytes(tmp_path, "float32") == 99
+    assert managed_model.weight_bytes(tmp_path / "none", "float32") == 0
     config = load_config(
         env={}, overrides={"engine.model_path": str(folder), "pipeline.replicas": 2}
     )
     replica = stored + config.engine.kv_cache_bytes
-    assert model_memory.expected_memory(config) == model_memory.PROCESSES_BYTES + 2 * replica
+    assert managed_model.expected_memory(config) == managed_model.PROCESSES_BYTES + 2 * replica
     drafted = load_config(
         env={},
         overrides={
@@ -456,9 +456,10 @@ def test_the_memory_that_models_take(tmp_path: Path) -> None:
             "engine.speculation": "auto",
         },
     )
-    assert model_memory.expected_memory(drafted) == model_memory.PROCESSES_BYTES + replica + stored
-    assert model_memory.memory_of([os.getpid()]) > 1 << 20 or sys.platform != "linux"
-    assert model_memory.memory_of([]) == 0
+    wanted = managed_model.PROCESSES_BYTES + replica + stored
+    assert managed_model.expected_memory(drafted) == wanted
+    assert managed_model.memory_of([os.getpid()]) > 1 << 20 or sys.platform != "linux"
+    assert managed_model.memory_of([]) == 0
 
 
 async def test_a_single_model_is_listed() -> None:

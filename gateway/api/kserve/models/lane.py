@@ -8,7 +8,7 @@ from functools import partial
 
 from .....bus.public import Completion, EmbedParams, GenerateRequest
 from .....config import Config
-from .....pipeline.embedding import EmbeddedPrompt
+from .....pipeline.scoring import EmbeddedPrompt
 from ....serving.embedding import EmbedCall, Prompt, embed_all
 from ....serving.readiness import Readiness
 from ....serving.samples import complete_sample, stream_unsent

@@ -115,7 +115,7 @@ class ModelManager:
         for model in self._models.values():
             await model.aclose()
 
-    # --- operations-----------------------------------------------------------------------------
+    # --- operations ---------------------------------------------------------------------------
 
     async def load(self, name: str, spec: ModelConfig | None = None) -> None:
         """As `BusClient.load_model`."""

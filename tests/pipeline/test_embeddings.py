@@ -450,7 +450,7 @@ async def test_a_refused_input_fails_alone(
 
 
 @in_module_loop
-async def test_request_log_has_model_and_usage(tiny: Pipeline) -> None:
+async def test_a_vector_comes_in_one_completion_with_usage(tiny: Pipeline) -> None:
     """Also one that would stream, and where each sample is scored."""
     request = GenerateRequest(prompt=TEXTS[0], embed=MEAN, request_id="one")
     outputs = [output async for output in tiny.submit(request)]

@@ -357,7 +357,7 @@ async def test_texts_and_stops_of_the_model(trainer: Trainer) -> None:
     }
 
 
-async def test_the_engine_refuses_invalid_adapters(http: httpx.AsyncClient) -> None:
+async def test_invalid_token_ids_are_refused(http: httpx.AsyncClient) -> None:
     response = await http.post("/generate", json={"input_ids": [10**6]})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "invalid_token_ids"

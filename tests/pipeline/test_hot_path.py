@@ -234,7 +234,7 @@ def test_a_decode_step_runs_all_layers_in_one_call(rows: int, library: CountedLi
     assert more == (few, operations)
 
 
-def test_a_keyed_call_with_a_prompt_goes_on_for_the_grace(library: CountedLibrary) -> None:
+def test_a_step_with_a_prompt_runs_all_layers_in_one_call(library: CountedLibrary) -> None:
     (few, operations), more = (count_in_step(library, layers, 1, 3) for layers in (2, 6))
     assert few["decoder_layers"] == 1
     assert 0 < operations <= OPERATIONS_PER_STEP

@@ -218,7 +218,7 @@ async def test_a_failed_load_changes_nothing(redis_url: str) -> None:
         assert (await deployment.ask("a")).status == "done"
 
 
-async def test_a_failing_runner_ends_no_other_model(redis_url: str) -> None:
+async def test_an_unreadable_path_ends_no_other_model(redis_url: str) -> None:
     async with managing(own_prefix(redis_url), model("a")) as deployment:
         with raises_code(ModelError, "model_load_failed"):
             await deployment.client.load_model(ModelConfig(id="odd", path="~nobody-at-all/model"))

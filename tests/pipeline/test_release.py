@@ -264,7 +264,7 @@ async def test_a_failed_executor_restarts_with_all_memory(
     assert executor_of(exact).capacity().lacks == ()
 
 
-async def test_unknown_responses_are_404(exact: Pipeline) -> None:
+async def test_unknown_memory_tags_are_refused(exact: Pipeline) -> None:
     for call in (exact.client.release_memory, exact.client.resume_memory):
         with pytest.raises(WeightsError, match="no memory 'graphs'"):
             await call(("graphs",))  # type: ignore[arg-type]

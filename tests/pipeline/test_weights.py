@@ -147,7 +147,7 @@ async def test_hundreds_of_updates_under_load(
     assert growth < MOST_GROWTH_BYTES, f"{growth / 1e6:.1f} MB more since the first {warm}"
 
 
-async def test_in_flight_decides_about_kept_kv(
+async def test_kept_kv_is_of_both_versions(
     running: Pipeline, loaded: State, pure_logprob: float
 ) -> None:
     """The oracle can tell: a sequence that goes on over an update rests on both versions' KV."""

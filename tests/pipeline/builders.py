@@ -119,7 +119,7 @@ def check_stream(
 
 async def until(holds: Callable[[], bool]) -> None:
     """Polls; the test's own time limit bounds it."""
-    while not holds():  # noqa: ASYNC110  (what is waited for knows nothing of tests)
+    while not holds():  # noqa: ASYNC110  (the condition has no event)
         await asyncio.sleep(0.01)
 
 

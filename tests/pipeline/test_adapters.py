@@ -111,7 +111,7 @@ async def test_many_in_one_batch(
         assert await say(pipeline, "two") == wanted["two"]
         with raises_code(AdapterError, "adapter_not_found"):
             await client.unload_adapter("one")
-        # Another one under its name: nobody finds the former's KV.
+        # Another adapter under its name never uses the former one's KV.
         assert await client.load_adapter("one", str(folder / "two")) == 2
         assert await say(pipeline, "one") == wanted["two"]
 
@@ -170,7 +170,7 @@ async def test_a_restarted_executor_has_its_adapters_again(
     wanted: dict[str, tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One is there again, in its version; of one the folder is gone, and those that need it end."""
+    """One has its version again; the folder of the other is gone, so its requests end."""
     shutil.copytree(folder / "two", tmp_path / "two")
     adapters = {"settings": str(folder / "one")}
     config = make_config(pipeline__restart_backoff_s=0.01, engine__adapters=adapters)
@@ -342,7 +342,7 @@ async def test_as_many_as_there_may_be_of_the_largest_rank(
 async def test_a_second_gateway_and_keys(
     make_config: MakeConfig, folder: Path, limit: None
 ) -> None:
-    """It knows of adapters too; a key for some models may use those, and load none."""
+    """The policy covers adapters; a key for some models may use theirs, and load none."""
     config = make_config(policy__backend="bus")
     async with Pipeline(config) as pipeline:
         store = PolicyStore(open_backend(config.policy, pipeline.client.bus.store.policy))

@@ -1,8 +1,8 @@
-"""One budget on its way through every hop: each sends on what it got, less what it held it for.
+"""One budget through every hop: each hop subtracts the time for which it held the request.
 
-Each process has a clock of its own here, which is hours from the others', and goes forward by hours
-while its process holds the request. So what a hop takes off can be told from the time that the test
-itself takes, and from what another hop takes.
+Each process has a clock of its own here, hours apart from the others, which advances by hours while
+its process holds the request. So each hop's share differs from the test's own time, and from the
+other hops' shares.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class Followed:
     """A budget that is followed.
 
     Attributes:
-        left: (where, what was left of it in nanoseconds when it came there), in order.
+        left: (place, nanoseconds left on arrival), in order.
         clocks: Of the processes that look at theirs.
-        patch: Undoes what is changed here.
+        patch: Undoes all changes.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,11 +132,11 @@ class Followed:
         self.patch.setattr(owner, method, wrapper)
 
     def check(self, *held: str) -> None:
-        """Each hop has taken off what it held the request for, and not what others did."""
+        """Check that each hop has subtracted its own holding time."""
         assert len(self.left) == len(held) + 1, self.left
         for (_, before), (where, after), hop in zip(self.left, self.left[1:], held, strict=False):
             assert before is not None, hop
-            assert after is not None, f"{where} knows no budget"
+            assert after is not None, f"{where} has no budget"
             taken_ns = before - after
             assert 0 <= taken_ns - HELD[hop] * HOUR_NS < LIMIT_S * 10**9, hop
 
@@ -166,7 +166,7 @@ def follow_the_front(followed: Followed) -> None:
 
 
 def follow_the_queue(followed: Followed) -> None:
-    """What is published and what admission takes. The hour in the queue is told by the bus."""
+    """Follow the published and the taken request; the bus reports the hours in the queue."""
 
     def published(request: Any, *rest: Any) -> None:
         followed.came("queue", msgspec.convert(request, GenerateRequest).budget_ns)

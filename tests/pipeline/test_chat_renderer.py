@@ -90,7 +90,7 @@ def test_a_call_and_its_result_stand_in_the_next_prompt(folder: Path, chat: Chat
 
 
 def test_messages_of_openai_s_library_render(folder: Path, chat: ChatRenderer) -> None:
-    """What was not told is None; a text may be in parts."""
+    """Missing fields are None; a text may be in parts."""
     function = WEATHER["function"] | {"strict": None, "description": None}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     asked = {"role": "user", "content": [{"type": "text", "text": "a"}] * 2, "name": None}

@@ -1,4 +1,4 @@
-"""Tools and reasoning through the whole pipeline: what is enforced holds whatever a model says."""
+"""Tools and reasoning through the whole pipeline: enforced formats hold for any model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NAMED: Any = {"type": "function", "function": {"name": "Clock"}}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncOpenAI]:
-    """Of a model whose template knows of tools and of reasoning, which it never learned."""
+    """A client of a model whose template has tools and reasoning, which the model never learned."""
     folder: Path = tmp_path_factory.mktemp("model") / "tiny"
     shutil.copytree(short_model.folder(), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)

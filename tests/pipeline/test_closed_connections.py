@@ -56,12 +56,12 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while not holds():  # noqa: ASYNC110  (what is waited for knows nothing of tests)
+        while not holds():  # noqa: ASYNC110  (the condition has no event)
             await asyncio.sleep(0.001)
 
 
 class Steps:
-    """Lets the executor do steps, and writes down what is planned.
+    """Lets the executor do single steps, and records the plans.
 
     Attributes:
         planned: The sequences that each plan names, but for the companion's.
@@ -170,7 +170,7 @@ def watched() -> Iterator[Steps]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def steps(watched: Steps, shared: Pipeline) -> AsyncIterator[Steps]:
-    """Of a pipeline in which somebody else's request runs, and the executor is held."""
+    """The steps of a pipeline in which another request runs, and the executor is held."""
     watched.begin()
     asked = {"max_tokens": 64, "ignore_eos": True}
     other = {"prompt": STORY, "request_id": COMPANION, "sampling": asked}
@@ -182,7 +182,7 @@ async def steps(watched: Steps, shared: Pipeline) -> AsyncIterator[Steps]:
         watched.let_all()
     async with asyncio.timeout(LIMIT_S):
         completion = await companion
-    # Nobody else has noticed, and all blocks are back.
+    # Other requests go on, and all blocks are free again.
     assert len(completion.samples[0].token_ids) == 64
     await until(lambda: watched.all_free)
 

@@ -308,7 +308,7 @@ def test_invalid_predictions_are_refused(engine: InferenceEngine, prediction: ob
 def test_good_weights_work_after_nan_weights(deterministic: bool) -> None:
     """What the broken weights left in the KV cache must not spoil what comes after.
 
-    No update brings such weights; whoever writes into the tensors of `state_dict` does.
+    No update brings such weights; writing into the tensors of `state_dict` does.
     """
     config = EngineConfig(deterministic=deterministic, kv_cache_bytes=1 << 22, max_model_len=512)
     with InferenceEngine(config) as engine:
@@ -435,7 +435,7 @@ def test_memory_is_released_under_way_and_taken_again() -> None:
         with pytest.raises(WeightsError, match="resume it before"):
             engine.update_weights(state)
         engine.resume_memory()
-        assert engine.step() == [], "what was refused has ended"
+        assert engine.step() == [], "the refused request has ended"
         with pytest.raises(WeightsError, match="all of them"):
             engine.step()
         engine.update_weights(state)

@@ -116,7 +116,7 @@ def test_update_in_flight(engine: InferenceEngine, folder: Path, in_flight: InFl
             adapter="a",
         )
         assert a.completion_tokens[6:] == again.completion_tokens
-    # Nobody finds KV that both have made.
+    # KV of two versions is never found.
     assert cached(engine, "a") <= len(PROMPT) - 1
     fresh = say(engine, "a")
     engine.flush_cache()

@@ -1,4 +1,4 @@
-"""Whatever runs beside it, a request gets what Transformers gives for its prompt alone."""
+"""Under any load, a request gets the tokens of Transformers for its prompt alone."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_tokens(request: GenerateRequest, completion: Completion) -> None:
 
 
 async def test_transformers_is_not_talked_into_anything() -> None:
-    """What is claimed to be its tokens is told from them."""
+    """The reference tells claimed tokens from its own."""
     prompt = reference.tokenizer().encode("98 + 25 =")
     wanted = reference.generate(prompt, 16)
     longer = reference.generate(prompt, 16, ignore_eos=True)

@@ -92,7 +92,7 @@ async def all_tokens(pipeline: Pipeline) -> list[list[tuple[int, ...]]]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def wanted() -> list[list[tuple[int, ...]]]:
-    """What `all_tokens` gives where nobody has to make room."""
+    """The result of `all_tokens` without preemption."""
     model = {"engine.dtype": "float32", "engine.model_path": str(short_model.folder())}
     config = load_config(env={}, overrides=model)
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
@@ -170,7 +170,7 @@ async def test_paused_sequences_survive_a_stage_failure(
 
 async def until(holds: Callable[[], bool]) -> None:
     """Polls; the test's own time limit bounds it."""
-    while not holds():  # noqa: ASYNC110  (what is waited for knows nothing of tests)
+    while not holds():  # noqa: ASYNC110  (the condition has no event)
         await asyncio.sleep(0.005)
 
 
@@ -198,7 +198,7 @@ async def test_a_request_that_has_paused_can_end(make_config: MakeConfig, how: s
                 await pipeline.client.cancel("low")
             *_, last = [first] + [output async for output in low]
             assert last.status == how
-            assert len(last.samples[0].token_ids) > 0, "what it had made is there"
+            assert len(last.samples[0].token_ids) > 0, "its tokens so far are there"
             assert not high.done()
             high.cancel()
             await asyncio.gather(high, return_exceptions=True)

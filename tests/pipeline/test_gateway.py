@@ -1,4 +1,4 @@
-"""A trainer that knows SGLang's interface, and nothing of ours, drives a whole round.
+"""A trainer that uses SGLang's interface alone drives a whole round.
 
 The calls, their order and the fields read are those of slime's and miles' clients
 (backends/sglang_utils/sglang_engine.py, rollout/sglang_rollout.py of slime; miles' have the same
@@ -72,7 +72,7 @@ class Trainer:
         return await self.make_request("update_weights_from_disk", payload)
 
     async def generate(self, prompt_ids: list[int], max_new_tokens: int) -> dict[str, Any]:
-        """With slime's payload, and what it makes of the answer."""
+        """Generate with slime's payload, and parse the answer as slime does."""
         payload = {
             "sampling_params": {
                 "temperature": 0.0,
@@ -212,7 +212,7 @@ async def test_buckets_become_visible_together(
 async def test_a_trainer_on_the_same_device(
     trainer: Trainer, pipeline: Pipeline, weights: Mapping[str, Tensor], tmp_path: Path
 ) -> None:
-    """Release, train, weights, buckets, KV cache, generate; what is asked meanwhile waits."""
+    """Release, train, weights, buckets, KV cache, generate; requests wait meanwhile."""
     names = sorted(weights)
     for version in (1, 2):
         await trainer.release_memory_occupation([None, ["kv_cache", "weights"]][version - 1])

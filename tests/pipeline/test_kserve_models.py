@@ -1,4 +1,4 @@
-"""KServe's models say what the pipeline says to whoever asks it directly."""
+"""KServe's models give the same answers as the pipeline's own interface."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .conftest import LIMIT_S, config_maker
 from .kserve import arrays, asked, origin, service_of, stream, told
 
 LENGTH = 256
-# Deterministic, so that the bits depend on nobody else in a batch.
+# Deterministic, so that the bits do not depend on the batch.
 SETTINGS: dict[str, Any] = {
     "engine__deterministic": True,
     "engine__max_model_len": LENGTH,

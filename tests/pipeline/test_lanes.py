@@ -424,7 +424,7 @@ async def test_time_that_runs_out_while_a_stage_is_missing(
 
 
 async def test_inherited_requests_expire_while_the_lane_is_down(make_config: MakeConfig) -> None:
-    """Admission is new, the executor away: nobody can look at the request, but at the clock."""
+    """Admission is new, the executor away: the request expires by its budget alone."""
     front = ["admission", "streaming"]
     first, second = (
         lane_config(make_config, "a", pipeline__stages=stages)

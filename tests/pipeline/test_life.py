@@ -44,8 +44,7 @@ SHORT_MODEL = True
 POISON = 99
 
 
-# All of them fail over each bus below; that none of its requests is buried is for admission alone
-# to see to.
+# All stages fail over each bus below; keeping requests from the dead letters is admission's task.
 @pytest.mark.parametrize(
     ("make_config", "owner", "method"),
     [
@@ -320,7 +319,7 @@ async def test_stages_in_two_processes_worth_of_pipelines(make_config: MakeConfi
             assert {completion.status for completion in completions} == {"done"}
             hit = client.submit(stream_request(0))
             outputs = [await anext(hit)]
-        # The back end has left in good order: what it held goes on when there is another.
+        # The back end has left in good order: its requests go on with the next one.
         async with Pipeline(back):
             outputs += [output async for output in hit]
         check_stream(0, outputs, folder=config.engine.model_folder)
@@ -354,7 +353,7 @@ def make_budget_config() -> Any:
 
 
 class Kept:
-    """The tensors of all executors made so far that somebody still holds."""
+    """The tensors of all executors so far that are still referenced."""
 
     def __init__(self) -> None:
         self._tensors: list[weakref.ref[Tensor]] = []
@@ -414,7 +413,7 @@ async def test_a_pipeline_with_requests_under_way(kept: Kept, dtype: str) -> Non
         await anext(endless)
         assert len(kept)
     assert not len(kept)
-    # Nobody is there any more who could be told that it is not wanted.
+    # The pipeline has ended, so closing the stream sends no cancellation.
     async with asyncio.timeout(LIMIT_S):
         await endless.aclose()
 

@@ -60,7 +60,7 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 
 def sequences() -> list[Sequence]:
-    """All that are alive, whoever made them."""
+    """Return all sequences that are alive."""
     return [it for it in gc.get_objects() if type(it) is Sequence]
 
 
@@ -156,8 +156,8 @@ def test_samples_of_one_prompt_compute_it_once(
     """Eight prompts, eight samples each.
 
     The first sample computes its prompt. The others fork, as far as the batch has places then; for
-    those that come later there is all but the last token, which each computes for itself: sampling
-    needs the logits there. They share whole blocks and copy the last one as far as it goes. After
+    later ones the cache has all but the last token, which each computes itself: sampling needs its
+    logits. They share whole blocks and copy the last one as far as it goes. After
     that each generated token but the last is computed once.
 
     The paged cache remembers only the latest of the partial blocks behind a prefix, and all
@@ -190,7 +190,7 @@ def test_a_conversation_computes_only_its_new_turn(
 ) -> None:
     """Five turns, each prompt being all that was said before and some tokens more.
 
-    Of what was said before, everything is found but the last token: it was sampled, and never went
+    The cache has the conversation so far but its last token, which was sampled and never went
     through the model.
     """
     config = config_for(1024, max_model_len=512, cache_type=cache_type, block_size=block_size)

@@ -216,7 +216,7 @@ def test_prompts_cold_warm_and_of_several_samples(cache_type: Any, chunk: int) -
         assert warm.samples[0].token_ids == cold.samples[0].token_ids
         (several,) = run(engine, [prompt], [scored], n=3)
         holds(prompt, several.prompt_logprobs, several.prompt_top_logprobs, 2)
-        # Those that find no more of it than a chunk wait for the first, and fork.
+        # Samples that find less than a chunk of it wait for the first one, and share its prefill.
         assert several.usage.cached_tokens in (2 * len(prompt), 2 * (len(prompt) - 1))
         longer = [*prompt, *cold.samples[0].token_ids, 30, 31]
         (partly,) = run(engine, [longer], [scored])
@@ -320,7 +320,7 @@ def test_logprobs_mode_decides_the_distribution(mode: Any) -> None:
 
 
 LENGTH = 256
-# Deterministic, so that the bits depend on nobody else in a batch.
+# Deterministic, so that the bits do not depend on the batch.
 SETTINGS: dict[str, Any] = {
     "engine__deterministic": True,
     "engine__max_model_len": LENGTH,

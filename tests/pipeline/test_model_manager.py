@@ -168,7 +168,7 @@ async def test_an_unload_loses_no_request(redis_url: str) -> None:
 
 
 async def test_concurrent_loads_of_a_model_are_one(redis_url: str) -> None:
-    """And what is asked of it meanwhile waits."""
+    """Requests for it wait meanwhile."""
     waiting = model("a", preload=False)
     async with managing(own_prefix(redis_url), waiting, model("b")) as deployment:
         loads = [asyncio.create_task(deployment.client.load_model("a")) for _ in range(4)]
@@ -306,7 +306,7 @@ async def test_a_lane_that_can_not_go_on_ends_its_requests(redis_url: str) -> No
 
 @pytest.mark.parametrize("on_demand", [False, True])
 async def test_an_unload_with_a_time_limit(redis_url: str, on_demand: bool) -> None:
-    """What is in flight then ends with an error. It may be set while others wait for the end."""
+    """Requests in flight end with an error then. A later call may set a shorter limit."""
     bus = own_prefix(redis_url)
     async with managing(bus, model("a"), load_on_demand=on_demand) as deployment:
         of_a = deployment.client.of_model("a")
@@ -350,12 +350,12 @@ async def test_the_least_recently_used_go_first(redis_url: str, small_machine: i
         assert (await deployment.ask("a")).status == "done"
         assert (await client.load_model("c")).state == "ready"
         assert (await deployment.state("b")).state == "unloaded"
-        # One that can't be loaded takes nobody's place for good.
+        # A failed load evicts no model for good.
         with pytest.raises(ModelError):
             await client.load_model(ModelConfig(id="broken", path="/nowhere/at-all"))
         await deployment.until("a", "ready")
         await deployment.until("c", "ready")
-        # Even alone this is too large, and then nobody has to go.
+        # It is too large even alone, so no model is evicted.
         huge = model("huge", settings={"engine.kv_cache_bytes": 4 * KV_BYTES})
         loads = deployment.loads.copy()
         with raises_code(ModelError, "out_of_memory_budget"):

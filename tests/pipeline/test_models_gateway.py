@@ -1,4 +1,4 @@
-"""A gateway before two models on one bus: each answers what is asked of it, over all interfaces."""
+"""A gateway in front of two models on one bus: each answers its requests, over all interfaces."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def text_of(stream: httpx.Response) -> str:
 
 
 async def test_routed_requests_are_answered(deployment: Deployment) -> None:
-    """By a gateway, where nobody else sees to the entrance."""
+    """A gateway routes requests, if no other process does."""
     for name, token in (("org/second", SECOND), ("alias-36", FIRST), ("", FIRST)):
         request = {"prompt": "hi", "model": name, "sampling": {"max_tokens": 3, "temperature": 0}}
         done = await deployment.client.complete(request)

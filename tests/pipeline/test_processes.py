@@ -43,7 +43,7 @@ from .conftest import LIMIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
-# While a stage is told to leave.
+# While a stage is terminated.
 STREAMS = 10
 # Tokens that take far longer than a kill does.
 LONG = 100
@@ -82,7 +82,7 @@ class Spans:
 
 
 class House:
-    """`nano-inference up` with the short model, and what it prints."""
+    """`nano-inference up` with the short model, and its output."""
 
     trace_file: Path
     metrics_port: int
@@ -132,7 +132,7 @@ class House:
         return int(found.stdout.split()[0])
 
     def told_by(self, *command: str) -> str:
-        """What a command prints that asks it."""
+        """Run a command on this bus; return its output."""
         where = ("--bus", self.bus.url, "--set", f"bus.prefix={self.bus.prefix}")
         ran = run_command(*command, *where)
         assert ran.status == 0, ran.stderr
@@ -171,7 +171,7 @@ def house(
 
 
 def five_free_ports() -> int:
-    """The first of five in a row that nobody has, nor is about to have in another test worker."""
+    """Return the first of five free ports in a row, which no other test worker tries."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     for first in range(20_000 + 1000 * (worker % 10), 60_000, 5):
         with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
@@ -431,7 +431,7 @@ async def test_every_stage_has_its_span_in_one_trace_and_sigterm_drains(
         await anext(running)
         stopping = asyncio.create_task(asyncio.to_thread(house.stop))
         last = await end_of(running)
-        assert last.status == "done", "what is in flight at SIGTERM is finished"
+        assert last.status == "done", "requests in flight at SIGTERM finish"
         assert await stopping == 0
     await asyncio.to_thread(tracing.shutdown)
     rows = spans.by_trace[completion.trace_id]
@@ -444,7 +444,7 @@ async def test_every_stage_has_its_span_in_one_trace_and_sigterm_drains(
 
 
 async def test_every_request_above_has_a_complete_trace_without_orphans(house: House) -> None:
-    """Those that went on behind a killed process included: what it had exported, stayed."""
+    """Also after a killed process: its exported spans stay."""
     with redis.from_url(house.bus.url, decode_responses=True) as foreign:
         entries = foreign.xrange(f"{house.bus.prefix}:results")
     completions = [json.loads(fields["json"]) for _, fields in entries]
@@ -489,9 +489,8 @@ async def test_over_otlp_no_span_has_a_parent_that_never_came(house: House, span
 async def test_a_killed_admission_s_last_traces_have_their_first_span(
     redis_url: str, tmp_path: Path, killed: set[str]
 ) -> None:
-    """What it had not exported when it was killed, and had acknowledged, its successor makes
-    again, also when the one who wrote the end is killed with it. The others export what they have
-    as they leave."""
+    """Its successor makes the spans again that it had not exported, even if streaming is killed,
+    too. Other processes export their spans as they leave."""
     receiver = Spans()
     prefix = f"first-{uuid.uuid4().hex[:8]}"
     # So that nothing is exported before it is killed.

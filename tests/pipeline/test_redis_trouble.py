@@ -26,7 +26,7 @@ from . import short_model
 from .builders import MORE_TOKENS, check_stream, stream_request
 from .conftest import LIMIT_S
 
-INDICES = range(0, 32, 4)  # those that stream
+INDICES = range(0, 32, 4)  # the streamed requests
 
 
 def config_on(url: str) -> Config:
@@ -98,7 +98,7 @@ async def test_every_stream_survives_the_server(server: Any, last_bytes: int | N
 
 
 async def check_foreign(port: int, prefix: str) -> None:
-    """What a client finds who reads the streams only now: all of it, without a gap."""
+    """Check that a late reader finds each stream whole, without a gap."""
     async with Redis(port=port, decode_responses=True) as plain:
         for index in INDICES:
             entries = await plain.xrange(f"{prefix}:out:r{index}")
@@ -136,7 +136,7 @@ async def test_an_idle_pipeline_costs_the_server_little(server: Any) -> None:
             return sum(int(each["calls"]) for each in stats.values())
 
         before = await commands()
-        await asyncio.sleep(IDLE_S)  # not to wait for anything: this is what is measured
+        await asyncio.sleep(IDLE_S)  # the measured time
         per_s = (await commands() - before) / IDLE_S
         assert per_s < 20
 
@@ -159,13 +159,13 @@ async def nodes(tmp_path: Path, pytestconfig: pytest.Config) -> AsyncIterator[Cl
 
 
 async def last_of(holder: Callable[[str], Node], key: str) -> dict[str, object]:
-    """What a stream ends with so far."""
+    """Return the last entry of a stream."""
     entries = await holder(key).plain.xrevrange(key, count=1)
     return json.loads(entries[0][1]["json"]) if entries else {}
 
 
 async def check_stored(holder: Callable[[str], Node], prefix: str) -> None:
-    """Who reads the streams only now finds all of each, once, and each end in the results.
+    """Check that a late reader finds each stream whole, once, and each end in the results.
 
     A master that lives on takes some ends with it, and the pipeline writes them again."""
     shared = f"{prefix}:results"
@@ -220,7 +220,7 @@ async def is_replica(node: Node) -> bool:
 
 
 async def test_a_master_that_is_demoted_is_left(group: Sentinels) -> None:
-    """An orderly failover: the old master lives on, and refuses what is written to it."""
+    """An orderly failover: the old master lives on, and refuses writes."""
     config = config_on(group.url)
 
     async def trouble() -> None:
@@ -256,7 +256,7 @@ async def test_the_commands_find_the_master(group: Sentinels) -> None:
         assert await command("submit", "12 + 30 =")
 
         async def told() -> bool:
-            """The stages tell about once a second, and what they told before may be lost."""
+            """Stages report about once a second, and earlier reports may be lost."""
             return any(lane.ready for lane in lanes_of(await pipeline.bus.store.board.read()))
 
         await until(told, "the stages' word to the new master")

@@ -1,4 +1,4 @@
-"""Bad input ends with a terminal error of its own code, and disturbs nobody."""
+"""Bad input ends with a terminal error of its own code, and affects no other request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..servers import plain_client
 from .builders import error_code
 from .conftest import BUSES
 
-# Over Redis a client of any language may be the one who asks.
+# Over Redis, clients of any language send requests.
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.parametrize("shared", BUSES, indirect=True),

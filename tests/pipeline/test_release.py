@@ -1,4 +1,4 @@
-"""A trainer on the same device: memory goes and comes back; requests notice but by waiting."""
+"""A trainer on the same device: memory is released and resumed, while requests wait."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ async def test_a_release_under_load_loses_no_request(exact: Pipeline, loaded: St
 async def test_a_release_outlives_the_failure_of_batching(
     exact: Pipeline, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    """The executor tells its successor what is to be released, and what is."""
+    """The executor reports pending and released memory to batching's successor."""
     streams = asyncio.create_task(whole_streams(exact, 3))
     await until(lambda: exact._actors["batching"].load().get("running") == 3)
     break_once(monkeypatch, BatchingCore, broken, after=1)
@@ -228,7 +228,7 @@ async def test_a_release_outlives_the_failure_of_batching(
     await waiting(exact, 3)
     before = exact._actors["batching"]
     with monkeypatch.context() as patch:
-        # A successor knows what is released from the first word that it hears of the executor.
+        # The executor's first report tells a successor about released memory.
         patch.setattr(WeightUpdates, "_tell_batching", silence)
         break_once(patch, BatchingCore, "plan", after=1)
         await exact.client.flush_cache()
@@ -247,7 +247,7 @@ async def silence(*_: object) -> None:
 async def test_a_failed_executor_restarts_with_all_memory(
     exact: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the weights of model_path, as version 0; whoever waits for a release is told."""
+    """With the weights of model_path, as version 0; a pending release ends with an error."""
     await exact.client.update_weights(oracle.announcing(loaded, 1))
     break_once(monkeypatch, ReplicaMemory, "release", after=1)
     with raises_code(WeightsError, "weights_interrupted"):

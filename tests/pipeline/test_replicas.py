@@ -167,7 +167,7 @@ async def test_a_request_spans_two_replicas(
 
 
 async def test_tenants_share_all_replicas_evenly(make_config: MakeConfig) -> None:
-    """Whoever comes second is served as much as the one that has a long queue already."""
+    """A new tenant gets as much service as one with a long queue."""
     config = replicated(make_config, engine__max_batch_size=2, engine__dtype="bfloat16")
     ended: list[str] = []
 
@@ -243,13 +243,13 @@ async def test_other_replicas_go_on_while_one_is_away(
         loading.set()
         await until(lambda: lanes_of(pipeline) == ["batching", "batching.1"])
         await whole_streams(pipeline)
-        assert epoch_of(pipeline) == before, "who joins disturbs nobody"
+        assert epoch_of(pipeline) == before, "joining affects no request"
 
 
 async def test_surviving_replicas_keep_their_prefix_cache(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that is in flight is sent again, but computed again is only what was lost."""
+    """All requests in flight are sent again, but only lost KV is computed again."""
     first: dict[str, int] = {}
     again: dict[str, int] = {}
     async with asyncio.timeout(LIMIT_S), Pipeline(replicated(make_config)) as pipeline:
@@ -287,7 +287,7 @@ async def test_surviving_replicas_keep_their_prefix_cache(
 
 
 def parts(make_config: MakeConfig) -> tuple[Config, Config, Config]:
-    """Settings of one pipeline in three: what is there once, and two replicas."""
+    """Settings of one pipeline in three processes: the single stages, and two replicas."""
     front = replicated(make_config, pipeline__stages=FRONT)
 
     def replica(number: int) -> Config:
@@ -316,7 +316,7 @@ async def test_a_replica_joins_and_leaves_without_loss(
         before = epoch_of(pipeline)
         other = await begin(Pipeline(first))
         await until(lambda: len(lanes_of(pipeline)) == 2)
-        assert epoch_of(pipeline) == before, "who joins disturbs nobody"
+        assert epoch_of(pipeline) == before, "joining affects no request"
         await streams.finish()
         streams = Streams(client)
         await streams.begin()
@@ -329,7 +329,7 @@ async def test_a_replica_joins_and_leaves_without_loss(
 
 @pytest.mark.parametrize("make_config", ["cluster"], indirect=True)
 async def test_a_replica_that_dies_without_a_word_is_replaced(make_config: MakeConfig) -> None:
-    """Until its successor comes nobody knows; then all that it had goes on."""
+    """Its loss is noticed when its successor comes; then its requests go on."""
     front, first, second = parts(make_config)
     async with (
         asyncio.timeout(LIMIT_S),

@@ -25,7 +25,7 @@ GREEDY = {"prompt": "98 + 25 =", "sampling": {"temperature": 0, "max_tokens": 4}
 
 
 class Counted(Metrics):
-    """What was counted, by instrument and labels."""
+    """Recorded values, by instrument and labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def bus_config(redis_url: str) -> BusConfig:
 
 
 async def test_each_request_is_answered_by_its_model(bus_config: BusConfig) -> None:
-    """By id, alias and none; also one that nobody can read, by the default's admission."""
+    """By id, alias and default; an unreadable request goes to the default model's admission."""
     specs = (model("a"), model("b", aliases=("bee",), default=True))
     async with serving(bus_config, *specs) as client:
         asked = ["a", "b", "bee", "", "c"]
@@ -116,7 +116,7 @@ async def test_requests_on_their_way_are_counted_by_model(bus_config: BusConfig)
 
 
 async def test_a_model_that_has_come_is_found_at_once(bus_config: BusConfig) -> None:
-    """What was read of the models may be old, but not for a name that is not among them."""
+    """Cached records may be old, except for an unknown name."""
     async with routing(bus_config) as client:
         await put(client, model("a"))
         refused = await client.complete({**GREEDY, "model": "b"})
@@ -298,7 +298,7 @@ async def test_one_model_that_serves_is_enough(bus_config: BusConfig) -> None:
             assert "no stage is running" in await of_a.trouble()
 
 
-# --- what is done to one ------------------------------------------------------------------------
+# --- operations on one model -------------------------------------------------------------------
 
 
 async def test_operations_need_a_model_among_several(bus_config: BusConfig) -> None:

@@ -249,7 +249,7 @@ SAMPLING: dict[str, Any] = {
     "ignore_eos": True,
     "logprobs": 2,
 }
-# The same bits, whoever else is in the batch.
+# The same bits in any batch.
 EXACT = {"engine__deterministic": True}
 
 

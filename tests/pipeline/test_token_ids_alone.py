@@ -37,7 +37,7 @@ GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The bundled model, of which somebody has saved the weights alone."""
+    """The bundled model, saved without its tokenizer."""
     made = tmp_path / "bare"
     shutil.copytree(reference.FOLDER, made)
     for name in TOKENIZER_FILES:

@@ -109,7 +109,7 @@ async def test_each_token_is_stamped_with_the_weights_that_made_it(
 async def test_no_kv_is_stale_after_an_update(
     running: Pipeline, loaded: State, pure_logprob: float, in_flight: InFlight
 ) -> None:
-    """A prefix that older weights computed is not found; what is retracted is computed again."""
+    """Prefixes of older weights are not found; retracted sequences are computed again."""
 
     def check(completion: Completion) -> int:
         return check_purity(completion, pure_logprob, whole=in_flight == "retract")
@@ -281,7 +281,7 @@ async def test_weights_of_another_shape_change_nothing(exact: Pipeline, loaded: 
 
 
 async def test_weights_that_are_no_numbers_are_refused(running: Pipeline, loaded: State) -> None:
-    """Also what is one for the trainer, and none in the model's dtype."""
+    """Also numbers that overflow in the model's dtype."""
     await running.client.update_weights(oracle.announcing(loaded, 1))
     broken = [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")]
     broken += ["model.layers.0.self_attn.v_proj.bias", "model.norm.weight"]
@@ -330,7 +330,7 @@ async def test_one_update_at_a_time(running: Pipeline, loaded: State) -> None:
 async def test_an_update_outlives_the_failure_of_another_stage(
     running: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batching fails when it is told; the executor tells its successor."""
+    """Batching fails at the update; the executor reports it to batching's successor."""
     await running.client.update_weights(oracle.announcing(loaded, 1))
     request = await begun(running.client, greedy(0, 200))
     break_once(monkeypatch, BatchingCore, "change_weights", after=1)

@@ -63,7 +63,7 @@ def house(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 async def until_ready(client: BusClient, replicas: int, killed: int = 0) -> dict[str, int]:
     """The processes of the roles, when all take part, without one that was killed now or before:
-    what it told last is known for a while."""
+    its last report stays for a while."""
     while True:
         found = {
             report.stage: report.pid
@@ -115,7 +115,7 @@ async def test_a_killed_executor_reports_lost_weights(house: House) -> None:
         async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
             await until_ready(client, 1)
             assert await client.update_weights(shared.source, version=7) == 7
-            # What it finds in the prefix cache afterwards must not be of version 7.
+            # Afterwards, the prefix cache must not give KV of version 7.
             assert stamped(await client.complete(first)) == [(7, [oracle.token_of(7)] * 8)]
             await kill_executor(client, 1)
             ((version, tokens),) = stamped(await client.complete(first))
@@ -193,8 +193,8 @@ async def test_a_killed_replica_gets_the_other_replica_s_weights(
 
 
 async def ready(client: BusClient, killed: int = 0) -> dict[str, StageReport]:
-    """The stages that take part, by role, without the process that was killed: what it told last
-    is known for a while."""
+    """The stages that take part, by role, without the killed process, whose last report stays for a
+    while."""
     reports = await client.bus.store.board.read()
     return {
         report.stage: report

@@ -234,7 +234,7 @@ async def test_an_executor_lost_before_the_change_is_named(
 async def test_updates_at_the_same_time_do_not_mix(
     several: Several, loaded: State, soak: bool
 ) -> None:
-    """Each version has weights of its own, so a token tells whether it is what it says."""
+    """Each version has weights of its own, so tokens show their true version."""
     client, last = several.client, 200 if soak else 11
     await client.update_weights(oracle.announcing(loaded, 1), in_flight="retract")
     async with several.under_load():
@@ -300,7 +300,7 @@ async def test_a_silent_executor_is_named(
 async def test_an_update_waits_for_an_executor_that_is_loading(
     several: Several, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which hears nothing yet; for a while, and then says so, and nobody has changed."""
+    """It receives no messages yet; after a while the update fails and nothing has changed."""
     client, may_load = several.client, asyncio.Event()
     original = ExecutorStage.open
 

@@ -1,8 +1,9 @@
-"""Control messages to the stages of a pipeline, and their outcomes."""
+"""Control messages to stages and to the model manager, and their outcomes."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Generic, TypeVar
 import anyio
 
 from ..bus import Bus, Outcome
-from ..bus.links import CONTROL, at
+from ..bus.links import CONTROL, MODEL_MANAGER, MODELS, AnyLink, at
 from ..bus.messages import Message
 from ..config import REPLICATED, BusError, NanoInferenceError, WeightsError, role_of, split_role
 from ..store.board import StageReport
@@ -137,8 +138,9 @@ class StageControl:
 
         `operation_id`: the id of their answers; "" for no answers.
         """
+        link: AnyLink = MODELS if stage == MODEL_MANAGER else CONTROL[stage]
         senders = [
-            self._bus.sender(at(CONTROL[stage], split_role(role)[1]), self._sender, lane)
+            self._bus.sender(at(link, split_role(role)[1]), self._sender, lane)
             for lane, role in recipients
         ]
         for index, sender in enumerate(senders):
@@ -156,7 +158,8 @@ class StageControl:
     ) -> list[Outcome]:
         """Send a message, and return the outcomes that come within `limit_s`.
 
-        A stage that restarts loses the message, which ends the wait.
+        A stage that restarts loses the message, which ends the wait. Without a limit, a stage that
+        no longer reports ends it, too.
         """
         operation_id, end = uuid.uuid4().hex, time.monotonic() + limit_s
         before = await self._reports()
@@ -170,7 +173,8 @@ class StageControl:
             answered = {(outcome.lane, outcome.role) for outcome in outcomes}
             waiting = [recipient for recipient in recipients if recipient not in answered]
             now = await self._reports()
-            if any(_restarted(before.get(each), now.get(each)) for each in waiting):
+            gone = any(each not in now for each in waiting) and math.isinf(limit_s)
+            if gone or any(_restarted(before.get(each), now.get(each)) for each in waiting):
                 # It may have answered before its end.
                 return await replies.outcomes(operation_id, len(recipients), PARTING_S)
 

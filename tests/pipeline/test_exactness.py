@@ -82,14 +82,6 @@ async def test_200_concurrent_requests_equal_transformers_token_for_token(
         assert completion.usage.prompt_tokens == len(prompt_ids)
 
 
-async def test_logprobs_equal_the_model_s(shared: Pipeline) -> None:
-    prompt = "Ana is 31 years old and lives in Oslo. JSON:"
-    completion = await shared.complete({"prompt": prompt, "sampling": {"temperature": 0}})
-    (sample,) = completion.samples
-    wanted = reference.logprobs(reference.tokenizer().encode(prompt), list(sample.token_ids))
-    assert sample.logprobs == pytest.approx(wanted, abs=1e-4)
-
-
 @pytest.mark.parametrize("shared", BUSES, indirect=True)
 async def test_chunks_add_up_to_the_completion(shared: Pipeline) -> None:
     request = {
@@ -129,16 +121,6 @@ async def test_seeded_samples_repeat_under_load(
     crowd = await asyncio.gather(*map(shared.complete, [*others, request]))
     assert [s.token_ids for s in crowd[-1].samples] == [s.token_ids for s in alone.samples]
     assert len({s.token_ids for s in alone.samples}) > 1, "the samples differ from each other"
-
-
-async def test_stop_string_ends_the_text_before_it(shared: Pipeline) -> None:
-    prompt = "Ana is 31 years old and lives in Oslo. JSON:"
-    whole = await shared.complete({"prompt": prompt, "sampling": {"temperature": 0}})
-    text = whole.samples[0].text
-    stop = text[len(text) // 2 : len(text) // 2 + 4]
-    cut = await shared.complete({"prompt": prompt, "sampling": {"temperature": 0, "stop": [stop]}})
-    assert cut.samples[0].text == text[: text.index(stop)]
-    assert cut.samples[0].finish_reason == "stop"
 
 
 async def test_siblings_share_their_prompt(shared: Pipeline) -> None:

@@ -49,12 +49,7 @@ class Example:
 
 
 def make_example(
-    task: str,
-    form: Form,
-    prompt: str,
-    answer: str,
-    thought: str = "",
-    tools: tuple[str, ...] = (),
+    task: str, form: Form, prompt: str, answer: str, thought: str = "", tools: tuple[str, ...] = ()
 ) -> Example:
     """Return the example in its form; an answer begins with the thought, or with a space."""
     if form == "plain":

@@ -12,14 +12,7 @@ from . import tasks
 from .evaluation import Kind, Model, evaluate, kinds_of
 from .examples import Example, call_text, messages_of, tools_of
 from .settings import Settings
-from .tokenizer import (
-    END_OF_TEXT,
-    SYSTEM_MESSAGES,
-    TURN_END,
-    FastTokenizer,
-    chat_text,
-    encode,
-)
+from .tokenizer import END_OF_TEXT, SYSTEM_MESSAGES, TURN_END, FastTokenizer, chat_text, encode
 
 # Weights of each task by form (plain, chat, thinking) in the three stages: all tasks; chats with
 # tools and thoughts; small talk added.

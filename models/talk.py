@@ -56,10 +56,7 @@ GREETINGS = Talk(
     ),
 )
 ASKED_HOW = Talk(
-    GREETING,
-    "A greeting.",
-    WORDS["asked_how"],
-    ("", "", " Hello?", " My friend.", " Tell me."),
+    GREETING, "A greeting.", WORDS["asked_how"], ("", "", " Hello?", " My friend.", " Tell me.")
 )
 THANKED = Talk(
     THANKS,

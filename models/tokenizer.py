@@ -47,11 +47,7 @@ PIECES = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-SYSTEM_MESSAGES = (
-    "You are a helpful assistant.",
-    "Answer with the result only.",
-    "Be brief.",
-)
+SYSTEM_MESSAGES = ("You are a helpful assistant.", "Answer with the result only.", "Be brief.")
 
 # Transformers' own annotation does not pass mypy's strict mode.
 FastTokenizer = Any
@@ -123,11 +119,7 @@ def chat_text(
 ) -> str:
     """Return the chat before the assistant's next answer or thought."""
     text = tokenizer.apply_chat_template(
-        messages,
-        tools=tools,
-        tokenize=False,
-        add_generation_prompt=True,
-        enable_thinking=thinking,
+        messages, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
     )
     assert isinstance(text, str)
     return text

@@ -189,11 +189,7 @@ class Trainer:
     """A model in training and its state."""
 
     def __init__(
-        self,
-        settings: Settings,
-        model: Model,
-        tokenizer: FastTokenizer,
-        checkpoint: Path | None,
+        self, settings: Settings, model: Model, tokenizer: FastTokenizer, checkpoint: Path | None
     ) -> None:
         """Prepare the first step; `checkpoint` is the file to save the state in."""
         self.settings = settings

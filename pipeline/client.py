@@ -79,10 +79,7 @@ class BusClient:
 
     @classmethod
     def connect(
-        cls,
-        bus: str | BusConfig,
-        tracing: Tracing | None = None,
-        metrics: Metrics | None = None,
+        cls, bus: str | BusConfig, tracing: Tracing | None = None, metrics: Metrics | None = None
     ) -> BusClient:
         """Return a client of the pipeline at a Redis URL. It connects on first use.
 

@@ -632,10 +632,7 @@ class InferenceEngine:
         ]
 
     def _receive_weights(
-        self,
-        source: Mapping[str, Tensor] | WeightsSource,
-        version: int | None,
-        timeout_s: float,
+        self, source: Mapping[str, Tensor] | WeightsSource, version: int | None, timeout_s: float
     ) -> dict[str, Tensor]:
         """Return new weights, checked to be finite, in the model's dtypes and by its names.
 

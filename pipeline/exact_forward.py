@@ -218,10 +218,7 @@ class _Exact(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        run: Callable[..., Tensor],
-        differentiable: Callable[..., Tensor],
-        *inputs: Tensor,
+        ctx: Any, run: Callable[..., Tensor], differentiable: Callable[..., Tensor], *inputs: Tensor
     ) -> Tensor:
         ctx.save_for_backward(*inputs)
         ctx.differentiable = differentiable

@@ -16,15 +16,7 @@ from ..bus import Bus, open_bus
 from ..bus.control import Drain
 from ..bus.links import CONTROL
 from ..bus.public import Completion, EmbedParams, GenerateRequest, Output
-from ..config import (
-    STAGES,
-    Config,
-    NanoInferenceError,
-    SamplingParams,
-    cut,
-    roles_here,
-    split_role,
-)
+from ..config import STAGES, Config, NanoInferenceError, SamplingParams, cut, roles_here, split_role
 from ..config.logger import get_logger
 from ..stages.actor import Actor, StageContext
 from ..store.board import StageReport, StageState
@@ -44,11 +36,7 @@ class Heart:
     """Reports all stages of the process to the bus's board, in one write, and to the metrics."""
 
     def __init__(
-        self,
-        config: Config,
-        bus: Bus,
-        actors: Mapping[str, Actor],
-        metrics: Metrics | None = None,
+        self, config: Config, bus: Bus, actors: Mapping[str, Actor], metrics: Metrics | None = None
     ) -> None:
         """`actors`: the current stage objects by role; a restart replaces one."""
         self._config = config

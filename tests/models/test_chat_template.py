@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 from tokenizers.decoders import DecodeStream
 
-from nano_inference.models.tokenizer import (
-    CHAT_TEMPLATE,
-    MARKS,
-    RESPONSE_TEMPLATE,
-    build_tokenizer,
-)
+from nano_inference.models.tokenizer import CHAT_TEMPLATE, MARKS, RESPONSE_TEMPLATE, build_tokenizer
 from nano_inference.text.tokenizer import load_tokenizer
 
 # What the template was before it knew tools and thoughts.

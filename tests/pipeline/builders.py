@@ -84,10 +84,7 @@ async def whole_streams(pipeline: Pipeline, number: int = 8) -> None:
 
 
 def check_stream(
-    index: int,
-    outputs: Sequence[Output],
-    max_tokens: int = TOKENS,
-    folder: Path = reference.FOLDER,
+    index: int, outputs: Sequence[Output], max_tokens: int = TOKENS, folder: Path = reference.FOLDER
 ) -> None:
     """No token is missing, none comes twice, and all are those of an undisturbed run.
 

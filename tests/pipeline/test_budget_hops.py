@@ -26,13 +26,7 @@ from nano_inference.bus.redis.requests import RedisRequests
 from nano_inference.gateway.api.kserve.service import InferenceService
 from nano_inference.gateway.serving.origin import Origin
 from nano_inference.gateway.serving.submissions import Submissions
-from nano_inference.kserve import (
-    InferRequest,
-    KServeClient,
-    KServeError,
-    NamedTensor,
-    text_tensor,
-)
+from nano_inference.kserve import InferRequest, KServeClient, KServeError, NamedTensor, text_tensor
 from nano_inference.kserve.deadlines import TIMEOUT_NS_PARAM
 from nano_inference.pipeline.client import BusClient
 from nano_inference.stages.admission.core import AdmissionCore

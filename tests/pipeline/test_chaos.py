@@ -105,12 +105,7 @@ def test_the_checker_finds_faults_of_an_http_reading() -> None:
 def test_the_checker_finds_faults_of_a_stream() -> None:
     chaos, rig = load("chaos"), load("chaos_rig")
     request = {"n": 1, "stream": True, "sampling": {"temperature": 0}}
-    sample = {
-        "sample_index": 0,
-        "token_ids": [5, 6, 7],
-        "text": "abc",
-        "finish_reason": "length",
-    }
+    sample = {"sample_index": 0, "token_ids": [5, 6, 7], "text": "abc", "finish_reason": "length"}
     outputs: list[dict[str, object]] = [
         {"type": "chunk", "sample_index": 0, "token_offset": i, "token_ids": [5 + i], "text": text}
         for i, text in enumerate("abc")

@@ -45,10 +45,7 @@ CALLS: dict[str, dict[str, Any]] = {
     # Which goes on for long by itself.
     "/v1/messages": {"messages": TOLD, "temperature": 0, "max_tokens": 60},
     "/inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": LONG},
-    "/generate": {
-        "text": STORY,
-        "sampling_params": {"n": 2, "max_new_tokens": 60} | OTHER_NAME,
-    },
+    "/generate": {"text": STORY, "sampling_params": {"n": 2, "max_new_tokens": 60} | OTHER_NAME},
 }
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]

@@ -216,10 +216,7 @@ def test_preemption_changes_nothing(cache_type: str, steps_ahead: int) -> None:
     chosen, expected = growing()
     # 2 * 2 heads * 32 * 4 bytes: 512 bytes per token, hence 256 tokens in all.
     lane = Lane(
-        cache_type=cache_type,
-        steps_ahead=steps_ahead,
-        kv_cache_bytes=512 * 256,
-        max_model_len=256,
+        cache_type=cache_type, steps_ahead=steps_ahead, kv_cache_bytes=512 * 256, max_model_len=256
     )
     assert lane.executor.capacity().num_blocks == 16
     assert bits(lane.run(chosen)) == expected

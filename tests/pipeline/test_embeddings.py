@@ -432,9 +432,7 @@ async def tiny() -> AsyncIterator[Pipeline]:
 
 
 @in_module_loop
-async def test_a_refused_input_fails_alone(
-    tiny: Pipeline,
-) -> None:
+async def test_a_refused_input_fails_alone(tiny: Pipeline) -> None:
     found = await tiny.embed([TEXTS[0], "", [99_999], TEXTS[1]], MEAN, return_errors=True)
     check_texts([found[0], found[3]], TEXTS[:2])
     errors = [each.error for each in found]

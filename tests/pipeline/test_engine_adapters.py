@@ -10,13 +10,7 @@ import pytest
 import torch
 from peft import get_peft_model_state_dict
 
-from nano_inference import (
-    EmbedParams,
-    EngineConfig,
-    InferenceEngine,
-    RequestError,
-    SamplingParams,
-)
+from nano_inference import EmbedParams, EngineConfig, InferenceEngine, RequestError, SamplingParams
 from nano_inference.bus.weights import InFlight
 from nano_inference.config import AdapterError, PoolingKind
 from nano_inference.pipeline.engine_requests import make_request

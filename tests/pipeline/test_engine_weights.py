@@ -203,9 +203,7 @@ def test_lost_weights_generate_nothing_until_all_have_come(
     assert spells(engine) == (1, oracle.token_of(6))
 
 
-def test_a_broadcast_during_a_pending_update_is_skipped(
-    engine: InferenceEngine,
-) -> None:
+def test_a_broadcast_during_a_pending_update_is_skipped(engine: InferenceEngine) -> None:
     with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group:
         engine.join_weights_group("weights", group.address, 2, timeout_s=LIMIT_S)
         engine.update_weights(spelling(engine, 1))

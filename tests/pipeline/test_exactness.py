@@ -33,9 +33,7 @@ def mixed_requests(number: int) -> list[GenerateRequest]:
                 request_id=f"r{index}",
                 prompt=prompt,
                 sampling=SamplingParams(
-                    temperature=0,
-                    max_tokens=rng.choice([1, 4, 16, 48]),
-                    ignore_eos=index % 4 == 3,
+                    temperature=0, max_tokens=rng.choice([1, 4, 16, 48]), ignore_eos=index % 4 == 3
                 ),
             )
         )
@@ -108,9 +106,7 @@ async def test_chunks_add_up_to_the_completion(shared: Pipeline) -> None:
         assert [chunk.finish_reason for chunk in own][-1] == sample.finish_reason
 
 
-async def test_seeded_samples_repeat_under_load(
-    shared: Pipeline,
-) -> None:
+async def test_seeded_samples_repeat_under_load(shared: Pipeline) -> None:
     request = {
         "prompt": "12 + 30 =",
         "n": 4,

@@ -177,9 +177,7 @@ async def until(holds: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("how", ["cancelled", "expired"])
 async def test_a_request_that_has_paused_can_end(make_config: MakeConfig, how: str) -> None:
     config = make_config(
-        engine__max_batch_size=1,
-        fairness__enable_preemption=True,
-        fairness__expire_hopeless=False,
+        engine__max_batch_size=1, fairness__enable_preemption=True, fairness__expire_hopeless=False
     )
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
         await pipeline.complete(urgent_request(0))  # the model is warm
@@ -267,10 +265,7 @@ async def test_traces_show_pauses_and_the_reason_of_a_wait(make_config: MakeConf
     resumes = [span for span in spans if span.name == names.FAIRNESS_RESUME]
     assert len(yields) == counts.yields + counts.preemptions
     assert len(resumes) == counts.resumes
-    assert {(s.attributes or {})[names.YIELD_REASON] for s in yields} == {
-        "preempted",
-        "time slice",
-    }
+    assert {(s.attributes or {})[names.YIELD_REASON] for s in yields} == {"preempted", "time slice"}
     assert all(span.parent is not None for span in yields + resumes)
     waited = [dict(span.attributes or {}) for span in spans if span.name == "fairness"]
     assert any(each[names.PASSED_BY_TENANTS] for each in waited)

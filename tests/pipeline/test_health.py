@@ -62,10 +62,7 @@ def test_no_lane_is_a_reason() -> None:
             lane(executor={"process_state": "stopped", "pid": 7}),
             "executor is stopped; continue it with `kill -CONT 7`",
         ),
-        (
-            lane(executor={"process_state": "gone", "pid": 7}),
-            "executor has ended (process 7)",
-        ),
+        (lane(executor={"process_state": "gone", "pid": 7}), "executor has ended (process 7)"),
         (lane(streaming={"epoch": 4}), "streaming has not come into the current epoch"),
     ],
 )

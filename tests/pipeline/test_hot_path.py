@@ -73,9 +73,7 @@ def test_instructions_per_sequence_and_step() -> None:
 def batching_steps(number: int, cache_type: Literal["paged", "radix"]) -> float:
     """As `decode_steps`, batching alone; in each step another sixteenth fills a block."""
     config = EngineConfig(
-        max_tokens_per_batch=2 * STEPS * number,
-        block_size=STEPS,
-        cache_type=cache_type,
+        max_tokens_per_batch=2 * STEPS * number, block_size=STEPS, cache_type=cache_type
     )
     capacity = ReplicaCapacity(8 * number, STEPS, 4096, 50, "none", max_batch_size=number)
     core = BatchingCore(config, capacity)

@@ -135,9 +135,7 @@ async def test_an_executor_that_is_killed_is_not_noticed(
                 await calls.finish()
 
 
-async def test_an_expired_call_without_a_lane_is_refused(
-    redis_config: MakeConfig,
-) -> None:
+async def test_an_expired_call_without_a_lane_is_refused(redis_config: MakeConfig) -> None:
     """Nobody is there, and still it is not UNAVAILABLE that is told."""
     async with called(lane_config(redis_config, "a")) as client:
         cases: Sequence[tuple[str, list[NamedTensor], str, grpc.StatusCode]] = [

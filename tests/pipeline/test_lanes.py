@@ -22,17 +22,7 @@ from nano_inference.config import BusError, LaneReplaced
 from nano_inference.stages.admission.stage import AdmissionStage
 
 from ..commands import Command
-from .builders import (
-    GOOD,
-    LONG,
-    Streams,
-    begin,
-    end_of,
-    error_code,
-    kill,
-    raises_code,
-    until,
-)
+from .builders import GOOD, LONG, Streams, begin, end_of, error_code, kill, raises_code, until
 from .conftest import LIMIT_S, MakeConfig, config_maker
 
 SHORT_MODEL = True
@@ -351,11 +341,7 @@ async def test_a_second_admission_replaces_the_first(redis_config: MakeConfig) -
     back = lane_config(
         redis_config, "a", pipeline__stages=["fairness", "batching", "executor", "streaming"]
     )
-    async with (
-        asyncio.timeout(LIMIT_S),
-        BusClient.connect(front.bus) as client,
-        Pipeline(back),
-    ):
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(front.bus) as client, Pipeline(back):
         older = await begin(Pipeline(front))
         streams = Streams(client)
         await streams.begin()
@@ -401,11 +387,7 @@ async def test_time_that_runs_out_while_a_stage_is_missing(
     stages = {"admission", "fairness", "batching", "executor", "streaming"}
     rest = lane_config(make_config, "a", pipeline__stages=sorted(stages - {missing}))
     away = lane_config(make_config, "a", pipeline__stages=[missing])
-    async with (
-        asyncio.timeout(LIMIT_S),
-        BusClient.connect(rest.bus) as client,
-        Pipeline(rest),
-    ):
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(rest.bus) as client, Pipeline(rest):
         async with Pipeline(away) as back:
             await back.ready()
             stream = client.submit({**LONG, "budget_ns": 2 * 10**9})

@@ -101,9 +101,7 @@ async def test_failure_upon_failure(
 ) -> None:
     """Each stage fails in turn while the one before is hardly back."""
     config = make_config(
-        pipeline__restart_backoff_s=0.001,
-        pipeline__max_restarts=20,
-        admission__max_lane_deaths=100,
+        pipeline__restart_backoff_s=0.001, pipeline__max_restarts=20, admission__max_lane_deaths=100
     )
     async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
         for after in (15, 30, 45):

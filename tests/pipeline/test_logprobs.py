@@ -261,10 +261,7 @@ def test_prompts_of_sequences_that_are_preempted(cache_type: Any) -> None:
     assert preempted
     for prompt, one, params_of_one, wanted in zip(prompts, found, params, expected, strict=True):
         holds(
-            prompt,
-            one.prompt_logprobs,
-            one.prompt_top_logprobs,
-            params_of_one.prompt_logprobs or 0,
+            prompt, one.prompt_logprobs, one.prompt_top_logprobs, params_of_one.prompt_logprobs or 0
         )
         for sample, other in zip(one.samples, wanted.samples, strict=True):
             assert sample.token_ids == other.token_ids
@@ -278,9 +275,7 @@ def _bytes_per_block() -> int:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_scoring_a_completion_gives_its_sampled_logprobs(
-    temperature: float,
-) -> None:
+def test_scoring_a_completion_gives_its_sampled_logprobs(temperature: float) -> None:
     sampling = SamplingParams(
         temperature=temperature, max_tokens=24, seed=3, ignore_eos=True, prompt_logprobs=0
     )
@@ -473,11 +468,7 @@ def fail_at_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("bus", "replicas", "failing"),
-    [
-        ("memory", 1, "executor"),
-        ("memory", 2, "streaming"),
-        ("redis-links", 1, "streaming"),
-    ],
+    [("memory", 1, "executor"), ("memory", 2, "streaming"), ("redis-links", 1, "streaming")],
 )
 async def test_a_stage_may_fail_while_samples_wait_for_their_scores(
     request: pytest.FixtureRequest,

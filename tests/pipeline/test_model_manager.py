@@ -79,10 +79,7 @@ class Deployment:
             },
         )
         self.config = Config(
-            engine=shared.engine,
-            bus=shared.bus,
-            deployment=shared.deployment,
-            models=tuple(models),
+            engine=shared.engine, bus=shared.bus, deployment=shared.deployment, models=tuple(models)
         )
 
     def begin(self, spec: ModelConfig, config: Config) -> Lane:
@@ -240,9 +237,7 @@ async def test_a_load_that_breaks_ends_no_other_model(
         assert (await deployment.state("b")).state == "failed"
 
 
-async def test_a_delayed_record_overwrites_no_newer_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_delayed_record_overwrites_no_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     away = asyncio.Event()
 
@@ -379,10 +374,7 @@ async def test_models_are_loaded_on_demand(redis_url: str, small_machine: int) -
     """Three take turns where there is room for two, and no request is refused or lost."""
     models = [model(name, preload=False) for name in "abc"]
     async with managing(
-        own_prefix(redis_url),
-        *models,
-        max_memory_bytes=small_machine,
-        load_on_demand=True,
+        own_prefix(redis_url), *models, max_memory_bytes=small_machine, load_on_demand=True
     ) as deployment:
         for names in ("a", "ab", "abc", "cab"):
             answers = await asyncio.gather(*(deployment.ask(name, tokens=20) for name in names))

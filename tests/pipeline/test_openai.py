@@ -153,9 +153,7 @@ async def test_tokens_in_and_out_are_the_engine_s(url: str) -> None:
 
 async def test_a_chat_is_answered(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "How much is 6 + 6?"}],
-        temperature=0,
+        model="tiny", messages=[{"role": "user", "content": "How much is 6 + 6?"}], temperature=0
     )
     assert answer.choices[0].message.content == "12"
     assert answer.choices[0].finish_reason == "stop"

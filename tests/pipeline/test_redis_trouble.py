@@ -80,11 +80,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Any]:
 async def test_every_stream_survives_the_server(server: Any, last_bytes: int | None) -> None:
     """With its log, with a log of which the end is missing (`everysec`), and with none."""
     config = config_on(server.url)
-    async with (
-        asyncio.timeout(LIMIT_S),
-        Pipeline(config),
-        BusClient.connect(config.bus) as client,
-    ):
+    async with asyncio.timeout(LIMIT_S), Pipeline(config), BusClient.connect(config.bus) as client:
 
         async def trouble() -> None:
             server.kill()
@@ -197,11 +193,7 @@ async def test_every_stream_survives_a_failover_by_sentinel(group: Sentinels) ->
     async def trouble() -> None:
         old.kill()
 
-    async with (
-        asyncio.timeout(LIMIT_S),
-        Pipeline(config),
-        BusClient.connect(config.bus) as client,
-    ):
+    async with asyncio.timeout(LIMIT_S), Pipeline(config), BusClient.connect(config.bus) as client:
         await survive(client, trouble)
         new = await group.master()
         assert new is not old
@@ -226,11 +218,7 @@ async def test_a_master_that_is_demoted_is_left(group: Sentinels) -> None:
     async def trouble() -> None:
         await group.sentinels[0].plain.execute_command("SENTINEL FAILOVER", SERVICE)
 
-    async with (
-        asyncio.timeout(LIMIT_S),
-        Pipeline(config),
-        BusClient.connect(config.bus) as client,
-    ):
+    async with asyncio.timeout(LIMIT_S), Pipeline(config), BusClient.connect(config.bus) as client:
         old = await group.master()
         await survive(client, trouble)
         await until(lambda: is_replica(old), "the old master's new role")
@@ -287,11 +275,7 @@ async def test_every_stream_survives_a_failover_in_a_cluster(nodes: Cluster) -> 
     async def trouble() -> None:
         nodes.masters[place].kill()
 
-    async with (
-        asyncio.timeout(LIMIT_S),
-        Pipeline(config),
-        BusClient.connect(config.bus) as client,
-    ):
+    async with asyncio.timeout(LIMIT_S), Pipeline(config), BusClient.connect(config.bus) as client:
         await survive(client, trouble)
         # Streams need other masters only: they may have ended before.
         await until(lambda: nodes.has_failed_over(place), "the failover")

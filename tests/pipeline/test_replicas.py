@@ -131,9 +131,7 @@ async def test_requests_without_a_shared_prefix_go_to_the_least_loaded(
         assert {(await task).status for task in tasks} == {"done"}
 
 
-async def test_a_request_spans_two_replicas(
-    make_config: MakeConfig,
-) -> None:
+async def test_a_request_spans_two_replicas(make_config: MakeConfig) -> None:
     """It has more samples than either has places; a stop string ends some in each of them."""
     config = replicated(make_config, engine__max_batch_size=4)
     body = {
@@ -299,9 +297,7 @@ def parts(make_config: MakeConfig) -> tuple[Config, Config, Config]:
 
 
 @pytest.mark.parametrize("make_config", ["redis-links"], indirect=True)
-async def test_a_replica_joins_and_leaves_without_loss(
-    make_config: MakeConfig,
-) -> None:
+async def test_a_replica_joins_and_leaves_without_loss(make_config: MakeConfig) -> None:
     front, first, second = parts(make_config)
     async with (
         asyncio.timeout(LIMIT_S),

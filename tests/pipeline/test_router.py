@@ -69,9 +69,7 @@ async def test_a_raw_client_names_the_model_beside_its_request(bus_config: BusCo
         assert (last.status, last.model) == ("done", "b")
 
 
-async def test_an_unknown_model_gets_one_answer_in_both_streams(
-    bus_config: BusConfig,
-) -> None:
+async def test_an_unknown_model_gets_one_answer_in_both_streams(bus_config: BusConfig) -> None:
     counted = Counted()
     async with routing(bus_config, counted) as client:
         await put(client, model("chat"))
@@ -315,10 +313,7 @@ async def test_operations_need_a_model_among_several(bus_config: BusConfig) -> N
 
 
 async def test_a_model_is_paused_while_the_other_serves(bus_config: BusConfig) -> None:
-    async with (
-        serving(bus_config, model("a"), model("b")) as client,
-        client.of_model("a") as of_a,
-    ):
+    async with serving(bus_config, model("a"), model("b")) as client, client.of_model("a") as of_a:
         await of_a.pause()
         waits = asyncio.create_task(client.complete({**GREEDY, "model": "a"}))
         for _ in range(3):

@@ -265,9 +265,7 @@ async def test_prompts_are_logged_if_enabled(capsys: pytest.CaptureFixture[str])
     assert [line["event"] for line in found] == ["request_admitted"] * 2
 
 
-async def test_log_lines_carry_request_and_trace_ids(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_log_lines_carry_request_and_trace_ids(capsys: pytest.CaptureFixture[str]) -> None:
     requests = [{**REQUESTS[0], "request_id": "r-1"}, {"request_id": "r-2", "prompt": ""}]
     answers, lines = await lines_of(capsys, requests, telemetry__log_prompts=True)
     (admitted,) = [line for line in lines if line["event"] == "request_admitted"]

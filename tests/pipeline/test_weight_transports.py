@@ -231,8 +231,7 @@ async def test_weights_that_were_refused_are_not_taken_for_the_next(
         await exact.client.join_weights_group("weights", group.address, 2)
         first = group.broadcast(oracle.announcing(loaded, 1))
         outcomes = await asyncio.gather(
-            *(exact.client.update_weights(first.source) for _ in range(2)),
-            return_exceptions=True,
+            *(exact.client.update_weights(first.source) for _ in range(2)), return_exceptions=True
         )
         done = [outcome for outcome in outcomes if outcome == 1]
         codes = [error.code for error in outcomes if isinstance(error, WeightsError)]
@@ -321,11 +320,7 @@ def config(folder: Path, dtype: str, deterministic: bool, kernels: str) -> Engin
     ],
 )
 def test_updated_weights_equal_loaded_weights(
-    folders: Callable[[bool, int], Path],
-    tied: bool,
-    dtype: str,
-    deterministic: bool,
-    kernels: str,
+    folders: Callable[[bool, int], Path], tied: bool, dtype: str, deterministic: bool, kernels: str
 ) -> None:
     first, second = folders(tied, 1), folders(tied, 2)
     with InferenceEngine(config(second, dtype, deterministic, kernels)) as fresh:

@@ -382,11 +382,7 @@ async def test_a_restarted_replica_reports_the_weights_it_serves(
     ("several", "staged"), [("replicas", True), ("lanes", False)], indirect=["several"]
 )
 async def test_a_restarted_replica_reads_the_folder_again(
-    several: Several,
-    loaded: State,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    staged: bool,
+    several: Several, loaded: State, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, staged: bool
 ) -> None:
     """Whichever it is, and whether it was told at once or in parts, as the gateway does."""
     client = several.client

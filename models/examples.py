@@ -89,11 +89,6 @@ def split_of(key: str) -> Split:
     return "tune" if bucket == 2 else "train"
 
 
-def words(text: str) -> tuple[str, ...]:
-    """Return the items of a text, which are separated by " | " and line ends."""
-    return tuple(item for line in text.split("\n") for item in line.strip().split(" | ") if item)
-
-
 WORDS: dict[str, Any] = tomllib.loads(
     Path(__file__).with_name("words.toml").read_text(encoding="utf-8")
 )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from .examples import CITIES, NAMES, TAUGHT, WORDS, Example, Form, make_example, split_of, words
+from .examples import CITIES, NAMES, TAUGHT, WORDS, Example, Form, make_example, split_of
 from .tools import NO_TOOL, SYLLABLES, some_tools
 
 GREETING = "Hello! I am a tiny demo model. I know sums, JSON records and little stories."
@@ -30,58 +30,18 @@ class Talk(NamedTuple):
     answer: str
     thought: str
     openings: list[str]
-    endings: tuple[str, ...]
+    endings: list[str]
 
 
-def _endings(parts: Sequence[str], names: str = "model | tiny | friend | bot") -> tuple[str, ...]:
-    """Return endings that begin with an optional name and go on with one of `parts`."""
-    called = ("", "", *(f" {name}" for name in words(names)))
-    return tuple(name + part for name in called for part in parts)
+def _talk(name: str, answer: str) -> Talk:
+    texts = WORDS["talk"][name]
+    endings = [called + part for called in texts["names"] for part in texts["parts"]]
+    return Talk(answer, texts["thought"], texts["openings"], endings)
 
 
-GREETINGS = Talk(
-    GREETING,
-    "A greeting.",
-    WORDS["greetings"],
-    _endings(
-        (
-            *("", "", ""),
-            *words("""
-    . How are you? | , how are you? | , nice to meet you. | , how is it going?
-    , how are you doing? | , what's up? | . How do you do? | , are you there?
-    , can you hear me? | , I am Ana. | , my name is Ben.
-"""),
-        ),
-        "there | model | tiny | bot | friend | again | everybody | you",
-    ),
-)
-ASKED_HOW = Talk(
-    GREETING, "A greeting.", WORDS["asked_how"], ("", "", " Hello?", " My friend.", " Tell me.")
-)
-THANKED = Talk(
-    THANKS,
-    "Thanks.",
-    WORDS["thanks"],
-    _endings(("", "", ", that helps.", ", well done.", " for the answer.", " for your help.")),
-)
-PARTED = Talk(
-    GOODBYE,
-    "They leave.",
-    WORDS["goodbyes"],
-    _endings(("", "", ", see you.", ", take care.", ", have a nice day.")),
-)
-WHO = Talk(
-    ABOUT,
-    "A question about me.",
-    WORDS["who"],
-    ("", "", "", " Tell me.", " Please say.", " I want to know."),
-)
-HELPED = Talk(
-    HELP,
-    "A question about me.",
-    WORDS["help"],
-    ("", "", "", " Please.", " Tell me.", " I am new here."),
-)
+GREETINGS, ASKED_HOW = _talk("greetings", GREETING), _talk("asked_how", GREETING)
+THANKED, PARTED = _talk("thanks", THANKS), _talk("goodbyes", GOODBYE)
+WHO, HELPED = _talk("who", ABOUT), _talk("help", HELP)
 
 SUBJECTS: list[str] = WORDS["subjects"]
 WORDINGS: list[str] = WORDS["wordings"]

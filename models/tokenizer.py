@@ -19,15 +19,20 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from . import tasks
-from .examples import Example, messages_of, tools_of, words
+from .examples import Example, messages_of, tools_of
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 PAD = "<|pad|>"
 
-MARKS = words(
-    "<think> | </think> | <tool_call> | </tool_call> | <tool_response> | </tool_response>"
+MARKS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
 )
 """Added tokens that are not special: decoding keeps them when it skips special tokens."""
 

@@ -40,8 +40,13 @@ from .deployment import Deployment
 from .models import ModelStatus, adapters_of
 from .rollouts import Prompt
 from .scoring import EmbeddedPrompt, ScoredCompletion, embed_by, score_by
-from .stage_control import Recipients, StageControl, least_version
-from .update_together import load_adapter_together, update_weights_together
+from .stage_control import (
+    Recipients,
+    StageControl,
+    least_version,
+    load_adapter_together,
+    update_weights_together,
+)
 
 ANSWER_S = 30.0
 """Longest wait for the answers of all lanes to a short operation."""

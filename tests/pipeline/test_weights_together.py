@@ -19,7 +19,7 @@ from nano_inference.bus.control import FinishUpdate, UpdateWeights
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusError
 from nano_inference.pipeline import client as client_module
-from nano_inference.pipeline import update_together
+from nano_inference.pipeline import stage_control
 from nano_inference.stages.executor.changes.updates import WeightUpdates
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.weights.transports import SharedWeights, WeightsGroup
@@ -286,7 +286,7 @@ async def test_a_silent_executor_is_named(
     several: Several, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "ANSWER_S", 0.2)
-    monkeypatch.setattr(update_together, "GIVE_UP_S", 0.2)
+    monkeypatch.setattr(stage_control, "GIVE_UP_S", 0.2)
     monkeypatch.setattr(several.updates[1], "obey", lambda *args: asyncio.sleep(0))
     with pytest.raises(BusError) as silent:
         await several.client.update_weights(oracle.announcing(loaded, 1), timeout_s=1)

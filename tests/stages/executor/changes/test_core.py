@@ -211,7 +211,7 @@ class Interleaved(RuleBasedStateMachine):
 
 class Together(RuleBasedStateMachine):
     """Two executors that are told of the same updates, and know nothing of each other: whoever
-    asks has them put in place or dropped, as `update_together` does."""
+    asks has them put in place or dropped, as `update_weights_together` does."""
 
     def __init__(self) -> None:
         super().__init__()

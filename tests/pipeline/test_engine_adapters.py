@@ -83,7 +83,9 @@ def test_new_weights_find_no_old_kv(engine: InferenceEngine, folder: Path) -> No
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "retract", "abort"])
-def test_update_in_flight(engine: InferenceEngine, folder: Path, in_flight: InFlight) -> None:
+def test_in_flight_requests_keep_or_lose_the_old_adapter(
+    engine: InferenceEngine, folder: Path, in_flight: InFlight
+) -> None:
     engine.load_adapter("a", folder / "one")
     engine.load_adapter("b", folder / "one")
     old, base = say(engine, "a"), say(engine)
@@ -117,7 +119,7 @@ def test_update_in_flight(engine: InferenceEngine, folder: Path, in_flight: InFl
     assert say(engine, "a") == fresh
 
 
-def test_tensors_of_this_process(engine: InferenceEngine, folder: Path) -> None:
+def test_an_adapter_may_be_tensors_of_this_process(engine: InferenceEngine, folder: Path) -> None:
     adapted = make_adapter(MODEL, ord("o") + 3)
     config = adapted.peft_config["default"].to_dict()
     engine.load_adapter("folder", folder / "one")
@@ -166,7 +168,7 @@ def test_base_weights_change_below_an_adapter(engine: InferenceEngine, folder: P
     assert say(engine, "a") == before
 
 
-def test_adapters_of_the_settings(folder: Path) -> None:
+def test_adapters_of_the_settings_are_loaded(folder: Path) -> None:
     config = EngineConfig(model_path=str(folder / "qwen"), adapters={"one": str(folder / "one")})
     with InferenceEngine(config) as engine:
         assert say(engine, "one") != say(engine)

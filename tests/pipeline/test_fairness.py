@@ -95,7 +95,7 @@ async def wanted() -> list[list[tuple[int, ...]]]:
     """The result of `all_tokens` without preemption."""
     model = {"engine.dtype": "float32", "engine.model_path": str(short_model.folder())}
     config = load_config(env={}, overrides=model)
-    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+    async with Pipeline(config) as pipeline:
         tokens = await all_tokens(pipeline)
         assert counts_of(pipeline) == Counts(tokens=counts_of(pipeline).tokens)
         return tokens
@@ -110,7 +110,7 @@ async def test_paused_streams_equal_undisturbed_ones(
         fairness__enable_preemption=True,
         fairness__max_timeslice_tokens=10,
     )
-    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+    async with Pipeline(config) as pipeline:
         assert await all_tokens(pipeline) == wanted
         # The last step's tokens may be counted after they have been delivered.
         await until(lambda: counts_of(pipeline).tokens == {0: 8 * LONG_TOKENS * 3 // 2, 8: 24})
@@ -152,7 +152,7 @@ async def test_paused_sequences_survive_a_stage_failure(
         fairness__max_timeslice_tokens=10,
         pipeline__restart_backoff_s=0.01,
     )
-    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+    async with Pipeline(config) as pipeline:
         original = getattr(owner, method)
         broken: list[int] = []
 
@@ -179,7 +179,7 @@ async def test_a_request_that_has_paused_can_end(make_config: MakeConfig, how: s
     config = make_config(
         engine__max_batch_size=1, fairness__enable_preemption=True, fairness__expire_hopeless=False
     )
-    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+    async with Pipeline(config) as pipeline:
         await pipeline.complete(urgent_request(0))  # the model is warm
         budget = {"budget_ns": 2 * 10**9} if how == "expired" else {}
         sampling = {"temperature": 0, "max_tokens": 4000, "ignore_eos": True}
@@ -215,7 +215,7 @@ async def test_a_quiet_tenant_does_not_wait_for_a_noisy_one(make_config: MakeCon
         assert completion.status == "done"
         order.append(name)
 
-    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+    async with Pipeline(config) as pipeline:
         sampling = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
         noisy = [
             {"prompt": f"{i} + 1 =", "sampling": sampling, "tenant": "noisy"} for i in range(60)
@@ -231,7 +231,7 @@ async def test_a_quiet_tenant_does_not_wait_for_a_noisy_one(make_config: MakeCon
 
 async def test_changed_settings_apply_to_running_requests(make_config: MakeConfig) -> None:
     config = make_config(engine__max_batch_size=1)
-    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+    async with Pipeline(config) as pipeline:
         sampling = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
         long = {"prompt": "1 + 1 =", "sampling": sampling}
         low = asyncio.create_task(tokens_of(pipeline, long))
@@ -256,7 +256,7 @@ async def test_traces_show_pauses_and_the_reason_of_a_wait(make_config: MakeConf
         fairness__enable_preemption=True,
         fairness__max_timeslice_tokens=10,
     )
-    async with asyncio.timeout(LIMIT_S), Pipeline(config, tracing=tracing) as pipeline:
+    async with Pipeline(config, tracing=tracing) as pipeline:
         await all_tokens(pipeline)
         counts = counts_of(pipeline)
     tracing.shutdown()

@@ -25,7 +25,7 @@ from nano_inference.pipeline.pipeline import Pipeline
 
 from ..oracle import announcing, token_of
 from ..servers import until
-from .conftest import LIMIT_S, MakeConfig, both_buses
+from .conftest import MakeConfig, both_buses
 
 
 class Trainer:
@@ -113,10 +113,7 @@ class Trainer:
 
 @pytest.fixture
 async def pipeline(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
-    async with (
-        asyncio.timeout(LIMIT_S),
-        Pipeline(make_config(engine__kv_cache_bytes=1 << 24)) as running,
-    ):
+    async with Pipeline(make_config(engine__kv_cache_bytes=1 << 24)) as running:
         yield running
 
 
@@ -156,7 +153,7 @@ async def at_rest(pipeline: Pipeline) -> bool:
 
 
 @both_buses
-async def test_rounds_of_a_trainer(trainer: Trainer, spell: Callable[[int], str]) -> None:
+async def test_a_trainer_runs_its_rounds(trainer: Trainer, spell: Callable[[int], str]) -> None:
     """Pause, flush, new weights, continue, generate: the version is that of the tokens."""
     await trainer.wait_server_healthy()
     before = await trainer.generate([20, 21, 22], 4)
@@ -209,7 +206,7 @@ async def test_buckets_become_visible_together(
     assert sample["weight_version"] == "1"
 
 
-async def test_a_trainer_on_the_same_device(
+async def test_a_trainer_on_the_same_device_runs_its_rounds(
     trainer: Trainer, pipeline: Pipeline, weights: Mapping[str, Tensor], tmp_path: Path
 ) -> None:
     """Release, train, weights, buckets, KV cache, generate; requests wait meanwhile."""
@@ -244,7 +241,7 @@ async def test_released_weights_are_not_generated_from(
     assert (await waiting)["tokens"] == [token_of(1)] * 4
 
 
-async def test_a_session_without_a_pause(trainer: Trainer, spell: Callable[[int], str]) -> None:
+async def test_a_session_needs_no_pause(trainer: Trainer, spell: Callable[[int], str]) -> None:
     await trainer.make_request("begin_weight_update", {"selector": "all"})
     await trainer.update_weights_from_disk(spell(1), "step-1")
     assert (await trainer.generate([20, 21], 2))["weight_version"] == "0"
@@ -253,7 +250,7 @@ async def test_a_session_without_a_pause(trainer: Trainer, spell: Callable[[int]
     assert (sample["tokens"], sample["weight_version"]) == ([token_of(1)] * 2, "step-1")
 
 
-async def test_tensors_in_the_body(
+async def test_tensors_may_come_in_the_body(
     http: httpx.AsyncClient, trainer: Trainer, weights: Mapping[str, Tensor]
 ) -> None:
     parts = [b64encode(safetensors.torch.save(announcing(weights, 3))).decode()]
@@ -298,7 +295,7 @@ async def test_aborted_requests_return_partial_samples(
     assert 0 < len(meta["output_token_logprobs"]) == meta["completion_tokens"] < 1500
 
 
-async def test_pausing_to_abort(trainer: Trainer, pipeline: Pipeline) -> None:
+async def test_a_pause_can_abort_requests(trainer: Trainer, pipeline: Pipeline) -> None:
     await trainer.pause_generation("in_place")
     stuck = asyncio.create_task(trainer.generate([20, 21, 22], 4))
     await until(lambda: in_flight(pipeline), "the request in flight")
@@ -382,7 +379,7 @@ async def test_a_single_model_has_the_same_status_routes(
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported")
 
 
-async def test_a_port_that_is_taken(pipeline: Pipeline) -> None:
+async def test_a_taken_port_is_an_error(pipeline: Pipeline) -> None:
     async with Gateway(pipeline.client, pipeline.config) as gateway:
         config = load_config(env={}, overrides={"gateway.port": gateway.port})
         with pytest.raises(ConfigError, match=f"port {gateway.port}"):

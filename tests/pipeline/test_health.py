@@ -24,7 +24,7 @@ from nano_inference.stages.actor import Actor, StageContext
 from nano_inference.store.board import StageReport
 from nano_inference.telemetry import Tracing
 
-from .conftest import LIMIT_S, MakeConfig, both_buses
+from .conftest import MakeConfig, both_buses
 
 # --- health ----------------------------------------------------------------------------------
 
@@ -241,10 +241,9 @@ async def test_a_thousand_concurrent_callers_cost_two_calls() -> None:
     others = [asyncio.create_task(looks.result()) for _ in range(1000)]
     await asyncio.sleep(0)
     go.set()
-    async with asyncio.timeout(LIMIT_S):
-        assert await first == 1
-        assert set(await asyncio.gather(*others)) == {2}
-        assert await looks.result() == 3
+    assert await first == 1
+    assert set(await asyncio.gather(*others)) == {2}
+    assert await looks.result() == 3
 
 
 async def test_a_cancelled_caller_cancels_no_other() -> None:
@@ -255,8 +254,7 @@ async def test_a_cancelled_caller_cancels_no_other() -> None:
     impatient.cancel()
     await asyncio.sleep(0)
     go.set()
-    async with asyncio.timeout(LIMIT_S):
-        assert await patient is True
+    assert await patient is True
     assert impatient.cancelled()
 
 
@@ -273,15 +271,14 @@ async def test_a_cancellation_that_takes_long_is_not_given_up(
         cancelled.append((request_id, entry_id))
 
     monkeypatch.setattr(client, "cancel", cancel)
-    async with asyncio.timeout(LIMIT_S):
-        async with aclosing(client.submit({"prompt": "x", "request_id": "mine"})) as outputs:
-            asking = asyncio.ensure_future(anext(outputs))
-            (entry,) = await bus.requests.take(1)
-            asking.cancel()
-            await asyncio.wait([asking])
-        assert not cancelled
-        go.set()
-        await client.aclose()
+    async with aclosing(client.submit({"prompt": "x", "request_id": "mine"})) as outputs:
+        asking = asyncio.ensure_future(anext(outputs))
+        (entry,) = await bus.requests.take(1)
+        asking.cancel()
+        await asyncio.wait([asking])
+    assert not cancelled
+    go.set()
+    await client.aclose()
     assert cancelled == [("mine", entry.entry_id)]
     await bus.aclose()
 
@@ -304,14 +301,13 @@ async def test_a_caller_cancelled_while_publishing_cancels_the_request(
 
     monkeypatch.setattr(client, "publish", publish)
     monkeypatch.setattr(client, "cancel", cancel)
-    async with asyncio.timeout(LIMIT_S):
-        asking = asyncio.ensure_future(client.complete({"prompt": "x"}))
-        await begun.wait()
-        asking.cancel()
-        await asyncio.wait([asking])
-        assert asking.cancelled()
-        assert not cancelled
-        go.set()
-        await client.aclose()
+    asking = asyncio.ensure_future(client.complete({"prompt": "x"}))
+    await begun.wait()
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert asking.cancelled()
+    assert not cancelled
+    go.set()
+    await client.aclose()
     assert cancelled == [("7-0", "7-0")]
     await bus.aclose()

@@ -25,7 +25,6 @@ from nano_inference.stages.batching import Sequence
 
 from . import short_model
 from .builders import error_code, raises_code
-from .conftest import LIMIT_S
 from .watch import Watch, watch
 
 CacheType = Literal["radix", "paged"]
@@ -300,7 +299,7 @@ def test_planning_a_step_is_no_more_work_however_many_wait(
 
 
 async def complete_all(engine: EngineConfig, requests: list[dict[str, Any]]) -> list[Completion]:
-    async with Pipeline(Config(engine=engine)) as pipeline, asyncio.timeout(LIMIT_S):
+    async with Pipeline(Config(engine=engine)) as pipeline:
         return await asyncio.gather(*map(pipeline.complete, requests))
 
 

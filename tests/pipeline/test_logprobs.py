@@ -29,7 +29,7 @@ from nano_inference.stages.streaming.stage import StreamingStage
 
 from . import reference
 from .builders import Boom, break_once, raises_code
-from .conftest import BUSES, LIMIT_S, MakeConfig, config_maker
+from .conftest import BUSES, MakeConfig, config_maker
 
 # --- generated tokens ------------------------------------------------------------------------
 
@@ -436,11 +436,7 @@ async def test_a_client_elsewhere_scores_in_the_name_of_a_tenant(
     """Without a reference model, the weights in place alone."""
     request.param = "redis"
     config = config_maker(request)(engine__dtype="float32")
-    async with (
-        asyncio.timeout(LIMIT_S),
-        Pipeline(config) as pipeline,
-        BusClient.connect(config.bus) as client,
-    ):
+    async with Pipeline(config) as pipeline, BusClient.connect(config.bus) as client:
         tail = await client.bus.results.tail()
         (found,) = await client.score([[3, 4]], [[5]])
         assert found.ref_logprobs is None
@@ -481,7 +477,7 @@ async def test_a_stage_may_fail_while_samples_wait_for_their_scores(
     request.param = bus
     make_config: MakeConfig = config_maker(request)
     config = make_config(**SETTINGS, pipeline__replicas=replicas)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+    async with Pipeline(config) as pipeline:
         if failing == "streaming":
             fail_at_a_score(monkeypatch)
         else:

@@ -260,10 +260,9 @@ async def test_a_delayed_record_overwrites_no_newer_one(monkeypatch: pytest.Monk
     await managed.put("ready", takes_requests=True)
     registry.refuses = True
     measuring = asyncio.create_task(managed.measure())
-    async with asyncio.timeout(LIMIT_S):
-        await away.wait()
-        await managed.put("draining", takes_requests=False)
-        await measuring
+    await away.wait()
+    await managed.put("draining", takes_requests=False)
+    await measuring
     assert written[-1] == "draining"
 
 
@@ -300,7 +299,7 @@ async def test_a_lane_that_can_not_go_on_ends_its_requests(redis_url: str) -> No
 
 
 @pytest.mark.parametrize("on_demand", [False, True])
-async def test_an_unload_with_a_time_limit(redis_url: str, on_demand: bool) -> None:
+async def test_an_unload_can_have_a_time_limit(redis_url: str, on_demand: bool) -> None:
     """Requests in flight end with an error then. A later call may set a shorter limit."""
     bus = own_prefix(redis_url)
     async with managing(bus, model("a"), load_on_demand=on_demand) as deployment:
@@ -397,10 +396,9 @@ async def test_records_of_a_former_manager_are_replaced(redis_url: str) -> None:
             await of_model.aclose()
 
         async def answer(name: str) -> Completion:
-            async with asyncio.timeout(LIMIT_S):
-                async for output in client.follow(published[name], published[name]):
-                    if isinstance(output, Completion):
-                        return output
+            async for output in client.follow(published[name], published[name]):
+                if isinstance(output, Completion):
+                    return output
             raise AssertionError
 
         async with managing(bus, model("a"), model("b", preload=False)) as deployment:
@@ -425,7 +423,7 @@ async def test_records_of_a_former_manager_are_replaced(redis_url: str) -> None:
             await client.load_model("a")
 
 
-def test_the_memory_that_models_take(tmp_path: Path) -> None:
+def test_a_model_s_memory_is_told_from_its_folder(tmp_path: Path) -> None:
     folder = short_model.folder()
     in_float32 = managed_model.weight_bytes(folder, "float32")
     parameters = sum(each.numel() for each in load_file(folder / "model.safetensors").values())

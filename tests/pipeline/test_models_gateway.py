@@ -92,7 +92,7 @@ async def deployment(
         "gateway.message_format": "off",
     }
     config = load_config(env={}, overrides=overrides)
-    async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(BusClient.connect(config.bus))
         for spec in specs:
             await stack.enter_async_context(Pipeline(config.of_model(spec)))

@@ -24,7 +24,6 @@ from ..rig import mortal_server
 from ..servers import SERVICE, SLOTS, Cluster, Node, Sentinels, cluster, sentinel_group, until
 from . import short_model
 from .builders import MORE_TOKENS, check_stream, stream_request
-from .conftest import LIMIT_S
 
 INDICES = range(0, 32, 4)  # the streamed requests
 
@@ -80,7 +79,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Any]:
 async def test_every_stream_survives_the_server(server: Any, last_bytes: int | None) -> None:
     """With its log, with a log of which the end is missing (`everysec`), and with none."""
     config = config_on(server.url)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config), BusClient.connect(config.bus) as client:
+    async with Pipeline(config), BusClient.connect(config.bus) as client:
 
         async def trouble() -> None:
             server.kill()
@@ -110,22 +109,21 @@ async def test_requests_wait_while_there_is_no_server(server: Any) -> None:
     """Started without a server, the stages wait for it and then work."""
     config = config_on(server.url)
     server.kill()
-    async with asyncio.timeout(LIMIT_S):
-        starting = asyncio.create_task(Pipeline(config, wait_for_bus=True).__aenter__())
-        done, _ = await asyncio.wait({starting}, timeout=1.0)
-        assert not done
-        await server.start()
-        pipeline = await starting
-        try:
-            completion = await pipeline.complete(stream_request(1))
-            assert completion.status == "done"
-        finally:
-            await pipeline.__aexit__(None, None, None)
+    starting = asyncio.create_task(Pipeline(config, wait_for_bus=True).__aenter__())
+    done, _ = await asyncio.wait({starting}, timeout=1.0)
+    assert not done
+    await server.start()
+    pipeline = await starting
+    try:
+        completion = await pipeline.complete(stream_request(1))
+        assert completion.status == "done"
+    finally:
+        await pipeline.__aexit__(None, None, None)
 
 
 async def test_an_idle_pipeline_costs_the_server_little(server: Any) -> None:
     config = config_on(server.url)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config), Redis(port=server.port) as plain:
+    async with Pipeline(config), Redis(port=server.port) as plain:
 
         async def commands() -> int:
             stats = await plain.info("commandstats")
@@ -193,7 +191,7 @@ async def test_every_stream_survives_a_failover_by_sentinel(group: Sentinels) ->
     async def trouble() -> None:
         old.kill()
 
-    async with asyncio.timeout(LIMIT_S), Pipeline(config), BusClient.connect(config.bus) as client:
+    async with Pipeline(config), BusClient.connect(config.bus) as client:
         await survive(client, trouble)
         new = await group.master()
         assert new is not old
@@ -218,7 +216,7 @@ async def test_a_master_that_is_demoted_is_left(group: Sentinels) -> None:
     async def trouble() -> None:
         await group.sentinels[0].plain.execute_command("SENTINEL FAILOVER", SERVICE)
 
-    async with asyncio.timeout(LIMIT_S), Pipeline(config), BusClient.connect(config.bus) as client:
+    async with Pipeline(config), BusClient.connect(config.bus) as client:
         old = await group.master()
         await survive(client, trouble)
         await until(lambda: is_replica(old), "the old master's new role")
@@ -236,7 +234,7 @@ async def test_the_commands_find_the_master(group: Sentinels) -> None:
         assert ran.status == 0, ran.stderr
         return ran.stdout
 
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+    async with Pipeline(config) as pipeline:
         (await group.master()).kill()
         for sentinel in group.sentinels:
             await until(lambda each=sentinel: knows_the_new(each, group), "the failover")
@@ -275,7 +273,7 @@ async def test_every_stream_survives_a_failover_in_a_cluster(nodes: Cluster) -> 
     async def trouble() -> None:
         nodes.masters[place].kill()
 
-    async with asyncio.timeout(LIMIT_S), Pipeline(config), BusClient.connect(config.bus) as client:
+    async with Pipeline(config), BusClient.connect(config.bus) as client:
         await survive(client, trouble)
         # Streams need other masters only: they may have ended before.
         await until(lambda: nodes.has_failed_over(place), "the failover")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
@@ -56,7 +55,7 @@ def settings() -> dict[str, Any]:
 @pytest.fixture
 async def house(make_config: MakeConfig, settings: dict[str, Any]) -> AsyncIterator[House]:
     config = make_config(**settings)
-    async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         pipeline = await stack.enter_async_context(Pipeline(config))
         urls = [
             (

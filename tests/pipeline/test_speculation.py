@@ -171,7 +171,7 @@ async def test_answers_are_bitwise_equal_under_load_and_failures(
     """Sequences take turns and are preempted, the executor fails, generation pauses."""
     few = {"engine__max_batch_size": 6, "engine__kv_cache_bytes": 1 << 18}
     turns = {"fairness__max_timeslice_tokens": 16, "pipeline__restart_backoff_s": 0.01}
-    async with asyncio.timeout(LIMIT_S), Pipeline(make_config()) as pipeline:
+    async with Pipeline(make_config()) as pipeline:
         expected = await all_told(pipeline)
     answers: Answers = {}
     for completion, _ in expected:
@@ -182,7 +182,7 @@ async def test_answers_are_bitwise_equal_under_load_and_failures(
     break_once(monkeypatch, ExecutorCore, "execute", after=15)
     few["engine__max_model_len"] = 256
     config = make_config(engine__speculation="auto", engine__max_draft_tokens=6, **few, **turns)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+    async with Pipeline(config) as pipeline:
 
         async def pauses() -> None:
             for in_flight in ("keep", "retract"):
@@ -216,7 +216,7 @@ async def test_tokens_of_a_draft_have_the_weights_that_verified_it(
         return check_purity(completion, pure_logprob, whole=True)
 
     spell = oracle.announcing if in_flight == "keep" else oracle.remembering
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+    async with Pipeline(config) as pipeline:
         assert await under_load(pipeline, loaded, spell, in_flight, 12, check)
 
 
@@ -267,16 +267,15 @@ async def test_speculation_keeps_answers_and_counts_drafts(
     make_config: MakeConfig, kind: str
 ) -> None:
     request = {"prompt": "1 2 3 4 5", "n": 2, "sampling": SAMPLING}
-    async with asyncio.timeout(LIMIT_S):
-        async with Pipeline(make_config(**EXACT)) as without:
-            _, alone = await answered(without, request)
-        (first, *_) = alone.samples
-        prediction = {"tokens": first.token_ids, "text": first.text, "wrong": [5, 6] * 9}[kind]
-        on = make_config(**EXACT, engine__speculation="auto")
-        async with Pipeline(on) as speculating:
-            chunks, done = await answered(speculating, request | {"prediction": prediction})
-            never = SAMPLING | {"max_draft_tokens": 0}
-            _, none = await answered(speculating, request | {"sampling": never})
+    async with Pipeline(make_config(**EXACT)) as without:
+        _, alone = await answered(without, request)
+    (first, *_) = alone.samples
+    prediction = {"tokens": first.token_ids, "text": first.text, "wrong": [5, 6] * 9}[kind]
+    on = make_config(**EXACT, engine__speculation="auto")
+    async with Pipeline(on) as speculating:
+        chunks, done = await answered(speculating, request | {"prediction": prediction})
+        never = SAMPLING | {"max_draft_tokens": 0}
+        _, none = await answered(speculating, request | {"sampling": never})
     for found in (done, none):
         for sample, wanted in zip(found.samples, alone.samples, strict=True):
             assert sample.token_ids == wanted.token_ids
@@ -317,7 +316,6 @@ async def test_openai_s_library_gets_the_same_answer_at_once_and_in_a_stream(
         **EXACT, engine__speculation="auto", engine__draft_sources=["prediction", "ngram"]
     )
     async with (
-        asyncio.timeout(LIMIT_S),
         Pipeline(config) as pipeline,
         Gateway(pipeline.client, config) as gateway,
         AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", timeout=LIMIT_S) as client,
@@ -389,13 +387,13 @@ async def test_memory_failures_and_cancelled_requests(
     alike = StepCosts((1, 64), (0.5, 0.5))
     monkeypatch.setattr(ExecutorCore, "_measure_costs", lambda core: alike)
     exact: dict[str, Any] = {"engine__deterministic": True, "engine__max_model_len": 256}
-    async with asyncio.timeout(LIMIT_S), Pipeline(make_config(**exact)) as pipeline:
+    async with Pipeline(make_config(**exact)) as pipeline:
         expected = await all_told(pipeline)
     break_once(monkeypatch, ExecutorCore, "execute", after=25)
     turns = {"fairness__max_timeslice_tokens": 16, "pipeline__restart_backoff_s": 0.01}
     few = {"engine__max_batch_size": 5, "engine__kv_cache_bytes": 1 << 19}
     config = make_config(**exact, **DRAFTING, **turns, **few)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+    async with Pipeline(config) as pipeline:
         client = pipeline.client
 
         async def meanwhile() -> None:

@@ -87,7 +87,7 @@ async def test_a_lane_streams_token_ids(make_config: MakeConfig, folder: Path) -
         assert completion.status == "done"
 
 
-async def test_over_http(make_config: MakeConfig, folder: Path) -> None:
+async def test_token_ids_are_served_over_http(make_config: MakeConfig, folder: Path) -> None:
     config = make_config(engine__model_path=str(folder))
     async with (
         Pipeline(config) as pipeline,
@@ -126,7 +126,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_gguf(tmp_path / "sums.Q8_0.gguf", "Q8_0")
 
 
-def test_the_engine(file: Path) -> None:
+def test_the_engine_reads_gguf(file: Path) -> None:
     config = EngineConfig(model_path=str(file), reference_model_path=str(file), dtype="float32")
     assert config.model_name == "sums.Q8_0"
     chat = ChatRenderer(str(file))
@@ -145,7 +145,7 @@ def test_the_engine(file: Path) -> None:
     assert len(words.decode(forced.completion_tokens, skip_special_tokens=True)) == 2
 
 
-async def test_gguf_over_http(make_config: MakeConfig, file: Path) -> None:
+async def test_gguf_is_served_over_http(make_config: MakeConfig, file: Path) -> None:
     config = make_config(engine__model_path=str(file))
     async with (
         Pipeline(config) as pipeline,
@@ -163,7 +163,9 @@ async def test_gguf_over_http(make_config: MakeConfig, file: Path) -> None:
         assert answer.json()["choices"][0]["text"].strip() == "123"
 
 
-async def test_without_a_tokenizer(make_config: MakeConfig, file: Path, tmp_path: Path) -> None:
+async def test_gguf_without_a_tokenizer_takes_token_ids(
+    make_config: MakeConfig, file: Path, tmp_path: Path
+) -> None:
     bare = write_gguf(tmp_path / "bare.gguf", "Q8_0", tokenizer=nothing)
     ids = reference.tokenizer()(SUM).input_ids
     async with Pipeline(make_config(engine__model_path=str(bare))) as pipeline:

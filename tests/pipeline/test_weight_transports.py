@@ -95,7 +95,9 @@ async def synced(pipeline: Pipeline, peer: Peer, file: Path) -> int:
     return await pipeline.client.update_weights(peer.source(file), timeout_s=LIMIT_S)
 
 
-async def test_a_folder_and_a_file(exact: Pipeline, loaded: State, tmp_path: Path) -> None:
+async def test_weights_come_from_a_folder_or_a_file(
+    exact: Pipeline, loaded: State, tmp_path: Path
+) -> None:
     file = spelt(tmp_path, loaded, 1)
     assert await exact.client.update_weights(FolderWeights(str(tmp_path))) == 1
     assert await spells(exact) == (1, oracle.token_of(1))
@@ -104,7 +106,7 @@ async def test_a_folder_and_a_file(exact: Pipeline, loaded: State, tmp_path: Pat
     assert await spells(exact) == (2, oracle.token_of(2))
 
 
-async def test_shared_memory(exact: Pipeline, loaded: State) -> None:
+async def test_weights_come_from_shared_memory(exact: Pipeline, loaded: State) -> None:
     weights = oracle.announcing(loaded, 1)
     with SharedWeights(weights, bucket_bytes=100_000) as shared:
         assert await exact.client.update_weights(shared.source) == 1
@@ -119,7 +121,9 @@ async def test_shared_memory(exact: Pipeline, loaded: State) -> None:
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 200_000])
-async def test_our_own_group(exact: Pipeline, loaded: State, bucket_bytes: int) -> None:
+async def test_weights_come_from_our_own_group(
+    exact: Pipeline, loaded: State, bucket_bytes: int
+) -> None:
     with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group:
         await exact.client.join_weights_group("weights", group.address, 2)
         for version in (1, 2, 3):
@@ -130,7 +134,7 @@ async def test_our_own_group(exact: Pipeline, loaded: State, bucket_bytes: int) 
             assert await spells(exact) == (version, oracle.token_of(version))
 
 
-async def test_experts_that_come_in_several_parts(tmp_path: Path) -> None:
+async def test_experts_may_come_in_several_parts(tmp_path: Path) -> None:
     """A checkpoint has each expert by itself, and the model has those of a layer in one tensor."""
     folders = [tmp_path / "old", tmp_path / "new"]
     for seed, folder in enumerate(folders):
@@ -140,10 +144,7 @@ async def test_experts_that_come_in_several_parts(tmp_path: Path) -> None:
     tensors = sorted(load_file(folders[1] / "model.safetensors").items())
     parts = [dict(tensors[start::3]) for start in range(3)]
     assert all(any(".experts." in name for name in part) for part in parts)
-    async with (
-        asyncio.timeout(LIMIT_S),
-        Pipeline(load_config(env={}, overrides=config)) as pipeline,
-    ):
+    async with Pipeline(load_config(env={}, overrides=config)) as pipeline:
         client = pipeline.client
         for count in (2, 3):  # at first one is missing
             for part in parts[:count]:
@@ -163,7 +164,7 @@ async def test_experts_that_come_in_several_parts(tmp_path: Path) -> None:
     assert list(sample.token_ids) == tokens[0, 3:].tolist()
 
 
-async def test_a_killed_trainer_and_the_next_one(
+async def test_another_trainer_follows_a_killed_one(
     exact: Pipeline, loaded: State, tmp_path: Path
 ) -> None:
     file = spelt(tmp_path, loaded, 1)
@@ -189,7 +190,7 @@ async def test_a_killed_trainer_and_the_next_one(
     assert await spells(exact) == (1, oracle.token_of(1))
 
 
-async def test_a_trainer_that_hangs_and_the_next_one(
+async def test_another_trainer_follows_one_that_hangs(
     exact: Pipeline, loaded: State, tmp_path: Path
 ) -> None:
     file = spelt(tmp_path, loaded, 1)
@@ -243,7 +244,7 @@ async def test_weights_that_were_refused_are_not_taken_for_the_next(
         assert await exact.client.weight_version() == len(done)
 
 
-async def test_a_group_that_is_not_there(exact: Pipeline) -> None:
+async def test_a_missing_group_is_an_error(exact: Pipeline) -> None:
     with raises_code(WeightsError, "weights_timeout"):
         await exact.client.join_weights_group("x", free_address(), 2, timeout_s=0.5)
     metas = (TensorMeta("model.norm.weight", "float32", (128,)),)
@@ -256,16 +257,15 @@ async def test_a_pipeline_ends_while_a_trainer_hangs(loaded: State, tmp_path: Pa
     file = spelt(tmp_path, loaded, 1)
     config = load_config(env={}, overrides={"engine.dtype": "float32"})
     with Peer() as peer:
-        async with asyncio.timeout(LIMIT_S):
-            async with Pipeline(config) as pipeline:
-                await joined(pipeline, peer)
-                peer.hang()
-                update = asyncio.create_task(
-                    pipeline.client.update_weights(peer.source(file), timeout_s=10 * LIMIT_S)
-                )
-                await spells(pipeline)
-            with raises_code(WeightsError, "weights_interrupted"):
-                await update
+        async with Pipeline(config) as pipeline:
+            await joined(pipeline, peer)
+            peer.hang()
+            update = asyncio.create_task(
+                pipeline.client.update_weights(peer.source(file), timeout_s=10 * LIMIT_S)
+            )
+            await spells(pipeline)
+        with raises_code(WeightsError, "weights_interrupted"):
+            await update
 
 
 # --- parity ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -271,10 +272,9 @@ BAD: dict[str, Callable[[State], Any]] = {
 
 async def test_weights_of_another_shape_change_nothing(exact: Pipeline, loaded: State) -> None:
     streams = asyncio.create_task(whole_streams(exact))
-    for what, make in BAD.items():
-        with pytest.raises(WeightsError) as refused:
+    for make in BAD.values():
+        with raises_code(WeightsError, "weights_refused"):
             await exact.client.update_weights(make(loaded))
-        assert refused.value.code == "weights_refused", what
     await streams
     assert await exact.client.weight_version() == 0
     assert await exact.client.update_weights(loaded) == 1
@@ -292,16 +292,14 @@ async def test_weights_that_are_no_numbers_are_refused(running: Pipeline, loaded
             new[name] = new[name].double()
             new[name].view(-1)[-1] = bad
         for source, partial in ((new, False), ({broken[0]: new[broken[0]]}, True)):
-            with pytest.raises(WeightsError) as refused:
+            with raises_code(WeightsError, "weights_not_finite", match=re.escape(broken[0])):
                 await running.client.update_weights(source, partial=partial)
-            assert refused.value.code == "weights_not_finite", bad
-            assert broken[0] in refused.value.message
     assert set(versions_of(await request)) == {1}
     assert check_stamps(await running.complete(greedy(1, 5))) == 1
     assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
 
 
-async def test_part_of_the_weights(running: Pipeline, loaded: State) -> None:
+async def test_part_of_the_weights_changes_on_request(running: Pipeline, loaded: State) -> None:
     whole = oracle.announcing(loaded, 1)
     await running.client.update_weights(whole)
     embedding = oracle.announcing(loaded, 2)["model.embed_tokens.weight"]
@@ -406,9 +404,8 @@ async def test_freed_pending_weights_change_nothing(
     executor = running._actors["executor"]
     with pytest.MonkeyPatch.context() as patch:
         free_once_taken(patch)
-        with pytest.raises(WeightsError, match="changed before they were in place") as refused:
+        with raises_code(WeightsError, "weights_refused", match="changed before they were"):
             await client.update_weights(oracle.announcing(loaded, 2))
-    assert refused.value.code == "weights_refused"
     assert await client.weight_version() == 1
     await client.update_weights(oracle.announcing(loaded, 2))
     assert check_stamps(await request) == 2
@@ -425,9 +422,8 @@ async def test_lost_weights_generate_nothing_until_all_have_come(
     executor = running._actors["executor"]
     with pytest.MonkeyPatch.context() as patch:
         fail_midway(patch)
-        with pytest.raises(WeightsError, match="the device is gone") as lost:
+        with raises_code(WeightsError, "weights_lost", match="the device is gone"):
             await client.update_weights(oracle.announcing(loaded, 2))
-    assert lost.value.code == "weights_lost"
     await until(lambda: running._actors["batching"].load().get("waiting") == 1)
     assert executor.load()["lacks"] == "weights"
     assert "weights_lost" in await client.trouble()

@@ -96,7 +96,7 @@ async def several(request: pytest.FixtureRequest) -> AsyncIterator[Several]:
         "engine__max_batch_size": 4,
         "engine__dtype": DTYPE,
     }
-    async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         if kind == "lanes":
             pipelines = [
                 await stack.enter_async_context(
@@ -416,7 +416,7 @@ async def test_weights_belong_to_the_lane_that_lives(
     front, first, second = parts(config_maker(request))
     save_file(oracle.announcing(loaded, 7), tmp_path / "model.safetensors")
     folder = FolderWeights(str(tmp_path))
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(front.bus) as client:
+    async with BusClient.connect(front.bus) as client:
         async with Pipeline(first):
             async with Pipeline(front):
                 await check_version(client, 0)

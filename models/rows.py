@@ -14,6 +14,7 @@ from .examples import Example, call_text, messages_of, tools_of
 from .settings import Settings
 from .tokenizer import END_OF_TEXT, SYSTEM_MESSAGES, TURN_END, FastTokenizer, chat_text, encode
 
+NEVER = (0.0, 0.0, 0.0)
 # Weights of each task by form (plain, chat, thinking) in the three stages: all tasks; chats with
 # tools and thoughts; small talk added.
 WEIGHTS: dict[str, tuple[tuple[float, float, float], ...]] = {
@@ -27,18 +28,15 @@ WEIGHTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     "calls": ((0.0, 2.5, 1.0), (0.0, 4.0, 2.0), (0.0, 4.0, 2.0)),
     "result": ((0.0, 6.0, 1.5), (0.0, 14.0, 5.0), (0.0, 12.0, 4.5)),
     "no_call": ((0.0, 3.5, 1.5), (0.0, 5.0, 2.5), (0.0, 5.0, 2.5)),
+    "greeting": (NEVER, NEVER, (0.0, 2.5, 1.0)),
+    "thanks": (NEVER, NEVER, (0.0, 2.0, 0.7)),
+    "about": (NEVER, NEVER, (0.0, 2.5, 1.0)),
+    "unknown": (NEVER, NEVER, (0.0, 14.0, 4.0)),
+    "unknown_to_tools": (NEVER, NEVER, (0.0, 3.0, 1.0)),
+    "loose": (NEVER, NEVER, (0.0, 6.0, 1.5)),
+    "loose2": (NEVER, NEVER, (0.0, 3.0, 0.5)),
 }
 
-# Weights (plain, chat, thinking) of small talk in the third stage, and 0 before.
-TALK_WEIGHTS = {
-    "greeting": (0.0, 2.5, 1.0),
-    "thanks": (0.0, 2.0, 0.7),
-    "about": (0.0, 2.5, 1.0),
-    "unknown": (0.0, 14.0, 4.0),
-    "unknown_to_tools": (0.0, 3.0, 1.0),
-    "loose": (0.0, 6.0, 1.5),
-    "loose2": (0.0, 3.0, 0.5),
-}
 TALK_STAGE = 2
 
 TAPPED = ("add2", "sub2")
@@ -74,13 +72,7 @@ class Taps:
     def weight(self, kind: Kind) -> float:
         """Return the weight of a kind in this stage with all taps open."""
         task, form = kind
-        if task in WEIGHTS:
-            weights = WEIGHTS[task][self.stage]
-        elif self.stage == TALK_STAGE:
-            weights = TALK_WEIGHTS[task]
-        else:
-            return 0.0
-        return weights[("plain", "chat", "thinking").index(form)]
+        return WEIGHTS[task][self.stage][("plain", "chat", "thinking").index(form)]
 
     def set(self, kind: Kind, *, is_open: bool) -> None:
         """Open or close the tap of `kind`."""

@@ -179,10 +179,8 @@ def _age(asked: Arguments, rng: random.Random) -> tuple[str, str]:
 
 def _product(asked: Arguments, rng: random.Random) -> tuple[str, str]:
     product = int(asked[0]) * int(asked[1])
-    key = rng.choice(("result", "product"))
-    return _result_text(
-        {key: product}, str(product), rng
-    ), f"{asked[0]} times {asked[1]} is {product}."
+    text = _result_text({rng.choice(("result", "product")): product}, str(product), rng)
+    return text, f"{asked[0]} times {asked[1]} is {product}."
 
 
 _RESULTS: dict[str, Callable[[Arguments, random.Random], tuple[str, str]]] = {

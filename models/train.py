@@ -39,7 +39,6 @@ from transformers import __version__ as transformers_version
 
 from . import tasks
 from .evaluation import SAMPLES, Kind, Model, Result, kinds_of, measure
-from .examples import Form
 from .rows import TALK_STAGE, TAPPED, Batch, Packer, Taps
 from .settings import Settings
 from .tokenizer import END_OF_TEXT, PAD, TURN_END, FastTokenizer, build_tokenizer, prompt_text
@@ -108,16 +107,17 @@ def card(facts: Mapping[str, str], results: list[Result], seed: int) -> str:
         results: The held-out evaluation.
         seed: Chooses the example of each kind.
     """
-    examples = ["| task | form | prompt | answer |", "|---|---|---|---|"]
-    forms: tuple[Form, ...] = ("plain", "chat")
-    for task in tasks.TASKS:
-        for form in forms:
-            e = tasks.distinct(task, form, "heldout", 1, seed)[0]
-            examples.append(f"| {task} | {form} | `{e.prompt}` | `{e.answer}` |")
-    talk = ["| task | message | answer |", "|---|---|---|"]
-    for task in tasks.TALK_TASKS:
-        e = tasks.distinct(task, "chat", "heldout", 1, seed)[0]
-        talk.append(f"| {task} | `{e.prompt}` | `{e.answer}` |")
+    examples = [
+        f"| {kind[0]} | {kind[1]} | `{e.prompt}` | `{e.answer}` |"
+        for kind in kinds_of(*tasks.TASKS)
+        if kind[1] != "thinking"
+        for e in tasks.distinct(*kind, "heldout", 1, seed)
+    ]
+    talk = [
+        f"| {task} | `{e.prompt}` | `{e.answer}` |"
+        for task in tasks.TALK_TASKS
+        for e in tasks.distinct(task, "chat", "heldout", 1, seed)
+    ]
     return CARD.format(
         examples="\n".join(examples),
         talk="\n".join(talk),
@@ -358,11 +358,8 @@ def facts(trainer: Trainer) -> dict[str, str]:
     settings = trainer.settings
     return {
         "parameters": f"{sum(p.numel() for p in trainer.model.parameters()):,}",
-        "layers": str(settings.layers),
-        "hidden": str(settings.hidden),
+        **{name: str(value) for name, value in asdict(settings).items()},
         "head": str(settings.hidden // 4),
-        "intermediate": str(settings.intermediate),
-        "length": str(settings.length),
         "vocabulary": str(len(trainer.tokenizer)),
         "training": trained(
             trainer.history,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -23,9 +23,13 @@ from nano_inference import (
     TrainingSample,
 )
 from nano_inference.bus.public import CompletionChunk, Output
+from nano_inference.config import role_of
+from nano_inference.stages.actor import Actor
 
 from .. import oracle
 from . import reference, short_model
+
+StageT = TypeVar("StageT", bound=Actor)
 
 
 def raises_code(kind: type[Exception], code: str, match: str | None = None) -> Any:
@@ -118,6 +122,19 @@ async def until(holds: Callable[[], bool]) -> None:
     """Polls; the test's own time limit bounds it."""
     while not holds():  # noqa: ASYNC110  (the condition has no event)
         await asyncio.sleep(0.01)
+
+
+def stage_of(pipeline: Pipeline, kind: type[StageT], replica: int = 0) -> StageT:
+    """A stage of the pipeline as it is now; one that fails is replaced."""
+    name = kind.__name__.removesuffix("Stage").lower()
+    stage = pipeline._actors[role_of(name, replica)]
+    assert isinstance(stage, kind)
+    return stage
+
+
+async def until_batched(pipeline: Pipeline, number: int, state: str = "running") -> None:
+    """Until batching has so many sequences running, or waiting."""
+    await until(lambda: pipeline._actors["batching"].load().get(state) == number)
 
 
 class Boom(Exception):

@@ -22,6 +22,7 @@ from nano_inference.stages.streaming.core import StreamingCore
 from nano_inference.telemetry import names, setup_tracing
 
 from . import short_model
+from .builders import stage_of
 from .conftest import MakeConfig, both_buses
 
 SHORT_MODEL = True
@@ -53,9 +54,7 @@ def urgent_request(index: int) -> dict[str, Any]:
 
 
 def fairness_of(pipeline: Pipeline) -> FairnessStage:
-    stage = pipeline._actors["fairness"]
-    assert isinstance(stage, FairnessStage)
-    return stage
+    return stage_of(pipeline, FairnessStage)
 
 
 def counts_of(pipeline: Pipeline) -> Counts:

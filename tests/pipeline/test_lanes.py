@@ -19,7 +19,6 @@ from nano_inference.bus.public import CompletionChunk
 from nano_inference.bus.redis import queue_length
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import STAGES, BusError, LaneReplaced
-from nano_inference.stages.admission.stage import AdmissionStage
 
 from ..commands import Command
 from .builders import GOOD, LONG, Streams, begin, end_of, error_code, kill, raises_code, until
@@ -56,19 +55,13 @@ def side_by_side(make_config: MakeConfig, **settings: object) -> list[Config]:
     return [lane_config(make_config, lane, **settings) for lane in "ab"]
 
 
-def admission_of(pipeline: Pipeline) -> AdmissionStage:
-    stage = pipeline._actors["admission"]
-    assert isinstance(stage, AdmissionStage)
-    return stage
-
-
 def in_flight(pipeline: Pipeline) -> int:
-    return int(admission_of(pipeline).load()["in_flight"])
+    return int(pipeline._actors["admission"].load()["in_flight"])
 
 
 def is_ready(pipeline: Pipeline) -> bool:
     """Whether its admission lets requests in."""
-    return admission_of(pipeline).condition()[0] == "ready"
+    return pipeline._actors["admission"].condition()[0] == "ready"
 
 
 # --- side by side -----------------------------------------------------------------------------

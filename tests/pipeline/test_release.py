@@ -37,7 +37,9 @@ from .builders import (
     check_stamps,
     greedy,
     raises_code,
+    stage_of,
     until,
+    until_batched,
     versions_of,
     whole_stream,
     whole_streams,
@@ -51,14 +53,11 @@ State = dict[str, Tensor]
 
 
 def executor_of(pipeline: Pipeline) -> ExecutorCore:
-    stage = pipeline._actors["executor"]
-    assert isinstance(stage, ExecutorStage)
-    return stage._core
+    return stage_of(pipeline, ExecutorStage)._core
 
 
 async def waiting(pipeline: Pipeline, number: int) -> None:
-    """Until so many sequences wait in batching."""
-    await until(lambda: pipeline._actors["batching"].load().get("waiting") == number)
+    await until_batched(pipeline, number, "waiting")
 
 
 @needs_proc
@@ -105,7 +104,7 @@ async def test_running_requests_continue_after_a_release(exact: Pipeline) -> Non
     streams = asyncio.create_task(whole_streams(exact))
     batching = exact._actors["batching"]
     for _ in range(5):
-        await until(lambda: batching.load().get("running") == 8)
+        await until_batched(exact, 8)
         await exact.client.release_memory(KV_CACHE)
         load = batching.load()
         assert (load["running"], load["waiting"]) == (0, 8)
@@ -118,7 +117,7 @@ async def test_no_kv_is_stale_after_new_weights(running: Pipeline, loaded: State
     await running.client.update_weights(oracle.remembering(loaded, 1))
     pure = (await running.complete(greedy(1, 1))).samples[0].logprobs[0]
     requests = [asyncio.create_task(running.complete(greedy(n, 120))) for n in range(6)]
-    await until(lambda: running._actors["batching"].load().get("running") == 6)
+    await until_batched(running, 6)
     await running.client.release_memory()
     await running.client.resume_memory()
     await running.client.update_weights(oracle.remembering(loaded, 2))
@@ -177,7 +176,7 @@ async def test_requests_end_as_ever_while_memory_is_released(running: Pipeline) 
 
 async def test_a_pause_outlasts_a_release(exact: Pipeline) -> None:
     streams = asyncio.create_task(whole_streams(exact))
-    await until(lambda: exact._actors["batching"].load().get("running") == 8)
+    await until_batched(exact, 8)
     await exact.client.pause()
     await exact.client.release_memory(KV_CACHE)
     await exact.client.resume_memory(KV_CACHE)
@@ -218,7 +217,7 @@ async def test_a_release_outlives_the_failure_of_batching(
 ) -> None:
     """The executor reports pending and released memory to batching's successor."""
     streams = asyncio.create_task(whole_streams(exact, 3))
-    await until(lambda: exact._actors["batching"].load().get("running") == 3)
+    await until_batched(exact, 3)
     break_once(monkeypatch, BatchingCore, broken, after=1)
     await exact.client.release_memory(KV_CACHE)
     assert executor_of(exact).memory.released == {"kv_cache"}

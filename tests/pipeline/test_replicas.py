@@ -9,14 +9,13 @@ import pytest
 
 from nano_inference import BusClient, Completion, Config, Pipeline
 from nano_inference.bus.messages import StepPlan, StepResult
-from nano_inference.stages.admission.stage import AdmissionStage
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.batching.stage import BatchingStage
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.stages.fairness.stage import FairnessStage
 
-from .builders import GOOD, LONG, Streams, begin, break_once, kill, until, whole_streams
+from .builders import GOOD, LONG, Streams, begin, break_once, kill, stage_of, until, whole_streams
 from .conftest import MakeConfig, both_buses
 from .test_exactness import check_tokens, mixed_requests
 
@@ -30,16 +29,13 @@ def replicated(make_config: MakeConfig, **settings: Any) -> Config:
 
 
 def batching_of(pipeline: Pipeline, replica: int) -> BatchingCore:
-    stage = pipeline._actors[f"batching.{replica}" if replica else "batching"]
-    assert isinstance(stage, BatchingStage)
-    assert stage._core is not None
-    return stage._core
+    core = stage_of(pipeline, BatchingStage, replica)._core
+    assert core is not None
+    return core
 
 
 def fairness_of(pipeline: Pipeline) -> FairnessStage:
-    stage = pipeline._actors["fairness"]
-    assert isinstance(stage, FairnessStage)
-    return stage
+    return stage_of(pipeline, FairnessStage)
 
 
 def lanes_of(pipeline: Pipeline) -> list[str]:
@@ -47,9 +43,7 @@ def lanes_of(pipeline: Pipeline) -> list[str]:
 
 
 def epoch_of(pipeline: Pipeline) -> int:
-    stage = pipeline._actors["admission"]
-    assert isinstance(stage, AdmissionStage)
-    return stage.epoch
+    return pipeline._actors["admission"].epoch
 
 
 async def check_at_rest(pipeline: Pipeline) -> None:

@@ -39,7 +39,7 @@ from .builders import (
     find_pure_logprob,
     greedy,
     raises_code,
-    until,
+    until_batched,
     versions_of,
     whole_stream,
     whole_streams,
@@ -181,7 +181,7 @@ async def test_retracted_requests_go_on_as_if_nothing_had_been(
     """Their KV is computed again, from the same weights: greedy tokens are the same."""
     streams = asyncio.create_task(whole_streams(exact))
     batching = exact._actors["batching"]
-    await until(lambda: batching.load().get("running") == 8)
+    await until_batched(exact, 8)
     for _ in range(5):
         await asyncio.sleep(0.02)
         await exact.client.pause("retract")
@@ -221,8 +221,7 @@ async def test_aborted_requests_return_partial_samples(exact: Pipeline) -> None:
 
 async def test_an_update_can_abort_running_requests(running: Pipeline, loaded: State) -> None:
     request = asyncio.create_task(running.complete(greedy(0, 1500)))
-    batching = running._actors["batching"]
-    await until(lambda: batching.load().get("running") == 1)
+    await until_batched(running, 1)
     await running.client.update_weights(oracle.announcing(loaded, 1), in_flight="abort")
     completion = await request
     assert error_code(completion) == "aborted"
@@ -424,7 +423,7 @@ async def test_lost_weights_generate_nothing_until_all_have_come(
         fail_midway(patch)
         with raises_code(WeightsError, "weights_lost", match="the device is gone"):
             await client.update_weights(oracle.announcing(loaded, 2))
-    await until(lambda: running._actors["batching"].load().get("waiting") == 1)
+    await until_batched(running, 1, "waiting")
     assert executor.load()["lacks"] == "weights"
     assert "weights_lost" in await client.trouble()
     new = oracle.announcing(loaded, 2)

@@ -27,7 +27,16 @@ from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.telemetry import now_ns
 
 from .. import oracle
-from .builders import DTYPE, break_once, check_stamps, greedy, raises_code, until, versions_of
+from .builders import (
+    DTYPE,
+    break_once,
+    check_stamps,
+    greedy,
+    raises_code,
+    stage_of,
+    until,
+    versions_of,
+)
 from .conftest import LIMIT_S, MakeConfig, config_maker
 from .test_replicas import parts
 
@@ -425,7 +434,7 @@ async def test_weights_belong_to_the_lane_that_lives(
                 await check_version(client, 7)
                 async with Pipeline(second) as newcomer:
                     await newcomer.ready()
-                    assert executor_of(newcomer, "executor.1")._core.weights.version == 7
+                    assert stage_of(newcomer, ExecutorStage, 1)._core.weights.version == 7
                     check_stamps(await client.complete(greedy(0, 5, 16)))
         async with Pipeline(first), Pipeline(front):
             await check_version(client, 0)
@@ -441,12 +450,6 @@ async def test_lanes_that_have_lost_their_weights_do_not_count_from_one(
             await lose_an_executor(several, monkeypatch)
     assert several.versions == [0, 0]
     assert await several.client.update_weights(oracle.announcing(loaded, 6)) == 6
-
-
-def executor_of(pipeline: Pipeline, role: str = "executor") -> ExecutorStage:
-    stage = pipeline._actors[role]
-    assert isinstance(stage, ExecutorStage)
-    return stage
 
 
 async def check_version(client: BusClient, version: int) -> None:

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from ..config import NanoInferenceError
+from ..config.extras import advice
 from ..pipeline.supervisor import StageFailed
 from .adapters import app as adapters
 from .admin import app as admin
@@ -193,6 +194,9 @@ def _status_of(error: BaseException) -> int | None:
     if isinstance(error, NanoInferenceError):
         complain(error.message)
         return 1 if isinstance(error, StageFailed) else 2
+    if isinstance(error, ModuleNotFoundError) and (message := advice(error)):
+        complain(message)
+        return 2
     if wants_help(error):
         return 0
     if hasattr(error, "format_message"):  # typer's own, and click's

@@ -255,6 +255,8 @@ def check_ports(
     Raises:
         ConfigError: As `place_of`; also for a port that is taken.
     """
+    import uvicorn  # noqa: F401  a missing extra is reported here, not by a child process
+
     place = place_of(config)
     gateway = config.gateway
     for port, option in ((gateway.port, http_option), (gateway.grpc_port, grpc_option)):

@@ -4,8 +4,9 @@
                           │     ▲                    ▲                  │    ▲                │
                           │     └─finished─┐         └─────credits──────┘    ├─────steps──────┤
                           │                │                                 │                │
-                          └───refused──► streaming ───────────halts──────────┘                │
-    client ◄──results──────────────────────┘   ▲───────────────────steps──────────────────────┘
+                          ├───opened───► streaming ───────────halts──────────┘                │
+                          └───refused──►   │  ▲                                               │
+    client ◄──results──────────────────────┘  └────────────────────steps──────────────────────┘
 
     control: anyone ──► any stage. So goes what streaming asks the reference model (ScoreSample),
     and what an executor answers (SampleScored). Clients also send to whoever runs the models of
@@ -14,10 +15,10 @@
 Batching and executor may be there several times (replicas): then each pair has its own of the links
 that begin or end there, named `dispatch.1` and so on for replica 1, see `at`.
 
-A link has one receiver. `steps` goes to two, so it is two links. The links that close a circle
-(finished, credits, halts, steps) carry at most a fixed number of messages for each request or
-sequence in flight, or for each step that these still take; their capacity is above that number, so
-that no circle of full links can stall.
+A link has one receiver. `steps` is two links: streaming gets a StepResult, batching a StepSummary.
+The links that close a circle (finished, credits, halts, steps) carry at most a fixed number of
+messages for each request or sequence in flight, or for each step that these still take; their
+capacity is above that number, so that no circle of full links can stall.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ from .messages import (
     Fenced,
     Message,
     PauseSequences,
+    Recover,
     Recovered,
     RequestFinished,
+    RequestOpened,
     ResumeSequences,
     StepPlan,
     StepResult,
+    StepSummary,
 )
 
 M = TypeVar("M", bound=Message)
@@ -65,12 +69,14 @@ ADMITTED: Link[AdmittedRequest | Cancel] = Link("admitted", ("admission",), "fai
 DISPATCH: Link[DispatchMessage] = Link("dispatch", ("fairness",), "batching")
 CREDITS: Link[Credit] = Link("credits", ("batching",), "fairness", closes_circle=True)
 PLANS: Link[StepPlan] = Link("plans", ("batching",), "executor")
-STEPS_BATCHING: Link[StepResult] = Link(
+STEPS_BATCHING: Link[StepSummary] = Link(
     "steps.batching", ("executor",), "batching", closes_circle=True
 )
 STEPS_STREAMING: Link[StepResult] = Link("steps.streaming", ("executor",), "streaming")
 HALTS: Link[StopSequences] = Link("halts", ("streaming",), "batching", closes_circle=True)
 REFUSED: Link[Cancel] = Link("refused", ("admission",), "streaming")
+OPENED: Link[RequestOpened | Recover | Cancel] = Link("opened", ("admission",), "streaming")
+"""Also carries Recover, and Cancel of requests that went to another lane."""
 FINISHED: Link[RequestFinished | Fenced | Recovered] = Link(
     "finished", ("streaming",), "admission", closes_circle=True
 )
@@ -86,6 +92,7 @@ LINKS: tuple[AnyLink, ...] = (
     STEPS_STREAMING,
     HALTS,
     REFUSED,
+    OPENED,
     FINISHED,
     *CONTROL.values(),
 )

@@ -17,8 +17,8 @@ from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
 from ..telemetry import instruments
 from .api import anthropic
-from .api.kserve import http_errors as kserve_http
-from .api.kserve.regions import Regions
+from .api.kserve import http as kserve_http
+from .api.kserve.regions import TenantRegions
 from .interfaces import Interfaces
 from .metrics import metrics_routes
 from .model_statuses import single_model_routes
@@ -62,7 +62,7 @@ def make_app(
     measures = measures or Measures()
     readiness = readiness or Readiness(engine)
     policy = Policy(engine, config, measures)
-    model = Interfaces(engine, config, policy, measures, readiness, Regions(config.gateway))
+    model = Interfaces(engine, config, policy, measures, readiness, TenantRegions(config.gateway))
     measures.watch(instruments.GATEWAY_WAITING, lambda: model.submissions.waiting)
     app = application(
         [

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from .api.kserve.grpc_server import GrpcServer
-    from .api.kserve.shared import KServe
+    from .api.kserve.service import KServe
     from .deployment.models import Models
     from .policy.chain import PolicyChain
     from .policy.policy import Policy

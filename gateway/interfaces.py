@@ -5,10 +5,10 @@ from __future__ import annotations
 from ..config import Config
 from ..pipeline.client import BusClient
 from .api import anthropic
-from .api.kserve.regions import Regions
+from .api.kserve.http import kserve_routes
+from .api.kserve.regions import TenantRegions
 from .api.kserve.repository import open_service
-from .api.kserve.routes import kserve_routes
-from .api.kserve.shared import KServe
+from .api.kserve.service import KServe
 from .api.openai import InfoCalls, ResponseCalls, openai_routes
 from .api.openai.adapters import adapter_routes
 from .api.sglang import sglang_routes
@@ -50,7 +50,7 @@ class Interfaces:
         policy: Policy,
         measures: Measures,
         readiness: Readiness,
-        regions: Regions,
+        regions: TenantRegions,
     ) -> None:
         """Raises ConfigError when `gateway.message_format` or `gateway.models` can't be obeyed."""
         check_format(config)

@@ -31,7 +31,7 @@ from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
 from ..stages.executor.changes.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.runner.adapters import (
+from ..stages.executor.runner.adapters.peft import (
     adapter_of,
     check_adapter_id,
     next_version,
@@ -489,7 +489,7 @@ class InferenceEngine:
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
         """Return the loaded adapters: id, version, folder, rank and size."""
-        return self._executor.adapters.told()
+        return self._executor.adapters.describe()
 
     # --- cache and shutdown -------------------------------------------------------------------
 
@@ -520,8 +520,9 @@ class InferenceEngine:
     def _queue(self, name: str, request_id: RequestId | None, request: GenerateRequest) -> None:
         now = now_ns()
         request = replace(request, request_id=name)
-        new = self._admission.admit(RequestEntry(name, request), now, now)
+        opened, new = self._admission.admit(RequestEntry(name, request), now, now)
         self._requests.add(name, Unfinished(new.token_ids, request.sampling, request_id))
+        self._streaming.open(opened, now)
         self._batching.add(
             Dispatch(
                 info=new.info,
@@ -563,11 +564,8 @@ class InferenceEngine:
             return []
         cancel = Cancel(name, name, "cancelled", "cancelled", "aborted")
         self._batching.cancel(cancel)
-        ended = self._streaming.end(cancel, now_ns()).ended
-        if not ended:
-            self._requests.pop(name)
-            return []
-        return self._with_reference(self._finished(ended[0].completion)[1])
+        (ended,) = self._streaming.end(cancel, now_ns()).ended
+        return self._with_reference(self._finished(ended.completion)[1])
 
     def _advance(self) -> list[tuple[str, list[Finished]]]:
         executor = self._executor
@@ -595,7 +593,7 @@ class InferenceEngine:
                 self._batching.change_weights(version, "keep")
             self._report_memory()
             raise
-        self._batching.absorb(result)
+        self._batching.absorb(result.summary())
         self._batching.take_report()  # for fairness, which is absent here
         deliveries = self._streaming.absorb(result, now_ns())
         self._batching.stop(deliveries.halts)

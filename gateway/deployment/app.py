@@ -14,12 +14,11 @@ from ...pipeline.client import BusClient
 from ...pipeline.router import Router
 from ...store.registry import ModelRecord
 from ...telemetry import instruments
-from ..api.kserve import http_errors as kserve_http
-from ..api.kserve.regions import Regions
+from ..api.kserve import http as kserve_http
+from ..api.kserve.http import kserve_routes
+from ..api.kserve.regions import TenantRegions
 from ..api.kserve.repository import add_packages
-from ..api.kserve.routes import kserve_routes
-from ..api.kserve.service import InferenceService
-from ..api.kserve.shared import KServe
+from ..api.kserve.service import InferenceService, KServe
 from ..app import application
 from ..interfaces import Interfaces
 from ..metrics import metrics_routes
@@ -70,7 +69,7 @@ def make_deployment_app(
     policy = Policy(engine, config, measures, models.engines)
     control = ModelControl(engine, policy.audit)
     service = InferenceService(metrics=measures.metrics)
-    kserve = KServe(service, Regions(config.gateway), control)
+    kserve = KServe(service, TenantRegions(config.gateway), control)
     make = partial(_model_app, models, config, policy, measures, readiness, kserve)
     models.made_by(make, partial(_changed, service))
     add_packages(service, config)
@@ -168,7 +167,7 @@ def _dispatched(
         policy,
         Measures(),
         Readiness(models),
-        Regions(config.gateway),
+        TenantRegions(config.gateway),
     )
     routes = []
     for route in template.routes:

@@ -20,7 +20,7 @@ from nano_inference.pipeline.client import BusClient
 from nano_inference.store.board import StageReport
 from nano_inference.store.process_state import identity_of
 
-from .api.kserve.grpc_calls import Client
+from .api.kserve.calls import Client
 
 LIMIT_S = 30
 PROBES = {

@@ -21,13 +21,13 @@ import pytest
 from nano_inference import Gateway, GenerateRequest, Pipeline
 from nano_inference.bus import RequestEntry
 from nano_inference.bus.memory.bus import MemoryRequests
-from nano_inference.bus.messages import AdmittedRequest, Dispatch, Envelope, StepPlan, StepResult
+from nano_inference.bus.messages import AdmittedRequest, Dispatch, Envelope, StepPlan, StepSummary
 from nano_inference.bus.redis.requests import RedisRequests
 from nano_inference.gateway.api.kserve.service import InferenceService
 from nano_inference.gateway.serving.origin import Origin
 from nano_inference.gateway.serving.submissions import Submissions
 from nano_inference.kserve import InferRequest, KServeClient, KServeError, NamedTensor, text_tensor
-from nano_inference.kserve.deadlines import TIMEOUT_NS_PARAM
+from nano_inference.kserve.parameters import TIMEOUT_NS_PARAM
 from nano_inference.pipeline.client import BusClient
 from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.batching.core import BatchingCore
@@ -219,7 +219,7 @@ def follow_the_stages(followed: Followed) -> None:
             hold_executor()
 
     def computed(envelope: Envelope) -> None:
-        if isinstance(envelope.body, StepResult) and envelope.body.seq_ids:
+        if isinstance(envelope.body, StepSummary) and envelope.body.seq_ids:
             followed.came("the result", left_ns())
 
     followed.behind(BatchingCore, "add", added)

@@ -125,7 +125,7 @@ class Lane:
     def _add(self, request: Request) -> int:
         self._next_id += 1
         name = f"r{self._next_id}"
-        info = RequestInfo(name, name, "model", 1, False, (), len(request.prompt), "", "", 0)
+        info = RequestInfo(name, name)
         spec = SequenceSpec(self._next_id, 0, seed=request.seed)
         dispatch = Dispatch(info, request.prompt, request.sampling, (spec,), priority=0)
         self.batching.add(dispatch)
@@ -138,7 +138,7 @@ class Lane:
         self.copies += len(plan.copies)
 
     def _absorb(self, result: StepResult, answers: dict[int, Answer]) -> None:
-        self.batching.absorb(result)
+        self.batching.absorb(result.summary())
         for seq_id, token, logprob in zip(
             result.seq_ids, result.token_ids, result.logprobs, strict=True
         ):

@@ -176,7 +176,7 @@ async def test_waiting_stages_report_their_reason(make_config: MakeConfig) -> No
     some: tuple[Stage, ...] = ("admission", "batching")
     async with Pipeline(make_config(pipeline__stages=some)) as pipeline:
         reasons: dict[str, str] = {}
-        while "has not told" not in reasons.get("batching", ""):
+        while "has not sent" not in reasons.get("batching", ""):
             await pipeline.bus.ping()
             reasons = {report.stage: report.reason for report in pipeline.stages()}
         # Without the executor batching does not know what fits.

@@ -79,14 +79,14 @@ def batching_steps(number: int, cache_type: Literal["paged", "radix"]) -> float:
     core = BatchingCore(config, capacity)
     for seq_id in range(number):
         prompt = (seq_id,) * (1 + seq_id % STEPS)
-        info = RequestInfo(f"r{seq_id}", "e", "m", 1, False, (), len(prompt), "", "", 0)
+        info = RequestInfo(f"r{seq_id}", "e")
         core.add(Dispatch(info, prompt, SamplingParams(), (SequenceSpec(seq_id, 0, 0),), 0))
     plans: deque[StepPlan] = deque()
 
     def step() -> None:
         while (plan := core.plan(0)) is not None:
             plans.append(plan)
-        core.absorb(sampled(plans.popleft()))
+        core.absorb(sampled(plans.popleft()).summary())
         core.take_report()
 
     for _ in range(4):

@@ -17,8 +17,7 @@ from nano_inference import BusClient, Completion, EngineConfig, InferenceEngine,
 from nano_inference.bus.messages import NewSequence, StepPlan, StepResult
 from nano_inference.config import STAGES, ConfigError, ModelError, load_config
 from nano_inference.pipeline.supervisor import RestartBudget, StageFailed
-from nano_inference.stages.admission.ledger import Ledger
-from nano_inference.stages.admission.requests import Requests
+from nano_inference.stages.admission.requests import Ledger, Requests
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.fairness.core import FairnessCore

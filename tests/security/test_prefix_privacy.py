@@ -15,7 +15,7 @@ from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.messages import CacheScope
 from nano_inference.config import AdmissionConfig
 from nano_inference.stages.admission.core import AdmissionCore
-from nano_inference.stages.fairness.locality import prefix_chain
+from nano_inference.stages.fairness.replicas import prefix_chain
 
 from ..byte_tokenizers import TEMPLATE, byte_tokenizer
 
@@ -44,7 +44,7 @@ class Salts:
         self._number += 1
         request = GenerateRequest(prompt_token_ids=SECRET, tenant=tenant, cache_salt=salt)
         entry = RequestEntry(f"{self._number}-0", request)
-        return self._core.admit(entry, 0, 0).cache_scope
+        return self._core.admit(entry, 0, 0).admitted.cache_scope
 
 
 TENANTS = st.sampled_from(["default", "a", "ab", "a/b", "a:", "0"]) | st.text(

@@ -1,20 +1,18 @@
-"""Weight updates and releases of memory, in whatever order things happen."""
+"""Weight updates and releases of memory, in any order of events."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from nano_inference.bus.control import (
     FinishUpdate,
@@ -26,13 +24,17 @@ from nano_inference.bus.control import (
     UpdateWeights,
 )
 from nano_inference.bus.weights import FolderWeights, GroupWeights, LocalWeights, StagedWeights
-from nano_inference.stages.executor.changes.effects import Answer, Fetch, SkipBroadcast
+from nano_inference.config import WeightsError
+from nano_inference.stages.executor.changes.core import WeightParts
+from nano_inference.stages.executor.changes.effects import Answer, Fetch, Origin, SkipBroadcast
+from nano_inference.stages.executor.changes.shell import stay_single
 from nano_inference.stages.executor.runner import memory as memory_module
+from nano_inference.stages.executor.runner.weights.transports.background import Background
 
 from .world import World, place, values_at
 
 SECONDS = 10.0
-"""That an update may take."""
+"""The time limit of an update."""
 
 INDEX = st.integers(0, 1 << 16)
 IN_FLIGHT = st.sampled_from(["keep", "retract", "abort"])
@@ -42,7 +44,7 @@ TAGS = st.sampled_from([("weights",), ("kv_cache",), ("weights", "kv_cache")])
 
 
 def at(names: str, **changed: Any) -> UpdateWeights:
-    """Weights for these parameters, which are numbered when it is asked for them."""
+    """An update of these parameters, whose version is chosen when it is fetched."""
     return UpdateWeights(FolderWeights(names), **{"partial": True, "timeout_s": SECONDS, **changed})
 
 
@@ -83,16 +85,16 @@ SCRIPTS = st.one_of(
         ]
     ).map(lambda operation: [operation]),
 )
-"""What somebody asks for, one after the other."""
+"""Sequences of operations."""
 
 MOVES = ["ask", "job", "job", "told", "told", "message", "plan", "step", "result"] * 2 + ["epoch"]
 SEED = st.integers(0, 1 << 32)
 NUMBER = st.integers(1, 40)
-"""Of moves, which a seed chooses: hypothesis would rather choose the same ones again and again."""
+"""Seeds of random moves: hypothesis itself tends to repeat the same moves."""
 
 
 def move(world: World, kind: str, chance: Random, failing: float) -> None:
-    """Has something happen, if there is something that can."""
+    """Make one possible event happen, if any."""
     if kind == "job" and world.jobs:
         world.run_job(chance.randrange(len(world.jobs)), fails=chance.random() < failing)
     elif kind == "told" and world.results:
@@ -112,13 +114,13 @@ def move(world: World, kind: str, chance: Random, failing: float) -> None:
 
 @pytest.fixture(autouse=True)
 def no_trimming(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of so little need not go back to the system each time."""
+    """Return no freed memory to the system: it is too little."""
     monkeypatch.setattr(memory_module, "trim", lambda device: None)
 
 
 class Interleaved(RuleBasedStateMachine):
-    """One executor that is asked for everything at once, while jobs, plans and messages come to
-    their end in any order, stages fail and time passes."""
+    """One executor with many operations at once, while jobs, plans and messages end in any order,
+    stages fail and time passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +186,7 @@ class Interleaved(RuleBasedStateMachine):
             assert (world.core.version, world.core.behind) == (0, record.version)
 
     def teardown(self) -> None:
-        """Nobody waits for ever, and nothing is left that is in the way of what comes next."""
+        """No operation waits for ever, and no leftover blocks the next one."""
         world = self.world
         while self.scripts:
             self.ask(Random(0))
@@ -210,15 +212,15 @@ class Interleaved(RuleBasedStateMachine):
 
 
 class Together(RuleBasedStateMachine):
-    """Two executors that are told of the same updates, and know nothing of each other: whoever
-    asks has them put in place or dropped, as `update_weights_together` does."""
+    """Two executors with the same updates, which the sender puts in place or drops in both, as
+    `update_weights_together` does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.worlds = World(), World()
-        # On its way to each executor: an operation, and the update that it belongs to.
+        # In flight to each executor: an operation and its update.
         self.inboxes: tuple[list[tuple[str, Any]], ...] = [], []
-        # Under which ids they are answered.
+        # The ids of their answers.
         self.asked: dict[tuple[str, type], list[str]] = {}
         self.number = 0
         self.open: list[str] = []
@@ -235,7 +237,7 @@ class Together(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(index=INDEX)
     def conclude(self, index: int) -> None:
-        """All have answered: they are to put it in place, or to drop it."""
+        """After all answers: have the update put in place, or dropped."""
         name = self.open[index % len(self.open)]
         answers = self.answers(name, UpdateWeights)
         if len(answers) == 2:
@@ -245,7 +247,7 @@ class Together(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(index=INDEX)
     def give_up(self, index: int) -> None:
-        """Whoever asked leaves."""
+        """Stop the sender."""
         self.finish(self.open[index % len(self.open)], None)
 
     @precondition(lambda self: any(self.inboxes))
@@ -260,7 +262,7 @@ class Together(RuleBasedStateMachine):
     def go_on(self, which: int, seed: int, number: int) -> None:
         world, chance = self.worlds[which], Random(seed)
         for _ in range(number):
-            # What was checked does not fail any more, unless the executor is lost.
+            # A checked update fails only if the executor is lost.
             fetches = any(isinstance(job, Fetch) for job in world.jobs)
             move(world, chance.choice(MOVES), chance, failing=0.1 if fetches else 0.0)
 
@@ -273,14 +275,14 @@ class Together(RuleBasedStateMachine):
         self.worlds[which].begin_epoch()
 
     def teardown(self) -> None:
-        """All have changed, or none has; and in the same order."""
+        """All have changed, or none has, and in the same order."""
         for name in list(self.open):
             self.give_up(self.open.index(name))
         for which, world in enumerate(self.worlds):
             while self.inboxes[which]:
                 self.receive(which)
             world.rest()
-            assert not world.core.prepared, "what was given up is in nobody's way"
+            assert not world.core.prepared, "dropped updates block nothing"
             world.settle()
             assert not world.core.unanswered
         first, second = self.worlds
@@ -305,7 +307,7 @@ class Together(RuleBasedStateMachine):
         self.tell(name, FinishUpdate(name, version))
 
     def answers(self, name: str, kind: type) -> list[Answer]:
-        """Those that have come."""
+        """The answers so far."""
         asked = self.asked.get((name, kind), ["", ""])
         answers = (world.answers.get(each) for world, each in zip(self.worlds, asked, strict=True))
         return [answer for answer in answers if answer is not None]
@@ -326,7 +328,7 @@ def test_any_interleaving(machine: type[RuleBasedStateMachine], soak: bool) -> N
     )
 
 
-# --- one by one ---------------------------------------------------------------------------------
+# --- single cases -------------------------------------------------------------------------------
 
 
 def test_a_part_that_waited_has_only_the_rest_of_its_time() -> None:
@@ -334,7 +336,7 @@ def test_a_part_that_waited_has_only_the_rest_of_its_time() -> None:
     world.ask(UpdateWeights(place(1, "ab"), timeout_s=3600.0))
     world.ask(UpdateWeights(place(2, "a"), timeout_s=SECONDS, part_of="u"))
     world.wait(SECONDS - 1)
-    assert world.core.waiting_parts == 1
+    assert len(world.core._turns) == 1
     world.run_job(fails=True)
     world.report_job()
     (job,) = world.jobs
@@ -361,7 +363,7 @@ def test_a_part_that_waits_too_long_is_refused_and_parts_behind_it_are_not() -> 
         UpdateWeights(place(1, "ab"), part_of="u"),
     ],
 )
-def test_what_a_group_broadcasts_for_an_update_that_is_refused_is_skipped(
+def test_broadcasts_of_refused_updates_are_skipped(
     before: UpdateWeights,
 ) -> None:
     world = World()
@@ -375,8 +377,8 @@ def error_code(world: World, name: str) -> str:
     return error.code if error is not None else ""
 
 
-def test_an_update_stays_given_up_when_another_is_too() -> None:
-    """Two senders whose updates meet, each refused by one executor, give up both."""
+def test_dropped_updates_stay_dropped() -> None:
+    """Two senders whose updates meet, each refused by one executor, drop both."""
     world = World()
     first = world.ask(UpdateWeights(place(1, "ab"), prepare_as="p"))
     second = world.ask(UpdateWeights(place(2, "ab"), prepare_as="q"))
@@ -386,3 +388,75 @@ def test_an_update_stays_given_up_when_another_is_too() -> None:
     world.rest()
     assert error_code(world, first) == "weights_incomplete"
     assert not world.core.prepared
+
+
+def parts(**names: float) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value) for name, value in names.items()}
+
+
+def test_all_parts_are_taken_together_once() -> None:
+    kept = WeightParts()
+    kept.add("u", parts(a=1, b=2))
+    kept.add("u", parts(b=3, c=4))
+    found, origin = kept.take(StagedWeights("u", 2))
+    assert origin is None
+    assert {name: tensor.item() for name, tensor in found.items()} == {"a": 1, "b": 3, "c": 4}
+    with pytest.raises(WeightsError, match="0 of the update's 2"):
+        kept.take(StagedWeights("u", 2))
+
+
+def test_another_update_begins_anew() -> None:
+    kept = WeightParts()
+    kept.add("old", parts(a=1))
+    kept.add("new", parts(b=2))
+    assert set(kept.take(StagedWeights("new", 1))[0]) == {"b"}
+
+
+def test_only_a_single_part_has_an_origin() -> None:
+    kept, folder = WeightParts(), Origin("/weights", "stamp")
+    kept.add("u", parts(a=1), folder)
+    assert kept.take(StagedWeights("u", 1))[1] == folder
+    kept.add("v", parts(a=1), folder)
+    kept.add("v", parts(b=1), folder)
+    assert kept.take(StagedWeights("v", 2))[1] is None
+
+
+@pytest.mark.parametrize(
+    "wanted", [StagedWeights("u", 2), StagedWeights("v", 1), StagedWeights("v", 0)]
+)
+def test_incomplete_parts_are_dropped(wanted: StagedWeights) -> None:
+    kept = WeightParts()
+    kept.add("u", parts(a=1))
+    with pytest.raises(WeightsError) as refused:
+        kept.take(wanted)
+    assert refused.value.code == "weights_incomplete"
+    with pytest.raises(WeightsError, match="0 of"):
+        kept.take(StagedWeights("u", 1))
+
+
+def test_dropped() -> None:
+    kept = WeightParts()
+    kept.add("u", parts(a=1))
+    kept.drop()
+    kept.add("u", parts(b=1))
+    assert set(kept.take(StagedWeights("u", 1))[0]) == {"b"}
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_it_alone_has_no_parallel_regions(two_threads: None) -> None:
+    with ThreadPoolExecutor(1) as steps:
+        assert steps.submit(torch.get_num_threads).result() == 2
+        fetching = Background("weights-test", stay_single)
+        assert fetching.submit(torch.get_num_threads).result(60) == 1
+        fetching.close()
+        assert steps.submit(torch.get_num_threads).result() == 2
+    assert torch.get_num_threads() == 2
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == 2

@@ -42,8 +42,16 @@ from ..stages.streaming.core import StreamingCore
 from ..store.board import LoadedAdapter
 from ..telemetry import now_ns
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
-from .engine_requests import Finished, Unfinished, UnfinishedRequests, make_request, make_sample
-from .prompts import check_prompts, params_of_all, predictions_of_all
+from .engine_requests import (
+    Finished,
+    Unfinished,
+    UnfinishedRequests,
+    check_prompts,
+    make_request,
+    make_sample,
+    params_of_all,
+    predictions_of_all,
+)
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .scoring import params_to_score, token_ids_to_score
 
@@ -622,10 +630,7 @@ class InferenceEngine:
         ]
 
     def _receive_weights(
-        self,
-        source: Mapping[str, Tensor] | WeightsSource,
-        version: int | None,
-        timeout_s: float,
+        self, source: Mapping[str, Tensor] | WeightsSource, version: int | None, timeout_s: float
     ) -> dict[str, Tensor]:
         """Return new weights, checked to be finite, in the model's dtypes and by its names.
 

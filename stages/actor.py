@@ -13,8 +13,8 @@ import structlog
 
 from ..bus import Bus, Inbox, Outcome, Sender
 from ..bus.control import Reset, StageReady, StageStarted, StageStopped
-from ..bus.links import CONTROL, Link, at
-from ..bus.messages import Envelope, Message
+from ..bus.links import CONTROL, AnyLink, Link, M, at
+from ..bus.messages import Envelope
 from ..config import REPLICATED, BusError, Config, NanoInferenceError, cut, role_of
 from ..config.logger import get_logger
 from ..store.board import LoadedAdapter, StageState
@@ -80,7 +80,7 @@ class Actor(ABC):
         self._on_ready = context.on_ready
         # The epoch in which this stage takes part; 0 for none.
         self._part_of = 0
-        self._senders: dict[Link, Sender] = {}
+        self._senders: dict[AnyLink, Sender] = {}
 
     # --- overridden by stages -----------------------------------------------------------------
 
@@ -211,18 +211,18 @@ class Actor(ABC):
         else:
             await self.handle(envelope)
 
-    def own(self, link: Link) -> Link:
+    def own(self, link: Link[M]) -> Link[M]:
         """Return this replica's link."""
         return at(link, self.replica)
 
-    async def flush(self, link: Link) -> None:
+    async def flush(self, link: AnyLink) -> None:
         """Wait until all messages sent on a link have left this process."""
         await self._sender(link).flush()
 
     async def send(
         self,
-        link: Link,
-        body: Message,
+        link: Link[M],
+        body: M,
         *,
         epoch: int | None = None,
         trace: TraceContext | None = None,
@@ -259,7 +259,7 @@ class Actor(ABC):
             # No request is lost: the caller's wait times out.
             self.log.warning("answer_lost", operation=operation_id, reason=reason.message)
 
-    def _sender(self, link: Link) -> Sender:
+    def _sender(self, link: AnyLink) -> Sender:
         sender = self._senders.get(link)
         if sender is None:
             sender = self._senders[link] = self.bus.sender(link, self.incarnation)

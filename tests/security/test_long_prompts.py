@@ -24,8 +24,7 @@ from nano_inference.stages.admission.stage import AdmissionStage
 from nano_inference.stages.executor.core import ExecutorCore
 
 from ..byte_tokenizers import byte_tokenizer
-from ..pipeline.test_lanes import kill
-from ..pipeline.test_life import break_once, until
+from ..pipeline.builders import break_once, kill, until
 
 LIMIT_S = 60
 SMALL = {"prompt": "1 + 1 =", "sampling": {"temperature": 0, "max_tokens": 4}}

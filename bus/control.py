@@ -1,6 +1,6 @@
-"""What steers the stages beside the requests' own path: cancelling, pausing, weights, epochs.
+"""Control messages: cancelling, pausing, weights, epochs.
 
-Arrays of msgpack on Redis, as all that crosses between stages.
+Arrays of msgpack on Redis, as all messages between stages.
 """
 
 from __future__ import annotations
@@ -14,31 +14,33 @@ from ..store.board import LoadedAdapter
 from .weights import InFlight, StagedWeights, WeightsSource
 
 Capability = Literal["generate", "score", "embed"]
-"""What a model can be asked for."""
+"""Uses of a model."""
 
 MemoryTag = Literal["weights", "kv_cache"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
-"""What of an executor's memory can be released by itself."""
+"""Parts of an executor's memory that can be released separately."""
 
 
 class Internal(msgspec.Struct, frozen=True, tag=True, tag_field="type", array_like=True):
-    """A message between stages: on the wire an array that starts with the class's name."""
+    """A message between stages: on the wire an array that begins with the class's name."""
 
 
 class InternalPart(msgspec.Struct, frozen=True, array_like=True):
-    """A piece of a message between stages: an array too, without a type of its own."""
+    """A part of a message between stages: an untagged array."""
 
 
 class Cancel(Internal, frozen=True):
     """End a request early, with this status.
 
-    It travels behind the request through the stages, each of which drops what it holds of it, and
-    streaming writes the terminal message.
+    It follows the request through the stages, each of which drops the request, and streaming writes
+    the
+    terminal message.
 
     Attributes:
-        unstarted: Whoever removed the request vouches that none of its sequences went further, so
-            streaming has never heard of it and still must answer. Otherwise a request that
-            streaming does not know has already ended, and this came too late.
+        unstarted: The sender guarantees that no sequence of the request went further, so streaming
+            has
+            no state of it and must answer. Otherwise a request unknown to streaming has already
+            ended.
         elsewhere: Another lane has taken the request over: it is dropped, and nothing is written.
     """
 
@@ -52,59 +54,59 @@ class Cancel(Internal, frozen=True):
 
     @property
     def result_key(self) -> str:
-        """The key of the result stream to which the terminal message goes.
+        """The key of the result stream for the terminal message.
 
-        The id of a duplicate names somebody else's stream.
+        A duplicate's id names the first request's stream.
         """
         own = self.request_id and self.code != "duplicate_request"
         return self.request_id if own else self.entry_id
 
 
 class StopSequences(Internal, frozen=True):
-    """Streaming to batching: these sequences met a stop string and need no more tokens."""
+    """Streaming to batching: these sequences reached a stop string."""
 
     seq_ids: tuple[int, ...]
 
 
 class Pause(Internal, frozen=True):
-    """To batching: plan no further steps. Answered when no step is under way any more.
+    """To batching: plan no further steps. Answered when no step is in flight.
 
-    Here and below an answer goes out under the envelope's `operation_id`.
+    Replies go out under the envelope's `operation_id`, here and below.
 
     Attributes:
-        in_flight: What becomes of sequences that batching has. Requests that have not come so far
-            are up to admission (`CancelAll`).
+        in_flight: Treatment of batching's sequences. Admission ends earlier requests (`CancelAll`).
     """
 
     in_flight: InFlight = "keep"
 
 
 class Resume(Internal, frozen=True):
-    """Go on after a Pause."""
+    """Continue after a Pause."""
 
 
 class CancelAll(Internal, frozen=True):
-    """To admission: every request in flight ends with what it has. What is not yet taken from the
-    queue is not in flight."""
+    """To admission: end every request in flight with its output so far. Untaken entries are not in
+    flight."""
 
 
 class UpdateWeights(Internal, frozen=True):
     """To the executor: fetch new weights, and put them in place between two steps.
 
-    Steps go on while they are fetched. Answered when they are in place, or when they are refused.
+    Steps continue during the fetch. Answered when the weights are in place, or refused.
 
     Attributes:
-        source: Where they are.
-        in_flight: What becomes of sequences that have begun.
-        version: What to count from then on, above the present version; None for the next.
-        partial: Whether parameters that are not among them stay as they are.
-        timeout_s: How long to wait for them.
-        part_of: A name for an update that comes in several such messages: the tensors are checked
-            and kept, beside what was kept under this name, and answered for. `StagedWeights` puts
-            all of them in place. What was kept under another name is dropped.
-        prepare_as: A name for an update that several executors make: the weights are fetched,
-            checked and answered for, and wait for `FinishUpdate`. Until that comes, and for at most
-            `timeout_s`, other updates are refused.
+        source: Where to fetch them.
+        in_flight: Treatment of sequences that have begun.
+        version: The new version, above the present one; None for the next.
+        partial: Keep parameters that are missing from the source.
+        timeout_s: Time limit of the fetch.
+        part_of: Name of an update in several messages: the tensors are checked and kept beside
+            earlier
+            ones of this name. `StagedWeights` puts all of them in place. Parts of another name are
+            dropped.
+        prepare_as: Name of an update of several executors: the weights are fetched and checked, and
+            wait
+            for `FinishUpdate`. Until then, for at most `timeout_s`, other updates are refused.
     """
 
     source: WeightsSource | StagedWeights
@@ -117,13 +119,11 @@ class UpdateWeights(Internal, frozen=True):
 
 
 class FinishUpdate(Internal, frozen=True):
-    """To the executor: put the weights in place that wait under this name, or drop them.
-
-    Answered when they are in place, or dropped.
+    """To the executor: put the prepared weights in place, or drop them. Answered when done.
 
     Attributes:
-        prepared: What `UpdateWeights.prepare_as` called it.
-        version: What to count from then on; None to drop them.
+        prepared: The name given in `UpdateWeights.prepare_as`.
+        version: The new version; None to drop them.
     """
 
     prepared: str
@@ -131,22 +131,22 @@ class FinishUpdate(Internal, frozen=True):
 
 
 class WeightsReady(Internal, frozen=True):
-    """The executor to batching: new weights wait for the next plan to put them in place."""
+    """The executor to batching: new weights are ready for the next plan."""
 
     version: int
     in_flight: InFlight
 
 
 class JoinWeightsGroup(Internal, frozen=True):
-    """To the executor: join a torch.distributed group from which weights will be broadcast.
+    """To the executor: join a torch.distributed group for weight broadcasts.
 
     Attributes:
-        group: A name for it. One that was joined before is left first.
-        address: host:port of the group's TCP store, which rank 0 keeps.
+        group: Its name. An earlier group of this name is left first.
+        address: host:port of the group's TCP store, on rank 0.
         rank: The executor's, at least 1.
-        world_size: How many there are, rank 0 included.
+        world_size: Number of ranks, including rank 0.
         backend: "gloo" or "nccl".
-        timeout_s: How long to wait for the others.
+        timeout_s: Time limit for the other ranks.
     """
 
     group: str
@@ -158,40 +158,41 @@ class JoinWeightsGroup(Internal, frozen=True):
 
 
 class LeaveWeightsGroup(Internal, frozen=True):
-    """To the executor: leave a group, if it is in it."""
+    """To the executor: leave a group, if joined."""
 
     group: str
 
 
 class TellWeightVersion(Internal, frozen=True):
-    """To the executor: answer with the version of the weights in place."""
+    """To the executor: reply with the version of the weights in place."""
 
 
 class ReleaseMemory(Internal, frozen=True):
-    """To the executor: release memory once the steps under way are done.
+    """To the executor: release memory after the steps in flight. Answered when done.
 
-    Answered when that is so. Until it is resumed no step runs, and requests wait. KV is computed
-    again afterwards; weights are lost, and no step runs before an update has brought all of them.
+    Until resumption no step runs, and requests wait. KV is recomputed afterwards; weights are lost,
+    and no
+    step runs before an update has brought all of them.
 
     Attributes:
-        tags: Of `MEMORY_TAGS`. What is released already stays so.
+        tags: Some of `MEMORY_TAGS`. Released memory stays released.
     """
 
     tags: tuple[str, ...] = MEMORY_TAGS
 
 
 class ResumeMemory(Internal, frozen=True):
-    """To the executor: take memory again that was released; answered when it is there."""
+    """To the executor: take released memory again. Answered when done."""
 
     tags: tuple[str, ...] = MEMORY_TAGS
 
 
 class MemoryState(Internal, frozen=True):
-    """The executor to batching: what memory there is.
+    """The executor to batching: state of its memory.
 
     Attributes:
-        lacks: What is not there, or holds nothing; while there is any, no step can run.
-        release: What of it waits for the next plan to release it.
+        lacks: Released or empty parts; no step can run until this is empty.
+        release: Parts that the next plan is to release.
     """
 
     lacks: tuple[str, ...]
@@ -201,14 +202,13 @@ class MemoryState(Internal, frozen=True):
 class LoadAdapter(Internal, frozen=True):
     """To the executor: read a LoRA adapter, and put it in place between two steps.
 
-    Steps go on while it is read. Answered with its version when it is in place, or refused.
+    Steps continue while it is read. Answered with its version when it is in place, or refused.
 
     Attributes:
-        adapter: Its id, by which requests name it. One that is loaded gets new weights.
-        folder: Where PEFT has written it; the executor's process must be able to read it.
-        in_flight: What becomes of sequences that have begun with it.
-        version: What to count from then on, above all that this id has had; None for the next.
-        only_check: Read it and change nothing; answered with the version that it would have.
+        adapter: Its id in requests. A loaded one gets new weights.
+        folder: In PEFT's format, readable by the executor's process.
+        in_flight: Treatment of sequences that have begun with it.
+        version: The new version, above all earlier ones of this id; None for the next.
     """
 
     adapter: str

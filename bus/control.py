@@ -232,10 +232,10 @@ class UnloadAdapter(Internal, frozen=True):
 
 
 class AdapterReady(Internal, frozen=True):
-    """The executor to batching: an adapter waits for the next plan to put it in place.
+    """The executor to batching: an adapter is ready for the next plan.
 
     Attributes:
-        version: Of its weights; 0: it is to be forgotten.
+        version: Of its weights; 0 to unload it.
     """
 
     adapter: str
@@ -244,13 +244,13 @@ class AdapterReady(Internal, frozen=True):
 
 
 class FlushCache(Internal, frozen=True):
-    """Forget all cached prefixes. Running sequences keep their blocks."""
+    """Drop all cached prefixes. Running sequences keep their blocks."""
 
 
 class Drain(Internal, frozen=True):
-    """Let nothing more in; what is still in flight after `timeout_ns` ends with an error.
+    """Admit no more requests; those in flight after `timeout_ns` end with an error.
 
-    A second one may shorten the time.
+    A second Drain may shorten the time.
     """
 
     timeout_ns: int
@@ -263,11 +263,11 @@ class UpdateFairness(Internal, frozen=True):
 
 
 class LoadModel(Internal, frozen=True):
-    """To whoever runs the models: load one. Answered when it is ready, or why it can't be.
+    """To the model manager: load a model. Answered when it is ready or has failed.
 
     Attributes:
-        id: Which one, by any of its names.
-        model: What it is, where the deployment shall have it from now on; None for one that it has.
+        id: One of its names.
+        model: Settings of a new model of the deployment; None for an existing one.
     """
 
     id: str
@@ -275,14 +275,14 @@ class LoadModel(Internal, frozen=True):
 
 
 class UnloadModel(Internal, frozen=True):
-    """To whoever runs the models: unload one. Answered when its processes have ended.
+    """To the model manager: unload a model. Answered when its processes have ended.
 
-    It takes no more requests, and those that it has are answered first.
+    It accepts no more requests, and those in flight finish first.
 
     Attributes:
-        id: Which one, by any of its names.
-        timeout_s: How long they may take; what is left then ends with an error. None: any time.
-        remove: Whether the deployment shall not have it any more.
+        id: One of its names.
+        timeout_s: Time limit of its requests; the rest end with an error. None: no limit.
+        remove: Also remove it from the deployment.
     """
 
     id: str
@@ -291,19 +291,19 @@ class UnloadModel(Internal, frozen=True):
 
 
 class Reset(Internal, frozen=True):
-    """A new epoch begins: drop whatever belongs to older ones, then answer with StageReady.
+    """A new epoch begins: drop the state of older epochs, then reply with StageReady.
 
-    The epoch is that of the envelope.
+    The epoch is the envelope's.
     """
 
 
 class EmbeddingCapacity(InternalPart, frozen=True, array_like=True):
-    """What vectors the executor's model makes of prompts.
+    """Embeddings of the executor's model.
 
     Attributes:
-        size: How many numbers they have.
-        pooling: That of requests that name none.
-        normalize: Likewise.
+        size: Components of a vector.
+        pooling: Default pooling.
+        normalize: Default normalisation.
         whole: As in Pooling.
     """
 
@@ -314,22 +314,22 @@ class EmbeddingCapacity(InternalPart, frozen=True, array_like=True):
 
 
 class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
-    """What the executor can hold.
+    """Capacity of an executor.
 
     Attributes:
-        num_blocks: KV blocks of the lane.
+        num_blocks: KV blocks.
         block_size: Tokens per block.
-        max_model_len: The configured limit cut to the model's own.
+        max_model_len: The configured limit, capped by the model's own.
         vocab_size: Rows of the output layer.
-        device: For people: "cpu", "cuda:0 NVIDIA H200".
+        device: For display: "cpu", "cuda:0 NVIDIA H200".
         weight_version: Of the weights in place.
         lacks: As in MemoryState.
-        max_batch_size: Sequences that run at the same time.
-        adapters: Those that requests can name.
-        capabilities: What the model can be asked for.
-        embedding: What vectors it makes; None where it makes none.
-        experts: How many a layer of the model has; 0 where it has none.
-        drafts: Whether its steps can verify drafts, where the settings ask for it.
+        max_batch_size: Sequences that run concurrently.
+        adapters: Loaded adapters.
+        capabilities: Uses of the model.
+        embedding: Its embeddings; None if unsupported.
+        experts: Experts per layer; 0 for none.
+        drafts: Whether its steps can verify drafts, if enabled.
     """
 
     num_blocks: int
@@ -348,23 +348,23 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
 
 
 class AdaptersChanged(Internal, frozen=True):
-    """The executor to admission, within an epoch: these are the adapters that it has now."""
+    """The executor to admission, within an epoch: its loaded adapters."""
 
     stage: str
     adapters: tuple[LoadedAdapter, ...]
 
 
 class StageStarted(Internal, frozen=True):
-    """A stage is up and holds nothing. Sent to admission, which then begins a new epoch."""
+    """A stage has started without state. Admission then begins a new epoch."""
 
     stage: str
     incarnation: str
 
 
 class StageReady(Internal, frozen=True):
-    """The stage has dropped what is older than the envelope's epoch and takes part in it.
+    """The stage has dropped older state and takes part in the envelope's epoch.
 
-    The executor tells its capacity, and tells batching as well as admission.
+    An executor adds its capacity, and sends this to batching too.
     """
 
     stage: str
@@ -373,15 +373,15 @@ class StageReady(Internal, frozen=True):
 
 
 class ServerRestarted(Internal, frozen=True):
-    """A bus to admission: its server is not the one that it was, and may have lost messages."""
+    """The bus to admission: the server restarted or was replaced, and may have lost messages."""
 
 
 class StageStopped(Internal, frozen=True):
-    """A stage leaves in good order or has failed. What it held is lost to this epoch.
+    """A stage has left or failed; its state is lost to this epoch.
 
     Attributes:
         reason: For people.
-        failed: Whether it failed by itself, so that what it held may be to blame.
+        failed: Whether it crashed, so that one of its requests may be the cause.
     """
 
     stage: str

@@ -21,7 +21,7 @@ from nano_inference.bus.weights import StagedWeights, WeightsSource
 from nano_inference.config import BusConfig, BusError, NanoInferenceError
 from nano_inference.store.board import StageReport
 from nano_inference.store.calls import MemoryCalls
-from nano_inference.store.limits import Limits
+from nano_inference.store.limits import LimitStore
 from nano_inference.store.memory import MemoryLimits
 from nano_inference.store.policy import MemoryPolicyRecord
 from nano_inference.store.registry import MemoryModelRegistry
@@ -50,7 +50,7 @@ class FakeBus:
         self.calls = MemoryCalls(BusConfig())
         self.results = FakeResults()
         self.policy = MemoryPolicyRecord()
-        self.limits: Limits = MemoryLimits()
+        self.limits: LimitStore = MemoryLimits()
         self.models = MemoryModelRegistry()
         self.model = ""
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import msgspec
 
 from ...server.http import FieldError, Int64
+from ...serving.chat_templates import Reasoning
 from ...serving.fields import read_part
-from ...serving.template_variables import Reasoning
 from .bodies import CountBody
 
 

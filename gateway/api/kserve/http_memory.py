@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from ...server.http import Int64, JsonResponse, read_object
 from ...serving.fields import read_part
-from ...serving.tenants import tenant_of
+from ...serving.origin import tenant_of
 from .regions import Regions
 
 

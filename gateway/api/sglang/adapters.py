@@ -9,7 +9,7 @@ from starlette.responses import Response
 from ....config import NanoInferenceError
 from ....pipeline.client import BusClient
 from ...server.http import JsonResponse, error_response, read_object
-from ...serving.served import ServedModels
+from ...serving.lane_state import ServedModels
 from .fields import read_fields
 
 _MOST_BYTES = 1 << 16

@@ -16,9 +16,8 @@ from ....config import Config, RequestError
 from ....pipeline.embedding import EmbeddedPrompt
 from ...server.http import Int64, answer_while_connected, convert
 from ...serving.embedding import EmbedCall, Prompt, embed_all, worked_out
-from ...serving.origin import origin_of
+from ...serving.origin import origin_of, tenant_of
 from ...serving.submissions import Submissions
-from ...serving.tenants import tenant_of
 from ...serving.words import LazyWords
 from .fields import read_fields, read_sglang_object
 

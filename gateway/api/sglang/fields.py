@@ -10,7 +10,7 @@ from starlette.requests import Request
 from ....config import Config, RequestError, field_name, nearest
 from ...server.http import NAMED_MODEL, convert, read_object
 from ...serving.fields import adapter_of, read_part
-from ...serving.served import unknown_model
+from ...serving.lane_state import unknown_model
 
 T = TypeVar("T")
 

@@ -21,8 +21,7 @@ from ....pipeline.health import living_first
 from ....store.board import StageReport
 from ...policy.caller import caller_of
 from ...server.http import EngineError, JsonResponse, answer_while_connected
-from ...serving.model_length import ModelLength
-from ...serving.readiness import DRAINING, Readiness
+from ...serving.lane_state import DRAINING, ModelLength, Readiness
 from ...serving.submissions import Submissions
 from .fields import read_fields, read_sglang_object
 from .labels import VersionLabels

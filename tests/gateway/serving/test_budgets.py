@@ -14,7 +14,7 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server import connections
 from nano_inference.gateway.server.calls import Arrival
 from nano_inference.gateway.serving.account import Account
-from nano_inference.gateway.serving.budgets import HEADER, MAX_BUDGET_MS
+from nano_inference.gateway.serving.origin import HEADER, MAX_BUDGET_MS
 from nano_inference.telemetry import TraceContext, now_ns
 
 from ...security.test_connections import post, serve

@@ -16,7 +16,7 @@ from ....config import GatewayConfig, RequestError
 from ....kserve.protobuf import Method
 from ...server.limits import Overloaded
 from ...serving.measures import Reason
-from ...serving.origin import BUDGET_HEADER as BUDGET_HEADER
+from ...serving.origin import BUDGET_HEADER
 from .endings import Endings
 from .grpc_fields import check_fields
 

@@ -16,7 +16,7 @@ import yaml
 from rich.table import Table
 
 from ..config import ConfigError, parse_value
-from ..gateway.policy.scopes import SCOPES
+from ..gateway.policy.document import SCOPES
 from .administering import Administers, administering
 from .asking import failures_told
 from .options import Options, gathers, takes_asking_options

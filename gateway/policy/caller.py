@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from starlette.requests import Request
 
-from .document import Limits
-from .scopes import SCOPES, Scope
+from ...config import RequestError
+from .document import SCOPES, Limits, Scope
 
 CALLER = "caller"
 """Under which a call's state has who calls."""
@@ -55,3 +55,17 @@ def caller_of(request: Request) -> Caller:
     """As the chain has found him."""
     found: Caller = request.scope.get("state", {}).get(CALLER, NOBODY)
     return found
+
+
+def may_use(caller: Caller, model: str) -> bool:
+    """Return whether a caller may use a model or an adapter."""
+    return caller.models is None or model in caller.models
+
+
+def check_allowed(caller: Caller, model: str) -> None:
+    """Raises RequestError `model_not_found` when a caller may not use a model."""
+    if not may_use(caller, model):
+        raise RequestError(
+            f"there is no model {model!r:.80} for this key; /v1/models lists those that there are",
+            code="model_not_found",
+        )

@@ -9,16 +9,20 @@ outputs and at the end of the call.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import wraps
 from typing import Protocol
 
+from starlette.middleware import Middleware
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from ...bus.public import GenerateRequest, Output
 from ..serving.origin import Origin
-from .caller import ANYBODY, CALLER, NOBODY, Caller
-from .scopes import Needed
+from .caller import ANYBODY, CALLER, NOBODY, ROUTE, Caller
+from .document import Needed
 
 
 class PolicyCall:
@@ -132,3 +136,30 @@ class PolicyChain:
         for link in self._outputs:
             outputs = link.outputs(origin, request, outputs, before)
         return outputs
+
+
+class PolicyRoute(Route):
+    """A route whose calls go through the application's `state.chain` first.
+
+    Attributes:
+        needed: What it asks of its callers.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[[Request], Awaitable[Response]],
+        *,
+        needed: Needed,
+        methods: Collection[str],
+        middleware: Sequence[Middleware] = (),
+    ) -> None:
+        @wraps(endpoint)
+        async def checked(request: Request) -> Response:
+            request.scope.setdefault("state", {})[ROUTE] = (self.path_format, needed)
+            chain: PolicyChain = request.app.state.chain
+            await chain.enter(request, needed)
+            return await endpoint(request)
+
+        super().__init__(path, checked, methods=list(methods), middleware=list(middleware))
+        self.needed = needed

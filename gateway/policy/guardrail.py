@@ -16,9 +16,9 @@ from ..serving.origin import Origin
 from ..serving.words import LazyWords, Words
 from .backend import PolicyUnavailable
 from .block_list import BlockList
-from .block_lists import BlockLists
 from .held_outputs import HeldOutputs
 from .opa import Decision, NoDecision, OpenPolicyAgent
+from .store import BlockLists
 
 AT_ONCE = 16
 """Prompts of a call that OPA is asked about at the same time."""

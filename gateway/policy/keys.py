@@ -11,16 +11,18 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import msgspec
 from starlette.requests import Request
 
+from ...bus.public import GenerateRequest
 from ...config import RequestError
-from .caller import AppliedLimits, Caller
+from ..serving.origin import Origin
+from .caller import AppliedLimits, Caller, check_allowed
 from .chain import PolicyCall
-from .document import ApiKey, PolicyDocument
-from .scopes import may
+from .document import ApiKey, PolicyDocument, may
 
 _PREFIX = "ni"
 _KEY = re.compile(r"ni-([0-9a-f]{12})-[A-Za-z0-9_-]{43}")
@@ -158,6 +160,26 @@ class RequireScope:
                 f"this needs a key with the scope {call.needed!r}, and this one's are: {has}",
                 code="insufficient_scope",
             )
+
+
+class AllowedModels:
+    """Refuses models that a caller may not use, as if they were not there."""
+
+    def __init__(self, default: str) -> None:
+        """`default`: the name of the model of requests that name none."""
+        self._default = default
+
+    async def check(self, call: PolicyCall) -> None:
+        if call.needed != "nothing":
+            check_allowed(call.caller, self._default)
+
+    @asynccontextmanager
+    async def admit(
+        self, origin: Origin, requests: Sequence[GenerateRequest]
+    ) -> AsyncIterator[None]:
+        for request in requests:
+            check_allowed(origin.caller, request.model or self._default)
+        yield
 
 
 def _digest(text: str) -> str:

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from ...bus.public import GenerateRequest
 from ...config import BusError, Config, RequestError
 from ...config.logger import get_logger
-from ...store.limits import Charge, Limit, Limits, Take
+from ...store.limits import Charge, Limit, LimitStore, Reservation
 from ..server.http import DEFAULT_RETRY_S, EngineError
 from ..serving.account import Account
 from ..serving.measures import Measures, Reason
@@ -34,10 +34,10 @@ _WORDS: dict[str, tuple[Reason, str]] = {
 }
 
 
-class TakeLimits:
+class ReserveLimits:
     """Takes what a call may come to from all limits that its caller has, or refuses it."""
 
-    def __init__(self, limits: Limits, config: Config, measures: Measures) -> None:
+    def __init__(self, limits: LimitStore, config: Config, measures: Measures) -> None:
         self._limits = limits
         self._max_model_len = config.engine.max_model_len
         self._is_open = config.policy.limits_when_bus_fails == "open"
@@ -51,26 +51,26 @@ class TakeLimits:
         reserved = sum(map(self._most_tokens, requests))
         charges = charges_of(origin.caller.limits, reserved)
         # What was published before was taken then.
-        take = await self._take(origin, charges) if charges and requests else None
-        if take is None:
+        reservation = await self._reserve(origin, charges) if charges and requests else None
+        if reservation is None:
             yield
             return
         account = origin.account
-        account.headers.update(headers_of(take))
-        if not take.granted:
-            raise self._refused(take, origin.caller)
+        account.headers.update(headers_of(reservation))
+        if not reservation.granted:
+            raise self._refused(reservation, origin.caller)
         before = account.tokens
         try:
             yield
         finally:
             used = account.tokens - before + self._left_tokens(account, requests)
             finals = (used if _what(each) == _TOKENS else each.amount for each in charges)
-            self._limits.settle(take, list(finals))
+            self._limits.commit(reservation, list(finals))
 
-    async def _take(self, origin: Origin, charges: Sequence[Charge]) -> Take | None:
+    async def _reserve(self, origin: Origin, charges: Sequence[Charge]) -> Reservation | None:
         """None when nobody can count, and that is no reason to refuse."""
         try:
-            take = await self._limits.take(charges)
+            reservation = await self._limits.reserve(charges)
         except BusError as error:
             if not self._is_away:
                 log = get_logger()
@@ -83,11 +83,11 @@ class TakeLimits:
                 "this key has limits, and what it has used can't be counted; try again later"
             ) from None
         self._is_away = False
-        return take
+        return reservation
 
-    def _refused(self, take: Take, caller: Caller) -> RequestError:
-        assert take.refused_by is not None
-        charge = take.charges[take.refused_by]
+    def _refused(self, reservation: Reservation, caller: Caller) -> RequestError:
+        assert reservation.refused_by is not None
+        charge = reservation.charges[reservation.refused_by]
         reason, unit = _WORDS[_what(charge)]
         self._measures.refused(reason)
         most = charge.limit.most
@@ -98,7 +98,7 @@ class TakeLimits:
                 "lower max_tokens or n, or shorten the prompt",
                 code="tokens_above_limit",
             )
-        wait_s = DEFAULT_RETRY_S if take.retry_after_s is None else take.retry_after_s
+        wait_s = DEFAULT_RETRY_S if reservation.retry_after_s is None else reservation.retry_after_s
         return EngineError(
             f"{whose} limit of {most} {unit} is used up; try again in {math.ceil(wait_s)} s",
             code="rate_limit_exceeded",
@@ -138,7 +138,7 @@ def charges_of(applied: Iterable[AppliedLimits], tokens: int) -> list[Charge]:
     return charges
 
 
-def headers_of(take: Take) -> dict[str, str]:
+def headers_of(reservation: Reservation) -> dict[str, str]:
     """How the limits of requests and tokens stand, each by the one that has least left.
 
     They are those of OpenAI; the times are seconds until everything is back.
@@ -147,7 +147,7 @@ def headers_of(take: Take) -> dict[str, str]:
     for what in (_REQUESTS, _TOKENS):
         stands = [
             (room.left, room.reset_s, charge.limit.most)
-            for charge, room in zip(take.charges, take.rooms, strict=True)
+            for charge, room in zip(reservation.charges, reservation.rooms, strict=True)
             if _what(charge) == what
         ]
         if stands:

@@ -5,23 +5,237 @@ Sources: RFC 7519 (JWT), RFC 8725 (what has gone wrong with them), RFC 9068 (acc
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
 import math
+import random
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, get_args
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple, get_args
 
+import httpx2
 import jwt
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
+from jwt import PyJWK, PyJWTError
 
 from ...config import ConfigError, PolicyConfig, nearest
+from ...config.logger import get_logger
+from .backend import PolicyUnavailable
 from .caller import Caller
-from .document import MAX_TENANT_LENGTH
-from .jwks import Algorithm, IssuerKeys
+from .document import MAX_TENANT_LENGTH, SCOPES, Scope
 from .keys import Unauthenticated
-from .scopes import SCOPES, Scope
+
+Algorithm = Literal["RS256", "ES256"]
+PublicKey = RSAPublicKey | EllipticCurvePublicKey
+
+RENEW_S = 3600.0
+"""After so long they are fetched again, beside the calls: keys that the issuer has withdrawn are
+then taken no more."""
+
+MOST_AGE_S = 86_400.0
+"""While the issuer can't be reached, what was fetched holds so long. Who keeps it from us must not
+keep alive what it has withdrawn."""
+
+FETCH_TIMEOUT_S = 5.0
+MOST_BYTES = 1 << 20
+MOST_KEYS = 100
+
+_DISCOVERY = "/.well-known/openid-configuration"
+_FIRST_WAIT_S = 1.0
+_RSA_BITS = range(2048, 8193)
+_KEY_TYPES: Mapping[str, Algorithm] = {"RSA": "RS256", "EC": "ES256"}
+
+
+class _NotFetchedError(Exception):
+    """Why not, in words."""
+
+
+class IssuerKeys:
+    """What an issuer signs with at present.
+
+    Attributes:
+        generation: Another one after the keys have changed.
+    """
+
+    def __init__(self, config: PolicyConfig, now_s: Callable[[], float]) -> None:
+        """Args: the settings of the issuer, and a clock that never goes back."""
+        self.generation = 0
+        self._config = config
+        self._now_s = now_s
+        self._client: httpx2.AsyncClient | None = None
+        self._keys: dict[tuple[Algorithm, str], PublicKey] = {}
+        self._fetched_s: float | None = None
+        self._next_s = now_s()
+        self._failures = 0
+        self._why_not = "nobody has asked"
+        self._task: asyncio.Task[None] | None = None
+
+    async def ready(self) -> None:
+        """Waits until there are keys that may be used.
+
+        Raises:
+            PolicyUnavailable: There are none.
+        """
+        if self._age_s >= MOST_AGE_S:
+            await self._fetched()
+            if self._age_s >= MOST_AGE_S:
+                raise PolicyUnavailable(
+                    f"the keys of {self._config.oidc_issuer} can't be had, so no token is taken: "
+                    f"{self._why_not}"
+                )
+        elif self._age_s >= RENEW_S:
+            self._begin()
+
+    async def find(self, algorithm: Algorithm, key_id: str) -> PublicKey | None:
+        """The key for an algorithm, and no other, under an id; "" where a token names none.
+
+        For one that is not known they are fetched again, but at most once in
+        `policy.oidc_refresh_s`, however many ask.
+        """
+        if (key := self._look(algorithm, key_id)) is None:
+            await self._fetched()
+            key = self._look(algorithm, key_id)
+        return key
+
+    async def aclose(self) -> None:
+        """Ends what is under way."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self._client is not None:
+            await self._client.aclose()
+
+    @property
+    def _age_s(self) -> float:
+        return MOST_AGE_S if self._fetched_s is None else self._now_s() - self._fetched_s
+
+    def _look(self, algorithm: Algorithm, key_id: str) -> PublicKey | None:
+        if key_id:
+            return self._keys.get((algorithm, key_id))
+        fitting = [key for (kind, _), key in self._keys.items() if kind == algorithm]
+        return fitting[0] if len(fitting) == 1 else None
+
+    async def _fetched(self) -> None:
+        """Waits for the fetch that is under way or begins now; for none while it is too early."""
+        if (task := self._begin()) is not None:
+            # Others wait for it as well.
+            await asyncio.shield(task)
+
+    def _begin(self) -> asyncio.Task[None] | None:
+        if self._task is None or self._task.done():
+            if self._now_s() < self._next_s:
+                return None
+            self._task = asyncio.create_task(self._fetch(), name="keys of the issuer")
+        return self._task
+
+    async def _fetch(self) -> None:
+        try:
+            async with asyncio.timeout(FETCH_TIMEOUT_S):
+                found = usable_keys(await self._get(await self._address()))
+            if not found:
+                raise _NotFetchedError("there are none for RS256 or ES256")
+        except (_NotFetchedError, httpx2.HTTPError, TimeoutError, OSError) as error:
+            self._failed(str(error) or "no answer in time")
+            return
+        except httpx2.InvalidURL:
+            self._failed("the address is none")
+            return
+        self._fetched_s = self._now_s()
+        self._next_s = self._fetched_s + self._config.oidc_refresh_s
+        self._failures = 0
+        self._why_not = ""
+        if _numbers(found) != _numbers(self._keys):
+            self._keys = found
+            self.generation += 1
+            get_logger().info("oidc_keys_fetched", keys=len(found))
+
+    def _failed(self, why: str) -> None:
+        if why != self._why_not:
+            get_logger().error("oidc_keys_not_fetched", error=why)
+        self._why_not = why
+        wait_s = min(self._config.oidc_refresh_s, _FIRST_WAIT_S * 2.0 ** min(self._failures, 30))
+        self._failures += 1
+        # Gateways that have lost it together don't come back together.
+        self._next_s = self._now_s() + wait_s * random.uniform(0.5, 1.0)
+
+    async def _address(self) -> str:
+        """Where the keys are."""
+        if self._config.oidc_jwks_url:
+            return self._config.oidc_jwks_url
+        issuer = self._config.oidc_issuer
+        told = await self._get(issuer.removesuffix("/") + _DISCOVERY)
+        address = told.get("jwks_uri")
+        if told.get("issuer") != issuer:
+            raise _NotFetchedError("its discovery document is of another issuer")
+        # As the settings may not say it either: who stands in between would make the keys.
+        if not isinstance(address, str) or not _as_safe(address, issuer):
+            raise _NotFetchedError("its discovery document names no place of its keys with https")
+        return address
+
+    async def _get(self, address: str) -> dict[str, Any]:
+        if self._client is None:
+            # Redirects are not followed: the settings say whom we ask.
+            self._client = httpx2.AsyncClient(follow_redirects=False, timeout=FETCH_TIMEOUT_S)
+        # What is packed small could be of any size.
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        body = bytearray()
+        async with self._client.stream("GET", address, headers=headers) as response:
+            if response.status_code != 200:
+                raise _NotFetchedError(f"the answer has the status {response.status_code}")
+            async for part in response.aiter_raw():
+                body += part
+                if len(body) > MOST_BYTES:
+                    raise _NotFetchedError(f"the answer is larger than {MOST_BYTES} bytes")
+        with suppress(ValueError, RecursionError):
+            return msgspec.json.decode(body, type=dict[str, Any])
+        raise _NotFetchedError("the answer is not a JSON object")
+
+
+def usable_keys(jwks: Mapping[str, Any]) -> dict[tuple[Algorithm, str], PublicKey]:
+    """By algorithm and id, those of a set that may sign tokens; the others are left out.
+
+    So a secret (`oct`) is none, however the set calls it, nor what is for encryption.
+    """
+    listed = jwks.get("keys")
+    usable: dict[tuple[Algorithm, str], PublicKey] = {}
+    for jwk in listed[:MOST_KEYS] if isinstance(listed, list) else ():
+        if not isinstance(jwk, dict) or not isinstance(key_id := jwk.get("kid", ""), str):
+            continue
+        # Private: whoever has published it signs for everybody, and finding the factors of an RSA
+        # modulus that has its exponent alone takes minutes for one of 10,000 bytes.
+        if "d" in jwk:
+            continue
+        algorithm = _KEY_TYPES.get(str(jwk.get("kty")))
+        for_tokens = jwk.get("use", "sig") == "sig" and "verify" in jwk.get("key_ops", ["verify"])
+        if algorithm is None or not for_tokens or jwk.get("alg", algorithm) != algorithm:
+            continue
+        with suppress(PyJWTError, ValueError, TypeError):
+            key = PyJWK(jwk, algorithm).key
+            if _is_strong(key):
+                usable[algorithm, key_id] = key
+    return usable
+
+
+def _is_strong(key: object) -> bool:
+    """Whether a public key is of a size, or on the curve, that its algorithm needs."""
+    if isinstance(key, RSAPublicKey):
+        return key.key_size in _RSA_BITS
+    return isinstance(key, EllipticCurvePublicKey) and key.curve.name == "secp256r1"
+
+
+def _numbers(keys: Mapping[tuple[Algorithm, str], PublicKey]) -> dict[tuple[Algorithm, str], Any]:
+    return {name: key.public_numbers() for name, key in keys.items()}
+
+
+def _as_safe(address: str, issuer: str) -> bool:
+    """Whether it has TLS, if the issuer has."""
+    return address.startswith(("https://", issuer.partition("://")[0] + "://"))
+
 
 MAX_TOKEN_LENGTH = 8192
 """Characters; what reads a token takes longer for each of them, before it is known to be good."""

@@ -10,24 +10,21 @@ import anyio.to_thread
 
 from ...config import BusError, Config
 from ...pipeline.client import BusClient
+from ..serving.lane_state import OnlyServed, ServedModels
 from ..serving.measures import Measures
-from ..serving.served import OnlyServed, ServedModels
 from ..serving.words import LazyWords
 from .audit import AuditLog
 from .audited_calls import AuditedCalls, AuditedHeads
 from .backend import open_backend
-from .block_lists import BlockLists
 from .caller import ANYBODY, NOBODY, Caller
 from .chain import HeadLink, OutputsLink, PolicyChain, RequestsLink
 from .document import Guardrails, PolicyDocument
 from .guardrail import Guardrail
-from .keys import Authenticate, RequireScope, caller_with, tenant_in, with_tenant
-from .limits import TakeLimits
-from .models import AllowedModels
+from .keys import AllowedModels, Authenticate, RequireScope, caller_with, tenant_in, with_tenant
+from .limits import ReserveLimits
 from .oidc import Tokens, is_token
 from .opa import OpenPolicyAgent
-from .store import PolicyStore
-from .weights import TenantWeights
+from .store import BlockLists, PolicyStore, TenantWeights
 
 
 class Policy:
@@ -93,7 +90,7 @@ class Policy:
             head += [models] if one_of_several else []
             # To whom a model is not allowed it is not there in any case.
             requests.insert(0, models)
-            requests += [TakeLimits(self._limits, config, measures)]
+            requests += [ReserveLimits(self._limits, config, measures)]
         if self._lists is not None or self._agent is not None:
             guardrail = Guardrail(self._lists, self._agent, words, measures, engine.cancel, name)
             requests += [guardrail]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 
 import anyio
+import anyio.to_thread
+import msgspec
 
-from ...config import NanoInferenceError
+from ...config import FairnessConfig, NanoInferenceError, RequestError
 from ...config.logger import get_logger
+from ...pipeline.client import BusClient
 from .backend import PolicyBackend, PolicyUnavailable, StoredPolicy
-from .document import PolicyDocument
+from .block_list import BlockList
+from .document import Guardrails, PolicyDocument
 
 _ATTEMPTS = 100
 """Of a change that others get in the way of."""
@@ -91,3 +96,87 @@ class PolicyStore:
     async def aclose(self) -> None:
         """Closes the backend."""
         await self._backend.aclose()
+
+
+class BlockLists:
+    """The block list as the policy has it now. It is made anew when that has changed."""
+
+    def __init__(self, read: Callable[[], Awaitable[Guardrails]], max_match: int) -> None:
+        self._read = read
+        self._max_match = max_match
+        self._made_of = Guardrails()
+        self._made = BlockList((), (), max_match)
+        self._making = anyio.Lock()
+
+    async def get(self) -> BlockList:
+        """Raises PolicyUnavailable when nobody knows what it is."""
+        guardrails = await self._read()
+        if guardrails is self._made_of:
+            return self._made
+        async with self._making:
+            if guardrails != self._made_of:
+                self._made = await self._make(guardrails)
+            self._made_of = guardrails
+            return self._made
+
+    async def _make(self, guardrails: Guardrails) -> BlockList:
+        try:
+            return await block_list_of(guardrails, self._max_match)
+        except RequestError as error:
+            # It came past the administration.
+            raise PolicyUnavailable(
+                f"the block list can't be read, so nothing is let through: {error.message}"
+            ) from None
+
+
+async def block_list_of(guardrails: Guardrails, max_match: int) -> BlockList:
+    """Makes it in a thread, since it may be long.
+
+    Raises:
+        RequestError: invalid_guardrails.
+    """
+    make = partial(BlockList, guardrails.literals, guardrails.patterns, max_match)
+    return await anyio.to_thread.run_sync(make)
+
+
+_PERIOD_S = 5.0
+
+
+class TenantWeights:
+    """Keeps them as the policy says; a lane that starts anew has those of its own settings."""
+
+    def __init__(self, engines: Callable[[], Iterable[BusClient]], store: PolicyStore) -> None:
+        """`engines`: gives the clients whose lanes they are to be in."""
+        self._engines = engines
+        self._store = store
+        # Of tenants that had one, so that it can be taken back.
+        self._set: set[str] = set()
+
+    async def run_forever(self) -> None:
+        """Looks again and again whether all lanes have them."""
+        while True:
+            try:
+                await self._apply(await self._store.document())
+            except NanoInferenceError as error:
+                get_logger().debug("tenant_weights_not_set", error=error.message)
+            await anyio.sleep(_PERIOD_S)
+
+    async def _apply(self, document: PolicyDocument) -> None:
+        wanted = {
+            tenant: each.weight
+            for tenant, each in document.tenants.items()
+            if each.weight is not None
+        }
+        gone = self._set - set(wanted)
+        if not (wanted or gone):
+            return
+        for engine in list(self._engines()):
+            for lane, config in (await engine.fairness()).items():
+                own = config.tenant_weights
+                kept = {name: each for name, each in own.items() if name not in gone}
+                if (weights := kept | wanted) != own:
+                    changed: FairnessConfig = msgspec.structs.replace(
+                        config, tenant_weights=weights
+                    )
+                    await engine.update_fairness(changed, lane)
+        self._set = set(wanted)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import anyio
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...bus.entries import usable_trace
@@ -19,7 +20,25 @@ from ..policy.caller import CALLER, NOBODY, ROUTE, Caller
 from ..serving.account import Account
 from ..serving.measures import Measures
 from .http import CALL_ID, CLIENT_LEFT, ERROR_CODE
-from .route_names import RouteNames
+
+
+class RouteNames:
+    """The names of some routes."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        """`paths`: those of the routes, in their order, with names in braces for what varies."""
+        paths = list(dict.fromkeys(paths))
+        self._plain = frozenset(each for each in paths if "{" not in each)
+        # Starlette's pattern, and the path without the kinds of what stands in braces.
+        self._patterns = [compile_path(each)[:2] for each in paths if "{" in each]
+
+    def of(self, path: str) -> str:
+        """The name of the route that a path takes, such as "/v2/models/{model}/infer"; "" where
+        there is none, so that nobody makes names."""
+        if path in self._plain:
+            return path
+        return next((name for pattern, name in self._patterns if pattern.match(path)), "")
+
 
 _METHODS = frozenset(
     ("CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE")
@@ -254,10 +273,6 @@ class ObservedCalls:
         self.observer = CallObserver(measures, access_log, audit)
         self._app = app
         self._routes = RouteNames(routes)
-
-    async def idle(self) -> None:
-        """Waits until no call is under way, whatever it came by."""
-        await self.observer.idle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._routes.of(scope["path"])

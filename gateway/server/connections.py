@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections import Counter
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
@@ -18,14 +19,113 @@ from ...config import GatewayConfig, NanoInferenceError, RequestError
 from ...config.logger import get_logger
 from ...telemetry import instruments, now_ns
 from ..serving.measures import Measures, Reason
-from ..serving.tenants import HEADER as TENANT_HEADER
+from ..serving.origin import TENANT_HEADER
 from .calls import ARRIVED
-from .framing import StrictParser
 from .limits import Overloaded, RequestLimits
-from .rounds import Rounds
 
 if TYPE_CHECKING:
     from .tls import Handshake
+
+
+class StrictParser(h11.Connection):
+    """h11's of a server, which by itself takes the body's end from Transfer-Encoding where there is
+    a Content-Length as well, and requests of any version."""
+
+    def __init__(self, max_head_bytes: int) -> None:
+        super().__init__(h11.SERVER, max_head_bytes)
+        self._max_head_bytes = max_head_bytes
+
+    def next_event(self) -> Any:
+        """The next event of the client. Raises h11.RemoteProtocolError for what is refused."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {bytes(name) for name, _ in event.headers}
+            old = event.http_version < b"1.1"
+            if b"transfer-encoding" in names and (old or b"content-length" in names):
+                raise h11.RemoteProtocolError("the body's length is told in two ways")
+            if _size(event) > self._max_head_bytes:
+                # By itself it looks at heads only that have not come as a whole.
+                raise h11.RemoteProtocolError("the head is too large")
+            if not event.http_version.startswith(b"1."):
+                raise h11.RemoteProtocolError("this is another version of HTTP")
+        return event
+
+
+def _size(request: h11.Request) -> int:
+    """Bytes of a head, about."""
+    fields = sum(len(name) + len(value) for name, value in request.headers)
+    return len(request.method) + len(request.target) + fields
+
+
+ROUND_S = 0.002
+"""How long a round may take, beyond its last piece of work. Between two rounds the event loop does
+what else there is, so that many clients at once delay everybody by a few milliseconds each time."""
+
+MOST_IN_A_ROUND = 4
+"""What a piece of work begins goes on behind the round, and counts there as well."""
+
+CROWD = 256
+"""Pieces of work of one client alone that wait. Beyond them the event loop is left to those who
+come next, and the processors to the stages."""
+
+CROWD_PAUSE_S = 0.005
+"""Between two rounds of a crowd. What it begins waits in the pipeline anyway."""
+
+Work = Callable[[], None]
+
+
+class Rounds:
+    """Pieces of work, done soon and in order of arrival by client; clients take turns."""
+
+    def __init__(self) -> None:
+        # The client whose turn is next comes first.
+        self._queues: OrderedDict[bytes, deque[Work]] = OrderedDict()
+        self._due: asyncio.Handle | None = None
+
+    def put(self, client: bytes, work: Work) -> None:
+        """Has a piece of work done in one of the next rounds; called on the event loop.
+
+        Args:
+            client: Whose it is.
+            work: Takes no more than a millisecond or so, and raises nothing.
+        """
+        self._queues.setdefault(client, deque()).append(work)
+        self._go_on(asyncio.get_running_loop())
+
+    def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._queues:
+            return
+        if self._is_crowd():
+            self._due = self._due or loop.call_later(CROWD_PAUSE_S, self._round, loop)
+            return
+        if isinstance(self._due, asyncio.TimerHandle):  # somebody else has come
+            self._due.cancel()
+            self._due = None
+        self._due = self._due or loop.call_soon(self._round, loop)
+
+    def _is_crowd(self) -> bool:
+        return len(self._queues) == 1 and len(next(iter(self._queues.values()))) > CROWD
+
+    def _round(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._due = None
+        end_s = loop.time() + ROUND_S
+        try:
+            for done in range(MOST_IN_A_ROUND):
+                if not self._queues or (done and loop.time() >= end_s):
+                    break
+                self._next()()
+        finally:
+            self._go_on(loop)
+
+    def _next(self) -> Work:
+        client, queue = next(iter(self._queues.items()))
+        work = queue.popleft()
+        if queue:
+            self._queues.move_to_end(client)
+        else:
+            del self._queues[client]
+        return work
+
 
 LINGER_S = 2.0
 """For a client to read why it was refused, while what it still sends is thrown away: with unread

@@ -16,12 +16,12 @@ from starlette.types import ASGIApp
 from ...config import GatewayConfig
 from ..policy.audit import AuditLog
 from ..serving.measures import Measures
+from .application import Application
 from .callers import only_known_callers
 from .calls import ObservedCalls
-from .connection_limits import limits_here
 from .connections import LINGER_S, Connection, Connections
-from .http import DEFAULT_RETRY_S, EngineError, Respond, respond_plainly
-from .limits import RequestLimits
+from .http import DEFAULT_RETRY_S, EngineError, respond_plainly
+from .limits import RequestLimits, limits_here
 from .tls import Certificates, Handshake
 
 BACKLOG = 2048
@@ -63,18 +63,16 @@ class HttpServer(uvicorn.Server):
         """Args: what answers, its settings, and where to tell what is done; None for nowhere."""
         measures = measures or Measures()
         self.most = limits_here(config)
-        respond: Respond = getattr(getattr(app, "state", None), "respond", respond_plainly)
+        respond = app.respond if isinstance(app, Application) else respond_plainly
         self.limits = RequestLimits(app, self.most.requests, config.max_bodies_bytes, respond)
         self.connections = Connections(config, self.limits, self.most.connections, measures)
-        # Starlette's; another application's calls are all of no route.
+        # Calls of an application without routes have no route.
         routes = [each.path for each in getattr(app, "routes", ()) if isinstance(each, Route)]
         known = only_known_callers(self.limits, config, measures, respond)
         self.calls = ObservedCalls(known, measures, routes, config.access_log, audit)
-        # Whatever stands before the application sees the paths of interfaces.
-        entrance: Callable[[ASGIApp], ASGIApp] = getattr(
-            getattr(app, "state", None), "entrance", lambda calls: calls
-        )
-        self.entrance = entrance(self.calls)
+        self.entrance: ASGIApp = self.calls
+        if isinstance(app, Application):
+            self.entrance = app.entrance(self.calls)
         self._swept_s = 0.0
         self._loop_handler: LoopHandler | None = None
         self.certificates = Certificates(config) if config.tls_certificate else None

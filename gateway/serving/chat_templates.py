@@ -10,8 +10,9 @@ import inspect
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,17 +20,191 @@ import anyio.to_thread
 import msgspec
 from jinja2 import TemplateError
 
-from ...config import AdmissionConfig, RequestError, field_name, shown
-from ...text.messages import MessageFormat, Tool, opening_of
+from ...config import AdmissionConfig, Config, RequestError, field_name, shown
+from ...text.gguf import folder_of
+from ...text.messages import (
+    EFFORT,
+    SWITCHES,
+    MessageFormat,
+    Tool,
+    asked_to_reason,
+    find_format,
+    format_of,
+    opening_of,
+)
 from ..server.http import FieldError
-from .message_formats import LazyFormat
-from .template_turns import Turn, as_read_by
-from .template_variables import Reasoning, names_read, reasoning_variables
 from .turns import Turns
 from .words import LazyWords
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
+
+
+class LazyFormat:
+    """The message format, found when the tokenizer is first needed."""
+
+    def __init__(self, config: Config, words: LazyWords) -> None:
+        self._config = config
+        self._words = words
+        self._found: tuple[MessageFormat | None] | None = None
+
+    async def get(self) -> MessageFormat | None:
+        """None where the model has none that is known.
+
+        Raises:
+            RequestError: unsupported: there is no tokenizer.
+            ConfigError: `gateway.message_format` names none.
+        """
+        if self._found is None:
+            tokenizer = (await self._words.required()).tokenizer
+            folder = folder_of(self._config.engine.model_folder)
+            asked = self._config.gateway.message_format
+            self._found = (format_of(tokenizer, folder, asked),)
+        return self._found[0]
+
+
+def check_format(config: Config) -> None:
+    """Raises ConfigError: `gateway.message_format` names none, whatever the model is."""
+    find_format(config.gateway.message_format, None, "", "")
+
+
+Turn = dict[str, Any]
+"""A message as most templates read it."""
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""What templates call an assistant's reasoning, the most usual first."""
+
+_SHORT_IDS = re.compile(r"length\s*!=\s*9\b")
+_SHORT_ID = 9
+
+
+def as_read_by(template: str, turns: list[Turn]) -> list[Turn]:
+    """The same messages, as this template wants them."""
+    if "developer" not in template:
+        # To a template that knows no developer, his messages are the system's.
+        turns = [
+            turn | {"role": "system"} if turn["role"] == "developer" else turn for turn in turns
+        ]
+    turns = _with_reasoning(template, turns)
+    # Mistral's take no others than its own.
+    return [_with_short_ids(turn) for turn in turns] if _SHORT_IDS.search(template) else turns
+
+
+def _with_reasoning(template: str, turns: list[Turn]) -> list[Turn]:
+    read = (name for name in _REASONING if re.search(rf"\.{name}\b|['\"]{name}['\"]", template))
+    name = next(read, _REASONING[0])
+    if name == _REASONING[0]:
+        return turns
+    return [
+        {name if key == _REASONING[0] else key: value for key, value in turn.items()}
+        for turn in turns
+    ]
+
+
+def _with_short_ids(turn: Turn) -> Turn:
+    """Ids of calls as the last letters and digits of theirs; ours differ in these."""
+    found = dict(turn)
+    if calls := turn.get("tool_calls"):
+        found["tool_calls"] = [
+            call | {"id": _short(call["id"])} if isinstance(call.get("id"), str) else call
+            for call in calls
+        ]
+    if isinstance(turn.get("tool_call_id"), str):
+        found["tool_call_id"] = _short(turn["tool_call_id"])
+    return found
+
+
+def _short(call_id: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]", "", call_id)[-_SHORT_ID:].rjust(_SHORT_ID, "0")
+
+
+_CODE = re.compile(r"\{%(.*?)%\}|\{\{(.*?)\}\}", re.DOTALL)
+_TEXT = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+_NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
+
+
+class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
+    """How much a model is asked to reason, by whichever interface.
+
+    Attributes:
+        on: Whether it should; None where nobody said.
+        effort: How much, as templates know it; None where nobody said.
+        on_param: The field of the call that says whether.
+        effort_param: The one that says how much; it may be the same.
+    """
+
+    on: bool | None = None
+    effort: str | None = None
+    on_param: str = "reasoning_effort"
+    effort_param: str = "reasoning_effort"
+
+
+def reasoning_of_effort(effort: str | None, param: str) -> Reasoning | None:
+    """OpenAI's effort, of which "none" turns reasoning off; None where nobody said."""
+    if effort is None:
+        return None
+    return Reasoning(on=effort != "none", effort=effort, on_param=param, effort_param=param)
+
+
+def reasoning_asked(reasoning: Reasoning | None, given: Mapping[str, Any]) -> bool | None:
+    """Return whether a call asks for reasoning, by its own fields or by the template's variables
+    that the caller gave; None if it doesn't say."""
+    if reasoning is None:
+        return asked_to_reason(given)
+    return asked_to_reason({EFFORT: reasoning.effort}) if reasoning.on is None else reasoning.on
+
+
+@lru_cache(maxsize=64)
+def names_read(template: str) -> frozenset[str]:
+    """The names that stand in a template's code: variables, and what Jinja has itself. What
+    follows a dot, and what stands in texts, are none."""
+    code = " ; ".join(_TEXT.sub("''", a or b) for a, b in _CODE.findall(template))
+    return frozenset(_NAME.findall(code))
+
+
+def reasoning_variables(
+    reasoning: Reasoning | None, given: Mapping[str, Any], template: str, always: bool
+) -> dict[str, Any]:
+    """The variables of a template, with those that make the model reason as asked.
+
+    Args:
+        given: Those that the caller gave by name.
+        always: Whether the model reasons without being told.
+
+    Raises:
+        FieldError: unsupported: the template does not read them. invalid_request: those given by
+            name say otherwise.
+    """
+    if reasoning is None:
+        return dict(given)
+    read = names_read(template)
+    found: dict[str, Any] = {}
+    if reasoning.on is not None:
+        found = dict.fromkeys((name for name in SWITCHES if name in read), reasoning.on)
+    if reasoning.effort is not None and EFFORT in read:
+        found[EFFORT] = reasoning.effort
+    _check_obeyed(reasoning, found, always=always or EFFORT in read)
+    for name, value in found.items():
+        if name in given and given[name] != value:
+            param = f"chat_template_kwargs.{name}"
+            fields = " and ".join(dict.fromkeys((reasoning.on_param, reasoning.effort_param)))
+            raise FieldError(f"{param} says otherwise than {fields}; give one of them", param=param)
+    return dict(given) | found
+
+
+def _check_obeyed(reasoning: Reasoning, found: Mapping[str, Any], *, always: bool) -> None:
+    """Who asks for no reasoning gets none of a model that has none."""
+    why = "the model's chat template does not read it; leave it out"
+    same = reasoning.on_param == reasoning.effort_param
+    if reasoning.effort is not None:
+        obeyed = EFFORT in found or (same and (bool(found) or reasoning.on is False))
+        if not obeyed:
+            param = reasoning.effort_param
+            raise FieldError(f"{param}: {why}", param=param, code="unsupported")
+    elif reasoning.on and not found and not always:
+        param = reasoning.on_param
+        raise FieldError(f"{param}: {why}", param=param, code="unsupported")
+
 
 __all__ = ["ChatTemplates", "Conversation", "Rendered", "Turn"]
 

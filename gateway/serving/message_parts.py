@@ -12,8 +12,7 @@ from ...bus.public import CompletionChunk, CompletionSample, FinishReason, Token
 from ...config import SamplingParams
 from ...text.messages import Delta, MessageFormat, MessageReader, Reading
 from .measures import Measures
-from .stops import is_stop_token
-from .words import Words
+from .words import Words, is_stop_token
 
 
 class Record(NamedTuple):

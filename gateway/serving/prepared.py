@@ -12,8 +12,7 @@ from ...config import NanoInferenceError, SamplingParams
 from ...text.grammar import check_size
 from ...text.messages import MessageFormat, Reading, ToolUse, constraint_of
 from ..server.http import FieldError
-from .chat_templates import ChatTemplates, Conversation
-from .template_variables import reasoning_asked
+from .chat_templates import ChatTemplates, Conversation, reasoning_asked
 from .words import LazyWords
 
 

@@ -26,16 +26,14 @@ from ...pipeline.client import BusClient
 from ...stages.admission.checks import MAX_PRIORITY
 from ...telemetry import instruments, names
 from ...text.tokenizer import prompt_too_long
-from ..policy.caller import Caller
+from ..policy.caller import Caller, may_use
 from ..policy.chain import PolicyChain
-from ..policy.models import may_use
 from ..server.http import DEFAULT_RETRY_S, EngineError, FieldError
 from .account import Account
-from .durable_calls import Attendance
+from .durable_calls import Attachment
+from .lane_state import DRAINING, ModelLength, Readiness
 from .measures import Measures
-from .model_length import ModelLength
 from .origin import Origin
-from .readiness import DRAINING, Readiness
 from .turns import Turns, WaitingCall
 
 AT_ONCE = 16
@@ -259,7 +257,7 @@ class Submissions:
             raise
         finally:
             for request_id in ids:
-                # Another connection may attend it, too.
+                # Another connection may attach it, too.
                 if request_id not in self._request_ids:
                     self._owners.pop(request_id, None)
 
@@ -309,7 +307,7 @@ class Submissions:
         origin: Origin,
         request: GenerateRequest,
         begun: bool,
-        attendance: Attendance | None = None,
+        attachment: Attachment | None = None,
         before: str = "",
     ) -> AsyncGenerator[Output, None]:
         """What the engine makes of a request; when it was not `begun`, that it was ended.
@@ -317,16 +315,16 @@ class Submissions:
         One that somebody has ended is no error: there may be tokens.
 
         Args:
-            attendance: In the call that it belongs to, where that is kept; it may have been
+            attachment: In the call that it belongs to, where that is kept; it may have been
                 published before. Any other request ends when nobody takes its outputs.
             before: What of the prompt the answer shows before each sample.
 
         Raises:
             NanoInferenceError: The engine did not do it.
         """
-        published = attendance is not None and request.request_id in attendance.entries
-        if attendance is not None and not (begun and attendance.begins(request.request_id)):
-            await attendance.end_early(request.request_id)
+        published = attachment is not None and request.request_id in attachment.entries
+        if attachment is not None and not (begun and attachment.begins(request.request_id)):
+            await attachment.end_early(request.request_id)
             begun = False
         if not begun:
             yield Completion(
@@ -343,9 +341,9 @@ class Submissions:
             labels = {names.REQUEST_MODEL: self._model}
             self.measures.metrics.record(instruments.MODEL_ROUTES, 1, labels)
         with self._counted(request.request_id):
-            submit = self._engine.submit if attendance is None else attendance.outputs
+            submit = self._engine.submit if attachment is None else attachment.outputs
             # A call that is kept goes on without us, and one in a piece says nothing meanwhile.
-            is_seen = attendance is None and request.stream
+            is_seen = attachment is None and request.stream
             made = _accounted(origin.account, request, submit(request, origin.trace), is_seen)
             allowed = self._policy.outputs(origin, request, made, before)
             async with aclosing(allowed) as outputs:

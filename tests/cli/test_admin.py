@@ -12,7 +12,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from nano_inference.config import Config, GatewayConfig, PolicyConfig
-from nano_inference.gateway.policy import file as policy_file
+from nano_inference.gateway.policy import backend as policy_file
 
 from ..certificates import Authority
 from .conftest import Ran, Run

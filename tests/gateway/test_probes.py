@@ -11,10 +11,10 @@ import pytest
 
 from nano_inference.config import BusError, Config, GatewayConfig
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.probes import PROBES
+from nano_inference.gateway.server.limits import PROBES
 from nano_inference.gateway.server.server import HttpServer
-from nano_inference.gateway.serving import readiness as readiness_module
-from nano_inference.gateway.serving.readiness import DRAINING, Readiness
+from nano_inference.gateway.serving import lane_state as readiness_module
+from nano_inference.gateway.serving.lane_state import DRAINING, Readiness
 
 from .errors import error_of
 from .fake import FakeEngine

@@ -21,10 +21,9 @@ import structlog
 from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
 from nano_inference.config import Config, ConfigError, GatewayConfig
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.server import rounds
-from nano_inference.gateway.server.connection_limits import SPARE_CONNECTIONS, limits_for
-from nano_inference.gateway.server.framing import StrictParser
-from nano_inference.gateway.server.limits import UNCOUNTED_BYTES
+from nano_inference.gateway.server import connections
+from nano_inference.gateway.server.connections import StrictParser
+from nano_inference.gateway.server.limits import SPARE_CONNECTIONS, UNCOUNTED_BYTES, limits_for
 from nano_inference.gateway.server.server import HttpServer
 from nano_inference.gateway.serving.measures import Measures
 
@@ -225,8 +224,8 @@ async def test_a_head_in_pieces_waits_for_its_round_as_a_whole(
     async with serve(engine, GatewayConfig()) as served:
         with monkeypatch.context() as patch:
             # A round begins when somebody else comes.
-            patch.setattr(rounds, "CROWD", 0)
-            patch.setattr(rounds, "CROWD_PAUSE_S", 3600)
+            patch.setattr(connections, "CROWD", 0)
+            patch.setattr(connections, "CROWD_PAUSE_S", 3600)
             cut = await served.connect(SMALL[:9])
             await served.phases("come")
             cut.send(SMALL[9:])

@@ -195,7 +195,7 @@ async def test_of_the_administration_what_is_refused_changes_nothing(
 ) -> None:
     config = load_config(env={}, overrides=SETTINGS | {"policy.backend": "bus"})
     app = make_app(JudgingEngine(), config)  # type: ignore[arg-type]
-    store = app.state.policy.store
+    store = app.policy.store
     await store.change(lambda _: DOCUMENT)
     with nothing_told(caplog):
         async with served(app, config.gateway) as server:

@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 import structlog
-from starlette.applications import Starlette
 
 from nano_inference.config import Config, GatewayConfig, load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.gateway.app import ModelGatewayApp, make_app
 from nano_inference.gateway.policy import keys as api_keys
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.oidc import Tokens
@@ -66,8 +65,8 @@ class Fort:
             load_config(env={}, overrides={"policy.backend": "bus", "gateway.access_log": True}),
             policy=self.issuer.config(backend="bus"),
         )
-        self.app: Starlette = make_app(engine, self.config, self.told.measures)  # type: ignore[arg-type]
-        self.policy = self.app.state.policy
+        self.app: ModelGatewayApp = make_app(engine, self.config, self.told.measures)  # type: ignore[arg-type]
+        self.policy = self.app.policy
         near = NearKeys(self.issuer, self.config.policy, lambda: 0.0)
         self.policy._tokens = Tokens(self.config.policy, near)
         self.administration = Administration(self.policy.store)

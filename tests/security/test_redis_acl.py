@@ -215,19 +215,19 @@ async def test_a_gateway_keeps_calls_with_the_rights_of_either(any_place: Place,
         await calls.note("c", "c", "1-0")
         await calls.mark("c", "resumed")
         assert await calls.claim("n", "c") == "c"
-        await calls.attend({"c": "n"}, 10)
-        assert await calls.abandoned(1) == []
+        await calls.attach({"c": "n"}, 10)
+        assert await calls.orphaned(1) == []
         assert (await calls.read("c")) is not None
-        await calls.leave(["c"])
+        await calls.detach(["c"])
         await calls.drop("c", "n")
         assert await gateway.bus.store.policy.read("?") is not None
         assert await gateway.bus.store.policy.replace("", b"document")
         assert not await gateway.bus.store.policy.replace("", b"another")
-        take = await gateway.bus.store.limits.take(
+        reservation = await gateway.bus.store.limits.reserve(
             [Charge(Limit("key:a", 1, 60)), Charge(Limit("b", 1))]
         )
-        assert take.granted
-        gateway.bus.store.limits.settle(take, [1, 1])
+        assert reservation.granted
+        gateway.bus.store.limits.commit(reservation, [1, 1])
     assert await any_place.refused() <= {(f"nano-{user}", "info", "command")}
 
 

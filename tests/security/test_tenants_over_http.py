@@ -13,7 +13,7 @@ import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, load_config
-from nano_inference.gateway.serving.tenants import MAX_TENANT_LENGTH
+from nano_inference.gateway.serving.origin import MAX_TENANT_LENGTH
 from nano_inference.stages.admission.checks import MAX_TENANT_LENGTH as ADMISSIONS
 from nano_inference.store.board import StageReport
 from nano_inference.telemetry import TraceContext

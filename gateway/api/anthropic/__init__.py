@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ....config import Config
-from ...policy.routes import PolicyRoute
+from ...policy.chain import PolicyRoute
 from ...server.callers import Endpoint
 from ...serving.chat_templates import ChatTemplates
-from ...serving.served import ServedModels
+from ...serving.lane_state import ServedModels
 from ...serving.submissions import Submissions
 from ...serving.words import LazyWords
 from .errors import ERRORS, is_called, respond

@@ -7,8 +7,7 @@ from typing import assert_never
 
 from ....bus.public import Completion, CompletionChunk, CompletionSample, GenerateRequest, Usage
 from ...serving.message_parts import MessageParts
-from ...serving.stops import matched_stop
-from ...serving.words import Words
+from ...serving.words import Words, matched_stop
 from .content import Answer, ContentBlocks
 
 

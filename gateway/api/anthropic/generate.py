@@ -27,13 +27,12 @@ from ...server.http import (
 )
 from ...serving.chat_templates import ChatTemplates
 from ...serving.fields import Body, adapter_of, read_part
+from ...serving.lane_state import ServedModels
 from ...serving.message_parts import MessageParts
-from ...serving.origin import Origin, origin_of
+from ...serving.origin import Origin, origin_of, tenant_of
 from ...serving.prepared import Prepared, of_tools, prepare
 from ...serving.samples import complete_sample, stream_sample
-from ...serving.served import ServedModels
 from ...serving.submissions import Submissions
-from ...serving.tenants import tenant_of
 from ...serving.words import LazyWords
 from .answers import Answers
 from .bodies import CountBody, MessagesBody

@@ -15,7 +15,7 @@ from starlette.types import Scope
 
 from ....config import shown
 from ...policy.caller import Caller, caller_of
-from ...policy.routes import PolicyRoute
+from ...policy.chain import PolicyRoute
 from ...server.http import FieldError, JsonResponse, convert
 from .errors import ERRORS, MODELS, has_version, named
 from .requests import check_version

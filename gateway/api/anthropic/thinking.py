@@ -8,8 +8,8 @@ import msgspec
 
 from ....config import Int64
 from ...server.http import FieldError
+from ...serving.chat_templates import Reasoning
 from ...serving.fields import read_part
-from ...serving.template_variables import Reasoning
 from .bodies import CountBody
 
 

@@ -22,7 +22,7 @@ from ....kserve.keys import CODE_KEY, STATUS_KEY
 from ....kserve.protobuf import METHODS, SERVICE, Method
 from ...policy.caller import ROUTE
 from ...policy.chain import PolicyChain
-from ...policy.scopes import Needed
+from ...policy.document import Needed
 from ...server.calls import CALL_HEADER, ObservedCall
 from ...server.http import ERROR_CODE, call_id_of
 from ...server.server import HttpServer

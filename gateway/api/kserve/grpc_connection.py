@@ -15,8 +15,8 @@ from starlette.types import Scope
 from ....config import GatewayConfig, RequestError
 from ....kserve.protobuf import Method
 from ...server.limits import Overloaded
-from ...serving.budgets import HEADER as BUDGET_HEADER
 from ...serving.measures import Reason
+from ...serving.origin import BUDGET_HEADER
 from .endings import Endings
 from .grpc_fields import check_fields
 

@@ -16,10 +16,9 @@ from ....kserve.memory import TensorMemory
 from ....kserve.protobuf import METHODS
 from ....kserve.tensors import InferRequest, InferResponse, ModelSpec
 from ...policy.caller import caller_of
-from ...policy.scopes import Needed
-from ...serving.origin import Origin, origin_of
-from ...serving.readiness import Readiness
-from ...serving.tenants import tenant_of
+from ...policy.document import Needed
+from ...serving.lane_state import Readiness
+from ...serving.origin import Origin, origin_of, tenant_of
 from .http_repository import check_parameters, checked
 from .shared import (
     NO_CUDA,

@@ -9,12 +9,12 @@ import grpc
 
 from ....config import ConfigError, GatewayConfig
 from ...policy.chain import PolicyChain
-from ...server.connection_limits import ConnectionLimits
 from ...server.connections import LINGER_S
 from ...server.http import DEFAULT_RETRY_S, EngineError
+from ...server.limits import ConnectionLimits
 from ...server.server import HttpServer
 from ...server.tls import Certificates
-from ...serving.readiness import Readiness
+from ...serving.lane_state import Readiness
 from .grpc_calls import GrpcCalls
 from .grpc_methods import GrpcMethods
 from .shared import KServe

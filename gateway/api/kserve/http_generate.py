@@ -10,8 +10,7 @@ from ....config import GatewayConfig, NanoInferenceError
 from ....kserve.tensors import InferRequest, InferResponse
 from ...policy.caller import caller_of
 from ...server.http import EventStream, JsonResponse, SendEvent, answer_while_connected, read_object
-from ...serving.origin import Origin, origin_of
-from ...serving.tenants import tenant_of
+from ...serving.origin import Origin, origin_of, tenant_of
 from .generate_fields import generate_json, read_generate
 from .http_errors import error_body
 from .http_info import named

@@ -18,8 +18,7 @@ from ....kserve.tensors import InferRequest, InferResponse
 from ...policy.caller import caller_of
 from ...server.http import answer_while_connected, check_containers, read_body
 from ...server.limits import hold
-from ...serving.origin import origin_of
-from ...serving.tenants import tenant_of
+from ...serving.origin import origin_of, tenant_of
 from .compression import coding_of, packed, unpacked, wanted_coding
 from .http_info import named
 from .shared import KServe

@@ -11,7 +11,7 @@ from ....kserve.tensors import ModelSpec
 from ...policy.caller import caller_of
 from ...server.http import JsonResponse, read_object
 from ...serving.fields import read_part
-from ...serving.readiness import Readiness
+from ...serving.lane_state import Readiness
 from .descriptions import config_json, index_json, metadata_json
 from .http_errors import CODE_HEADER
 from .shared import SERVER_NAME, VERSION, KServe

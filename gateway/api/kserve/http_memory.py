@@ -9,7 +9,7 @@ from starlette.responses import Response
 from ....config import Int64
 from ...server.http import JsonResponse, read_object
 from ...serving.fields import read_part
-from ...serving.tenants import tenant_of
+from ...serving.origin import tenant_of
 from .regions import Regions
 
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....config import RequestError, shown
-from ...model_statuses import NO_LOADING
+from ...endpoints import NO_LOADING
 from ...server.http import answer_while_connected, read_object
 from ...serving.fields import read_part
 from .shared import ModelRepository

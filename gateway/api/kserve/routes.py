@@ -7,10 +7,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....config import GatewayConfig, RequestError
-from ...policy.routes import PolicyRoute
-from ...policy.scopes import Needed
+from ...policy.chain import PolicyRoute
+from ...policy.document import Needed
 from ...server.callers import Endpoint
-from ...serving.readiness import Readiness
+from ...serving.lane_state import Readiness
 from .http_generate import GenerateCalls
 from .http_infer import InferCalls
 from .http_info import InfoCalls

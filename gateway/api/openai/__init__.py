@@ -6,12 +6,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....config import Config
-from ...policy.routes import PolicyRoute
-from ...policy.scopes import Needed
+from ...policy.chain import PolicyRoute
+from ...policy.document import Needed
 from ...serving.chat_templates import ChatTemplates
-from ...serving.durable_calls import KeptCalls
-from ...serving.model_length import ModelLength
-from ...serving.served import ServedModels
+from ...serving.durable_calls import DurableCalls
+from ...serving.lane_state import ModelLength, ServedModels
 from ...serving.submissions import Submissions
 from ...serving.words import LazyWords
 from .bodies import CallName
@@ -26,7 +25,7 @@ def openai_routes(
     config: Config,
     words: LazyWords,
     submissions: Submissions,
-    kept: KeptCalls,
+    kept: DurableCalls,
     templates: ChatTemplates,
     length: ModelLength,
     served: ServedModels,

@@ -9,10 +9,10 @@ from starlette.responses import PlainTextResponse, Response
 from ....bus.weights import InFlight
 from ....config import AdapterError
 from ....pipeline.client import BusClient
-from ...policy.routes import PolicyRoute
+from ...policy.chain import PolicyRoute
 from ...server.http import read_object
 from ...serving.fields import read_part
-from ...serving.served import ServedModels
+from ...serving.lane_state import ServedModels
 from .errors import in_openai_words
 
 _MOST_BYTES = 1 << 16

@@ -21,9 +21,8 @@ from ....pipeline.embedding import EmbeddedPrompt
 from ...server.http import FieldError, answer_while_connected, read_object
 from ...serving.embedding import EmbedCall, Prompt, embed_all, similarity, worked_out
 from ...serving.fields import adapter_of, engine_priority, read_part
-from ...serving.origin import origin_of
+from ...serving.origin import origin_of, tenant_of
 from ...serving.submissions import Submissions
-from ...serving.tenants import tenant_of
 from ...serving.words import LazyWords
 from .bodies import Document, EmbeddingBody, EmbeddingCommon, RerankBody, ScoreBody
 from .requests import prompts_of

@@ -26,13 +26,11 @@ from ...server.http import (
     while_connected,
 )
 from ...serving.chat_templates import ChatTemplates
-from ...serving.durable_calls import Attendance, KeptCalls, not_found
-from ...serving.model_length import ModelLength
-from ...serving.origin import Origin, origin_of
+from ...serving.durable_calls import Attachment, DurableCalls, not_found
+from ...serving.lane_state import ModelLength, ServedModels
+from ...serving.origin import Origin, origin_of, tenant_of
 from ...serving.prepared import Prepared, of_tools, prepare
-from ...serving.served import ServedModels
 from ...serving.submissions import AT_ONCE, Submissions
-from ...serving.tenants import tenant_of
 from ...serving.words import LazyWords, Words
 from .answers import Answer, Answers
 from .errors import as_openai
@@ -47,8 +45,8 @@ from .tools import chat_tool_use
 
 _DONE = b"[DONE]"
 
-Attend = Callable[[], AbstractAsyncContextManager[Attendance | None]]
-"""Attends a call while the context is open, if it is one that is kept."""
+Attach = Callable[[], AbstractAsyncContextManager[Attachment | None]]
+"""Attach to a call while the context is open, if the call is durable."""
 
 # An answer that is written at once, in tokens, those of logprobs included; more take a thread.
 _SHORT_ANSWER = 4096
@@ -60,7 +58,7 @@ class GenerationCalls:
     def __init__(
         self,
         submissions: Submissions,
-        kept: KeptCalls,
+        kept: DurableCalls,
         config: Config,
         words: LazyWords,
         templates: ChatTemplates,
@@ -155,13 +153,13 @@ class GenerationCalls:
             if (found := await self._begun.claim(shape, origin.caller)) is not None:
                 return await self._again(request, origin, found)
             name = key.name
-        attend = partial(self._kept.begun, call.id, shape.encode(), shape.request_ids, name)
+        attach = partial(self._kept.begun, call.id, shape.encode(), shape.request_ids, name)
         answers = await self._answers(shape, words)
         if call.stream:
-            return self._streamed(origin, requests, answers, attend)
+            return self._streamed(origin, requests, answers, attach)
         # Nobody knows the id of an answer in one piece before it is there.
         return await self._in_one_piece(
-            request, origin, requests, answers, attend if key is not None else _unattended
+            request, origin, requests, answers, attach if key is not None else _unattached
         )
 
     async def _resume(
@@ -192,15 +190,15 @@ class GenerationCalls:
         name = shape.keyed.name if shape.keyed else ""
 
         @asynccontextmanager
-        async def attend() -> AsyncIterator[Attendance]:
+        async def attach() -> AsyncIterator[Attachment]:
             kept = await self._begun.published(found)
-            async with self._kept.resumed(call.id, kept, shape.request_ids, name) as attendance:
-                yield attendance
+            async with self._kept.resumed(call.id, kept, shape.request_ids, name) as attachment:
+                yield attachment
 
         requests, answers = shape.requests(), await self._answers(shape, words)
         if call.stream:
-            return self._streamed(origin, requests, answers, attend, after)
-        return await self._in_one_piece(request, origin, requests, answers, attend)
+            return self._streamed(origin, requests, answers, attach, after)
+        return await self._in_one_piece(request, origin, requests, answers, attach)
 
     async def _answers(self, shape: Shape, words: Words | None) -> Answers:
         """What writes the answer. Messages are read alike at every gateway."""
@@ -250,11 +248,11 @@ class GenerationCalls:
         origin: Origin,
         requests: list[GenerateRequest],
         answers: Answers,
-        attend: Attend,
+        attach: Attach,
     ) -> Response:
         async def work() -> Response:
-            async with attend() as attendance:
-                return JsonResponse(await self._complete(origin, requests, answers, attendance))
+            async with attach() as attachment:
+                return JsonResponse(await self._complete(origin, requests, answers, attachment))
 
         return await answer_while_connected(request, work)
 
@@ -263,7 +261,7 @@ class GenerationCalls:
         origin: Origin,
         requests: list[GenerateRequest],
         answers: Answers,
-        attendance: Attendance | None,
+        attachment: Attachment | None,
     ) -> Answer:
         """The whole answer. The first error ends the other requests as well."""
         completions: dict[int, Completion] = {}
@@ -272,7 +270,7 @@ class GenerationCalls:
             if isinstance(output, Completion):
                 completions[index] = output
 
-        failure = await self._run(origin, requests, answers, attendance, take)
+        failure = await self._run(origin, requests, answers, attachment, take)
         if failure is not None:
             raise failure
         ordered = [completions[index] for index in range(len(requests))]
@@ -285,7 +283,7 @@ class GenerationCalls:
         origin: Origin,
         requests: list[GenerateRequest],
         answers: Answers,
-        attendance: Attendance | None,
+        attachment: Attachment | None,
         take: Callable[[int, Output], Awaitable[None]],
     ) -> NanoInferenceError | None:
         """Gives the outputs of all prompts as they come. Returns the error that ended them."""
@@ -293,20 +291,20 @@ class GenerationCalls:
         async def run(index: int, begun: bool) -> None:
             async with aclosing(
                 self._submissions.outputs(
-                    origin, requests[index], begun, attendance, answers.echoed(index)
+                    origin, requests[index], begun, attachment, answers.echoed(index)
                 )
             ) as outputs:
                 async for output in outputs:
                     await take(index, output)
                     await anyio.lowlevel.checkpoint()
 
-        published = () if attendance is None else attendance.begun_before
+        published = () if attachment is None else attachment.begun_before
         try:
             await self._submissions.run(origin, requests, run, published)
         except NanoInferenceError as error:
             failure = of_tools(error, answers.call.reading)
-            if attendance is not None:
-                attendance.fail(failure)
+            if attachment is not None:
+                attachment.fail(failure)
             return failure
         return None
 
@@ -315,7 +313,7 @@ class GenerationCalls:
         origin: Origin,
         requests: list[GenerateRequest],
         answers: Answers,
-        attend: Attend,
+        attach: Attach,
         after: Position | None = None,
     ) -> Response:
         async def produce(send_event: SendEvent) -> None:
@@ -324,8 +322,8 @@ class GenerationCalls:
                 await send_event(data, shown, name=name)
 
             chunks = Chunks(answers, send, after)
-            async with attend() as attendance:
-                failure = await self._send_chunks(origin, requests, answers, chunks, attendance)
+            async with attach() as attachment:
+                failure = await self._send_chunks(origin, requests, answers, chunks, attachment)
             # What has no tokens leaves the client where it was: behind an error it may come back.
             event_id = chunks.position.event_id
             if failure is not None:
@@ -344,7 +342,7 @@ class GenerationCalls:
         requests: list[GenerateRequest],
         answers: Answers,
         chunks: Chunks,
-        attendance: Attendance | None,
+        attachment: Attachment | None,
     ) -> NanoInferenceError | None:
         """Chunks of all prompts as they come. Gives the error that ended them."""
 
@@ -354,7 +352,7 @@ class GenerationCalls:
 
         async with anyio.create_task_group() as group:
             group.start_soon(chunks.send_all)
-            failure = await self._run(origin, requests, answers, attendance, take)
+            failure = await self._run(origin, requests, answers, attachment, take)
             chunks.close()
         if failure is None:
             await chunks.send_usage()
@@ -362,6 +360,6 @@ class GenerationCalls:
 
 
 @asynccontextmanager
-async def _unattended() -> AsyncIterator[None]:
+async def _unattached() -> AsyncIterator[None]:
     """Of a call that ends with its connection."""
     yield

@@ -12,14 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....config import Config
-from ...policy.caller import Caller, caller_of
-from ...policy.models import check_allowed
+from ...policy.caller import Caller, caller_of, check_allowed
 from ...server.http import FieldError, JsonResponse, read_object
 from ...serving.chat_templates import ChatTemplates
 from ...serving.fields import adapter_of, read_part
-from ...serving.model_length import ModelLength
-from ...serving.served import ServedModels, unknown_model
-from ...serving.tenants import tenant_of
+from ...serving.lane_state import ModelLength, ServedModels, unknown_model
+from ...serving.origin import tenant_of
 from ...serving.words import LazyWords, Words
 from .bodies import DetokenizeBody, TokenizeBody
 from .messages import conversation_of

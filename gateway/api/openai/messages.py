@@ -8,9 +8,8 @@ import msgspec
 
 from ....config import shown
 from ...server.http import FieldError
-from ...serving.chat_templates import Conversation, Turn
+from ...serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ...serving.fields import read_part
-from ...serving.template_variables import reasoning_of_effort
 from .bodies import ChatBody, Message, RefusalPart, TextPart, TokenizeBody, ToolCall
 
 _IMAGES = frozenset({"image", "image_url", "input_image"})

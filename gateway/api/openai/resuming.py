@@ -9,11 +9,10 @@ import anyio
 from starlette.requests import Request
 
 from ....config import RequestError
-from ....store.calls import KeptCall
-from ...policy.caller import Caller
-from ...policy.models import check_allowed, may_use
+from ....store.calls import DurableCall
+from ...policy.caller import Caller, check_allowed, may_use
 from ...server.http import EngineError
-from ...serving.durable_calls import KeptCalls, not_found
+from ...serving.durable_calls import DurableCalls, not_found
 from .idempotency import Keyed, check_same
 
 PUBLISH_PATIENCE_S = 5.0
@@ -61,7 +60,7 @@ class Found(NamedTuple, Generic[R]):
     """A call that was begun before."""
 
     shape: R
-    kept: KeptCall
+    kept: DurableCall
 
 
 class BegunAnswers(Generic[R]):
@@ -69,7 +68,7 @@ class BegunAnswers(Generic[R]):
 
     def __init__(
         self,
-        kept: KeptCalls,
+        kept: DurableCalls,
         decode: Callable[[bytes], R | None],
         missing: Callable[[str], EngineError] = not_found,
     ) -> None:
@@ -136,7 +135,7 @@ class BegunAnswers(Generic[R]):
                 check_same(None, shape.keyed)
             raise
 
-    async def published(self, found: Found[R]) -> KeptCall:
+    async def published(self, found: Found[R]) -> DurableCall:
         """What is kept of a call when all of it is published, or could have been."""
         call_id, kept, wait_s = found.shape.id, found.kept, _FIRST_LOOK_S
         with anyio.move_on_after(PUBLISH_PATIENCE_S):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from ....config import Config
 from ....pipeline.client import BusClient
-from ...policy.routes import PolicyRoute
-from ...policy.scopes import Needed
+from ...policy.chain import PolicyRoute
+from ...policy.document import Needed
 from ...server.callers import Endpoint, not_for_pages
+from ...serving.lane_state import ModelLength, Readiness, ServedModels
 from ...serving.measures import Measures
-from ...serving.model_length import ModelLength
-from ...serving.readiness import Readiness
-from ...serving.served import ServedModels
 from ...serving.submissions import Submissions
 from ...serving.words import LazyWords
 from .adapters import AdapterCalls

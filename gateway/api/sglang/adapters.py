@@ -12,7 +12,7 @@ from ....config import NanoInferenceError
 from ....pipeline.client import BusClient
 from ...server.http import JsonResponse, error_response, read_object
 from ...serving.fields import read_part
-from ...serving.served import ServedModels
+from ...serving.lane_state import ServedModels
 
 _MOST_BYTES = 1 << 16
 

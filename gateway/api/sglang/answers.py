@@ -11,9 +11,8 @@ from ....bus.public import (
     ErrorInfo,
     TokenLogprob,
 )
-from ...serving.stops import ends_with_stop_token, first_stop, free_of_stops, matched_stop
 from ...serving.submissions import ENDED_EARLY
-from ...serving.words import Words
+from ...serving.words import Words, ends_with_stop_token, first_stop, free_of_stops, matched_stop
 from .growing import Growing
 from .labels import VersionLabels
 from .requests import Wanted

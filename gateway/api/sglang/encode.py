@@ -17,9 +17,8 @@ from ....pipeline.embedding import EmbeddedPrompt
 from ...server.http import answer_while_connected, convert
 from ...serving.embedding import EmbedCall, Prompt, embed_all, worked_out
 from ...serving.fields import read_part
-from ...serving.origin import origin_of
+from ...serving.origin import origin_of, tenant_of
 from ...serving.submissions import Submissions
-from ...serving.tenants import tenant_of
 from ...serving.words import LazyWords
 from .fields import read_sglang_object
 

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from ....config import Config
 from ...server.http import NAMED_MODEL, convert, read_object
 from ...serving.fields import Body, adapter_of
-from ...serving.served import unknown_model
+from ...serving.lane_state import unknown_model
 
 _MODEL = "model"
 

@@ -22,9 +22,8 @@ from ...server.http import (
     answer_while_connected,
     error_body,
 )
-from ...serving.origin import Origin, origin_of
+from ...serving.origin import Origin, origin_of, tenant_of
 from ...serving.submissions import AT_ONCE, Submissions
-from ...serving.tenants import tenant_of
 from ...serving.words import LazyWords, Words
 from .answers import Answer, Answers
 from .events import Events

@@ -22,8 +22,7 @@ from ....store.board import StageReport
 from ...policy.caller import caller_of
 from ...server.http import EngineError, JsonResponse, answer_while_connected
 from ...serving.fields import read_part
-from ...serving.model_length import ModelLength
-from ...serving.readiness import DRAINING, Readiness
+from ...serving.lane_state import DRAINING, ModelLength, Readiness
 from ...serving.submissions import Submissions
 from .fields import read_sglang_object
 from .labels import VersionLabels

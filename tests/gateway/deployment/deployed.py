@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-from starlette.applications import Starlette
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import (
@@ -18,8 +17,7 @@ from nano_inference.config import (
     RequestError,
     load_config,
 )
-from nano_inference.gateway.deployment.app import make_deployment_app
-from nano_inference.gateway.deployment.models import Models
+from nano_inference.gateway.deployment.app import DeploymentApp
 from nano_inference.gateway.server.server import HttpServer
 from nano_inference.gateway.serving.measures import Measures
 from nano_inference.pipeline.models import ModelStatus
@@ -140,9 +138,9 @@ class Front:
         self, deployment: Deployment, config: Config | None = None, measures: Measures | None = None
     ) -> None:
         config = config or load_config(env={}, overrides=SETTINGS)
-        self.app: Starlette = make_deployment_app(deployment, config, measures)  # type: ignore[arg-type]
-        self.models: Models = self.app.state.models
-        audit = self.app.state.policy.audit
+        self.app = DeploymentApp(deployment, config, measures)  # type: ignore[arg-type]
+        self.models = self.app.models
+        audit = self.app.policy.audit
         self.server = HttpServer(self.app, config.gateway, measures, audit)
 
     async def seen(self) -> None:

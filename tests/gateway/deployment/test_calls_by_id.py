@@ -125,7 +125,7 @@ async def test_calls_that_nobody_attends_are_ended_at_their_model(deployment: De
     large, small = deployment.engines["org/large"], deployment.engines["small"]
     with anyio.fail_after(60):
         async with anyio.create_task_group() as group:
-            group.start_soon(front.app.state.beside["kept calls"])
+            group.start_soon(front.app.background["durable calls"])
             await large.until(lambda: bool(large.names))
             await small.until(lambda: bool(small.names))
             group.cancel_scope.cancel()

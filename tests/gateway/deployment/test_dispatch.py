@@ -7,8 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.gateway.deployment.dispatch import Names, names_of
-from nano_inference.gateway.deployment.entrance import split
+from nano_inference.gateway.deployment.dispatch import Names, names_of, split
 
 from .deployed import Deployment, Front
 

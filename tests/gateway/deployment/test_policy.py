@@ -26,7 +26,7 @@ async def keyed(deployment: Deployment) -> Front:
 
 
 async def key(front: Front, **wish: Any) -> dict[str, str]:
-    store = front.app.state.policy.store
+    store = front.app.policy.store
     made = await Administration(store).create_key({"name": "somebody"} | wish)
     await store.refresh()
     return {"Authorization": f"Bearer {made['key']}"}
@@ -127,7 +127,7 @@ async def test_the_block_list_is_one_and_ends_requests_at_their_model(
     def saying(request: GenerateRequest) -> list[Output]:
         return [completion(request, sample(text="a secret, told"))]
 
-    store = keyed.app.state.policy.store
+    store = keyed.app.policy.store
     await store.change(_blocking)
     deployment.engines["org/large"].outputs = saying
     async with keyed.client(headers=await key(keyed)) as http:

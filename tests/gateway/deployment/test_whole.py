@@ -243,7 +243,7 @@ async def test_the_audit_log_tells_who_loaded_what_and_which_model_answered(
     settings = SETTINGS | {"policy.audit_file": str(path), "policy.audit_key": "k" * 32}
     front = Front(deployment, load_config(env={}, overrides=settings))
     await front.seen()
-    policy = front.app.state.policy
+    policy = front.app.policy
     await policy.open()
     async with front.client() as http:
         await http.post("/admin/models/cold/load")

@@ -7,10 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
 
 from nano_inference.config import Config, load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.gateway.app import ModelGatewayApp, make_app
 from nano_inference.gateway.policy.administration import Administration
 
 from ..fake import FakeEngine
@@ -22,17 +21,17 @@ def config() -> Config:
 
 
 @pytest.fixture
-def app(engine: FakeEngine, config: Config) -> Starlette:
+def app(engine: FakeEngine, config: Config) -> ModelGatewayApp:
     return make_app(engine, config)
 
 
 @pytest.fixture
-def administration(app: Starlette) -> Administration:
-    return Administration(app.state.policy.store)
+def administration(app: ModelGatewayApp) -> Administration:
+    return Administration(app.policy.store)
 
 
 @pytest.fixture
-async def http(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
+async def http(app: ModelGatewayApp) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         yield client

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nano_inference.config import GatewayConfig, PolicyConfig
-from nano_inference.gateway.policy.jwks import IssuerKeys
+from nano_inference.gateway.policy.oidc import IssuerKeys
 from nano_inference.gateway.server.server import HttpServer
 
 LIMIT_S = 30

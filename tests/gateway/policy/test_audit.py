@@ -15,16 +15,15 @@ import anyio
 import httpx
 import pytest
 import structlog
-from starlette.applications import Starlette
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, ConfigError, TelemetryConfig, load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.gateway.app import ModelGatewayApp, make_app
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.audit import text_hash
 from nano_inference.gateway.policy.policy import Policy
 from nano_inference.gateway.server.calls import ObservedCalls
-from nano_inference.gateway.serving.durable_calls import KeptCalls
+from nano_inference.gateway.serving.durable_calls import DurableCalls
 from nano_inference.gateway.serving.measures import Measures
 from nano_inference.telemetry import setup_logging
 
@@ -41,10 +40,10 @@ ANSWER = "five six"
 class Audited:
     """A gateway with an audit log, and a client of it."""
 
-    def __init__(self, app: Starlette, http: httpx.AsyncClient, path: Path) -> None:
-        self.policy: Policy = app.state.policy
+    def __init__(self, app: ModelGatewayApp, http: httpx.AsyncClient, path: Path) -> None:
+        self.policy: Policy = app.policy
         self.observed = app_observed(app)
-        self.kept: KeptCalls = app.state.kept_calls
+        self.kept: DurableCalls = app.durable
         self.http = http
         self._path = path
 
@@ -66,9 +65,9 @@ class Audited:
         return line
 
 
-def app_observed(app: Starlette) -> ObservedCalls:
+def app_observed(app: ModelGatewayApp) -> ObservedCalls:
     routes = [path for each in app.routes if (path := getattr(each, "path", ""))]
-    return ObservedCalls(app, Measures(), routes, audit=app.state.policy.audit)
+    return ObservedCalls(app, Measures(), routes, audit=app.policy.audit)
 
 
 @asynccontextmanager
@@ -76,14 +75,14 @@ async def audited(engine: FakeEngine, path: Path, **settings: Any) -> AsyncItera
     given = {"backend": "bus", "audit_file": str(path), "audit_key": AUDIT_KEY, **settings}
     config = load_config(env={}, overrides={f"policy.{name}": each for name, each in given.items()})
     app = make_app(engine, config)  # type: ignore[arg-type]
-    await app.state.policy.open()
+    await app.policy.open()
     transport = httpx.ASGITransport(app_observed(app), raise_app_exceptions=False)
     async with (
         asyncio.timeout(LIMIT_S),
         httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
     ):
         yield Audited(app, client, path)
-    await app.state.policy.aclose()
+    await app.policy.aclose()
 
 
 @pytest.fixture
@@ -412,10 +411,10 @@ async def test_without_a_tokenizer_a_prompt_is_its_tokens(
     }
     config: Config = load_config(env={}, overrides=overrides)
     app = make_app(engine, config)  # type: ignore[arg-type]
-    await app.state.policy.open()
+    await app.policy.open()
     transport = httpx.ASGITransport(app_observed(app))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         await client.post("/v1/completions", json={"prompt": [5, 6]})
-    await app.state.policy.aclose()
+    await app.policy.aclose()
     (line,) = (json.loads(each) for each in (tmp_path / "audit").read_text().splitlines())
     assert line["prompt_hmac"] == hashed("5 6")

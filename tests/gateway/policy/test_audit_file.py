@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from nano_inference.config import ConfigError, PolicyConfig
-from nano_inference.gateway.policy.audit import MOST_WAITING, AuditLog, text_hash
-from nano_inference.gateway.policy.audit_file import AuditFile
+from nano_inference.gateway.policy.audit import MOST_WAITING, AuditFile, AuditLog, text_hash
 from nano_inference.gateway.policy.document import ApiKey
 from nano_inference.gateway.policy.keys import new_key
 

@@ -14,15 +14,19 @@ import msgspec
 import pytest
 
 from nano_inference.config import ConfigError, PolicyConfig, RequestError
-from nano_inference.gateway.policy import file as policy_file
-from nano_inference.gateway.policy.backend import PolicyBackend, PolicyUnavailable, open_backend
+from nano_inference.gateway.policy import backend as policy_file
+from nano_inference.gateway.policy.backend import (
+    FileBackend,
+    PolicyBackend,
+    PolicyUnavailable,
+    open_backend,
+)
 from nano_inference.gateway.policy.document import (
     ApiKey,
     Guardrails,
     PolicyDocument,
     TenantPolicy,
 )
-from nano_inference.gateway.policy.file import FileBackend
 from nano_inference.gateway.policy.store import PolicyStore
 from nano_inference.store.policy import MemoryPolicyRecord
 

@@ -11,8 +11,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nano_inference.config import RequestError
-from nano_inference.gateway.policy.block_list import BlockList, Scanner, context_chars
-from nano_inference.gateway.policy.folding import LONGEST_SEGMENT, Folding, _joins, fold
+from nano_inference.gateway.policy.block_list import (
+    LONGEST_SEGMENT,
+    BlockList,
+    Folding,
+    Scanner,
+    _joins,
+    context_chars,
+    fold,
+)
 
 # Letters that fold to others, to several or to nothing; marks; Hangul's parts; what makes words.
 ALPHABET = "abdefistBADS ßẞﬁİıſＡｂé\u0301\u0323\u0345\u00ad\u200d\u1100\u1161\u11a8가ﾞｶ1.\n"

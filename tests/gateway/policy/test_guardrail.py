@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 import pytest_asyncio
-from starlette.applications import Starlette
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config
-from nano_inference.gateway.app import make_app
+from nano_inference.gateway.app import ModelGatewayApp, make_app
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.document import Guardrails
 from nano_inference.gateway.serving.words import LazyWords, Words
@@ -350,7 +349,7 @@ async def test_the_engine_is_told_to_end_it(
 
 @pytest.mark.parametrize("name", ["completions", "chat"])
 async def test_a_stream_that_is_resumed_is_cut_at_the_same_place(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, app: Starlette, name: str
+    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, app: ModelGatewayApp, name: str
 ) -> None:
     interface = INTERFACES[name]
     saying(engine, words, SAID, every=2)
@@ -447,14 +446,14 @@ async def test_what_can_not_be_read_changes_nothing(
 
 
 async def test_a_list_that_came_past_the_administration_closes(
-    caller: httpx.AsyncClient, engine: FakeEngine, app: Starlette
+    caller: httpx.AsyncClient, engine: FakeEngine, app: ModelGatewayApp
 ) -> None:
     broken = Guardrails(patterns=("(a",))
 
     def edit(document: Any) -> Any:
         return type(document)(document.keys, document.tenants, broken)
 
-    await app.state.policy.store.change(edit)
+    await app.policy.store.change(edit)
     answer = await caller.post("/v1/completions", json={"prompt": "a"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "policy_unavailable")
     assert engine.requests == []

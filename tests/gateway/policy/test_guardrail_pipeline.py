@@ -11,7 +11,7 @@ from nano_inference import Gateway, Pipeline
 from nano_inference.config import load_config
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.backend import open_backend
-from nano_inference.gateway.policy.folding import fold
+from nano_inference.gateway.policy.block_list import fold
 from nano_inference.gateway.policy.store import PolicyStore
 
 from .conftest import bearer

@@ -7,12 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
-from nano_inference.gateway.app import make_app
-from nano_inference.gateway.policy.routes import PolicyRoute
-from nano_inference.gateway.policy.scopes import SCOPES, Scope, may
+from nano_inference.gateway.app import ModelGatewayApp, make_app
+from nano_inference.gateway.policy.chain import PolicyRoute
+from nano_inference.gateway.policy.document import SCOPES, Scope, may
 
 from ..fake import FakeEngine
 from .conftest import Made, bearer
@@ -35,11 +34,11 @@ def code_of(response: httpx.Response) -> str:
     return code
 
 
-def routes(app: Starlette) -> list[BaseRoute]:
+def routes(app: ModelGatewayApp) -> list[BaseRoute]:
     return list(app.routes)
 
 
-def test_every_route_says_what_its_callers_need(app: Starlette) -> None:
+def test_every_route_says_what_its_callers_need(app: ModelGatewayApp) -> None:
     assert [each for each in routes(app) if not isinstance(each, PolicyRoute)] == []
     free = {each.path_format for each in routes(app) if getattr(each, "needed", "") == "nothing"}
     kserve = {"/v2/health/live", "/v2/health/ready", "/v2/models/{model}/ready"}
@@ -213,14 +212,14 @@ async def test_a_key_is_random_and_long(made: Made) -> None:
     assert all(re.fullmatch(r"ni-[0-9a-f]{12}-[\w-]{43}", text) for text in texts)
 
 
-async def test_turns_are_by_keys_that_there_are(app: Starlette, made: Made) -> None:
+async def test_turns_are_by_keys_that_there_are(app: ModelGatewayApp, made: Made) -> None:
     """Before anybody has looked at a request; names that are made up count for nothing."""
     key = (await made(tenant="gold"))["key"]
     other = f"ni-{'0' * 12}-{key[16:]}"
 
     def client_of(*lines: str) -> str:
         head = "\r\n".join(("POST /generate HTTP/1.1", "Host: a", *lines, "", ""))
-        client: bytes = app.state.policy.client_of(head.encode())
+        client: bytes = app.policy.client_of(head.encode())
         return client.decode()
 
     assert client_of(f"Authorization: Bearer {key}") == "gold"

@@ -20,7 +20,7 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.store import PolicyStore
 from nano_inference.gateway.server.calls import ObservedCalls
-from nano_inference.store.limits import Charge, Limit, Limits, Take
+from nano_inference.store.limits import Charge, Limit, LimitStore, Reservation
 
 from ...rig import mortal_server
 from ..fake import FakeEngine
@@ -37,7 +37,7 @@ MESSAGE = {"max_tokens": 10, "messages": [{"role": "user", "content": "a"}], "mo
 class Place:
     """Two gateways over one bus, or with limits of their own."""
 
-    def __init__(self, config: Config, limits: Sequence[Limits] = ()) -> None:
+    def __init__(self, config: Config, limits: Sequence[LimitStore] = ()) -> None:
         self.engine, self.second = FakeEngine(), FakeEngine()
         self.told = Told()
         self.limits = limits or [self.engine.bus.store.limits] * 2
@@ -46,7 +46,7 @@ class Place:
         for engine, own in zip((self.engine, self.second), self.limits, strict=True):
             engine.bus.store = replace(self.engine.bus.store, limits=own)
             app = make_app(engine, config, self.told.measures)  # type: ignore[arg-type]
-            self.stores.append(app.state.policy.store)
+            self.stores.append(app.policy.store)
             # As a server has it.
             transport = httpx.ASGITransport(ObservedCalls(app, self.told.measures, []))
             client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
@@ -75,8 +75,8 @@ class Place:
 
     async def left(self, name: str, most: int, window_s: int = 60) -> int:
         """What of a limit can still be taken."""
-        take = await self.limits[0].take([Charge(Limit(name, most, window_s), 0)])
-        return take.rooms[0].left
+        reservation = await self.limits[0].reserve([Charge(Limit(name, most, window_s), 0)])
+        return reservation.rooms[0].left
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ async def test_a_changed_limit_holds_for_what_was_used(place: Place) -> None:
 class Away:
     """Limits that can't be reached."""
 
-    async def take(self, charges: list[Charge]) -> Take:
+    async def reserve(self, charges: list[Charge]) -> Reservation:
         raise BusError("it is away")
 
 
@@ -253,7 +253,7 @@ class Away:
 async def test_while_nobody_can_count(choice: str) -> None:
     """As configured; who has no limits is not concerned."""
     overrides = {"policy.backend": "bus", "policy.limits_when_bus_fails": choice}
-    away = cast(Limits, Away())
+    away = cast(LimitStore, Away())
     place = Place(load_config(env={}, overrides=overrides), [away, away])
     answer = await place.call(await place.key("generate", limits={"max_in_flight": 5}))
     if choice == "open":

@@ -21,11 +21,10 @@ from starlette.responses import (
 
 from nano_inference.config import Config, ConfigError, PolicyConfig
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.policy import jwks
+from nano_inference.gateway.policy import oidc
 from nano_inference.gateway.policy.backend import PolicyUnavailable
-from nano_inference.gateway.policy.jwks import IssuerKeys, usable_keys
 from nano_inference.gateway.policy.keys import Unauthenticated
-from nano_inference.gateway.policy.oidc import Tokens, is_token
+from nano_inference.gateway.policy.oidc import IssuerKeys, Tokens, is_token, usable_keys
 
 from ..fake import FakeEngine
 from .issuer import (
@@ -219,13 +218,13 @@ async def test_a_gateway_with_an_issuer_and_no_keys(engine: FakeEngine, served: 
         assert (await http.post("/generate", json={"text": "a"})).status_code == 401
         assert not engine.requests
         served.answer = None
-        app.state.policy._tokens._keys._next_s = 0.0
+        app.policy._tokens._keys._next_s = 0.0
         assert await ask(served.token()) == (200, "")
         assert await ask(served.token(), "api-key") == (200, "")
         assert {request.tenant for request in engine.requests} == {"alice"}
         reading = served.token(served.claims(scope="read"))
         assert await ask(reading) == (403, "insufficient_scope")
-    await app.state.policy.aclose()
+    await app.policy.aclose()
 
 
 # --- bad tokens ----------------------------------------------------------------------------------
@@ -290,7 +289,7 @@ async def test_a_key_that_is_withdrawn_is_taken_no_more(issuer: Issuer, verify: 
     token = issuer.token()
     await verifying.tokens.caller(token)
     del issuer.keys["r"]
-    verifying.clock.now_s += jwks.RENEW_S
+    verifying.clock.now_s += oidc.RENEW_S
     await verifying.tokens.caller(token)
     task = verifying.tokens._keys._task
     assert task is not None
@@ -309,7 +308,7 @@ def _redirect() -> Response:
         (lambda: PlainTextResponse("no", 500), "the answer has the status 500"),
         (lambda: PlainTextResponse("[]"), "the answer is not a JSON object"),
         (lambda: PlainTextResponse("[" * 100_000), "the answer is not a JSON object"),
-        (lambda: PlainTextResponse("x" * (jwks.MOST_BYTES + 1)), "is larger than"),
+        (lambda: PlainTextResponse("x" * (oidc.MOST_BYTES + 1)), "is larger than"),
         (lambda: JSONResponse({"issuer": "https://example.org"}), "of another issuer"),
     ],
 )
@@ -342,14 +341,14 @@ async def test_where_the_keys_are_must_be_said(
 
 
 async def test_keys_with_tls_are_not_sought_without(issuer: Issuer) -> None:
-    assert jwks._as_safe("https://other/keys", "https://a")
-    assert not jwks._as_safe("http://a/keys", "https://a")
+    assert oidc._as_safe("https://other/keys", "https://a")
+    assert not oidc._as_safe("http://a/keys", "https://a")
 
 
 async def test_an_issuer_that_does_not_answer(
     served: Issuer, verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jwks, "FETCH_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(oidc, "FETCH_TIMEOUT_S", 0.01)
     served.held.clear()
     with pytest.raises(PolicyUnavailable, match="no answer in time"):
         await verify(served).tokens.caller(served.token())
@@ -358,7 +357,7 @@ async def test_an_issuer_that_does_not_answer(
 async def test_an_issuer_that_never_ends_its_answer_holds_up_no_known_key(
     served: Issuer, verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jwks, "FETCH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(oidc, "FETCH_TIMEOUT_S", 0.3)
     verifying, token = verify(served), served.token()
     await verifying.tokens.caller(token)
     begun = asyncio.Event()
@@ -370,7 +369,7 @@ async def test_an_issuer_that_never_ends_its_answer_holds_up_no_known_key(
             await asyncio.sleep(0.001)
 
     served.answer = lambda: StreamingResponse(spaces())
-    verifying.clock.now_s += jwks.RENEW_S
+    verifying.clock.now_s += oidc.RENEW_S
     unknown = served.token(key=OTHER_RSA_KEY, kid="unknown")
     many = [asyncio.create_task(verifying.refused(unknown)) for _ in range(50)]
     await begun.wait()
@@ -403,7 +402,7 @@ async def test_what_was_fetched_holds_for_a_day(served: Issuer, verify: Verify) 
     token = served.token()
     await verifying.tokens.caller(token)
     served.answer = lambda: PlainTextResponse("", 503)
-    verifying.clock.now_s += jwks.MOST_AGE_S - 1
+    verifying.clock.now_s += oidc.MOST_AGE_S - 1
     assert (await verifying.tokens.caller(token)).tenant == "alice"
     verifying.clock.now_s += 2
     with pytest.raises(PolicyUnavailable, match="status 503"):
@@ -456,9 +455,9 @@ def test_keys_that_sign_no_tokens_are_left_out(key: object) -> None:
 def test_private_keys_are_left_out_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding a modulus's factors from its exponents takes minutes for a long one."""
     read: list[object] = []
-    monkeypatch.setattr(jwks, "PyJWK", lambda key, _: read.append(key))
+    monkeypatch.setattr(oidc, "PyJWK", lambda key, _: read.append(key))
     long = jwk("r", RSA_KEY, n="_" * 10_000, d="_" * 1000)
-    assert usable_keys({"keys": [long] * jwks.MOST_KEYS}) == {}
+    assert usable_keys({"keys": [long] * oidc.MOST_KEYS}) == {}
     assert read == []
 
 

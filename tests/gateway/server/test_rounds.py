@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from nano_inference.gateway.server import rounds as rounds_module
-from nano_inference.gateway.server.rounds import MOST_IN_A_ROUND, Rounds
+from nano_inference.gateway.server import connections as rounds_module
+from nano_inference.gateway.server.connections import MOST_IN_A_ROUND, Rounds
 
 
 async def do_all(rounds: Rounds, done: list[str], number: int) -> int:

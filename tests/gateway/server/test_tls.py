@@ -257,7 +257,7 @@ async def test_who_does_not_begin_to_speak_is_slow(authority: Authority, own: Is
 async def test_who_only_begins_makes_room(
     authority: Authority, own: Issued, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nano_inference.gateway.server.connection_limits.ACCEPTED_AT_ONCE", 1)
+    monkeypatch.setattr("nano_inference.gateway.server.limits.ACCEPTED_AT_ONCE", 1)
     told = Told()
     async with serving(authority, settings(own, max_connections=1), told.measures) as served:
         silent = [await served.connect(None) for _ in range(3)]

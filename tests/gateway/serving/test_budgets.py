@@ -14,7 +14,7 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server import connections
 from nano_inference.gateway.server.calls import Arrival
 from nano_inference.gateway.serving.account import Account
-from nano_inference.gateway.serving.budgets import HEADER, MAX_BUDGET_MS
+from nano_inference.gateway.serving.origin import BUDGET_HEADER, MAX_BUDGET_MS
 from nano_inference.telemetry import TraceContext, now_ns
 
 from ...security.test_connections import post, serve
@@ -55,7 +55,7 @@ async def test_the_shortest_of_what_is_given_holds(
 ) -> None:
     """From the arrival on: of two requests of a call the second has less."""
     body = {"text": ["a", "b"]} | ({} if field is None else {"budget_ms": field})
-    headers = {} if header is None else {HEADER: header}
+    headers = {} if header is None else {BUDGET_HEADER: header}
     async with arriving(engine, 20 * 10**9) as http:
         assert (await http.post("/generate", json=body, headers=headers)).status_code == 200
     assert len(engine.requests) == 2
@@ -67,7 +67,9 @@ async def test_the_shortest_of_what_is_given_holds(
             assert MINUTE_NS / 2 < request.budget_ns <= budget_ns - 20 * 10**9
 
 
-@pytest.mark.parametrize("given", [{HEADER: "0"}, {HEADER: "-5"}, {HEADER: "19999"}])
+@pytest.mark.parametrize(
+    "given", [{BUDGET_HEADER: "0"}, {BUDGET_HEADER: "-5"}, {BUDGET_HEADER: "19999"}]
+)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_time_that_is_over_when_the_call_is_read(
     engine: FakeEngine, given: dict[str, str], stream: bool
@@ -76,7 +78,7 @@ async def test_a_time_that_is_over_when_the_call_is_read(
         body = {"text": "a", "stream": stream}
         answer = await http.post("/generate", json=body, headers=given)
     assert error_of(answer, 504) == "expired"
-    assert HEADER in answer.text
+    assert BUDGET_HEADER in answer.text
     assert not engine.requests
 
 
@@ -107,9 +109,9 @@ async def test_a_time_that_is_over_in_the_pipeline(
 async def test_a_header_that_is_no_time(
     http: httpx.AsyncClient, engine: FakeEngine, header: str
 ) -> None:
-    answer = await http.post("/generate", json={"text": "a"}, headers={HEADER: header})
+    answer = await http.post("/generate", json={"text": "a"}, headers={BUDGET_HEADER: header})
     assert error_of(answer, 400) == "invalid_budget"
-    assert HEADER in answer.text
+    assert BUDGET_HEADER in answer.text
     assert "milliseconds" in answer.text
     assert not engine.requests
 

@@ -15,9 +15,8 @@ from nano_inference.config import Config, ConfigError, RequestError, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server.http import FieldError
 from nano_inference.gateway.serving import chat_templates
-from nano_inference.gateway.serving.chat_templates import ChatTemplates, Conversation
+from nano_inference.gateway.serving.chat_templates import ChatTemplates, Conversation, LazyFormat
 from nano_inference.gateway.serving.measures import Measures
-from nano_inference.gateway.serving.message_formats import LazyFormat
 from nano_inference.gateway.serving.turns import Turns
 from nano_inference.gateway.serving.words import LazyWords
 from nano_inference.text.messages import Tool

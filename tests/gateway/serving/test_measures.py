@@ -14,9 +14,8 @@ import pytest
 from nano_inference.config import Config, GatewayConfig, RequestError, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server.callers import only_known_callers
-from nano_inference.gateway.server.connection_limits import SPARE_CONNECTIONS
 from nano_inference.gateway.server.connections import Connections
-from nano_inference.gateway.server.limits import RequestLimits
+from nano_inference.gateway.server.limits import SPARE_CONNECTIONS, RequestLimits
 from nano_inference.gateway.serving.measures import Reason
 from nano_inference.telemetry import names
 from nano_inference.telemetry.instruments import (

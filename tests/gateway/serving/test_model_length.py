@@ -9,7 +9,7 @@ import pytest
 
 from nano_inference.config import BusError, Config, EngineConfig, load_config
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.serving.model_length import ModelLength
+from nano_inference.gateway.serving.lane_state import ModelLength
 from nano_inference.store.board import StageReport
 
 from ..fake import FakeEngine

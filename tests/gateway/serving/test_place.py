@@ -36,7 +36,7 @@ async def warnings_of(settings: dict[str, Any]) -> list[str]:
             async with Gateway(cast(BusClient, Engine()), config) as gateway:
                 _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
                 writer.close()
-                await gateway._policy.open()
+                await gateway._app.policy.open()
     return [line["event"] for line in lines if line["log_level"] == "warning"]
 
 

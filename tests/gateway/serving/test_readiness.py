@@ -12,8 +12,8 @@ from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server.calls import ObservedCalls
+from nano_inference.gateway.serving.lane_state import Readiness
 from nano_inference.gateway.serving.measures import Measures
-from nano_inference.gateway.serving.readiness import Readiness
 from nano_inference.telemetry import TraceContext
 
 from ..errors import error_of
@@ -98,7 +98,7 @@ async def test_what_is_under_way_comes_to_its_end(
         call = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "n": 2}))
         await engine.until(lambda: len(engine.requests) == 1)
         readiness.draining = True
-        drained = asyncio.create_task(calls.idle())
+        drained = asyncio.create_task(calls.observer.idle())
         # Somebody who asks meanwhile is no reason to wait longer, nor to end earlier.
         assert (await http.get("/health")).status_code == 503
         assert not drained.done()
@@ -111,4 +111,4 @@ async def test_where_nothing_is_under_way_there_is_nothing_to_wait_for(
     calls: ObservedCalls,
 ) -> None:
     async with asyncio.timeout(LIMIT_S):
-        await calls.idle()
+        await calls.observer.idle()

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from nano_inference.config import BusError
-from nano_inference.gateway.serving.recent import Recent
+from nano_inference.gateway.serving.lane_state import Recent
 
 LIMIT_S = 20
 

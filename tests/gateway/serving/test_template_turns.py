@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference.gateway.serving.template_turns import as_read_by
+from nano_inference.gateway.serving.chat_templates import as_read_by
 
 TURNS: list[dict[str, Any]] = [
     {"role": "developer", "content": "S"},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nano_inference.gateway.server.http import FieldError
-from nano_inference.gateway.serving.template_variables import (
+from nano_inference.gateway.serving.chat_templates import (
     Reasoning,
     names_read,
     reasoning_asked,

@@ -10,7 +10,7 @@ from .....bus.public import Completion, EmbedParams, GenerateRequest
 from .....config import Config
 from .....pipeline.embedding import EmbeddedPrompt
 from ....serving.embedding import EmbedCall, Prompt, embed_all
-from ....serving.readiness import Readiness
+from ....serving.lane_state import Readiness
 from ....serving.samples import complete_sample, stream_unsent
 from ....serving.submissions import Submissions
 from ....serving.words import LazyWords

@@ -6,7 +6,7 @@ from typing import Literal, assert_never
 
 from .....bus.public import Completion, CompletionSample, Output
 from .....config import NanoInferenceError, SamplingParams
-from .....store.calls import KeptCall
+from .....store.calls import DurableCall
 from .....text.messages import MessageFormat
 from ....server.http import EngineError
 from ....serving.logprobs import TokenNames
@@ -78,7 +78,7 @@ class Answers:
         told = as_openai(error, "responses")
         return self._response("failed") | {"error": {"code": told.code, "message": told.message}}
 
-    def known(self, kept: KeptCall, last: Output | None) -> Answer:
+    def known(self, kept: DurableCall, last: Output | None) -> Answer:
         """What there is of one now.
 
         Args:

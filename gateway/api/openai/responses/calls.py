@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from .....bus.public import Completion, Output
 from .....config import Config, NanoInferenceError
-from .....store.calls import KeptCall
+from .....store.calls import DurableCall
 from ....policy.caller import Caller, caller_of
 from ....server.http import (
     CLIENT_LEFT,
@@ -27,13 +27,11 @@ from ....server.http import (
 )
 from ....serving.account import Account
 from ....serving.chat_templates import ChatTemplates
-from ....serving.durable_calls import Attendance, KeptCalls
-from ....serving.model_length import ModelLength
-from ....serving.origin import Origin, origin_of
+from ....serving.durable_calls import Attachment, DurableCalls
+from ....serving.lane_state import ModelLength, ServedModels
+from ....serving.origin import Origin, origin_of, tenant_of
 from ....serving.prepared import Prepared, of_tools, prepare
-from ....serving.served import ServedModels
 from ....serving.submissions import Submissions
-from ....serving.tenants import tenant_of
 from ....serving.words import LazyWords
 from ..errors import as_openai
 from ..idempotency import keyed
@@ -48,8 +46,8 @@ from .running import Background, run_request, send_outputs
 from .stored import StoredResponses, as_response_error
 from .tools import use_of
 
-Attend = Callable[[], AbstractAsyncContextManager[Attendance | None]]
-"""Attends a response while the context is open, if it is one that is kept."""
+Attach = Callable[[], AbstractAsyncContextManager[Attachment | None]]
+"""Attach to a response while the context is open, if the response is durable."""
 
 _SOON_S = 0.05
 """How long one in the background may take to be published before its client is answered; where it
@@ -67,7 +65,7 @@ class ResponseCalls:
     def __init__(
         self,
         submissions: Submissions,
-        kept: KeptCalls,
+        kept: DurableCalls,
         config: Config,
         words: LazyWords,
         templates: ChatTemplates,
@@ -130,12 +128,12 @@ class ResponseCalls:
             return await self._again(request, begun)
         if record.background:
             return await self._in_background(request, origin, answers)
-        attend: Attend = _unattended
+        attach: Attach = _unattached
         if record.kept:
-            attend = partial(self._kept.begun, record.id, record.encode(), [record.id], record.name)
+            attach = partial(self._kept.begun, record.id, record.encode(), [record.id], record.name)
         if call.fields.stream:
-            return self._streamed(origin, answers, attend)
-        return await self._in_one_piece(request, origin, answers, attend)
+            return self._streamed(origin, answers, attach)
+        return await self._in_one_piece(request, origin, answers, attach)
 
     async def input_tokens(self, request: Request) -> Response:
         """How many tokens the prompt of a response would have; the body is that of `create`."""
@@ -266,7 +264,7 @@ class ResponseCalls:
     async def _in_background(self, request: Request, origin: Origin, answers: Answers) -> Response:
         """One of which nothing need have come."""
         record = answers.record
-        kept = KeptCall(record.encode())
+        kept = DurableCall(record.encode())
         if record.keyed is None:
             await self._kept.keep(record.id, kept.record)
         account = Account(background=True)
@@ -292,7 +290,7 @@ class ResponseCalls:
             return JsonResponse(await self._stored.known(found))
         origin = _origin(request, record)
         answers = await self._stored.answers(record)
-        return await self._in_one_piece(request, origin, answers, self._attend_again(found))
+        return await self._in_one_piece(request, origin, answers, self._attach_again(found))
 
     async def _streamed_again(
         self,
@@ -305,24 +303,24 @@ class ResponseCalls:
         record = found.shape
         origin = _origin(request, record)
         answers = await self._stored.answers(record)
-        attend = self._attend_again(found)
-        return self._streamed(origin, answers, attend, after, retrieved=retrieved)
+        attach = self._attach_again(found)
+        return self._streamed(origin, answers, attach, after, retrieved=retrieved)
 
-    def _attend_again(self, found: Found[Record]) -> Attend:
+    def _attach_again(self, found: Found[Record]) -> Attach:
         record = found.shape
 
         @asynccontextmanager
-        async def attend() -> AsyncIterator[Attendance]:
+        async def attach() -> AsyncIterator[Attachment]:
             kept = await self._stored.settled(found)
             async with self._kept.resumed(
                 record.id, kept, [record.id], record.name, background=record.background
-            ) as attendance:
-                yield attendance
+            ) as attachment:
+                yield attachment
 
-        return attend
+        return attach
 
     async def _in_one_piece(
-        self, request: Request, origin: Origin, answers: Answers, attend: Attend
+        self, request: Request, origin: Origin, answers: Answers, attach: Attach
     ) -> Response:
         ended: list[Completion] = []
 
@@ -332,12 +330,12 @@ class ResponseCalls:
 
         async def work() -> Response:
             asked = answers.record.request(self._config)
-            async with attend() as attendance:
+            async with attach() as attachment:
                 try:
-                    await run_request(self._submissions, origin, asked, attendance, take)
+                    await run_request(self._submissions, origin, asked, attachment, take)
                 except NanoInferenceError as error:
-                    if attendance is not None:
-                        attendance.fail(error)
+                    if attachment is not None:
+                        attachment.fail(error)
                     raise _told(error, answers.record) from None
             return JsonResponse(await self._stored.ended(answers, ended[0]))
 
@@ -347,7 +345,7 @@ class ResponseCalls:
         self,
         origin: Origin,
         answers: Answers,
-        attend: Attend,
+        attach: Attach,
         after: int = NOTHING,
         *,
         retrieved: bool = False,
@@ -363,13 +361,13 @@ class ResponseCalls:
                 await events.create()
             failure: NanoInferenceError | None
             try:
-                async with attend() as attendance:
+                async with attach() as attachment:
                     failure = await send_outputs(
-                        self._submissions, origin, asked, attendance, events.take
+                        self._submissions, origin, asked, attachment, events.take
                     )
-                    if failure is not None and attendance is not None:
-                        attendance.fail(failure)
-                    lasts = attendance is None or attendance.ended
+                    if failure is not None and attachment is not None:
+                        attachment.fail(failure)
+                    lasts = attachment is None or attachment.ended
             except NeverBegun as error:
                 failure, lasts = error, True
             if failure is None:
@@ -396,6 +394,6 @@ def _told(error: NanoInferenceError, record: Record) -> NanoInferenceError:
 
 
 @asynccontextmanager
-async def _unattended() -> AsyncIterator[None]:
+async def _unattached() -> AsyncIterator[None]:
     """Of a response that ends with its connection."""
     yield

@@ -12,11 +12,10 @@ import msgspec
 from .....bus.public import GenerateRequest
 from .....config import Config, Constraint, SamplingParams, field_name, shown
 from ....server.http import FieldError, convert
-from ....serving.chat_templates import Conversation, Turn
+from ....serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ....serving.constraints import of_structured_outputs, of_text_format, the_one
 from ....serving.fields import Body, adapter_of, engine_priority, read_part
 from ....serving.sampling_fields import TEXT_SAMPLING, read_sampling
-from ....serving.template_variables import reasoning_of_effort
 from ..bodies import ResponseBody
 from .items import Item, items_of
 from .turns import turns_of

@@ -10,10 +10,10 @@ import anyio.lowlevel
 
 from .....bus.public import Completion, GenerateRequest, Output
 from .....config import BusError, ChannelClosed, Config, NanoInferenceError
-from .....store.calls import KeptCall
+from .....store.calls import DurableCall
 from .....telemetry import TraceContext
 from ....serving.account import Account
-from ....serving.durable_calls import Attendance, KeptCalls
+from ....serving.durable_calls import Attachment, DurableCalls
 from ....serving.origin import Origin
 from ....serving.submissions import Submissions
 from .records import Record, decode_record
@@ -32,13 +32,13 @@ async def run_request(
     submissions: Submissions,
     origin: Origin,
     request: GenerateRequest,
-    attendance: Attendance | None,
+    attachment: Attachment | None,
     take: Take,
 ) -> None:
     """Runs a response's request, or follows it, where it was begun before.
 
     Args:
-        attendance: In the response; None of one that ends with its connection.
+        attachment: In the response; None of one that ends with its connection.
         take: Is given all outputs in order, from the first one on.
 
     Raises:
@@ -46,12 +46,12 @@ async def run_request(
     """
 
     async def run(index: int, begun: bool) -> None:
-        async with aclosing(submissions.outputs(origin, request, begun, attendance)) as outputs:
+        async with aclosing(submissions.outputs(origin, request, begun, attachment)) as outputs:
             async for output in outputs:
                 await take(output)
                 await anyio.lowlevel.checkpoint()
 
-    published = () if attendance is None else attendance.begun_before
+    published = () if attachment is None else attachment.begun_before
     await submissions.run(origin, [request], run, published)
 
 
@@ -59,7 +59,7 @@ async def send_outputs(
     submissions: Submissions,
     origin: Origin,
     request: GenerateRequest,
-    attendance: Attendance | None,
+    attachment: Attachment | None,
     take: Take,
 ) -> NanoInferenceError | None:
     """As `run_request`, for a client that may read slowly: the others are not delayed by that.
@@ -79,7 +79,7 @@ async def send_outputs(
     async with anyio.create_task_group() as group, put:
         group.start_soon(take_all)
         try:
-            await run_request(submissions, origin, request, attendance, put.send)
+            await run_request(submissions, origin, request, attachment, put.send)
         except NanoInferenceError as error:
             # Not through the group, which would wrap it.
             failure = error
@@ -102,12 +102,12 @@ class Run:
 class Background:
     """The responses that this gateway runs, or goes on with for another one, for nobody who waits.
 
-    A response is kept with all that it takes to run it. Whoever has begun it attends it until its
-    end; when nobody does any more, since that gateway was killed, one of the others takes it.
+    A response is kept with all that it takes to run it. The gateway that began it stays attached
+    until its end; an orphaned one, whose gateway was killed, is taken over by another gateway.
     """
 
     def __init__(
-        self, submissions: Submissions, kept: KeptCalls, config: Config, ended: Ended
+        self, submissions: Submissions, kept: DurableCalls, config: Config, ended: Ended
     ) -> None:
         """Args: `ended` is told of each that has ended here."""
         self._ended = ended
@@ -115,9 +115,9 @@ class Background:
         self._kept = kept
         self._config = config
         self._running: dict[str, Run] = {}
-        kept.adopted_by(self._adopt)
+        kept.taken_over_by(self._take_over)
 
-    def begin(self, record: Record, origin: Origin, kept: KeptCall) -> Run:
+    def begin(self, record: Record, origin: Origin, kept: DurableCall) -> Run:
         """Runs a response that is kept."""
         run = self._running[record.id] = Run()
         self._kept.begin(self._run(run, record, origin, kept))
@@ -127,11 +127,11 @@ class Background:
         """One that is run here."""
         return self._running.get(response_id)
 
-    def _adopt(self, response_id: str, kept: KeptCall) -> bool:
+    def _take_over(self, response_id: str, kept: DurableCall) -> bool:
         record = decode_record(kept.record)
         if record is None or not record.background:
             return False
-        # One that is run here may be unattended while the bus is away.
+        # One that is run here may be unattached while the bus is away.
         if record.failure is None and record.id not in self._running:
             account = Account(background=True)
             origin = Origin(
@@ -142,17 +142,19 @@ class Background:
             self.begin(record, origin, kept)
         return True
 
-    async def _run(self, run: Run, record: Record, origin: Origin, kept: KeptCall | None) -> None:
+    async def _run(
+        self, run: Run, record: Record, origin: Origin, kept: DurableCall | None
+    ) -> None:
         try:
-            while not await self._attend(run, record, origin, kept):
+            while not await self._attach(run, record, origin, kept):
                 await anyio.sleep(_BUS_AWAY_S)
                 kept = None
         finally:
             self._running.pop(record.id, None)
             run.settled.set()
 
-    async def _attend(
-        self, run: Run, record: Record, origin: Origin, kept: KeptCall | None
+    async def _attach(
+        self, run: Run, record: Record, origin: Origin, kept: DurableCall | None
     ) -> bool:
         """Runs one, or goes on with it; returns False when the bus is away, and it is to be tried
         again.
@@ -166,8 +168,8 @@ class Background:
                 return True
             async with self._kept.resumed(
                 record.id, kept, [record.id], record.name, background=True
-            ) as attendance:
-                attendance.noted = run.settled.set
+            ) as attachment:
+                attachment.noted = run.settled.set
                 request = record.request(self._config)
 
                 async def take(output: Output) -> None:
@@ -176,24 +178,24 @@ class Background:
                         await self._ended(record, output)
 
                 try:
-                    await run_request(self._submissions, origin, request, attendance, take)
+                    await run_request(self._submissions, origin, request, attachment, take)
                 except NanoInferenceError as error:
-                    await self._fail(run, record, attendance, error)
+                    await self._fail(run, record, attachment, error)
             return True
         except BusError as error:
             return isinstance(error, ChannelClosed) or error.code != BusError.code
 
     async def _fail(
-        self, run: Run, record: Record, attendance: Attendance, error: NanoInferenceError
+        self, run: Run, record: Record, attachment: Attachment, error: NanoInferenceError
     ) -> None:
-        if attendance.ended:
+        if attachment.ended:
             return  # its outputs tell why
         if error.code in (BusError.code, "shutting_down"):
-            attendance.fail(error)
+            attachment.fail(error)
             if isinstance(error, BusError):
                 raise error
             return
-        if not attendance.entries:
+        if not attachment.entries:
             run.failure = error
             await self._kept.replace(record.id, record.failed(error).encode())
-        attendance.end()
+        attachment.end()

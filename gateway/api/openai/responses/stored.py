@@ -10,13 +10,13 @@ import anyio
 
 from .....bus.public import Completion
 from .....config import Config, NanoInferenceError, shown
-from .....store.calls import KeptCall
+from .....store.calls import DurableCall
 from .....telemetry import TraceContext
 from ....policy.caller import Caller
 from ....server.http import EngineError, FieldError
 from ....serving.account import Account
 from ....serving.chat_templates import ChatTemplates
-from ....serving.durable_calls import KeptCalls
+from ....serving.durable_calls import DurableCalls
 from ....serving.origin import Origin
 from ....serving.submissions import Submissions
 from ....serving.words import LazyWords
@@ -48,7 +48,7 @@ class StoredResponses:
 
     def __init__(
         self,
-        kept: KeptCalls,
+        kept: DurableCalls,
         submissions: Submissions,
         background: Background,
         words: LazyWords,
@@ -146,7 +146,7 @@ class StoredResponses:
             )
         return [*found.shape.items, *answered(answer["output"])]
 
-    async def settled(self, found: Found[Record]) -> KeptCall:
+    async def settled(self, found: Found[Record]) -> DurableCall:
         """What is kept of one when it is published, or could have been by who began it.
 
         One in the background is left to those who run it, however long it waits for its place.
@@ -195,7 +195,7 @@ class StoredResponses:
         return answer
 
     async def end(self, found: Found[Record]) -> None:
-        """Ends one, whoever waits for it, as `KeptCalls.cancel` does."""
+        """Ends one, whoever waits for it, as `DurableCalls.cancel` does."""
         self._submissions.end_waiting(found.shape.id)
         await self._kept.cancel(found.shape.id)
 

@@ -13,7 +13,7 @@ from nano_inference.config import load_config
 from nano_inference.gateway.api.kserve.served import ServedModel
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.gateway import Gateway
-from nano_inference.gateway.serving.readiness import Readiness
+from nano_inference.gateway.serving.lane_state import Readiness
 from nano_inference.kserve.http_codec import decode_http_response, encode_http_request
 from nano_inference.kserve.tensors import DATATYPES, DTYPES, InferResponse, NamedTensor
 from nano_inference.telemetry import Metrics, Tracing
@@ -48,11 +48,11 @@ async def asking(
     config = load_config(env={}, overrides=overrides)
     app = make_app(engine or Engine(), config, readiness=readiness)  # type: ignore[arg-type]
     for model in models:
-        app.state.kserve.service.add(model)
+        app.kserve.service.add(model)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         yield client
-    app.state.kserve.regions.close()
+    app.kserve.regions.close()
 
 
 @asynccontextmanager

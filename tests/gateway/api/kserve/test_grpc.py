@@ -294,7 +294,7 @@ async def test_who_leaves_takes_his_requests_along(leaves: str, streams: bool) -
             elif leaves == "channel":
                 await channel.close(None)
             await until(lambda: len(model.left) == asked)
-        await gateway._server.calls.idle()
+        await gateway._server.calls.observer.idle()
 
 
 # --- streams --------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ async def test_who_reads_nothing_for_too_long_is_ended(monkeypatch: pytest.Monke
         stream = call.stream()
         await stream.send(request(values=[0.0] * 25_000))
         await until(lambda: model.calls)
-        await gateway._server.calls.idle()
+        await gateway._server.calls.observer.idle()
         while not isinstance(part := await stream.read(), Failed):
             assert part.infer_response.outputs
         assert (part.code, part.stable) == ("DEADLINE_EXCEEDED", "request_timeout")

@@ -21,7 +21,7 @@ KEYS = {"policy__backend": "bus"}
 
 
 def administration(gateway: Gateway) -> Administration:
-    store = gateway._policy.store
+    store = gateway._app.policy.store
     assert store is not None
     return Administration(store)
 

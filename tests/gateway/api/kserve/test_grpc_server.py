@@ -23,7 +23,7 @@ from nano_inference.gateway.api.kserve.grpc_connection import client_of
 from nano_inference.gateway.api.kserve.grpc_methods import GrpcMethods
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.policy.administration import Administration
-from nano_inference.gateway.policy.scopes import SCOPES, may
+from nano_inference.gateway.policy.document import SCOPES, may
 from nano_inference.kserve.protobuf import METHODS
 from nano_inference.telemetry.instruments import HTTP_DURATION
 
@@ -47,7 +47,7 @@ KEYS = {"policy__backend": "bus"}
 
 async def made(gateway: Gateway, *scopes: str, **fields: Any) -> tuple[tuple[str, str], ...]:
     """A new key, as metadata that brings it."""
-    store = gateway._policy.store
+    store = gateway._app.policy.store
     assert store is not None
     wish = {"name": "somebody", "scopes": scopes or ("generate",), **fields}
     key = await Administration(store).create_key(wish)
@@ -56,7 +56,7 @@ async def made(gateway: Gateway, *scopes: str, **fields: Any) -> tuple[tuple[str
 
 def needs(gateway: Gateway) -> dict[str, str]:
     """What each method asks of its callers."""
-    methods = GrpcMethods(gateway.kserve, gateway._readiness)
+    methods = GrpcMethods(gateway.kserve, gateway._app.readiness)
     unary = {name: method.needed for name, method in methods.unary.items()}
     return unary | {"ModelStreamInfer": methods.stream_needs}
 
@@ -121,7 +121,7 @@ async def test_a_key_that_is_revoked_ends_with_the_next_request_of_a_stream() ->
         stream = call.stream(metadata=key)
         await stream.send(request())
         assert values((await stream.read()).infer_response) == [1, 2]
-        store = gateway._policy.store
+        store = gateway._app.policy.store
         assert store is not None
         document = await store.document()
         await Administration(store).revoke_key(next(iter(document.keys)))
@@ -268,7 +268,7 @@ async def test_all_bodies_together_hold_only_so_much() -> None:
         model.free.set()
         for each in (first, small):
             assert not isinstance(await call.end("ModelInfer", each), Failed)
-        await gateway._server.calls.idle()
+        await gateway._server.calls.observer.idle()
         assert gateway._server.limits.held_bytes == 0
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
 
 from nano_inference.config import load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.gateway.app import ModelGatewayApp, make_app
 from nano_inference.gateway.policy.administration import Administration
 
 from ...fake import FakeEngine
@@ -22,30 +21,32 @@ BODY: dict[str, Any] = {"inputs": [{"name": "INT8", "datatype": "INT8", "shape":
 
 
 @pytest.fixture
-def app(engine: FakeEngine) -> Iterator[Starlette]:
+def app(engine: FakeEngine) -> Iterator[ModelGatewayApp]:
     overrides = {"policy.backend": "bus", "gateway.shared_memory": True}
     made = make_app(engine, load_config(env={}, overrides=overrides))  # type: ignore[arg-type]
-    made.state.kserve.service.add(Echo("echo"))
-    made.state.kserve.service.add(Echo("other"))
+    made.kserve.service.add(Echo("echo"))
+    made.kserve.service.add(Echo("other"))
     yield made
-    made.state.kserve.regions.close()
+    made.kserve.regions.close()
 
 
 @pytest.fixture
-async def http(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
+async def http(app: ModelGatewayApp) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         yield client
 
 
-async def key(app: Starlette, *scopes: str, **fields: object) -> dict[str, str]:
+async def key(app: ModelGatewayApp, *scopes: str, **fields: object) -> dict[str, str]:
     """The header that brings a new key."""
     wish = {"name": "somebody", "scopes": scopes, **fields}
-    made = await Administration(app.state.policy.store).create_key(wish)
+    made = await Administration(app.policy.store).create_key(wish)
     return {"Authorization": f"Bearer {made['key']}"}
 
 
-async def test_without_a_key_only_health_is_told(app: Starlette, http: httpx.AsyncClient) -> None:
+async def test_without_a_key_only_health_is_told(
+    app: ModelGatewayApp, http: httpx.AsyncClient
+) -> None:
     await key(app, "read")
     for path in ("health/live", "health/ready", "models/echo/ready"):
         assert (await http.get(f"/v2/{path}")).status_code == 200
@@ -57,7 +58,7 @@ async def test_without_a_key_only_health_is_told(app: Starlette, http: httpx.Asy
         assert failed(await http.post(f"/v2/{path}", json=BODY), 401) == "missing_api_key"
 
 
-async def test_scopes(app: Starlette, http: httpx.AsyncClient) -> None:
+async def test_scopes(app: ModelGatewayApp, http: httpx.AsyncClient) -> None:
     reads, generates = await key(app, "read"), await key(app, "generate")
     admin = await key(app, "admin")
     assert (await http.get("/v2/models/echo", headers=reads)).status_code == 200
@@ -71,7 +72,9 @@ async def test_scopes(app: Starlette, http: httpx.AsyncClient) -> None:
     assert failed(await http.post(load, json={}, headers=admin), 400) == "unsupported"
 
 
-async def test_a_key_for_one_model_sees_no_other(app: Starlette, http: httpx.AsyncClient) -> None:
+async def test_a_key_for_one_model_sees_no_other(
+    app: ModelGatewayApp, http: httpx.AsyncClient
+) -> None:
     headers = await key(app, "generate", models=["echo"])
     for what in ("", "/config", "/stats"):
         assert (await http.get(f"/v2/models/echo{what}", headers=headers)).status_code == 200
@@ -86,7 +89,7 @@ async def test_a_key_for_one_model_sees_no_other(app: Starlette, http: httpx.Asy
     assert {each["name"] for each in statistics} == {"echo"}
 
 
-async def test_regions_are_their_tenant_s(app: Starlette, http: httpx.AsyncClient) -> None:
+async def test_regions_are_their_tenant_s(app: ModelGatewayApp, http: httpx.AsyncClient) -> None:
     one = await key(app, "generate", tenant="one")
     other = await key(app, "generate", tenant="other")
     memory = SharedMemory(create=True, size=4096)
@@ -106,7 +109,7 @@ async def test_regions_are_their_tenant_s(app: Starlette, http: httpx.AsyncClien
 
 
 async def test_a_region_of_another_key_is_neither_read_nor_written(
-    app: Starlette, http: httpx.AsyncClient
+    app: ModelGatewayApp, http: httpx.AsyncClient
 ) -> None:
     """Nor does it stand in the way of one of the same name; a key of the same tenant has it too."""
     mine, same = [await key(app, "generate", tenant="one") for _ in range(2)]
@@ -146,7 +149,7 @@ async def test_a_region_of_another_key_is_neither_read_nor_written(
         assert (await inferred(write, same)).status_code == 200
         assert [memory.buf[0] for memory in memories] == [1, 8]
     finally:
-        app.state.kserve.regions.close()
+        app.kserve.regions.close()
         for memory in memories:
             memory.close()
             memory.unlink()

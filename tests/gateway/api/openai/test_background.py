@@ -15,7 +15,7 @@ import pytest
 from nano_inference.config import BusError, Config, load_config
 from nano_inference.gateway.api.openai.responses import running
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.serving.readiness import Readiness
+from nano_inference.gateway.serving.lane_state import Readiness
 
 from ... import by_hand
 from ...fake import FakeEngine, refused
@@ -39,8 +39,8 @@ class House:
     def __init__(self, engine: FakeEngine, **settings: Any) -> None:
         self.config: Config = load_config(env={}, overrides=settings)
         self.app = make_app(engine, self.config)  # type: ignore[arg-type]
-        self.kept = self.app.state.kept_calls
-        self._running = asyncio.create_task(self.app.state.beside["kept calls"]())
+        self.kept = self.app.durable
+        self._running = asyncio.create_task(self.app.background["durable calls"]())
 
     async def aclose(self) -> None:
         """As it is stopped."""

@@ -11,7 +11,7 @@ import pytest
 from nano_inference.bus.public import EmbedParams, GenerateRequest
 from nano_inference.config import BusError, Config, load_config
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.serving import readiness
+from nano_inference.gateway.serving import lane_state
 from nano_inference.store.board import StageReport
 from nano_inference.telemetry import TraceContext
 
@@ -34,7 +34,7 @@ def told(stage: str, lane: str = "0", age_s: float = 0.1, **load: int | str) -> 
 
 
 async def test_health(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "ASKED_EVERY_S", 0.0)
+    monkeypatch.setattr(lane_state, "ASKED_EVERY_S", 0.0)
     transport = httpx.ASGITransport(make_app(engine, Config()))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         assert (await http.get("/health")).status_code == 200
@@ -50,7 +50,7 @@ async def test_health_does_not_ask_the_lanes_more_often_than_they_tell(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But what is released here is known at once."""
-    monkeypatch.setattr(readiness, "ASKED_EVERY_S", 3600.0)
+    monkeypatch.setattr(lane_state, "ASKED_EVERY_S", 3600.0)
     transport = httpx.ASGITransport(make_app(engine, Config()))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         answers = await asyncio.gather(*(http.get("/health") for _ in range(20)))

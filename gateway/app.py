@@ -19,8 +19,7 @@ from .api.kserve.regions import Regions
 from .api.kserve.repository import open_service
 from .api.kserve.routes import kserve_routes
 from .api.kserve.shared import KServe
-from .api.openai import InfoCalls, ResponseCalls, openai_routes
-from .api.openai.adapters import adapter_routes
+from .api.openai import ModelInfoCalls, ResponseCalls, openai_routes
 from .api.sglang import sglang_routes
 from .endpoints import gateway_routes, single_model_routes
 from .policy.chain import PolicyChain, PolicyRoute
@@ -31,6 +30,7 @@ from .serving.chat_templates import AT_ONCE, ChatTemplates, LazyFormat, check_fo
 from .serving.durable_calls import DurableCalls, watch_orphans
 from .serving.lane_state import Readiness, ServedModels
 from .serving.measures import Measures
+from .serving.services import Services
 from .serving.submissions import Submissions
 from .serving.turns import Turns
 from .serving.words import LazyWords
@@ -83,28 +83,25 @@ class Interfaces:
             self.submissions, config, words, readiness, measures, packages=not several
         )
         self.kserve = KServe(service, regions)
-        self.info = InfoCalls(config, words, templates, length, served)
-        self.responses = ResponseCalls(
-            self.submissions, self.durable, config, words, templates, length, served
+        services = Services(
+            engine=engine,
+            config=config,
+            measures=measures,
+            readiness=readiness,
+            words=words,
+            templates=templates,
+            submissions=self.submissions,
+            durable=self.durable,
+            length=length,
+            served=served,
         )
+        self.info = ModelInfoCalls(services)
+        self.responses = ResponseCalls(services)
         self.routes: list[PolicyRoute] = [
             *anthropic.model_routes(self.info.cards, self.info.card_of),
-            *sglang_routes(
-                engine, config, words, self.submissions, measures, readiness, length, served
-            ),
-            *openai_routes(
-                config,
-                words,
-                self.submissions,
-                self.durable,
-                templates,
-                length,
-                served,
-                self.info,
-                self.responses,
-            ),
-            *anthropic.anthropic_routes(config, words, self.submissions, templates, served),
-            *adapter_routes(engine, served),
+            *sglang_routes(services),
+            *openai_routes(services, self.info, self.responses),
+            *anthropic.anthropic_routes(services),
             *kserve_routes(self.kserve, readiness, config.gateway),
         ]
 

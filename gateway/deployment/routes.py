@@ -21,7 +21,7 @@ from ..policy.audit import AuditLog, audit_change
 from ..policy.caller import Caller, caller_of, check_allowed
 from ..policy.chain import PolicyRoute
 from ..policy.document import Needed
-from ..server.http import JsonResponse, answer_while_connected, convert, read_object
+from ..server.http import JsonResponse, convert, read_object, while_connected
 from ..serving.lane_state import Readiness
 from .dispatch import model_for
 from .models import ModelApp, Models
@@ -160,7 +160,7 @@ def deployment_routes(
             async def respond() -> Response:
                 return JsonResponse(answer(await work(request, body)), status_code)
 
-            return await answer_while_connected(request, respond)
+            return await while_connected(request.receive, respond)
 
         return route(method, path, "admin", endpoint)
 

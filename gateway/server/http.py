@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from io import BytesIO
 from typing import Any, Protocol, TypeVar
@@ -320,13 +321,17 @@ def convert(found: Any, kind: type[T], what: str = "the body") -> T:
         raise FieldError(f"{what}: {told_of(error)}", param=param) from None
 
 
-async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
-    """Runs `work`, and cancels it when the client closes the connection.
+async def while_connected(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
+    """Run `work`, and cancel it when the client closes the connection.
 
     Args:
-        receive: Of the request, whose body must have been read.
-        work: What NanoInferenceErrors and TimeoutErrors it raises come out as they are.
+        receive: The request's, whose body must have been read.
+
+    Raises:
+        ClientDisconnect: The client closed the connection.
+        NanoInferenceError, TimeoutError: `work` raised it.
     """
+    results: list[T] = []
     failure: Exception | None = None
 
     async def watch() -> None:
@@ -337,27 +342,16 @@ async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]])
     async with anyio.create_task_group() as group:
         group.start_soon(watch)
         try:
-            await work()
+            results.append(await work())
         except (NanoInferenceError, TimeoutError) as error:
             # Not through the group, which would wrap it.
             failure = error
         group.cancel_scope.cancel()
     if failure is not None:
         raise failure
-
-
-async def answer_while_connected(
-    request: Request, work: Callable[[], Awaitable[Response]]
-) -> Response:
-    """As `while_connected`; gives what `work` gives."""
-    response = Response(status_code=CLIENT_LEFT)
-
-    async def answer() -> None:
-        nonlocal response
-        response = await work()
-
-    await while_connected(request.receive, answer)
-    return response
+    if not results:
+        raise ClientDisconnect
+    return results[0]
 
 
 class EventStream(Response):
@@ -439,4 +433,5 @@ class EventStream(Response):
             await begin()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        await while_connected(receive, respond)
+        with suppress(ClientDisconnect):
+            await while_connected(receive, respond)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from typing import TypeVar
 
 import anyio
 import anyio.lowlevel
 import msgspec
 
-from ...bus.public import Completion, EmbedParams, GenerateRequest
+from ...bus.public import Completion, EmbedParams, GenerateRequest, Output
 from ...pipeline.embedding import EmbeddedPrompt, embed_request, embedded_prompt
 from ..server.http import EngineError
 from .origin import Origin
@@ -85,15 +84,13 @@ async def embed_all(
             await anyio.lowlevel.checkpoint()
     embedded: dict[int, EmbeddedPrompt] = {}
 
-    async def run(index: int, begun: bool) -> None:
-        async with aclosing(submissions.outputs(origin, requests[index], begun)) as outputs:
-            async for output in outputs:
-                if isinstance(output, Completion):
-                    embedded[index] = embedded_prompt(output)
-        if embedded[index].error is not None:
-            raise EngineError(ENDED_EARLY.message, code=ENDED_EARLY.code)
+    async def take(index: int, output: Output) -> None:
+        if isinstance(output, Completion):
+            embedded[index] = embedded_prompt(output)
+            if output.error is not None:
+                raise EngineError(ENDED_EARLY.message, code=ENDED_EARLY.code)
 
-    await submissions.run(origin, requests, run)
+    await submissions.run(origin, requests, take)
     return [embedded[index] for index in range(len(requests))]
 
 

@@ -15,7 +15,7 @@ from .measures import Measures
 from .words import Words, is_stop_token
 
 
-class Record(NamedTuple):
+class ReadToken(NamedTuple):
     """A token with what is known of it.
 
     Attributes:
@@ -43,7 +43,7 @@ class NewParts(NamedTuple):
     """
 
     deltas: list[Delta]
-    records: list[Record]
+    records: list[ReadToken]
     places: list[int]
 
     def add(self, delta: Delta, place: int) -> None:
@@ -221,7 +221,7 @@ class _Token(NamedTuple):
         stops: It ends the sample, and is no part of it.
     """
 
-    record: Record
+    record: ReadToken
     name: str
     stops: bool = False
 
@@ -256,25 +256,25 @@ class _Tokens:
     ) -> None:
         """The next token. `stops`: it ends the sample, and is no part of its text."""
         if stops:
-            self._waiting.append(_Token(Record(token_id, logprob, top, version, ""), "", stops))
+            self._waiting.append(_Token(ReadToken(token_id, logprob, top, version, ""), "", stops))
             return
         text = self._detokenizer.push((token_id,))
         # Where there is text, the character before it is complete, or never will be.
         self._incomplete = 0 if text else self._incomplete
         self._incomplete += self._detokenizer.incomplete
-        record = Record(token_id, logprob, top, version, text)
+        record = ReadToken(token_id, logprob, top, version, text)
         self._waiting.append(_Token(record, self._words.special_name(token_id)))
 
     def add_text(self, text: str) -> None:
         """More of the sample's text is certain."""
         self.rest += text
 
-    def certain(self, *, ended: bool) -> list[tuple[Record, str | None]]:
+    def certain(self, *, ended: bool) -> list[tuple[ReadToken, str | None]]:
         """The tokens whose text is certain by now, and what a reader is fed of each: None of those
         that are no part of the message."""
         if ended:
             self._finish()
-        found: list[tuple[Record, str | None]] = []
+        found: list[tuple[ReadToken, str | None]] = []
         text, at, cut = self.rest, 0, False
         while len(self._waiting) > (0 if ended else self._incomplete):
             token = self._waiting[0]

@@ -1,5 +1,4 @@
-"""A conversation as it is submitted: as a prompt, with what its answer has to be, and with what it
-takes to read that."""
+"""A conversation, rendered as a prompt, with the constraint of its answer and its reading."""
 
 from __future__ import annotations
 
@@ -7,22 +6,24 @@ from functools import partial
 from typing import NamedTuple
 
 from msgspec.structs import replace
+from starlette.requests import Request
 
 from ...config import NanoInferenceError, SamplingParams
 from ...text.grammar import check_size
 from ...text.messages import MessageFormat, Reading, ToolUse, constraint_of
-from ..server.http import FieldError
-from .chat_templates import ChatTemplates, Conversation, reasoning_asked
-from .words import LazyWords
+from ..server.http import FieldError, while_connected
+from .chat_templates import Conversation, reasoning_asked
+from .origin import tenant_of
+from .services import Services
 
 
 class Prepared(NamedTuple):
-    """What is submitted, and how it is read.
+    """The parts of a request that follow from a conversation.
 
     Attributes:
-        sampling: With a constraint, where one follows from what was asked.
-        form: How the model writes messages; None where nobody knows.
-        reading: What it takes to read the answer; None where that is text alone.
+        sampling: With the constraint that follows from tools, reasoning and format.
+        form: The model's message format; None if unknown.
+        reading: For the reader of the answer; None where that is text alone.
     """
 
     token_ids: tuple[int, ...]
@@ -32,23 +33,21 @@ class Prepared(NamedTuple):
 
 
 async def prepare(
-    templates: ChatTemplates,
-    words: LazyWords,
+    request: Request,
+    services: Services,
     conversation: Conversation,
     use: ToolUse,
     sampling: SamplingParams,
-    tenant: str,
     *,
     reasoning_budget: int | None = None,
     separates_reasoning: bool = True,
     budget_param: str = "thinking_token_budget",
 ) -> Prepared:
-    """Renders a conversation, and says what its answer has to be.
+    """Render the conversation of a call, and derive the constraint of its answer.
 
     Args:
         conversation: Its tools are taken from `use`.
         sampling: With the constraint of the answer's text.
-        tenant: Whose it is.
         reasoning_budget: Most tokens of reasoning; None for no limit.
         separates_reasoning: Whether reasoning is taken out of the text, where the model has any.
         budget_param: The field of the call that has the budget.
@@ -56,7 +55,35 @@ async def prepare(
     Raises:
         RequestError: As `ChatTemplates.render`; unsupported: the model's format does not say how
             it is done; invalid_constraint.
+        ClientDisconnect: The client left while other templates were rendered.
     """
+
+    async def work() -> Prepared:
+        return await _prepare(
+            services,
+            conversation,
+            use,
+            sampling,
+            tenant_of(request),
+            reasoning_budget,
+            separates_reasoning,
+            budget_param,
+        )
+
+    return await while_connected(request.receive, work)
+
+
+async def _prepare(
+    services: Services,
+    conversation: Conversation,
+    use: ToolUse,
+    sampling: SamplingParams,
+    tenant: str,
+    reasoning_budget: int | None,
+    separates_reasoning: bool,
+    budget_param: str,
+) -> Prepared:
+    templates, words = services.templates, services.words
     form = await templates.message_format()
     reasons = form is not None and form.reads_reasoning
     reasoning = conversation.reasoning

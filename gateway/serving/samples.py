@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
-from functools import partial
 
 import anyio
 import anyio.lowlevel
@@ -27,10 +25,12 @@ Take = Callable[[Sequence[CompletionChunk]], Awaitable[None]]
 
 
 class Unsent:
-    """What has come of a request and was not sent yet.
+    """Outputs that wait for a client, which may read slowly.
+
+    Subclasses define `is_due` and `send_next`.
 
     Attributes:
-        unsent: Its tokens.
+        unsent: Tokens that wait.
     """
 
     def __init__(self) -> None:
@@ -39,18 +39,34 @@ class Unsent:
         self._changed = anyio.Event()
         self._closed = False
 
-    def put(self, output: Output) -> None:
-        """There is something new of it."""
+    @property
+    def is_due(self) -> bool:
+        """Whether there is anything to send."""
         raise NotImplementedError
 
+    async def send_next(self) -> None:
+        """Send what is due, or a part of it."""
+        raise NotImplementedError
+
+    async def send_all(self) -> None:
+        """Send until it is closed and nothing is left."""
+        while self.is_due or not self._closed:
+            if not self.is_due:
+                await self._change()
+                continue
+            await self.send_next()
+            # The server takes what fits its buffers without a pause.
+            await anyio.lowlevel.checkpoint()
+
     async def room(self) -> None:
-        """Waits while too much waits for the client."""
-        while self.unsent > MOST_UNSENT:
-            self._read = anyio.Event()
+        """Wait while too much waits for the client."""
+        while self.unsent > MOST_UNSENT and self.is_due:
+            if self._read.is_set():
+                self._read = anyio.Event()
             await self._read.wait()
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Declare that no more outputs come."""
         self._closed = True
         self._changed.set()
 
@@ -67,30 +83,35 @@ class Unsent:
         await self._changed.wait()
 
 
-class Chunks(Unsent):
-    """Of one sample: all that have come, at once. What they did not tell stands in its end."""
+class UnsentOutputs(Unsent):
+    """The outputs of one request."""
 
-    def __init__(self) -> None:
+    def put(self, output: Output) -> None:
+        """Add an output."""
+        raise NotImplementedError
+
+
+class UnsentChunks(UnsentOutputs):
+    """The chunks of one sample. The end of the sample has what did not come in chunks."""
+
+    def __init__(self, take: Take) -> None:
         super().__init__()
+        self._take = take
         self._waiting: list[CompletionChunk] = []
 
     def put(self, output: Output) -> None:
-        """There is something new of it."""
         if isinstance(output, CompletionChunk):
             self._waiting.append(output)
             self._came(len(output.token_ids))
 
-    async def send_all(self, take: Take) -> None:
-        """Hands chunks over until it is closed and nothing is left."""
-        while self._waiting or not self._closed:
-            if not self._waiting:
-                await self._change()
-                continue
-            chunks, self._waiting = self._waiting, []
-            self._taken()
-            await take(chunks)
-            # The server takes what fits its buffers without a pause.
-            await anyio.lowlevel.checkpoint()
+    @property
+    def is_due(self) -> bool:
+        return bool(self._waiting)
+
+    async def send_next(self) -> None:
+        chunks, self._waiting = self._waiting, []
+        self._taken()
+        await self._take(chunks)
 
 
 async def stream_sample(
@@ -101,21 +122,19 @@ async def stream_sample(
     Raises:
         NanoInferenceError: The engine did not do it. All that came before was handed over.
     """
-    chunks = Chunks()
-    return await stream_unsent(submissions, origin, request, chunks, partial(chunks.send_all, take))
+    return await stream_unsent(submissions, origin, request, UnsentChunks(take))
 
 
 async def stream_unsent(
     submissions: Submissions,
     origin: Origin,
     request: GenerateRequest,
-    unsent: Unsent,
-    send_all: Callable[[], Awaitable[None]],
+    unsent: UnsentOutputs,
 ) -> Completion:
-    """Runs a request, and puts what comes of it where `send_all` takes it from until it is closed.
+    """Run a request, and send its outputs as fast as they are read.
 
     Raises:
-        NanoInferenceError: The engine did not do it, or `send_all` could not send it.
+        NanoInferenceError: The engine did not do it, or its outputs could not be sent.
     """
     failure: NanoInferenceError | None = None
 
@@ -126,7 +145,7 @@ async def stream_unsent(
     async def send() -> None:
         nonlocal failure
         try:
-            await send_all()
+            await unsent.send_all()
         except NanoInferenceError as error:
             # Not through the group, which would wrap it.
             failure = error
@@ -162,14 +181,11 @@ async def complete_sample(
     """
     ended: list[Completion] = []
 
-    async def run(index: int, begun: bool) -> None:
-        async with aclosing(submissions.outputs(origin, request, begun, before=before)) as outputs:
-            async for output in outputs:
-                if put is not None:
-                    await put(output)
-                if isinstance(output, Completion):
-                    ended.append(output)
-                await anyio.lowlevel.checkpoint()
+    async def take(index: int, output: Output) -> None:
+        if put is not None:
+            await put(output)
+        if isinstance(output, Completion):
+            ended.append(output)
 
-    await submissions.run(origin, [request], run)
+    await submissions.run(origin, [request], take, before=lambda index: before)
     return ended[0]

@@ -227,21 +227,34 @@ class Submissions:
         self,
         origin: Origin,
         requests: Sequence[GenerateRequest],
-        run: Callable[[int, bool], Awaitable[None]],
-        published: Collection[str] = (),
+        take: Callable[[int, Output], Awaitable[None]],
+        attachment: Attachment | None = None,
+        before: Callable[[int], str] = lambda index: "",
     ) -> None:
-        """Runs the requests of a call, each from when there is a place for it.
+        """Run the requests of a call, each from when there is a place for it.
 
-        The first error ends the others.
+        The first error ends the others. An aborted request is no error: there may be tokens.
 
         Args:
-            run: Takes the index of a request, and whether it may begin; it was ended if not.
-            published: The ids of those that have begun before and need no place here.
+            take: Awaited with the index of a request and each of its outputs.
+            attachment: To the durable call that they belong to; they may have been published
+                before. Any other request ends when its outputs are not read.
+            before: Returns the text, by the index of a request, that the answer shows before each
+                sample.
 
         Raises:
             NanoInferenceError: The first error; what the policy refuses; `shutting_down` when the
                 gateway is to stop.
         """
+
+        async def run(index: int, begun: bool) -> None:
+            made = self._outputs(origin, requests[index], begun, attachment, before(index))
+            async with aclosing(made) as outputs:
+                async for output in outputs:
+                    await take(index, output)
+                    await anyio.lowlevel.checkpoint()
+
+        published = () if attachment is None else attachment.begun_before
         self.check_ready()
         new = [request for request in requests if request.request_id not in published]
         ids = [each.request_id for each in requests]
@@ -302,26 +315,15 @@ class Submissions:
                 self.measures.refused("expired")
             raise failure
 
-    async def outputs(
+    async def _outputs(
         self,
         origin: Origin,
         request: GenerateRequest,
         begun: bool,
-        attachment: Attachment | None = None,
-        before: str = "",
+        attachment: Attachment | None,
+        before: str,
     ) -> AsyncGenerator[Output, None]:
-        """What the engine makes of a request; when it was not `begun`, that it was ended.
-
-        One that somebody has ended is no error: there may be tokens.
-
-        Args:
-            attachment: In the call that it belongs to, where that is kept; it may have been
-                published before. Any other request ends when nobody takes its outputs.
-            before: What of the prompt the answer shows before each sample.
-
-        Raises:
-            NanoInferenceError: The engine did not do it.
-        """
+        """Yield the outputs of a request, or its abort if it has not `begun`."""
         published = attachment is not None and request.request_id in attachment.entries
         if attachment is not None and not (begun and attachment.begins(request.request_id)):
             await attachment.end_early(request.request_id)

@@ -11,7 +11,7 @@ from ...serving.words import Words, matched_stop
 from .content import Answer, ContentBlocks
 
 
-class Answers:
+class MessageWriter:
     """Writes the answer to a request: whole, or event by event."""
 
     def __init__(

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from ....config import GatewayConfig, NanoInferenceError
 from ....kserve.tensors import InferRequest, InferResponse
 from ...policy.caller import caller_of
-from ...server.http import EventStream, JsonResponse, SendEvent, answer_while_connected, read_object
+from ...server.http import EventStream, JsonResponse, SendEvent, read_object, while_connected
 from ...serving.origin import Origin, origin_of, tenant_of
 from .generate_fields import generate_json, read_generate
 from .http_errors import error_body
@@ -31,7 +31,7 @@ class GenerateCalls:
         async def work() -> Response:
             return JsonResponse(generate_json(await self._service.infer_once(origin, asked)))
 
-        return await answer_while_connected(request, work)
+        return await while_connected(request.receive, work)
 
     async def generate_stream(self, request: Request) -> Response:
         """Calls a model; each of its answers is an event."""

@@ -16,7 +16,7 @@ from ....kserve.http_codec import HEADER, decode_http_request, encode_http_respo
 from ....kserve.memory import TensorMemory
 from ....kserve.tensors import InferRequest, InferResponse
 from ...policy.caller import caller_of
-from ...server.http import answer_while_connected, check_containers, read_body
+from ...server.http import check_containers, read_body, while_connected
 from ...server.limits import hold
 from ...serving.origin import origin_of, tenant_of
 from .compression import coding_of, packed, unpacked, wanted_coding
@@ -82,7 +82,7 @@ class InferCalls:
             response = await self._service.infer_once(origin, asked)
             return await self._written(request, asked, response, memory)
 
-        return await answer_while_connected(request, work)
+        return await while_connected(request.receive, work)
 
     async def _read(
         self, request: Request, name: str, version: str, memory: TensorMemory

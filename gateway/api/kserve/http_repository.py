@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from ....config import RequestError, shown
 from ...endpoints import NO_LOADING
-from ...server.http import answer_while_connected, read_object
+from ...server.http import read_object, while_connected
 from ...serving.fields import read_part
 from .shared import ModelRepository
 
@@ -38,7 +38,7 @@ class RepositoryCalls:
             await repository.load(request, model)
             return Response()
 
-        return await answer_while_connected(request, work)
+        return await while_connected(request.receive, work)
 
     async def unload(self, request: Request) -> Response:
         """Returns when the model's requests have ended, and its processes."""
@@ -48,7 +48,7 @@ class RepositoryCalls:
             await repository.unload(request, model)
             return Response()
 
-        return await answer_while_connected(request, work)
+        return await while_connected(request.receive, work)
 
     async def _asked(self, request: Request) -> tuple[ModelRepository, str]:
         repository = checked(self._repository)

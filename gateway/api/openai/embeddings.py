@@ -16,14 +16,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....bus.public import EmbedParams
-from ....config import Config, RequestError, shown
+from ....config import RequestError, shown
 from ....pipeline.embedding import EmbeddedPrompt
-from ...server.http import FieldError, answer_while_connected, read_object
+from ...server.http import FieldError, read_object, while_connected
 from ...serving.embedding import EmbedCall, Prompt, embed_all, similarity, worked_out
 from ...serving.fields import adapter_of, engine_priority, read_part
 from ...serving.origin import origin_of, tenant_of
-from ...serving.submissions import Submissions
-from ...serving.words import LazyWords
+from ...serving.services import Services
 from .bodies import Document, EmbeddingBody, EmbeddingCommon, RerankBody, ScoreBody
 from .requests import prompts_of
 
@@ -36,10 +35,9 @@ Write = Callable[[list[EmbeddedPrompt]], dict[str, Any]]
 class EmbeddingCalls:
     """The endpoints."""
 
-    def __init__(self, submissions: Submissions, config: Config, words: LazyWords) -> None:
-        self._submissions = submissions
-        self._config = config
-        self._words = words
+    def __init__(self, services: Services) -> None:
+        self._submissions, self._words = services.submissions, services.words
+        self._config = services.config
 
     async def embeddings(self, request: Request) -> Response:
         """The vectors of one or several inputs."""
@@ -114,7 +112,7 @@ class EmbeddingCalls:
             body = await worked_out(self._words, embedded, write_all)
             return Response(body, media_type="application/json")
 
-        return await answer_while_connected(request, work)
+        return await while_connected(request.receive, work)
 
 
 def _encoded(told: dict[str, Any], embedded: list[EmbeddedPrompt], write: Write) -> bytes:

@@ -1,4 +1,4 @@
-"""OpenAI's and vLLM's calls about the model and its tokens."""
+"""OpenAI's and vLLM's calls about the model, its tokens and its adapters."""
 
 from __future__ import annotations
 
@@ -7,39 +7,34 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
-from ....config import Config
+from ....bus.weights import InFlight
+from ....config import AdapterError
 from ...policy.caller import Caller, caller_of, check_allowed
 from ...server.http import FieldError, JsonResponse, read_object
-from ...serving.chat_templates import ChatTemplates
 from ...serving.fields import adapter_of, read_part
-from ...serving.lane_state import ModelLength, ServedModels, unknown_model
+from ...serving.lane_state import unknown_model
 from ...serving.origin import tenant_of
-from ...serving.words import LazyWords, Words
+from ...serving.services import Services
+from ...serving.words import Words
 from .bodies import DetokenizeBody, TokenizeBody
 from .messages import conversation_of
 from .tools import chat_tools
 
+_MOST_BYTES = 1 << 16
 
-class InfoCalls:
-    """The endpoints."""
 
-    def __init__(
-        self,
-        config: Config,
-        words: LazyWords,
-        templates: ChatTemplates,
-        length: ModelLength,
-        served: ServedModels,
-    ) -> None:
-        self._config = config
-        self._length = length
-        self._served = served
-        self._words = words
-        self._templates = templates
+class ModelInfoCalls:
+    """The endpoints about the model and its tokens."""
+
+    def __init__(self, services: Services) -> None:
+        self._config, self._served = services.config, services.served
+        self._words, self._templates = services.words, services.templates
+        self._length = services.length
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -80,7 +75,10 @@ class InfoCalls:
         await self._served.check(body.model, caller_of(request))
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("give exactly one of prompt and messages", param="prompt")
-        words, max_model_len = await self._words.required(), await self._length.get()
+        words, max_model_len = (
+            await self._words.required(),
+            await self._length.get(),
+        )
         if body.prompt is None:
             conversation = replace(conversation_of(body), tools=chat_tools(body.tools))
             token_ids = (await self._templates.render(conversation, tenant_of(request))).token_ids
@@ -148,3 +146,50 @@ def _check_vocabulary(token_ids: list[int], words: Words) -> None:
             param="tokens",
             code="invalid_token_ids",
         )
+
+
+# --- LoRA adapters ------------------------------------------------------------------------------
+
+
+class LoadBody(msgspec.Struct, frozen=True):
+    """LoadLoRAAdapterRequest; `in_flight` is not vLLM's."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    in_flight: InFlight = "keep"
+
+
+class UnloadBody(msgspec.Struct, frozen=True):
+    """UnloadLoRAAdapterRequest; `in_flight` is not vLLM's."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+    in_flight: InFlight = "keep"
+
+
+class AdapterCalls:
+    """The endpoints about LoRA adapters."""
+
+    def __init__(self, services: Services) -> None:
+        self._engine = services.engine
+        self._served = services.served
+
+    async def load(self, request: Request) -> Response:
+        body = read_part(await read_object(request, _MOST_BYTES), LoadBody)
+        name = body.lora_name
+        if not body.load_inplace and name in [each.id for each in await self._served.adapters()]:
+            raise AdapterError(
+                f"the adapter {name!r:.80} is loaded already; give it new weights with "
+                "load_inplace: true",
+                code="adapter_loaded",
+            )
+        await self._engine.load_adapter(name, body.lora_path, in_flight=body.in_flight)
+        await self._served.wait_for(name, loaded=True)
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
+
+    async def unload(self, request: Request) -> Response:
+        body = read_part(await read_object(request, _MOST_BYTES), UnloadBody)
+        await self._engine.unload_adapter(body.lora_name, in_flight=body.in_flight)
+        await self._served.wait_for(body.lora_name, loaded=False)
+        return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} removed successfully.")

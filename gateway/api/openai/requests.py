@@ -16,6 +16,7 @@ from ...serving.constraints import of_response_format, of_structured_outputs, th
 from ...serving.fields import Body, adapter_of, convert_part, engine_priority, read_part
 from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
 from .bodies import ChatBody, CompletionBody, GenerateBody, StreamedBody, StreamOptions, TextBody
+from .records import CallHead, DurableRecord
 
 Prompt = str | tuple[int, ...]
 Kind = Literal["completions", "chat", "generate"]
@@ -25,38 +26,30 @@ _ID_PREFIXES: dict[Kind, str] = {"completions": "cmpl-", "chat": "chatcmpl-", "g
 _LONGEST_NAME = 256
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A call, but for its prompts.
+class Call(CallHead, frozen=True, kw_only=True):
+    """A call, without its prompts.
 
     Attributes:
-        id: The answer's own.
-        created: When it came, seconds since the Unix epoch.
-        kind: Which of the calls it is.
-        n: Choices of each prompt.
-        sampling: For all of them.
-        scores_only: No tokens are wanted. The engine samples one all the same.
+        sampling: For all choices.
         logprobs: How many of the likeliest tokens to show at each place; None shows no logprobs.
-        prompt_logprobs: The same of the prompt, by themselves.
-        echo: Whether the prompt stands before the text.
+        prompt_logprobs: Whether the logprobs of the prompt are shown, apart from the text's.
         token_ids, weight_versions: Whether they are shown.
-        as_token_ids: Whether logprobs name tokens by their ids.
         usage: A stream has a chunk with the usage.
         continuous_usage: It has the usage in every chunk.
-        named: What the client calls it, which its answer repeats; empty for the answer's id. On
-            the bus it is known by that alone, so that nobody can ask for another's by its name.
-        reading: How its messages are read; None where a sample is text alone.
-        reasoning_field: What a message's reasoning is called.
-        include_reasoning: Whether it is shown.
         adapter: The adapter that its requests ask for; "" for none.
-        of_model: The id of the model that it is for; `model` may be the adapter's.
-        prediction: What the client expects each choice to be; "" for nothing.
-        requested_model: The body's `model` as it stands there.
+        requested_model: The body's `model`.
+        n: Choices of each prompt.
+        scores_only: No tokens are wanted. The engine samples one all the same.
+        echo: Whether the prompt stands before the text.
+        as_token_ids: Whether logprobs name tokens by their ids.
+        named: The client's own name for the call, which its answer repeats; "" for the answer's
+            id. The bus has the call under that alone, so that no other client finds it by its name.
+        prediction: The client's prediction of each choice; "" for none.
+        reading: How its messages are read; None where a sample is text alone.
+        reasoning_field: The field of a message that has the reasoning.
+        include_reasoning: Whether reasoning is shown.
     """
 
-    id: str
-    created: int
-    model: str
-    of_model: str
     kind: Kind
     sampling: SamplingParams
     logprobs: int | None
@@ -83,32 +76,27 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def chat(self) -> bool:
-        """Whether the prompt is a conversation."""
         return self.kind == "chat"
 
     @property
     def needs_prompt_ids(self) -> bool:
-        """Whether the answer takes the prompt's tokens, which may have come as a text."""
+        """Whether the answer needs the prompt's tokens, which may have come as a text."""
         scored = self.prompt_logprobs or (self.echo and self.logprobs is not None)
         return scored or self.token_ids or self.continuous_usage
 
     @property
     def needs_words(self) -> bool:
-        """Whether it takes the tokenizer."""
+        """Whether the answer needs the tokenizer."""
         if self.kind == "generate":
-            # Which alone name the tokens' texts.
+            # Only these name the tokens' texts.
             return self.prompt_logprobs
         of_tokens = self.needs_prompt_ids or self.logprobs is not None or self.weight_versions
         return of_tokens or self.echo or self.reading is not None
 
-    def request_id(self, place: int, prompts: int) -> str:
-        """That of one of so many prompts."""
-        return self.id if prompts == 1 else f"{self.id}_{place}"
-
     def request(self, place: int, prompts: int, prompt: Prompt, tenant: str) -> GenerateRequest:
-        """What is submitted for one of so many prompts."""
+        """Return the request for one of so many prompts."""
         return GenerateRequest(
-            request_id=self.request_id(place, prompts),
+            request_id=self.id if prompts == 1 else f"{self.id}_{place}",
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=None if isinstance(prompt, str) else prompt,
             n=self.n,
@@ -120,6 +108,42 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
             model=self.adapter,
             prediction=self.prediction or None,
         )
+
+
+class ChoicesRecord(DurableRecord, frozen=True, kw_only=True):
+    """A call that is answered with choices, as the bus keeps it.
+
+    Attributes:
+        prompts: As they are submitted; empty ones in a record that is not complete.
+        texts: The prompts that came as texts, None for the others, and for all unless they are
+            echoed.
+        has_prompts: Whether the answer, or another gateway, may need the prompts.
+    """
+
+    call: Call
+    prompts: list[Prompt]
+    texts: list[str | None]
+    has_prompts: bool
+
+    @property
+    def number(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.has_prompts
+
+    def requests(self) -> list[GenerateRequest]:
+        """Return the requests of all prompts."""
+        return [
+            self.call.request(place, self.number, prompt, self.tenant)
+            for place, prompt in enumerate(self.prompts)
+        ]
+
+    def encode(self) -> bytes:
+        prompts = self.prompts if self.has_prompts else [()] * self.number
+        texts = self.texts if self.call.echo else [None] * self.number
+        return msgspec.json.encode(msgspec.structs.replace(self, prompts=prompts, texts=texts))
 
 
 def read_completion(body: Body, config: Config) -> tuple[Call, list[Prompt]]:

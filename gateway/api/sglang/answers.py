@@ -1,21 +1,30 @@
-"""`/generate`: from our outputs to SGLang's answers."""
+"""`/generate`: from our outputs to SGLang's answers, whole or growing in a stream.
+
+SGLang's events repeat all that came before, so an event at each token would cost the square of the
+answer's length.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, assert_never
 
+import msgspec
+
 from ....bus.public import (
     Completion,
+    CompletionChunk,
     CompletionSample,
     ErrorInfo,
     TokenLogprob,
 )
+from ...server.http import SendEvent
+from ...serving.samples import Unsent
 from ...serving.submissions import ENDED_EARLY
 from ...serving.words import Words, ends_with_stop_token, first_stop, free_of_stops, matched_stop
-from .growing import Growing
-from .labels import VersionLabels
 from .requests import Wanted
+from .sync import VersionLabels
 
 Answer = dict[str, Any]
 Entry = tuple[float | None, int, str | None]
@@ -29,8 +38,15 @@ _FILTERED: Answer = {
 }
 """Of what a guardrail has ended; SGLang has no type for that."""
 
+EVERY_TOKEN_BYTES = 8192
+"""Events come at every token until they have so many bytes."""
 
-class Answers:
+GROWTH = 16
+"""From then on when there are a sixteenth more tokens, so that all events of a sample together have
+at most about 17 times the bytes of the last."""
+
+
+class PromptWriter:
     """Writes the answers to one prompt.
 
     Attributes:
@@ -63,7 +79,7 @@ class Answers:
     def meta(
         self, sample_index: int, num_tokens: int, versions: Iterable[tuple[int, int]]
     ) -> Answer:
-        """What is told of a sample before its end, but for logprobs."""
+        """Return the part of `meta_info` that is known before the end, without logprobs."""
         request = self.wanted.request
         own = f"{request.request_id}_{sample_index}"
         meta: Answer = {
@@ -207,6 +223,114 @@ class Answers:
 
     def _ends_with_stop_token(self, sample: CompletionSample) -> bool:
         return ends_with_stop_token(sample, self.wanted.request.sampling, self.words)
+
+
+class Growing:
+    """What has come of a sample. Everything is appended; only an event looks at all of it."""
+
+    def __init__(self, writer: PromptWriter, sample_index: int) -> None:
+        self._writer = writer
+        self._index = sample_index
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._logprobs: list[Any] = []
+        self._top_logprobs: list[Any] = []
+        self._spans: list[tuple[int, int]] = []
+        self._free: int | None = None
+        wanted, words = writer.wanted, writer.words
+        self._detokenizer = None
+        if words is not None and not wanted.plain_text:
+            self._detokenizer = words.detokenizer(skip_special=wanted.skip_special)
+        self._shown = 0
+        self._due_at = 1
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for an event."""
+        return len(self._token_ids) >= self._due_at
+
+    def add(self, chunk: CompletionChunk) -> None:
+        """Takes the next tokens."""
+        version = chunk.weight_version
+        if chunk.token_ids and (not self._spans or self._spans[-1][0] != version):
+            self._spans.append((version, len(self._token_ids)))
+        self._token_ids += chunk.token_ids
+        if self._detokenizer is None:
+            self._texts.append(chunk.text)
+        else:
+            self._texts.append(self._detokenizer.push(chunk.token_ids))
+        writer, wanted = self._writer, self._writer.wanted
+        if wanted.logprobs:
+            self._logprobs += writer.entries(chunk.token_ids, chunk.logprobs)
+            if wanted.top_logprobs:
+                self._top_logprobs += map(writer.top_entries, chunk.top_logprobs or ())
+
+    def answer(self) -> Answer:
+        """All that there is, as an event has it."""
+        writer, wanted = self._writer, self._writer.wanted
+        self._shown = len(self._token_ids)
+        meta = writer.meta(self._index, self._shown, self._spans)
+        if wanted.logprobs:
+            meta["output_token_logprobs"] = self._logprobs
+            if wanted.top_logprobs:
+                meta["output_top_logprobs"] = self._top_logprobs
+        meta["finish_reason"] = None
+        return {"text": self._text(), "output_ids": self._token_ids, "meta_info": meta}
+
+    def sent(self, size_bytes: int) -> None:
+        """The answer became an event of so many bytes."""
+        rarer = math.ceil(self._shown / GROWTH) if size_bytes > EVERY_TOKEN_BYTES else 1
+        self._due_at = self._shown + max(rarer, self._writer.wanted.interval_tokens)
+
+    def _text(self) -> str:
+        self._texts = ["".join(self._texts)]
+        text = self._texts[0]
+        if self._detokenizer is None or not self._writer.wanted.trim_stop:
+            return text
+        min_tokens = self._writer.wanted.request.sampling.min_tokens
+        if len(self._token_ids) <= min_tokens:
+            return text
+        if self._free is None:
+            self._free = self._writer.free_of_stops(self._token_ids)
+        return self._writer.without_stop(text, self._free, ended=False)
+
+
+class SampleEvents(Unsent):
+    """The events of a stream. Only the newest state of each sample waits for the client.
+
+    The last event of a sample is its whole answer.
+
+    Attributes:
+        any_sent: Whether an event was sent, or is being sent.
+    """
+
+    def __init__(self, send: SendEvent, *, indexed: bool) -> None:
+        """Args: `indexed` says whether an event names its sample."""
+        super().__init__()
+        self._send = send
+        self._indexed = indexed
+        self._newest: dict[int, Growing | Answer] = {}
+        self.any_sent = False
+
+    def put(self, index: int, state: Growing | Answer) -> None:
+        """Set the newest state of a sample."""
+        self._newest[index] = state
+        self._changed.set()
+
+    @property
+    def is_due(self) -> bool:
+        return bool(self._newest)
+
+    async def send_next(self) -> None:
+        index = next(iter(self._newest))
+        state = self._newest.pop(index)
+        where = {"index": index} if self._indexed else {}
+        answer = state.answer() if isinstance(state, Growing) else state
+        data = msgspec.json.encode(answer | where)
+        if isinstance(state, Growing):
+            state.sent(len(data))
+        self.any_sent = True
+        await self._send(data)
 
 
 def _unbegun(index: int) -> CompletionSample:

@@ -12,14 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....bus.public import EmbedParams
-from ....config import Config, Int64, RequestError
+from ....config import Int64, RequestError
 from ....pipeline.embedding import EmbeddedPrompt
-from ...server.http import answer_while_connected, convert
+from ...server.http import convert, while_connected
 from ...serving.embedding import EmbedCall, Prompt, embed_all, worked_out
 from ...serving.fields import read_part
 from ...serving.origin import origin_of, tenant_of
-from ...serving.submissions import Submissions
-from ...serving.words import LazyWords
+from ...serving.services import Services
 from .fields import read_sglang_object
 
 
@@ -43,17 +42,15 @@ class EncodeBody(msgspec.Struct, frozen=True):
 class Encoding:
     """The endpoint."""
 
-    def __init__(self, submissions: Submissions, config: Config, words: LazyWords) -> None:
-        self._submissions = submissions
-        self._config = config
-        self._words = words
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     async def encode(self, request: Request) -> Response:
         """Answers a text with an object, and a list with a list of them."""
-        found = await read_sglang_object(request, self._config)
+        found = await read_sglang_object(request, self._services.config)
         body = read_part(found, EncodeBody)
         prompts, batch = _prompts(body)
-        if len(prompts) > (most := self._config.gateway.max_prompts):
+        if len(prompts) > (most := self._services.config.gateway.max_prompts):
             raise RequestError(
                 f"the call has {len(prompts)} inputs, and {most} are taken (gateway.max_prompts); "
                 "send several calls",
@@ -68,11 +65,15 @@ class Encoding:
         ids = [each.request_id for each in call.requests(prompts, origin.tenant)]
 
         async def work() -> Response:
-            embedded = await embed_all(self._submissions, origin, call, prompts, lower_first=False)
-            written = await worked_out(self._words, embedded, partial(_write, ids, embedded, batch))
+            embedded = await embed_all(
+                self._services.submissions, origin, call, prompts, lower_first=False
+            )
+            written = await worked_out(
+                self._services.words, embedded, partial(_write, ids, embedded, batch)
+            )
             return Response(written, media_type="application/json")
 
-        return await answer_while_connected(request, work)
+        return await while_connected(request.receive, work)
 
 
 def _prompts(body: EncodeBody) -> tuple[list[Prompt], bool]:

@@ -15,18 +15,16 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from ....bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest
-from ....config import Config, NanoInferenceError, RequestError, SamplingParams, split_role
-from ....pipeline.client import BusClient
+from ....config import NanoInferenceError, RequestError, SamplingParams, split_role
 from ....pipeline.health import living_first
 from ....store.board import StageReport
 from ...policy.caller import caller_of
-from ...server.http import EngineError, JsonResponse, answer_while_connected
+from ...server.http import EngineError, JsonResponse, while_connected
 from ...serving.fields import read_part
-from ...serving.lane_state import DRAINING, ModelLength, Readiness
-from ...serving.submissions import Submissions
+from ...serving.lane_state import DRAINING
+from ...serving.services import Services
 from .fields import read_sglang_object
-from .labels import VersionLabels
-from .sync import WeightSync
+from .sync import VersionLabels, WeightSync
 
 # The token that /health_generate continues; every vocabulary has it.
 _PROBE = (0,)
@@ -41,37 +39,27 @@ class AbortBody(msgspec.Struct, frozen=True):
     abort_all: bool = False
 
 
-class InfoCalls:
+class ServerInfoCalls:
     """The endpoints."""
 
-    def __init__(
-        self,
-        engine: BusClient,
-        config: Config,
-        submissions: Submissions,
-        sync: WeightSync,
-        labels: VersionLabels,
-        readiness: Readiness,
-        length: ModelLength,
-    ) -> None:
-        self._engine = engine
-        self._config = config
-        self._submissions = submissions
+    def __init__(self, services: Services, sync: WeightSync, labels: VersionLabels) -> None:
+        self._services = services
+        self._engine = services.engine
+        self._config = services.config
+        self._submissions = services.submissions
         self._sync = sync
         self._labels = labels
-        self._readiness = readiness
-        self._length = length
-        readiness.consider(self._released)
+        services.readiness.consider(self._released)
 
     async def health(self, request: Request) -> Response:
         """Whether some lane says that it works, and lacks neither weights nor memory."""
-        if trouble := await self._readiness.trouble():
+        if trouble := await self._services.readiness.trouble():
             raise NanoInferenceError(trouble, code="not_ready")
         return Response()
 
     async def health_generate(self, request: Request) -> Response:
         """Whether a token comes out; while that can't be, whether the executors answer."""
-        if self._readiness.draining:
+        if self._services.readiness.draining:
             raise NanoInferenceError(DRAINING, code="not_ready")
 
         async def work() -> Response:
@@ -83,7 +71,7 @@ class InfoCalls:
             return Response()
 
         try:
-            return await answer_while_connected(request, work)
+            return await while_connected(request.receive, work)
         except TimeoutError:
             trouble = await self._engine.trouble() or "no token came in time"
             raise NanoInferenceError(trouble, code="not_ready") from None
@@ -110,7 +98,7 @@ class InfoCalls:
                 "port": config.gateway.port,
                 **_model_facts(lanes),
                 "random_seed": engine.seed,
-                "context_length": await self._length.get(),
+                "context_length": await self._services.length.get(),
                 "max_running_requests": places or None,
                 "max_prefill_tokens": engine.max_tokens_per_batch,
                 "max_total_num_tokens": blocks * engine.block_size,

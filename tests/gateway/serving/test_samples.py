@@ -10,7 +10,7 @@ import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import SamplingParams
-from nano_inference.gateway.serving.samples import MOST_UNSENT, Chunks
+from nano_inference.gateway.serving.samples import MOST_UNSENT, UnsentChunks
 
 from ..fake import completion
 from ..made import chunk, told
@@ -21,16 +21,17 @@ REQUEST = GenerateRequest(request_id="r", sampling=SamplingParams(logprobs=2))
 
 async def taken(outputs: list[Output], held: anyio.Event | None = None) -> list[list[Output]]:
     """What a reader gets that takes nothing more before it may."""
-    chunks, found = Chunks(), []
+    found: list[list[Output]] = []
 
     async def take(new: Sequence[Output]) -> None:
         found.append(list(new))
         if held is not None:
             await held.wait()
 
+    chunks = UnsentChunks(take)
     with anyio.fail_after(LIMIT_S):
         async with anyio.create_task_group() as group:
-            group.start_soon(chunks.send_all, take)
+            group.start_soon(chunks.send_all)
             for output in outputs:
                 chunks.put(output)
                 await anyio.wait_all_tasks_blocked()
@@ -56,7 +57,7 @@ async def test_what_came_while_nobody_took_comes_at_once() -> None:
 
 
 async def test_what_nobody_takes_has_its_bound() -> None:
-    chunks, held = Chunks(), anyio.Event()
+    held = anyio.Event()
     full = chunk(REQUEST, 0, 0)
     number = MOST_UNSENT
     full = msgspec.structs.replace(
@@ -75,9 +76,10 @@ async def test_what_nobody_takes_has_its_bound() -> None:
     async def take(new: Sequence[Output]) -> None:
         await held.wait()
 
+    chunks = UnsentChunks(take)
     with anyio.fail_after(LIMIT_S):
         async with anyio.create_task_group() as group:
-            group.start_soon(chunks.send_all, take)
+            group.start_soon(chunks.send_all)
             group.start_soon(put_all)
             await anyio.wait_all_tasks_blocked()
             # Two are being sent, one fills the room, and one is above it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 
 from .....bus.public import Completion, EmbedParams, GenerateRequest
 from .....config import Config
@@ -113,10 +112,8 @@ class Lane:
         Raises:
             NanoInferenceError: The engine did not do it. All that came before was handed over.
         """
-        parts = Parts(request.n)
-        completion = await stream_unsent(
-            self._submissions, call.origin, request, parts, partial(parts.send_all, take)
-        )
+        parts = Parts(request.n, take)
+        completion = await stream_unsent(self._submissions, call.origin, request, parts)
         _tell_times(call, completion)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
 
-import anyio.lowlevel
 import msgspec
 
 from .....bus.public import (
@@ -16,7 +15,7 @@ from .....bus.public import (
     Output,
     TokenLogprob,
 )
-from ....serving.samples import Unsent
+from ....serving.samples import UnsentOutputs
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,11 +46,12 @@ def parts_of(completion: Completion, n: int) -> list[Part]:
     ]
 
 
-class Parts(Unsent):
+class Parts(UnsentOutputs):
     """What has come of the samples of a request and was not sent yet: of each one part."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, take: Callable[[Sequence[Part]], Awaitable[None]]) -> None:
         super().__init__()
+        self._take = take
         self._waiting: list[list[Part]] = [[] for _ in range(n)]
         self._texts = [0] * n
         self._tokens = [0] * n
@@ -77,22 +77,20 @@ class Parts(Unsent):
         self._any = True
         self._came(len(part.token_ids))
 
-    async def send_all(self, take: Callable[[Sequence[Part]], Awaitable[None]]) -> None:
-        """Hands over a part of each sample until it is closed and nothing is left."""
-        while self._any or not self._closed:
-            if not self._any:
-                await self._change()
-                continue
-            parts = [
-                msgspec.structs.replace(_joined(waiting), finish_reason=ended)
-                for waiting, ended in zip(self._waiting, self._ended, strict=True)
-            ]
-            self._waiting = [[] for _ in self._waiting]
-            self._any = False
-            self._taken()
-            await take(parts)
-            # The transport takes what fits its buffers without a pause.
-            await anyio.lowlevel.checkpoint()
+    @property
+    def is_due(self) -> bool:
+        return self._any
+
+    async def send_next(self) -> None:
+        """Hand over a part of each sample."""
+        parts = [
+            msgspec.structs.replace(_joined(waiting), finish_reason=ended)
+            for waiting, ended in zip(self._waiting, self._ended, strict=True)
+        ]
+        self._waiting = [[] for _ in self._waiting]
+        self._any = False
+        self._taken()
+        await self._take(parts)
 
 
 def _part_of(sample: CompletionSample) -> Part:

@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from nano_inference.bus.messages import RowFinish
 from nano_inference.bus.public import CompletionChunk, GenerateRequest
 from nano_inference.config import Config
-from nano_inference.gateway.api.openai.answers import Answers
-from nano_inference.gateway.api.openai.choices import Choice
-from nano_inference.gateway.api.openai.deltas import chunk_delta, fitting
+from nano_inference.gateway.api.openai.answers import AnswerWriter, Choice, fitting, message_of
 from nano_inference.gateway.api.openai.positions import FINISHED, UNBEGUN
-from nano_inference.gateway.api.openai.requests import Call, read_chat, read_completion
-from nano_inference.gateway.api.openai.shapes import Shape, decode_shape
+from nano_inference.gateway.api.openai.records import decode_record
+from nano_inference.gateway.api.openai.requests import (
+    Call,
+    ChoicesRecord,
+    read_chat,
+    read_completion,
+)
 from nano_inference.gateway.api.openai.streams import Chunks
 from nano_inference.telemetry.instruments import REASONING_TOKENS, TOOL_CALLS
 from nano_inference.text.messages import Delta, MessageFormat, ToolCall
@@ -68,8 +71,8 @@ def chat(made: Made, **fields: Any) -> Call:
     return msgspec.structs.replace(call, **given)
 
 
-def answers(call: Call, told: Told | None = None, form: MessageFormat = QWEN) -> Answers:
-    return Answers(call, [(5, 6)], [None], WORDS, form, told.measures if told else None)
+def answers(call: Call, told: Told | None = None, form: MessageFormat = QWEN) -> AnswerWriter:
+    return AnswerWriter(call, [(5, 6)], [None], WORDS, form, told.measures if told else None)
 
 
 def whole(
@@ -124,7 +127,7 @@ def told_by(sent: Sequence[Sent]) -> dict[str, Any]:
     return told
 
 
-def message_of(told: dict[str, Any]) -> dict[str, Any]:
+def message_told(told: dict[str, Any]) -> dict[str, Any]:
     """The same as a message in one piece."""
     found: dict[str, Any] = {"role": "assistant", "refusal": None}
     for name in ("content", "reasoning_content"):
@@ -162,7 +165,7 @@ def test_the_same_streamed_resumed_anywhere_and_whole(
     wanted = whole(made, call, form=form)
     sent = stream(made, call, made.chunks, reads, form=form)
     told = told_by(sent)
-    assert message_of(told) == wanted["message"]
+    assert message_told(told) == wanted["message"]
     assert told["reasons"] == [wanted["finish_reason"]]
     if listed:
         assert told["tokens"] == list(made.sample.token_ids)
@@ -202,7 +205,7 @@ def test_chunks_take_what_stands_in_order(deltas: list[Delta]) -> None:
     while left:
         number = fitting(left)
         assert kinds(left[:number]) == sorted(kinds(left[:number]), key="rct".index)
-        assert list(chunk_delta(left[:number], "r")) == [
+        assert list(message_of(left[:number], "r", whole=False)) == [
             {"r": "r", "c": "content", "t": "tool_calls"}[kind]
             for kind in dict.fromkeys(kinds(left[:number]))
         ]
@@ -354,5 +357,5 @@ async def test_usage_tells_of_reasoning_in_all_choices(continuous: bool) -> None
 def test_how_a_message_is_read_is_kept_with_its_call() -> None:
     made = make(ids("98"), (), "stop")
     call = chat(made)
-    shape = Shape(tenant="t", call=call, prompts=[(5,)], texts=[None], whole=True)
-    assert decode_shape(shape.encode()) == shape
+    record = ChoicesRecord(tenant="t", call=call, prompts=[(5,)], texts=[None], has_prompts=True)
+    assert decode_record(record.encode(), ChoicesRecord) == record

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.gateway.api.openai import resuming
-from nano_inference.gateway.api.openai.idempotency import keyed
+from nano_inference.gateway.api.openai import records
+from nano_inference.gateway.api.openai.records import keyed
 
 from ...fake import FakeEngine, refused
 from ...made import interleaved, whole
@@ -144,7 +144,7 @@ async def test_a_call_whose_gateway_was_killed_before_it_published_is_published(
     await engine.bus.store.calls.drop(call_id)
     await engine.bus.store.calls.keep(call_id, kept.record, 10)
     engine.requests.clear()
-    monkeypatch.setattr(resuming, "PUBLISH_PATIENCE_S", 0.0)
+    monkeypatch.setattr(records, "PUBLISH_PATIENCE_S", 0.0)
     second = await http.post(COMPLETIONS, json=TEXT, headers=KEY)
     assert second.json() == first.json()
     assert [request.request_id for request in engine.requests] == [call_id]

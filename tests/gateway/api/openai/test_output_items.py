@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.messages import RowFinish
 from nano_inference.bus.public import CompletionChunk
-from nano_inference.gateway.api.openai.responses.output_items import ItemEvent, OutputItems
+from nano_inference.gateway.api.openai.responses.output import ItemEvent, OutputItems
 from nano_inference.gateway.serving.logprobs import TokenNames
 from nano_inference.gateway.serving.message_parts import MessageParts
 from nano_inference.text.messages import MessageFormat

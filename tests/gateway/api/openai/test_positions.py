@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.public import Completion, CompletionChunk, GenerateRequest, Output
 from nano_inference.config import Config, RequestError
-from nano_inference.gateway.api.openai.answers import Answers
+from nano_inference.gateway.api.openai.answers import AnswerWriter
 from nano_inference.gateway.api.openai.positions import (
     FINISHED,
     UNBEGUN,
@@ -110,7 +110,7 @@ class Client:
         self, outputs: list[tuple[int, Output]], pace: Sequence[int], after: str = ""
     ) -> list[Event]:
         """Events behind one, or all of them."""
-        answers = Answers(self._call, self._prompts, [None] * len(self._prompts), self._words)
+        answers = AnswerWriter(self._call, self._prompts, [None] * len(self._prompts), self._words)
         sent: list[Event] = []
         room = anyio.Semaphore(0)
 

@@ -14,8 +14,9 @@ import pytest
 
 from nano_inference.bus.public import CompletionSample, GenerateRequest
 from nano_inference.config import Config, Constraint, load_config
+from nano_inference.gateway.api.openai.records import decode_record
 from nano_inference.gateway.api.openai.responses import stored
-from nano_inference.gateway.api.openai.responses.records import decode_record
+from nano_inference.gateway.api.openai.responses.requests import ResponseRecord
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving.measures import Measures
 from nano_inference.gateway.serving.message_parts import MessageParts, NewParts
@@ -452,7 +453,7 @@ async def test_what_is_asked_of_the_output_is_one_grammar(
     assert [each["type"] for each in answer["output"]] == ["function_call"]
     await posted(http, background=True, **fields)
     kept = await engine.bus.store.calls.read(engine.requests[-1].request_id)
-    record = decode_record(kept.record) if kept else None
+    record = decode_record(kept.record, ResponseRecord) if kept else None
     assert record is not None
     assert record.request(load_config(env={})).sampling == engine.requests[-1].sampling
 

@@ -21,7 +21,7 @@ from ...fake import FakeEngine, completion
 from ...sampled import CALL, ids, joined, make
 from ...told import Told
 from .streamed import Event, events, stream_of
-from .test_deltas import Sent, message_of, told_by
+from .test_deltas import Sent, message_told, told_by
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = """
@@ -108,7 +108,7 @@ async def test_another_gateway_goes_on_behind_each_event(
     wanted = messages(told)
     for choice in whole["choices"]:
         found = wanted[choice["index"]]
-        message = message_of(found)
+        message = message_told(found)
         calls = [call.pop("id") for call in message["tool_calls"]]
         assert len({*calls}) == 2
         assert message == choice["message"]

@@ -8,9 +8,9 @@ import pytest
 
 from nano_inference.bus.public import CompletionChunk, ErrorInfo, TokenLogprob
 from nano_inference.config import EngineConfig
-from nano_inference.gateway.api.sglang.answers import Answers
-from nano_inference.gateway.api.sglang.labels import VersionLabels
+from nano_inference.gateway.api.sglang.answers import PromptWriter
 from nano_inference.gateway.api.sglang.requests import read_call
+from nano_inference.gateway.api.sglang.sync import VersionLabels
 from nano_inference.gateway.serving.words import Words
 from nano_inference.text.tokenizer import load_tokenizer, stop_token_ids_of
 
@@ -26,9 +26,9 @@ def words() -> Words:
     return Words(tokenizer, stop_token_ids_of(folder, tokenizer))
 
 
-def answers(words: Words | None = None, **body: Any) -> Answers:
+def answers(words: Words | None = None, **body: Any) -> PromptWriter:
     call = read_call({"input_ids": [11, 12, 13, 14], "rid": "r"} | body, max_prompts=10)
-    return Answers(next(call.prompts), words, VersionLabels())
+    return PromptWriter(next(call.prompts), words, VersionLabels())
 
 
 def top(*token_ids: int) -> tuple[TokenLogprob, ...]:

@@ -7,8 +7,7 @@ import pytest
 from nano_inference.bus.control import MemoryTag
 from nano_inference.bus.weights import FolderWeights, GroupWeights
 from nano_inference.config import BusError, WeightsError
-from nano_inference.gateway.api.sglang.labels import VersionLabels
-from nano_inference.gateway.api.sglang.sync import WeightSync
+from nano_inference.gateway.api.sglang.sync import VersionLabels, WeightSync
 
 from ...fake import FakeEngine
 

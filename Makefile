@@ -38,7 +38,7 @@ check: $(STAMP) .typing/nano_inference
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/clang-format --dry-run --Werror stages/executor/kernels/*.[ch]
+	$(BIN)/clang-format --dry-run --Werror stages/executor/runner/kernels/*.[ch]
 
 docs: $(STAMP)
 	$(BIN)/python -m pytest tests/stages/executor/test_parity.py --write-docs

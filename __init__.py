@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         schedule,
     )
     from .stages.executor import WeightSyncManager, model_forward, sample_with_logprobs
-    from .stages.executor.weights import SharedWeights, WeightsGroup
+    from .stages.executor.runner.weights import SharedWeights, WeightsGroup
 
 __version__ = "0.1.0"
 
@@ -81,11 +81,11 @@ _HOME = {
     "ScoredCompletion": ".pipeline.scoring",
     "Sequence": ".stages.batching",
     "SequenceStatus": ".stages.batching",
-    "SharedWeights": ".stages.executor.weights",
+    "SharedWeights": ".stages.executor.runner.weights",
     "TrainingSample": ".pipeline.rollouts",
     "WeightSyncManager": ".stages.executor",
     "WeightsError": ".config",
-    "WeightsGroup": ".stages.executor.weights",
+    "WeightsGroup": ".stages.executor.runner.weights",
     "compute_block_hash": ".stages.batching",
     "load_config": ".config",
     "model_forward": ".stages.executor",

@@ -32,7 +32,7 @@ from workloads import SHAPES
 from nano_inference.bus.messages import NewSequence, RequestInfo, SequenceSpec
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, wrap_model
-from nano_inference.stages.executor.adapters import Adapter, AdapterLimits, adapter_of
+from nano_inference.stages.executor.runner.adapters import Adapter, AdapterLimits, adapter_of
 
 KINDS = {"none": 0, "none again": 0, "1": 1, "8": 8, "8, one by one": 8}
 PROMPT, STEPS, WARM = 32, 96, 6

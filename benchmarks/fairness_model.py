@@ -16,13 +16,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from nano_inference.bus.control import Cancel, LaneCapacity
+from nano_inference.bus.control import Cancel, ReplicaCapacity
 from nano_inference.bus.messages import (
     AdmittedRequest,
-    Continue,
     Credit,
     Dispatch,
     RequestInfo,
+    ResumeSequences,
     SequenceSpec,
     StepPlan,
     StepResult,
@@ -198,7 +198,7 @@ class Simulation:
         """`flat_priority`: the policy does not know of priorities. `keep_records`: also those of
         requests that are done, for a table of them."""
         engine = EngineConfig(max_tokens_per_batch=device.max_tokens_per_batch)
-        capacity = LaneCapacity(
+        capacity = ReplicaCapacity(
             device.num_blocks,
             engine.block_size,
             1 << 20,
@@ -288,7 +288,7 @@ class Simulation:
     def _dispatch(self) -> None:
         while (dispatched := self.queue.pop(self.now_ns)) is not None:
             message = dispatched.message
-            if isinstance(message, Continue):
+            if isinstance(message, ResumeSequences):
                 self.batching.resume_sequences(message.seq_ids, message.rank)
                 continue
             self.batching.add(message)

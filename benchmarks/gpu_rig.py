@@ -15,7 +15,7 @@ from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, wrap_model
-from nano_inference.stages.executor.step import LaunchedStep
+from nano_inference.stages.executor.driver.step import LaunchedStep
 
 MAX_MODEL_LEN = 2048
 

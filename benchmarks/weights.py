@@ -37,7 +37,7 @@ from nano_inference.bus.weights import FolderWeights, WeightsSource
 from nano_inference.config import BUNDLED_MODEL, Config, EngineConfig, TelemetryConfig
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.executor import WeightSyncManager
-from nano_inference.stages.executor.weights.transports import (
+from nano_inference.stages.executor.runner.weights.transports import (
     SharedWeights,
     WeightGroups,
     WeightsGroup,

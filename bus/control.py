@@ -105,7 +105,6 @@ class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_f
         prepare_as: A name for an update that several executors make: the weights are fetched,
             checked and answered for, and wait for `FinishUpdate`. Until that comes, and for at most
             `timeout_s`, other updates are refused.
-        _unused: Keeps the places of the fields behind it on the wire; always "".
     """
 
     source: WeightsSource | StagedWeights
@@ -113,7 +112,6 @@ class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_f
     version: int | None = None
     partial: bool = False
     timeout_s: float = 300.0
-    _unused: str = ""
     part_of: str = ""
     prepare_as: str = ""
 
@@ -315,7 +313,7 @@ class EmbeddingCapacity(InternalPart, frozen=True, array_like=True):
     whole: bool = False
 
 
-class LaneCapacity(InternalPart, frozen=True, array_like=True):
+class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
     """What the executor can hold.
 
     Attributes:
@@ -371,7 +369,7 @@ class StageReady(Internal, frozen=True, array_like=True, tag="ready", tag_field=
 
     stage: str
     incarnation: str
-    capacity: LaneCapacity | None = None
+    capacity: ReplicaCapacity | None = None
 
 
 class ServerRestarted(Internal, frozen=True, array_like=True, tag="server", tag_field="type"):

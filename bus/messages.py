@@ -12,7 +12,7 @@ The path of a request, and the link that carries each message, is drawn in `link
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -109,6 +109,26 @@ class RequestInfo(InternalPart, frozen=True, array_like=True):
     pooling: Pooling | None = None
 
 
+class CacheScope(NamedTuple):
+    """What KV depends on besides token ids: only sequences of one scope share cached KV.
+
+    Attributes:
+        tenant: "" where prefixes are shared across tenants.
+        salt: The request's `cache_salt`.
+        adapter: Id of the LoRA adapter; "" for none.
+        adapter_version: Of the adapter's weights; 0 before batching sets it.
+    """
+
+    tenant: str = ""
+    salt: str = ""
+    adapter: str = ""
+    adapter_version: int = 0
+
+
+DEFAULT_SCOPE = CacheScope()
+"""The scope without tenant, salt and adapter."""
+
+
 class TokenizedRequest(Internal, frozen=True, array_like=True):
     """What admission has made of a valid request, up to the executor.
 
@@ -135,7 +155,7 @@ class AdmittedRequest(
 
     tenant: str
     priority: int
-    cache_salt: str = ""
+    cache_scope: CacheScope = DEFAULT_SCOPE
     prediction: tuple[int, ...] = ()
 
 
@@ -149,23 +169,26 @@ class Dispatch(TokenizedRequest, frozen=True, array_like=True, tag="dispatch", t
     """
 
     priority: int
-    cache_salt: str = ""
+    cache_scope: CacheScope = DEFAULT_SCOPE
     rank: int = 0
     prediction: tuple[int, ...] = ()
 
 
-class Yield(Internal, frozen=True, array_like=True, tag="yield", tag_field="type"):
-    """These sequences are to pause. They keep what they have generated.
+class PauseSequences(
+    Internal, frozen=True, array_like=True, tag="pause_sequences", tag_field="type"
+):
+    """Pause these sequences. Sequences that have ended meanwhile are ignored.
 
-    Batching keeps their tokens, and their KV as long as nobody else needs the
-    blocks. Those that have ended meanwhile are left alone.
+    Batching keeps their tokens; their KV stays in the prefix cache until its blocks are needed.
     """
 
     seq_ids: tuple[int, ...]
 
 
-class Continue(Internal, frozen=True, array_like=True, tag="continue", tag_field="type"):
-    """Paused sequences are resumed, ranked as in Dispatch. Each uses up one credit."""
+class ResumeSequences(
+    Internal, frozen=True, array_like=True, tag="resume_sequences", tag_field="type"
+):
+    """Resume paused sequences, ranked as in Dispatch. Each uses one credit."""
 
     seq_ids: tuple[int, ...]
     rank: int = 0
@@ -178,7 +201,7 @@ class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="ty
         sequences: Places that have become free.
         steps: For each step that came back, the sequences that gained a token.
         started: (sequence, tokens that it had to compute) for each that began, or began again.
-        yielded: Sequences that have paused and wait for Continue.
+        paused: Sequences that have paused and wait for ResumeSequences.
         ended: Sequences that will not run again.
         step_ns: What the shortest of the steps took on the device; 0 when there is none.
         kv_free: Tokens for which KV is free, with that which only the prefix cache has.
@@ -188,7 +211,7 @@ class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="ty
     sequences: int
     steps: tuple[tuple[int, ...], ...] = ()
     started: tuple[tuple[int, int], ...] = ()
-    yielded: tuple[int, ...] = ()
+    paused: tuple[int, ...] = ()
     ended: tuple[int, ...] = ()
     step_ns: int = 0
     kv_free: int = 0
@@ -202,13 +225,14 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
         seq_id: The sequence's id.
         token_ids: Prompt, and after a preemption what had been generated.
         num_generated: How many of `token_ids`, at the end, were generated.
-        num_cached: Leading tokens whose KV is already in the blocks; all of them in a fork.
+        num_cached: Leading tokens whose KV is already in the blocks; all of them with a shared
+            prefill.
         block_ids: Blocks of the KV cache, in order.
         sampling: Parameters; `max_tokens` counts from the prompt's end and is already cut to
             what the model's length allows.
         sample: The sample's index and seed.
         info: For the streaming stage.
-        cache_salt: Speculation learns only from sequences that have the same.
+        cache_scope: Speculation learns only from sequences of the same scope.
         prediction: As in AdmittedRequest.
     """
 
@@ -220,7 +244,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
     sampling: SamplingParams
     sample: SequenceSpec
     info: RequestInfo
-    cache_salt: str = ""
+    cache_scope: CacheScope = DEFAULT_SCOPE
     prediction: tuple[int, ...] = ()
 
 
@@ -237,7 +261,8 @@ class StepPlan(Internal, frozen=True, array_like=True, tag="plan", tag_field="ty
         step_id: Counts up from 1 within an epoch.
         new: Sequences that appear for the first time (or again, after a preemption).
         seq_ids: `[rows]`.
-        num_tokens: `[rows]`; 0 for a fork: it has the tokens of the row before, and its logits.
+        num_tokens: `[rows]`; 0 for a shared prefill: the row samples from the logits of the row
+            before, whose tokens are the same.
         grown: (seq_id, block ids appended to its table) for each sequence that grew.
         copies: (source, destination) blocks to copy before the pass.
         finished: Sequences that will not be named again; the executor forgets them.
@@ -428,8 +453,8 @@ class RequestFinished(Internal, frozen=True, array_like=True, tag="finished", ta
 Message = (
     AdmittedRequest
     | Dispatch
-    | Yield
-    | Continue
+    | PauseSequences
+    | ResumeSequences
     | Credit
     | StepPlan
     | StepResult

@@ -148,7 +148,7 @@ def check_torch(device: str = "auto") -> Iterator[Check]:
 
 def check_device(name: str) -> Check | None:
     """The device of a name; None where that is the CPU."""
-    from ..stages.executor import device as devices
+    from ..stages.executor.runner import device as devices
 
     try:
         device = devices.resolve_device(name)
@@ -173,8 +173,8 @@ def check_kernels() -> Check:
     """Whether our kernels for CPU can be used; the first time they are compiled."""
     import torch  # whose OpenMP they need
 
-    from ..stages.executor.kernels.compile import KernelsUnavailable
-    from ..stages.executor.kernels.cpu import instructions
+    from ..stages.executor.runner.kernels.compile import KernelsUnavailable
+    from ..stages.executor.runner.kernels.cpu import instructions
 
     found = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -188,7 +188,7 @@ def check_kernels() -> Check:
 
 def check_pages() -> Check:
     """Whether weights and KV on the CPU can be in large pages of memory."""
-    from ..stages.executor.system_memory import why_no_huge_pages
+    from ..stages.executor.runner.system_memory import why_no_huge_pages
 
     if why := why_no_huge_pages():
         advice = "with `madvise` or `always` there, one core reads weights a good tenth faster"
@@ -317,7 +317,7 @@ def check_speed() -> Check:
         import torch
     except (ImportError, OSError):
         return Check("speed", "warn", "not measured, since torch is missing")
-    from ..stages.executor.device import resolve_device
+    from ..stages.executor.runner.device import resolve_device
 
     device = resolve_device("auto")
     large = device.type != "cpu"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 MOST_LINE_BYTES = 1 << 16
-"""What is kept of a line. Our own are shorter (`telemetry.bounded.MOST_LOG_BYTES`)."""
+"""What is kept of a line. Our own are shorter (`telemetry.logs.MOST_LOG_BYTES`)."""
 
 # What starts with ESC: a control sequence, an operating system command, or something shorter.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?)?")

@@ -13,11 +13,10 @@ from rich.text import Text
 
 from ..config import ConfigError
 from ..telemetry import names
+from ..telemetry.trace_page import page
+from ..telemetry.trace_tree import Row, Trace, find_trace, jaeger
 from .options import Options, takes_options
 from .terminal import cut, milliseconds, stderr, stdout
-from .trace_jaeger import jaeger
-from .trace_page import page
-from .trace_tree import Row, Trace, find_trace
 from .waterfall import STAGE_STYLES, ascii_bar, bar
 
 _MOST_COLUMNS = 140

@@ -351,7 +351,7 @@ class TelemetryConfig(Section, frozen=True, forbid_unknown_fields=True):
         log_prompts: Log each request that is let in, with its prompt. Without it no line has any
             text of a request or an answer.
         otlp_endpoint: As in OTEL_EXPORTER_OTLP_ENDPOINT, which is read when this is empty.
-        otlp_protocol: "http" or "grpc", which needs the extra of that name; "auto" takes what
+        otlp_protocol: "http" or "grpc", which needs grpcio (extra `grpc`); "auto" takes what
             OTEL_EXPORTER_OTLP_PROTOCOL says, or "http".
         trace_file: Spans are appended to this file as well, as lines of OTLP's JSON. Processes may
             share one; `nano-inference trace` reads it.

@@ -27,7 +27,7 @@ from ..config import (
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.weights import WeightGroups
+from ..stages.executor.runner.weights import WeightGroups
 from ..stages.streaming.core import StreamingCore
 from ..telemetry import now_ns
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
@@ -341,7 +341,12 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
         self._requests.add(name, Unfinished(new.token_ids, request.sampling, request_id))
         self._batching.add(
             Dispatch(
-                *(new.info, new.token_ids, new.sampling, new.sequences, 0, new.cache_salt),
+                info=new.info,
+                token_ids=new.token_ids,
+                sampling=new.sampling,
+                sequences=new.sequences,
+                priority=0,
+                cache_scope=new.cache_scope,
                 prediction=new.prediction,
             )
         )

@@ -10,8 +10,13 @@ from ..bus.weights import InFlight, check_in_flight
 from ..config import AdapterError, EngineConfig
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
-from ..stages.executor.adapters import adapter_of, check_adapter_id, next_version, read_adapter
 from ..stages.executor.core import ExecutorCore
+from ..stages.executor.runner.adapters import (
+    adapter_of,
+    check_adapter_id,
+    next_version,
+    read_adapter,
+)
 from ..store.board import LoadedAdapter
 
 if TYPE_CHECKING:

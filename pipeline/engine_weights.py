@@ -15,11 +15,11 @@ from ..bus.weights import (
 )
 from ..config import WeightsError
 from ..stages.batching import BatchingCore
+from ..stages.executor.changes.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.weights import (
+from ..stages.executor.runner.weights import (
     WeightGroups,
     WeightSyncManager,
-    check_arguments,
     fetch,
     weights_lost,
 )

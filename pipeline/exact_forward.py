@@ -19,17 +19,17 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import EngineConfig, ModelError, shown
-from ..stages.executor.attention.backend import QKV, AttentionBackend
-from ..stages.executor.attention.choose import choose_backend
-from ..stages.executor.attention.probe import probe_mask
-from ..stages.executor.batch import Rows
-from ..stages.executor.fast_modules.modules import FastModules
-from ..stages.executor.fixed_tiles import FixedTiles, require_cpu
-from ..stages.executor.inputs import InputBuilder
-from ..stages.executor.kv_cache import KVCache
-from ..stages.executor.loaded_model import AttentionOptions
-from ..stages.executor.logprobs import scale_logits
-from ..stages.executor.model import wrap_model
+from ..stages.executor.driver.logprobs import scale_logits
+from ..stages.executor.runner.attention.backend import QKV, AttentionBackend
+from ..stages.executor.runner.attention.choose import choose_backend
+from ..stages.executor.runner.attention.probe import probe_mask
+from ..stages.executor.runner.batch import Rows
+from ..stages.executor.runner.fast_modules.modules import FastModules
+from ..stages.executor.runner.fixed_tiles import FixedTiles, require_cpu
+from ..stages.executor.runner.inputs import InputBuilder
+from ..stages.executor.runner.kv_cache import KVCache
+from ..stages.executor.runner.loaded_model import AttentionOptions
+from ..stages.executor.runner.model import wrap_model
 from .prompts import ArgumentError, check_prompts, token_ids_of
 
 IMPLEMENTATION = "nano_exact"

@@ -1,4 +1,4 @@
-"""W3C trace contexts, kept as the text in which they travel.
+"""W3C trace contexts, kept as the headers' text.
 
 https://www.w3.org/TR/trace-context/
 """
@@ -19,10 +19,7 @@ _SAMPLED = frozenset(format(flags, "02x") for flags in range(1, 256, 2))
 
 
 class TraceContext:
-    """A trace context: the two headers, as strings.
-
-    It is taken apart only where its ids are looked at: most are just passed on.
-    """
+    """A trace context: the two headers, parsed only where the ids are needed."""
 
     __slots__ = ("traceparent", "tracestate")
 
@@ -31,80 +28,72 @@ class TraceContext:
         self.tracestate = tracestate
 
     def child(self, span_id: int) -> TraceContext:
-        """The same trace, recorded, one span further; only of a context that is known to be valid.
+        """Return the context of a recorded child span. The context must be valid.
 
         Args:
-            span_id: 64 bits, not all of them 0.
+            span_id: 64 bits, not all 0.
         """
         return TraceContext(f"00-{self.traceparent[_TRACE_ID]}-{span_id:016x}-01", self.tracestate)
 
     @property
     def is_valid(self) -> bool:
-        """Whether the traceparent is one, by the specification."""
+        """Whether the traceparent follows the specification."""
         match = _TRACEPARENT.fullmatch(self.traceparent)
-        # Version 00 ends behind the flags; later ones may go on.
+        # Version 00 ends after the flags; later versions may continue.
         return match is not None and (match[4] is None or match[1] != "00")
 
     @property
     def sampled(self) -> bool:
-        """Whether its beginner wants it recorded; told from two digits, which is quick."""
-        return self.traceparent[_FLAGS] in _SAMPLED
+        """Whether the trace is recorded."""
+        return is_sampled(self.traceparent)
 
     @property
     def trace_id(self) -> str:
-        """32 hex digits, or "" when there is no valid context."""
+        """32 hex digits; "" for an invalid context."""
         return self.traceparent[_TRACE_ID] if self.is_valid else ""
 
     @property
     def span_id(self) -> str:
-        """16 hex digits, or "" when there is no valid context."""
+        """16 hex digits; "" for an invalid context."""
         return self.traceparent[_SPAN_ID] if self.is_valid else ""
 
     @property
     def id_digits(self) -> tuple[str, str]:
-        """Trace id and span id, 32 and 16 hex digits; only of a context that is known to be
-        valid."""
+        """Trace id and span id, 32 and 16 hex digits. The context must be valid."""
         text = self.traceparent
         return text[_TRACE_ID], text[_SPAN_ID]
 
     @property
     def id_numbers(self) -> tuple[int, int]:
-        """Trace id and span id; only of a context that is known to be valid."""
-        text = self.traceparent
-        return int(text[_TRACE_ID], 16), int(text[_SPAN_ID], 16)
-
-    @property
-    def state(self) -> TraceState | None:
-        """The tracestate as OpenTelemetry has it."""
-        return TraceState.from_header([self.tracestate]) if self.tracestate else None
+        """Trace id and span id. The context must be valid."""
+        trace_id, span_id = self.id_digits
+        return int(trace_id, 16), int(span_id, 16)
 
     @property
     def log_ids(self) -> dict[str, str]:
-        """What log lines of the request carry, by the names that OpenTelemetry gives them.
+        """Fields of the request's log lines, by OpenTelemetry's names.
 
         https://opentelemetry.io/docs/specs/otel/compatibility/logging_trace_context/
         """
         if not self.is_valid:
             return {}
-        return {
-            "trace_id": self.traceparent[_TRACE_ID],
-            "span_id": self.traceparent[_SPAN_ID],
-        }
+        return dict(zip(("trace_id", "span_id"), self.id_digits, strict=True))
 
     @property
     def span_context(self) -> SpanContext:
-        """As OpenTelemetry has it; not valid when there is no valid context."""
+        """The context as OpenTelemetry's class."""
         if not self.is_valid:
             return INVALID_SPAN_CONTEXT
         flags = TraceFlags(int(self.traceparent[_FLAGS], 16))
-        return SpanContext(*self.id_numbers, True, flags, self.state)
+        state = TraceState.from_header([self.tracestate]) if self.tracestate else None
+        return SpanContext(*self.id_numbers, True, flags, state)
 
 
 def first_context(trace_id: int, span_id: int, *, sampled: bool) -> TraceContext:
-    """That of a trace's first span. Ids are of 128 and 64 bits, not all of them 0."""
+    """Return the context of a trace's first span. Ids have 128 and 64 bits, not all 0."""
     return TraceContext(f"00-{trace_id:032x}-{span_id:016x}-{sampled:02x}")
 
 
 def is_sampled(traceparent: str) -> bool:
-    """As `TraceContext.sampled`, for who has only the text and may need no more than that."""
+    """Return whether a traceparent's sampled flag is set, without parsing the rest."""
     return traceparent[_FLAGS] in _SAMPLED

@@ -1,498 +1,326 @@
-"""Every metric: its name, its unit, and the question that it answers.
+"""Every metric: its name, unit, description and attributes.
 
 Names with `gen_ai.` and `http.` are those of OpenTelemetry's conventions,
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ and
-https://opentelemetry.io/docs/specs/semconv/http/http-metrics/ ; what these have no name for is
-ours and starts with `nano.`. Units are UCUM's, https://ucum.org ; what stands in braces is a note.
-Prometheus shows them with underscores, `_seconds` behind times and `_total` behind counters.
+https://opentelemetry.io/docs/specs/semconv/http/http-metrics/ ; the others start with `nano.`.
+Units are UCUM's, https://ucum.org ; text in braces is an annotation. Prometheus shows names with
+underscores, `_seconds` after times and `_total` after counters.
 """
 
 from __future__ import annotations
 
-from . import names
-from .instrument import SECONDS, SEQUENCES, STEP_SECONDS, TOKENS, Instrument
+from typing import Literal
 
-# Attributes of the gen_ai metrics that are the same for all that a process serves.
+import msgspec
+
+from . import names
+
+
+class Instrument(msgspec.Struct, frozen=True):
+    """One metric.
+
+    Attributes:
+        name: By OpenTelemetry's rules.
+        kind: A counter only grows, a gauge has a current value, a histogram counts values by size.
+        unit: In UCUM.
+        description: Shown by Prometheus as HELP.
+        attributes: Its labels; see `names`.
+        buckets: Upper bounds of a histogram's buckets.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    description: str
+    attributes: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+def _counter(name: str, unit: str, description: str, *attributes: str) -> Instrument:
+    return Instrument(name, "counter", unit, description, attributes)
+
+
+def _gauge(name: str, unit: str, description: str, *attributes: str) -> Instrument:
+    return Instrument(name, "gauge", unit, description, attributes)
+
+
+def _histogram(
+    name: str, unit: str, description: str, buckets: tuple[float, ...], *attributes: str
+) -> Instrument:
+    return Instrument(name, "histogram", unit, description, attributes, buckets)
+
+
+# From half a millisecond, the length of a small model's step, to five minutes.
+SECONDS: tuple[float, ...] = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 30, 60, 120, 300),
+)
+# Planning a step takes less than half a millisecond, and no step takes minutes.
+STEP_SECONDS: tuple[float, ...] = (0.00005, 0.0001, 0.0002, 0.0003, *SECONDS[:-4])
+SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024)
+# The buckets of OpenTelemetry's conventions.
+TOKENS = tuple(float(4**power) for power in range(14))
+
+# Attributes of the gen_ai metrics that have one value in each process.
 _GEN_AI = (names.OPERATION, names.PROVIDER, names.REQUEST_MODEL)
 
-REQUESTS = Instrument(
-    "nano.requests",
-    "counter",
-    "{request}",
-    "How many requests ended, how, and for what reason?",
-    (names.STATUS, names.ERROR_TYPE),
+REQUESTS = _counter(
+    "nano.requests", "{request}", "Requests that ended.", names.STATUS, names.ERROR_TYPE
 )
-MODEL_ROUTES = Instrument(
-    "nano.model.routes",
-    "counter",
-    "{request}",
-    "How many requests were sent on their way to each model?",
-    (names.REQUEST_MODEL,),
+MODEL_ROUTES = _counter(
+    "nano.model.routes", "{request}", "Requests routed to each model.", names.REQUEST_MODEL
 )
-MOE_REQUESTS = Instrument(
-    "nano.moe.requests",
-    "counter",
-    "{request}",
-    "How many requests were let in for a model with experts?",
-    (names.REQUEST_MODEL,),
+MOE_REQUESTS = _counter(
+    "nano.moe.requests", "{request}", "Requests admitted for a MoE model.", names.REQUEST_MODEL
 )
-REQUEST_DURATION = Instrument(
+REQUEST_DURATION = _histogram(
     "gen_ai.server.request.duration",
-    "histogram",
     "s",
-    "How long from admission to the last token?",
-    (*_GEN_AI, names.ERROR_TYPE),
+    "Time from admission to the last token.",
     SECONDS,
+    *(*_GEN_AI, names.ERROR_TYPE),
 )
-TIME_TO_FIRST_TOKEN = Instrument(
+TIME_TO_FIRST_TOKEN = _histogram(
     "gen_ai.server.time_to_first_token",
-    "histogram",
     "s",
-    "How long do people wait until something comes?",
-    (*_GEN_AI, names.PRIORITY),
+    "Time from admission to the first token.",
     SECONDS,
+    *(*_GEN_AI, names.PRIORITY),
 )
-QUEUE_DURATION = Instrument(
+QUEUE_DURATION = _histogram(
     "nano.request.queue.duration",
-    "histogram",
     "s",
-    "How long from admission until the first of a request's samples is in a step?",
-    (names.PRIORITY,),
+    "Time from admission until a request's first sample is in a step.",
     SECONDS,
+    names.PRIORITY,
 )
-PREFILL_DURATION = Instrument(
+PREFILL_DURATION = _histogram(
     "nano.request.prefill.duration",
-    "histogram",
     "s",
-    "How long from then until the step that made its first token is done?",
-    (names.PRIORITY,),
+    "Time from a request's first step to the end of the step with its first token.",
     SECONDS,
+    names.PRIORITY,
 )
-DECODE_DURATION = Instrument(
+DECODE_DURATION = _histogram(
     "nano.request.decode.duration",
-    "histogram",
     "s",
-    "How long from then until the step that made its last token is done?",
-    (names.PRIORITY,),
+    "Time from a request's first token to the end of the step with its last token.",
     SECONDS,
+    names.PRIORITY,
 )
-TIME_PER_OUTPUT_TOKEN = Instrument(
+TIME_PER_OUTPUT_TOKEN = _histogram(
     "gen_ai.server.time_per_output_token",
-    "histogram",
     "s",
-    "How fast does a request's text flow, on average over its tokens but the first?",
-    _GEN_AI,
+    "Mean time per token of a request after its first token.",
     SECONDS,
+    *_GEN_AI,
 )
-TOKEN_INTERVAL = Instrument(
+TOKEN_INTERVAL = _histogram(
     "nano.token.interval",
-    "histogram",
     "s",
-    "Does the text stall? The time between two tokens of a sample: once for each step and each "
-    "length that occurs in it.",
-    (),
+    "Time between two tokens of a sample: one value per step and distinct length in it.",
     SECONDS,
 )
-TOKEN_USAGE = Instrument(
+TOKEN_USAGE = _histogram(
     "gen_ai.client.token.usage",
-    "histogram",
     "{token}",
-    "How long are prompts, and how long answers?",
-    (*_GEN_AI, names.TOKEN_TYPE),
+    "Tokens of prompts and of answers.",
     TOKENS,
+    *(*_GEN_AI, names.TOKEN_TYPE),
 )
-WAITING = Instrument(
-    "nano.requests.waiting",
-    "gauge",
-    "{request}",
-    "How far does the pipeline lag behind its requests stream?",
+WAITING = _gauge("nano.requests.waiting", "{request}", "Requests on the stream that no lane holds.")
+PENDING = _gauge(
+    "nano.requests.pending", "{request}", "Requests held by any lane and not yet answered."
 )
-PENDING = Instrument(
-    "nano.requests.pending",
-    "gauge",
-    "{request}",
-    "How many requests were taken from the stream, by any lane, and are not answered?",
-)
-DEAD_LETTERS = Instrument(
-    "nano.requests.dead",
-    "gauge",
-    "{request}",
-    "How many requests were given up and wait for somebody to look at them?",
-)
-CONSTRAINTS = Instrument(
+DEAD_LETTERS = _gauge("nano.requests.dead", "{request}", "Dead letters that are kept.")
+CONSTRAINTS = _counter(
     "nano.constraints",
-    "counter",
     "{request}",
-    "How many requests said what their text has to be, in which form, and how many were refused "
-    "for it?",
-    (names.CONSTRAINT, names.ERROR_TYPE),
+    "Requests with a constraint, accepted or refused.",
+    *(names.CONSTRAINT, names.ERROR_TYPE),
 )
-CONSTRAINT_COMPILE = Instrument(
+CONSTRAINT_COMPILE = _histogram(
     "nano.constraint.compile.duration",
-    "histogram",
     "s",
-    "How long until it is known whether a text can become that? Nobody else waits for it.",
-    (names.CONSTRAINT,),
+    "Time to compile a constraint. Other requests are not delayed.",
     STEP_SECONDS,
+    names.CONSTRAINT,
 )
-BURIED = Instrument(
-    "nano.requests.buried",
-    "counter",
-    "{request}",
-    "How many requests became dead letters, and why?",
-    (names.ERROR_TYPE,),
+DEAD_LETTERED = _counter(
+    "nano.requests.buried", "{request}", "Requests moved to the dead letters.", names.ERROR_TYPE
 )
-QUEUE_LENGTH = Instrument(
+QUEUE_LENGTH = _gauge(
     "nano.queue.length",
-    "gauge",
     "{request}",
-    "How many requests wait, on the stream and in all lanes, until a sample of theirs begins?",
+    "Requests on the stream and in all lanes of which no sample has started.",
 )
-IN_FLIGHT = Instrument(
-    "nano.requests.in_flight",
-    "gauge",
-    "{request}",
-    "How many requests does this lane hold?",
+IN_FLIGHT = _gauge("nano.requests.in_flight", "{request}", "Requests that this lane holds.")
+REPLAYS = _counter(
+    "nano.requests.replayed", "{request}", "Requests replayed after the failure of a stage."
 )
-REPLAYS = Instrument(
-    "nano.requests.replayed",
-    "counter",
-    "{request}",
-    "How many requests had to go on after a failure of a stage?",
+EPOCHS = _counter(
+    "nano.epochs", "{epoch}", "Epochs: restarts of the lane after a stage came, failed or left."
 )
-EPOCHS = Instrument(
-    "nano.epochs",
-    "counter",
-    "{epoch}",
-    "How often did stages come, fail or leave, so that all began anew?",
+RECONNECTS = _counter(
+    "nano.bus.reconnects", "{reconnect}", "Times that the connection to Redis was restored."
 )
-RECONNECTS = Instrument(
-    "nano.bus.reconnects",
-    "counter",
-    "{reconnect}",
-    "How often was Redis away from this process, and came back?",
+QUEUE_DEPTH = _gauge("nano.queue.depth", "{request}", "Requests that wait in fairness.")
+QUEUE_WAIT = _histogram(
+    "nano.queue.wait", "s", "Time in fairness until all samples of a request could run.", SECONDS
 )
-QUEUE_DEPTH = Instrument(
-    "nano.queue.depth",
-    "gauge",
-    "{request}",
-    "How many requests wait in fairness for their turn?",
-)
-QUEUE_WAIT = Instrument(
-    "nano.queue.wait",
-    "histogram",
-    "s",
-    "How long did they wait there until all their samples could run?",
-    (),
-    SECONDS,
-)
-RUNNING = Instrument(
-    "nano.sequences.running",
-    "gauge",
-    "{sequence}",
-    "How many samples are in the batch?",
-)
-SEQUENCES_WAITING = Instrument(
+RUNNING = _gauge("nano.sequences.running", "{sequence}", "Samples in the batch.")
+SEQUENCES_WAITING = _gauge(
     "nano.sequences.waiting",
-    "gauge",
     "{sequence}",
-    "How many were dispatched and wait for KV blocks or a place in a step?",
+    "Dispatched samples that wait for KV blocks or a place in a step.",
 )
-BATCH_SIZE = Instrument(
-    "nano.batch.size",
-    "histogram",
-    "{sequence}",
-    "How full are the steps?",
-    (),
-    SEQUENCES,
+BATCH_SIZE = _histogram("nano.batch.size", "{sequence}", "Samples in a step.", SEQUENCES)
+SCHEDULE_TIME = _histogram("nano.step.schedule_time", "s", "Time to plan a step.", STEP_SECONDS)
+DEVICE_TIME = _histogram(
+    "nano.step.device_time", "s", "Time of a step on the device.", STEP_SECONDS
 )
-SCHEDULE_TIME = Instrument(
-    "nano.step.schedule_time",
-    "histogram",
-    "s",
-    "What does it cost to plan a step?",
-    (),
-    STEP_SECONDS,
-)
-DEVICE_TIME = Instrument(
-    "nano.step.device_time",
-    "histogram",
-    "s",
-    "How long does a step take on the device?",
-    (),
-    STEP_SECONDS,
-)
-MASK_WAIT = Instrument(
+MASK_WAIT = _histogram(
     "nano.step.mask_wait",
-    "histogram",
     "s",
-    "How long do the logits of a step with constraints wait until it is known what may come?",
-    (),
+    "Time that the logits of a step wait for the masks of constraints.",
     STEP_SECONDS,
 )
-PREFILLED = Instrument(
-    "nano.tokens.prefilled",
-    "counter",
-    "{token}",
-    "How many tokens of prompts were computed?",
-)
-DECODED = Instrument(
-    "nano.tokens.decoded",
-    "counter",
-    "{token}",
-    "How many rows of steps made one token each?",
-)
-CACHED = Instrument(
-    "nano.tokens.cached",
-    "counter",
-    "{token}",
-    "How many tokens needed no computing, since the prefix cache had them?",
-)
-RECOMPUTED = Instrument(
+PREFILLED = _counter("nano.tokens.prefilled", "{token}", "Prompt tokens computed.")
+DECODED = _counter("nano.tokens.decoded", "{token}", "Rows of steps that made one token each.")
+CACHED = _counter("nano.tokens.cached", "{token}", "Prompt tokens found in the prefix cache.")
+RECOMPUTED = _counter(
     "nano.tokens.recomputed",
-    "counter",
     "{token}",
-    "How many of the prefilled had been computed before, until a preemption or a failure?",
+    "Prefilled tokens that were computed again after a preemption or a failure.",
 )
-WASTED = Instrument(
-    "nano.tokens.wasted",
-    "counter",
-    "{token}",
-    "How many were computed one step ahead for a sample that had ended?",
+WASTED = _counter(
+    "nano.tokens.wasted", "{token}", "Tokens computed one step ahead for a sample that had ended."
 )
 # Named as vLLM's `vllm:spec_decode_*`.
-DRAFTS = Instrument(
-    "nano.spec_decode.num_drafts",
-    "counter",
-    "{draft}",
-    "How many drafts were verified, and where did they come from?",
-    (names.DRAFT_SOURCE,),
+DRAFTS = _counter("nano.spec_decode.num_drafts", "{draft}", "Drafts verified.", names.DRAFT_SOURCE)
+DRAFT_TOKENS = _counter(
+    "nano.spec_decode.num_draft_tokens", "{token}", "Tokens of these drafts.", names.DRAFT_SOURCE
 )
-DRAFT_TOKENS = Instrument(
-    "nano.spec_decode.num_draft_tokens",
-    "counter",
-    "{token}",
-    "How many tokens had they?",
-    (names.DRAFT_SOURCE,),
-)
-ACCEPTED_TOKENS = Instrument(
+ACCEPTED_TOKENS = _counter(
     "nano.spec_decode.num_accepted_tokens",
-    "counter",
     "{token}",
-    "How many of these were what was sampled, and so needed no step of their own?",
-    (names.DRAFT_SOURCE,),
+    "Draft tokens accepted, which needed no step of their own.",
+    names.DRAFT_SOURCE,
 )
-ACCEPTED_TOKENS_PER_POS = Instrument(
+ACCEPTED_TOKENS_PER_POS = _counter(
     "nano.spec_decode.num_accepted_tokens_per_pos",
-    "counter",
     "{token}",
-    "The same by their place in the draft, from 0 on: how long may drafts be?",
-    (names.DRAFT_SOURCE, names.DRAFT_POSITION),
+    "Draft tokens accepted, by their position in the draft, from 0.",
+    *(names.DRAFT_SOURCE, names.DRAFT_POSITION),
 )
-PREFIX_LOOKUPS = Instrument(
+PREFIX_LOOKUPS = _counter(
     "nano.prefix.lookups",
-    "counter",
     "{sequence}",
-    "How many samples looked for their beginning in the prefix cache, and how much did they find?",
-    (names.PREFIX_RESULT,),
+    "Prefix cache lookups, one per sample, by result.",
+    names.PREFIX_RESULT,
 )
-PREFIX_HITS = Instrument(
+PREFIX_HITS = _counter(
     "nano.prefix.hits",
-    "counter",
     "{sequence}",
-    "How many of them found some of it? (`nano.tokens.cached` says how much.)",
+    "Prefix cache lookups that found a part of the prompt; `nano.tokens.cached` has its tokens.",
 )
-KV_TOTAL = Instrument(
-    "nano.kv.blocks",
-    "gauge",
-    "{block}",
-    "How many KV blocks are there?",
+KV_TOTAL = _gauge("nano.kv.blocks", "{block}", "KV blocks.")
+KV_USED = _gauge("nano.kv.blocks.used", "{block}", "KV blocks of running samples.")
+KV_CACHED = _gauge("nano.kv.blocks.cached", "{block}", "KV blocks in the prefix cache.")
+KV_EVICTED = _counter("nano.kv.blocks.evicted", "{block}", "Cached KV blocks evicted.")
+PREEMPTIONS = _counter(
+    "nano.preemptions", "{sequence}", "Samples preempted: their KV blocks were freed."
 )
-KV_USED = Instrument(
-    "nano.kv.blocks.used",
-    "gauge",
-    "{block}",
-    "How many hold the tokens of samples that run?",
+RESUMES = _counter("nano.resumes", "{sequence}", "Samples resumed after a preemption or a failure.")
+FAIRNESS_PREEMPTIONS = _counter(
+    "nano.fairness.preemptions", "{sequence}", "Samples paused for a higher priority."
 )
-KV_CACHED = Instrument(
-    "nano.kv.blocks.cached",
-    "gauge",
-    "{block}",
-    "How many can be found by new samples, used or free?",
+FAIRNESS_YIELDS = _counter(
+    "nano.fairness.yields", "{sequence}", "Samples paused at the end of their timeslice."
 )
-KV_EVICTED = Instrument(
-    "nano.kv.blocks.evicted",
-    "counter",
-    "{block}",
-    "How many cached blocks were given up to make room?",
+FAIRNESS_RESUMES = _counter(
+    "nano.fairness.resumes", "{sequence}", "Samples resumed after either pause."
 )
-PREEMPTIONS = Instrument(
-    "nano.preemptions",
-    "counter",
-    "{sequence}",
-    "How often had a sample to give up its blocks in mid-way?",
+FAIRNESS_TOKENS = _counter(
+    "nano.fairness.tokens", "{token}", "Tokens generated, by priority.", names.PRIORITY
 )
-RESUMES = Instrument(
-    "nano.resumes",
-    "counter",
-    "{sequence}",
-    "How often did a sample go on after that, or after a failure?",
-)
-FAIRNESS_PREEMPTIONS = Instrument(
-    "nano.fairness.preemptions",
-    "counter",
-    "{sequence}",
-    "How often did a sample pause for one of higher priority?",
-)
-FAIRNESS_YIELDS = Instrument(
-    "nano.fairness.yields",
-    "counter",
-    "{sequence}",
-    "How often was a sample's time slice over, and another's turn?",
-)
-FAIRNESS_RESUMES = Instrument(
-    "nano.fairness.resumes",
-    "counter",
-    "{sequence}",
-    "How often did a sample go on after either?",
-)
-FAIRNESS_TOKENS = Instrument(
-    "nano.fairness.tokens",
-    "counter",
-    "{token}",
-    "Which priorities were the tokens generated for?",
-    (names.PRIORITY,),
-)
-WEIGHT_VERSION = Instrument(
-    "nano.weight.version",
-    "gauge",
-    "{version}",
-    "Which weights make the tokens?",
-)
-ATTENTION_BACKEND = Instrument(
+WEIGHT_VERSION = _gauge("nano.weight.version", "{version}", "Version of the weights in place.")
+ATTENTION_BACKEND = _gauge(
     "nano.attention.backend",
-    "gauge",
     "{backend}",
-    "Which back end computes attention? 1 for the one in use.",
-    (names.BACKEND,),
+    "Attention back end: 1 for the one in use.",
+    names.BACKEND,
 )
-ATTENTION_LAYERS = Instrument(
+ATTENTION_LAYERS = _counter(
     "nano.attention.layers",
-    "counter",
     "{layer}",
-    "How many layers of steps did which back end compute, with full attention or a window?",
-    (names.BACKEND, names.LAYER_KIND),
+    "Layers of steps by attention back end, with full attention or a window.",
+    *(names.BACKEND, names.LAYER_KIND),
 )
-WEIGHT_BEHIND = Instrument(
+WEIGHT_BEHIND = _gauge(
     "nano.weight.behind",
-    "gauge",
     "{version}",
-    "Which version should an executor have that was started anew without it? 0 is none.",
+    "Version that a restarted executor lacks; 0 if none.",
 )
-WEIGHT_STALENESS = Instrument(
+WEIGHT_STALENESS = _histogram(
     "nano.weight.staleness",
-    "histogram",
     "{version}",
-    "How many updates old are the oldest tokens of a sample when it ends?",
-    buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64),
+    "Weight updates since the oldest token of a sample, at its end.",
+    (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64),
 )
-WEIGHT_UPDATES = Instrument(
-    "nano.weight.updates",
-    "counter",
-    "{update}",
-    "How many weight updates were asked for, and how did they end?",
-    (names.ERROR_TYPE,),
-)
-WEIGHT_FETCH = Instrument(
-    "nano.weight.fetch.duration",
-    "histogram",
-    "s",
-    "How long does it take until new weights are at hand?",
-    buckets=SECONDS,
-)
-ADAPTERS = Instrument("nano.adapter.loaded", "gauge", "{adapter}", "How many adapters are loaded?")
-ADAPTER_CHANGES = Instrument(
+WEIGHT_UPDATES = _counter("nano.weight.updates", "{update}", "Weight updates.", names.ERROR_TYPE)
+WEIGHT_FETCH = _histogram("nano.weight.fetch.duration", "s", "Time to fetch new weights.", SECONDS)
+ADAPTERS = _gauge("nano.adapter.loaded", "{adapter}", "Adapters loaded.")
+ADAPTER_CHANGES = _counter(
     "nano.adapter.changes",
-    "counter",
     "{change}",
-    "How many adapters were loaded, replaced or unloaded, and how did that end?",
-    (names.ERROR_TYPE,),
+    "Adapters loaded, replaced or unloaded.",
+    names.ERROR_TYPE,
 )
-ADAPTER_LOAD = Instrument(
-    "nano.adapter.load.duration",
-    "histogram",
-    "s",
-    "How long does it take until an adapter is read and checked?",
-    buckets=SECONDS,
+ADAPTER_LOAD = _histogram(
+    "nano.adapter.load.duration", "s", "Time to read and check an adapter.", SECONDS
 )
-STAGE_READY = Instrument(
-    "nano.stage.ready",
-    "gauge",
-    "1",
-    "Does the stage take part (1) or not (0)?",
-    (names.STAGE,),
-)
-HTTP_DURATION = Instrument(
+STAGE_READY = _gauge("nano.stage.ready", "1", "1 if the stage is ready, 0 if not.", names.STAGE)
+HTTP_DURATION = _histogram(
     "http.server.request.duration",
-    "histogram",
     "s",
-    "How long do calls of the gateway take, and how do they end?",
-    (names.HTTP_METHOD, names.HTTP_ROUTE, names.HTTP_STATUS),
+    "Time of the gateway's calls.",
     SECONDS,
+    *(names.HTTP_METHOD, names.HTTP_ROUTE, names.HTTP_STATUS),
 )
-GATEWAY_IN_FLIGHT = Instrument(
-    "nano.gateway.in_flight", "gauge", "{request}", "How many calls of the gateway are under way?"
-)
-GATEWAY_WAITING = Instrument(
+GATEWAY_IN_FLIGHT = _gauge("nano.gateway.in_flight", "{request}", "Calls of the gateway in flight.")
+GATEWAY_WAITING = _gauge(
     "nano.gateway.waiting",
-    "gauge",
     "{request}",
-    "How many prompts wait in the gateway for a place in the pipeline?",
+    "Prompts that wait in the gateway for a place in the pipeline.",
 )
-GATEWAY_CONNECTIONS = Instrument(
-    "nano.gateway.connections", "gauge", "{connection}", "How many connections are open?"
-)
-GATEWAY_REFUSED = Instrument(
+GATEWAY_CONNECTIONS = _gauge("nano.gateway.connections", "{connection}", "Open connections.")
+GATEWAY_REFUSED = _counter(
     "nano.gateway.refused",
-    "counter",
     "{refusal}",
-    "What did the gateway not serve, or not to the end, and by which of its limits and checks?",
-    (names.GATEWAY_REASON,),
+    "Calls and connections that the gateway refused or cut off, by limit or check.",
+    names.GATEWAY_REASON,
 )
-TOOL_CALLS = Instrument(
+TOOL_CALLS = _counter(
     "nano.gateway.tool_calls",
-    "counter",
     "{call}",
-    "How many calls of tools did models make, and how many could not be read?",
-    (names.CALL_OUTCOME,),
+    "Tool calls of models, readable or malformed.",
+    names.CALL_OUTCOME,
 )
-REASONING_TOKENS = Instrument(
-    "nano.gateway.reasoning_tokens",
-    "counter",
-    "{token}",
-    "How many of the tokens generated are reasoning?",
+REASONING_TOKENS = _counter(
+    "nano.gateway.reasoning_tokens", "{token}", "Generated tokens that are reasoning."
 )
-MODEL_CALL_DURATION = Instrument(
+MODEL_CALL_DURATION = _histogram(
     "nano.gateway.model.duration",
-    "histogram",
     "s",
-    "How long do calls of KServe's models take, and how do they end?",
-    (names.REQUEST_MODEL, names.ERROR_TYPE),
+    "Time of calls to KServe models.",
     SECONDS,
+    *(names.REQUEST_MODEL, names.ERROR_TYPE),
 )
-AUDIT_LOST = Instrument(
-    "nano.gateway.audit.lost",
-    "counter",
-    "{line}",
-    "How many lines of the audit log could not be written?",
+AUDIT_LOST = _counter(
+    "nano.gateway.audit.lost", "{line}", "Audit log lines that could not be written."
 )
-LOG_DROPPED = Instrument(
-    "nano.log.dropped",
-    "counter",
-    "{line}",
-    "How many lines of the log were not written, and why?",
-    (names.LOG_REASON,),
-)
+LOG_DROPPED = _counter("nano.log.dropped", "{line}", "Log lines not written.", names.LOG_REASON)
 
 INSTRUMENTS: tuple[Instrument, ...] = tuple(
     value for value in dict(globals()).values() if isinstance(value, Instrument)

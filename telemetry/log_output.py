@@ -1,4 +1,4 @@
-"""The file of a log. Lines that it does not take are dropped and counted."""
+"""The file of a log. Lines that can't be written are dropped and counted."""
 
 from __future__ import annotations
 
@@ -15,35 +15,34 @@ UNWRITABLE: Final = "unwritable"
 SUPPRESSED: Final = "suppressed"
 
 dropped_lines = {UNWRITABLE: 0, SUPPRESSED: 0}
-"""Log lines that this process did not write, by reason."""
+"""Log lines that this process dropped, by reason."""
 
 _WAIT_S = 0.05
-"""How long one line waits for a pipe whose reader is slow, once in `_WAIT_EVERY_S`: the caller is
-an event loop."""
+"""Time limit for a line on a full pipe, once in `_WAIT_EVERY_S`: the caller is an event loop."""
 
 _WAIT_EVERY_S = 1.0
 
 
 class LogOutput(io.TextIOBase):
-    """A text file for whole lines whose `write` never raises and hardly waits.
+    """A text file of whole lines whose `write` never raises and waits at most `_WAIT_S`.
 
-    A full disk, a closed pipe and a pipe without a reader cost lines, never the caller's work.
+    A full disk, a closed pipe or a full pipe drops lines and does not affect the caller.
     """
 
     encoding = "utf-8"
 
     def __init__(self, stream: TextIO, notice: Callable[[int], str]) -> None:
-        """Args: where lines go; `notice` renders the line that says how many were dropped."""
+        """Args: the destination; the renderer of a line with the number of dropped lines."""
         self._stream = stream
         self._notice = notice
         self._lock = threading.Lock()
         self._dropped = 0
-        # Whether the last line ends in its middle.
+        # Whether the last line was written only in part.
         self._is_torn = False
         self._next_wait_s = 0.0
 
     def write(self, text: str) -> int:
-        """Writes whole lines, or drops and counts them."""
+        """Write whole lines, or drop and count them."""
         with self._lock:
             before = "\n" if self._is_torn else ""
             if self._dropped:
@@ -57,23 +56,23 @@ class LogOutput(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Does nothing: `write` keeps nothing back."""
+        """Do nothing: `write` does not buffer."""
 
     def isatty(self) -> bool:
         """Whether the file is a terminal."""
         return not self._stream.closed and self._stream.isatty()
 
     def _put(self, text: str) -> bool:
-        """Returns whether all was written."""
+        """Return whether all was written."""
         try:
-            # Asked each time: once the stream is closed, its number may be another file's.
+            # Read each time: once the stream is closed, its number may be another file's.
             file = self._stream.fileno()
         except (OSError, ValueError):
             return self._put_without_file(text)
-        # Past Python's buffer, which would keep what a full disk has refused and write it later.
+        # Python's buffer would keep text that a full disk has refused, and write it later.
         left = memoryview(text.encode(errors="backslashreplace"))
         try:
-            # A pipe that is writable takes so much without blocking.
+            # A writable pipe takes PIPE_BUF bytes without blocking.
             most = len(left) if stat.S_ISREG(os.fstat(file).st_mode) else select.PIPE_BUF
             while left and self._is_writable(file):
                 left = left[os.write(file, left[:most]) :]
@@ -83,7 +82,7 @@ class LogOutput(io.TextIOBase):
         return not left
 
     def _put_without_file(self, text: str) -> bool:
-        """Writes to what only looks like a file, such as a test's."""
+        """Write to a stream without a descriptor, such as a test's."""
         try:
             self._stream.write(text)
             self._stream.flush()

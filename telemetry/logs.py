@@ -1,32 +1,54 @@
-"""Logs: structlog, coloured on a terminal and JSON lines elsewhere, on standard error."""
+"""Logs by structlog: coloured on a terminal and JSON lines elsewhere, on standard error.
+
+Lines have a bounded size, and lines of one event a bounded rate: clients can cause many of them,
+with any content.
+"""
 
 from __future__ import annotations
 
 import logging
+import reprlib
 import sys
+import threading
 import time
-from collections.abc import Callable, Collection, MutableMapping
+from collections.abc import Callable, Collection, Hashable, Iterable, MutableMapping
+from itertools import chain
 from typing import Any, TextIO, cast
 
+import msgspec
 import structlog
 
-from ..config import TelemetryConfig
-from .bounded import Bounded
+from ..config import TelemetryConfig, cut_middle, shown
 from .log_output import SUPPRESSED, LogOutput, dropped_lines
-from .log_rate import LogRate
 
+MOST_LOG_BYTES = 16 << 10
+"""Size of a line, in UTF-8, with its traceback."""
+
+MOST_LINES = 20
+"""Lines of one event within `WINDOW_S`."""
+
+WINDOW_S = 10.0
+
+# Characters of each value, tried in turn until the line fits. Some characters become twelve bytes.
+_MOST_OF_A_VALUE = (2000, 500, 100, 20)
+# A traceback may be longer by this factor.
+_TRACEBACK_SHARE = 4
+# Characters that a level of nesting counts as, which bounds the depth.
+_NESTING = 20
+_ALWAYS = ("event", "level", "timestamp")
 _LEVELS = logging.getLevelNamesMapping()
+# Lines that a setting enables, one per call or request: not limited.
+_REQUESTED = frozenset({"http_call", "request_admitted"})
 
-# Lines that a setting asks for, one for each call or request.
-_ASKED_FOR = frozenset({"http_call", "request_admitted"})
+_Event = MutableMapping[str, Any]
 
 
 def setup_logging(config: TelemetryConfig, *, said: Collection[str] = ()) -> None:
-    """Sends our logs, and those of the libraries below us, through one renderer.
+    """Send our log lines, and those of libraries, through one renderer.
 
     Args:
         config: The least level, and the format.
-        said: Events that the command itself says on a terminal, and the log therefore does not.
+        said: Events that the command prints itself, so that text logs omit them.
     """
     as_text = config.log_format == "text" or (config.log_format == "auto" and sys.stderr.isatty())
     shared: list[structlog.types.Processor] = [
@@ -36,11 +58,10 @@ def setup_logging(config: TelemetryConfig, *, said: Collection[str] = ()) -> Non
         if as_text
         else structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    for_people = as_text and config.log_level != "debug"
-    # Plain tracebacks: the rich ones print local variables, and with them people's prompts.
+    # Plain tracebacks: the rich ones print local variables, and with them prompts.
     renderer: list[structlog.types.Processor] = [
         structlog.processors.format_exc_info,
-        Bounded(
+        _Bounded(
             structlog.dev.ConsoleRenderer(
                 colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
             )
@@ -55,10 +76,19 @@ def setup_logging(config: TelemetryConfig, *, said: Collection[str] = ()) -> Non
             line = process(None, "warning", line)
         return f"{line}\n"
 
+    def briefly(logger: Any, method: str, event: _Event) -> _Event:
+        """For people, replace the fields by the text in `brief`."""
+        brief = event.pop("brief", None)
+        if not as_text or config.log_level == "debug":
+            return event
+        if event.get("event") in said:
+            raise structlog.DropEvent
+        return event if brief is None else {"timestamp": event["timestamp"], "event": brief}
+
     output = LogOutput(sys.stderr, lambda lines: warning("log_written_again", dropped_lines=lines))
     limit = _Limit(output, warning)
     structlog.configure(
-        processors=[limit, *shared, _Briefly(for_people, said), *renderer],
+        processors=[limit, *shared, briefly, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[config.log_level.upper()]),
         logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, output)),
         cache_logger_on_first_use=False,
@@ -78,52 +108,150 @@ def setup_logging(config: TelemetryConfig, *, said: Collection[str] = ()) -> Non
     )
 
 
-class _Briefly:
-    """For people, the text that a line brings along in `brief`, without fields; else the fields."""
+# --- rate ---------------------------------------------------------------------------------------
 
-    def __init__(self, for_people: bool, said: Collection[str]) -> None:
-        self._for_people = for_people
-        self._said = frozenset(said)
 
-    def __call__(
-        self, logger: Any, method: str, event: MutableMapping[str, Any]
-    ) -> MutableMapping[str, Any]:
-        """As structlog's processor."""
-        brief = event.pop("brief", None)
-        if not self._for_people:
-            return event
-        if event.get("event") in self._said:
-            raise structlog.DropEvent
-        return event if brief is None else {"timestamp": event["timestamp"], "event": brief}
+class _Window(msgspec.Struct):
+    """The lines of one event since a point in time."""
+
+    start_s: float
+    lines: int = 0
+
+
+class LogRate:
+    """Admits `MOST_LINES` lines of an event in `WINDOW_S`, and counts the others.
+
+    Events are texts of the code, so their number is bounded.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Args: the clock, monotonic and in seconds."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._windows: dict[Hashable, _Window] = {}
+        # Events with suppressed lines that are not reported yet.
+        self._unreported: set[Hashable] = set()
+
+    def admits(self, event: Hashable) -> bool:
+        """Count a line of this event; return whether to write it."""
+        with self._lock:
+            now_s = self._clock()
+            window = self._windows.get(event)
+            if window is None or (
+                event not in self._unreported and now_s - window.start_s >= WINDOW_S
+            ):
+                window = self._windows[event] = _Window(now_s)
+            window.lines += 1
+            if window.lines <= MOST_LINES:
+                return True
+            self._unreported.add(event)
+            return False
+
+    def ended(self) -> list[tuple[Hashable, int]]:
+        """Remove ended windows with suppressed lines; return their events and line counts."""
+        if not self._unreported:
+            return []
+        with self._lock:
+            now_s = self._clock()
+            ended = [
+                event
+                for event in self._unreported
+                if now_s - self._windows[event].start_s >= WINDOW_S
+            ]
+            self._unreported.difference_update(ended)
+            return [(event, self._windows.pop(event).lines - MOST_LINES) for event in ended]
 
 
 class _Limit:
-    """Leaves out lines beyond those that `LogRate` admits, and says how many of which event."""
+    """Drops lines that `LogRate` does not admit, and logs their number."""
 
     def __init__(self, output: LogOutput, warning: Callable[..., str]) -> None:
-        """Args: where lines go; what renders a line of an event and its fields."""
+        """Args: the output; a renderer of an event and its fields."""
         self._rate = LogRate(time.monotonic)
         self._output = output
         self._warning = warning
 
-    def __call__(
-        self, logger: Any, method: str, event: MutableMapping[str, Any]
-    ) -> MutableMapping[str, Any]:
-        """Our lines, as structlog's processor."""
+    def __call__(self, logger: Any, method: str, event: _Event) -> _Event:
+        """Process one of our lines, as structlog's processors do."""
         name = str(event.get("event"))
-        if method != "debug" and name not in _ASKED_FOR and not self._admits(name):
+        if method != "debug" and name not in _REQUESTED and not self._admits(name):
             raise structlog.DropEvent
         return event
 
     def admits_record(self, record: logging.LogRecord) -> bool:
-        """Those of libraries, whose texts may be anything: by the line of their code."""
+        """Filter a library's line. Its text is unbounded, so its line of code is the event."""
         return self._admits(f"{record.name}:{record.lineno}")
 
     def _admits(self, name: str) -> bool:
-        for each in self._rate.ended():
-            line = self._warning("log_lines_suppressed", of=each.event, lines=each.lines)
-            self._output.write(line)
+        for event, lines in self._rate.ended():
+            self._output.write(self._warning("log_lines_suppressed", of=event, lines=lines))
         if self._rate.admits(name):
             return True
         dropped_lines[SUPPRESSED] += 1
         return False
+
+
+# --- size ---------------------------------------------------------------------------------------
+
+
+class _Bounded:
+    """A renderer that shortens values until the line has at most `MOST_LOG_BYTES`."""
+
+    def __init__(self, renderer: structlog.types.Processor) -> None:
+        self._renderer = renderer
+
+    def __call__(self, logger: Any, method: str, event: _Event) -> str:
+        for most in _MOST_OF_A_VALUE:
+            line = self._render(logger, method, event, most)
+            if len(line) <= MOST_LOG_BYTES:
+                return line.decode()
+        few = {key: event[key] for key in _ALWAYS if key in event}
+        return self._render(logger, method, few, most).decode()
+
+    def _render(self, logger: Any, method: str, event: _Event, most: int) -> bytes:
+        shares = {"exception": _TRACEBACK_SHARE}
+        short = {key: _short(value, most * shares.get(key, 1)) for key, value in event.items()}
+        line = self._renderer(logger, method, short)
+        assert isinstance(line, str)
+        # A stream may refuse lone surrogates, with an error out of the logging call.
+        return line.encode(errors="backslashreplace")
+
+
+def _short(value: Any, most: int) -> Any:
+    """Return a plain, short value itself, else a text of at most `most` characters."""
+    if isinstance(value, str):
+        return cut_middle(value, most)
+    if isinstance(value, int) and value.bit_length() > 64:
+        return shown(value)
+    if value is None or _room(value, most) >= 0:
+        return value
+    try:
+        return cut_middle(reprlib.repr(value), most)
+    except ValueError:  # an integer with more digits than Python writes out
+        return f"<{type(value).__name__}>"
+
+
+def _room(value: Any, room: int) -> int:
+    """Return how much of `room` characters a value leaves.
+
+    Negative if the value does not fit, or if its class has a repr of its own.
+    """
+    if isinstance(value, str):
+        return room - len(value)
+    if value is None or isinstance(value, bool | float):
+        return room - _NESTING
+    if isinstance(value, int):
+        return room - _NESTING if value.bit_length() <= 64 else -1
+    parts: Iterable[Any]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        parts = chain(value, value.values())
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = value
+    else:
+        return -1
+    room -= _NESTING
+    for part in parts:
+        if room < 0:
+            break
+        room = _room(part, room)
+    return room

@@ -1,6 +1,6 @@
 """Metrics of one process, recorded through OpenTelemetry and read by Prometheus.
 
-Where nothing shows them there is no meter, and a call costs one look into an empty dict.
+If nothing exposes them there is no meter, and a call costs one lookup in an empty dict.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import ConfigError, TelemetryConfig
 from . import names
-from .instrument import Instrument
-from .instruments import INSTRUMENTS, LOG_DROPPED
+from .instruments import INSTRUMENTS, LOG_DROPPED, Instrument
 from .log_output import dropped_lines
 
 if TYPE_CHECKING:
@@ -25,12 +24,12 @@ Labels = Mapping[str, str]
 _NO_LABELS: Labels = {}
 
 MOST_PRIORITY = 8
-"""Priorities further from 0 share a label: clients choose them, and each label costs memory, here
+"""Priorities further from 0 share a label: clients choose them, and each label costs memory here
 and in Prometheus."""
 
 
 class Metrics:
-    """Records what the instruments measure. Each process sets up its own."""
+    """Records measurements. Each process sets up its own."""
 
     def __init__(
         self,
@@ -38,7 +37,7 @@ class Metrics:
         close: Callable[[], None] = lambda: None,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """Args: where to record to; None: nowhere. What ends the reading of it, and what reads."""
+        """Args: the destination (None: nowhere); what ends its exposition; what reads it."""
         self._provider = provider
         self._close = close
         self._registry = registry
@@ -51,27 +50,27 @@ class Metrics:
                 for instrument in INSTRUMENTS
                 if instrument is not LOG_DROPPED
             }
-            # Of the process, whatever it serves; read where lines are dropped.
+            # Counted by the log output, for the whole process.
             meter.create_observable_counter(
-                LOG_DROPPED.name, [_dropped_lines], LOG_DROPPED.unit, LOG_DROPPED.question
+                LOG_DROPPED.name, [_dropped_lines], LOG_DROPPED.unit, LOG_DROPPED.description
             )
 
     @property
     def enabled(self) -> bool:
-        """Whether anybody can read them."""
+        """Whether measurements are recorded."""
         return self._provider is not None
 
     def record(self, instrument: Instrument, value: float, labels: Labels = _NO_LABELS) -> None:
-        """Adds to a counter, sets a gauge, or puts a value in a histogram.
+        """Add to a counter, set a gauge, or put a value into a histogram.
 
-        It takes some microseconds: fit for a request or a step, not for each token.
+        Takes some microseconds: fit for a request or a step, not for each token.
         """
         record = self._record.get(instrument.name)
         if record is not None:
             record(value, {**self._always, **labels} if self._always else labels)
 
     def labelled(self, labels: Labels) -> Metrics:
-        """The same, where each measurement has these labels besides its own."""
+        """Return the same metrics with these labels on every measurement."""
         if not labels or not self.enabled:
             return self
         other = copy.copy(self)
@@ -79,13 +78,13 @@ class Metrics:
         return other
 
     def exposition(self, accept: str) -> tuple[bytes, str] | None:
-        """All that Prometheus reads, which takes some milliseconds.
+        """Return all metrics as Prometheus reads them, which takes some milliseconds.
 
         Args:
-            accept: The header of that name, by which it chooses among its formats.
+            accept: The header of that name, by which Prometheus chooses a format.
 
         Returns:
-            The text and its media type; None where Prometheus reads nothing.
+            The text and its media type; None without a registry.
         """
         if self._registry is None:
             return None
@@ -95,34 +94,33 @@ class Metrics:
         return encode(self._registry), media_type
 
     def shutdown(self) -> None:
-        """Nothing can be read from now on."""
+        """End the exposition."""
         self._close()
         if self._provider is not None:
             self._provider.shutdown()
 
 
 def priority_label(priority: int) -> str:
-    """A request's priority as a label has it: one of 19 texts."""
+    """Return a request's priority as a label: one of 19 texts."""
     if priority < -MOST_PRIORITY:
         return f"<-{MOST_PRIORITY}"
     return str(priority) if priority <= MOST_PRIORITY else f">{MOST_PRIORITY}"
 
 
 def setup_metrics(config: TelemetryConfig, instance: str, *, without_port: bool = False) -> Metrics:
-    """Metrics of this process, at `http://metrics_host:metrics_port/metrics`.
+    """Set up metrics of this process, at `http://metrics_host:metrics_port/metrics`.
 
     Args:
         config: Names the service, the address and the port.
-        instance: Tells this process from its siblings, as `service.instance.id`.
-        without_port: Whether they are recorded without a port too, for `Metrics.exposition`; else
-            there are none then.
+        instance: The process's `service.instance.id`.
+        without_port: Record them even without a port, for `Metrics.exposition`.
 
     Raises:
         ConfigError: The port is taken, or the address is not this machine's.
     """
     if not (config.metrics_port or without_port):
         return Metrics()
-    # Only here, so that who wants no metrics does not wait for their imports.
+    # Imported only if metrics are on, since the imports take time.
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
@@ -168,11 +166,12 @@ def _dropped_lines(options: object) -> Iterator[Observation]:
 
 
 def _recorder(meter: Meter, instrument: Instrument) -> Callable[[float, Labels], None]:
-    name, unit, question = instrument.name, instrument.unit, instrument.question
-    if instrument.kind == "counter":
-        return meter.create_counter(name, unit, question).add
-    if instrument.kind == "gauge":
-        return meter.create_gauge(name, unit, question).set
+    about = (instrument.name, instrument.unit, instrument.description)
+    match instrument.kind:
+        case "counter":
+            return meter.create_counter(*about).add
+        case "gauge":
+            return meter.create_gauge(*about).set
     return meter.create_histogram(
-        name, unit, question, explicit_bucket_boundaries_advisory=instrument.buckets
+        *about, explicit_bucket_boundaries_advisory=instrument.buckets
     ).record

@@ -1,7 +1,7 @@
-"""Names of attributes and events, each with where it comes from. Metrics are in `instruments`.
+"""Names of attributes and events, with their sources. Metrics are in `instruments`.
 
 OpenTelemetry's semantic conventions: GenAI (gen_ai.*), messaging (messaging.*), error (error.*),
-HTTP (http.*, url.*, client.*). What they have no name for is ours and starts with `nano.`.
+HTTP (http.*, url.*, client.*). Our own names start with `nano.`.
 """
 
 from __future__ import annotations
@@ -53,12 +53,11 @@ GATEWAY_REASON = "nano.gateway.reason"
 LOG_REASON = "nano.log.reason"
 CALL_OUTCOME = "nano.gateway.tool_call.outcome"
 
-# What vLLM's metrics of speculation have as `position`, and what is drafted from.
+# `position` of vLLM's metrics of speculation, and the source of drafts.
 DRAFT_POSITION = "nano.spec_decode.position"
 DRAFT_SOURCE = "nano.spec_decode.source"
 
-# Spans of fairness for sequences that pause, and why a request waited: dispatches that came
-# before it.
+# Spans of paused sequences, and the dispatches that came before a request.
 FAIRNESS_YIELD = "fairness.yield"
 FAIRNESS_RESUME = "fairness.resume"
 YIELD_REASON = "nano.fairness.yield_reason"

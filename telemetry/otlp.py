@@ -1,17 +1,28 @@
-"""Spans to an OTLP endpoint: by OpenTelemetry's exporters, with an encoder for finished spans."""
+"""Spans to an OTLP receiver, over HTTP or gRPC.
+
+https://opentelemetry.io/docs/specs/otlp/ and, for the environment's variables,
+https://opentelemetry.io/docs/specs/otel/protocol/exporter/
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import gzip
 import os
+import random
+import re
+import ssl
+import threading
+import time
+import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from struct import Struct
 from struct import error as StructError
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
+from urllib.parse import urlsplit
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+import httpx2
 from opentelemetry.proto.common.v1.common_pb2 import (
     AnyValue,
     ArrayValue,
@@ -22,140 +33,245 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource as ResourceMes
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.util.re import parse_env_headers
 
-from ..config import ConfigError, TelemetryConfig
+from ..config import ConfigError, TelemetryConfig, cut
 from ..config.logger import get_logger
 from .context import TraceContext
 from .spans import SCOPE, FinishedSpan, Kind, finished
 
-PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_RETRYABLE_STATUSES = frozenset({429, 502, 503, 504})
+_RETRYABLE_CODES = frozenset(
+    {"CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "OUT_OF_RANGE"}
+    | {"UNAVAILABLE", "DATA_LOSS"}
+)
+_COMPRESS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
+# The system's message in the text of nested exceptions.
+_SYSTEM_ERROR = re.compile(r"\[Errno -?\d+\] ([^'\"\\)]+)")
+_MOST_REASON = 200
 
-_EXPORTERS = "opentelemetry.exporter.otlp.proto"
+
+def variable(name: str) -> str:
+    """Return a variable of OTLP exporters: the one for traces, else the one for all signals."""
+    given = os.environ.get
+    return given(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or given(f"OTEL_EXPORTER_OTLP_{name}") or ""
+
+
+class SendError(Exception):
+    """An export request failed.
+
+    Attributes:
+        reason: For the log.
+        retryable: Whether the same request may succeed later.
+    """
+
+    def __init__(self, reason: str, *, retryable: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.retryable = retryable
+
+
+class Transport(Protocol):
+    """A connection to a receiver."""
+
+    def send(self, body: bytes, timeout_s: float) -> None:
+        """Send an ExportTraceServiceRequest. Raises SendError."""
+
+    def close(self) -> None: ...
+
+
+class HttpTransport:
+    """OTLP over HTTP, with protobuf bodies."""
+
+    def __init__(self, url: str) -> None:
+        verify: ssl.SSLContext | bool = url.startswith("https:")
+        if verify and (variable("CERTIFICATE") or variable("CLIENT_CERTIFICATE")):
+            verify = ssl.create_default_context(cafile=variable("CERTIFICATE") or None)
+            if certificate := variable("CLIENT_CERTIFICATE"):
+                verify.load_cert_chain(certificate, variable("CLIENT_KEY") or None)
+        headers = dict(parse_env_headers(variable("HEADERS"), liberal=True))
+        headers["Content-Type"] = "application/x-protobuf"
+        self._compress = _COMPRESS.get(compression := variable("COMPRESSION").lower())
+        if self._compress is not None:
+            headers["Content-Encoding"] = compression
+        self._client = httpx2.Client(verify=verify, headers=headers)
+        self._url = url
+
+    def send(self, body: bytes, timeout_s: float) -> None:
+        content = body if self._compress is None else self._compress(body)
+        try:
+            response = self._client.post(self._url, content=content, timeout=timeout_s)
+        except httpx2.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            raise SendError(reason, retryable=isinstance(error, httpx2.TransportError)) from None
+        if not response.is_success:
+            status = response.status_code
+            raise SendError(f"status {status}", retryable=status in _RETRYABLE_STATUSES)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class GrpcTransport:
+    """OTLP over gRPC."""
+
+    def __init__(self, endpoint: str) -> None:
+        """Raises ConfigError: grpcio is not installed."""
+        try:
+            import grpc
+        except ImportError:
+            raise ConfigError(
+                "telemetry.otlp_protocol is 'grpc', which needs grpcio: "
+                "pip install 'nano-inference[grpc]', or export over 'http'"
+            ) from None
+        self._error: type[Exception] = grpc.RpcError
+        parts = urlsplit(endpoint)
+        target = parts.netloc or endpoint
+        compression = grpc.Compression.Gzip if variable("COMPRESSION").lower() == "gzip" else None
+        if parts.scheme == "http" or (
+            parts.scheme != "https" and variable("INSECURE").lower() == "true"
+        ):
+            self._channel = grpc.insecure_channel(target, compression=compression)
+        else:
+            files = (variable(name) for name in ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE"))
+            contents = [Path(file).read_bytes() if file else None for file in files]
+            credentials = grpc.ssl_channel_credentials(*contents)
+            self._channel = grpc.secure_channel(target, credentials, compression=compression)
+        # Without serializers a call takes and returns bytes.
+        self._export = self._channel.unary_unary(
+            "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+        )
+        self._metadata = tuple(parse_env_headers(variable("HEADERS"), liberal=True).items())
+
+    def send(self, body: bytes, timeout_s: float) -> None:
+        try:
+            self._export(body, timeout=timeout_s, metadata=self._metadata)
+        except self._error as error:
+            code, details = error.code().name, error.details()  # type: ignore[attr-defined]
+            raise SendError(details or code, retryable=code in _RETRYABLE_CODES) from None
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def transport_to(endpoint: str, config: TelemetryConfig) -> Transport:
+    """Return a connection to a receiver.
+
+    Args:
+        endpoint: As `endpoint_of` returns it.
+        config: Whether it is a base address of the settings, and the protocol.
+
+    Raises:
+        ConfigError: The protocol is gRPC, and grpcio is not installed.
+    """
+    protocol = config.otlp_protocol
+    if protocol == "auto":
+        protocol = "grpc" if variable("PROTOCOL") == "grpc" else "http"
+    if protocol == "grpc":
+        return GrpcTransport(endpoint)
+    # Only the variable for traces is a full URL.
+    is_full = not config.otlp_endpoint and os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    return HttpTransport(endpoint if is_full else f"{endpoint.rstrip('/')}/v1/traces")
+
+
+class OtlpExporter(SpanExporter):
+    """Exports finished spans, with retries.
+
+    The log has one line when the receiver is away, and one when it is back.
+    """
+
+    def __init__(self, transport: Transport, resource: Resource, endpoint: str) -> None:
+        """Args: the connection; the attributes of this process; the receiver's address."""
+        self._transport = transport
+        self._encoder = SpanEncoder(resource)
+        parts = urlsplit(endpoint)
+        self._receiver = parts.netloc.rpartition("@")[2] or parts.path
+        self._timeout_s = float(variable("TIMEOUT") or 10)
+        self._stopped = threading.Event()
+        self._failing = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """See SpanExporter. Waits exponentially longer between attempts, within the time limit."""
+        body = self._encoder.encode(spans)
+        end_s = time.monotonic() + self._timeout_s
+        wait_s = random.uniform(0.8, 1.2)
+        while True:
+            try:
+                self._transport.send(body, end_s - time.monotonic())
+                break
+            except SendError as error:
+                self._report(error.reason)
+                in_time = time.monotonic() + wait_s < end_s
+                if not (error.retryable and in_time) or self._stopped.wait(wait_s):
+                    return SpanExportResult.FAILURE
+                wait_s *= 2
+        if self._failing:
+            self._failing = False
+            get_logger().warning("spans_exported_again", receiver=self._receiver)
+        return SpanExportResult.SUCCESS
+
+    def _report(self, reason: str) -> None:
+        if not self._failing:
+            self._failing = True
+            found = _SYSTEM_ERROR.search(reason)
+            reason = found[1] if found else cut(reason, _MOST_REASON)
+            get_logger().warning("spans_not_exported", receiver=self._receiver, reason=reason)
+
+    def shutdown(self) -> None:
+        """See SpanExporter."""
+        self._stopped.set()
+        self._transport.close()
+
 
 _FIELD_OF = {str: "string_value", int: "int_value", float: "double_value", bool: "bool_value"}
 
 # https://github.com/open-telemetry/opentelemetry-proto, trace/v1/trace.proto
 _PARENT_KNOWN, _PARENT_REMOTE = 0x100, 0x200
 
-# Ids with their tags and lengths, as hex digits like the ids themselves.
+# Tags and lengths of ids, as hex digits like the ids themselves.
 _TRACE_ID, _SPAN_ID, _PARENT_ID = "0a10", "1208", "2208"
-# A link is 33 bytes; its flags are a number of four, the lowest first.
+# A link has 33 bytes; its flags are 4 bytes, little-endian.
 _LINK, _LINK_FLAGS = "6a21", "35" + (_PARENT_KNOWN | _PARENT_REMOTE).to_bytes(4, "little").hex()
-# The fields that no two spans share, each behind its tag: the id, start and end.
+# Fields that differ in every span, each after its tag: id, start, end.
 _OWN_FIELDS, _OWN_ID, _START, _END = Struct("<2s8sBQBQ"), bytes.fromhex(_SPAN_ID), 0x39, 0x41
 _EVENTS = 11
 _EVENT_TIME, _EVENT_TIME_TAG = Struct("<BQ"), 0x09
 
-# Where what is inside is put: spans of a scope, scopes of a resource, resources of a request.
+# Field numbers of nested messages.
 _SPANS, _SCOPES, _RESOURCES = 2, 2, 1
 _ATTRIBUTES, _KEY, _VALUE, _STRING_VALUE = 9, 1, 2, 1
 
 _MOST_KNOWN = 8192
-"""Attributes whose encoding is kept: most values come again, a request's id with each span."""
-
-
-def otlp_exporter(config: TelemetryConfig, resource: Resource) -> SpanExporter:
-    """OpenTelemetry's exporter, which reads the variables itself; it takes finished spans only.
-
-    Raises:
-        ConfigError: gRPC is wanted, and its packages are missing.
-    """
-    # An endpoint from our settings is a base address.
-    address = config.otlp_endpoint.rstrip("/")
-    protocol = config.otlp_protocol
-    if protocol == "auto":
-        wanted = next(filter(None, map(os.environ.get, PROTOCOL_VARIABLES)), "")
-        protocol = "grpc" if wanted == "grpc" else "http"
-    encoder = SpanEncoder(resource)
-    exporter: SpanExporter
-    if protocol == "grpc":
-        try:
-            over_grpc = _with_encoder(f"{_EXPORTERS}.grpc.trace_exporter", encoder.message)
-        except ImportError:
-            raise ConfigError(
-                "telemetry.otlp_protocol is 'grpc', whose packages are missing: "
-                "pip install 'nano-inference[grpc]', or export over 'http'"
-            ) from None
-        insecure = True if address.startswith("http://") else None
-        exporter = over_grpc.OTLPSpanExporter(endpoint=address or None, insecure=insecure)
-    else:
-        over_http = _with_encoder(f"{_EXPORTERS}.http.trace_exporter", encoder.serialized)
-        exporter = over_http.OTLPSpanExporter(endpoint=f"{address}/v1/traces" if address else None)
-    return exporter
-
-
-def _with_encoder(name: str, encode: Callable[[Sequence[ReadableSpan]], Any]) -> ModuleType:
-    """An exporter's module once more, for us alone, with `encode_spans` replaced.
-
-    It is the one part of sending a span that costs something. Whoever else exports spans from this
-    process has the module as it is.
-
-    Raises:
-        ImportError: It is not installed.
-        ConfigError: It is of a version that encodes in another way.
-    """
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.loader is None:
-        raise ImportError(name)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if "encode_spans" not in vars(module):
-        raise ConfigError(f"this version of {name} is not known: install one of constraints.txt")
-    vars(module)["encode_spans"] = encode
-    return module
+"""Cached encodings: most attributes repeat, a request's id in each of its spans."""
 
 
 class SpanEncoder:
-    """Finished spans of one process as OTLP messages, three times as fast as by message objects.
+    """Encodes finished spans of one process as OTLP, three times as fast as message objects.
 
-    Protobuf defines that serialized messages, one behind the other, are one message with the fields
-    of all. So each part is serialized by protobuf, once for as long as it comes again, and a span
-    is its parts joined.
+    By protobuf's definition, concatenated messages are one message with the fields of all. Each
+    part is serialized by protobuf and cached; a span is the concatenation of its parts.
     """
 
     def __init__(self, resource: Resource) -> None:
-        """Args: what says which process it is."""
+        """Args: the attributes of this process."""
         attributes = [_key_value(key, value) for key, value in resource.attributes.items()]
         of_process = ResourceSpans(resource=ResourceMessage(attributes=attributes))
         self._of_process = of_process.SerializeToString()
         self._scope = ScopeSpans(scope=InstrumentationScope(name=SCOPE.name)).SerializeToString()
 
     def encode(self, spans: Sequence[ReadableSpan]) -> bytes:
-        """An ExportTraceServiceRequest.
+        """Return an ExportTraceServiceRequest.
 
-        A span that protobuf can't hold (a number of more than 64 bits) is left out, and told.
+        A span that protobuf can't hold (a number of over 64 bits) is left out, with a log line.
         """
         parts = [self._scope]
         for span in finished(spans):
             try:
                 parts.append(_within(_SPANS, _encoded(span)))
             except (TypeError, ValueError, StructError) as error:
-                log = get_logger()
-                log.warning("span_not_encoded", name=span.name, reason=str(error))
+                get_logger().warning("span_not_encoded", name=span.name, reason=str(error))
         return _within(_RESOURCES, self._of_process + _within(_SCOPES, b"".join(parts)))
-
-    def message(self, spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
-        """The same as an object, which gRPC's stub serializes."""
-        request: ExportTraceServiceRequest = ExportTraceServiceRequest.FromString(
-            self.encode(spans)
-        )
-        return request
-
-    def serialized(self, spans: Sequence[ReadableSpan]) -> Serialized:
-        """The same as what the HTTP exporter wants to serialize."""
-        return Serialized(self.encode(spans))
-
-
-class Serialized:
-    """Stands for a message that is serialized already."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-
-    def SerializePartialToString(self) -> bytes:
-        """As protobuf names it."""
-        return self._content
 
 
 def _encoded(span: FinishedSpan) -> bytes:
@@ -178,7 +294,7 @@ def _encoded(span: FinishedSpan) -> bytes:
 
 @lru_cache(_MOST_KNOWN)
 def _place(traceparent: str, is_first: bool) -> bytes:
-    """Which trace it is in, and below what: the stages' spans of a request have that in common."""
+    """Trace id and parent id, which the stages' spans of a request share."""
     trace_id, parent_id = TraceContext(traceparent).id_digits
     ids = f"{_TRACE_ID}{trace_id}"
     return bytes.fromhex(ids if is_first else f"{ids}{_PARENT_ID}{parent_id}")
@@ -193,7 +309,7 @@ def _common(name: str, tracestate: str, is_first: bool, kind: Kind) -> bytes:
 
 @lru_cache(_MOST_KNOWN)
 def _event(name: str) -> bytes:
-    """All of it but its time."""
+    """An event without its time."""
     event: bytes = Span.Event(name=name).SerializeToString()
     return event
 
@@ -202,13 +318,13 @@ def _event(name: str) -> bytes:
 def _attribute(key: str, value: Any) -> bytes:
     if type(value) is not str:
         return _serialized(attributes=[_key_value(key, value)])
-    # A request's id is new with each request, and message objects take five times as long.
+    # Request ids are rarely cached, and message objects take five times as long.
     text = _within(_STRING_VALUE, value.encode())
     return _within(_ATTRIBUTES, _within(_KEY, key.encode()) + _within(_VALUE, text))
 
 
 def _serialized(**fields: Any) -> bytes:
-    """Some fields of a span."""
+    """Return some fields of a span."""
     span: bytes = Span(**fields).SerializeToString()
     return span
 
@@ -226,13 +342,13 @@ def _any_value(value: Any) -> AnyValue:
 
 @lru_cache(_MOST_KNOWN)
 def _link(traceparent: str) -> bytes:
-    """A step has one for each of its requests, the next step again."""
+    """A link. Consecutive steps link to the same requests."""
     trace_id, span_id = TraceContext(traceparent).id_digits
     return bytes.fromhex(f"{_LINK}{_TRACE_ID}{trace_id}{_SPAN_ID}{span_id}{_LINK_FLAGS}")
 
 
 def _within(field: int, message: bytes) -> bytes:
-    """A serialized message as a field of another one."""
+    """Return a serialized message as a field of another message."""
     return _tag_and_length(field, len(message)) + message
 
 

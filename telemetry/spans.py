@@ -1,4 +1,4 @@
-"""Finished spans: cheap to make; what else they are is made of them where they are exported."""
+"""Finished spans: cheap to make, and converted where they are exported."""
 
 from __future__ import annotations
 
@@ -18,31 +18,29 @@ from .context import TraceContext
 Attributes = Mapping[str, str | int | float | tuple[str, ...]]
 
 Kind = Literal["internal", "server"]
-"""OpenTelemetry's: work of a program, and its answer to a client's call."""
-
-_RECORDED = SimpleNamespace(trace_flags=SimpleNamespace(sampled=True))
+"""OpenTelemetry's span kinds that occur here."""
 
 SCOPE = InstrumentationScope("nano_inference")
 
 
 class FinishedSpan(msgspec.Struct, frozen=True, gc=False):
-    """A span that is made in one go, when all of it is known.
+    """A span that is complete when it is made.
 
-    The SDK's own spans are made to be changed by several threads while they last, which costs
-    twenty times as much. This one is what OpenTelemetry's processors carry to our exporters.
+    The SDK's own spans can be changed by several threads until they end, which costs twenty times
+    as much. OpenTelemetry's processors carry this class to our exporters.
 
     Attributes:
-        name: What was done.
-        trace: Its parent's context; of the first span of a trace its own. Valid.
-        span_id: 64 bits, not all of them 0.
+        name: The operation.
+        trace: Its parent's context; its own for the first span of a trace. Valid.
+        span_id: 64 bits, not all 0.
         is_first: Whether it has no parent.
         start_ns: Since the Unix epoch.
         end_ns: Since the Unix epoch; not before the start.
-        attributes: Not to be changed any more.
+        attributes: Must not be changed.
         events: Names and timestamps.
-        links: Traceparents of other traces that belong to it; all valid.
-        error: What its status says; "" when all went well.
-        kind: "server" of what answers a call from outside.
+        links: Valid traceparents of related traces.
+        error: Description of its error status; "" for success.
+        kind: "server" if it answers a call from outside.
     """
 
     name: str
@@ -57,23 +55,15 @@ class FinishedSpan(msgspec.Struct, frozen=True, gc=False):
     error: str
     kind: Kind = "internal"
 
-    # All that processors look at before they pass a span on.
-    context: ClassVar[SimpleNamespace] = _RECORDED
-
-    @property
-    def own(self) -> TraceContext:
-        """Its own context."""
-        return self.trace if self.is_first else self.trace.child(self.span_id)
+    # The only attribute that processors read.
+    context: ClassVar = SimpleNamespace(trace_flags=SimpleNamespace(sampled=True))
 
     def readable(self, resource: Resource) -> ReadableSpan:
-        """The same, as exporters know spans.
-
-        Args:
-            resource: The process that it comes from.
-        """
+        """Return the span as the SDK's class. `resource`: the process that made it."""
+        own = self.trace if self.is_first else self.trace.child(self.span_id)
         return ReadableSpan(
             name=self.name,
-            context=self.own.span_context,
+            context=own.span_context,
             parent=None if self.is_first else self.trace.span_context,
             resource=resource,
             attributes=self.attributes,
@@ -88,7 +78,7 @@ class FinishedSpan(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReadableExporter(SpanExporter):
-    """Takes finished spans to an exporter that knows nothing of them."""
+    """Passes finished spans to an exporter of the SDK's spans."""
 
     def __init__(self, exporter: SpanExporter, resource: Resource) -> None:
         self._exporter = exporter
@@ -104,5 +94,5 @@ class ReadableExporter(SpanExporter):
 
 
 def finished(spans: Sequence[object]) -> Iterator[FinishedSpan]:
-    """The spans that a processor hands to an exporter, as what they are."""
+    """Return the spans that a processor passes to an exporter, with their real type."""
     return (span for span in spans if isinstance(span, FinishedSpan))

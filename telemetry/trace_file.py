@@ -1,4 +1,4 @@
-"""Spans in a file: OTLP's JSON encoding, one object a line.
+"""Spans in a file: OTLP's JSON encoding, one object per line.
 
 https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding and
 https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/
@@ -16,6 +16,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from . import names
 from .context import TraceContext
 from .spans import SCOPE, FinishedSpan, finished
 
@@ -27,33 +28,34 @@ Value = str | int | float | bool | list[str]
 class FileExporter(SpanExporter):
     """Appends each batch of spans as one line, in one write.
 
-    So that several processes may share the file, and that what a process has exported stays when
-    it is killed.
+    Several processes may share the file, and exported spans survive a killed process.
     """
 
     def __init__(self, path: Path, resource: Resource) -> None:
         """Raises OSError when the file can't be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
-        # All spans of a process have the same; encoded once.
+        # The same for all spans of a process, so encoded once.
         attributes = _attributes(resource.attributes)
         self._resource = msgspec.Raw(msgspec.json.encode({"attributes": attributes}))
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """See SpanExporter. A full disk loses spans, and nothing else."""
+        """See SpanExporter. A full disk only loses spans."""
+        scope = {"scope": {"name": SCOPE.name}, "spans": list(map(_encoded, finished(spans)))}
+        line = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]}
         try:
-            os.write(self._file, msgspec.json.encode(_encoded(spans, self._resource)) + b"\n")
+            os.write(self._file, msgspec.json.encode(line) + b"\n")
         except OSError:
             return SpanExportResult.FAILURE
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         os.close(self._file)
 
 
 class SpanEvent(msgspec.Struct, frozen=True):
-    """Something that happened at a moment within a span."""
+    """An event within a span."""
 
     name: str
     at_ns: int
@@ -63,10 +65,10 @@ class Span(msgspec.Struct, frozen=True):
     """A span, as read from a file.
 
     Attributes:
-        parent_id: "" for the first of its trace.
-        links: The traces that it is linked to.
-        error: What its status says when it is an error; "" otherwise.
-        resource: Of the process that made it.
+        parent_id: "" for the first span of a trace.
+        links: Ids of linked traces.
+        error: Description of its error status; "" for success.
+        resource: Attributes of the process that made it.
     """
 
     trace_id: str
@@ -81,11 +83,16 @@ class Span(msgspec.Struct, frozen=True):
     error: str = ""
     resource: dict[str, Value] = {}
 
+    @property
+    def instance(self) -> str:
+        """The `service.instance.id` of the process that made it."""
+        return str(self.resource.get(names.SERVICE_INSTANCE_ID, ""))
+
 
 def read_spans(path: Path) -> Iterator[Span]:
-    """All spans of a file, in the order in which they were written.
+    """Yield all spans of a file, in the order in which they were written.
 
-    A line that a killed process, or a full disk, has cut off is left out.
+    Lines truncated by a killed process or a full disk are skipped.
 
     Raises:
         OSError: The file can't be read.
@@ -103,19 +110,7 @@ def read_spans(path: Path) -> Iterator[Span]:
                         yield _decoded(span, resource)
 
 
-def _encoded(spans: Sequence[ReadableSpan], resource: msgspec.Raw) -> dict[str, Any]:
-    ours = list(map(_span, finished(spans)))
-    return {
-        "resourceSpans": [
-            {
-                "resource": resource,
-                "scopeSpans": [{"scope": {"name": SCOPE.name}, "spans": ours}],
-            }
-        ]
-    }
-
-
-def _span(span: FinishedSpan) -> dict[str, Any]:
+def _encoded(span: FinishedSpan) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "traceId": span.trace.trace_id,
         "spanId": f"{span.span_id:016x}",
@@ -144,14 +139,15 @@ def _attributes(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> dict[str, Any]:
-    if isinstance(value, bool):
-        return {"boolValue": value}
-    if isinstance(value, int):
-        return {"intValue": str(value)}
-    if isinstance(value, float):
-        return {"doubleValue": value}
-    if isinstance(value, str):
-        return {"stringValue": value}
+    match value:
+        case bool():
+            return {"boolValue": value}
+        case int():
+            return {"intValue": str(value)}
+        case float():
+            return {"doubleValue": value}
+        case str():
+            return {"stringValue": value}
     return {"arrayValue": {"values": [_value(item) for item in value]}}
 
 
@@ -175,9 +171,7 @@ def _decoded(span: dict[str, Any], resource: dict[str, Value]) -> Span:
 
 
 def _values(holder: dict[str, Any]) -> dict[str, Value]:
-    return {
-        attribute["key"]: _plain(attribute["value"]) for attribute in holder.get("attributes", ())
-    }
+    return {each["key"]: _plain(each["value"]) for each in holder.get("attributes", ())}
 
 
 def _plain(value: dict[str, Any]) -> Value:

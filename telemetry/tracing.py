@@ -1,7 +1,6 @@
-"""Spans, made after the fact from integer timestamps, when a request leaves a stage.
+"""Spans, made from integer timestamps when a request leaves a stage.
 
-Without an OTLP endpoint and a trace file there is no exporter, no span is made, and a call costs
-one comparison.
+Without an OTLP endpoint and a trace file no span is made, and a call costs one comparison.
 """
 
 from __future__ import annotations
@@ -14,32 +13,34 @@ from pathlib import Path
 import xxhash
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import Decision, ParentBased, TraceIdRatioBased
 
 from ..config import ConfigError, TelemetryConfig
 from . import names
 from .context import TraceContext, first_context, is_sampled
-from .exporting import SoonEnded, ToldExporter
 from .spans import Attributes, FinishedSpan, Kind, ReadableExporter
 from .trace_file import FileExporter
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 MOST_LINKS = 128
-"""OpenTelemetry drops what is beyond."""
+"""OpenTelemetry's limit per span."""
 
 EXPORT_INTERVAL_MS = 1000
-"""Unless OTEL_BSP_SCHEDULE_DELAY says otherwise: what a process that is killed has not exported is
-lost, so a second of it and not OpenTelemetry's five."""
+"""Default of OTEL_BSP_SCHEDULE_DELAY. A killed process loses the spans of one interval, so it is
+shorter than OpenTelemetry's 5 s."""
 
 MOST_BUFFERED = 16_384
-"""Spans, unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise. Requests end in crowds: OpenTelemetry's
-2,048 would be full when 250 end at once, and what comes then is lost."""
+"""Spans; default of OTEL_BSP_MAX_QUEUE_SIZE. OpenTelemetry's 2,048 overflow when 250 requests end
+at once."""
 
 MOST_AT_ONCE = 2048
-"""Spans in one export, unless OTEL_BSP_MAX_EXPORT_BATCH_SIZE says otherwise: less than 1 MB, where
-collectors take 4. To send costs as much as to encode a thousand, whatever is sent."""
+"""Spans in one export; default of OTEL_BSP_MAX_EXPORT_BATCH_SIZE. Less than 1 MB, where collectors
+take 4. One request costs as much as encoding a thousand spans, whatever its size."""
+
+SHUTDOWN_MS = 1000
+"""Time limit for the last export at the end of a process."""
 
 
 class Tracing:
@@ -48,16 +49,14 @@ class Tracing:
     def __init__(
         self, provider: TracerProvider | None = None, processors: Sequence[SpanProcessor] = ()
     ) -> None:
-        """Args: what decides, flushes and ends, and what takes the spans; nothing: none are
-        made."""
+        """Args: sampler and lifetime of the processors (None: no spans), and the processors."""
         self._provider = provider
-        # Whether spans go anywhere.
         self.enabled = provider is not None
-        # Of this process alone, and with no seed that somebody sets.
+        # Independent of seeds that a program sets.
         self._random = random.Random()
         self._processors = tuple(processors)
         if provider is not None:
-            # Samplers that the environment names need not follow the parent.
+            # OTEL_TRACES_SAMPLER may name a sampler that ignores the parent.
             self._follows_parents = isinstance(provider.sampler, ParentBased)
             for processor in processors:
                 provider.add_span_processor(processor)
@@ -76,21 +75,20 @@ class Tracing:
         own: TraceContext | None = None,
         kind: Kind = "internal",
     ) -> None:
-        """Makes one finished span, or none where it is not recorded; without a parent it begins a
-        trace.
+        """Make a finished span unless its trace is not recorded; without a parent, a new trace.
 
         Args:
-            name: What was done.
-            parent: The context that the request came with, known to be valid, or an empty one.
+            name: The operation.
+            parent: A valid context, such as the request's, or an empty one.
             start_ns: Since the Unix epoch.
-            end_ns: Since the Unix epoch; not before the start, or it is taken as equal to it.
-            attributes: See `names`. Not to be changed any more.
+            end_ns: Since the Unix epoch; the start if that is later.
+            attributes: See `names`. Must not be changed afterwards.
             events: (name, timestamp) pairs.
-            links: Traceparents of other traces that belong to it, known to be valid; at most
-                `MOST_LINKS` of them are kept.
-            error: The stable code, when it went wrong.
-            own: What `begin` or `begin_below` gave for this span, where others know its ids.
-            kind: "server" of what answers a call from outside.
+            links: Valid traceparents of related traces; at most `MOST_LINKS` are kept.
+            error: A stable error code.
+            own: The context that `begin` or `begin_below` returned for this span, if other spans
+                or processes have its ids.
+            kind: "server" if the span answers a call from outside.
         """
         if self._provider is None:
             return
@@ -117,16 +115,16 @@ class Tracing:
             kind,
         )
         for processor in self._processors:
-            # No span of the SDK's, but all that its processors ask for.
+            # Not the SDK's class, but it has the attributes that processors read.
             processor.on_end(span)  # type: ignore[arg-type]
 
     def begin(self, root: str = "", *, sampled: bool | None = None) -> TraceContext:
-        """The ids of a trace's first span; the span itself may be made later, or not at all.
+        """Return the context of a trace's first span; the span may be made later, or never.
 
         Args:
-            root: What the ids are made from. Whoever begins with the same again after a failure,
-                in whatever process, goes on with the same trace.
-            sampled: Whether the trace is recorded; None: as `telemetry.trace_ratio` decides.
+            root: Source of the ids: after a failure, any process that begins with the same root
+                continues the same trace. Random ids if empty.
+            sampled: Whether the trace is recorded; None: by `telemetry.trace_ratio`.
         """
         if self._provider is None:
             return TraceContext()
@@ -137,10 +135,9 @@ class Tracing:
         return first_context(trace_id, span_id, sampled=sampled)
 
     def begin_below(self, parent: TraceContext) -> TraceContext:
-        """The ids of a span below a parent, which is known to be valid; made later, or not at all.
+        """Return the context of a span below a valid parent; the span may be made later, or never.
 
-        Returns:
-            The parent itself where the span is not recorded.
+        Returns the parent itself if its trace is not recorded.
         """
         if self._provider is None or not self._records_below(parent):
             return parent
@@ -160,18 +157,18 @@ class Tracing:
         return decision is Decision.RECORD_AND_SAMPLE
 
     def flush(self) -> None:
-        """Exports what is buffered; waits until that is done."""
+        """Export the buffered spans, and wait."""
         if self._provider is not None:
             self._provider.force_flush()
 
     def shutdown(self) -> None:
-        """Exports what is buffered, and ends."""
+        """Export the buffered spans, within `SHUTDOWN_MS`, and stop."""
         if self._provider is not None:
             self._provider.shutdown()
 
 
 def endpoint_of(config: TelemetryConfig) -> str:
-    """The OTLP endpoint in force, or "" when there is none."""
+    """Return the OTLP endpoint in force; "" if none."""
     return config.otlp_endpoint or next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), "")
 
 
@@ -182,17 +179,16 @@ def setup_tracing(
     *,
     labels: Mapping[str, str] | None = None,
 ) -> Tracing:
-    """Tracing for this process: to `exporter` if given, else to the trace file and the OTLP
-    endpoint, if there are any.
+    """Set up tracing for this process.
 
     Args:
-        config: Names the service, the file and the endpoint.
-        instance: Tells this process from its siblings, as `service.instance.id`.
-        exporter: For tests and tools that look at the spans themselves.
-        labels: Attributes that hold for all of this process.
+        config: Names the service, the trace file and the OTLP endpoint.
+        instance: The process's `service.instance.id`.
+        exporter: Receives the spans in place of file and endpoint.
+        labels: Further attributes of the process.
 
     Raises:
-        ConfigError: The file can't be written, or gRPC is wanted and its packages are missing.
+        ConfigError: The file can't be written, or grpcio is needed and not installed.
     """
     resource = Resource.create(
         {
@@ -201,32 +197,40 @@ def setup_tracing(
             **(labels or {}),
         }
     )
-    # The file first: what is written there stays when the process is killed in the next moment.
+    # The file first: it survives if the process is killed in the next moment.
     processors: list[SpanProcessor] = []
     if exporter is not None:
         processors.append(_batched(ReadableExporter(exporter, resource)))
     else:
         if config.trace_file:
             processors.append(SimpleSpanProcessor(_file_exporter(config.trace_file, resource)))
-        if endpoint_of(config):
-            # Only here, so that who exports nothing does not wait for the import of protobuf.
-            from .otlp import otlp_exporter
+        if endpoint := endpoint_of(config):
+            # Importing protobuf takes time.
+            from .otlp import OtlpExporter, transport_to
 
-            exporter = ToldExporter(otlp_exporter(config, resource), endpoint_of(config))
-            processors.append(_batched(exporter))
+            transport = transport_to(endpoint, config)
+            processors.append(_batched(OtlpExporter(transport, resource, endpoint)))
     if not processors:
         return Tracing()
-    # None: as OTEL_TRACES_SAMPLER says, or all.
+    # None: by OTEL_TRACES_SAMPLER, else all.
     ratio = config.trace_ratio
     sampler = ParentBased(TraceIdRatioBased(ratio)) if ratio < 1 else None
     return Tracing(TracerProvider(sampler, resource), processors)
 
 
+class _BatchProcessor(BatchSpanProcessor):
+    """OpenTelemetry's, with a shorter time limit at shutdown than its 30 s."""
+
+    def shutdown(self) -> None:
+        """See BatchSpanProcessor."""
+        self._batch_processor.shutdown(SHUTDOWN_MS)
+
+
 def _batched(exporter: SpanExporter) -> SpanProcessor:
     given = os.environ
     queue, at_once = "OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"
-    # None: as the variable says, or as OpenTelemetry has it. No more at once than are kept.
-    return SoonEnded(
+    # None: the variable, or OpenTelemetry's default. A batch is at most the queue.
+    return _BatchProcessor(
         exporter,
         max_queue_size=None if given.get(queue) else MOST_BUFFERED,
         schedule_delay_millis=None if given.get("OTEL_BSP_SCHEDULE_DELAY") else EXPORT_INTERVAL_MS,

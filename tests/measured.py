@@ -9,7 +9,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricReader
 
 from nano_inference.telemetry import Metrics
-from nano_inference.telemetry.instrument import Instrument
+from nano_inference.telemetry.instruments import Instrument
 
 ByLabels = dict[tuple[str, ...], float]
 

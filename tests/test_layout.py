@@ -13,10 +13,10 @@ import pytest
 from nano_inference import SamplingParams
 from nano_inference.bus.public import FinishReason
 from nano_inference.bus.weights import IN_FLIGHT
-from nano_inference.cli import trace_page
 from nano_inference.cli.waterfall import STAGE_STYLES
 from nano_inference.config import STAGES
 from nano_inference.pipeline.topology import actor_class
+from nano_inference.telemetry import trace_page
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -11,7 +11,7 @@ from worker import Request, Times, Workload, serve
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.bus.public import Completion
-from nano_inference.stages.executor.attention.choose import kernels_of
+from nano_inference.stages.executor.runner.attention.choose import kernels_of
 
 
 class Timed(InferenceEngine):

@@ -139,7 +139,7 @@ class PolicyChain:
 
 
 class PolicyRoute(Route):
-    """A route whose calls go through the application's `state.chain` first.
+    """A route whose calls go through the application's `chain` first.
 
     Attributes:
         needed: What it asks of its callers.
@@ -157,7 +157,7 @@ class PolicyRoute(Route):
         @wraps(endpoint)
         async def checked(request: Request) -> Response:
             request.scope.setdefault("state", {})[ROUTE] = (self.path_format, needed)
-            chain: PolicyChain = request.app.state.chain
+            chain: PolicyChain = request.app.chain
             await chain.enter(request, needed)
             return await endpoint(request)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from ...telemetry import Metrics, Tracing, instruments, names
-from ...telemetry.instrument import Instrument
+from ...telemetry.instruments import Instrument
 
 Reason = Literal[
     # Of connections.

@@ -10,8 +10,8 @@ import msgspec
 import xxhash
 
 from ...bus.channel import Malformed, RequestEntry
-from ...bus.control import LaneCapacity
-from ...bus.messages import AdmittedRequest, RecoveredSample, RequestInfo, SequenceSpec
+from ...bus.control import ReplicaCapacity
+from ...bus.messages import AdmittedRequest, CacheScope, RecoveredSample, RequestInfo, SequenceSpec
 from ...bus.pooling import Pooling
 from ...bus.public import GenerateRequest, StageTime
 from ...config import Config, RequestError, SamplingParams, shown
@@ -35,10 +35,6 @@ from .prompts import TextLimit, check_prompt, prompt_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-
-DEFAULT: str = GenerateRequest().tenant
-"""The tenant of requests that name none."""
 
 
 class AdmissionCore:
@@ -68,14 +64,14 @@ class AdmissionCore:
             ANY_LENGTH if tokenizer is None else longest_token_bytes(tokenizer)
         )
         self._stop_token_ids = stop_token_ids
-        self._capacity: LaneCapacity | None = None
+        self._capacity: ReplicaCapacity | None = None
         self._adapters: dict[str, LoadedAdapter] = {}
         # Of adapters that are to be unloaded: the version that was closed.
         self._closed: dict[str, int] = {}
         self._grammars: GrammarCompiler | None = None
         self._seq_ids = itertools.count(1)
 
-    def set_capacity(self, capacity: LaneCapacity) -> None:
+    def set_capacity(self, capacity: ReplicaCapacity) -> None:
         """What the lane can hold, from now on."""
         self._capacity = capacity
         self.set_adapters(capacity.adapters)
@@ -253,7 +249,11 @@ class AdmissionCore:
             sequences=self._sequences(request, request_id),
             tenant=request.tenant,
             priority=request.priority,
-            cache_salt=self._salt_of(request),
+            cache_scope=CacheScope(
+                "" if self._limits.share_prefixes_across_tenants else request.tenant,
+                request.cache_salt,
+                adapter,
+            ),
             prediction=tokens.prediction and self._as_draft(tokens.prediction, sampling),
         )
 
@@ -289,7 +289,7 @@ class AdmissionCore:
         return msgspec.structs.replace(request, info=info)
 
     @property
-    def capacity(self) -> LaneCapacity:
+    def capacity(self) -> ReplicaCapacity:
         """The lane's.
 
         Raises:
@@ -397,17 +397,6 @@ class AdmissionCore:
         engine = self._engine
         speculates = engine.speculation != "off" and "prediction" in engine.draft_sources
         return prediction if speculates and sampling.max_draft_tokens != 0 else ()
-
-    def _salt_of(self, request: GenerateRequest) -> str:
-        """Names those who share prefixes with a request: its tenant, and in it who has its salt.
-
-        No other pair of tenant and salt has the same name: tenants are printable, so the first NUL
-        ends one. What says nothing of either is "", as it was before there were tenants.
-        """
-        salt = request.cache_salt
-        if self._limits.share_prefixes_across_tenants or (request.tenant, salt) == (DEFAULT, ""):
-            return salt
-        return f"{request.tenant}\0{salt}"
 
     def _sequences(self, request: GenerateRequest, request_id: str) -> tuple[SequenceSpec, ...]:
         if request.sampling.seed is not None:

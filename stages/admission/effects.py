@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from ...bus.channel import RequestEntry
-from ...bus.control import Cancel, LaneCapacity
+from ...bus.control import Cancel, ReplicaCapacity
 from ...bus.messages import AdmittedRequest, RecoveredSample, RecoveryItem
 from ...bus.public import ErrorInfo
 from .events import AnyEvent, Arrival
@@ -42,7 +42,7 @@ class SendReset(Effect, frozen=True):
 class SetCapacity(Effect, frozen=True):
     """What a request has to fit from now on."""
 
-    capacity: LaneCapacity
+    capacity: ReplicaCapacity
 
 
 class Renew(Effect, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...bus.control import LaneCapacity
+from ...bus.control import ReplicaCapacity
 from ...bus.pooling import Pooling
 from ...bus.public import EmbedParams, GenerateRequest
 from ...config import RequestError, SamplingParams, shown
@@ -14,7 +14,7 @@ EMBED_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 the step that computes the prompt's last."""
 
 
-def check_embed(request: GenerateRequest, capacity: LaneCapacity, model_name: str) -> None:
+def check_embed(request: GenerateRequest, capacity: ReplicaCapacity, model_name: str) -> None:
     """Whether the model does what is asked of it, and nothing is asked that does not go with it.
 
     Raises:
@@ -56,7 +56,7 @@ def check_embed(request: GenerateRequest, capacity: LaneCapacity, model_name: st
 
 
 def pooling_of(
-    embed: EmbedParams, num_prompt_tokens: int, capacity: LaneCapacity, max_result_bytes: int
+    embed: EmbedParams, num_prompt_tokens: int, capacity: ReplicaCapacity, max_result_bytes: int
 ) -> Pooling:
     """What the executor is told, after `check_embed`: what is not said is the model's own.
 
@@ -76,7 +76,7 @@ def pooling_of(
 
 
 def _check_prompt(
-    num_prompt_tokens: int, dimensions: int, capacity: LaneCapacity, max_result_bytes: int
+    num_prompt_tokens: int, dimensions: int, capacity: ReplicaCapacity, max_result_bytes: int
 ) -> None:
     """Whether a prompt can be computed, and the bus carries its vector."""
     most = capacity.max_model_len

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ...bus.control import LaneCapacity
+from ...bus.control import ReplicaCapacity
 from ...config import all_roles, role_of, split_role
 from ...store.board import LoadedAdapter
 from .replicas import is_replicated, smallest
@@ -33,7 +33,7 @@ class Participants:
         self._patient_until_ns = 0
         # Roles that have left and not come back, as far as is known here.
         self._left: set[str] = set()
-        self._capacities: dict[str, LaneCapacity] = {}
+        self._capacities: dict[str, ReplicaCapacity] = {}
 
     @property
     def missing(self) -> list[str]:
@@ -59,14 +59,14 @@ class Participants:
         self._missing.discard(role)
         return waited
 
-    def hold(self, role: str, capacity: LaneCapacity) -> LaneCapacity:
+    def hold(self, role: str, capacity: ReplicaCapacity) -> ReplicaCapacity:
         """What a replica can hold; returns what fits each: a request may come to any of them."""
         self._capacities[role] = capacity
         return smallest(self._capacities.values())
 
     def change_adapters(
         self, role: str, adapters: tuple[LoadedAdapter, ...]
-    ) -> LaneCapacity | None:
+    ) -> ReplicaCapacity | None:
         """A replica has other adapters; returns as `hold`, None of one that takes no part."""
         if role not in self._capacities:
             return None

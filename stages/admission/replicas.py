@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from ...bus.control import LaneCapacity
+from ...bus.control import ReplicaCapacity
 from ...config import REPLICATED, split_role
 from ...store.board import LoadedAdapter
 
@@ -16,7 +16,7 @@ def is_replicated(role: str) -> bool:
     return split_role(role)[0] in REPLICATED
 
 
-def smallest(capacities: Collection[LaneCapacity]) -> LaneCapacity:
+def smallest(capacities: Collection[ReplicaCapacity]) -> ReplicaCapacity:
     """What fits each of several executors. They run one model, so that all else is the same."""
     first, *_ = capacities
     return msgspec.structs.replace(

@@ -93,7 +93,7 @@ class AdmissionStage(Actor):
         # Prometheus sees a counter rise only if it has seen it before.
         self._count_refused(0)
         for code in GIVEN_UP_CODES:
-            self.metrics.record(instruments.BURIED, 0, {names.ERROR_TYPE: code})
+            self.metrics.record(instruments.DEAD_LETTERED, 0, {names.ERROR_TYPE: code})
         count_moe(self, self.config.engine.model_name, 0)
 
     async def receive_forever(self, inbox: Inbox) -> None:
@@ -250,7 +250,7 @@ class AdmissionStage(Actor):
         if isinstance(entry.request, GenerateRequest):
             try:
                 await self.bus.requests.bury(entry, error, effect.deaths)
-                self.metrics.record(instruments.BURIED, 1, {names.ERROR_TYPE: error.code})
+                self.metrics.record(instruments.DEAD_LETTERED, 1, {names.ERROR_TYPE: error.code})
             except ChannelClosed:
                 raise
             # What can't be kept either is ended all the same.

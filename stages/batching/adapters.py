@@ -45,18 +45,12 @@ class Adapters:
         return True
 
     def stamp(self, seq: Sequence) -> None:
-        """A sequence gets its adapter's version, and shares prefixes with those that have it, too.
-
-        What it has computed so far, with another version, nobody finds. A salt may be any text: so
-        what begins with NUL and a digit has an adapter, and with two of NUL no other salt.
-        """
-        salt = seq.cache_salt
+        """Set the version of a sequence's adapter. KV that it has computed so far isn't shared."""
         if id := seq.info.adapter:
             version = self._versions[id]
             seq.info = msgspec.structs.replace(seq.info, adapter_version=version)
-            self._cache.rename(seq.lease, f"\0{version}\0{id}\0{salt}")
-        elif salt.startswith("\0"):
-            self._cache.rename(seq.lease, f"\0{salt}")
+            scope = seq.cache_scope._replace(adapter=id, adapter_version=version)
+            self._cache.move(seq.lease, scope)
 
     def change(
         self,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ...bus.messages import DEFAULT_SCOPE, CacheScope
 from ...config import NanoInferenceError
 
 
@@ -57,39 +58,39 @@ class Lease:
 
     Attributes:
         token_ids: The sequence's own list, which it may extend.
-        salt: Only leases of the same salt find each other's tokens.
+        scope: Only leases of the same scope find each other's tokens.
         may_reuse: Whether it may start with cached blocks; what it computes is found by others
             in any case.
         block_ids: The block table, extended in place; empty while the sequence does not run.
         source: A block held until the copy from it has been made, or -1.
         generation: The cache's generation when the blocks were taken.
         num_known: Leading blocks whose tokens the cache knows, as far as was looked.
-        root: The cache's own note: what the trail begins with.
-        trail: The cache's own notes: for each leading block, what names it.
+        root: The cache's own note: what the chain begins with.
+        chain: The cache's own notes: for each leading block, what names it.
     """
 
     __slots__ = (
         "block_ids",
+        "chain",
         "generation",
         "may_reuse",
         "num_known",
         "root",
-        "salt",
+        "scope",
         "source",
         "token_ids",
-        "trail",
     )
 
-    def __init__(self, token_ids: Sequence[int], salt: str = "") -> None:
+    def __init__(self, token_ids: Sequence[int], scope: CacheScope = DEFAULT_SCOPE) -> None:
         self.token_ids = token_ids
-        self.salt = salt
+        self.scope = scope
         self.may_reuse = True
         self.root: Hashable = None
         self.block_ids: list[int] = []
         self.source = -1
         self.generation = 0
         self.num_known = 0
-        self.trail: list[Any] = []
+        self.chain: list[Any] = []
 
 
 class Prefix(NamedTuple):
@@ -211,20 +212,19 @@ class KVCacheManager(ABC):
         known = lease.num_known
         start = known * self.block_size
         run = tuple(lease.token_ids[start : start + self.block_size])
-        return (lease.trail[known - 1] if known else lease.salt), run
+        return (lease.chain[known - 1] if known else lease.scope), run
 
     def is_current(self, lease: Lease) -> bool:
         """Whether others may find what a lease with blocks computes: no flush came since then."""
         return lease.generation == self._generation
 
-    def rename(self, lease: Lease, salt: str) -> None:
-        """A lease has another salt from now on, and nobody finds what it computed so far.
-
-        What it holds it keeps; if it runs, nobody finds what it goes on to compute either.
+    def move(self, lease: Lease, scope: CacheScope) -> None:
+        """Give a lease another scope. Blocks that it has computed, or computes before it starts
+        again, can't be found by others.
         """
-        lease.salt = salt
+        lease.scope = scope
         lease.root = None
-        lease.trail.clear()
+        lease.chain.clear()
         lease.num_known = 0
         lease.generation = -1
 
@@ -266,9 +266,9 @@ class KVCacheManager(ABC):
 
         Raises:
             OutOfBlocks: Nothing was taken.
-            ValueError: The two have different tokens or salts, or some have no block.
+            ValueError: The two have different tokens or scopes, or some have no block.
         """
-        same = lease.salt == leader.salt and lease.token_ids == leader.token_ids
+        same = lease.scope == leader.scope and lease.token_ids == leader.token_ids
         if not same or len(leader.block_ids) != -(-len(lease.token_ids) // self.block_size):
             raise ValueError("only all tokens of another sequence can be shared, with their blocks")
         held = list(leader.block_ids)
@@ -280,7 +280,7 @@ class KVCacheManager(ABC):
             self._ref_counts[block_id] += 1
         lease.block_ids = held if lease.source < 0 else [*held[:-1], self._take_free()]
         lease.generation = leader.generation
-        lease.root, lease.trail, lease.num_known = leader.root, leader.trail[:], leader.num_known
+        lease.root, lease.chain, lease.num_known = leader.root, leader.chain[:], leader.num_known
 
     def commit(self, lease: Lease, num_tokens: int) -> None:
         """The KV of the first `num_tokens` tokens is computed: from now on it can be found.
@@ -364,7 +364,7 @@ class KVCacheManager(ABC):
     def _look_up(self, lease: Lease) -> Prefix:
         if lease.may_reuse:
             return self._find(lease)
-        lease.trail.clear()
+        lease.chain.clear()
         lease.num_known = 0
         return Prefix([])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...bus.control import LaneCapacity
+from ...bus.control import ReplicaCapacity
 from ...config import EngineConfig, SchedulerConfig
 from .cache import KVCacheManager
 from .paged import PagedKVCache
@@ -11,12 +11,12 @@ from .radix import RadixKVCache
 CACHES: dict[str, type[KVCacheManager]] = {"paged": PagedKVCache, "radix": RadixKVCache}
 
 
-def make_cache(config: EngineConfig, capacity: LaneCapacity) -> KVCacheManager:
+def make_cache(config: EngineConfig, capacity: ReplicaCapacity) -> KVCacheManager:
     """The cache of a lane, with nothing in it."""
     return CACHES[config.cache_type](capacity.num_blocks, capacity.block_size)
 
 
-def limits_of(config: EngineConfig, capacity: LaneCapacity) -> SchedulerConfig:
+def limits_of(config: EngineConfig, capacity: ReplicaCapacity) -> SchedulerConfig:
     """What a step may have at the most."""
     return SchedulerConfig(
         max_batch_size=capacity.max_batch_size,

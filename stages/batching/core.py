@@ -9,7 +9,7 @@ from typing import assert_never
 
 import msgspec
 
-from ...bus.control import Cancel, LaneCapacity
+from ...bus.control import Cancel, ReplicaCapacity
 from ...bus.messages import Credit, Dispatch, RequestInfo, StepPlan, StepResult
 from ...bus.weights import InFlight
 from ...config import EngineConfig
@@ -41,7 +41,7 @@ class BatchingCore:
     """
 
     def __init__(
-        self, config: EngineConfig, capacity: LaneCapacity, *, steps_ahead: int = 2
+        self, config: EngineConfig, capacity: ReplicaCapacity, *, steps_ahead: int = 2
     ) -> None:
         self.limits = limits_of(config, capacity)
         self.cache = make_cache(config, capacity)

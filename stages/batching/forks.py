@@ -65,6 +65,6 @@ def _may_fork(seq: Sequence, leader: Sequence) -> bool:
     return (
         seq.lease.may_reuse
         and not (seq.started or seq.pools)
-        and seq.lease.salt == leader.lease.salt
+        and seq.lease.scope == leader.lease.scope
         and seq.token_ids == leader.token_ids
     )

@@ -7,17 +7,18 @@ from collections.abc import Sequence
 
 import xxhash
 
+from ...bus.messages import DEFAULT_SCOPE, CacheScope
 from .cache import KVCacheManager, Lease, Prefix, common_length
 
 NO_PREFIX = -1
 """In place of the hash of the block before, for the first block of a sequence."""
 
 
-def chain_root(weight_version: int, salt: str) -> int:
-    """What a chain of block hashes begins with: no other version or salt can meet its names."""
-    if not weight_version and not salt:
+def chain_root(weight_version: int, scope: CacheScope) -> int:
+    """Return the root of a block-hash chain, which keeps versions and scopes apart."""
+    if not weight_version and scope == DEFAULT_SCOPE:
         return NO_PREFIX
-    return xxhash.xxh3_128_intdigest(f"{weight_version}/{salt}".encode())
+    return xxhash.xxh3_128_intdigest(repr((weight_version, *scope)).encode())
 
 
 def compute_block_hash(token_ids: Sequence[int], prefix_hash: int = NO_PREFIX) -> int:
@@ -47,7 +48,7 @@ class PagedKVCache(KVCacheManager):
     For copies, it also remembers for each prefix the block that was computed last behind it. So
     it finds the partial block of siblings, but not the best of many continuations.
 
-    A lease's trail holds the hashes of its full blocks.
+    A lease's chain holds the hashes of its full blocks.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -70,7 +71,7 @@ class PagedKVCache(KVCacheManager):
         assert latest == {b: p for p, b in self._latest.items()}, "runs do not match blocks"
 
     def _find(self, lease: Lease) -> Prefix:
-        size, token_ids, hashes = self.block_size, lease.token_ids, lease.trail
+        size, token_ids, hashes = self.block_size, lease.token_ids, lease.chain
         most = len(token_ids) - 1
         root = self._extend_hashes(lease, most // size)
         block_ids: list[int] = []
@@ -89,7 +90,7 @@ class PagedKVCache(KVCacheManager):
         return Prefix(block_ids, source, num_partial)
 
     def _index(self, lease: Lease, num_tokens: int) -> None:
-        size, hashes = self.block_size, lease.trail
+        size, hashes = self.block_size, lease.chain
         full = num_tokens // size
         root = self._extend_hashes(lease, full)
         for index in range(lease.num_known, -(-num_tokens // size)):
@@ -106,8 +107,8 @@ class PagedKVCache(KVCacheManager):
 
     def _extend_hashes(self, lease: Lease, num_blocks: int) -> int:
         """Names so many leading blocks; returns the root of the chain."""
-        size, hashes = self.block_size, lease.trail
-        root = chain_root(self.weight_version, lease.salt)
+        size, hashes = self.block_size, lease.chain
+        root = chain_root(self.weight_version, lease.scope)
         if lease.root != root:
             # New, or named before the weights changed.
             hashes.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TypeAlias
 
+from ...bus.messages import CacheScope
 from .cache import KVCacheManager, Lease, Prefix, common_length
 
 TOKEN = "q"
@@ -75,31 +76,31 @@ class Node:
 
 
 class Root(Node):
-    """Where the sequences of one salt begin."""
+    """The root of one scope's tree."""
 
-    __slots__ = ("salt",)
+    __slots__ = ("scope",)
 
-    def __init__(self, salt: str, block_size: int) -> None:
+    def __init__(self, scope: CacheScope, block_size: int) -> None:
         super().__init__(array(TOKEN), block_size, -1, None)
-        self.salt = salt
+        self.scope = scope
 
 
 class RadixKVCache(KVCacheManager):
     """Prefixes are found token by token; whole blocks are shared, the rest of a match is copied.
 
-    Each salt has a tree of its own, and a new weight version begins with none.
+    Each scope has a tree of its own, and a new weight version begins with none.
 
     Evicted are leaves that nobody holds, least recently used first. No clock and no search is
     needed: who holds a block holds those before it, and gives them up later, so the order in
     which blocks became free is the order of eviction. The one exception is a block that hangs
     behind another sequence's twin of its own prefix: when the twin is evicted, so is its name.
 
-    A lease's trail holds the nodes at the ends of its full blocks.
+    A lease's chain holds the nodes at the ends of its full blocks.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
-        self._roots: dict[str, Root] = {}
+        self._roots: dict[CacheScope, Root] = {}
         self._nodes: list[Node | None] = [None] * num_blocks
 
     def num_cached_blocks(self) -> int:
@@ -126,20 +127,20 @@ class RadixKVCache(KVCacheManager):
         assert named == in_tree, "names do not match the tree"
 
     def _find(self, lease: Lease) -> Prefix:
-        size, token_ids, trail = self.block_size, lease.token_ids, lease.trail
+        size, token_ids, chain = self.block_size, lease.token_ids, lease.chain
         most = len(token_ids) - 1
         # What was found before needs no second look, as long as it is still there.
-        del trail[max(most, 0) // size :]
+        del chain[max(most, 0) // size :]
         node = self._last_alive(lease)
         matched = size
         while matched == size:
-            start = len(trail) * size
+            start = len(chain) * size
             run = array(TOKEN, token_ids[start : min(start + size, most)])
             node, matched = self._descend(node, run)
             if matched == size:
-                trail.append(node)
-        lease.num_known = len(trail)
-        block_ids = [shared.block for shared in trail]
+                chain.append(node)
+        lease.num_known = len(chain)
+        block_ids = [shared.block for shared in chain]
         if matched == 0:
             return Prefix(block_ids)
         while node.block == -1:
@@ -147,28 +148,28 @@ class RadixKVCache(KVCacheManager):
         return Prefix(block_ids, node.block, matched)
 
     def _index(self, lease: Lease, num_tokens: int) -> None:
-        size, token_ids, trail = self.block_size, lease.token_ids, lease.trail
+        size, token_ids, chain = self.block_size, lease.token_ids, lease.chain
         # When a twin of an own block was evicted, the own one takes its place.
         node = self._last_alive(lease)
-        for index in range(len(trail), -(-num_tokens // size)):
+        for index in range(len(chain), -(-num_tokens // size)):
             run = array(TOKEN, token_ids[index * size : min((index + 1) * size, num_tokens)])
             node = self._insert(node, run, lease.block_ids[index])
             if len(run) == size:
-                trail.append(node)
-        lease.num_known = len(trail)
+                chain.append(node)
+        lease.num_known = len(chain)
 
     def _last_alive(self, lease: Lease) -> Node:
-        """Drops what was evicted from the end of a trail, and returns the node where it ends.
+        """Drops what was evicted from the end of a chain, and returns the node where it ends.
 
-        For a salt without a tree that is a root which `_index` has yet to keep.
+        For a scope without a tree that is a root which `_index` has yet to keep.
         """
-        trail: list[Node] = lease.trail
-        while trail:
-            node = trail[-1]
+        chain: list[Node] = lease.chain
+        while chain:
+            node = chain[-1]
             if self._nodes[node.block] is node:
                 return node
-            trail.pop()
-        return self._roots.get(lease.salt) or Root(lease.salt, self.block_size)
+            chain.pop()
+        return self._roots.get(lease.scope) or Root(lease.scope, self.block_size)
 
     def _descend(self, node: Node, run: Run) -> tuple[Node, int]:
         """Follows up to a block of tokens from a block's border.
@@ -212,7 +213,7 @@ class RadixKVCache(KVCacheManager):
         leaf = Node(run[matched:], len(run), block, node)
         node.put(leaf)
         if isinstance(node, Root):
-            self._roots[node.salt] = node
+            self._roots[node.scope] = node
         self._nodes[block] = leaf
         return leaf
 
@@ -249,7 +250,7 @@ class RadixKVCache(KVCacheManager):
             if parent.only or parent.branches:
                 return
             if isinstance(parent, Root):
-                del self._roots[parent.salt]
+                del self._roots[parent.scope]
             if parent.end == self.block_size:
                 return
             node = parent

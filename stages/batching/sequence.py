@@ -8,7 +8,14 @@ from typing import Self
 
 import msgspec
 
-from ...bus.messages import Dispatch, NewSequence, RequestInfo, SequenceSpec
+from ...bus.messages import (
+    DEFAULT_SCOPE,
+    CacheScope,
+    Dispatch,
+    NewSequence,
+    RequestInfo,
+    SequenceSpec,
+)
 from ...config import SamplingParams
 from .cache import Lease
 
@@ -41,7 +48,7 @@ class Sequence:
         output_logprobs: `[generated]`, of the tokens that `append_token` was given with one.
             Empty in the pipeline, where logprobs go to streaming and not through batching.
         block_ids: The block table; the list is the lease's, which extends it.
-        cache_salt: As in Dispatch.
+        cache_scope: As in Dispatch.
         prediction: As in Dispatch.
         max_drafts: Most drafted tokens that a step may verify; 0 for a sequence without
             speculation.
@@ -65,7 +72,7 @@ class Sequence:
 
     __slots__ = (
         "block_ids",
-        "cache_salt",
+        "cache_scope",
         "info",
         "last_step",
         "lease",
@@ -105,7 +112,7 @@ class Sequence:
         spec: SequenceSpec | None = None,
         info: RequestInfo | None = None,
         priority: int = 0,
-        cache_salt: str = "",
+        cache_scope: CacheScope = DEFAULT_SCOPE,
         rank: int = 0,
         prediction: tuple[int, ...] = (),
         max_drafts: int = 0,
@@ -120,7 +127,7 @@ class Sequence:
                 when None.
             info: Its request; a request of its own when None.
             priority: Those with a higher one are preempted later.
-            cache_salt: Only sequences of the same salt find each other's tokens in a cache.
+            cache_scope: Only sequences of the same scope find each other's tokens in a cache.
             rank: As in Dispatch.
             prediction: As in Dispatch.
             max_drafts: Most drafted tokens in a step.
@@ -145,9 +152,9 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.started = False
         self.block_ids: list[int] = []
-        self.cache_salt = cache_salt
+        self.cache_scope = cache_scope
         self.prediction, self.max_drafts = prediction, max_drafts
-        self.lease = Lease(self.token_ids, cache_salt)
+        self.lease = Lease(self.token_ids, cache_scope)
         self.lease.may_reuse = not self.computes_all
         self.num_cached = self.num_to_prefill = self.next_commit = 0
         self.num_computed = self.num_scheduled = self.num_pending = self.num_drafting = 0
@@ -168,7 +175,7 @@ class Sequence:
             spec=spec,
             info=dispatch.info,
             priority=dispatch.priority,
-            cache_salt=dispatch.cache_salt,
+            cache_scope=dispatch.cache_scope,
             rank=dispatch.rank,
             prediction=dispatch.prediction,
             max_drafts=max_drafts if own is None else min(own, max_drafts),
@@ -185,7 +192,7 @@ class Sequence:
             sampling=self.sampling,
             sample=self.spec,
             info=self.info,
-            cache_salt=self.cache_salt,
+            cache_scope=self.cache_scope,
             prediction=self.prediction,
         )
 

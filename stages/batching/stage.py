@@ -16,7 +16,7 @@ from ...bus.control import (
     WeightsReady,
 )
 from ...bus.links import CONTROL, CREDITS, PLANS
-from ...bus.messages import Continue, Credit, Dispatch, Envelope, StepResult, Yield
+from ...bus.messages import Credit, Dispatch, Envelope, PauseSequences, ResumeSequences, StepResult
 from ...bus.weights import InFlight, check_in_flight
 from ...config import WeightsError
 from ...telemetry import instruments, names, now_ns
@@ -150,9 +150,9 @@ class BatchingStage(Actor):
                 self._spans.arrived(dispatch.info, now)
             case StopSequences(seq_ids):
                 core.stop(seq_ids)
-            case Yield(seq_ids):
+            case PauseSequences(seq_ids):
                 core.pause_sequences(seq_ids)
-            case Continue(seq_ids, rank):
+            case ResumeSequences(seq_ids, rank):
                 core.resume_sequences(seq_ids, rank)
             case Cancel() as cancel:
                 core.cancel(cancel)

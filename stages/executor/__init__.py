@@ -4,14 +4,14 @@
 `inputs.model_forward` are pure functions that work without any engine.
 """
 
-from .batch import Rows
 from .core import ExecutorCore
-from .inputs import InputBuilder, StepInputs, model_forward
-from .kv_cache import KVCache
-from .loaded_model import LoadedModel
-from .model import load_model, wrap_model
-from .sampling import sample_with_logprobs, uniform
-from .weights import WeightSyncManager
+from .driver.sampling import sample_with_logprobs, uniform
+from .runner.batch import Rows
+from .runner.inputs import InputBuilder, StepInputs, model_forward
+from .runner.kv_cache import KVCache
+from .runner.loaded_model import LoadedModel
+from .runner.model import load_model, wrap_model
+from .runner.weights import WeightSyncManager
 
 __all__ = [
     "ExecutorCore",

@@ -13,43 +13,43 @@ import msgspec
 import numpy as np
 import torch
 
-from ...bus.control import LaneCapacity
+from ...bus.control import ReplicaCapacity
 from ...bus.messages import (
     StepPlan,
     StepResult,
 )
 from ...config import EngineConfig, ModelError
 from ...text.grammar import GrammarCompiler
-from .adapters import AdapterLimits, AdapterTable
-from .attention.backend import AttentionBackend
-from .attention.choose import choose_backend
-from .attention.paged import PagedBackend
-from .batch import IntArray, Uploader
-from .constraints import Constraints
-from .cuda_graphs import CudaCapture
-from .deterministic import Determinism
-from .device import describe_device
-from .experts import experts_of
-from .fast_modules.modules import FastModules
-from .feed import TokenFeed
-from .fixed_tiles import FixedTiles
-from .graphs import Capture, DecodeGraphs
-from .inputs import InputBuilder
-from .kv_cache import KVCache, count_blocks
-from .loaded_model import LoadedModel
-from .memory import LaneMemory, no_memory
-from .model import load_model
-from .pooling import PromptPooler, capabilities_of, embedding_capacity, report_pooled
-from .sequences import SequenceTable
-from .speculation.control import MOST_ROWS
-from .speculation.costs import StepCosts, measure_costs, trial_step
-from .speculation.draft_model import DraftModel, drafts_by_model, load_draft_model
-from .speculation.make import make_speculator
-from .speculation.speculator import Speculator
-from .started import started_sequences
-from .step import LaunchedStep, StepOutputs, StepRunner
-from .unread import Sampled, UnreadTokens
-from .weights import WeightSyncManager, limits_of
+from .driver.constraints import Constraints
+from .driver.feed import TokenFeed
+from .driver.pooling import PromptPooler, capabilities_of, embedding_capacity, report_pooled
+from .driver.sequences import SequenceTable
+from .driver.speculation.control import MOST_ROWS
+from .driver.speculation.costs import StepCosts, measure_costs, trial_step
+from .driver.speculation.draft_model import DraftModel, drafts_by_model, load_draft_model
+from .driver.speculation.make import make_speculator
+from .driver.speculation.speculator import Speculator
+from .driver.started import started_sequences
+from .driver.step import LaunchedStep, StepOutputs, StepRunner
+from .driver.unread import Sampled, UnreadTokens
+from .runner.adapters import AdapterLimits, AdapterTable
+from .runner.attention.backend import AttentionBackend
+from .runner.attention.choose import choose_backend
+from .runner.attention.paged import PagedBackend
+from .runner.batch import IntArray, Uploader
+from .runner.cuda_graphs import CudaCapture
+from .runner.deterministic import Determinism
+from .runner.device import describe_device
+from .runner.experts import experts_of
+from .runner.fast_modules.modules import FastModules
+from .runner.fixed_tiles import FixedTiles
+from .runner.graphs import Capture, DecodeGraphs
+from .runner.inputs import InputBuilder
+from .runner.kv_cache import KVCache, count_blocks
+from .runner.loaded_model import LoadedModel
+from .runner.memory import ReplicaMemory, no_memory
+from .runner.model import load_model
+from .runner.weights import WeightSyncManager, limits_of
 
 
 class ExecutorCore:
@@ -146,8 +146,8 @@ class ExecutorCore:
         blocks, vocab_size = self.cache.num_blocks, self.model.vocab_size
         return DraftModel(config, draft, self._table, blocks, vocab_size)
 
-    def _make_memory(self, config: EngineConfig) -> LaneMemory:
-        return LaneMemory(
+    def _make_memory(self, config: EngineConfig) -> ReplicaMemory:
+        return ReplicaMemory(
             self.cache,
             self.weights,
             draft_cache=self._draft_model.cache if self._draft_model else None,
@@ -226,9 +226,9 @@ class ExecutorCore:
         """How many layers look at all tokens before ("full"), how many at some ("sliding")."""
         return Counter("full" if spec.window is None else "sliding" for spec in self.model.layers)
 
-    def capacity(self) -> LaneCapacity:
+    def capacity(self) -> ReplicaCapacity:
         """What this lane can hold."""
-        return LaneCapacity(
+        return ReplicaCapacity(
             num_blocks=self.cache.num_blocks,
             block_size=self.cache.block_size,
             max_model_len=self.model.max_model_len,
@@ -276,7 +276,7 @@ class ExecutorCore:
         """Takes memory again that was released; graphs are recorded again once all is there.
 
         Raises:
-            WeightsError: As `LaneMemory.resume`.
+            WeightsError: As `ReplicaMemory.resume`.
         """
         self.memory.resume(tags)
         if self._capture is None or self.graphs is not None or self.memory.released:

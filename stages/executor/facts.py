@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .core import ExecutorCore
-from .experts import experts_of
-from .kv_cache import block_bytes
+from .runner.experts import experts_of
+from .runner.kv_cache import block_bytes
 
 
 def model_facts(core: ExecutorCore) -> dict[str, int | float | str]:

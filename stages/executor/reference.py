@@ -19,7 +19,7 @@ from ...bus.messages import (
 from ...bus.scoring import SampleScored, ScoreSample
 from ...config import EngineConfig, ModelError, SamplingParams
 from .core import ExecutorCore
-from .model import load_model
+from .runner.model import load_model
 
 
 class ReferenceModel:

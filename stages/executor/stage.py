@@ -33,18 +33,18 @@ from ...config import EngineConfig, WeightsError
 from ...telemetry import instruments, names, now_ns
 from ...text.gguf import facts_of, folder_of
 from ..actor import Actor, StageContext
-from .adapter_operations import AdapterOperations
-from .attention.choose import kernels_of
+from .changes.adapter_operations import AdapterOperations
+from .changes.updates import WeightUpdates
 from .core import ExecutorCore
-from .device import device_of_replica, is_unverified
 from .draft_counts import DraftCounts, SourceCounts
+from .driver.step import LaunchedStep
 from .facts import model_facts
-from .model import load_model
 from .reference import ReferenceModel
+from .runner.attention.choose import kernels_of
+from .runner.device import device_of_replica, is_unverified
+from .runner.model import load_model
 from .scoring import Scoring
 from .spans import ExecutorSpans
-from .step import LaunchedStep
-from .weights import WeightUpdates
 
 # All torch work of a process happens in this one thread, over restarts of the stage too: with a
 # second thread, OpenMP would keep two teams of workers that take each other's cores.

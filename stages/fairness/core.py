@@ -11,11 +11,11 @@ from math import ceil
 import msgspec
 
 from ...bus.control import Cancel
-from ...bus.messages import AdmittedRequest, Continue, Credit, Dispatch
+from ...bus.messages import AdmittedRequest, Credit, Dispatch, ResumeSequences
 from ...bus.public import StageTime
 from ...config import FairnessConfig
 from .fastest_step import FastestStep
-from .locality import PrefixIndex, Trail, trail_of
+from .locality import PrefixChain, PrefixIndex, prefix_chain
 from .outcome import Counts, Dispatched
 from .queue import FairQueue, Next
 from .replicas import Replica, Running, choose_replica
@@ -62,10 +62,10 @@ class FairnessCore:
 
     def push(self, request: AdmittedRequest, now_ns: int, deadline_ns: int | None = None) -> None:
         """Puts a request in the queue."""
-        trail: Trail = ()
+        chain: PrefixChain = ()
         if self.config.locality_tokens or self._several:
-            trail = trail_of(request.token_ids, request.cache_salt, request.info.adapter)
-        waiting = Waiting(request, deque(request.sequences), now_ns, deadline_ns, trail=trail)
+            chain = prefix_chain(request.token_ids, request.cache_scope)
+        waiting = Waiting(request, deque(request.sequences), now_ns, deadline_ns, chain=chain)
         self._add(waiting, now_ns)
         if deadline_ns is not None:
             heapq.heappush(self._deadlines, (deadline_ns, next(self._order), waiting))
@@ -86,9 +86,9 @@ class FairnessCore:
         for seq_id, num_tokens in report.started:
             if (running := reporter.running.get(seq_id)) is not None:
                 self._correct_charge(running, num_tokens)
-        if full or report.yielded or report.ended:
+        if full or report.paused or report.ended:
             self._count(reporter)
-        paused = [self._pause(reporter, seq_id, now_ns) for seq_id in report.yielded]
+        paused = [self._pause(reporter, seq_id, now_ns) for seq_id in report.paused]
         for seq_id in report.ended:
             self._end(reporter, seq_id)
         return [running for running in paused if running is not None]
@@ -226,7 +226,7 @@ class FairnessCore:
 
     def _cached(self, waiting: Waiting) -> int:
         return max(
-            (replica.prefixes.match(waiting.trail) for replica in self._replicas.values()),
+            (replica.prefixes.match(waiting.chain) for replica in self._replicas.values()),
             default=0,
         )
 
@@ -245,7 +245,7 @@ class FairnessCore:
 
     def _replica_of(self, waiting: Waiting) -> Replica | None:
         if not waiting.resumed:
-            return choose_replica(self._replicas.values(), waiting.trail)
+            return choose_replica(self._replicas.values(), waiting.chain)
         seq_id = waiting.specs[0].seq_id
         replica = next(replica for replica in self._replicas.values() if seq_id in replica.paused)
         return replica if replica.credits else None
@@ -265,7 +265,7 @@ class FairnessCore:
         if resumed is not None:
             self.counts.resumes += 1
             self._run(replica, resumed, level)
-            message: Dispatch | Continue = Continue((specs[0].seq_id,), rank)
+            message: Dispatch | ResumeSequences = ResumeSequences((specs[0].seq_id,), rank)
         else:
             for spec in specs:
                 self._run(replica, Running(spec, waiting), level)
@@ -278,7 +278,7 @@ class FairnessCore:
                 sampling=request.sampling,
                 sequences=specs,
                 priority=request.priority,
-                cache_salt=request.cache_salt,
+                cache_scope=request.cache_scope,
                 rank=rank,
                 prediction=request.prediction,
             )
@@ -301,7 +301,7 @@ class FairnessCore:
         running = replica.running[seq_id]
         running.charged = len(waiting.request.token_ids)
         running.flow.charge(running.charged * self.config.prefill_weight)
-        replica.prefixes.add(waiting.trail)
+        replica.prefixes.add(waiting.chain)
 
     def _forget(self, waiting: Waiting) -> None:
         request_id = waiting.request.info.request_id

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from ...bus.messages import CacheScope
+
 CHUNK_TOKENS = 64
 """Prefixes are compared in steps of so many tokens."""
 
 MOST_CHUNKS = 64
 """No more of a prompt's beginning is looked at."""
 
-Trail = tuple[int, ...]
+PrefixChain = tuple[int, ...]
 
 
-def trail_of(token_ids: tuple[int, ...], salt: str, adapter: str = "") -> Trail:
-    """Names a prompt's prefixes: one hash for each full chunk, which covers all before it."""
-    trail: list[int] = []
-    name = hash((salt, adapter))
+def prefix_chain(token_ids: tuple[int, ...], scope: CacheScope) -> PrefixChain:
+    """Return one hash for each full chunk of a prompt, which covers all chunks before it."""
+    chain: list[int] = []
+    name = hash(scope)
     for start in range(
         0, min(len(token_ids) // CHUNK_TOKENS, MOST_CHUNKS) * CHUNK_TOKENS, CHUNK_TOKENS
     ):
         name = hash((name, token_ids[start : start + CHUNK_TOKENS]))
-        trail.append(name)
-    return tuple(trail)
+        chain.append(name)
+    return tuple(chain)
 
 
 class PrefixIndex:
@@ -39,20 +41,20 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._known)
 
-    def match(self, trail: Trail) -> int:
+    def match(self, chain: PrefixChain) -> int:
         """Tokens at the beginning that are probably cached."""
-        for number, name in enumerate(trail):
+        for number, name in enumerate(chain):
             if name not in self._known:
                 return number * CHUNK_TOKENS
-        return len(trail) * CHUNK_TOKENS
+        return len(chain) * CHUNK_TOKENS
 
     def clear(self) -> None:
         """The replica has lost all that it had cached."""
         self._known.clear()
 
-    def add(self, trail: Trail) -> None:
+    def add(self, chain: PrefixChain) -> None:
         """The replica is about to compute these."""
-        for name in trail:
+        for name in chain:
             self._known[name] = None
             self._known.move_to_end(name)
         while len(self._known) > self._most:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 
-from ...bus.messages import AdmittedRequest, Continue, Dispatch
+from ...bus.messages import AdmittedRequest, Dispatch, ResumeSequences
 from .replicas import Running
 
 
@@ -20,7 +20,7 @@ class Dispatched(msgspec.Struct, frozen=True):
     """
 
     replica: str
-    message: Dispatch | Continue
+    message: Dispatch | ResumeSequences
     request: AdmittedRequest
     arrived_ns: int
     deadline_ns: int | None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from ...bus.messages import SequenceSpec
-from .locality import PrefixIndex, Trail
+from .locality import PrefixChain, PrefixIndex
 from .order import LEFTOVERS_KEPT
 from .tenants import Waiting
 
@@ -236,7 +236,7 @@ def _as_victim(running: Running) -> tuple[float, int, Running]:
     return running.level, -running.order, running
 
 
-def choose_replica(replicas: Iterable[Replica], trail: Trail) -> Replica | None:
+def choose_replica(replicas: Iterable[Replica], chain: PrefixChain) -> Replica | None:
     """Where a request goes: of the replicas with room, that with the longest matching prefix.
 
     Of several the one with the least load, then the one with the most room.
@@ -245,5 +245,5 @@ def choose_replica(replicas: Iterable[Replica], trail: Trail) -> Replica | None:
     if len(able) < 2:
         return able[0] if able else None
     return max(
-        able, key=lambda replica: (replica.prefixes.match(trail), -replica.load, replica.credits)
+        able, key=lambda replica: (replica.prefixes.match(chain), -replica.load, replica.credits)
     )

@@ -10,7 +10,7 @@ import msgspec
 
 from ...bus.control import Cancel, UpdateFairness
 from ...bus.links import DISPATCH, Link, at
-from ...bus.messages import AdmittedRequest, Credit, Envelope, Yield
+from ...bus.messages import AdmittedRequest, Credit, Envelope, PauseSequences
 from ...config import role_of_sender, split_role
 from ...telemetry import (
     Attributes,
@@ -76,7 +76,7 @@ class FairnessStage(Actor):
         for replica, running in self._core.ask_to_pause(now_ns()):
             asked[replica] = (*asked.get(replica, ()), running.spec.seq_id)
         for replica, seq_ids in asked.items():
-            await self.send(_dispatch_to(replica), Yield(seq_ids))
+            await self.send(_dispatch_to(replica), PauseSequences(seq_ids))
         early, self._early = self._early, []
         for cancel in (*early, *self._core.expire(now_ns())):
             await self._pass_on(cancel)

@@ -17,7 +17,7 @@ from itertools import count
 
 from ...bus.messages import AdmittedRequest, SequenceSpec
 from ...config import FairnessConfig
-from .locality import Trail
+from .locality import PrefixChain
 from .order import LEFTOVERS_KEPT, LeastFirst
 
 UNDATED_NS = 30_000_000_000
@@ -37,20 +37,20 @@ class Waiting:
         arrived_ns: When the request came.
         untouched: Nothing of the request has ever been dispatched.
         resumed: These sequences have run before, and batching has them.
-        trail: Names the prompt's prefixes; empty when nobody asks for them.
+        chain: Names the prompt's prefixes; empty when nobody asks for them.
         before: Dispatches counted so far when it came: in all, of its class, of its tenant.
     """
 
     __slots__ = (
         "arrived_ns",
         "before",
+        "chain",
         "deadline_ns",
         "flow",
         "request",
         "resumed",
         "since_ns",
         "specs",
-        "trail",
         "untouched",
     )
 
@@ -63,7 +63,7 @@ class Waiting:
         *,
         arrived_ns: int | None = None,
         resumed: bool = False,
-        trail: Trail = (),
+        chain: PrefixChain = (),
     ) -> None:
         self.request = request
         self.specs = specs
@@ -72,7 +72,7 @@ class Waiting:
         self.deadline_ns = deadline_ns
         self.untouched = not resumed
         self.resumed = resumed
-        self.trail = trail
+        self.chain = chain
         self.flow: Flow
         self.before = (0, 0, 0)
 

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from nano_inference.bus import Malformed, codec
 from nano_inference.bus.codec import decode_output
-from nano_inference.bus.control import UpdateWeights
 from nano_inference.bus.messages import Credit, Envelope
 from nano_inference.bus.public import Completion, GenerateRequest
-from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import Constraint, SamplingParams
 
 LIMIT = 1 << 20
@@ -194,9 +192,3 @@ def test_an_older_client_reads_what_a_newer_pipeline_writes() -> None:
     output = decode_output(raw)
     assert isinstance(output, Completion)
     assert output.samples[0].token_ids == (1,)
-
-
-def test_what_follows_an_unused_field_keeps_its_place_on_the_wire() -> None:
-    update = UpdateWeights(FolderWeights("/w"), part_of="p", prepare_as="q")
-    body, *_ = msgspec.msgpack.decode(codec.encode_envelope(Envelope(update)))
-    assert body[2:] == ["keep", None, False, 300.0, "", "p", "q"]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from nano_inference.config import Config, EngineConfig
 
-from ..stages.executor.adapters.making import make_adapter
+from ..stages.executor.runner.adapters.making import make_adapter
 from .conftest import Run, serving
 from .test_errors import assert_refused
 

@@ -10,7 +10,7 @@ import torch
 
 from nano_inference.cli import checks
 from nano_inference.config import BUNDLED_MODEL, BusConfig, Config
-from nano_inference.stages.executor import device
+from nano_inference.stages.executor.runner import device
 from nano_inference.text import gguf
 
 from ..gguf_files import nothing, write_gguf

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.stages.executor import ExecutorCore
-from nano_inference.stages.executor.speculation.costs import StepCosts
+from nano_inference.stages.executor.driver.speculation.costs import StepCosts
 
 SETTINGS = Settings(steps=3, groups=4, samples=4, prompts=8, held_out=5)
 

@@ -20,11 +20,7 @@ from nano_inference.bus.public import (
 from nano_inference.bus.weights import StagedWeights, WeightsSource
 from nano_inference.config import BusConfig, BusError, NanoInferenceError
 from nano_inference.store.board import StageReport
-from nano_inference.store.calls import MemoryCalls
-from nano_inference.store.limits import LimitStore
-from nano_inference.store.memory import MemoryLimits
-from nano_inference.store.policy import MemoryPolicyRecord
-from nano_inference.store.registry import MemoryModelRegistry
+from nano_inference.store.store import memory_store
 from nano_inference.telemetry import TraceContext
 
 Outputs = Callable[[GenerateRequest], list[Output]]
@@ -47,11 +43,8 @@ class FakeBus:
     """What of a bus is used directly."""
 
     def __init__(self) -> None:
-        self.calls = MemoryCalls(BusConfig())
+        self.store = memory_store(BusConfig())
         self.results = FakeResults()
-        self.policy = MemoryPolicyRecord()
-        self.limits: LimitStore = MemoryLimits()
-        self.models = MemoryModelRegistry()
         self.model = ""
 
 

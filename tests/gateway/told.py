@@ -8,8 +8,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from nano_inference.config import TelemetryConfig
 from nano_inference.gateway.serving.measures import Measures
 from nano_inference.telemetry import setup_tracing
-from nano_inference.telemetry.instrument import Instrument
-from nano_inference.telemetry.instruments import GATEWAY_REFUSED
+from nano_inference.telemetry.instruments import GATEWAY_REFUSED, Instrument
 
 from ..measured import ByLabels, Measured
 

@@ -18,7 +18,7 @@ from nano_inference.config import AdapterError
 from nano_inference.pipeline.supervisor import StageFailed
 from nano_inference.stages.executor.core import ExecutorCore
 
-from ..stages.executor.adapters.making import make_adapter
+from ..stages.executor.runner.adapters.making import make_adapter
 from . import short_model
 from .conftest import MakeConfig, both_buses
 from .test_life import break_once

@@ -18,7 +18,7 @@ from nano_inference.gateway.policy.backend import open_backend
 from nano_inference.gateway.policy.store import PolicyStore
 
 from ..gateway.policy.conftest import bearer
-from ..stages.executor.adapters.making import make_adapter
+from ..stages.executor.runner.adapters.making import make_adapter
 from . import short_model
 from .conftest import MakeConfig
 

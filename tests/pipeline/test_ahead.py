@@ -13,7 +13,7 @@ from nano_inference.bus.messages import StepPlan, StepResult
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.stages.executor import stage as executor_stage
 from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.executor.step import LaunchedStep
+from nano_inference.stages.executor.driver.step import LaunchedStep
 
 LIMIT_S = 120
 ENGINE = EngineConfig(dtype="float32", max_batch_size=8)

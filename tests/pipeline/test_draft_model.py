@@ -12,7 +12,7 @@ import pytest
 from nano_inference import Pipeline, WeightsError
 from nano_inference.config import BusError
 from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.executor.speculation.costs import StepCosts
+from nano_inference.stages.executor.driver.speculation.costs import StepCosts
 
 from . import short_model
 from .conftest import MakeConfig

@@ -22,7 +22,7 @@ from nano_inference import (
 from nano_inference.bus.messages import StepPlan, StepResult
 from nano_inference.bus.weights import InFlight
 from nano_inference.config import ModelError
-from nano_inference.stages.executor.memory import LaneMemory
+from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.text.tokenizer import default_sampling_params
 
 from . import reference
@@ -458,7 +458,7 @@ def test_an_interrupted_release_is_begun_again(monkeypatch: pytest.MonkeyPatch) 
     with InferenceEngine(FLOAT) as engine:
         (wanted,) = engine.generate([[60, 61]], ENDLESS_8)
         with monkeypatch.context() as patch:
-            patch.setattr(LaneMemory, "release", interrupt)
+            patch.setattr(ReplicaMemory, "release", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.release_memory()
         engine.resume_memory()

@@ -22,9 +22,9 @@ from nano_inference.bus.weights import InFlight
 from nano_inference.config import AdapterError, PoolingKind
 from nano_inference.pipeline.engine_requests import Wanted
 
-from ..stages.executor.adapters.making import make_adapter, merged
 from ..stages.executor.encoders import vector_of
 from ..stages.executor.models import make_model
+from ..stages.executor.runner.adapters.making import make_adapter, merged
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPT = list(range(1, 40))

@@ -24,7 +24,7 @@ from nano_inference import (
 from nano_inference.bus.weights import GroupWeights, InFlight, SharedMemoryWeights, TensorMeta
 
 from .. import oracle
-from ..stages.executor.weights.test_sync_manager import fail_to_write
+from ..stages.executor.runner.weights.test_sync_manager import fail_to_write
 
 PROMPT = [60, 61, 62]
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from nano_inference.pipeline.pipeline import Pipeline
 
 from ..oracle import announcing, token_of
-from ..stages.executor.weights.transports.peers import Peer
+from ..stages.executor.runner.weights.transports.peers import Peer
 from .conftest import MakeConfig
 
 LIMIT_S = 120

@@ -17,16 +17,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.bus.control import LaneCapacity
+from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec, StepPlan, StepResult
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import load_config
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.executor.kernels import cpu
-from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
-from nano_inference.stages.executor.model import wrap_model
+from nano_inference.stages.executor.runner.kernels import cpu
+from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable
+from nano_inference.stages.executor.runner.model import wrap_model
 
 from ..instructions import counted, instructions
 from ..stages.executor.models import make_model
@@ -78,7 +78,7 @@ def batching_steps(number: int, cache_type: Literal["paged", "radix"]) -> float:
         block_size=STEPS,
         cache_type=cache_type,
     )
-    capacity = LaneCapacity(8 * number, STEPS, 4096, 50, "none", max_batch_size=number)
+    capacity = ReplicaCapacity(8 * number, STEPS, 4096, 50, "none", max_batch_size=number)
     core = BatchingCore(config, capacity)
     for seq_id in range(number):
         prompt = (seq_id,) * (1 + seq_id % STEPS)

@@ -29,8 +29,8 @@ from nano_inference.config import BusConfig, NanoInferenceError
 
 from ..commands import Command, run_command
 from ..programs import Ran
-from ..stages.executor.adapters.making import make_adapter, merged
 from ..stages.executor.models import make_model
+from ..stages.executor.runner.adapters.making import make_adapter, merged
 from . import reference
 from .deployments import eventually
 

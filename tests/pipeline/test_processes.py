@@ -36,7 +36,7 @@ from nano_inference.telemetry import setup_tracing
 from nano_inference.telemetry.trace_file import Span, read_spans
 
 from ..commands import Command, run_command
-from ..stages.executor.adapters.making import make_adapter
+from ..stages.executor.runner.adapters.making import make_adapter
 from . import reference, short_model
 from .test_life import MORE_TOKENS, check_stream, stream_request
 

@@ -24,10 +24,10 @@ from nano_inference.bus.control import MemoryTag
 from nano_inference.bus.messages import StepPlan
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.stages.batching.core import BatchingCore
+from nano_inference.stages.executor.changes.updates import WeightUpdates
 from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.executor.memory import LaneMemory
+from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.stages.executor.stage import ExecutorStage, _on_torch
-from nano_inference.stages.executor.weights import WeightUpdates
 
 from .. import oracle
 from ..resident import needs_proc, resident_bytes
@@ -267,7 +267,7 @@ async def test_an_executor_that_fails_comes_back_with_all_its_memory(
 ) -> None:
     """With the weights of model_path, as version 0; whoever waits for a release is told."""
     await exact.client.update_weights(oracle.announcing(loaded, 1))
-    break_once(monkeypatch, LaneMemory, "release", after=1)
+    break_once(monkeypatch, ReplicaMemory, "release", after=1)
     with pytest.raises(WeightsError) as lost:
         await exact.client.release_memory()
     assert lost.value.code == "weights_interrupted"
@@ -275,7 +275,7 @@ async def test_an_executor_that_fails_comes_back_with_all_its_memory(
     await exact.client.release_memory()
     stream = asyncio.create_task(whole_stream(exact, 4))
     await waiting(exact, 1)
-    break_once(monkeypatch, LaneMemory, "resume", after=1)
+    break_once(monkeypatch, ReplicaMemory, "resume", after=1)
     with pytest.raises(WeightsError):
         await exact.client.resume_memory()
     await stream

@@ -13,19 +13,19 @@ import pytest
 from nano_inference import Completion, InferenceEngine, Pipeline, SamplingParams
 from nano_inference.config import EngineConfig
 from nano_inference.stages.executor import core
-from nano_inference.stages.executor.constraints import Constraints
 from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.executor.sequences import SequenceTable
-from nano_inference.stages.executor.speculation.drafts import (
+from nano_inference.stages.executor.driver.constraints import Constraints
+from nano_inference.stages.executor.driver.sequences import SequenceTable
+from nano_inference.stages.executor.driver.speculation.drafts import (
     NO_DRAFT,
     Draft,
     DraftContext,
     DraftSource,
 )
-from nano_inference.stages.executor.speculation.speculator import Speculator
+from nano_inference.stages.executor.driver.speculation.speculator import Speculator
 
 from .. import oracle
-from ..stages.executor.speculation.drafting import VerifyAll
+from ..stages.executor.driver.speculation.drafting import VerifyAll
 from . import reference, short_model
 from .conftest import MakeConfig, both_buses
 from .test_life import break_once

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.stages.executor.weights.transports.folder import read_folder
+from nano_inference.stages.executor.runner.weights.transports.folder import read_folder
 
 from . import reference
 

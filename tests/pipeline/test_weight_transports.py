@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from nano_inference import GenerateRequest, Pipeline, SamplingParams, WeightsError
 from nano_inference.bus.weights import FolderWeights, GroupWeights, StagedWeights, TensorMeta
 from nano_inference.config import load_config
-from nano_inference.stages.executor.weights.transports import SharedWeights, WeightsGroup
+from nano_inference.stages.executor.runner.weights.transports import SharedWeights, WeightsGroup
 
 from .. import oracle
 from ..stages.executor.models import make_model
-from ..stages.executor.weights.transports.peers import Peer, free_address
+from ..stages.executor.runner.weights.transports.peers import Peer, free_address
 from . import reference
 from .test_life import until
 

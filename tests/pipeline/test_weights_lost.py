@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from nano_inference import Pipeline, WeightsError
-from nano_inference.stages.executor.weights import WeightSyncManager
+from nano_inference.stages.executor.runner.weights import WeightSyncManager
 
 from .. import oracle
 from . import reference, short_model

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from nano_inference import BusClient, Completion
 from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta
 from nano_inference.config import BusError, all_roles
-from nano_inference.stages.executor.weights.transports import SharedWeights, WeightsGroup
+from nano_inference.stages.executor.runner.weights.transports import SharedWeights, WeightsGroup
 
 from .. import oracle
 from . import reference

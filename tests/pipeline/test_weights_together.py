@@ -20,10 +20,10 @@ from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusError
 from nano_inference.pipeline import client as client_module
 from nano_inference.pipeline import update_together
+from nano_inference.stages.executor.changes.updates import WeightUpdates
 from nano_inference.stages.executor.core import ExecutorCore
+from nano_inference.stages.executor.runner.weights.transports import SharedWeights, WeightsGroup
 from nano_inference.stages.executor.stage import ExecutorStage
-from nano_inference.stages.executor.weights.transports import SharedWeights, WeightsGroup
-from nano_inference.stages.executor.weights.updates import WeightUpdates
 from nano_inference.telemetry import now_ns
 
 from .. import oracle

@@ -15,7 +15,7 @@ from nano_inference.bus import Outcome
 from nano_inference.bus.links import CONTROL
 from nano_inference.config import load_config
 from nano_inference.pipeline.pipeline import Pipeline
-from nano_inference.stages.executor.weights.updates import WeightUpdates
+from nano_inference.stages.executor.changes.updates import WeightUpdates
 
 LIMIT_S = 60.0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.stages.executor.kernels import compile as compiling
+from nano_inference.stages.executor.runner.kernels import compile as compiling
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nano_inference import Completion, Config, GenerateRequest, Pipeline, RequestError, load_config
 from nano_inference.bus import RequestEntry
-from nano_inference.bus.control import LaneCapacity
+from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.public import ChatMessage, CompletionChunk
 from nano_inference.stages.admission import long_prompts
 from nano_inference.stages.admission.core import AdmissionCore
@@ -31,7 +31,7 @@ from ..pipeline.test_life import break_once, until
 LIMIT_S = 60
 SMALL = {"prompt": "1 + 1 =", "sampling": {"temperature": 0, "max_tokens": 4}}
 LONG = {"prompt": "1 + 1 = 2. " * 20, "sampling": {"temperature": 0, "max_tokens": 4}}
-CAPACITY = LaneCapacity(
+CAPACITY = ReplicaCapacity(
     num_blocks=1 << 10, block_size=16, max_model_len=100, vocab_size=258, device="cpu"
 )
 # Each message is rendered with 50 characters more.

@@ -19,7 +19,7 @@ import pytest
 import structlog
 
 from nano_inference.bus.channel import RequestEntry
-from nano_inference.bus.control import LaneCapacity
+from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, RequestError, load_config
 from nano_inference.gateway.app import make_app
@@ -44,7 +44,7 @@ SEED = 17
 CASES = 10_000
 EVERY_DAY = 240
 AT_ONCE = 8
-CAPACITY = LaneCapacity(
+CAPACITY = ReplicaCapacity(
     num_blocks=1 << 12, block_size=16, max_model_len=2048, vocab_size=768, device="none"
 )
 

@@ -11,15 +11,16 @@ from transformers import PreTrainedTokenizerFast
 
 from nano_inference import Config, GenerateRequest, Pipeline, load_config
 from nano_inference.bus import RequestEntry
-from nano_inference.bus.control import LaneCapacity
+from nano_inference.bus.control import ReplicaCapacity
+from nano_inference.bus.messages import CacheScope
 from nano_inference.config import AdmissionConfig
 from nano_inference.stages.admission.core import AdmissionCore
-from nano_inference.stages.fairness.locality import trail_of
+from nano_inference.stages.fairness.locality import prefix_chain
 
 from ..byte_tokenizers import TEMPLATE, byte_tokenizer
 
 LIMIT_S = 60
-CAPACITY = LaneCapacity(
+CAPACITY = ReplicaCapacity(
     num_blocks=1 << 10, block_size=16, max_model_len=1000, vocab_size=258, device="cpu"
 )
 SECRET = (7,) * 200
@@ -39,11 +40,11 @@ class Salts:
         self._core.set_capacity(CAPACITY)
         self._number = 0
 
-    def of(self, tenant: str, salt: str = "") -> str:
+    def of(self, tenant: str, salt: str = "") -> CacheScope:
         self._number += 1
         request = GenerateRequest(prompt_token_ids=SECRET, tenant=tenant, cache_salt=salt)
         entry = RequestEntry(f"{self._number}-0", request)
-        return self._core.admit(entry, 0, 0).cache_salt
+        return self._core.admit(entry, 0, 0).cache_scope
 
 
 TENANTS = st.sampled_from(["default", "a", "ab", "a/b", "a:", "0"]) | st.text(
@@ -66,19 +67,15 @@ def test_no_two_pairs_of_tenant_and_salt_share_a_prefix(
     assert len({salts.of(*pair) for pair in pairs}) == len(pairs)
 
 
-def test_who_names_no_tenant_sees_no_change(salts: Salts) -> None:
-    assert salts.of("default") == ""
-
-
 def test_where_it_is_set_only_the_salt_counts(tokenizer: PreTrainedTokenizerFast) -> None:
     salts = Salts(tokenizer, share_prefixes_across_tenants=True)
     assert salts.of("a", "s") == salts.of("b", "s") != salts.of("a", "t")
 
 
 def test_the_order_by_locality_tells_tenants_apart_too(salts: Salts) -> None:
-    trails = [trail_of(SECRET, salts.of(tenant)) for tenant in ("a", "b", "a")]
-    assert trails[0] == trails[2]
-    assert not set(trails[0]) & set(trails[1])
+    chains = [prefix_chain(SECRET, salts.of(tenant)) for tenant in ("a", "b", "a")]
+    assert chains[0] == chains[2]
+    assert not set(chains[0]) & set(chains[1])
 
 
 @pytest.mark.parametrize("cache_type", ["radix", "paged"])

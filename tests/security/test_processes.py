@@ -32,7 +32,7 @@ from nano_inference.config import MOST_TEXT, Config, PipelineConfig, TelemetryCo
 from nano_inference.pipeline.supervisor import StageFailed, supervise
 from nano_inference.stages.actor import Actor, StageContext
 from nano_inference.telemetry import Tracing, setup_logging
-from nano_inference.telemetry.bounded import MOST_LOG_BYTES
+from nano_inference.telemetry.logs import MOST_LOG_BYTES
 
 from ..processes import processes_of
 

@@ -279,7 +279,8 @@ async def test_every_command_of_the_code_is_among_the_stages_rights(place: Place
     """So that a command which the tests don't reach can't be forgotten in the file."""
     commands = {name.upper() for name in await place.nodes[0].execute_command("COMMAND LIST")}
     used = set()
-    for path in (ROOT / "bus" / "redis").glob("*.py"):
+    paths = [path for room in ("bus", "store") for path in (ROOT / room / "redis").glob("*.py")]
+    for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 in_scripts = set(re.findall("'([A-Z]+)'", node.value))

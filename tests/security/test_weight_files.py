@@ -18,17 +18,19 @@ from torch import nn
 from nano_inference.bus.control import UpdateWeights
 from nano_inference.bus.weights import GroupWeights, SharedMemoryWeights, TensorMeta
 from nano_inference.config import WeightsError
-from nano_inference.stages.executor.weights.arguments import check_arguments
-from nano_inference.stages.executor.weights.limits import WeightLimits, limits_of
-from nano_inference.stages.executor.weights.parts import WeightParts
-from nano_inference.stages.executor.weights.transports import (
+from nano_inference.stages.executor.changes.arguments import check_arguments
+from nano_inference.stages.executor.changes.parts import WeightParts
+from nano_inference.stages.executor.runner.weights.limits import WeightLimits, limits_of
+from nano_inference.stages.executor.runner.weights.transports import (
     Background,
     folder,
     layout,
     read_folder,
 )
-from nano_inference.stages.executor.weights.transports.folder import stamp_of
-from nano_inference.stages.executor.weights.transports.shared_memory import read_shared_memory
+from nano_inference.stages.executor.runner.weights.transports.folder import stamp_of
+from nano_inference.stages.executor.runner.weights.transports.shared_memory import (
+    read_shared_memory,
+)
 
 LIMIT_S = 30.0
 FEW = WeightLimits(tensors=100, num_bytes=1 << 20)

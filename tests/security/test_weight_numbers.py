@@ -15,7 +15,11 @@ from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.bus.weights import FolderWeights, lay_down, pick_up
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor import WeightSyncManager
-from nano_inference.stages.executor.weights.transports import SharedWeights, WeightGroups, fetch
+from nano_inference.stages.executor.runner.weights.transports import (
+    SharedWeights,
+    WeightGroups,
+    fetch,
+)
 
 from ..stages.executor.models import make_model
 

@@ -29,11 +29,11 @@ from nano_inference.bus.weights import (
     TensorMeta,
 )
 from nano_inference.stages.executor import WeightSyncManager
-from nano_inference.stages.executor.weights.effects import Restore
-from nano_inference.stages.executor.weights.transports import SharedWeights
+from nano_inference.stages.executor.changes.effects import Restore
+from nano_inference.stages.executor.runner.weights.transports import SharedWeights
 from nano_inference.store.in_place import WeightsInPlace
 
-from ..stages.executor.weights.transports.peers import free_address
+from ..stages.executor.runner.weights.transports.peers import free_address
 from .executor import Executor, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -156,10 +156,11 @@ async def test_what_nobody_thought_of_is_an_answer_too(
     def fail(*_: Any) -> None:
         raise error
 
-    package = "nano_inference.stages.executor.weights"
-    monkeypatch.setattr(f"{package}.updates.fetch", fail)
-    monkeypatch.setattr(f"{package}.updates.stamp_of", fail)
-    monkeypatch.setattr(f"{package}.transports.group.await_port", fail, raising=False)
+    package = "nano_inference.stages.executor"
+    monkeypatch.setattr(f"{package}.changes.updates.fetch", fail)
+    monkeypatch.setattr(f"{package}.changes.updates.stamp_of", fail)
+    transports = f"{package}.runner.weights.transports"
+    monkeypatch.setattr(f"{transports}.group.await_port", fail, raising=False)
     outcome = await executor.ask(operation)
     assert outcome.code == "weights_refused"
     assert type(error).__name__ in outcome.message

@@ -27,11 +27,15 @@ from nano_inference.gateway.api.sglang import weights as weights_module
 from nano_inference.gateway.api.sglang.labels import VersionLabels
 from nano_inference.gateway.api.sglang.sync import WeightSync
 from nano_inference.gateway.app import make_app
-from nano_inference.stages.executor.weights.transports import SharedWeights, WeightsGroup, group
+from nano_inference.stages.executor.runner.weights.transports import (
+    SharedWeights,
+    WeightsGroup,
+    group,
+)
 
 from ..gateway.fake import FakeEngine
 from ..pipeline.test_life import until
-from ..stages.executor.weights.transports.peers import free_address
+from ..stages.executor.runner.weights.transports.peers import free_address
 from .executor import LIMIT_S, Executor, running
 
 NEVER_S = 3600.0

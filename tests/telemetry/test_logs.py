@@ -19,7 +19,7 @@ from nano_inference.config import TelemetryConfig
 from nano_inference.config.logger import get_logger
 from nano_inference.telemetry import LogOutput, logs, now_ns, setup_logging
 from nano_inference.telemetry.log_output import SUPPRESSED, UNWRITABLE, dropped_lines
-from nano_inference.telemetry.log_rate import MOST_LINES, WINDOW_S, LogRate, Suppressed
+from nano_inference.telemetry.logs import MOST_LINES, WINDOW_S, LogRate
 
 
 @pytest.fixture(autouse=True)
@@ -208,7 +208,7 @@ def test_lines_of_one_event_are_limited_and_the_others_counted() -> None:
     assert rate.admits("b")
     assert rate.ended() == []
     now_s = WINDOW_S
-    assert rate.ended() == [Suppressed("a", 100 - MOST_LINES)]
+    assert rate.ended() == [("a", 100 - MOST_LINES)]
     assert rate.ended() == []
     assert rate.admits("a")
 

@@ -43,8 +43,8 @@ from nano_inference.store.registry import ModelRecord
 from nano_inference.telemetry import Metrics, instruments, setup_metrics
 from nano_inference.telemetry.instruments import INSTRUMENTS
 
-from ..stages.executor.adapters.making import make_adapter
 from ..stages.executor.models import make_model
+from ..stages.executor.runner.adapters.making import make_adapter
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60
@@ -422,7 +422,7 @@ async def test_documents_list_every_metric() -> None:
         r"^\| `((?:nano|gen_ai|http)\.[\w.]+)` \| (\w+) \| (.*?) \| (.*) \|$", text, re.M
     )
     wanted = [
-        (each.name, each.kind, f"`{each.unit}`" if each.unit else "", each.question)
+        (each.name, each.kind, f"`{each.unit}`" if each.unit else "", each.description)
         for each in INSTRUMENTS
     ]
     assert rows == wanted

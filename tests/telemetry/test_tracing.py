@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
+import gzip
 import json
 import os
 import subprocess
 import sys
 import threading
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,7 @@ from typing import Any
 import grpc
 import pytest
 import structlog
+from google.protobuf.json_format import Parse
 from opentelemetry.exporter.otlp.proto.common import trace_encoder
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
@@ -34,137 +36,98 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from nano_inference.config import ConfigError, TelemetryConfig
-from nano_inference.telemetry import (
-    TraceContext,
-    Tracing,
-    endpoint_of,
-    exporting,
-    names,
-    setup_tracing,
-)
-from nano_inference.telemetry.exporting import ToldExporter
-from nano_inference.telemetry.otlp import SpanEncoder, otlp_exporter
+from nano_inference.telemetry import TraceContext, Tracing, endpoint_of, names, setup_tracing
+from nano_inference.telemetry.otlp import OtlpExporter, SendError, SpanEncoder
 from nano_inference.telemetry.spans import ReadableExporter
 from nano_inference.telemetry.trace_file import Span, SpanEvent, read_spans
 
 PARENT = TraceContext("00-" + "a" * 32 + "-" + "b" * 16 + "-01", "vendor=1")
+UNSAMPLED = TraceContext(PARENT.traceparent[:-1] + "0")
 HERE = Resource.create({names.SERVICE_NAME: "s", names.SERVICE_INSTANCE_ID: "here-1"})
 
 
-@pytest.fixture
-def exporter() -> InMemorySpanExporter:
-    return InMemorySpanExporter()
+class Traced:
+    """Tracing in memory, and the spans that it has made once it has ended."""
+
+    def __init__(self, labels: dict[str, str] | None = None, **settings: Any) -> None:
+        self.exporter = InMemorySpanExporter()
+        config = TelemetryConfig(service_name="s", **settings)
+        self.tracing = setup_tracing(config, "here-1", self.exporter, labels=labels)
+        self.span = self.tracing.span
+
+    def end(self) -> tuple[ReadableSpan, ...]:
+        self.tracing.shutdown()
+        return self.exporter.get_finished_spans()
 
 
 @pytest.fixture
-def tracing(exporter: InMemorySpanExporter) -> Tracing:
-    return setup_tracing(TelemetryConfig(service_name="s"), "here-1", exporter)
+def traced() -> Traced:
+    return Traced()
 
 
-def test_a_span_has_the_times_it_is_given(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
-    tracing.span("queue", PARENT, 1_000, 5_000, {names.STAGE: "x"}, events=[("first", 3_000)])
-    tracing.shutdown()
-    (span,) = exporter.get_finished_spans()
+def ids_of(span: ReadableSpan) -> tuple[str, str, str]:
+    """Its trace's id, its own, and its parent's."""
+    parent = format(span.parent.span_id, "016x") if span.parent else ""
+    return format(span.context.trace_id, "032x"), format(span.context.span_id, "016x"), parent
+
+
+def test_a_span_has_the_times_it_is_given(traced: Traced) -> None:
+    traced.span("queue", PARENT, 1_000, 5_000, {names.STAGE: "x"}, events=[("first", 3_000)])
+    traced.span("odd", PARENT, 10, 5, {})
+    span, odd = traced.end()
     assert (span.name, span.start_time, span.end_time) == ("queue", 1_000, 5_000)
     assert [(event.name, event.timestamp) for event in span.events] == [("first", 3_000)]
     assert span.attributes == {names.STAGE: "x"}
     assert span.resource.attributes[names.SERVICE_NAME] == "s"
     assert span.resource.attributes[names.SERVICE_INSTANCE_ID] == "here-1"
+    assert odd.end_time == odd.start_time == 10, "never negative"
 
 
-def test_attributes_of_a_process_are_those_of_all_its_spans(exporter: InMemorySpanExporter) -> None:
-    labels = {names.REQUEST_MODEL: "a"}
-    tracing = setup_tracing(TelemetryConfig(), "here-1", exporter, labels=labels)
-    tracing.span("queue", PARENT, 1_000, 5_000, {})
-    tracing.shutdown()
-    (span,) = exporter.get_finished_spans()
+def test_attributes_of_a_process_are_those_of_all_its_spans() -> None:
+    traced = Traced(labels={names.REQUEST_MODEL: "a"})
+    traced.span("queue", PARENT, 1_000, 5_000, {})
+    (span,) = traced.end()
     assert span.resource.attributes[names.REQUEST_MODEL] == "a"
     assert not span.attributes
 
 
-def test_children_belong_to_the_parent_that_came_with_the_request(
-    tracing: Tracing, exporter: InMemorySpanExporter
-) -> None:
-    child = tracing.begin_below(PARENT)
-    tracing.span("child", PARENT, 1, 2, {}, own=child)
-    tracing.span("grandchild", child, 1, 2, {})
-    tracing.shutdown()
-    first, second = exporter.get_finished_spans()
-    assert format(first.context.trace_id, "032x") == "a" * 32 == child.trace_id
-    assert first.parent is not None
-    assert format(first.parent.span_id, "016x") == "b" * 16
-    assert second.parent is not None
-    assert second.parent.span_id == first.context.span_id
+def test_children_belong_to_the_parent_that_came_with_the_request(traced: Traced) -> None:
+    child = traced.tracing.begin_below(PARENT)
+    traced.span("grandchild", child, 2, 3, {})
+    traced.span("child", PARENT, 1, 4, {}, own=child, kind="server")  # made after its child
+    inner, outer = traced.end()
+    assert ids_of(outer) == ("a" * 32, child.span_id, "b" * 16)
+    assert ids_of(inner)[::2] == ("a" * 32, child.span_id)
     assert child.tracestate == "vendor=1"
-
-
-def test_a_span_may_be_made_behind_those_below_it(
-    tracing: Tracing, exporter: InMemorySpanExporter
-) -> None:
-    own = tracing.begin_below(PARENT)
-    tracing.span("inner", own, 2, 3, {})
-    tracing.span("outer", PARENT, 1, 4, {}, own=own, kind="server")
-    tracing.shutdown()
-    inner, outer = exporter.get_finished_spans()
-    assert inner.parent is not None
-    assert outer.parent is not None
-    assert inner.parent.span_id == outer.context.span_id
-    assert format(outer.parent.span_id, "016x") == "b" * 16
     assert (inner.kind, outer.kind) == (SpanKind.INTERNAL, SpanKind.SERVER)
 
 
-def test_below_what_is_not_recorded_nothing_is_begun(
-    tracing: Tracing, exporter: InMemorySpanExporter
-) -> None:
-    unsampled = TraceContext(PARENT.traceparent[:-1] + "0")
-    assert tracing.begin_below(unsampled) is unsampled
-    tracing.span("outer", unsampled, 1, 4, {}, own=unsampled)
-    off = Tracing()
-    assert off.begin_below(PARENT) is PARENT
-    tracing.shutdown()
-    assert exporter.get_finished_spans() == ()
+def test_an_unsampled_parent_stays_unsampled(traced: Traced) -> None:
+    assert traced.tracing.begin_below(UNSAMPLED) is UNSAMPLED
+    traced.span("outer", UNSAMPLED, 1, 4, {}, own=UNSAMPLED)
+    traced.span("child", UNSAMPLED, 1, 2, {})
+    assert traced.end() == ()
 
 
-def test_without_a_parent_a_trace_begins(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
-    tracing.span("root", TraceContext(), 1, 2, {})
-    tracing.shutdown()
-    (span,) = exporter.get_finished_spans()
+def test_without_a_parent_a_trace_begins(traced: Traced) -> None:
+    traced.span("root", TraceContext(), 1, 2, {})
+    (span,) = traced.end()
     assert span.context.is_valid
     assert span.parent is None
 
 
 @pytest.mark.parametrize("traceparent", ["", "nonsense", "00-" + "0" * 32 + "-" + "b" * 16 + "-01"])
-def test_what_is_no_context_has_no_ids(traceparent: str) -> None:
+def test_an_invalid_context_has_no_ids(traceparent: str) -> None:
     context = TraceContext(traceparent)
     assert (context.is_valid, context.trace_id, context.log_ids) == (False, "", {})
 
 
-def test_an_end_before_the_start_is_no_negative_span(
-    tracing: Tracing, exporter: InMemorySpanExporter
-) -> None:
-    tracing.span("odd", PARENT, 10, 5, {})
-    tracing.shutdown()
-    (span,) = exporter.get_finished_spans()
-    assert span.end_time == span.start_time == 10
-
-
-def test_errors_carry_their_code(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
-    tracing.span("refused", PARENT, 1, 2, {}, error="empty_prompt")
-    tracing.shutdown()
-    (span,) = exporter.get_finished_spans()
+def test_errors_carry_their_code(traced: Traced) -> None:
+    traced.span("refused", PARENT, 1, 2, {}, error="empty_prompt")
+    (span,) = traced.end()
     assert not span.status.is_ok
     assert span.attributes is not None
     assert span.attributes[names.ERROR_TYPE] == "empty_prompt"
-
-
-def test_an_unsampled_parent_stays_unsampled(
-    tracing: Tracing, exporter: InMemorySpanExporter
-) -> None:
-    unsampled = TraceContext(PARENT.traceparent[:-1] + "0")
-    tracing.span("child", unsampled, 1, 2, {})
-    tracing.shutdown()
-    assert exporter.get_finished_spans() == ()
-    assert tracing.begin_below(unsampled).trace_id == "a" * 32
 
 
 def test_without_an_endpoint_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,14 +149,13 @@ def test_settings_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 # --- which traces are recorded ------------------------------------------------------------------
 
 
-def test_a_share_of_the_traces_begun_here_is_recorded(exporter: InMemorySpanExporter) -> None:
-    tracing = setup_tracing(TelemetryConfig(trace_ratio=0.25), "here", exporter)
+def test_a_share_of_the_traces_begun_here_is_recorded() -> None:
+    traced = Traced(trace_ratio=0.25)
     for number in range(400):
-        own = tracing.begin(f"entry-{number}")
-        tracing.span("root", TraceContext(), 1, 2, {}, own=own)
-        tracing.span("child", own, 1, 2, {})
-    tracing.shutdown()
-    spans = exporter.get_finished_spans()
+        own = traced.tracing.begin(f"entry-{number}")
+        traced.span("root", TraceContext(), 1, 2, {}, own=own)
+        traced.span("child", own, 1, 2, {})
+    spans = traced.end()
     traces = [span.context.trace_id for span in spans if span.name == "root"]
     assert 60 < len(traces) < 140
     children = {span.context.trace_id for span in spans if span.name == "child"}
@@ -201,41 +163,34 @@ def test_a_share_of_the_traces_begun_here_is_recorded(exporter: InMemorySpanExpo
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
-def test_a_client_that_records_is_followed_whatever_the_share(
-    exporter: InMemorySpanExporter, ratio: float
-) -> None:
-    tracing = setup_tracing(TelemetryConfig(trace_ratio=ratio), "here", exporter)
-    tracing.span("child", PARENT, 1, 2, {})
-    tracing.shutdown()
-    assert len(exporter.get_finished_spans()) == 1
+def test_a_client_that_records_is_followed_whatever_the_share(ratio: float) -> None:
+    traced = Traced(trace_ratio=ratio)
+    traced.span("child", PARENT, 1, 2, {})
+    assert len(traced.end()) == 1
 
 
 @pytest.mark.parametrize(("sampler", "number"), [("always_off", 0), ("parentbased_always_off", 1)])
 def test_a_sampler_of_the_environment_decides(
-    exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch, sampler: str, number: int
+    monkeypatch: pytest.MonkeyPatch, sampler: str, number: int
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
-    tracing = setup_tracing(TelemetryConfig(), "here", exporter)
-    tracing.span("root", TraceContext(), 1, 2, {})
-    tracing.span("child", PARENT, 1, 2, {})
-    tracing.shutdown()
-    assert len(exporter.get_finished_spans()) == number
+    traced = Traced()
+    traced.span("root", TraceContext(), 1, 2, {})
+    traced.span("child", PARENT, 1, 2, {})
+    assert len(traced.end()) == number
 
 
-def test_who_makes_a_root_again_goes_on_with_the_same_trace() -> None:
-    contexts = []
-    for _ in range(2):
-        tracing = setup_tracing(TelemetryConfig(), "here", InMemorySpanExporter())
-        contexts += [tracing.begin(name) for name in ("entry", "other")]
-        tracing.shutdown()
-    first, other, again, _ = (context.traceparent for context in contexts)
-    assert first == again != other
+def test_the_same_root_gives_the_same_trace_in_each_process() -> None:
+    first, second = Traced().tracing, Traced().tracing
+    assert first.begin("entry").traceparent == second.begin("entry").traceparent
+    assert first.begin("entry").traceparent != first.begin("other").traceparent
+    first.shutdown()
+    second.shutdown()
 
 
-def test_links_lead_to_other_traces(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
-    tracing.span("step", TraceContext(), 1, 2, {}, links=[PARENT.traceparent] * 200)
-    tracing.shutdown()
-    (span,) = exporter.get_finished_spans()
+def test_links_lead_to_other_traces(traced: Traced) -> None:
+    traced.span("step", TraceContext(), 1, 2, {}, links=[PARENT.traceparent] * 200)
+    (span,) = traced.end()
     assert {format(link.context.trace_id, "032x") for link in span.links} == {"a" * 32}
     assert len(span.links) == 128
     assert span.parent is None
@@ -249,6 +204,7 @@ class Receiver:
 
     def __init__(self) -> None:
         self.requests: list[ExportTraceServiceRequest] = []
+        self.headers: dict[str, str] = {}
 
     def check(self) -> None:
         (request,) = self.requests
@@ -279,6 +235,9 @@ def http_receiver() -> Iterator[tuple[str, Receiver]]:
         def do_POST(self) -> None:
             assert self.path == "/v1/traces"
             body = self.rfile.read(int(self.headers["Content-Length"]))
+            receiver.headers = dict(self.headers)
+            if self.headers["Content-Encoding"] == "gzip":
+                body = gzip.decompress(body)
             receiver.requests.append(ExportTraceServiceRequest.FromString(body))
             self.send_response(200)
             self.end_headers()
@@ -298,6 +257,7 @@ def grpc_receiver() -> Iterator[tuple[str, Receiver]]:
 
     class Service(TraceServiceServicer):
         def Export(self, request: ExportTraceServiceRequest, context: Any) -> Any:
+            receiver.headers = dict(context.invocation_metadata())
             receiver.requests.append(request)
             return ExportTraceServiceResponse()
 
@@ -310,26 +270,24 @@ def grpc_receiver() -> Iterator[tuple[str, Receiver]]:
         server.stop(None).wait()
 
 
+@pytest.mark.parametrize("by", ["settings", "environment"])
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_spans_arrive_over(protocol: str, request: pytest.FixtureRequest) -> None:
+def test_spans_arrive_over(
+    protocol: str, by: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, receiver = request.getfixturevalue(f"{protocol}_receiver")
-    config = TelemetryConfig(otlp_endpoint=url, otlp_protocol=protocol, service_name="s")
+    if by == "settings":
+        config = TelemetryConfig(otlp_endpoint=url, otlp_protocol=protocol, service_name="s")
+    else:
+        config = TelemetryConfig(service_name="s")
+        for name, value in (("PROTOCOL", protocol), ("ENDPOINT", url), ("HEADERS", "api-key=k")):
+            monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{name}", value)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "gzip")
     tracing = setup_tracing(config, "here-1")
     make_call_span(tracing)
     tracing.shutdown()
     receiver.check()
-
-
-def test_the_protocol_of_the_environment_counts(
-    grpc_receiver: tuple[str, Receiver], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url, receiver = grpc_receiver
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
-    tracing = setup_tracing(TelemetryConfig(service_name="s"), "here-1")
-    make_call_span(tracing)
-    tracing.shutdown()
-    receiver.check()
+    assert receiver.headers.get("api-key") == ("k" if by == "environment" else None)
 
 
 def make_rich_spans(tracing: Tracing) -> None:
@@ -358,21 +316,19 @@ def tracing_to(*exporters: SpanExporter) -> Tracing:
     return Tracing(TracerProvider(resource=HERE), [SimpleSpanProcessor(each) for each in exporters])
 
 
-def test_the_encoder_says_what_opentelemetry_s_says(exporter: InMemorySpanExporter) -> None:
-    kept = Kept()
+def test_the_encoder_writes_what_opentelemetry_s_writes() -> None:
+    kept, exporter = Kept(), InMemorySpanExporter()
     make_rich_spans(tracing_to(kept, ReadableExporter(exporter, HERE)))
     theirs = trace_encoder.encode_spans(exporter.get_finished_spans())
     for span in theirs.resource_spans[0].scope_spans[0].spans:
         if not span.status.code:
             span.ClearField("status")  # which says as much
-    assert SpanEncoder(HERE).message(kept.spans) == theirs
+    assert ExportTraceServiceRequest.FromString(SpanEncoder(HERE).encode(kept.spans)) == theirs
 
 
-def test_other_exporters_find_all_that_a_span_of_the_sdk_has(
-    tracing: Tracing, exporter: InMemorySpanExporter
-) -> None:
-    make_rich_spans(tracing)
-    _, child, far, call = (json.loads(span.to_json()) for span in exporter.get_finished_spans())
+def test_other_exporters_get_complete_spans_of_the_sdk(traced: Traced) -> None:
+    make_rich_spans(traced.tracing)
+    _, child, far, call = (json.loads(span.to_json()) for span in traced.end())
     assert child["status"] == {"status_code": "ERROR", "description": "late"}
     assert child["attributes"][names.ERROR_TYPE] == "late"
     assert child["events"][0]["name"] == "first"
@@ -389,23 +345,10 @@ def test_a_span_that_protobuf_cannot_hold_is_left_out_alone() -> None:
         tracing.span(name, PARENT, 1, 2, {"value": value})
     tracing.span("long ago", PARENT, -1, 2, {})
     tracing.span("lost", TraceContext("00-" + "x" * 32 + "-" + "b" * 16 + "-01"), 1, 2, {})
-    request = SpanEncoder(HERE).message(kept.spans)
+    request = ExportTraceServiceRequest.FromString(SpanEncoder(HERE).encode(kept.spans))
     (scope,) = request.resource_spans[0].scope_spans
     assert [span.name for span in scope.spans] == ["one", "four"]
     assert request.resource_spans[0].resource.attributes
-
-
-@pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_the_exporters_take_our_encoder_and_everybody_else_s_keep_theirs(protocol: str) -> None:
-    name = f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter"
-    everybodys = vars(importlib.import_module(name))
-    assert everybodys["encode_spans"] is trace_encoder.encode_spans, "the name is as it was"
-    config = TelemetryConfig(otlp_endpoint="http://127.0.0.1:1", otlp_protocol=protocol)
-    exporter = otlp_exporter(config, HERE)
-    ours = type(exporter).export.__globals__
-    assert ours is not everybodys
-    assert isinstance(ours["encode_spans"].__self__, SpanEncoder)
-    exporter.shutdown()
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -426,7 +369,7 @@ def test_a_receiver_that_is_away_holds_up_no_end_and_is_one_line(
 
 
 def test_the_last_spans_are_not_waited_for_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporting, "SHUTDOWN_MS", 0)
+    monkeypatch.setattr("nano_inference.telemetry.tracing.SHUTDOWN_MS", 0)
     ended = threading.Event()
 
     class Away(SpanExporter):
@@ -443,18 +386,33 @@ def test_the_last_spans_are_not_waited_for_beyond_a_limit(monkeypatch: pytest.Mo
     assert ended.is_set()
 
 
-def test_a_receiver_that_is_back_is_told() -> None:
-    results = [SpanExportResult.FAILURE, SpanExportResult.FAILURE, SpanExportResult.SUCCESS]
+class Flaky:
+    """A transport with an outcome for each attempt; None is success."""
 
-    class Sometimes(InMemorySpanExporter):
-        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-            return results.pop(0)
+    def __init__(self, *outcomes: SendError | None) -> None:
+        self.outcomes = list(outcomes)
 
-    exporter = ToldExporter(Sometimes(), "collector:4317")
+    def send(self, body: bytes, timeout_s: float) -> None:
+        if outcome := self.outcomes.pop(0):
+            raise outcome
+
+    def close(self) -> None:
+        pass
+
+
+def test_only_retryable_errors_are_retried_and_an_outage_is_two_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("random.uniform", lambda low, high: 0.001)
+    final = SendError("status 400", retryable=False)
+    busy = SendError("status 503", retryable=True)
+    exporter = OtlpExporter(Flaky(final, busy, busy, None, None), HERE, "collector:4317")
     with structlog.testing.capture_logs() as lines:
-        for _ in range(3):
-            exporter.export([])
+        assert exporter.export([]) is SpanExportResult.FAILURE
+        assert exporter.export([]) is SpanExportResult.SUCCESS
+        assert exporter.export([]) is SpanExportResult.SUCCESS
     assert [line["event"] for line in lines] == ["spans_not_exported", "spans_exported_again"]
+    assert lines[0]["reason"] == "status 400"
 
 
 def test_what_is_buffered_until_it_is_exported_is_bounded_by_the_variables_or_by_us(
@@ -512,10 +470,6 @@ def test_a_file_gives_back_what_was_made(tmp_path: Path) -> None:
 
 def test_a_file_is_otlp_json_that_the_protocol_knows(tmp_path: Path) -> None:
     """Held against the protobuf definition, in which JSON has ids in base64 and not in hex."""
-    from base64 import b64encode
-
-    from google.protobuf.json_format import Parse
-
     path = tmp_path / "traces.jsonl"
     tracing = setup_tracing(TelemetryConfig(trace_file=str(path), service_name="s"), "here-1")
     make_call_span(tracing)

@@ -34,7 +34,7 @@ class ModelBus(FakeBus):
         super().__init__()
         self.model = model
         if whole is not None:
-            self.calls, self.policy, self.limits = whole.calls, whole.policy, whole.limits
+            self.store = whole.store
 
 
 class ModelEngine(FakeEngine):
@@ -52,7 +52,7 @@ class ModelEngine(FakeEngine):
         return [completion(request, sample(text=f"by {self.model}"))]
 
     async def publish(self, request: GenerateRequest, trace: TraceContext | None = None) -> str:
-        record = (await self._whole.models.read()).get(self.model)
+        record = (await self._whole.store.models.read()).get(self.model)
         if record is None or not record.takes_requests:
             raise BusError(f"the model {self.model!r} takes none", code="model_not_loaded")
         return await super().publish(request, trace)

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,13 +39,12 @@ class Place:
 
     def __init__(self, config: Config, limits: Sequence[LimitStore] = ()) -> None:
         self.engine, self.second = FakeEngine(), FakeEngine()
-        self.second.bus.store.policy = self.engine.bus.store.policy
         self.told = Told()
         self.limits = limits or [self.engine.bus.store.limits] * 2
         self.stores: list[PolicyStore] = []
         self.http: list[httpx.AsyncClient] = []
         for engine, own in zip((self.engine, self.second), self.limits, strict=True):
-            engine.bus.store.limits = own
+            engine.bus.store = replace(self.engine.bus.store, limits=own)
             app = make_app(engine, config, self.told.measures)  # type: ignore[arg-type]
             self.stores.append(app.policy.store)
             # As a server has it.

@@ -134,7 +134,7 @@ async def test_signals_are_left_to_the_process(engine: FakeEngine) -> None:
 async def test_calls_that_outlast_the_server_are_told(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("nano_inference.gateway.server.LEAVE_S", 0.1)
+    monkeypatch.setattr("nano_inference.gateway.server.server.LEAVE_S", 0.1)
     engine.outputs = hanging
     server = HttpServer(make_app(engine, Config()), GatewayConfig())
     async with running(server) as call:

@@ -67,7 +67,9 @@ async def test_the_shortest_of_what_is_given_holds(
             assert MINUTE_NS / 2 < request.budget_ns <= budget_ns - 20 * 10**9
 
 
-@pytest.mark.parametrize("given", [{BUDGET_HEADER: "0"}, {BUDGET_HEADER: "-5"}, {BUDGET_HEADER: "19999"}])
+@pytest.mark.parametrize(
+    "given", [{BUDGET_HEADER: "0"}, {BUDGET_HEADER: "-5"}, {BUDGET_HEADER: "19999"}]
+)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_time_that_is_over_when_the_call_is_read(
     engine: FakeEngine, given: dict[str, str], stream: bool

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from nano_inference.bus.control import Cancel, LaneCapacity, Reset, StageReady, StageStarted
+from nano_inference.bus.control import Cancel, ReplicaCapacity, Reset, StageReady, StageStarted
 from nano_inference.bus.messages import (
     Fenced,
     Recover,
@@ -17,7 +17,7 @@ from nano_inference.bus.messages import (
     RequestFinished,
 )
 
-CAPACITY = LaneCapacity(
+CAPACITY = ReplicaCapacity(
     num_blocks=64, block_size=16, max_model_len=512, vocab_size=258, device="cpu"
 )
 

@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.channel import Malformed, RequestEntry
-from nano_inference.bus.control import LaneCapacity
+from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.messages import AdmittedRequest
 from nano_inference.bus.public import ChatMessage, GenerateRequest, StageTime
 from nano_inference.config import (
@@ -20,7 +20,7 @@ from nano_inference.config import (
 from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.core import AdmissionCore, status_of
 
-CAPACITY = LaneCapacity(
+CAPACITY = ReplicaCapacity(
     num_blocks=4, block_size=16, max_model_len=100, vocab_size=258, device="cpu"
 )
 HUGE = 10**5000
@@ -30,7 +30,7 @@ NOW_NS = 1_500
 
 
 def core_of(
-    tokenizer: PreTrainedTokenizerFast, *, capacity: LaneCapacity = CAPACITY, **engine: Any
+    tokenizer: PreTrainedTokenizerFast, *, capacity: ReplicaCapacity = CAPACITY, **engine: Any
 ) -> AdmissionCore:
     config = Config(
         engine=EngineConfig(model_path="/models/tiny-7b", **engine),

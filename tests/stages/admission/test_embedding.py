@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.channel import RequestEntry
-from nano_inference.bus.control import EmbeddingCapacity, LaneCapacity
+from nano_inference.bus.control import EmbeddingCapacity, ReplicaCapacity
 from nano_inference.bus.messages import AdmittedRequest
 from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.public import ChatMessage, EmbedParams, GenerateRequest
@@ -18,19 +18,19 @@ from nano_inference.stages.admission.core import AdmissionCore
 
 from .test_core import CAPACITY
 
-BOTH: LaneCapacity = msgspec.structs.replace(
+BOTH: ReplicaCapacity = msgspec.structs.replace(
     CAPACITY,
     capabilities=("generate", "score", "embed"),
     embedding=EmbeddingCapacity(48, "last", True),
 )
-ENCODER: LaneCapacity = msgspec.structs.replace(
+ENCODER: ReplicaCapacity = msgspec.structs.replace(
     CAPACITY, capabilities=("embed",), embedding=EmbeddingCapacity(48, "mean", False, whole=True)
 )
 
 
 def admitted(
     tokenizer: PreTrainedTokenizerFast,
-    capacity: LaneCapacity = BOTH,
+    capacity: ReplicaCapacity = BOTH,
     config: Config | None = None,
     **fields: Any,
 ) -> AdmittedRequest:
@@ -54,7 +54,10 @@ def admitted(
     ],
 )
 def test_what_is_left_open_is_the_model_s_own(
-    capacity: LaneCapacity, embed: EmbedParams, pooling: Pooling, tokenizer: PreTrainedTokenizerFast
+    capacity: ReplicaCapacity,
+    embed: EmbedParams,
+    pooling: Pooling,
+    tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     request = admitted(tokenizer, capacity, embed=embed)
     assert request.info.pooling == pooling
@@ -98,7 +101,7 @@ def test_a_prompt_may_fill_what_the_lane_has(tokenizer: PreTrainedTokenizerFast)
     ],
 )
 def test_what_can_t_be_is_refused(
-    capacity: LaneCapacity, fields: dict[str, Any], code: str, tokenizer: PreTrainedTokenizerFast
+    capacity: ReplicaCapacity, fields: dict[str, Any], code: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     with pytest.raises(RequestError) as caught:
         admitted(tokenizer, capacity, **fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
-from nano_inference.bus.control import LaneCapacity
+from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.messages import (
     Credit,
     Dispatch,
@@ -159,7 +159,7 @@ class Lane:
             speculation="auto" if max_draft_tokens else "off",
             max_draft_tokens=max_draft_tokens or 16,
         )
-        capacity = LaneCapacity(
+        capacity = ReplicaCapacity(
             num_blocks,
             block_size,
             4096,

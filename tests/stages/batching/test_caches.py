@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nano_inference.bus.messages import DEFAULT_SCOPE, CacheScope
 from nano_inference.stages.batching import (
     NO_PREFIX,
     KVCacheManager,
@@ -20,6 +21,7 @@ from nano_inference.stages.batching import (
     compute_block_hash,
 )
 
+MINE = CacheScope(salt="mine")
 CACHES = (PagedKVCache, RadixKVCache)
 MakeCache = Callable[[int, int], KVCacheManager]
 
@@ -208,16 +210,16 @@ def test_what_was_computed_before_a_flush_never_comes_back(make_cache: MakeCache
     assert cache.next_run(old) is None
 
 
-def test_other_salts_find_nothing_and_wait_for_nobody(make_cache: MakeCache) -> None:
+def test_other_scopes_find_nothing_and_wait_for_nobody(make_cache: MakeCache) -> None:
     cache = make_cache(16, 4)
-    mine = Lease(list(range(10)), "mine")
+    mine = Lease(list(range(10)), MINE)
     cache.start(mine, 3)
-    theirs = Lease(list(range(10)), "theirs")
+    theirs = Lease(list(range(10)), CacheScope(salt="theirs"))
     assert cache.match(theirs).next_run != cache.next_run(mine)
     cache.commit(mine, 10)
     assert cache.match(theirs).num_cached == 0
     assert match(cache, list(range(10))).num_cached == 0
-    assert cache.match(Lease(list(range(10)), "mine")).num_cached == 9
+    assert cache.match(Lease(list(range(10)), MINE)).num_cached == 9
 
 
 def test_another_weight_version_finds_nothing(make_cache: MakeCache) -> None:
@@ -343,11 +345,21 @@ def test_block_hash_names_tokens_and_all_before() -> None:
         compute_block_hash(())
 
 
-def test_the_chain_begins_with_version_and_salt() -> None:
-    roots = [chain_root(version, salt) for version in (0, 1, 11) for salt in ("", "1", "a")]
+def test_the_chain_begins_with_version_and_scope() -> None:
+    scopes = [
+        DEFAULT_SCOPE,
+        CacheScope("1"),
+        CacheScope("", "1"),
+        CacheScope("", "", "1"),
+        CacheScope("", "", "1", 1),
+        CacheScope("1", "\0a"),
+        CacheScope("1\0", "a"),
+        CacheScope("", "\ud800"),
+    ]
+    roots = [chain_root(version, scope) for version in (0, 1, 11) for scope in scopes]
     names = {compute_block_hash((1, 2), root) for root in roots}
     assert len(names) == len(roots)
-    assert chain_root(0, "") == NO_PREFIX
+    assert chain_root(0, DEFAULT_SCOPE) == NO_PREFIX
 
 
 # --- random traces ---------------------------------------------------------------------------
@@ -356,7 +368,7 @@ def test_the_chain_begins_with_version_and_salt() -> None:
 class Driver:
     """Drives a cache with notes in place of KV.
 
-    A slot holds (salt, weight version, tokens) it was computed from.
+    A slot holds (scope, weight version, tokens) it was computed from.
     """
 
     def __init__(self, cache: KVCacheManager) -> None:
@@ -365,7 +377,7 @@ class Driver:
         self.slots: list[list[tuple]] = [[()] * cache.block_size] * cache.num_blocks
         self.leases: list[Lease] = []
         # For each computed token what it was computed under.
-        self.stamps: dict[Lease, list[tuple[str, int]]] = {}
+        self.stamps: dict[Lease, list[tuple[CacheScope, int]]] = {}
         self.done: dict[Lease, int] = {}
         self.known: list[tuple[int, ...]] = []
 
@@ -381,7 +393,7 @@ class Driver:
             self.slots[destination] = list(self.slots[source])
         self.leases.append(lease)
         self.done[lease] = allocation.cached_length
-        self.stamps[lease] = [(lease.salt, self.version)] * allocation.cached_length
+        self.stamps[lease] = [(lease.scope, self.version)] * allocation.cached_length
         self.read(lease)
 
     def compute(self, lease: Lease, count: int) -> None:
@@ -391,13 +403,13 @@ class Driver:
         ):
             block_id = lease.block_ids[position // size]
             slots = list(self.slots[block_id])
-            stamp = (lease.salt, self.version)
+            stamp = (lease.scope, self.version)
             slots[position % size] = (*stamp, tuple(lease.token_ids[: position + 1]))
             self.stamps[lease].append(stamp)
             self.slots[block_id] = slots
             self.done[lease] = position + 1
         self.cache.commit(lease, self.done[lease])
-        if self.cache.next_run(lease) is not None and not lease.salt:
+        if self.cache.next_run(lease) is not None and lease.scope == DEFAULT_SCOPE:
             self.known.append(tuple(lease.token_ids[: self.done[lease]]))
 
     def grow(self, lease: Lease, token_id: int) -> None:
@@ -434,7 +446,7 @@ class Driver:
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 operations = st.one_of(
-    st.tuples(st.just("arrive"), prompts, st.sampled_from(["", "", "salt"])),
+    st.tuples(st.just("arrive"), prompts, st.sampled_from([DEFAULT_SCOPE, DEFAULT_SCOPE, MINE])),
     st.tuples(st.just("compute"), st.integers(0, 9), st.integers(1, 9)),
     st.tuples(st.just("grow"), st.integers(0, 9), st.integers(0, 2)),
     st.tuples(st.just("leave"), st.integers(0, 9)),

@@ -280,7 +280,7 @@ def test_the_report_tells_who_was_served() -> None:
     # The prompt was computed with the first sample.
     assert report.started == ((1, 3), (2, 0))
     assert sorted(report.ended) == [1, 2]
-    assert report.yielded == ()
+    assert report.paused == ()
 
 
 def test_steps_are_reported_now_and_then_though_no_place_is_free() -> None:
@@ -398,12 +398,12 @@ def test_random_traces_conserve_blocks_and_outputs(
                 paused = []
         if (report := lane.core.take_report()) is not None:
             places += report.sequences
-            paused = [each for each in (*paused, *report.yielded) if each not in report.ended]
+            paused = [each for each in (*paused, *report.paused) if each not in report.ended]
         lane.check()
     lane.run()
     report = lane.core.take_report() or Credit(0)
     places += report.sequences
-    paused = [each for each in (*paused, *report.yielded) if each not in report.ended]
+    paused = [each for each in (*paused, *report.paused) if each not in report.ended]
     lane.core.resume_sequences(paused)
     places -= len(paused)
     lane.run()

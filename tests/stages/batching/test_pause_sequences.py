@@ -45,7 +45,7 @@ def test_what_goes_on_gives_the_same_tokens_from_its_cached_blocks(cache_type: C
     assert 0 < made < 20, "it stopped in the middle"
     assert not lane.core.idle
     assert lane.core.cache.num_free_blocks() == lane.core.cache.num_blocks
-    assert reported(lane).yielded == (1,)
+    assert reported(lane).paused == (1,)
     lane.core.resume_sequences([1])
     come_to_rest(lane)
     assert lane.outputs[1] == expected(PROMPT, 20, stop=False)
@@ -64,14 +64,14 @@ def test_its_place_is_free_when_no_plan_names_it() -> None:
     while lane.plans:
         lane.retire()
     report = reported(lane)
-    assert (report.sequences, report.yielded, report.ended) == (1, (1,), ())
+    assert (report.sequences, report.paused, report.ended) == (1, (1,), ())
 
 
 def test_what_waits_makes_room_at_once() -> None:
     lane = Lane()
     lane.add(PROMPT, request_id="a", seq_ids=(1,))
     lane.core.pause_sequences([1])
-    assert reported(lane).yielded == (1,)
+    assert reported(lane).paused == (1,)
     assert not lane.plan()
     lane.core.resume_sequences([1])
     lane.run()
@@ -86,7 +86,7 @@ def test_a_sequence_that_ends_in_its_last_step_has_ended_and_not_made_room() -> 
     lane.core.pause_sequences([1])
     lane.run()
     report = reported(lane)
-    assert (report.sequences, report.yielded, report.ended) == (1, (), (1,))
+    assert (report.sequences, report.paused, report.ended) == (1, (), (1,))
     assert lane.outputs[1] == expected(PROMPT, 2, stop=False)
     assert lane.core.idle
     lane.core.resume_sequences([1])
@@ -127,7 +127,7 @@ def test_after_lost_plans_what_was_to_pause_is_paused() -> None:
     lane.core.pause_sequences([1])
     lane.retract()
     lane.check()
-    assert reported(lane).yielded == (1,)
+    assert reported(lane).paused == (1,)
     lane.core.resume_sequences([1])
     come_to_rest(lane)
     assert lane.outputs[1] == expected(PROMPT, 20, stop=False)

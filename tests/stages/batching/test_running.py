@@ -92,7 +92,7 @@ class Twins:
         report = found[0]
         if report is not None:
             self.paused = [
-                each for each in (*self.paused, *report.yielded) if each not in report.ended
+                each for each in (*self.paused, *report.paused) if each not in report.ended
             ]
         for lane in self.lanes:
             lane.check()

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nano_inference.stages.executor.batch import DecodeRows
-from nano_inference.stages.executor.graphs import Step
+from nano_inference.stages.executor.runner.batch import DecodeRows
+from nano_inference.stages.executor.runner.graphs import Step
 
 _WAITS = ("aten.item", "aten.is_nonzero", "aten._local_scalar_dense", "aten.nonzero", "aten.equal")
 """Operations for which the host waits for the device, so that a graph can't hold them."""

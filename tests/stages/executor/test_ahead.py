@@ -12,9 +12,9 @@ from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec, Ste
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
-from nano_inference.stages.executor.attention.paged import PagedBackend
-from nano_inference.stages.executor.feed import Readback
-from nano_inference.stages.executor.step import LaunchedStep
+from nano_inference.stages.executor.driver.feed import Readback
+from nano_inference.stages.executor.driver.step import LaunchedStep
+from nano_inference.stages.executor.runner.attention.paged import PagedBackend
 
 from .models import VOCAB, make_model
 from .plans import new_sequence, step_plan

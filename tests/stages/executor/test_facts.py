@@ -15,8 +15,8 @@ from transformers import (
 
 from nano_inference.config import EngineConfig
 from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.executor.experts import experts_of
 from nano_inference.stages.executor.facts import model_facts
+from nano_inference.stages.executor.runner.experts import experts_of
 
 
 @pytest.mark.parametrize(

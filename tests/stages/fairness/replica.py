@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nano_inference.bus.messages import AdmittedRequest, Continue, Credit, Dispatch
+from nano_inference.bus.messages import AdmittedRequest, Credit, Dispatch, ResumeSequences
 from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness import FairnessCore
 
@@ -66,7 +66,7 @@ class StepReplica:
                 for spec in message.sequences:
                     self._start(spec.seq_id, admitted, len(admitted.token_ids))
                     self._serve(admitted, self.core.config.prefill_weight * len(message.token_ids))
-            elif isinstance(message, Continue):
+            elif isinstance(message, ResumeSequences):
                 for seq_id in message.seq_ids:
                     self._start(seq_id, self.paused.pop(seq_id), 1)
         assert len(self.running) + self.core.credits == self.places
@@ -108,7 +108,7 @@ class StepReplica:
                 seq_id = running.spec.seq_id
                 self.paused[seq_id] = self.running.pop(seq_id)
                 self.preemptions[seq_id] = self.preemptions.get(seq_id, 0) + running.preempted
-            self._report(yielded=tuple(running.spec.seq_id for _, running in asked))
+            self._report(paused=tuple(running.spec.seq_id for _, running in asked))
             self.dispatch()
 
     def _start(self, seq_id: int, admitted: AdmittedRequest, num_tokens: int) -> None:
@@ -120,12 +120,12 @@ class StepReplica:
         weight = self.core.config.tenant_weights.get(admitted.tenant, 1.0)
         self.service[admitted.tenant] = self.service.get(admitted.tenant, 0.0) + cost / weight
 
-    def _report(self, yielded: tuple[int, ...] = (), ended: tuple[int, ...] = ()) -> None:
+    def _report(self, paused: tuple[int, ...] = (), ended: tuple[int, ...] = ()) -> None:
         report = Credit(
-            len(yielded) + len(ended),
+            len(paused) + len(ended),
             tuple(self._steps),
             tuple(self._new),
-            yielded,
+            paused,
             ended,
             self.step_ns,
             self.kv_free,

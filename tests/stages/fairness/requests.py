@@ -7,9 +7,9 @@ import itertools
 from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import (
     AdmittedRequest,
-    Continue,
     Credit,
     RequestInfo,
+    ResumeSequences,
     SequenceSpec,
 )
 from nano_inference.config import SamplingParams
@@ -47,6 +47,6 @@ def drain(core: FairnessCore, now_ns: int = 0) -> list[str]:
     """The requests that are dispatched now; "name+" for a sequence that goes on."""
     names = []
     while (dispatched := core.pop(now_ns)) is not None:
-        again = "+" if isinstance(dispatched.message, Continue) else ""
+        again = "+" if isinstance(dispatched.message, ResumeSequences) else ""
         names.append(dispatched.request.info.request_id + again)
     return names

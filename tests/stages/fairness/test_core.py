@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.bus.messages import Dispatch
+from nano_inference.bus.messages import CacheScope, Dispatch
 from nano_inference.bus.public import StageTime
 from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness import Dispatched, FairnessCore
@@ -87,11 +87,13 @@ def test_more_samples_than_credits_leave_in_parts() -> None:
 
 def test_dispatch_passes_on_what_is_predicted_and_who_may_learn() -> None:
     core = FairnessCore(FairnessConfig())
-    sent = msgspec.structs.replace(request("it"), prediction=(5, 6), cache_salt="s")
+    sent = msgspec.structs.replace(
+        request("it"), prediction=(5, 6), cache_scope=CacheScope("t", "s")
+    )
     core.push(sent, 0)
     grant(core, 1)
     dispatch = popped(core, 0)[1]
-    assert (dispatch.prediction, dispatch.cache_salt) == ((5, 6), "s")
+    assert (dispatch.prediction, dispatch.cache_scope) == ((5, 6), CacheScope("t", "s"))
 
 
 def test_dispatch_tells_how_long_it_waited() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from nano_inference.bus.messages import Continue, Credit, Dispatch
+from nano_inference.bus.messages import DEFAULT_SCOPE, CacheScope, Credit, Dispatch, ResumeSequences
 from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness import FairnessCore, Replica, choose_replica
-from nano_inference.stages.fairness.locality import CHUNK_TOKENS, PrefixIndex, trail_of
+from nano_inference.stages.fairness.locality import CHUNK_TOKENS, PrefixIndex, prefix_chain
 
 from .requests import request
 
@@ -19,7 +19,7 @@ def replica(name: str, credits: int = 1, load: int = 0, prefix: int = 0) -> Repl
     made = Replica(name)
     made.credits = credits
     made.running = dict.fromkeys(range(load))  # type: ignore[arg-type]
-    made.prefixes.add(trail_of(PROMPT[:prefix], ""))
+    made.prefixes.add(prefix_chain(PROMPT[:prefix], DEFAULT_SCOPE))
     return made
 
 
@@ -38,7 +38,7 @@ def replica(name: str, credits: int = 1, load: int = 0, prefix: int = 0) -> Repl
 def test_the_longest_prefix_then_the_least_load(
     replicas: list[Replica], wanted: str | None
 ) -> None:
-    chosen = choose_replica(replicas, trail_of(PROMPT, ""))
+    chosen = choose_replica(replicas, prefix_chain(PROMPT, DEFAULT_SCOPE))
     assert (chosen.name if chosen else None) == wanted
 
 
@@ -104,7 +104,7 @@ def test_what_waits_for_a_full_replica_keeps_no_other_replica_idle() -> None:
     core.absorb(Credit(0, steps=((first,),) * 8, kv_free=10**9), 2, "west")
     ((name, running),) = core.ask_to_pause(3)
     assert (name, running.spec.seq_id) == ("west", first)
-    core.absorb(Credit(1, yielded=(first,), kv_free=10**9), 4, "west")
+    core.absorb(Credit(1, paused=(first,), kv_free=10**9), 4, "west")
     assert sent(core) == [("west", "b")]
     # "a" has been served less by now, so it is the first of those that wait.
     (second,) = core._replicas["west"].running
@@ -116,7 +116,7 @@ def test_what_waits_for_a_full_replica_keeps_no_other_replica_idle() -> None:
     assert core.pop(9) is None
     ((name, running),) = core.ask_to_pause(10)
     assert (name, running.spec.seq_id) == ("west", second), "for what goes on there"
-    core.absorb(Credit(1, yielded=(second,), kv_free=10**9), 11, "west")
+    core.absorb(Credit(1, paused=(second,), kv_free=10**9), 11, "west")
     dispatched = core.pop(12)
     assert dispatched is not None
     assert (dispatched.replica, dispatched.request.info.request_id) == ("west", "a")
@@ -132,18 +132,21 @@ def test_what_made_room_goes_on_where_it_was() -> None:
     core.push(request("urgent", priority=9), 2)
     ((name, running),) = core.ask_to_pause(3)
     assert name == where["second"], "of equals the last one dispatched"
-    core.absorb(Credit(1, yielded=(running.spec.seq_id,)), 4, name)
+    core.absorb(Credit(1, paused=(running.spec.seq_id,)), 4, name)
     assert sent(core) == [(name, "urgent")]
     core.absorb(Credit(1, ended=(next(iter(core._replicas[name].running)),)), 5, name)
     dispatched = core.pop(6)
     assert dispatched is not None
     assert dispatched.replica == name
-    assert dispatched.message == Continue((running.spec.seq_id,), dispatched.message.rank)
+    assert dispatched.message == ResumeSequences((running.spec.seq_id,), dispatched.message.rank)
 
 
 def test_the_index_is_bounded_and_forgets_what_was_used_longest_ago() -> None:
     index = PrefixIndex(most_tokens=4 * CHUNK_TOKENS)
-    first, second = trail_of(PROMPT[:192], ""), trail_of(PROMPT[1:193], "")
+    first, second = (
+        prefix_chain(PROMPT[:192], DEFAULT_SCOPE),
+        prefix_chain(PROMPT[1:193], DEFAULT_SCOPE),
+    )
     index.add(first)
     assert index.match(first) == 3 * CHUNK_TOKENS
     index.add(second)
@@ -154,9 +157,9 @@ def test_the_index_is_bounded_and_forgets_what_was_used_longest_ago() -> None:
 
 def test_salts_share_nothing() -> None:
     index = PrefixIndex()
-    index.add(trail_of(PROMPT, "mine"))
-    assert index.match(trail_of(PROMPT, "mine")) == len(PROMPT)
-    assert index.match(trail_of(PROMPT, "")) == 0
+    index.add(prefix_chain(PROMPT, CacheScope(salt="mine")))
+    assert index.match(prefix_chain(PROMPT, CacheScope(salt="mine"))) == len(PROMPT)
+    assert index.match(prefix_chain(PROMPT, DEFAULT_SCOPE)) == 0
 
 
 def sent(core: FairnessCore, *, swap: bool = False) -> list[tuple[str, str]]:

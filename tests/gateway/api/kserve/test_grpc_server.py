@@ -344,7 +344,7 @@ async def test_draining_ends_streams_behind_their_answers() -> None:
 async def test_calls_that_do_not_end_are_told(
     monkeypatch: pytest.MonkeyPatch, streams: bool
 ) -> None:
-    monkeypatch.setattr("nano_inference.gateway.server.LEAVE_S", 0.01)
+    monkeypatch.setattr("nano_inference.gateway.server.server.LEAVE_S", 0.01)
     model = Model(decoupled=True)
     model.free.clear()
     async with served(model) as (gateway, _):

@@ -1,0 +1,163 @@
+"""What the messages about weights may say, looked at before anything is done for one.
+
+What takes a look at each tensor, or at what is there, is checked where it is read.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ....bus.control import (
+    FinishUpdate,
+    JoinWeightsGroup,
+    LeaveWeightsGroup,
+    ReleaseMemory,
+    ResumeMemory,
+    TellWeightVersion,
+    UpdateWeights,
+)
+from ....bus.weights import (
+    FolderWeights,
+    GroupWeights,
+    LocalWeights,
+    SharedMemoryWeights,
+    StagedWeights,
+    WeightsSource,
+    check_in_flight,
+)
+from ....config import WeightsError, shown
+from ..runner.weights.limits import WeightLimits
+from ..runner.weights.transports import BACKENDS, host_and_port
+
+Operation = (
+    UpdateWeights
+    | FinishUpdate
+    | JoinWeightsGroup
+    | LeaveWeightsGroup
+    | TellWeightVersion
+    | ReleaseMemory
+    | ResumeMemory
+)
+
+LONGEST_WAIT_S = 86_400.0
+"""A day: nobody waits longer for weights, and clocks and sockets can count so far."""
+
+LARGEST_VERSION = 1 << 62
+"""That can be asked for. Counting goes on behind it, and any program can hold the numbers."""
+
+_LONGEST_NAME = 256
+_LONGEST_PATH_BYTES = 4096  # Linux's
+_LONGEST_HOST = 253  # DNS's
+_LARGEST_WORLD = 1 << 16
+
+
+def check_arguments(operation: Operation, limits: WeightLimits) -> None:
+    """Takes as long for any message.
+
+    Raises:
+        WeightsError: An argument is none that could be obeyed; the message names it.
+    """
+    match operation:
+        case UpdateWeights():
+            _check_name("part_of", operation.part_of)
+            _check_name("prepare_as", operation.prepare_as)
+            _check_wait(operation.timeout_s)
+            _check_version(operation.version)
+            check_in_flight(operation.in_flight)
+            _check_source(operation.source, limits)
+        case FinishUpdate():
+            _check_name("prepared", operation.prepared)
+            _check_version(operation.version)
+        case JoinWeightsGroup():
+            _check_join(operation)
+        case LeaveWeightsGroup():
+            _check_name("group", operation.group)
+
+
+def _check_version(version: int | None) -> None:
+    """Raises WeightsError for one that is too large; whether it is large enough, others know."""
+    if version is not None and version > LARGEST_VERSION:
+        raise WeightsError(
+            f"version is {shown(version)}; give a number up to {LARGEST_VERSION}, or none"
+        )
+
+
+def check_path(path: str) -> None:
+    """Raises WeightsError for a text that can't name a file."""
+    if not path:
+        raise WeightsError("the path of the weights is empty; name a folder or a file")
+    if "\0" in path:
+        raise WeightsError(f"the path {shown(path)} holds a NUL, which no path does")
+    try:
+        size = len(os.fsencode(path))
+    except UnicodeEncodeError:
+        raise WeightsError(f"{shown(path)} is no path, for it is not Unicode") from None
+    if size > _LONGEST_PATH_BYTES:
+        raise WeightsError(
+            f"the path {shown(path)} has {size} bytes; it may have {_LONGEST_PATH_BYTES} bytes"
+        )
+
+
+def _check_source(source: WeightsSource | StagedWeights, limits: WeightLimits) -> None:
+    match source:
+        case FolderWeights(path):
+            check_path(path)
+        case LocalWeights(key):
+            _check_name("key", key)
+        case StagedWeights(update):
+            _check_name("update", update)
+        case SharedMemoryWeights(segments, tensors):
+            limits.check_tensors(len(tensors))
+            if len(segments) > len(tensors):
+                raise WeightsError(
+                    f"{len(tensors)} tensors are said to lie in {len(segments)} segments; name "
+                    "only those where some lie"
+                )
+        case GroupWeights(group, tensors):
+            _check_name("group", group)
+            limits.check_tensors(len(tensors))
+
+
+def _check_join(wish: JoinWeightsGroup) -> None:
+    _check_name("group", wish.group)
+    if not wish.group:
+        raise WeightsError("group is empty; give the group a name")
+    _check_wait(wish.timeout_s)
+    if wish.backend not in BACKENDS:
+        known = " or ".join(repr(backend) for backend in BACKENDS)
+        raise WeightsError(f"backend {shown(wish.backend)} is unknown; use {known}")
+    if wish.world_size > _LARGEST_WORLD:
+        raise WeightsError(
+            f"world_size is {shown(wish.world_size)}; it may be up to {_LARGEST_WORLD}"
+        )
+    if not 0 < wish.rank < wish.world_size:
+        raise WeightsError(
+            f"an executor's rank is from 1 to below the world's size: it is {shown(wish.rank)} of "
+            f"{shown(wish.world_size)}"
+        )
+    host, port = host_and_port(wish.address)
+    if not port:
+        raise WeightsError("a group's address is host:port, and the port is not 0")
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        host = ""
+    if not host or "\0" in host or len(host) > _LONGEST_HOST:
+        raise WeightsError(
+            f"{shown(wish.address)} names no host; give an address, or a name whose labels have "
+            "up to 63 characters"
+        )
+
+
+def _check_wait(timeout_s: float) -> None:
+    if not 0 < timeout_s <= LONGEST_WAIT_S:  # written so that NaN fails
+        raise WeightsError(
+            f"timeout_s is {shown(timeout_s)}; give seconds above 0, up to {LONGEST_WAIT_S:.0f}"
+        )
+
+
+def _check_name(argument: str, name: str) -> None:
+    if len(name) > _LONGEST_NAME:
+        raise WeightsError(
+            f"{argument} has {len(name)} characters; a name may have {_LONGEST_NAME}"
+        )

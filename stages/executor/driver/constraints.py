@@ -1,0 +1,348 @@
+"""Which tokens may come next in samples whose text has to follow a grammar.
+
+A matcher goes on behind the tokens that its sample has by then, however they came there. So samples
+that were preempted, resumed after a failure, or that other weights go on with, need nothing more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import llguidance.numpy
+import numpy as np
+import numpy.typing as npt
+import torch
+from llguidance import LLExecutor, LLMatcher
+from torch import Tensor
+
+from ....bus.control import Cancel
+from ....config import Constraint, ModelError, RequestError
+from ....text.grammar import MASK_S, GrammarCompiler, allows, is_dead_end, is_too_costly, only
+from ..runner.interface import IntArray, forbid
+from .sequences import BoolArray, Places, SequenceTable
+
+_MASK_S = 0.005
+"""CPU time that each mask may take. Nearly all take less than 1 ms; the first ones of 128 strict
+tools take up to 12 ms at 151,936 tokens."""
+
+_EXCESS_S = 0.2
+"""CPU time that the masks of a sample may take beyond that, all together."""
+
+_SLOW_S = 0.01
+"""Masks of a step that took longer are timed one by one in the next."""
+
+_GROWN_S = 0.01
+"""Time of masks after which their memory is counted, and not only when the sample has left: to find
+a grammar takes up to a fraction of a millisecond."""
+
+_TOO_COSTLY = (
+    "the constraint takes too much work at this place of the text; make it simpler: patterns that "
+    "have to match together, or must not match, multiply by each other"
+)
+
+
+class TokenMasks(NamedTuple):
+    """Which tokens some rows of a batch may have next.
+
+    Attributes:
+        places: `[masked]`, those rows' indices in the batch.
+        allowed: `[masked, ceil(vocab / 32)]`, a bit for each token, of each number the lowest
+            first.
+        unsure: `[masked]`, at which of them, behind drafted tokens, it is not known what may come.
+    """
+
+    places: IntArray
+    allowed: npt.NDArray[np.int32]
+    unsure: BoolArray
+
+    def apply(self, logits: Tensor, *, kernels: bool = False) -> None:
+        """Makes what may not come minus infinity, in place.
+
+        Args:
+            logits: `[batch, vocab]` float32, contiguous.
+            kernels: Whether our own kernel does it, which does not touch what may come (CPU).
+        """
+        if kernels:
+            forbid(logits, self.places, self.allowed)
+            return
+        # Eight tokens are a byte, and each becomes one, of 0 or 1.
+        eights, vocab = (~self.allowed).view(np.uint8), logits.shape[1]
+        ones = np.unpackbits(eights, axis=1, count=vocab, bitorder="little")
+        forbidden = torch.from_numpy(ones.view(np.bool_)).to(logits.device)
+        if len(self.places) == len(logits):
+            logits.masked_fill_(forbidden, -torch.inf)
+            return
+        for place, row in zip(self.places.tolist(), forbidden, strict=True):
+            logits[place].masked_fill_(row, -torch.inf)
+
+
+class PendingMasks:
+    """Masks that another thread is working out."""
+
+    def __init__(
+        self, masks: Future[TokenMasks], now_ns: Callable[[], int], waits_ns: deque[int]
+    ) -> None:
+        """Args: the clock, and where it is noted how long they were waited for."""
+        self._masks = masks
+        self._now_ns = now_ns
+        self._waits_ns = waits_ns
+
+    def result(self, timeout_s: float | None = None) -> TokenMasks:
+        """Waits for them.
+
+        Raises:
+            TimeoutError: For longer than that.
+        """
+        start_ns = self._now_ns()
+        masks = self._masks.result(timeout_s)
+        self._waits_ns.append(self._now_ns() - start_ns)
+        return masks
+
+
+class _Sample:
+    """One sample's place in its grammar.
+
+    Attributes:
+        constraint: What its grammar is of.
+        matcher: None if the constraint can't be followed.
+        failure: Why its request ends; empty while it goes on.
+        excess_s: CPU time of its masks beyond what each may take.
+        grown_s: Time of its masks whose memory is not counted yet.
+    """
+
+    __slots__ = ("constraint", "consumed", "excess_s", "failure", "grown_s", "matcher", "seq_id")
+
+    def __init__(
+        self, seq_id: int, constraint: Constraint, matcher: LLMatcher | None, failure: str = ""
+    ) -> None:
+        self.seq_id = seq_id
+        self.constraint = constraint
+        self.matcher = matcher
+        self.failure = failure
+        self.consumed = 0
+        self.excess_s = 0.0
+        self.grown_s = 0.0
+
+    def spend(self, took_s: float) -> None:
+        """Count the CPU time of a mask."""
+        self.excess_s += max(0.0, took_s - _MASK_S)
+        if self.excess_s > _EXCESS_S:
+            self.failure = _TOO_COSTLY
+            self.matcher = None
+
+    def look(self) -> None:
+        """Find out whether the last mask met a limit of work."""
+        if self.matcher is not None and is_too_costly(self.matcher):
+            self.failure = _TOO_COSTLY
+            self.matcher = None
+
+
+class _Asked(NamedTuple):
+    """A sample whose masks are wanted: at one place, and behind each drafted token."""
+
+    sample: _Sample
+    matcher: LLMatcher
+    place: int
+    draft: list[int]
+
+
+class Constraints:
+    """The matchers of a lane's samples, by the rows of its table."""
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        compiler: GrammarCompiler,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._table = table
+        self._compiler = compiler
+        self._now_ns = now_ns
+        # Those that nobody asked for are not kept for ever.
+        self._waits_ns: deque[int] = deque(maxlen=1024)
+        self._samples: dict[int, _Sample] = {}
+        self._failures: deque[Cancel] = deque()
+        self._times_each = False
+        self._thread = ThreadPoolExecutor(1, "grammar")
+        self._parallel: LLExecutor | None = None
+
+    def begin(self, places: Places) -> PendingMasks | None:
+        """Begins to work out what may come at some places; None when anything may at all of them.
+
+        Another thread does it, while this one computes the logits. The tokens before them must be
+        known.
+
+        Args:
+            places: As the batch has them, those of one row in order.
+        """
+        if self._samples:
+            self._drop_gone()
+        masked = np.flatnonzero(self._table.constrained[places.rows])
+        if not masked.size:
+            return None
+        masks = self._thread.submit(self._masks, masked, places[masked])
+        return PendingMasks(masks, self._now_ns, self._waits_ns)
+
+    def check_draft(self, row: int, draft: tuple[int, ...]) -> int:
+        """How many tokens of a draft, from its first on, a row's grammar allows.
+
+        No masks may be under way.
+        """
+        if not self._table.constrained[row]:
+            return len(draft)
+        matcher = self._advance(np.array([row]))[0].matcher
+        return matcher.validate_tokens(list(draft)) if matcher is not None else 0
+
+    def forced(self, row: int) -> tuple[int, ...]:
+        """The tokens that a row's grammar leaves no choice about, as far as they are known.
+
+        No masks may be under way.
+        """
+        if not self._table.constrained[row]:
+            return ()
+        matcher = self._advance(np.array([row]))[0].matcher
+        return tuple(matcher.compute_ff_tokens()) if matcher is not None else ()
+
+    def take_waits_ns(self) -> list[int]:
+        """How long masks were waited for, each time since the last call; any thread may ask."""
+        return [self._waits_ns.popleft() for _ in range(len(self._waits_ns))]
+
+    def take_failures(self) -> tuple[Cancel, ...]:
+        """What ends requests whose constraints could not be followed, each once. Their sequences
+        end with their next token."""
+        return tuple(self._failures.popleft() for _ in range(len(self._failures)))
+
+    def clear(self) -> None:
+        """Forgets all samples."""
+        self._samples.clear()
+        self._failures.clear()
+
+    def close(self) -> None:
+        """Lets go of the thread."""
+        self._thread.shutdown(wait=False)
+
+    def _drop_gone(self) -> None:
+        """Free the matchers of sequences that have left: each may have grown to tens of MB."""
+        rows = np.fromiter(self._samples, np.int64, len(self._samples))
+        ids = np.array([sample.seq_id for sample in self._samples.values()])
+        gone = rows[~self._table.holds(rows, ids)].tolist()
+        for row in gone:
+            self._charge(self._samples.pop(row))
+
+    def _charge(self, sample: _Sample) -> None:
+        if sample.grown_s and not sample.failure:
+            self._compiler.charge(sample.constraint, sample.grown_s)
+            sample.grown_s = 0.0
+
+    def _masks(self, masked: IntArray, places: Places) -> TokenMasks:
+        allowed = llguidance.numpy.allocate_token_bitmask(len(places), self._compiler.vocab_size)
+        firsts = np.flatnonzero(places.ahead == 0)
+        rows = places.rows[firsts]
+        samples = self._advance(rows)
+        asked = [
+            _Asked(sample, sample.matcher, first, draft)
+            for sample, first, draft in zip(
+                samples, firsts.tolist(), self._drafts(places, firsts), strict=True
+            )
+            if sample.matcher is not None
+        ]
+        self._fill(asked, allowed)
+        stops = self._compiler.stop_ids
+        may_stop = np.any(allows(allowed, stops), axis=1)
+        # Whether a text may end behind drafted tokens, or has met a dead end, is asked once they
+        # are known.
+        unsure = may_stop & (places.ahead > 0)
+        for row, first, sample in zip(rows.tolist(), firsts.tolist(), samples, strict=True):
+            sample.look()
+            matcher = sample.matcher
+            if matcher is None or is_dead_end(matcher, may_stop=bool(may_stop[first])):
+                allowed[first] = only(stops, allowed.shape[1])
+                self._table.cut_off(row)
+            if sample.failure:
+                self._fail(row, sample)
+        return TokenMasks(masked, allowed, unsure)
+
+    def _fail(self, row: int, sample: _Sample) -> None:
+        self._compiler.forget(sample.constraint)
+        info = self._table.info[row]
+        assert info is not None
+        self._failures.append(
+            Cancel(info.request_id, info.entry_id, "error", "invalid_constraint", sample.failure)
+        )
+
+    def _drafts(self, places: Places, firsts: IntArray) -> list[list[int]]:
+        """The drafted tokens of each row, of which `firsts` are the first places."""
+        table = self._table
+        counts = np.diff(firsts, append=len(places)) - 1
+        drafts = []
+        for row, count in zip(places.rows[firsts].tolist(), counts.tolist(), strict=True):
+            known = table.num_known[row]
+            drafts.append(table.tokens[row, known : known + count].tolist())
+        return drafts
+
+    def _fill(self, asked: list[_Asked], allowed: npt.NDArray[np.int32]) -> None:
+        """What each matcher allows, in the mask of that index, and behind each drafted token in
+        those that follow. Where that takes long, the next step finds out whose masks do."""
+        start_s = time.perf_counter()
+        if self._times_each:
+            for one in asked:
+                # A single one is made in this thread.
+                cpu_s = time.thread_time()
+                self._fill_together([one], allowed)
+                one.sample.spend((time.thread_time() - cpu_s) / (1 + len(one.draft)))
+        else:
+            self._fill_together(asked, allowed)
+        took_s = time.perf_counter() - start_s
+        self._times_each = took_s > _SLOW_S
+        masks = sum(1 + len(one.draft) for one in asked)
+        for one in asked:
+            one.sample.grown_s += max(0.0, took_s / masks - MASK_S)
+            if one.sample.grown_s > _GROWN_S:
+                self._charge(one.sample)
+
+    def _fill_together(self, asked: list[_Asked], allowed: npt.NDArray[np.int32]) -> None:
+        if self._parallel is None:
+            self._parallel = LLExecutor()
+        matchers = [(one.matcher, one.place, one.draft) for one in asked]
+        plain = [(matcher, place) for matcher, place, draft in matchers if not draft]
+        drafted = [one for one in matchers if one[2]]
+        if plain:
+            llguidance.numpy.fill_next_token_bitmask_par(self._parallel, plain, allowed)
+        if drafted:
+            llguidance.numpy.fill_next_token_bitmask_par_with_draft_tokens(
+                self._parallel, drafted, allowed
+            )
+
+    def _advance(self, rows: IntArray) -> list[_Sample]:
+        """The samples in these rows, the matcher of each behind all tokens that it has."""
+        table = self._table
+        samples = []
+        for row, seq_id, known, generated in zip(
+            rows.tolist(),
+            table.ids_of(rows).tolist(),
+            table.num_known[rows].tolist(),
+            table.num_generated[rows].tolist(),
+            strict=True,
+        ):
+            sample = self._samples.get(row)
+            if sample is None or sample.seq_id != seq_id:
+                sample = self._samples[row] = self._begun(row, seq_id)
+            new = table.tokens[row, known - generated + sample.consumed : known].tolist()
+            if new and sample.matcher is not None:
+                sample.matcher.consume_tokens(new)
+            sample.consumed = generated
+            samples.append(sample)
+        return samples
+
+    def _begun(self, row: int, seq_id: int) -> _Sample:
+        constraint = self._table.constraint[row]
+        assert constraint is not None
+        try:
+            return _Sample(seq_id, constraint, self._compiler.matcher(constraint))
+        # Admission has let it in, perhaps with another version of the library.
+        except (RequestError, ModelError) as error:
+            return _Sample(seq_id, constraint, None, error.message)

@@ -1,0 +1,309 @@
+"""Chooses tokens from logits. Pure functions; all randomness comes in as numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ....config import RequestError
+from ..runner.interface import cpu
+from .logprobs import BLOCK, ScaledLogits, block_sums, broken_logits, scale_logits
+
+_CANDIDATES = (64, 1024)
+"""Numbers of likeliest tokens among which a limit is looked for before all are sorted."""
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number in [0, 1) of one token: a pure function of the sample and the place.
+
+    Two rounds of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
+    2014), the first over the seed, so that neither seeds nor positions that follow one another
+    give related numbers. So a sample depends on no neighbour, preemption or restart.
+
+    Args:
+        seed: Of the sample; any integer, taken modulo 2**64.
+        position: Index of the generated token, from 0.
+    """
+    return float(uniforms(np.array([seed & _MASK], np.uint64), np.array([position]))[0])
+
+
+def uniforms(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """As `uniform`, for `[batch]` seeds and positions."""
+    golden = np.uint64(_GOLDEN)
+    with np.errstate(over="ignore"):
+        steps = (positions.astype(np.uint64) + np.uint64(1)) * golden
+        mixed = _mix(_mix(seeds + golden) + steps)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@torch.no_grad()
+def sample_with_logprobs(
+    logits: Tensor,
+    temperatures: Tensor,
+    *,
+    uniforms: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    kernels: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Samples one token per row, with its logprob under the policy.
+
+    The logprob is that of log_softmax(logits / temperature) over the full vocabulary, in float32,
+    whatever top_k, top_p and min_p leave to choose from: they restrict the choice and not the
+    reported number ("processed" in docs/sampling.md, when penalties, bias and masks are in the
+    logits already). At temperature 0 the token is the argmax (the first of equal ones) and the
+    logprob that of temperature 1.
+
+    The limits apply to the probabilities after temperature, likeliest first, equal ones in the
+    order of their ids: the first `top_k`; of these, rescaled to sum to 1, as few as reach `top_p`;
+    and none below `min_p` times the likeliest. At least one token is always left.
+
+    Args:
+        logits: `[batch, vocab]`, any float dtype. Minus infinity is a token that can't be chosen.
+        temperatures: `[batch]`, 0 or more.
+        uniforms: `[batch]` float64 in [0, 1), one per row; from torch's default generator when
+            None.
+        top_k: `[batch]` integers; 0 is off.
+        top_p: `[batch]`; 1 or more is off.
+        min_p: `[batch]`; 0 is off.
+        kernels: As in `scale_logits`.
+
+    Returns:
+        Tokens `[batch]` int64, logprobs `[batch]` float32.
+
+    Raises:
+        ModelError: A row's largest logit is not a finite number: the model's output is broken.
+        RequestError: A temperature is negative or not finite, or a shape is another one.
+    """
+    given = {"temperatures": temperatures, "uniforms": uniforms}
+    _check_shapes(logits, given | {"top_k": top_k, "top_p": top_p, "min_p": min_p})
+    usable = (temperatures >= 0) & temperatures.isfinite()
+    if not bool(usable.all()):
+        raise RequestError(
+            f"a temperature is {temperatures[~usable][0].item()}; it must be 0 (greedy) or above",
+            code="invalid_temperature",
+        )
+    return sample_rows(
+        logits,
+        temperatures,
+        uniforms=uniforms,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        kernels=kernels,
+    )
+
+
+def _check_shapes(logits: Tensor, columns: dict[str, Tensor | None]) -> None:
+    """Raises RequestError: torch would repeat what is too short for all rows."""
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise RequestError(
+            f"logits are {tuple(logits.shape)} {logits.dtype}; they must be [batch, vocab] floats"
+        )
+    for name, column in columns.items():
+        if column is not None and column.shape != logits.shape[:1]:
+            raise RequestError(
+                f"{name} has the shape {tuple(column.shape)}; with logits of "
+                f"{tuple(logits.shape)} it must be ({logits.shape[0]},), one for each row"
+            )
+
+
+@torch.no_grad()
+def sample_rows(
+    logits: Tensor,
+    temperatures: Tensor,
+    *,
+    uniforms: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    kernels: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As `sample_with_logprobs`, of arguments that were checked before."""
+    limits = (top_k, top_p, min_p)
+    if (
+        kernels
+        and limits == (None, None, None)
+        and (uniforms is not None or not temperatures.any())
+    ):
+        return _sample_by_kernel(logits.float(), temperatures, uniforms)
+    scaled = scale_logits(logits.float(), temperatures, kernels=kernels)
+    greedy = temperatures == 0
+    tokens = scaled.first_largest
+    if not bool(greedy.all()):
+        if uniforms is None:
+            uniforms = torch.rand(logits.shape[0], dtype=torch.float64, device=logits.device)
+        sampled = _inverse_cdf(scaled, _restrict(scaled, *limits), uniforms)
+        tokens = torch.where(greedy, tokens, sampled)
+    return tokens, scaled.logprobs(tokens[:, None])[:, 0]
+
+
+def _sample_by_kernel(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    numbers = None if uniforms is None else uniforms.double()
+    tokens, logprobs = cpu.sample(logits, temperatures.float(), numbers, BLOCK)
+    if not np.isfinite(logprobs.numpy()).all():
+        raise broken_logits()
+    return tokens, logprobs
+
+
+@torch.no_grad()
+def sample_plain(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """As `sample_with_logprobs` without limits, and without any wait for the device.
+
+    Nobody looks at the logits, so a row whose largest is not a finite number gets some token with
+    a logprob that is not a number.
+
+    Args:
+        logits: `[batch, vocab]` float32.
+        temperatures: `[batch]`, 0 or more.
+        uniforms: `[batch]` float64 in [0, 1).
+    """
+    scaled = scale_logits(logits, temperatures, checked=False)
+    sampled = _inverse_cdf(scaled, None, uniforms)
+    tokens = torch.where(temperatures == 0, scaled.first_largest, sampled)
+    tokens = tokens.clamp_(max=logits.shape[1] - 1)
+    return tokens, scaled.logprobs(tokens[:, None])[:, 0]
+
+
+def _inverse_cdf(scaled: ScaledLogits, restricted: Tensor | None, uniforms: Tensor) -> Tensor:
+    """The token at which the running sum of the weights first exceeds uniform * total, `[batch]`.
+
+    In two levels: first the block, then the token in it. A running sum over a whole vocabulary in
+    float32 would lose the tail (at 151,936 tokens the rounding errors are larger than most
+    probabilities), and in float64 it would be a pass over twice the memory.
+
+    A token of weight 0 is never chosen: where the running sum first exceeds something, it grew.
+
+    Args:
+        scaled: The weights.
+        restricted: Other weights in their place, `[batch, vocab]`.
+        uniforms: `[batch]`.
+    """
+    vocab = scaled.logits.shape[1]
+    sums = scaled.sums if restricted is None else block_sums(restricted)
+    running = sums.cumsum(dim=-1)
+    targets = _below(uniforms.double() * running[:, -1], running[:, -1])
+    # Past the end is what comes of sums that are not numbers.
+    block = torch.searchsorted(running, targets[:, None], right=True)
+    block = block.clamp_(max=running.shape[1] - 1)
+    before = running.gather(1, block) - sums.gather(1, block)
+    ids = block * BLOCK + torch.arange(BLOCK, device=block.device)
+    there = ids.clamp(max=vocab - 1)
+    inside = scaled.weights(there) if restricted is None else restricted.gather(1, there)
+    inside = inside.double().masked_fill_(ids >= vocab, 0.0)
+    running = inside.cumsum(dim=-1)
+    # The block's sum and this running sum differ by rounding, so the target may lie just outside.
+    targets = _below((targets[:, None] - before)[:, 0], running[:, -1])
+    place = torch.searchsorted(running, targets[:, None], right=True)
+    place = place.clamp_(max=BLOCK - 1)
+    return ids.gather(1, place)[:, 0]
+
+
+def _below(targets: Tensor, totals: Tensor) -> Tensor:
+    """The targets, none below 0 and all strictly below their totals."""
+    largest = torch.nextafter(totals, torch.zeros_like(totals))
+    return torch.minimum(targets.clamp_(min=0.0), largest)
+
+
+def _restrict(
+    scaled: ScaledLogits, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> Tensor | None:
+    """The weights with those outside of the limits set to 0; None when no row has a limit."""
+    if top_k is None and top_p is None and min_p is None:
+        return None
+    batch, vocab = scaled.logits.shape
+    off = torch.zeros(batch, dtype=torch.float64, device=scaled.logits.device)
+    k = off.long() if top_k is None else top_k
+    k = torch.where((k <= 0) | (k > vocab), vocab, k)
+    p = off + 1 if top_p is None else top_p.double()
+    m = off.float() if min_p is None else min_p.float()
+    limited = ((k < vocab) | (p < 1) | (m > 0)).nonzero()[:, 0]
+    if not limited.numel():
+        return None
+    weights = scaled.weights()
+    totals = scaled.sums.sum(dim=-1)
+    rows = weights[limited]
+    counts, smallest = _find_smallest(rows, totals[limited], k[limited], p[limited], m[limited])
+    allowed = rows >= smallest
+    # Of those equal to the smallest allowed one, the first by id, as many as the count says.
+    surplus = (allowed.sum(dim=-1) > counts).nonzero()[:, 0]
+    if surplus.numel():
+        equal = rows[surplus] == smallest[surplus]
+        room = counts[surplus] - (rows[surplus] > smallest[surplus]).sum(dim=-1)
+        allowed[surplus] &= ~equal | (equal.cumsum(dim=-1) <= room[:, None])
+    weights[limited] = rows.masked_fill_(~allowed, 0.0)
+    return weights
+
+
+def _find_smallest(
+    weights: Tensor, totals: Tensor, k: Tensor, p: Tensor, m: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How many tokens the limits allow, `[rows]`, and the weight of the last one, `[rows, 1]`.
+
+    Only rows in which the first few candidates don't settle it are searched further, so that what
+    is found for a row does not depend on the others.
+    """
+    vocab = weights.shape[1]
+    counts = torch.ones_like(k)
+    smallest = weights.new_ones(len(counts), 1)
+    unsure = torch.arange(len(counts), device=weights.device)
+    for width in (*(c for c in _CANDIDATES if c < vocab), vocab):
+        part = weights[unsure]
+        if width < vocab:
+            ordered = part.topk(width, dim=-1).values
+        else:
+            ordered = part.sort(dim=-1, descending=True).values
+        allowed, certain = _count_allowed(
+            ordered, totals[unsure], vocab, k[unsure], p[unsure], m[unsure]
+        )
+        counts[unsure] = allowed
+        smallest[unsure] = ordered.gather(1, allowed[:, None] - 1)
+        unsure = unsure[~certain]
+        if not unsure.numel():
+            break
+    return counts, smallest
+
+
+def _count_allowed(
+    ordered: Tensor, totals: Tensor, vocab: int, k: Tensor, p: Tensor, m: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How many of the likeliest tokens the limits allow, `[rows]` each.
+
+    Args:
+        ordered: `[rows, candidates]`, the largest weights, falling; the very largest is 1.
+        totals: `[rows]`, sums over the full vocabulary.
+        vocab: Its size.
+        k: Most tokens.
+        p: Share of the sum to be reached.
+        m: Least weight.
+
+    Returns:
+        The counts, at least 1, and whether the candidates were enough to know.
+    """
+    running = ordered.double().cumsum(dim=-1)
+    width = ordered.shape[1]
+    last = running.gather(1, (k.clamp(max=width) - 1)[:, None])[:, 0]
+    # Of the first k only; their sum is known where k lies within the candidates.
+    base = torch.where(k <= width, last, totals)
+    unneeded = (running - ordered) >= (p * base)[:, None]
+    by_p = torch.where(p < 1, width - unneeded.sum(dim=-1), k)
+    by_m = torch.where(m > 0, (ordered >= m[:, None]).sum(dim=-1), k)
+    counts = torch.minimum(torch.minimum(by_p, by_m), k)
+    certain = (k <= width) | ((counts < width) & ((p >= 1) | (k >= vocab)))
+    return counts.clamp(min=1, max=width), certain

@@ -1,0 +1,312 @@
+"""What the executor knows of each sequence: one fixed row of arrays each, no objects.
+
+So a step over many sequences is a few numpy operations, whatever their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from ....bus.messages import DEFAULT_SCOPE, CacheScope, NewSequence, RequestInfo
+from ....bus.pooling import Pooling
+from ....config import Constraint
+from ..runner.interface import NO_ADAPTER, IntArray
+
+BoolArray = npt.NDArray[np.bool_]
+
+_NO_SEQUENCE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where tokens are to be sampled, `[places]` each.
+
+    Attributes:
+        rows: Of the SequenceTable.
+        ahead: How many drafted tokens, which the table has behind those that are known, are taken
+            as given there: 0 for the place behind the known tokens.
+    """
+
+    rows: IntArray
+    ahead: IntArray
+
+    @classmethod
+    def next_of(cls, rows: IntArray) -> Places:
+        """The place behind the known tokens of each row."""
+        return cls(rows, np.zeros_like(rows))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, which: npt.NDArray[Any]) -> Places:
+        """Some of them, by a mask or by their indices."""
+        return Places(self.rows[which], self.ahead[which])
+
+
+class SequenceTable:
+    """The sequences of a lane.
+
+    The arrays are indexed by row number; `rows_of` finds it. Rows of sequences that left are used
+    again, so a row number holds only until its sequence is removed.
+
+    Attributes:
+        tokens: `[rows, max_model_len]`, prompt and generated tokens, and behind these, while a step
+            verifies them, drafted ones.
+        blocks: `[rows, blocks]`, the block tables.
+        num_blocks: Entries of `blocks` that count.
+        num_known: Entries of `tokens` that count.
+        num_computed: How many of these have their KV in the cache.
+        num_generated: How many, at the end, were generated, earlier runs of the sequence included.
+        max_tokens: Generation ends when `num_generated` reaches this.
+        finished: The sequence has ended, though the plans may not know it yet.
+        temperature, top_k, top_p, min_p, seed: Its sampling.
+        repetition_penalty, presence_penalty, frequency_penalty, min_tokens: More of it.
+        adjusted: Whether penalties, a bias or `min_tokens` change its logits.
+        plain: Whether tokens are sampled from the full vocabulary, with nothing else reported.
+        num_logprobs: Likeliest tokens to report beside each sampled one.
+        prompt_logprobs: The same beside each token of the prompt; -1 when its logprobs are not
+            asked for, or were all reported in an earlier run of the sequence.
+        stop_ids: Per row, the token ids that end it.
+        logit_bias: Per row, what is added to the logits of which token ids.
+        constrained: Whether its text has to follow a grammar.
+        constraint: Per row, which one.
+        info: Per row, its request; None before the first.
+        incomplete: Whether it ends without having reached the end of its grammar.
+        adapter: The slot of its adapter, as `AdapterTable.slot_of` says.
+        pools: Whether its prompt's vector is wanted, and no token.
+        pooling: Per row, which vector.
+        prediction: Per row, what its client expects to come.
+        scope: Per row; drafts are learned only from sequences of the same scope.
+    """
+
+    def __init__(self, rows: int, max_model_len: int, block_size: int) -> None:
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        # Memory of zeros is not touched, and so not taken, until it is written.
+        self.tokens: IntArray = np.zeros((rows, max_model_len), np.int64)
+        self.blocks: IntArray = np.zeros((rows, -(-max_model_len // block_size)), np.int64)
+        self.num_blocks: IntArray = np.zeros(rows, np.int64)
+        self.num_known: IntArray = np.zeros(rows, np.int64)
+        self.num_computed: IntArray = np.zeros(rows, np.int64)
+        self.num_generated: IntArray = np.zeros(rows, np.int64)
+        self.max_tokens: IntArray = np.zeros(rows, np.int64)
+        self.finished: BoolArray = np.zeros(rows, np.bool_)
+        self.temperature: npt.NDArray[np.float32] = np.zeros(rows, np.float32)
+        self.top_k: IntArray = np.zeros(rows, np.int64)
+        self.top_p: npt.NDArray[np.float64] = np.zeros(rows, np.float64)
+        self.min_p: npt.NDArray[np.float64] = np.zeros(rows, np.float64)
+        self.seed: npt.NDArray[np.uint64] = np.zeros(rows, np.uint64)
+        self.repetition_penalty: npt.NDArray[np.float32] = np.zeros(rows, np.float32)
+        self.presence_penalty: npt.NDArray[np.float32] = np.zeros(rows, np.float32)
+        self.frequency_penalty: npt.NDArray[np.float32] = np.zeros(rows, np.float32)
+        self.min_tokens: IntArray = np.zeros(rows, np.int64)
+        self.adjusted: BoolArray = np.zeros(rows, np.bool_)
+        self.plain: BoolArray = np.zeros(rows, np.bool_)
+        self.num_logprobs: IntArray = np.zeros(rows, np.int64)
+        self.prompt_logprobs: IntArray = np.zeros(rows, np.int64)
+        self.stop_ids: list[frozenset[int]] = [frozenset()] * rows
+        self.logit_bias: list[dict[int, float]] = [{}] * rows
+        self.constrained: BoolArray = np.zeros(rows, np.bool_)
+        self.constraint: list[Constraint | None] = [None] * rows
+        self.info: list[RequestInfo | None] = [None] * rows
+        self.incomplete: BoolArray = np.zeros(rows, np.bool_)
+        self.adapter: IntArray = np.full(rows, NO_ADAPTER)
+        self.pools: BoolArray = np.zeros(rows, np.bool_)
+        self.pooling: list[Pooling | None] = [None] * rows
+        self.prediction: list[tuple[int, ...]] = [()] * rows
+        self.scope: list[CacheScope] = [DEFAULT_SCOPE] * rows
+        self._seq_ids: IntArray = np.zeros(rows, np.int64)
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def clear(self) -> None:
+        """Forgets all sequences."""
+        self._row_of: dict[int, int] = {}
+        self._seq_ids[:] = _NO_SEQUENCE
+        self._free = list(range(len(self.num_blocks) - 1, -1, -1))
+
+    def add(self, new: NewSequence, adapter: int = NO_ADAPTER) -> None:
+        """Takes a sequence, with the slot of its adapter.
+
+        Raises:
+            ValueError: Its id is in use, or it does not fit together.
+        """
+        count = len(new.token_ids)
+        if new.seq_id in self._row_of:
+            raise ValueError(f"sequence {new.seq_id} is already here")
+        if not 0 <= new.num_cached <= count or not 0 < count <= self._max_model_len:
+            raise ValueError(
+                f"sequence {new.seq_id} has {count} tokens, {new.num_cached} of them cached; it "
+                f"needs one, and at most {self._max_model_len} fit"
+            )
+        if not self._free:
+            self._enlarge()
+        row = self._free.pop()
+        self._row_of[new.seq_id] = row
+        self._seq_ids[row] = new.seq_id
+        self.tokens[row, :count] = new.token_ids
+        self.num_blocks[row] = 0
+        self._append_blocks(row, new.block_ids)
+        self.num_known[row] = count
+        self.num_computed[row] = new.num_cached
+        self.num_generated[row] = new.num_generated
+        room = self._max_model_len - (count - new.num_generated)
+        # Whoever is planned gets a token, also at the very end of the room.
+        self.max_tokens[row] = max(min(new.sampling.max_tokens, room), new.num_generated + 1)
+        self.finished[row] = False
+        self.adapter[row] = adapter
+        self.pooling[row] = new.info.pooling
+        self.pools[row] = new.info.pooling is not None
+        self.prediction[row] = new.prediction
+        self.info[row] = new.info
+        self.scope[row] = new.cache_scope
+        self._set_sampling(row, new)
+
+    def _set_sampling(self, row: int, new: NewSequence) -> None:
+        sampling = new.sampling
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = sampling.top_k
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = new.sample.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self.stop_ids[row] = sampling.stop_token_ids
+        self.repetition_penalty[row] = sampling.repetition_penalty
+        self.presence_penalty[row] = sampling.presence_penalty
+        self.frequency_penalty[row] = sampling.frequency_penalty
+        self.logit_bias[row] = sampling.logit_bias
+        self.min_tokens[row] = sampling.min_tokens if sampling.stop_token_ids else 0
+        self.adjusted[row] = bool(
+            sampling.repetition_penalty != 1
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+            or sampling.logit_bias
+            or self.min_tokens[row]
+        )
+        self.constraint[row] = sampling.constraint
+        self.constrained[row] = sampling.constraint is not None
+        self.incomplete[row] = False
+        self.num_logprobs[row] = sampling.logprobs
+        limited = sampling.top_k or sampling.top_p < 1 or sampling.min_p
+        changed = self.adjusted[row] or self.constrained[row]
+        self.plain[row] = not (changed or limited or sampling.logprobs)
+        # The first sample speaks for all. Once it has sampled, its prompt has been reported.
+        wanted = sampling.prompt_logprobs
+        speaks = new.sample.sample_index == 0 and new.num_generated == 0
+        self.prompt_logprobs[row] = wanted if speaks and wanted is not None else -1
+
+    def change_adapter(self, before: int, after: int) -> None:
+        """All that have one adapter have another one instead; of none, none do."""
+        if before >= 0:
+            self.adapter[self.adapter == before] = after
+
+    def remove(self, seq_id: int) -> None:
+        """Forgets a sequence; one that is not here is forgotten already."""
+        row = self._row_of.pop(seq_id, None)
+        if row is not None:
+            self._seq_ids[row] = _NO_SEQUENCE
+            self._free.append(row)
+
+    def append_blocks(self, seq_id: int, block_ids: Sequence[int]) -> None:
+        """Lengthens a sequence's block table.
+
+        Raises:
+            KeyError: The sequence is unknown.
+            ValueError: The table is longer than any sequence can be.
+        """
+        self._append_blocks(self._row_of[seq_id], block_ids)
+
+    def rows_of(self, seq_ids: Sequence[int]) -> IntArray:
+        """The row numbers of sequences, `[len(seq_ids)]`.
+
+        Raises:
+            KeyError: One is unknown.
+        """
+        return np.array(list(map(self._row_of.__getitem__, seq_ids)), np.int64)
+
+    def row_of(self, seq_id: int) -> int | None:
+        """The row number of a sequence; None of one that is not here."""
+        return self._row_of.get(seq_id)
+
+    def ids_of(self, rows: IntArray) -> IntArray:
+        """The sequences in these rows, `[rows]`."""
+        return self._seq_ids[rows]
+
+    def write_tokens(self, rows: IntArray, places: IntArray, token_ids: IntArray) -> None:
+        """Sets the token at one place in each row. One past the longest sequence is left out."""
+        room = places < self._max_model_len
+        self.tokens[rows[room], places[room]] = token_ids[room]
+
+    def holds(self, rows: IntArray, seq_ids: IntArray) -> BoolArray:
+        """Which rows still belong to these sequences, `[rows]`."""
+        held: BoolArray = self._seq_ids[rows] == seq_ids
+        return held
+
+    def at_limit(self, rows: IntArray) -> BoolArray:
+        """Which rows may have no further token, `[rows]`."""
+        return self.num_generated[rows] >= self.max_tokens[rows]
+
+    def cut_off(self, row: int) -> None:
+        """A row's next token is its last, and its text is not what it had to be."""
+        self.max_tokens[row] = self.num_generated[row] + 1
+        self.incomplete[row] = True
+
+    def must_go_on(self, places: Places) -> BoolArray:
+        """At which places no stop token may be sampled yet, `[places]`."""
+        return self.num_generated[places.rows] + places.ahead < self.min_tokens[places.rows]
+
+    def is_last(self, places: Places) -> BoolArray:
+        """At which places the token is the last that the sequence may have, `[places]`."""
+        generated = self.num_generated[places.rows] + places.ahead + 1
+        return generated >= self.max_tokens[places.rows]
+
+    def num_to_score(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
+        """How many prompt tokens get their logprobs when so many more are computed, `[rows]`.
+
+        They are those behind the first ones that are computed: the last token of a prompt is
+        followed by a sampled one.
+        """
+        wanted = self.prompt_logprobs[rows] >= 0
+        if not wanted.any():
+            return np.zeros_like(rows)
+        before_last = self.num_known[rows] - self.num_generated[rows] - 1
+        left = np.maximum(before_last - self.num_computed[rows], 0)
+        return np.where(wanted, np.minimum(num_tokens, left), 0)
+
+    def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+        start = int(self.num_blocks[row])
+        stop = start + len(block_ids)
+        if stop > self.blocks.shape[1]:
+            raise ValueError(f"{stop} blocks are more than the longest sequence can fill")
+        self.blocks[row, start:stop] = block_ids
+        self.num_blocks[row] = stop
+
+    def _enlarge(self) -> None:
+        """Doubles the number of rows."""
+        old = len(self.num_blocks)
+        for name, array in list(vars(self).items()):
+            if isinstance(array, np.ndarray):
+                setattr(self, name, np.concatenate((array, np.zeros_like(array))))
+        self.stop_ids += [frozenset()] * old
+        self.logit_bias += [{}] * old
+        self.constraint += [None] * old
+        self.info += [None] * old
+        self.pooling += [None] * old
+        self.prediction += [()] * old
+        self.scope += [DEFAULT_SCOPE] * old
+        self._free = list(range(2 * old - 1, old - 1, -1))
+
+    def complain(self, row: int, num_tokens: int) -> NoReturn:
+        """Raises ValueError: a plan computes so many tokens of a row, and can't."""
+        (seq_id,) = self.ids_of(np.array([row])).tolist()
+        raise ValueError(
+            f"the plan computes {num_tokens} tokens of sequence {seq_id}, which has "
+            f"{self.num_computed[row]} computed, {self.num_known[row]} known and "
+            f"{self.num_blocks[row]} blocks"
+        )

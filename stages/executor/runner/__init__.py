@@ -1,0 +1,1 @@
+"""The model runner: step inputs to logits or hidden states. Owns model, KV memory, weights."""

@@ -1,0 +1,439 @@
+"""Reads what PEFT saves of a LoRA adapter, and holds it against the model.
+
+y = W x + scaling * B A x, where A is `[rank, in]` and B is `[out, rank]` (https://arxiv.org/abs/
+2106.09685); scaling is alpha / rank, or with rsLoRA alpha / sqrt(rank)
+(https://arxiv.org/abs/2312.03732).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from .....config import ADAPTER_ID_RULE, AdapterError, WeightsError, is_adapter_id, shown
+from ..loaded_model import LoadedModel
+from ..weights.limits import WeightLimits
+from ..weights.storage import check_stored
+from ..weights.transports.folder import opened, read_folder, readable, stamp_of
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+LARGEST_VERSION = 1 << 62
+
+_MOST_CONFIG_BYTES = 1 << 20
+_WIDEST_BYTES = 8
+_MORE_BYTES = 1 << 20
+
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
+_PLAIN_PATTERN = re.compile(r"\^?[\w.-]+\$?")
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisations that change the weights below the adapter, too."""
+
+
+class AdapterLimits(NamedTuple):
+    """`engine.max_adapters` and `engine.max_adapter_rank`."""
+
+    adapters: int = 32
+    rank: int = 256
+
+
+class LoraPair(NamedTuple):
+    """What an adapter adds to one linear layer: (x A^T) B.
+
+    Attributes:
+        a: `[rank, in]`.
+        b: `[rank, out]`, transposed and scaled.
+    """
+
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that fits the model, in its dtype and on its device.
+
+    Attributes:
+        id: By which requests name it.
+        version: Of its weights; rises with each that take this id.
+        pairs: By the name of the module.
+        folder: Where it was read; "" when it can't be had again.
+        stamp: Which files those were.
+    """
+
+    id: str
+    version: int
+    pairs: Mapping[str, LoraPair]
+    folder: str = ""
+    stamp: str = ""
+
+    @property
+    def rank(self) -> int:
+        """The largest of its layers."""
+        return max(pair.a.shape[0] for pair in self.pairs.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """That its numbers take."""
+        return sum(tensor.nbytes for pair in self.pairs.values() for tensor in pair)
+
+
+class _Config(msgspec.Struct):
+    """What of adapter_config.json matters; the rest is about training."""
+
+    peft_type: str = "LORA"
+    r: int = 8
+    lora_alpha: float = 8
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    bias: str = "none"
+    init_lora_weights: bool | str | None = True
+    modules_to_save: Any = None
+    use_dora: bool = False
+    lora_bias: bool = False
+    target_parameters: Any = None
+    trainable_token_indices: Any = None
+    layer_replication: Any = None
+    alora_invocation_tokens: Any = None
+    use_qalora: bool = False
+    use_bdlora: Any = None
+    arrow_config: Any = None
+    kasa_config: Any = None
+    velora_config: Any = None
+    monteclora_config: Any = None
+
+
+_config = msgspec.json.Decoder(_Config)
+
+
+def read_adapter(
+    id: str, version: int, folder: str, model: LoadedModel, limits: AdapterLimits
+) -> Adapter:
+    """Reads a folder.
+
+    Raises:
+        AdapterError: It is not there or not whole, is of a kind that can't be served, or does not
+            fit the model.
+    """
+    place = Path(folder).expanduser()
+    config = _read_config(place)
+    file = str(place / WEIGHTS)
+    modules = _linears(model.module)
+    numbers = sum(sum(_widths(module)) for module in modules.values())
+    most = WeightLimits(2 * len(modules) + 16, _WIDEST_BYTES * limits.rank * numbers + _MORE_BYTES)
+    try:
+        size = os.stat(file).st_size
+        if size > most.num_bytes + most.header_bytes:
+            raise _too_large(
+                f"{shown(file)} has {size} bytes, more than an adapter of rank {limits.rank} can "
+                "have here",
+            )
+        # Before it is read: what is written anew meanwhile will not have this stamp.
+        stamp = stamp_of(file)
+        tensors = read_folder(file, most)
+    except OSError as error:
+        raise AdapterError(
+            f"{shown(file)} can't be read: {error.strerror}; name a folder that PEFT's "
+            "save_pretrained has written, with safetensors"
+        ) from None
+    except AdapterError:
+        raise
+    except WeightsError as error:
+        raise AdapterError(error.message) from None
+    pairs = _pairs_of(tensors, config, model, limits)
+    return Adapter(id, version, pairs, str(place), stamp)
+
+
+def check_adapter_id(id: str, model: str) -> None:
+    """Whether an adapter may have this id, beside the model's name.
+
+    Raises:
+        AdapterError: invalid_adapter_id.
+    """
+    if id == model or not is_adapter_id(id):
+        raise AdapterError(
+            f"an adapter can't be called {shown(id)}: {ADAPTER_ID_RULE}, and not the model's name",
+            code="invalid_adapter_id",
+        )
+
+
+def next_version(id: str, wanted: int | None, last: int) -> int:
+    """The version of new weights.
+
+    Args:
+        id: The adapter.
+        wanted: What somebody asks for; None for the next.
+        last: The last that this id has had.
+
+    Raises:
+        AdapterError: It does not rise.
+    """
+    if wanted is None:
+        return last + 1
+    if not last < wanted <= LARGEST_VERSION:
+        raise AdapterError(
+            f"version {shown(wanted)} of the adapter {shown(id)} is not above its last one, "
+            f"{last}, or above {LARGEST_VERSION}; give a larger one, or none"
+        )
+    return wanted
+
+
+def stamp_of_adapter(folder: str) -> str:
+    """Tells whether a folder's adapter is still the one that was read.
+
+    Raises:
+        WeightsError: It can't be read.
+    """
+    return stamp_of(str(Path(folder).expanduser() / WEIGHTS))
+
+
+def adapter_of(
+    id: str,
+    version: int,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    model: LoadedModel,
+    limits: AdapterLimits,
+) -> Adapter:
+    """An adapter of tensors in this process.
+
+    Args:
+        id: Its id.
+        version: Of its weights.
+        tensors: As `peft.get_peft_model_state_dict` gives them.
+        config: As the adapter's `LoraConfig.to_dict()`.
+        model: What it is for.
+        limits: How much it may be.
+
+    Raises:
+        AdapterError: As `read_adapter`.
+    """
+    known = {name: config[name] for name in _Config.__struct_fields__ if name in config}
+    try:
+        checked = msgspec.convert(known, _Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise AdapterError(f"the adapter's config can't be used: {error}") from None
+    _check_kind(checked)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise AdapterError(f"{shown(name)} is a {type(tensor).__name__}, and no tensor")
+    try:
+        check_stored(tensors)
+    except WeightsError as error:
+        raise AdapterError(error.message) from None
+    return Adapter(id, version, _pairs_of(tensors, checked, model, limits))
+
+
+# --- the configuration ------------------------------------------------------------------------
+
+
+def _read_config(folder: Path) -> _Config:
+    file = folder / CONFIG
+    try:
+        with readable(str(file)), opened(file) as descriptor:
+            size = os.fstat(descriptor).st_size
+            content = os.pread(descriptor, min(size, _MOST_CONFIG_BYTES + 1), 0)
+    except WeightsError as error:
+        raise AdapterError(
+            f"{error.message}; name a folder that PEFT's save_pretrained has written"
+        ) from None
+    if len(content) > _MOST_CONFIG_BYTES:
+        raise _too_large(f"{shown(str(file))} has {size} bytes, and may have {_MOST_CONFIG_BYTES}")
+    try:
+        config = _config.decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise AdapterError(f"{shown(str(file))} can't be used: {shown(str(error))}") from None
+    _check_kind(config)
+    return config
+
+
+def _check_kind(config: _Config) -> None:
+    """Raises AdapterError, as `adapter_unsupported`, for all but LoRA on linear layers."""
+    if config.peft_type != "LORA":
+        raise _unsupported(f"it is of PEFT's kind {shown(config.peft_type)}, and only LORA is")
+    initial = config.init_lora_weights
+    if isinstance(initial, str) and initial.lower().startswith(_OTHER_BASE):
+        raise _unsupported(
+            f"init_lora_weights {shown(initial)} has changed the weights below it, too; save it "
+            "with path_initial_model_for_weight_conversion"
+        )
+    if config.bias != "none":
+        raise _unsupported(f"bias {shown(config.bias)} is not, only 'none'")
+    for name in (
+        *("modules_to_save", "use_dora", "lora_bias", "target_parameters"),
+        *("trainable_token_indices", "layer_replication", "alora_invocation_tokens"),
+        *("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "velora_config"),
+        "monteclora_config",
+    ):
+        if getattr(config, name):
+            raise _unsupported(f"{name} is not; train it without")
+    if not math.isfinite(config.lora_alpha):
+        raise AdapterError(f"lora_alpha is {config.lora_alpha}; it must be a number")
+
+
+def _of_pattern(pattern: Mapping[str, Any] | None, name: str, default: Any) -> Any:
+    """What a pattern says of a module: of those that fit, the first.
+
+    PEFT takes the keys for regular expressions; nearly all are ends of names, and nobody who sends
+    an adapter may have this process search for long.
+    """
+    for key, value in (pattern or {}).items():
+        plain = key.replace("\\.", ".")
+        if not _PLAIN_PATTERN.fullmatch(plain):
+            raise _unsupported(
+                f"the pattern {shown(key)} in rank_pattern or alpha_pattern is not; write the "
+                "names of the modules, or how they end"
+            )
+        wanted = plain.removesuffix("$")
+        if name == wanted.removeprefix("^") or name.endswith("." + wanted):
+            return value
+    return default
+
+
+def _scaling(config: _Config, name: str, rank: int) -> float:
+    wanted = _of_pattern(config.rank_pattern, name, config.r)
+    if rank != wanted:
+        raise AdapterError(
+            f"the tensors of {shown(name)} have rank {rank}, and {CONFIG} says {shown(wanted)}"
+        )
+    alpha = _of_pattern(config.alpha_pattern, name, config.lora_alpha)
+    return float(alpha) / (math.sqrt(rank) if config.use_rslora else rank)
+
+
+# --- the tensors ------------------------------------------------------------------------------
+
+
+def _pairs_of(
+    tensors: Mapping[str, Tensor], config: _Config, model: LoadedModel, limits: AdapterLimits
+) -> dict[str, LoraPair]:
+    if model.is_encoder:
+        # It runs as Transformers has it, with prompts of several requests in the rows of a pass.
+        raise _unsupported("an encoder is the model, and only models with a KV cache are")
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise _unknown_tensor(name)
+        halves.setdefault(match[1], {})[match[2]] = tensor
+    if not halves:
+        raise AdapterError("the adapter has no tensor; save it again")
+    modules = _linears(model.module)
+    output = model.module.get_output_embeddings()  # type: ignore[operator]
+    pairs = {}
+    for name, both in sorted(halves.items()):
+        module = modules.get(name)
+        if module is None or module is output or "experts" in name.split("."):
+            raise _no_such_module(name, model.module)
+        pairs[name] = _pair(name, both, module, config, model, limits)
+    return pairs
+
+
+@torch.no_grad()
+def _pair(
+    name: str,
+    both: Mapping[str, Tensor],
+    module: nn.Module,
+    config: _Config,
+    model: LoadedModel,
+    limits: AdapterLimits,
+) -> LoraPair:
+    if both.keys() != {"A", "B"}:
+        raise AdapterError(f"of {shown(name)} there is only lora_{min(both)}; save it again")
+    a, b = both["A"], both["B"]
+    inputs, outputs = _widths(module)
+    rank = a.shape[0] if a.dim() == 2 else 0
+    if rank < 1 or a.shape != (rank, inputs) or b.shape != (outputs, rank):
+        raise AdapterError(
+            f"the tensors of {shown(name)} are {tuple(a.shape)} and {tuple(b.shape)}; the model "
+            f"takes (rank, {inputs}) and ({outputs}, rank)"
+        )
+    if rank > limits.rank:
+        raise _too_large(
+            f"the tensors of {shown(name)} have rank {rank}; engine.max_adapter_rank is "
+            f"{limits.rank}"
+        )
+    if not (a.is_floating_point() and b.is_floating_point()):
+        raise AdapterError(f"the tensors of {shown(name)} are {a.dtype} and {b.dtype}, no floats")
+    scaled = b.float() * _scaling(config, name, rank)
+    pair = LoraPair(
+        a.detach().to(model.device, model.dtype, copy=True),
+        scaled.t().contiguous().to(model.device, model.dtype),
+    )
+    if not all(bool(tensor.isfinite().all()) for tensor in pair):
+        raise AdapterError(
+            f"the tensors of {shown(name)} have NaN or infinity, in the model's dtype; the trainer "
+            "has diverged",
+            code="adapter_not_finite",
+        )
+    return pair
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Module]:
+    """The layers that can have a pair, by name."""
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if type(part) is nn.Linear or type(part) is Conv1D
+    }
+
+
+def _widths(module: Any) -> tuple[int, int]:
+    """Inputs and outputs."""
+    if isinstance(module, Conv1D):
+        inputs, outputs = module.weight.shape
+        return inputs, outputs
+    return module.in_features, module.out_features
+
+
+# --- refusals ---------------------------------------------------------------------------------
+
+
+def _unsupported(what: str) -> AdapterError:
+    return AdapterError(
+        f"the adapter can't be served: {what} supported", code="adapter_unsupported"
+    )
+
+
+def _too_large(message: str) -> AdapterError:
+    return AdapterError(message, code="adapter_too_large")
+
+
+def _unknown_tensor(name: str) -> AdapterError:
+    for part, what in (
+        ("lora_embedding_", "LoRA on embeddings is not"),
+        ("lora_magnitude_vector", "DoRA is not"),
+        (".bias", "a bias of the adapter's own is not"),
+        ("modules_to_save", "modules_to_save is not"),
+    ):
+        if part in name:
+            return _unsupported(f"{what} (the tensor {shown(name)}), only LoRA on linear layers is")
+    return AdapterError(
+        f"nothing is known of the tensor {shown(name)}; an adapter has lora_A and lora_B of linear "
+        "layers"
+    )
+
+
+def _no_such_module(name: str, module: nn.Module) -> AdapterError:
+    try:
+        kind = type(module.get_submodule(name)).__name__
+    except AttributeError:
+        return AdapterError(
+            f"the adapter has tensors for {shown(name)}, which {type(module).__name__} has not; "
+            "it is for another model"
+        )
+    return _unsupported(
+        f"LoRA on {shown(name)} ({kind}) is not, only on linear layers that every token passes "
+        "before the output layer it is"
+    )

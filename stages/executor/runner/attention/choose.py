@@ -1,0 +1,80 @@
+"""Which back end a model gets, once and for all, when it is loaded."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from .....config import EngineConfig, ModelError
+from ..kernels import cpu
+from ..kernels.compile import KernelsUnavailable
+from ..loaded_model import LoadedModel
+from .backend import AttentionBackend
+from .cpu import CpuBackend
+from .gather import GatherBackend
+from .paged import PagedBackend
+from .tiled import TiledBackend
+
+
+def choose_backend(config: EngineConfig, model: LoadedModel) -> tuple[AttentionBackend[Any], str]:
+    """The back end, and why the model runs without our kernels: nothing when it runs with them.
+
+    Raises:
+        ModelError: The back end, or the tile, that is asked for by name can't be had.
+    """
+    backend, without_kernels = _chosen(config, model)
+    if config.attention not in ("auto", backend.name):
+        why = without_kernels or "its heads are of another width than the kernel takes"
+        raise ModelError(
+            f"engine.attention is {config.attention!r}, which this model can't have here: {why}; "
+            "leave it at 'auto'"
+        )
+    if config.attention_tile and not (backend.name == "paged" and model.device.type == "cuda"):
+        raise ModelError(
+            f"engine.attention_tile is for 'paged' on CUDA, and this is {backend.name!r} on "
+            f"{model.device.type}; leave it at 0"
+        )
+    return backend, without_kernels
+
+
+def _chosen(config: EngineConfig, model: LoadedModel) -> tuple[AttentionBackend[Any], str]:
+    try:
+        return _with_kernels(config, model), ""
+    except KernelsUnavailable as error:
+        if config.deterministic is True:
+            return TiledBackend(config.block_size), str(error)
+        return GatherBackend(model, config.block_size), str(error)
+
+
+def kernels_of(model: LoadedModel) -> str:
+    """What a model's kernels are made of, if it runs with kernels."""
+    return "Triton" if model.device.type == "cuda" else cpu.instructions(model.dtype)
+
+
+def _with_kernels(config: EngineConfig, model: LoadedModel) -> AttentionBackend[Any]:
+    """Raises KernelsUnavailable if there are none for this model on this machine."""
+    if config.kernels == "off":
+        raise KernelsUnavailable("engine.kernels is off")
+    gathers = config.attention == "gather"
+    if model.device.type == "cuda":
+        if gathers:
+            # Those of a step are recorded with the kernel.
+            raise KernelsUnavailable("engine.attention is 'gather'")
+        try:
+            from ..kernels.triton_decode import TritonPagedAttention
+        except ImportError as error:
+            raise KernelsUnavailable(f"Triton can't be imported: {error}") from None
+        kernel = partial(TritonPagedAttention, tile=config.attention_tile)
+        return PagedBackend(model, config.block_size, kernel)
+    if model.device.type != "cpu":
+        raise KernelsUnavailable(f"there are none for {model.dtype} on {model.device.type}")
+    if model.is_encoder:
+        raise KernelsUnavailable("there are none for encoders")
+    cpu.library(model.dtype)
+    cpu.sampling_library()
+    handled = all(cpu.PagedAttention.handles(spec.key_dim, spec.value_dim) for spec in model.layers)
+    if handled and config.attention in ("auto", "paged"):
+        return CpuBackend(model, config.block_size)
+    if config.deterministic is True:
+        return TiledBackend(config.block_size)
+    return GatherBackend(model, config.block_size)

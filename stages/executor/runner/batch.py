@@ -1,0 +1,111 @@
+"""The rows of one step, flattened: what the whole executor means by a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a step, in batch order: first those of one token, longest context first.
+
+    What is derived from them is made when it is first asked for, once a step.
+
+    Attributes:
+        starts: `[rows]`, position of each row's first token.
+        num_tokens: `[rows]`.
+        tables: `[rows, blocks]`, block numbers; what a row does not need is any valid block.
+        num_decodes: How many rows, in front, have one token.
+        read: Tokens of the batch whose last hidden states are read, rising; None where all may be.
+    """
+
+    starts: IntArray
+    num_tokens: IntArray
+    tables: IntArray
+    num_decodes: int
+    read: IntArray | None = None
+
+    @cached_property
+    def contexts(self) -> IntArray:
+        """`[rows]`, tokens that each row's last query sees when nothing is masked."""
+        return self.starts + self.num_tokens
+
+    @cached_property
+    def flat(self) -> tuple[IntArray, IntArray]:
+        """For each token of the batch its row and its position in the sequence, `[tokens]` each."""
+        return flatten_rows(self.starts, self.num_tokens)
+
+    def slots(self, block_size: int) -> IntArray:
+        """The slot mapping, `[tokens]`: where each token's key and value go in the KV cache."""
+        row_of_token, positions = self.flat
+        blocks = self.tables[row_of_token, positions // block_size]
+        return blocks * block_size + positions % block_size
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The rows of one token each, for a kernel that reads the cache by itself.
+
+    Attributes:
+        count: How many there are, in front of the batch.
+        tables: `[at least count, blocks]` int64, contiguous.
+        contexts: `[at least count]` int64. Best falling: then the longest are begun first.
+    """
+
+    count: int
+    tables: Tensor
+    contexts: Tensor
+
+
+class Uploader:
+    """Brings host arrays to the device: on CPU without copying, on CUDA in one pinned transfer, on
+    others one by one.
+
+    On CUDA the transfer runs beside the step before, on a stream of its own. Pinned memory comes
+    from torch's allocator, which gives it out again once the transfer has left it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *arrays: IntArray) -> tuple[Tensor, ...]:
+        if self._stream is None:
+            here = map(torch.from_numpy, arrays)
+            on_cpu = self._device.type == "cpu"
+            return tuple(here if on_cpu else (tensor.to(self._device) for tensor in here))
+        total = sum(array.size for array in arrays)
+        staged = torch.empty(total, dtype=torch.int64, pin_memory=True)
+        np.concatenate([array.reshape(-1) for array in arrays], out=staged.numpy())
+        with torch.cuda.stream(self._stream):
+            on_device = staged.to(self._device, non_blocking=True)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        on_device.record_stream(current)
+        parts = torch.split(on_device, [array.size for array in arrays])
+        return tuple(part.view(array.shape) for part, array in zip(parts, arrays, strict=True))
+
+
+def order_rows(starts: IntArray, num_tokens: IntArray) -> tuple[IntArray, int]:
+    """The batch order of the rows, `[rows]` indices, and the number of rows of one token."""
+    is_decode = num_tokens == 1
+    key = np.where(is_decode, -starts, np.iinfo(np.int64).max)
+    return np.argsort(key, kind="stable"), int(is_decode.sum())
+
+
+def flatten_rows(starts: IntArray, num_tokens: IntArray) -> tuple[IntArray, IntArray]:
+    """For each token of the batch its row and its position in the sequence, `[tokens]` each."""
+    row_of_token = np.repeat(np.arange(starts.size), num_tokens)
+    first_token = np.cumsum(num_tokens) - num_tokens
+    positions = np.arange(row_of_token.size) + (starts - first_token)[row_of_token]
+    return row_of_token, positions

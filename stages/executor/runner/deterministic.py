@@ -1,0 +1,141 @@
+"""Deterministic mode: where it may be used, and the check at load that it holds.
+
+What makes it so is in our kernels, and where these are not used in `fixed_tiles` and
+`attention.tiled`; docs/determinism.md has the whole story.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....config import ModelError
+from .attention.tiled import TiledBatch, check_attention
+from .batch import IntArray, Rows
+from .fast_modules.modules import FastModules
+from .fixed_tiles import FixedTiles, require_cpu
+from .inputs import InputBuilder, model_forward
+from .kv_cache import KVCache
+from .loaded_model import LoadedModel
+
+_CHECKED_TOKENS = 24
+_OTHERS = 75
+"""Tokens that stand beside these."""
+
+_CHUNKS = (1, 1, 5, 1, 9)
+"""Tokens of the steps in which the check computes what it computed at once before."""
+
+
+class Determinism:
+    """One lane's deterministic mode.
+
+    Use: make it when the model is loaded, compute within `active()`, and `check` before the first
+    step and whenever the number of threads has changed.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache: KVCache,
+        builder: InputBuilder,
+        fast_modules: FastModules | None,
+        tiles: FixedTiles,
+    ) -> None:
+        """Takes the lane's parts.
+
+        Args:
+            model: The model.
+            cache: Its cache.
+            builder: Its back end is a TiledBackend or a CpuBackend.
+            fast_modules: The modules that run with kernels; None where there are none.
+            tiles: Those of the fast modules.
+
+        Raises:
+            ModelError: The device or dtype is one for which nobody has verified anything.
+        """
+        require_cpu(model.device)
+        if model.dtype not in (torch.float32, torch.bfloat16):
+            raise ModelError(
+                f"deterministic mode is not verified for {model.dtype}; set dtype to 'float32' or "
+                "'bfloat16', or deterministic to false"
+            )
+        self._model = model
+        self._cache = cache
+        self._builder = builder
+        self._fast_modules = fast_modules
+        self._tiles = tiles
+
+    def active(self) -> AbstractContextManager[object]:
+        """Within it the kernels compute what they can, and torch the rest in fixed shapes.
+
+        A model that the kernels compute as a whole sees to the little rest by itself.
+        """
+        fast = self._fast_modules
+        return fast.active() if fast is not None and fast.is_whole else self.in_tiles()
+
+    @contextmanager
+    def in_tiles(self, *, alone: bool = False) -> Iterator[None]:
+        """Within it whatever torch computes has fixed shapes; `alone` as in FastModules."""
+        fast = self._fast_modules
+        with self._tiles, nullcontext() if fast is None else fast.active(alone=alone):
+            yield
+
+    def check(self) -> None:
+        """Compares the bits of one pass over some tokens with those of several beside neighbours.
+
+        Overwrites some blocks of the cache, so no sequence may be there.
+
+        Raises:
+            ModelError: They differ, so this model on this machine can't be run like this.
+        """
+        room = self._cache.num_blocks * self._cache.block_size
+        length = min(_CHECKED_TOKENS, self._model.max_model_len, room)
+        generator = np.random.default_rng(0)
+        ids = generator.integers(0, self._model.vocab_size, 2 * length)
+        # So many rows that a product goes over blocks of them, and some are left over.
+        others = np.resize(ids[length:], min(_OTHERS, self._model.max_model_len))
+        whole = self._logits(ids[:length], 0, others)
+        parts = []
+        start = 0
+        for step in range(length):
+            if start == length:
+                break
+            count = min(_CHUNKS[step % len(_CHUNKS)], length - start)
+            neighbour = ids[length : length + 1 + 3 * step]
+            parts.append(self._logits(ids[start : start + count], start, neighbour))
+            start += count
+        if not torch.equal(whole, torch.cat(parts)):
+            raise ModelError(
+                f"deterministic mode is impossible here: {type(self._model.module).__name__} gives "
+                "a token other bits beside others than alone on this machine; set deterministic "
+                "to false"
+            )
+
+    def _logits(self, ids: IntArray, start: int, neighbour: IntArray) -> Tensor:
+        """Logits of the tokens from position `start` on, the last tokens of a batch of two."""
+        size = self._cache.block_size
+        width = -(-max(start + len(ids), len(neighbour)) // size)
+        tables = np.full((2, width), self._cache.padding_block)
+        own = np.arange(-(-(start + len(ids)) // size))
+        tables[1, : len(own)] = own
+        starts, counts = np.array([0, start]), np.array([len(neighbour), len(ids)])
+        used = counts > 0
+        rows = Rows(starts[used], counts[used], tables[used], 0)
+        wanted = np.arange(len(neighbour), len(neighbour) + len(ids))
+        inputs = self._builder.build(rows, np.concatenate((neighbour, ids)), wanted)
+        with self.active():
+            logits = model_forward(self._model.module, inputs, self._cache)
+        if isinstance(inputs.attention, TiledBatch):
+            self._check_attention(inputs.attention)
+        return logits
+
+    @torch.inference_mode()
+    def _check_attention(self, batch: TiledBatch) -> None:
+        for window, heads, group in batch.chunks:
+            for spec in set(self._model.layers):
+                if (spec.window, spec.num_kv_heads) == (window, heads):
+                    check_attention(group, spec.key_dim, spec.value_dim)

@@ -1,0 +1,114 @@
+"""Devices by torch's names, and what differs between them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from ....config import ModelError, shown
+
+PREFERRED = ("cuda", "xpu", "mps", "cpu")
+"""The order in which `auto` looks for a device. AMD's are "cuda" too: so torch calls ROCm's."""
+
+_TESTED = frozenset({"cpu"})
+"""The kinds that tests of this project have run on."""
+
+
+def devices_here() -> dict[str, int]:
+    """How many devices of each kind this process sees; kinds of which there are none left out."""
+    counts = {kind: _count(kind) for kind in PREFERRED}
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def _count(kind: str) -> int:
+    if kind == "cpu":
+        return 1
+    module: Any = torch.get_device_module(kind)
+    return int(module.device_count()) if module.is_available() else 0
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of a name such as "auto", "cpu", "cuda", "cuda:1", "xpu:0", "mps".
+
+    Raises:
+        ModelError: There is no such device here, or torch knows no such name.
+    """
+    here = devices_here()
+    if name == "auto":
+        name = next(iter(here))
+    names = [
+        kind if kind in ("cpu", "mps") else f"{kind}:{i}"
+        for kind in here
+        for i in range(here[kind])
+    ]
+    advice = f"here {'are' if len(names) > 1 else 'is'} {', '.join(names)}; use one, or 'auto'"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ModelError(f"torch knows no device {shown(name)}; {advice}") from None
+    index = device.index or 0
+    if index >= here.get(device.type, 0):
+        raise ModelError(f"device {shown(name)} is not there; {advice}")
+    return (
+        torch.device(device.type)
+        if device.type in ("cpu", "mps")
+        else torch.device(device.type, index)
+    )
+
+
+def device_of_replica(name: str, replica: int) -> str:
+    """The device for one of several replicas, each of which takes another one as long as there are
+    any; a name with a number in it is that of all."""
+    if name != "auto" and name not in PREFERRED:
+        return name
+    device = resolve_device(name)
+    count = devices_here()[device.type]
+    return name if count == 1 else f"{device.type}:{replica % count}"
+
+
+def describe_device(device: torch.device) -> str:
+    """For people: "cpu", "cuda:0 NVIDIA H200 (unverified)"."""
+    name = str(device)
+    if device.type in ("cuda", "xpu"):
+        module: Any = torch.get_device_module(device.type)
+        name = f"{name} {module.get_device_name(device)}"
+    if device.type == "cuda" and torch.version.hip:
+        name = f"{name}, ROCm {torch.version.hip}"
+    return f"{name} (unverified)" if is_unverified(device) else name
+
+
+def is_unverified(device: torch.device) -> bool:
+    """Whether no test of this project has run on such a device."""
+    return device.type not in _TESTED
+
+
+def chooses_tokens(device: torch.device) -> bool:
+    """Whether tokens are chosen on the device; else its logits are brought to the CPU for that.
+
+    It takes float64, which Apple's devices and some of Intel's don't have.
+    """
+    return device.type in ("cpu", "cuda")
+
+
+def free_memory(device: torch.device) -> tuple[int, int] | None:
+    """Bytes that are free on a device of its own memory, and all of them; None where the memory is
+    the machine's, or torch can't tell."""
+    if device.type in ("cpu", "mps"):
+        return None
+    module: Any = torch.get_device_module(device.type)
+    try:
+        free, total = module.mem_get_info(device)
+    except (AttributeError, RuntimeError):
+        return None
+    return int(free), int(total)
+
+
+def trim(device: torch.device) -> None:
+    """Hands what allocators keep for themselves to the device or the system."""
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device.type)
+        module.empty_cache()
+    elif give_back := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        give_back(0)

@@ -1,0 +1,262 @@
+"""Runs torch's functions so that a row's result does not depend on the rows around it (CPU).
+
+A kernel that gets another shape may add up in another order: a matrix product over few rows is
+another kernel than over many, and an elementwise function treats the end of its data, or of a
+thread's share of it, by scalar code that differs from the vector code in the last bit. So inside of
+`FixedTiles` matrix products only ever see a few numbers of rows, which are checked to give the same
+bits, and elementwise functions only ever run their vector code.
+
+It is a torch function mode: it sees every call that a model's Python code makes, whatever the
+architecture, and changes neither the model nor anything global.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ....config import ModelError
+
+TILE_SIZES = (256, 64, 16, 8, 4)
+"""Numbers of rows of a matrix product, largest first. Rows are padded to a multiple of the last."""
+
+_REFERENCE = 16
+"""The tile size that is always used; others only where they give the same bits."""
+
+_MAX_OUTPUTS = 1 << 24
+"""A tile gives at most so many numbers, where a smaller tile is left to choose."""
+
+VECTOR = 64
+"""Elements that every elementwise kernel handles without a scalar rest, whatever the dtype."""
+
+_PIECE = 8192
+"""Elements that no elementwise kernel shares among threads."""
+
+_ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
+    *(F.silu, F.gelu, F.mish, F.softplus, F.elu, F.selu, F.celu, F.logsigmoid, F.hardswish),
+    *(F.sigmoid, F.tanh, F.softsign, F.hardsigmoid),
+)
+
+_ELEMENTWISE_NAMES = (
+    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh"),
+    *("sigmoid", "erf", "erfc"),
+)
+"""Functions of torch that are methods of tensors too, and have a form that ends in `_`."""
+
+_REFUSED = ("bmm", "baddbmm", "addbmm", "addmv", "mv", "einsum", "conv1d", "tensordot")
+
+
+def require_cpu(device: torch.device) -> None:
+    """Raises ModelError on another device."""
+    if device.type != "cpu":
+        raise ModelError(
+            f"deterministic mode is verified on CPU only, not on {device}; set device to 'cpu', "
+            "or deterministic to false"
+        )
+
+
+class FixedTiles(TorchFunctionMode):
+    """While entered, calls of torch functions with tensors on the CPU keep to fixed shapes.
+
+    ```python
+    with FixedTiles():
+        logits = model(...)
+    ```
+
+    Numbers of rows are checked once for each shape of weight and number of threads, by comparing
+    the bits of random products; those that don't agree with 16 rows are not used.
+
+    Raises, from inside:
+        ModelError: The model multiplies matrices in a way for which there is no fixed shape here,
+            or the rows of a tile of 16 are not treated alike on this machine.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._checked: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._handlers: Mapping[Any, Callable[..., Tensor]] = self._make_handlers()
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        handler = self._handlers.get(func, func)
+        return handler(*args, **kwargs) if kwargs else handler(*args)
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`F.linear`, by tiles of rows: `[..., in]`, `[out, in]`, `[out]` to `[..., out]`."""
+        flat = rows.reshape(-1, rows.shape[-1])
+        num_rows = flat.shape[0]
+        sizes = self._sizes(weight, bias)
+        smallest = sizes[-1]
+        if num_rows % smallest:
+            flat = F.pad(flat, (0, 0, 0, -num_rows % smallest))
+        if flat.shape[0] in sizes:
+            output = F.linear(flat, weight, bias)
+        else:
+            output = flat.new_empty(flat.shape[0], weight.shape[0])
+            for start, stop in cut_tiles(flat.shape[0], sizes):
+                output[start:stop] = F.linear(flat[start:stop], weight, bias)
+        return output[:num_rows].view(*rows.shape[:-1], weight.shape[0])
+
+    def grouped_mm(self, rows: Tensor, weights: Tensor, *, offs: Tensor, **others: Any) -> Tensor:
+        """`F.grouped_mm`, as experts use it: `[rows, in]`, `[experts, in, out]` to `[rows, out]`.
+
+        `offs[e]` is one past the last row of expert e.
+        """
+        if rows.dim() != 2 or weights.dim() != 3 or any(v is not None for v in others.values()):
+            raise _no_fixed_shape("grouped_mm")
+        output = rows.new_zeros(rows.shape[0], weights.shape[2])
+        start = 0
+        for weight, stop in zip(weights, offs.tolist(), strict=True):
+            if start < stop:
+                output[start:stop] = self.linear(rows[start:stop], weight.t())
+            start = stop
+        return output
+
+    def matmul(self, left: Tensor, right: Tensor) -> Tensor:
+        """`torch.matmul` of rows with one matrix, or with a contracted dimension of 1."""
+        if left.dim() >= 2 and right.dim() >= 2 and left.shape[-1] == 1:
+            return left * right  # the outer product of positions and frequencies; no sums
+        if left.dim() < 2 or right.dim() != 2:
+            raise _no_fixed_shape("matmul")
+        return self.linear(left, right.t())
+
+    def addmm(self, bias: Tensor, rows: Tensor, matrix: Tensor, **others: Any) -> Tensor:
+        """`torch.addmm` with a bias `[out]`, which is how GPT-2 spells a linear layer."""
+        if bias.dim() != 1 or others:
+            raise _no_fixed_shape("addmm")
+        return self.linear(rows, matrix.t(), bias)
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _make_handlers(self) -> dict[Any, Callable[..., Tensor]]:
+        handlers: dict[Any, Callable[..., Tensor]] = {
+            F.linear: self.linear,
+            **dict.fromkeys((torch.matmul, torch.mm), self.matmul),
+            **dict.fromkeys((Tensor.matmul, Tensor.__matmul__, Tensor.mm), self.matmul),
+            **dict.fromkeys((torch.addmm, Tensor.addmm), self.addmm),
+        }
+        for module, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):
+            if hasattr(module, name):
+                handlers[getattr(module, name)] = self.grouped_mm
+        for function in _ELEMENTWISE:
+            handlers[function] = partial(elementwise, function)
+        for name in _ELEMENTWISE_NAMES:
+            function = getattr(torch, name)
+            handlers[function] = handlers[getattr(Tensor, name)] = partial(elementwise, function)
+            for in_place in (getattr(torch, f"{name}_", None), getattr(Tensor, f"{name}_")):
+                handlers[in_place] = partial(_in_place, function)
+        handlers[torch.rsqrt] = handlers[Tensor.rsqrt] = _rsqrt
+        for name in _REFUSED:
+            for owner in (torch, Tensor):
+                if hasattr(owner, name):
+                    handlers[getattr(owner, name)] = partial(_refuse, name)
+        handlers[F.scaled_dot_product_attention] = partial(_refuse, "scaled_dot_product_attention")
+        return handlers
+
+    def _sizes(self, weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
+        threads = torch.get_num_threads()
+        key = (weight.shape, weight.stride(), weight.dtype, bias is None, threads)
+        sizes = self._checked.get(key)
+        if sizes is None:
+            sizes = self._checked[key] = agreeing_sizes(weight, bias)
+        return sizes
+
+
+def agreeing_sizes(weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
+    """The tile sizes at which each row of a product has the same bits, largest first.
+
+    Raises:
+        ModelError: Not even the rows of one tile of the reference size are treated alike.
+    """
+    allowed = max(_MAX_OUTPUTS // weight.shape[0], _REFERENCE)
+    sizes = [size for size in TILE_SIZES if size <= allowed]
+    generator = torch.Generator().manual_seed(0)
+    count = max(sizes[0], 4 * _REFERENCE)
+    rows = torch.randn(count, weight.shape[1], generator=generator).to(weight.dtype)
+
+    def product(rows: Tensor, size: int) -> Tensor:
+        return torch.cat([F.linear(part, weight, bias) for part in torch.split(rows, size)])
+
+    wanted = product(rows, _REFERENCE)
+    order = torch.randperm(count, generator=generator)
+    if not torch.equal(product(rows[order], _REFERENCE), wanted[order]):
+        raise ModelError(
+            f"deterministic mode is impossible here: a product with a matrix {list(weight.shape)} "
+            f"in {weight.dtype} depends on the place of a row; set deterministic to false"
+        )
+    return tuple(
+        size for size in sizes if size == _REFERENCE or torch.equal(product(rows, size), wanted)
+    )
+
+
+def cut_tiles(num_rows: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Ranges (start, stop) of these sizes that cover the rows, largest first.
+
+    `num_rows` must be a multiple of the last size, and each size one of the next.
+    """
+    tiles = []
+    start = 0
+    for size in sizes:
+        while num_rows - start >= size:
+            tiles.append((start, start + size))
+            start += size
+    return tiles
+
+
+def elementwise(
+    function: Callable[..., Tensor], source: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """`function(source, ...)`, with each element computed by the vector code of its kernel."""
+    if kwargs.pop("inplace", False):
+        return source.copy_(elementwise(function, source, *args, **kwargs))
+    source = source.contiguous()
+    count = source.numel()
+    if fills_vectors(count):
+        return function(source, *args, **kwargs)
+    flat = F.pad(source.view(-1), (0, -count % VECTOR))
+    if len(flat) <= _PIECE:
+        return function(flat, *args, **kwargs)[:count].view(source.shape)
+    pieces = [function(piece, *args, **kwargs) for piece in torch.split(flat, _PIECE)]
+    return torch.cat(pieces)[:count].view(source.shape)
+
+
+def fills_vectors(count: int) -> bool:
+    """Whether an elementwise function computes each of so many elements by its vector code."""
+    if count <= _PIECE:
+        return count % VECTOR == 0
+    # Where this divides the size, so does each thread's share, however many of them take part.
+    shares = math.lcm(*range(1, torch.get_num_threads() + 1))
+    return count % (VECTOR * shares) == 0
+
+
+def _rsqrt(source: Tensor) -> Tensor:
+    """Every norm calls it. Two exact operations, but for types that round in between."""
+    wide = source.dtype in (torch.float32, torch.float64)
+    return torch.rsqrt(source) if wide else elementwise(torch.rsqrt, source)
+
+
+def _in_place(function: Callable[..., Tensor], target: Tensor) -> Tensor:
+    return target.copy_(elementwise(function, target))
+
+
+def _refuse(name: str, *_: object, **__: object) -> Tensor:
+    raise _no_fixed_shape(name)
+
+
+def _no_fixed_shape(name: str) -> ModelError:
+    return ModelError(
+        f"deterministic mode does not know this model's use of {name}; set deterministic to false "
+        "(of a model with experts, try experts_implementation='eager' first)"
+    )

@@ -1,0 +1,214 @@
+"""Makes libraries of the C files beside it, once for each machine, and loads them."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from .....config.temporary import sweep, temporary_folder
+
+SOURCES = Path(__file__).parent
+
+# Contracted, a product and a sum would be rounded once or twice as the compiler likes.
+_FLAGS = (
+    *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-fopenmp"),
+    *("-Wall", "-Wextra", "-Werror"),
+)
+
+_COMPILER_TIMEOUT_S = 120.0
+
+_DIGEST_BYTES = 32
+
+_LOADS = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What is compiled and loaded together.
+
+    Attributes:
+        source: The C file.
+        processor: What the processor must have, as Linux names it.
+        instructions: The same as people do.
+        define: A macro that is defined.
+    """
+
+    source: str
+    processor: str
+    instructions: str
+    define: str
+
+
+TILES = Library("cpu.c", "amx_bf16", "AMX-BF16", "TILES")
+BFLOAT16 = Library("cpu.c", "avx512_bf16", "AVX512-BF16", "BFLOAT16")
+FLOAT32 = Library("cpu.c", "avx512f", "AVX-512", "FLOAT32")
+SAMPLING = Library("sampling.c", "avx512f", "AVX-512", "SAMPLING")
+
+
+class KernelsUnavailable(Exception):
+    """There are no kernels here, and the message says why."""
+
+
+def load_library(library: Library) -> ctypes.CDLL:
+    """Loads one, compiled now if it is not in the user's cache folder, whole and safe.
+
+    Raises:
+        KernelsUnavailable: The machine, its compiler or torch's build don't allow it.
+    """
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise KernelsUnavailable(f"there are none for {platform.system()} on {platform.machine()}")
+    processor = _processor_flags()
+    if library.processor not in processor.split():
+        raise KernelsUnavailable(f"the processor has no {library.instructions}")
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise KernelsUnavailable("there is no C compiler; install gcc, or set CC to one")
+    openmp = _openmp_of_torch()
+    name = _name(library, compiler, processor, openmp)
+    cache = _cache_folder()
+    if cache is not None:
+        with suppress(OSError):
+            return _load(cache, name)
+    sweep()
+    try:
+        with temporary_folder("kernels") as folder:
+            content = _compile(library, compiler, openmp, folder)
+            if cache is not None:
+                with suppress(OSError):
+                    _keep(content, cache, name)
+                    return _load(cache, name)
+            _keep(content, folder, name)
+            return _load(folder, name)
+    except OSError as error:
+        raise KernelsUnavailable(f"can't make and load {name}: {error}") from None
+
+
+def _processor_flags() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return line
+    return ""
+
+
+def _openmp_of_torch() -> str:
+    """The OpenMP library in this process.
+
+    With another one beside it there would be two sets of threads, each waiting for work by spinning
+    on the processors that the other one needs.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if os.path.basename(path).startswith(("libgomp", "libiomp")):
+            return path
+    raise KernelsUnavailable("torch was built without OpenMP")
+
+
+def _cache_folder() -> Path | None:
+    """Where the library is kept; None when there is no folder that only this user may write to."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the specification has it ignored
+        home = os.environ.get("HOME")
+        # What the system knows of the user; "~" itself when it knows nothing.
+        base = os.path.join(os.path.expanduser("~") if home is None else home, ".cache")
+    if not os.path.isabs(base):
+        return None
+    folder = Path(base) / "nano-inference"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder if _only_we_write(os.stat(folder)) else None
+    except OSError:
+        return None
+
+
+def _only_we_write(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _keep(content: bytes, folder: Path, name: str) -> None:
+    """Writes the library, and behind it what tells whether it is whole.
+
+    It is a new file in any case, since another process may be running what the old one holds. Who
+    reads it before it is whole finds that it is not.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    (folder / name).unlink(missing_ok=True)
+    file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(file, "wb") as kept:
+        kept.write(content + hashlib.sha256(content).digest())
+
+
+def _load(folder: Path, name: str) -> ctypes.CDLL:
+    """Loads what `_keep` wrote. What is looked at is what is loaded, even if somebody puts another
+    in its place meanwhile.
+
+    Raises:
+        OSError: It is not there, is damaged, may come from somebody else, or can't be loaded.
+    """
+    with ExitStack() as stack:
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, place)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = stack.enter_context(open(os.open(name, flags, dir_fd=place), "rb"))
+        status = os.fstat(file.fileno())
+        if not (stat.S_ISREG(status.st_mode) and _only_we_write(status)):
+            raise OSError("others may write to it")
+        if not _only_we_write(os.fstat(place)):
+            raise OSError(f"others may write to {folder}")
+        whole = file.read()
+        content, digest = whole[:-_DIGEST_BYTES], whole[-_DIGEST_BYTES:]
+        if hashlib.sha256(content).digest() != digest:
+            raise OSError("it is damaged")
+        # dlopen gives what it has under a path that it knows, and numbers of files come again.
+        path = f"/proc/self/fd/{'./' * next(_LOADS)}{file.fileno()}"
+        return ctypes.CDLL(path)
+
+
+def _name(library: Library, compiler: str, *parts: str) -> str:
+    """A name that changes with whatever the library depends on."""
+    version = _run([compiler, "--version"])
+    digest = hashlib.sha256()
+    for source in (SOURCES / library.source, *sorted(SOURCES.glob("*.h"))):
+        digest.update(source.read_bytes())
+    for part in (version, *_FLAGS, library.define, *parts):
+        digest.update(part.encode() + b"\0")
+    return f"{library.define.lower()}-{digest.hexdigest()[:24]}.so"
+
+
+def _compile(library: Library, compiler: str, openmp: str, folder: Path) -> bytes:
+    compiled, linked = f"{folder}/compiled.o", f"{folder}/linked.so"
+    source = str(SOURCES / library.source)
+    _run([compiler, *_FLAGS, f"-D{library.define}", "-c", source, "-o", compiled], folder)
+    # Linked by its path: the compiler would take its own OpenMP library.
+    _run([compiler, "-shared", compiled, openmp, "-lm", "-o", linked], folder)
+    return Path(linked).read_bytes()
+
+
+def _run(command: list[str], folder: Path | None = None) -> str:
+    """Args: `folder` is where the compiler puts what it makes on its way."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=True,
+            timeout=_COMPILER_TIMEOUT_S,
+            env=None if folder is None else {**os.environ, "TMPDIR": str(folder)},
+        )
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or ["no message"])[0]
+        raise KernelsUnavailable(f"{command[0]} failed: {reason}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelsUnavailable(f"can't run {command[0]}: {error}") from None
+    return done.stdout

@@ -1,0 +1,204 @@
+"""The KV cache's tensors. Who owns which block is the batching stage's business."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....config import EngineConfig, ModelError
+from .batch import DecodeRows, IntArray, Uploader
+from .device import free_memory
+from .loaded_model import AttentionOptions, LoadedModel
+from .system_memory import zeros
+
+MAX_GATHERED_TOKENS = 1 << 16
+"""Most context tokens, padding included, that rows of one token gather together."""
+
+
+class PagedLayer(Protocol):
+    """Reads and writes one layer's blocks in place; `kernels.cpu.PagedAttention` says how."""
+
+    def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None: ...
+
+    def decode(self, queries: Tensor, rows: DecodeRows) -> Tensor: ...
+
+    def find_tensors(self) -> None: ...
+
+
+DecodeKernel = Callable[..., PagedLayer]
+
+
+class KVCache:
+    """Keys and values of all layers, in blocks.
+
+    `keys[layer]` is `[num_blocks + 1, block_size, kv_heads, key_dim]`, `values[layer]` likewise.
+    The last block, `padding_block`, belongs to no sequence: rows that only pad a batch write and
+    read there. The tensors live as long as this object; their contents are overwritten in place.
+    Whoever gives them other memory says so (`moved`).
+    """
+
+    def __init__(
+        self, model: LoadedModel, num_blocks: int, block_size: int, *, huge_pages: bool = False
+    ) -> None:
+        """Of so many blocks. `huge_pages`: in large pages of memory, where there are such."""
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.padding_block = num_blocks
+
+        # Zeros, not empty: masked positions are multiplied by zero, and 0 * NaN would be NaN.
+        def allocate(heads: int, dim: int) -> Tensor:
+            shape = (num_blocks + 1, block_size, heads, dim)
+            return zeros(shape, model.dtype, model.device, huge=huge_pages)
+
+        self.keys = [allocate(spec.num_kv_heads, spec.key_dim) for spec in model.layers]
+        self.values = [allocate(spec.num_kv_heads, spec.value_dim) for spec in model.layers]
+
+        self._upload = Uploader(model.device)
+        self._paged: dict[int, PagedLayer] = {}
+        self._followers: list[Callable[[], None]] = []
+        self.moved()
+
+    def paged_layer(
+        self, layer: int, kernel: DecodeKernel, heads: int, options: AttentionOptions
+    ) -> PagedLayer:
+        """The kernel that reads one layer in place, made at the first call.
+
+        Args:
+            layer: The layer.
+            kernel: Makes it; like the rest the same in each call for a layer.
+            heads: Its query heads.
+            options: The layer's.
+        """
+        attention = self._paged.get(layer)
+        if attention is None:
+            attention = kernel(self.keys[layer], self.values[layer], heads, **options._asdict())
+            self._paged[layer] = attention
+        return attention
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Writes keys and values of one layer, `[tokens, kv_heads, dim]` each, to `[tokens]`."""
+        self.keys[layer].view(-1, *keys.shape[1:]).index_copy_(0, slots, keys)
+        self.values[layer].view(-1, *values.shape[1:]).index_copy_(0, slots, values)
+
+    def follow(self, find: Callable[[], None]) -> None:
+        """Has somebody else look, too, where tensors are, when they have `moved`."""
+        self._followers.append(find)
+
+    def moved(self) -> None:
+        """The tensors, or the model's, have other memory now: finds it, and keeps no scratch."""
+        # Gathered keys and gathered values, kept between calls: a new tensor of some megabytes is
+        # memory that the allocator maps, and the kernel clears, for every layer of every step.
+        self._gathered = [
+            tensors[0].new_empty(0) for tensors in (self.keys, self.values) if tensors
+        ]
+        for layer in self._paged.values():
+            layer.find_tensors()
+        for find in self._followers:
+            find()
+
+    def clear(self) -> None:
+        """Sets all keys and values to zero."""
+        for tensor in (*self.keys, *self.values):
+            tensor.zero_()
+
+    def gather(self, layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer at `index`, `[len(index), dim]` each.
+
+        Args:
+            layer: The layer.
+            index: Rows of the flat cache `[slots * kv_heads, dim]`.
+
+        Returns:
+            Buffers that the next call overwrites.
+        """
+        gathered = []
+        for which, cache in enumerate((self.keys[layer], self.values[layer])):
+            dim = cache.shape[-1]
+            if self._gathered[which].numel() < index.numel() * dim:
+                self._gathered[which] = cache.new_empty(2 * index.numel() * dim)
+            buffer = self._gathered[which][: index.numel() * dim].view(-1, dim)
+            gathered.append(torch.index_select(cache.view(-1, dim), 0, index, out=buffer))
+        return gathered[0], gathered[1]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks, (source, destination) each, in all layers; sources are read first.
+
+        Raises:
+            ValueError: A block number is out of range.
+        """
+        if not pairs:
+            return
+        if not all(0 <= block < self.num_blocks for pair in pairs for block in pair):
+            raise ValueError(f"blocks to copy are out of range 0..{self.num_blocks - 1}: {pairs}")
+        wanted: IntArray = np.array(pairs, np.int64)
+        source, destination = self._upload(wanted)[0].unbind(1)
+        for tensor in (*self.keys, *self.values):
+            tensor.index_copy_(0, destination, tensor.index_select(0, source))
+
+
+def block_bytes(model: LoadedModel, block_size: int) -> int:
+    """Bytes of one block, over all layers, keys and values."""
+    widths = sum(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in model.layers)
+    return block_size * widths * model.dtype.itemsize
+
+
+def count_blocks(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None = None) -> int:
+    """How many blocks the cache gets, and that of the draft model, where there is one: as many.
+
+    On a device with memory of its own what `gpu_memory_utilization` leaves beside the weights and
+    a margin for activations; else, as on CPU, what `kv_cache_bytes` holds. Never more than
+    `max_batch_size` sequences of the full length could fill.
+
+    Raises:
+        ModelError: Not even one sequence of `max_model_len` would fit.
+    """
+    per_block = block_bytes(model, config.block_size)
+    if draft is not None:
+        per_block += block_bytes(draft, config.block_size)
+    per_sequence = -(-model.max_model_len // config.block_size)
+    if model.is_encoder:
+        # They hold nothing, and are never short.
+        return config.max_batch_size * per_sequence
+    memory = free_memory(model.device)
+    available = _left_bytes(config, model, draft, *memory) if memory else config.kv_cache_bytes
+    num_blocks = min(available // per_block, config.max_batch_size * per_sequence)
+    if num_blocks < per_sequence:
+        setting = "gpu_memory_utilization" if memory else "kv_cache_bytes"
+        fitting = max(num_blocks, 0) * config.block_size
+        alternative = f", or set max_model_len to at most {fitting}" if fitting > 1 else ""
+        raise ModelError(
+            f"one sequence of max_model_len {model.max_model_len} needs "
+            f"{per_sequence * per_block} bytes of KV cache and there are {max(available, 0)}; "
+            f"raise {setting}{alternative}"
+        )
+    return num_blocks
+
+
+def _left_bytes(
+    config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, free: int, total: int
+) -> int:
+    """Bytes for the KV cache after the weights are loaded, by an estimate of the activations."""
+    margin = 256 << 20
+    # The passes of the two follow one another, and each leaves its buffers with the allocator.
+    for each in (model,) if draft is None else (model, draft):
+        activations, logits = _pass_bytes(config, each, config.max_tokens_per_batch)
+        widest = max(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in each.layers)
+        margin += activations + logits + 2 * MAX_GATHERED_TOKENS * widest * each.dtype.itemsize
+    # CUDA graphs keep memory of their own, for the largest batch that decodes.
+    if config.cuda_graphs == "auto":
+        margin += sum(_pass_bytes(config, model, config.max_batch_size))
+    return int(total * config.gpu_memory_utilization) - (total - free) - margin
+
+
+def _pass_bytes(config: EngineConfig, model: LoadedModel, num_tokens: int) -> tuple[int, int]:
+    """About what a pass over so many tokens takes: activations, and logits of a whole batch."""
+    text: Any = model.hf_config.get_text_config()
+    hidden: int = text.hidden_size
+    inner: int = getattr(text, "intermediate_size", None) or 4 * hidden
+    activations = num_tokens * (8 * hidden + 4 * inner) * model.dtype.itemsize
+    # In float32: logits, weights, masks.
+    return activations, config.max_batch_size * model.vocab_size * 4 * 3

@@ -1,0 +1,331 @@
+"""Loads a model: Transformers' own code with our attention in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from ....config import EngineConfig, ModelError, missing_model
+from ....text.context_length import longest_context
+from ....text.gguf import LINK, facts_of, folder_of, require_packages
+from ....text.pooling_config import embeds_only
+from .attention.interface import IMPLEMENTATION, register_attention
+from .attention.probe import PROBING, LayerProbe
+from .checkpoint import check_checkpoint
+from .device import resolve_device, trim
+from .encoder import longest_prompt, looks_ahead, padding_shows
+from .fixed_tiles import require_cpu
+from .loaded_model import LoadedModel
+from .system_memory import use_huge_pages
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Loads the model that the configuration names.
+
+    Raises:
+        ModelError: The folder is missing or incomplete, the model is of a kind that can't be
+            served, or the device is not there, or can't be deterministic.
+    """
+    folder = folder_of(config.model_folder)
+    device = resolve_device(config.device)
+    if config.deterministic is True:
+        require_cpu(device)
+    register_attention()
+    hf_config = _load_config(folder)
+    without_output = embeds_only(folder)
+    if without_output:
+        _check_no_decoder_beside(hf_config)
+    else:
+        _check_architecture(hf_config)
+    module = _load_weights(folder, hf_config, config.dtype, without_output=without_output)
+    try:
+        module = module.to(device)
+    except torch.OutOfMemoryError:
+        raise ModelError(f"the weights in {folder} don't fit into the memory of {device}") from None
+    except RuntimeError as error:
+        raise ModelError(f"can't bring the model to {device}: {_first_line(error)}") from error
+    if config.huge_pages == "auto":
+        try:
+            use_huge_pages(module)
+        except RuntimeError as error:
+            raise ModelError(f"the weights in {folder} don't fit: {error}") from None
+    # What loading leaves behind, after a GGUF file as much as the model, is nobody's otherwise.
+    trim(torch.device("cpu"))
+    if without_output and looks_ahead(module, device):
+        return _wrap_encoder(module, config)
+    return replace(wrap_model(module, config.max_model_len), is_shared=False)
+
+
+def _wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:
+    if config.deterministic is True:
+        raise ModelError(
+            f"deterministic mode is for models that generate, and {type(module).__name__} makes "
+            "embeddings; set deterministic to false"
+        )
+    hf_config: PreTrainedConfig = module.config
+    weight = module.get_input_embeddings().weight
+    # A prompt has to fit a step.
+    most = min(config.max_model_len, config.max_tokens_per_batch)
+    model = LoadedModel(
+        module=module.eval(),
+        hf_config=hf_config,
+        device=weight.device,
+        dtype=weight.dtype,
+        max_model_len=min(most, longest_prompt(module, hf_config, most)),
+        vocab_size=weight.shape[0],
+        layers=(),
+        generates=False,
+        is_encoder=True,
+    )
+    return replace(model, may_pad=not padding_shows(model))
+
+
+def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
+    """Makes a LoadedModel of a Transformers model already in memory, such as a trainer's.
+
+    Without an output layer it makes embeddings only. Its attention implementation is set to ours,
+    its mode to eval; gradients stay as they are.
+
+    Raises:
+        ModelError: A model of this kind can't be served.
+    """
+    hf_config: PreTrainedConfig = module.config
+    _check_architecture(hf_config, type(module))
+    register_attention()
+    module.eval()
+    limit = min(max_model_len, _longest_context(hf_config, max_model_len))
+    output: nn.Module | None = module.get_output_embeddings()
+    generates = output is not None
+    weight = getattr(output or module.get_input_embeddings(), "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
+    probe = _probe_layers(module, hf_config, limit, weight.device)
+    layers = probe.finish(hf_config.get_text_config().num_hidden_layers)
+    module.set_attn_implementation(IMPLEMENTATION)
+    return LoadedModel(
+        module=module,
+        hf_config=hf_config,
+        device=weight.device,
+        dtype=weight.dtype,
+        max_model_len=limit,
+        vocab_size=weight.shape[0],
+        layers=layers,
+        attention_options=tuple(probe.options[index] for index in range(len(layers))),
+        generates=generates,
+        is_shared=True,
+    )
+
+
+def _load_config(folder: Path) -> PreTrainedConfig:
+    if not folder.is_dir():
+        raise ModelError(f"there is no model folder {folder}; {missing_model(folder)}")
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder} has no config.json; model_path must name a folder in Transformers' format"
+        )
+    try:
+        hf_config: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        advice = ""
+        if _names_own_code(folder / "config.json"):
+            advice = "; code in a model's folder is never run here, so choose a model that "
+            advice += "Transformers has in itself"
+        raise ModelError(
+            f"can't read {folder / 'config.json'}: {_first_line(error)}{advice}"
+        ) from error
+    return hf_config
+
+
+def _names_own_code(path: Path) -> bool:
+    try:
+        return "auto_map" in json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _check_no_decoder_beside(hf_config: PreTrainedConfig) -> None:
+    if hf_config.is_encoder_decoder:
+        kind = hf_config.model_type
+        raise ModelError(f"{kind} is an encoder-decoder model; a decoder-only one is needed")
+
+
+def _check_architecture(hf_config: PreTrainedConfig, model_class: type | None = None) -> None:
+    kind = hf_config.model_type
+    _check_no_decoder_beside(hf_config)
+    if model_class is None:
+        if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ModelError(f"{kind} is not a causal language model; choose one that is")
+        mapped: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+        model_class = mapped[0] if isinstance(mapped, tuple) else mapped
+    if getattr(model_class, "_is_stateful", False):
+        raise ModelError(
+            f"{model_class.__name__} has state-space or recurrent layers, which the KV cache can't "
+            "hold; choose a model whose layers are all attention"
+        )
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{model_class.__name__} does not use Transformers' attention interface "
+            "(_supports_attention_backend), so our attention can't be put into it"
+        )
+
+
+def _load_weights(
+    folder: Path, hf_config: PreTrainedConfig, dtype_name: str, *, without_output: bool = False
+) -> nn.Module:
+    # What looks ahead runs with Transformers' own attention, which is not known yet.
+    attention = {} if without_output else {"attn_implementation": IMPLEMENTATION}
+    auto: Any = AutoModel if without_output else AutoModelForCausalLM
+    dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
+    if is_gguf := (folder / LINK).is_file():
+        _check_gguf_holds(folder, hf_config, auto)
+        options = _gguf_options(hf_config)
+        dtype = hf_config.dtype if dtype == "auto" else dtype
+    else:
+        options = {}
+        check_checkpoint(folder)
+    try:
+        with no_progress_bars(), _no_gguf_bar() if is_gguf else nullcontext():
+            loaded: Any = auto.from_pretrained(
+                folder,
+                dtype=dtype,
+                **attention,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                # Else the error only points to a report that is logged.
+                ignore_mismatched_sizes=True,
+                **options,
+            )
+    except Exception as error:
+        raise ModelError(f"can't load the model in {folder}: {_first_line(error)}") from error
+    module, info = loaded
+    _check_loaded(folder, module, info)
+    frozen: nn.Module = module.requires_grad_(False)
+    return frozen
+
+
+def _check_gguf_holds(folder: Path, hf_config: PreTrainedConfig, auto: Any) -> None:
+    """Whether a GGUF file has about as many numbers as the model that its header describes.
+
+    What is missing would be made up, and refused once there is memory for all of it. Of a file that
+    lacks less than half, loading says which tensors.
+    """
+    with torch.device("meta"):
+        module: nn.Module = auto.from_config(hf_config)
+    wanted = sum(parameter.numel() for parameter in module.parameters())
+    facts = facts_of(folder)
+    if facts is not None and wanted > 2 * facts.num_parameters:
+        raise ModelError(
+            f"{facts.file} describes a model of {wanted} parameters, and its tensors have "
+            f"{facts.num_parameters}; copy or convert it again"
+        )
+
+
+def _gguf_options(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    require_packages()
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        raise ModelError(
+            "this version of Transformers is too old for GGUF files; "
+            "pip install 'nano-inference[gguf]'"
+        ) from None
+    # With the configuration that is known, the file's long header is read once less.
+    return {
+        "gguf_file": LINK,
+        "config": hf_config,
+        "quantization_config": GgufConfig(dequantize=True),
+    }
+
+
+@contextmanager
+def _no_gguf_bar() -> Iterator[None]:
+    """Within it, Transformers' loader of GGUF files draws none, which asks nobody about it."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    loader: Any = modeling_gguf_pytorch_utils
+    bar, loader.tqdm = loader.tqdm, partial(loader.tqdm, disable=True)
+    try:
+        yield
+    finally:
+        loader.tqdm = bar
+
+
+def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:
+    # A pooler comes behind the states that are pooled here.
+    missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
+    if len(missing) < len(info["missing_keys"]):
+        # Else it would be one made up at random.
+        module.pooler = None
+    if missing:
+        # Transformers would make these up at random and only warn.
+        raise ModelError(
+            f"the weights in {folder} lack {len(missing)} tensors that the model needs, such as "
+            f"{missing[0]}; the checkpoint is incomplete or of another architecture"
+        )
+    for name, shape, wanted in sorted(info["mismatched_keys"]):
+        raise ModelError(
+            f"{name} in {folder} has the shape {list(shape)} and config.json makes it "
+            f"{list(wanted)}; the two are not of one model"
+        )
+
+
+def _longest_context(hf_config: PreTrainedConfig, fallback: int) -> int:
+    """The longest context that the model handles, in tokens."""
+    text = hf_config.get_text_config()
+    names = ("max_position_embeddings", "rope_parameters", "original_max_position_embeddings")
+    return longest_context({name: getattr(text, name, None) for name in names}) or fallback
+
+
+@torch.no_grad()
+def _probe_layers(
+    module: Any, hf_config: PreTrainedConfig, max_model_len: int, device: torch.device
+) -> LayerProbe:
+    name = type(module).__name__
+    probe = LayerProbe(name, max_model_len)
+    module.set_attn_implementation(PROBING)
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    positions = torch.arange(2, device=device)[None]
+    try:
+        module(
+            input_ids=tokens,
+            position_ids=positions,
+            use_cache=False,
+            layer_probe=probe,
+        )
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{name} can't be served: {_first_line(error)}") from error
+    return probe
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Within it, Transformers draws none."""
+    log: Any = transformers_logging
+    shown = log.is_progress_bar_enabled()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            log.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

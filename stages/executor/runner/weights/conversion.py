@@ -1,0 +1,112 @@
+"""Checkpoint names to parameter names, by Transformers' own rules for loading a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .....config import WeightsError, shown
+from ..model import no_progress_bars
+
+
+class PartsMissing(WeightsError):
+    """Of a parameter that the model has fused, only some parts are there, or they don't fit."""
+
+
+def as_parameters(
+    module: nn.Module, tensors: Mapping[str, Tensor], *, checkpoint: bool = False
+) -> Mapping[str, Tensor]:
+    """Tensors by the names that the module has for them: renamed, fused, cut and turned.
+
+    May run beside the module's forward pass: the module is only looked at.
+
+    Args:
+        module: A Transformers model.
+        tensors: By the names of its parameters, or of a checkpoint for it.
+        checkpoint: They come from a checkpoint. Then a name that the model has too may still mean
+            a tensor of another layout there. Otherwise the names tell.
+
+    Returns:
+        As many parameters as there are tensors for; the same tensors where nothing had to be done.
+
+    Raises:
+        PartsMissing: Some are parts of a parameter whose other parts are missing.
+        WeightsError: Some don't belong to this model.
+    """
+    known = module.state_dict()
+    if not tensors or (not checkpoint and tensors.keys() <= known.keys()):
+        return tensors
+    if not hasattr(module, "config") or not all(isinstance(v, Tensor) for v in tensors.values()):
+        return tensors  # nothing that could be converted, which whoever checks it will say
+    # Apart, since loading casts one kind of number to the other without a word. Integers go first,
+    # as those that are no parameter's would be missed among the others.
+    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    integers = {name: tensor for name, tensor in tensors.items() if name not in floating}
+    parameters: dict[str, Tensor] = {}
+    for kind in (integers, floating):
+        if kind:
+            parameters |= _load(_hull(module, kind), kind)
+    return parameters
+
+
+def _hull(module: nn.Module, tensors: Mapping[str, Tensor]) -> Any:
+    """A copy of the module without any numbers, to be loaded into."""
+    # Casts are made elsewhere, not in the threads that Transformers starts for them.
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+
+    def empty(tensor: Tensor) -> Tensor:
+        wanted = dtype if tensor.is_floating_point() else None
+        return torch.empty_like(tensor, dtype=wanted, device="meta")
+
+    hollow: dict[int, Any] = {
+        id(parameter): nn.Parameter(empty(parameter), requires_grad=False)
+        for parameter in module.parameters()
+    }
+    hollow |= {id(buffer): empty(buffer) for buffer in module.buffers()}
+    return copy.deepcopy(module, hollow)
+
+
+def _load(hull: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Args: tensors of one kind, floating or not."""
+    # Only here, as it is no part of Transformers' public interface: whoever sends parameters by
+    # their names does not depend on it.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    mapping: Any = get_model_conversion_mapping(hull)
+    rules = LoadStateDictConfig(weight_mapping=mapping)
+    own = hull.state_dict()
+    with no_progress_bars():
+        info, _ = convert_and_load_state_dict_in_model(hull, dict(tensors), rules)
+    state = hull.state_dict()
+    loaded = {name: tensor.detach() for name, tensor in state.items() if not tensor.is_meta}
+    wrong_shapes = sorted((name, tuple(shape)) for name, shape, _ in info.mismatched_keys)
+    floating = next(iter(tensors.values())).is_floating_point()
+    for name in sorted({*loaded, *info.conversion_errors, *(name for name, _ in wrong_shapes)}):
+        if name in own and own[name].is_floating_point() != floating:
+            kind = "floating-point numbers" if floating else "integers"
+            raise WeightsError(
+                f"the new weights don't fit: {shown(name)} comes as {kind}, and the model's is "
+                f"{own[name].dtype}; send a dtype of the same kind"
+            )
+    hull._adjust_missing_and_unexpected_keys(info)
+    if unknown := sorted(info.unexpected_keys):
+        raise WeightsError(
+            f"the new weights don't fit: {len(unknown)} tensors that the model does not have, "
+            f"such as {shown(unknown[0])}; pass those of the same architecture"
+        )
+    parts = "all parts of a parameter that the model has fused must come in one update"
+    for name in sorted(info.conversion_errors):
+        raise PartsMissing(f"the new weights don't fit: {name!r} can't be put together; {parts}")
+    for name, shape in wrong_shapes:
+        raise PartsMissing(
+            f"the new weights don't fit: {name!r} is made {shape}, and the model's is "
+            f"{tuple(own[name].shape)}; {parts}"
+        )
+    return loaded

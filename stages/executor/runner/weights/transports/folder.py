@@ -1,0 +1,245 @@
+"""Weights from a folder on disk, in Transformers' format.
+
+The safetensors library is not what reads them: it holds Python's lock all the while, so the
+process's other stages would stand still, and it has the file and the tensors in memory at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from ......bus.weights import TensorMeta
+from ......config import WeightsError, cut, shown
+from ...checkpoint import INDEX, WEIGHTS
+from ..limits import UNLIMITED, WeightLimits
+from .layout import as_tensor, dtype_of, read_file, sizes_of, unhurried
+
+_DTYPES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
+    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"},
+    "BOOL": "bool",
+}
+"""What safetensors calls torch's dtypes."""
+
+_MOST_HEADER_BYTES = 100_000_000  # the limit of the format
+
+_SHOWN_PATH = 400
+"""Characters."""
+
+
+class _Entry(msgspec.Struct):
+    """What a header says of a tensor; `data_offsets` are bytes from the header's end on."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    """The file of a folder that has each tensor."""
+
+    weight_map: dict[str, str]
+
+
+# Raw: names can be counted before anything is made of what they stand for.
+_names = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_entry = msgspec.json.Decoder(_Entry)
+_index = msgspec.json.Decoder(_Index)
+
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def read_folder(path: str, limits: WeightLimits = UNLIMITED) -> dict[str, Tensor]:
+    """All tensors of a checkpoint's folder, or of one safetensors file.
+
+    In a folder it is the files that Transformers would load, or if there are none of their names,
+    all of them. They are read, not mapped: whoever wrote them may write them again at once.
+
+    Args:
+        path: Of the folder or file. Nothing but regular files is read.
+        limits: How much it may be. Lists that are longer are not parsed.
+
+    Raises:
+        WeightsError: There are no such files, one can't be read or is not whole, the index does
+            not fit them, or they are more than the limits allow.
+    """
+    tensors: dict[str, Tensor] = {}
+    file_of: dict[str, str] = {}
+    num_bytes = 0
+    with readable(path):
+        files, index = _files(Path(path), limits)
+        for file in files:
+            left = WeightLimits(limits.tensors - len(tensors), limits.num_bytes - num_bytes)
+            part, length = _read(file, left)
+            if twice := tensors.keys() & part.keys():
+                name = shown(min(twice))
+                raise WeightsError(f"{_named(file)} has {name}, which another file has as well")
+            tensors |= part
+            file_of |= dict.fromkeys(part, file.name)
+            num_bytes += length
+    for name, shard in unhurried(index.items()):
+        if file_of.get(name) != shard:
+            raise WeightsError(
+                f"{INDEX} says that {shown(name)} is in {shown(shard)}, where it is not; the two "
+                "are not of one checkpoint, so write the folder again"
+            )
+    return tensors
+
+
+def stamp_of(path: str, limits: WeightLimits = UNLIMITED) -> str:
+    """Tells whether the files that `read_folder` reads are still those that it has read.
+
+    Raises:
+        WeightsError: As `read_folder`.
+    """
+    digest = hashlib.sha256()
+    with readable(path):
+        for file in _files(Path(path), limits)[0]:
+            status = file.stat()
+            place = (file.name, status.st_ino, status.st_size, status.st_mtime_ns)
+            digest.update(repr(place).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+@contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Raises WeightsError for what the system refuses."""
+    try:
+        yield
+    except OSError as error:
+        file = error.filename or path
+        raise WeightsError(f"{_named(file)} can't be read: {error.strerror}") from None
+
+
+def _named(path: Path | str | bytes) -> str:
+    """A path, which need not be text, in a message."""
+    return cut(ascii(os.fspath(path)), _SHOWN_PATH)
+
+
+def _files(place: Path, limits: WeightLimits) -> tuple[list[Path], dict[str, str]]:
+    """The files to read, in order, and which of them has each tensor if an index tells."""
+    if not place.is_dir():
+        return [place], {}
+    if (place / WEIGHTS).is_file():
+        return [place / WEIGHTS], {}
+    if (place / INDEX).is_file():
+        return _shards(place, limits)
+    files = list(islice(place.glob("*.safetensors"), limits.tensors + 1))
+    limits.check_tensors(len(files))  # for each has some
+    if not files:
+        raise WeightsError(
+            f"there is no .safetensors file in {_named(place)}; save_pretrained writes one"
+        )
+    return sorted(files), {}
+
+
+def _shards(place: Path, limits: WeightLimits) -> tuple[list[Path], dict[str, str]]:
+    with opened(place / INDEX) as file:
+        length = os.fstat(file).st_size
+        _check_list(place / INDEX, length, limits)
+        content = os.pread(file, length, 0)
+    try:
+        index = _index.decode(content).weight_map
+    except _UNREADABLE as error:
+        raise WeightsError(
+            f"can't read {_named(place / INDEX)}: {shown(str(error))}; it must hold a weight_map "
+            "from tensors to files"
+        ) from None
+    limits.check_tensors(len(index))
+    names = sorted(set(index.values()))
+    for name in names:
+        if "\0" in name or Path(name).name != name:
+            raise WeightsError(
+                f"{_named(place / INDEX)} names {shown(name)}, which is not beside it"
+            )
+        if not (place / name).is_file():
+            raise WeightsError(
+                f"{_named(place / name)} is missing, one of {len(names)} files that {INDEX} names; "
+                "write the folder again"
+            )
+    return [place / name for name in names], index
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of a regular file. Opening what is none, such as a FIFO, might never end."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise WeightsError(f"{_named(path)} is no regular file; name a folder or a file")
+        yield file
+    finally:
+        os.close(file)
+
+
+def _read(path: Path, limits: WeightLimits) -> tuple[dict[str, Tensor], int]:
+    """A file's tensors, and how many bytes they have together."""
+    with opened(path) as file:
+        length = os.fstat(file).st_size
+        header_bytes = int.from_bytes(os.pread(file, 8, 0), "little")
+        if length < 8 or header_bytes > min(length - 8, _MOST_HEADER_BYTES):
+            raise _not_whole(path, f"its {length} bytes can't hold its header")
+        _check_list(path, header_bytes, limits)
+        room = length - 8 - header_bytes
+        limits.check_bytes(room)
+        metas, places = _entries(path, os.pread(file, header_bytes, 8), room, limits)
+        data = read_file(file, 8 + header_bytes, room)
+    tensors: dict[str, Tensor] = {}
+    for meta, (start, end) in unhurried(zip(metas, places, strict=True)):
+        part = data[start:end]
+        # Some writers put a tensor where one of its dtype can't be looked at.
+        aligned = start % dtype_of(meta).itemsize == 0
+        tensors[meta.name] = as_tensor(part if aligned else part.clone(), meta)
+    return tensors, room
+
+
+def _check_list(path: Path, length: int, limits: WeightLimits) -> None:
+    """Before it is parsed. Raises WeightsError when it is too long for what may stand in it."""
+    if length > limits.header_bytes:
+        raise WeightsError(
+            f"the list of tensors in {_named(path)} has {length} bytes, more than {limits.tensors} "
+            "tensors take, which is what this model can; send those of its architecture, or raise "
+            "engine.max_weight_tensors"
+        )
+
+
+def _entries(
+    path: Path, header: bytes, room: int, limits: WeightLimits
+) -> tuple[list[TensorMeta], list[tuple[int, int]]]:
+    """The tensors of a file, and where each begins and ends in the data, of `room` bytes."""
+    try:
+        raw_entries = _names.decode(header)
+        raw_entries.pop("__metadata__", None)
+        limits.check_tensors(len(raw_entries))
+        entries = {name: _entry.decode(raw) for name, raw in unhurried(raw_entries.items())}
+    except _UNREADABLE as error:
+        raise _not_whole(path, shown(str(error))) from None
+    metas = [
+        TensorMeta(name, _DTYPES.get(entry.dtype, entry.dtype), entry.shape)
+        for name, entry in unhurried(entries.items())
+    ]
+    places = [entry.data_offsets for entry in entries.values()]
+    sizes = sizes_of(metas, limits)
+    for meta, size, (start, end) in unhurried(zip(metas, sizes, places, strict=True)):
+        if not 0 <= start <= end <= room or end - start != size:
+            raise _not_whole(
+                path, f"{shown(meta.name)} is at {shown(start)} to {shown(end)} of {room} bytes"
+            )
+    if sum(sizes) != room:
+        # Tensors that overlap are more in memory than in the file, and what is in none is kept too.
+        raise _not_whole(path, f"its tensors have {sum(sizes)} of {room} bytes")
+    return metas, places
+
+
+def _not_whole(path: Path, why: str) -> WeightsError:
+    return WeightsError(f"{_named(path)} is cut off or no safetensors file ({why}); write it again")

@@ -1,0 +1,434 @@
+"""An executor's weights without its shell: whoever tests them says what happens next.
+
+The core, what writes weights and what releases memory are the real ones. Jobs, plans and messages
+lie ready until somebody has them happen, in whatever order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from nano_inference.bus.control import (
+    FinishUpdate,
+    MemoryState,
+    ReleaseMemory,
+    ResumeMemory,
+    UpdateWeights,
+)
+from nano_inference.bus.weights import FolderWeights, StagedWeights
+from nano_inference.config import WeightsError
+from nano_inference.stages.executor import WeightSyncManager
+from nano_inference.stages.executor.changes.arguments import Operation
+from nano_inference.stages.executor.changes.core import UpdatesCore
+from nano_inference.stages.executor.changes.effects import (
+    Answer,
+    BeginRelease,
+    Check,
+    Combine,
+    Effect,
+    Fetch,
+    Fetched,
+    Job,
+    Leave,
+    Log,
+    MakeReady,
+    ReadRecord,
+    Remember,
+    Restore,
+    Result,
+    Resume,
+    SendMemory,
+    SendReady,
+    SkipBroadcast,
+)
+from nano_inference.stages.executor.changes.parts import Origin
+from nano_inference.stages.executor.changes.succession import supersedes
+from nano_inference.stages.executor.changes.updates import _check
+from nano_inference.stages.executor.runner.kv_cache import KVCache
+from nano_inference.stages.executor.runner.memory import ReplicaMemory
+from nano_inference.store.in_place import WeightsInPlace
+
+Values = dict[str, float]
+"""What the parameters hold."""
+
+
+def _values(tensors: Mapping[str, torch.Tensor]) -> Values:
+    return {name: tensor.max().item() for name, tensor in tensors.items()}
+
+
+class Model(nn.Module):
+    """Two parameters, a and b."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "ab":
+            self.register_parameter(name, nn.Parameter(torch.zeros(2), requires_grad=False))
+
+    def values(self) -> Values:
+        return _values(dict(self.named_parameters()))
+
+
+class NoCache:
+    """A KV cache without tensors."""
+
+    keys = values = ()
+
+    def moved(self) -> None:
+        pass
+
+
+class Tensors(dict[str, torch.Tensor]):
+    """New weights that see to it that the version is not raised while they are read."""
+
+    def __init__(self, values: Values, manager: WeightSyncManager) -> None:
+        super().__init__({name: torch.full((2,), value) for name, value in values.items()})
+        self._manager = manager
+
+    def items(self) -> Any:
+        return self._watched()
+
+    def _watched(self) -> Iterator[tuple[str, torch.Tensor]]:
+        before = self._manager.version
+        for item in super().items():
+            yield item
+            assert self._manager.version == before, "it was raised before the last tensor was there"
+
+
+def place(number: int, names: str) -> FolderWeights:
+    """Where weights are that hold this number in these parameters."""
+    return FolderWeights(f"{number}:{names}")
+
+
+def values_at(folder: str) -> Values:
+    number, names = folder.split(":")
+    return dict.fromkeys(names, float(number))
+
+
+@dataclass(frozen=True)
+class Plan:
+    version: int
+    release: tuple[str, ...]
+    rows: bool
+
+
+class Planner:
+    """What batching makes of what it is told of weights and memory."""
+
+    def __init__(self, lacks: tuple[str, ...] = ()) -> None:
+        self.lacks = lacks
+        self.release: tuple[str, ...] = ()
+        self.new_version = 0
+        self.under_way = 0
+
+    def hear(self, message: SendReady | MemoryState) -> None:
+        if isinstance(message, SendReady):
+            self.new_version = message.version
+        else:
+            self.lacks, self.release = message.lacks, message.release
+
+    def plan(self) -> Plan | None:
+        if self.under_way >= (1 if self.release else 2):
+            return None
+        if self.new_version:
+            self.lacks = tuple(tag for tag in self.lacks if tag != "weights")
+        plan = Plan(self.new_version, self.release, rows=not self.lacks)
+        if not (plan.version or plan.release or plan.rows):
+            return None
+        self.new_version, self.release = 0, ()
+        self.under_way += 1
+        return plan
+
+
+class World:
+    """One executor.
+
+    Attributes:
+        jobs: Begun, not done.
+        results: Done, and the core does not know.
+        messages: On their way to batching.
+        launched: Plans on their way to the model.
+        executed: Plans that ran, with the version that they ran with; the core does not know.
+        asked: The id of every operation.
+        begun: Of those of the present executor, in order: an operation's ticket, less one, is the
+            index of its id.
+        answers: By operation id.
+        contents: What the parameters hold by right, by version.
+        counted: The version of each update that was made ready, by operation id.
+        newest: The largest version that the core has told.
+        parts: Those that are kept by right, and of which update.
+        restorable: Whether folders can still be read by a successor.
+    """
+
+    def __init__(self) -> None:
+        self.now_ns = 1
+        self.asked: list[str] = []
+        self.answers: dict[str, Answer] = {}
+        self.record: WeightsInPlace | None = None
+        self.restorable = True
+        self.leader = "admission-1"
+        self.start()
+
+    def start(self) -> None:
+        """A new executor, with the weights of model_path, takes part."""
+        self.model = Model()
+        self.manager = WeightSyncManager(self.model)
+        self.memory = ReplicaMemory(cast(KVCache, NoCache()), self.manager)
+        self.core = UpdatesCore(self.manager.limits)
+        self.begun: list[str] = []
+        self.jobs: list[Job] = []
+        self.results: list[tuple[Job, Result]] = []
+        self.launched: deque[Plan] = deque()
+        self.executed: deque[tuple[Plan, int]] = deque()
+        self.counted: dict[str, int] = {}
+        self.contents: dict[int, Values] = {0: self.model.values()}
+        self.newest = 0
+        self.fetched: set[str] = set()
+        self.parts: tuple[str, list[Values]] = "", []
+        self.begin_epoch()
+
+    # --- what may happen ----------------------------------------------------------------------
+
+    def ask(self, operation: Any) -> str:
+        """Returns the id under which it is answered."""
+        name = str(len(self.asked))
+        self.asked.append(name)
+        self.begun.append(name)
+        self.perform(self.core.begin(operation, name, self.now_ns))
+        return name
+
+    def run_job(self, index: int = 0, *, fails: bool = False) -> None:
+        """A job is done, or fails."""
+        job = self.jobs.pop(index)
+        result: Result
+        try:
+            if fails:
+                raise WeightsError("it fails")
+            result = self._run(job)
+        except WeightsError as error:
+            result = error
+        self.results.append((job, result))
+
+    def report_job(self, index: int = 0) -> None:
+        """The core is told what became of a job."""
+        job, result = self.results.pop(index)
+        self.perform(self.core.done(job, result, self.now_ns))
+
+    def deliver(self) -> None:
+        """Batching takes a message."""
+        self.planner.hear(self.messages.popleft())
+
+    def launch(self) -> bool:
+        """Batching plans a step, if it can."""
+        plan = self.planner.plan()
+        if plan is not None:
+            self.launched.append(plan)
+        return plan is not None
+
+    def execute(self) -> None:
+        """The model runs a step, as `ExecutorCore.launch` does."""
+        plan = self.launched.popleft()
+        self.manager.finish_planned_sync(plan.version)
+        if self.memory.pending.intersection(plan.release):
+            self.memory.release(plan.release)
+        assert self.memory.runs or not plan.rows, "a step without memory or weights"
+        self.executed.append((plan, self.manager.version))
+
+    def report_step(self) -> None:
+        """The core and batching are told of a step."""
+        plan, version = self.executed.popleft()
+        refused = self.manager.take_refused() if plan.version > version else None
+        self.planner.under_way = max(0, self.planner.under_way - 1)
+        effects = self.core.step_done(
+            version,
+            self.now_ns,
+            changed=plan.version > 0,
+            pending=bool(self.memory.pending),
+            refused=refused,
+        )
+        self.perform(effects)
+
+    def begin_epoch(self) -> None:
+        """A stage has failed: batching knows nothing, and the executor takes part anew."""
+        while self.launched:
+            self.execute()
+        self.messages: deque[SendReady | MemoryState] = deque()
+        self.perform(self.core.begin_epoch(self.leader))
+        self.planner = Planner(self.memory.lacks)
+        self.perform(self.core.epoch_begun(self.manager.version, self.now_ns))
+
+    def wait(self, seconds: float) -> None:
+        self.now_ns += int(seconds * 1e9)
+        deadline_ns = self.core.next_deadline_ns()
+        if deadline_ns is not None and deadline_ns <= self.now_ns:
+            self.perform(self.core.tick(self.now_ns))
+
+    def restart(self) -> None:
+        """The executor ends, and a successor comes."""
+        self.perform(self.core.close())
+        assert not self.core.unanswered
+        self.jobs, late = [], [(job, WeightsError("late")) for job in self.jobs]
+        for job, result in [*self.results, *late]:
+            assert not self.core.done(job, result, self.now_ns)
+        self.start()
+
+    def settle(self) -> None:
+        """Everything happens that can, in order, and time passes until nothing has a deadline."""
+        for _ in range(100):
+            self.rest()
+            if (deadline_ns := self.core.next_deadline_ns()) is None:
+                return
+            self.wait((deadline_ns - self.now_ns) / 1e9 + 1)
+        raise AssertionError("it waits for ever")
+
+    def rest(self) -> None:
+        """Everything happens that can, in order, but no time passes."""
+        for _ in range(1000):
+            if self.jobs:
+                self.run_job()
+            elif self.results:
+                self.report_job()
+            elif self.messages:
+                self.deliver()
+            elif self.launched:
+                self.execute()
+            elif self.executed:
+                self.report_step()
+            elif not ((self.planner.new_version or self.planner.release) and self.launch()):
+                return
+        raise AssertionError("it never comes to rest")
+
+    # --- effects ------------------------------------------------------------------------------
+
+    def perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Answer():
+                    self._take_answer(effect)
+                case SendReady():
+                    self.messages.append(effect)
+                case SendMemory():
+                    state = MemoryState(self.memory.lacks, tuple(self.memory.pending))
+                    self.messages.append(state)
+                case Remember(weights):
+                    if supersedes(weights, self.record):
+                        self.record = weights
+                case ReadRecord():
+                    self.perform(self.core.record_read(self.record))
+                case Restore(weights):
+                    self.perform(self._restore(weights))
+                case SkipBroadcast() | Leave() | Log():
+                    pass
+                case job:
+                    if isinstance(job, Combine):
+                        self._check_parts(job)
+                    if isinstance(job, Fetch):
+                        self.fetched.add(self.begun[job.ticket - 1])
+                    self.jobs.append(job)
+
+    def _check_parts(self, job: Combine) -> None:
+        """All parts that were sent are there, and no others."""
+        source, (update, parts) = job.update.source, self.parts
+        assert isinstance(source, StagedWeights)
+        assert (source.update, source.parts) == (update, len(parts))
+        whole = {name: value for part in parts for name, value in part.items()}
+        assert _values(job.tensors) == whole
+        self.parts = "", []
+
+    def _take_answer(self, answer: Answer) -> None:
+        name = answer.operation_id
+        assert name not in self.answers, "a second answer"
+        self.answers[name] = answer
+        if answer.error is None and name in self.counted:
+            assert answer.version >= self.counted[name], "it is answered before it is in place"
+            assert self.manager.version >= self.counted[name]
+        match answer.operation:
+            case UpdateWeights(source=FolderWeights(path), part_of=update) if update:
+                if answer.error is None:
+                    kept = self.parts[1] if update == self.parts[0] else []
+                    self.parts = update, [*kept, values_at(path)]
+                elif name in self.fetched:
+                    self.parts = "", []
+            case UpdateWeights(source=StagedWeights()) if answer.error is not None:
+                if answer.error.code == "weights_incomplete":
+                    self.parts = "", []
+            case ReleaseMemory(tags) if answer.error is None:
+                assert self.memory.released.issuperset(tags), "it is answered before it is released"
+            case ResumeMemory(tags) if answer.error is None:
+                assert self.memory.released.isdisjoint(tags)
+            case operation if answer.error is None and changes_weights(operation):
+                assert name in self.counted, "nothing was put in place"
+
+    def _run(self, job: Job) -> Result:
+        manager = self.manager
+        match job:
+            case Fetch(_, update):
+                assert isinstance(update.source, FolderWeights)
+                path = update.source.path
+                tensors = Tensors(values_at(path), manager)
+                whole = len(tensors) == 2
+                converted = whole or not update.part_of
+                return Fetched(tensors, Origin(path, "stamp"), whole, converted)
+            case Combine(_, _, parts, origin):
+                tensors = Tensors(_values(parts), manager)
+                return Fetched(tensors, origin, manager.covers(manager.prepare(tensors)))
+            case Check(_, update, fetched):
+                _check(update, fetched, manager)
+            case MakeReady(ticket, update, fetched, version):
+                counted = manager.start_sync(fetched.tensors, version, partial=update.partial)
+                before = self.contents[manager.version]
+                self.contents[counted] = {**before, **_values(fetched.tensors)}
+                self.counted[self.begun[ticket - 1]] = counted
+                return counted
+            case BeginRelease(_, tags):
+                self.memory.begin_release(tags)
+                return bool(self.memory.pending)
+            case Resume(_, tags):
+                self.memory.resume(tags)
+        return None
+
+    def _restore(self, weights: WeightsInPlace) -> list[Effect]:
+        if not (self.restorable and weights.folder):
+            return self.core.not_restored(weights, "they are gone")
+        values = values_at(weights.folder)
+        self.manager.sync_blocking(Tensors(values, self.manager), weights.version)
+        self.contents[weights.version] = values
+        return self.core.restored(weights)
+
+    # --- what always holds --------------------------------------------------------------------
+
+    def check(self) -> None:
+        unanswered = set(self.core.unanswered)
+        assert unanswered.isdisjoint(self.answers)
+        assert unanswered | set(self.answers) == set(self.asked)
+        assert self.newest <= self.core.version <= self.manager.version
+        self.newest = self.core.version
+        assert self.manager.version in self.contents
+        if "weights" not in self.memory.released and not self.manager.empty:
+            assert self.model.values() == self.contents[self.manager.version]
+        for name, counted in self.counted.items():
+            refused = name in self.answers and self.answers[name].error is not None
+            assert not refused or self.interrupted(name) or counted > self.manager.version
+        fetching = [job for job in self._jobs_under_way() if isinstance(job, Fetch | Combine)]
+        assert len(fetching) <= 1, "two sources at a time"
+
+    def interrupted(self, name: str) -> bool:
+        error = self.answers[name].error
+        return error is not None and error.code == "weights_interrupted"
+
+    def _jobs_under_way(self) -> list[Job]:
+        return [*self.jobs, *(job for job, _ in self.results)]
+
+
+def changes_weights(operation: Operation) -> bool:
+    match operation:
+        case FinishUpdate(version=version):
+            return version is not None
+        case UpdateWeights(part_of="", prepare_as=""):
+            return True
+    return False

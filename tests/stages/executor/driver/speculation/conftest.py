@@ -1,0 +1,19 @@
+"""What files of this folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from nano_inference.stages.executor import ExecutorCore
+from nano_inference.stages.executor.driver.speculation.costs import StepCosts
+
+
+@pytest.fixture(scope="module")
+def unmeasured() -> Iterator[None]:
+    """Lanes don't measure what their steps cost, for which each takes about half a second: where a
+    test says itself which drafts are verified."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExecutorCore, "_measure_costs", lambda core: StepCosts([1], [1.0]))
+        yield

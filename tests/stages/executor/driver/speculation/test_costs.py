@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from nano_inference.config import EngineConfig
+from nano_inference.stages.executor import ExecutorCore
+from nano_inference.stages.executor.driver.speculation.costs import (
+    StepCosts,
+    choose_lengths,
+    may_pay,
+    measure_costs,
+    trial_step,
+)
+from nano_inference.stages.executor.runner.model import wrap_model
+
+from ...models import make_model
+
+COSTS = StepCosts((1, 4, 16, 64), (0.036, 0.042, 0.069, 0.2))
+
+# --- what steps cost ------------------------------------------------------------------------
+
+
+def test_between_sizes_costs_are_linear_and_beyond_the_last_too() -> None:
+    assert COSTS.of(1) == COSTS.of(0) == pytest.approx(0.036)
+    assert COSTS.of(2) == pytest.approx(0.038)
+    assert COSTS.of(40) == pytest.approx((0.069 + 0.2) / 2)
+    assert COSTS.of(112) == pytest.approx(0.2 + 0.2 - 0.069)
+    assert StepCosts((1,), (0.5,)).of(3) == pytest.approx(1.5)
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=12))
+def test_more_rows_never_cost_less(seconds: list[float]) -> None:
+    costs = StepCosts([2**n for n in range(len(seconds))], seconds)
+    table = [costs.of(rows) for rows in range(2 * costs.most_rows)]
+    assert table == sorted(table)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds"),
+    [
+        ((), ()),
+        ((2, 4), (1.0, 2.0)),
+        ((1, 1), (1.0, 2.0)),
+        ((1, 2), (1.0,)),
+        ((1,), (0.0,)),
+        ((1,), (math.nan,)),
+        ((1,), (math.inf,)),
+    ],
+)
+def test_what_can_not_be_costs_is_refused(
+    sizes: tuple[int, ...], seconds: tuple[float, ...]
+) -> None:
+    with pytest.raises(ValueError, match=r"has to|have to"):
+        StepCosts(sizes, seconds)
+
+
+def test_ratios_follow_the_steps_that_are_run() -> None:
+    """Here rows cost twice as much as was measured, on a machine whose speed changes as well."""
+    costs = StepCosts((1, 4, 16, 64), (0.036, 0.042, 0.069, 0.2))
+    for number in range(2000):
+        speed = 1.0 if number % 100 < 50 else 1.6
+        rows = 16 if number % 2 else 1
+        costs.observe(rows, speed * (0.036 + (rows - 1) * 0.0044))
+    assert costs.of(16) / costs.of(1) == pytest.approx(0.102 / 0.036, rel=0.05)
+
+
+def test_nothing_is_learned_from_steps_of_one_size_or_that_can_not_be_compared() -> None:
+    costs = StepCosts((1, 4, 16, 64), (0.036, 0.042, 0.069, 0.2))
+    before = [costs.of(rows) for rows in range(80)]
+    for number in range(100):
+        costs.observe(1, 0.5 * (1 + number % 3))
+    for hostile in (math.nan, math.inf, 0.0, -1.0):
+        costs.observe(1, 0.1)
+        costs.observe(16, hostile)
+        costs.observe(4, 0.001)
+        costs.observe(65, 5.0)
+        costs.observe(0, 5.0)
+    for _ in range(100):
+        costs.observe(1, 0.036)
+        costs.interrupt()
+        costs.observe(16, 3.0)
+        costs.interrupt()
+    assert [costs.of(rows) for rows in range(80)] == before
+
+
+def test_nothing_that_steps_take_leads_costs_far_astray() -> None:
+    costs = StepCosts((1, 4, 16, 64), (0.036, 0.042, 0.069, 0.2))
+    for _ in range(10_000):
+        costs.observe(1, 1e-9)
+        costs.observe(64, 1e9)
+    ratio = costs.of(64) / costs.of(1)
+    assert 0.2 / 0.036 <= ratio <= 4 * 0.2 / 0.036 * (1 + 1e-9)
+
+
+# --- measuring ------------------------------------------------------------------------------
+
+
+class FakeMachine:
+    """Steps on a clock of its own."""
+
+    def __init__(self, first_ns: int, row_ns: int, context_ns: int = 0) -> None:
+        self.first_ns, self.row_ns, self.context_ns = first_ns, row_ns, context_ns
+        self.time_ns = 0
+        self.steps: list[int] = []
+
+    def step(self, rows: int, context: int) -> None:
+        self.steps.append(rows)
+        self.time_ns += self.first_ns + self.row_ns * (rows - 1) + self.context_ns * rows * context
+
+    def now_ns(self) -> int:
+        return self.time_ns
+
+
+def test_all_sizes_are_measured_several_times_where_steps_are_short() -> None:
+    machine = FakeMachine(1_000_000, 50_000)
+    costs = measure_costs(machine.step, 64, machine.now_ns)
+    assert costs.most_rows == 64
+    for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80):
+        assert costs.of(rows) == pytest.approx(0.001 + 0.00005 * (rows - 1))
+    counts = Counter(machine.steps)
+    rounds = counts.pop(64)
+    # One begins, and with 16 rows contexts are compared.
+    assert (counts.pop(1), counts.pop(16)) == (rounds + 1, 2 * rounds)
+    assert set(counts.values()) == {rounds}
+    assert 5 < rounds <= 40
+    assert machine.now_ns() < 0.5e9, "a quarter of what it may take, and the first round"
+
+
+def test_longer_contexts_cost_what_they_take() -> None:
+    machine = FakeMachine(1_000_000, 50_000, 10)
+    costs = measure_costs(machine.step, 64, machine.now_ns)
+    for rows, context in ((1, 64), (16, 64), (64, 1000), (16, 5000), (100, 200), (8, 8)):
+        wanted = 0.001 + 0.00005 * (rows - 1) + 1e-8 * rows * context
+        assert costs.at(context).of(rows) == pytest.approx(wanted)
+    assert costs.at(0).of(1) > 0
+
+
+@given(first_ns=st.integers(0, 10**10), row_ns=st.integers(0, 10**10), most=st.integers(1, 300))
+@example(first_ns=0, row_ns=0, most=300)
+def test_it_takes_no_longer_than_it_may_or_than_five_steps(
+    first_ns: int, row_ns: int, most: int
+) -> None:
+    machine = FakeMachine(first_ns, row_ns)
+    costs = measure_costs(machine.step, most, machine.now_ns, budget_s=1.5)
+    assert costs.most_rows <= most
+    assert max(machine.steps) == costs.most_rows
+    necessary = 5 * first_ns + 25 * row_ns
+    assert machine.time_ns <= max(1.5e9, necessary) + first_ns
+
+
+def test_where_steps_are_long_few_rows_are_measured_all_the_same() -> None:
+    machine = FakeMachine(3_000_000_000, 100_000_000)
+    costs = measure_costs(machine.step, 512, machine.now_ns)
+    assert machine.steps == [1, 1, 16, 4, 8]
+    # Beyond, where a step may cost many times more, nothing is drafted.
+    assert choose_lengths(12, [[1.0] * 16], costs, max_rows=512) == [4]
+    assert choose_lengths(20, [[1.0] * 16], costs, max_rows=512) == [0]
+    assert not may_pay(20, costs, max_rows=512)
+
+
+def test_a_step_that_was_disturbed_does_not_count() -> None:
+    machine = FakeMachine(1_000_000, 50_000)
+
+    def step(rows: int, context: int) -> None:
+        machine.step(rows, context)
+        if len(machine.steps) % 17 == 3:
+            machine.time_ns += 30_000_000
+
+    costs = measure_costs(step, 16, machine.now_ns)
+    assert costs.of(1) == pytest.approx(0.001)
+    assert costs.of(16) == pytest.approx(0.001 + 15 * 0.00005)
+
+
+def core(**settings: object) -> ExecutorCore:
+    config = EngineConfig(block_size=4, max_batch_size=4, kv_cache_bytes=1 << 20, **settings)  # type: ignore[arg-type]
+    return ExecutorCore(config, model=wrap_model(make_model("qwen2"), 64))
+
+
+@pytest.mark.parametrize("settings", [{}, {"kernels": "off"}, {"deterministic": True}])
+def test_a_trial_leaves_everything_as_it_was(settings: dict[str, object]) -> None:
+    executor = core(**settings)
+    cache, random_state = executor.cache, torch.random.get_rng_state()
+    for tensor in (*cache.keys, *cache.values):
+        tensor.normal_(generator=torch.Generator().manual_seed(1))
+    kept = [tensor[: cache.num_blocks].clone() for tensor in (*cache.keys, *cache.values)]
+    step = trial_step(
+        executor.model, cache, executor._builder, kernels=executor.fast_modules is not None
+    )
+    clock = itertools.count(0, 1000)
+    with executor._within():
+        tokens = step(5, 30)
+        costs = measure_costs(step, 8, lambda: next(clock), longest=64)
+    assert isinstance(tokens, list)
+    assert len(tokens) == 5
+    assert costs.most_rows == 8
+    after = [tensor[: cache.num_blocks] for tensor in (*cache.keys, *cache.values)]
+    assert all(torch.equal(now, then) for now, then in zip(after, kept, strict=True))
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    assert all(torch.isfinite(tensor).all() for tensor in (*cache.keys, *cache.values))
+
+
+# --- how many -------------------------------------------------------------------------------
+
+chances_of_drafts = st.lists(
+    st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0])), max_size=4).map(
+        lambda chances: sorted(chances, reverse=True)
+    ),
+    max_size=4,
+)
+seconds_of_sizes = st.lists(st.floats(0.01, 1), min_size=5, max_size=5)
+
+
+def rate(num_rows: int, num_prefill: int, tokens: float, added: int, costs: StepCosts) -> float:
+    """Tokens per second of the step's rows, drafted ones included."""
+    others = num_rows + num_prefill
+    seconds = costs.of(num_rows) + costs.of(others + added) - costs.of(others)
+    return (num_rows + tokens) / seconds
+
+
+@given(
+    num_rows=st.integers(1, 6),
+    num_prefill=st.one_of(st.integers(0, 20), st.integers(50, 80)),
+    chances=chances_of_drafts,
+    seconds=seconds_of_sizes,
+    max_rows=st.integers(1, 20),
+)
+def test_no_other_lengths_give_more(
+    num_rows: int,
+    num_prefill: int,
+    chances: list[list[float]],
+    seconds: list[float],
+    max_rows: int,
+) -> None:
+    costs = StepCosts((1, 2, 4, 8, 64), seconds)
+    lengths = choose_lengths(num_rows, chances, costs, max_rows=max_rows, num_prefill=num_prefill)
+
+    def rate_of(lengths: tuple[int, ...]) -> float:
+        tokens = sum(
+            sum(falling[:length]) for falling, length in zip(chances, lengths, strict=True)
+        )
+        return rate(num_rows, num_prefill, tokens, sum(lengths), costs)
+
+    off = rate_of((0,) * len(chances))
+    within = num_rows + num_prefill <= 64
+    rooms = [max_rows - num_rows, *([64 - num_rows - num_prefill] if within else [])]
+    possible = [
+        other
+        for other in itertools.product(*(range(len(falling) + 1) for falling in chances))
+        if sum(other) <= max(0, min(rooms))
+    ]
+    best = max(map(rate_of, possible))
+    assert tuple(lengths) in possible
+    if any(lengths):
+        assert rate_of(tuple(lengths)) == pytest.approx(best)
+        assert best >= 1.05 * off * (1 - 1e-9)
+    else:
+        assert best <= 1.05 * off * (1 + 1e-9)
+
+
+@given(chances=chances_of_drafts, seconds=seconds_of_sizes, hopeless=st.integers(0, 3))
+def test_likelier_drafts_are_never_verified_less(
+    chances: list[list[float]], seconds: list[float], hopeless: int
+) -> None:
+    costs = StepCosts((1, 2, 4, 8, 16), seconds)
+    lengths = choose_lengths(2, chances, costs, max_rows=16)
+    certain = [[1.0 for _ in falling] for falling in chances]
+    assert sum(choose_lengths(2, certain, costs, max_rows=16)) >= sum(lengths)
+    # Nor do drafts of which nothing is to be expected change anything.
+    others = [[0.0, 0.0]] * hopeless
+    assert choose_lengths(2, chances + others, costs, max_rows=16) == lengths + [0] * hopeless
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 64, 65, 1000])
+def test_nothing_comes_of_nothing(num_rows: int) -> None:
+    assert choose_lengths(num_rows, [], COSTS, max_rows=64) == []
+    assert choose_lengths(num_rows, [[], [0.0], [math.nan]], COSTS, max_rows=64) == [0, 0, 0]
+
+
+def test_where_there_is_no_room_nothing_is_verified() -> None:
+    certain = [[1.0] * 4]
+    assert choose_lengths(0, certain, COSTS, max_rows=64) == [0]
+    assert choose_lengths(4, certain, COSTS, max_rows=4) == [0]
+    assert choose_lengths(4, certain, COSTS, max_rows=6) == [2]
+    # What would leave the sizes that were measured, too.
+    assert choose_lengths(62, certain, COSTS, max_rows=200, least_gain=0.5) == [2]
+
+
+def test_the_least_gain_is_of_the_whole_step() -> None:
+    """One certain token more among 16 is worth 1.0625 times less what it costs."""
+    costs = StepCosts((1, 16, 17), (0.036, 0.069, 0.0695))
+    assert choose_lengths(16, [[1.0]], costs, max_rows=64) == [1]
+    costs = StepCosts((1, 16, 17), (0.036, 0.069, 0.0705))
+    assert choose_lengths(16, [[1.0]], costs, max_rows=64) == [0]
+
+
+def test_beside_a_prompt_rows_cost_what_they_do_in_so_large_a_step() -> None:
+    chances = [[0.06] * 4]
+    # Of the whole step's time they would take next to nothing, and still are not worth it.
+    assert choose_lengths(1, chances, COSTS, max_rows=64, num_prefill=500) == [0]
+    assert choose_lengths(1, [[0.9] * 4], COSTS, max_rows=64, num_prefill=500) == [4]

@@ -1,0 +1,522 @@
+"""The draft model: what it guesses, held against what the target then really makes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from nano_inference.bus.messages import StepResult
+from nano_inference.config import EngineConfig, ModelError, SamplingParams
+from nano_inference.stages.executor import ExecutorCore
+from nano_inference.stages.executor.driver.choose import choose_tokens
+from nano_inference.stages.executor.driver.sequences import SequenceTable
+from nano_inference.stages.executor.driver.speculation import draft_model
+from nano_inference.stages.executor.driver.speculation.draft_model import (
+    DraftModel,
+    load_draft_model,
+)
+from nano_inference.stages.executor.driver.speculation.drafts import NO_DRAFT, Draft, DraftContext
+from nano_inference.stages.executor.driver.speculation.speculator import Speculator
+from nano_inference.stages.executor.runner.kv_cache import block_bytes, count_blocks
+from nano_inference.stages.executor.runner.model import load_model, wrap_model
+
+from ...models import VOCAB, make_model
+from ...plans import step_plan
+from ..test_sampling import chi_square
+from .drafting import DraftingLane, VerifyAll
+
+pytestmark = pytest.mark.usefixtures("unmeasured")
+LIMIT = 6
+
+
+@dataclass
+class Guess:
+    """A draft, and behind how many tokens of its sequence it was made."""
+
+    seq_id: int
+    known: int
+    draft: Draft
+
+
+@dataclass
+class Run:
+    """What a lane did: the tokens of each sequence, prompt included, and all drafts."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    guesses: list[Guess] = field(default_factory=list)
+
+    def right(self) -> tuple[int, int]:
+        """How many drafted tokens came as they were drafted, and how many could have."""
+        right = total = 0
+        for guess in self.guesses:
+            came = self.tokens[guess.seq_id][guess.known : guess.known + len(guess.draft.tokens)]
+            total += len(came)
+            for token, drafted in zip(came, guess.draft.tokens, strict=False):
+                if token != drafted:
+                    break
+                right += 1
+        return right, total
+
+
+class Recorder:
+    """A draft model, of which is kept what it says."""
+
+    name: ClassVar[str] = "model"
+
+    def __init__(self, model: DraftModel) -> None:
+        self.model = model
+        self.guesses: list[Guess] = []
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        drafts = self.model.propose(contexts)
+        for context, draft in zip(contexts, drafts, strict=True):
+            assert len(draft.tokens) == len(draft.likelihoods) <= context.limit
+            assert draft == NO_DRAFT or draft.source == "model"
+            self.guesses.append(Guess(context.seq_id, len(context.tokens), draft))
+        return drafts
+
+    def forget(self, row: int, seq_id: int) -> None:
+        self.model.forget(row, seq_id)
+
+    def clear(self) -> None:
+        self.model.clear()
+
+
+class DraftedLane(DraftingLane):
+    """Batching and executor, with a draft model for all drafts."""
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any,
+        *,
+        draft_len: int = 256,
+        preempt_every: int = 0,
+        vocab_size: int = VOCAB,
+        **settings: Any,
+    ) -> None:
+        defaults = {"block_size": 8, "max_batch_size": 8, "kv_cache_bytes": 1 << 22}
+        config = EngineConfig(speculation="auto", max_draft_tokens=LIMIT, **(defaults | settings))
+        super().__init__(config, ExecutorCore(config, model=wrap_model(target, 256)))
+        core = self.core
+        config = msgspec.structs.replace(config, draft_model_path="given")
+        model = wrap_model(draft, draft_len)
+        self.draft_model = DraftModel(config, model, core._table, core.cache.num_blocks, vocab_size)
+        self.recorder = Recorder(self.draft_model)
+        core._speculator = core._runner.speculator = Speculator(
+            core._table, core._constraints, [], VerifyAll(), self.recorder
+        )
+        self.preempt_every, self.preempted = preempt_every, 0
+
+    def answer(self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams]) -> Run:
+        """Completes prompts, and says what was drafted meanwhile."""
+        first = len(self.found) + 1
+        self.recorder.guesses = []
+        for seq_id, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True), first):
+            self.add(seq_id, sampling, prompt)
+        self.run()
+        answers = {
+            seq_id: [*prompt, *(row[0] for row in self.found[seq_id])]
+            for seq_id, prompt in enumerate(prompts, first)
+        }
+        return Run(answers, self.recorder.guesses)
+
+    def turn(self) -> bool:
+        went_on = super().turn()
+        if self.preempt_every and self.steps % self.preempt_every == 0:
+            while self._under_way:
+                result = self._under_way.popleft()
+                assert isinstance(result, StepResult)
+                self.batching.absorb(result)
+                self._record(result)
+            if running := list(self.batching._running):
+                self.batching._preempt((running[-1].seq_id,))
+                self.preempted += 1
+                return True
+        return went_on
+
+
+def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, VOCAB, length).tolist() for length in lengths]
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=24)
+LIMITED = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, max_tokens=24)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, LIMITED], ids=["greedy", "1.0", "limits"])
+def test_the_target_as_its_own_draft_model_is_always_right(
+    sampling: SamplingParams, kernels: str
+) -> None:
+    lane = DraftedLane(make_model("llama"), make_model("llama"), kernels=kernels)
+    right, total = (run := lane.answer(prompts_of(3, 19, 40), [sampling] * 3)).right()
+    assert right == total > 30
+    # With the likeliest tokens of a random model it is often unsure, and stops.
+    longest = max(len(guess.draft.tokens) for guess in run.guesses)
+    assert longest == LIMIT or sampling is GREEDY
+
+
+def test_numbers_that_are_shared_make_matches_likely(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = make_model("llama")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * 0.02 * parameter.std())
+
+    def share_of_right_first_tokens() -> float:
+        run = DraftedLane(make_model("llama"), draft).answer(prompts_of(3, 19, 40), [SAMPLED] * 3)
+        made = [guess for guess in run.guesses if guess.draft.tokens]
+        firsts = [run.tokens[guess.seq_id][guess.known] for guess in made]
+        right = sum(
+            first == guess.draft.tokens[0] for first, guess in zip(firsts, made, strict=True)
+        )
+        return right / len(made)
+
+    shared = share_of_right_first_tokens()
+
+    def with_others(logits: Any, table: SequenceTable, *args: Any, **kwargs: Any) -> Any:
+        table.seed += np.uint64(1)
+        chosen = choose_tokens(logits, table, *args, **kwargs)
+        table.seed -= np.uint64(1)
+        return chosen
+
+    monkeypatch.setattr(draft_model, "choose_tokens", with_others)
+    independent = share_of_right_first_tokens()
+    assert 0.6 < shared < 1
+    assert independent < 0.4
+
+
+def test_samples_follow_the_targets_distribution() -> None:
+    """Of the second token, which is drafted: over all that the first one may be."""
+    prompt, vocab, count = [5, 9, 2, 30, 17], 40, 1500
+    target = make_model("llama", vocab_size=vocab)
+    with torch.no_grad():
+        first = (target(torch.tensor([prompt])).logits[0, -1].double() / 1.5).softmax(-1)
+        both = torch.tensor([[*prompt, token] for token in range(vocab)])
+        second = first @ (target(both).logits[:, -1].double() / 1.5).softmax(-1)
+    draft = make_model("llama", vocab_size=vocab)
+    with torch.no_grad():
+        draft.get_output_embeddings().weight.mul_(0.7)
+    lane = DraftedLane(target, draft, vocab_size=vocab, max_batch_size=60)
+    sampling = SamplingParams(temperature=1.5, max_tokens=3)
+    run = lane.answer([prompt] * count, [sampling] * count)
+    assert 0.4 * lane.drafted < lane.accepted < lane.drafted
+    assert lane.drafted > count / 2
+    seconds = torch.tensor([tokens[len(prompt) + 1] for tokens in run.tokens.values()])
+    counts = seconds.bincount(minlength=vocab).double()
+    # Tokens that hardly ever come count as one.
+    rare = second * count < 5
+    counts = torch.cat((counts[~rare], counts[rare].sum()[None]))
+    expected = torch.cat((second[~rare], second[rare].sum()[None]))
+    assert len(expected) > 15
+    # At most 40 bins: 99.9 % lie below 72 with 39 degrees of freedom.
+    assert chi_square(counts, expected) < 72
+
+
+def test_one_that_knows_nothing_soon_asks_for_no_passes() -> None:
+    lane = DraftedLane(make_model("llama"), make_model("qwen3", seed=5, num_hidden_layers=1))
+    run = lane.answer(prompts_of(9, 20), [SamplingParams(temperature=1.0, max_tokens=100)] * 2)
+    right, total = run.right()
+    assert right < total / 4
+    assert sum(guess.draft == NO_DRAFT for guess in run.guesses) > len(run.guesses) / 2
+
+
+def test_a_likely_token_is_called_likely() -> None:
+    lane = DraftedLane(make_model("llama"), make_model("llama"))
+    run = lane.answer(prompts_of(12), [GREEDY])
+    chances = [chance for guess in run.guesses for chance in guess.draft.likelihoods]
+    assert all(0 < chance <= 1 for chance in chances)
+    assert len(chances) > 8
+    # A draft ends with the first token of which it is unsure.
+    inner = [chance for guess in run.guesses for chance in guess.draft.likelihoods[:-1]]
+    assert min(inner) >= 0.3
+
+
+def test_bias_and_repetition_penalty_are_followed_as_far_as_they_are_known() -> None:
+    biased = SamplingParams(temperature=1.0, max_tokens=24, logit_bias={7: 30.0})
+    lane = DraftedLane(make_model("llama"), make_model("llama"))
+    run = lane.answer(prompts_of(12), [biased])
+    assert run.tokens[1][12:] == [7] * 24
+    right, total = run.right()
+    assert right == total > 12
+
+
+def test_a_stop_token_is_the_last_of_a_draft() -> None:
+    free = DraftedLane(make_model("llama"), make_model("llama")).answer(prompts_of(12), [GREEDY])
+    stop = free.tokens[1][12 + 9]
+    ending = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=frozenset({stop}))
+    run = DraftedLane(make_model("llama"), make_model("llama")).answer(prompts_of(12), [ending])
+    drafted = [guess.draft.tokens for guess in run.guesses]
+    assert any(tokens[-1:] == (stop,) for tokens in drafted)
+    assert not any(stop in tokens[:-1] for tokens in drafted)
+
+
+@pytest.mark.parametrize("cache_type", ["radix", "paged"])
+def test_shared_prefixes_copies_and_preemption(cache_type: str) -> None:
+    lane = DraftedLane(
+        make_model("llama"), make_model("llama"), preempt_every=2, cache_type=cache_type
+    )
+    first, second = prompts_of(37, 37)
+    # Whole blocks shared, a part of one copied, and a prompt that comes again.
+    prompts = [first, first[:20] + second[20:], first[:29] + second[29:], second, first]
+    right, total = lane.answer(prompts, [SAMPLED] * 5).right()
+    assert right == total > 60
+    again, more = lane.answer(prompts, [GREEDY] * 5).right()
+    assert again == more > 40
+    assert lane.preempted > 3
+    assert lane.batching.take_counters().cached > 100
+
+
+def test_blocks_that_are_filled_are_not_computed_again() -> None:
+    lane = DraftedLane(make_model("llama"), make_model("llama"))
+    (prompt,) = prompts_of(100)
+    computed: list[int] = []
+    forward = lane.draft_model._forward
+
+    def counted(rows: Any, starts: Any, counts: Any, ids: Any) -> Any:
+        computed.append(int(counts.sum()))
+        return forward(rows, starts, counts, ids)
+
+    lane.draft_model._forward = counted  # type: ignore[method-assign]
+    lane.answer([prompt], [SamplingParams(max_tokens=4)])
+    assert computed[0] == 101
+    computed.clear()
+    right, total = lane.answer([prompt], [SAMPLED]).right()
+    assert computed[0] <= 9
+    assert right == total > 12
+    lane.draft_model.cache.clear()
+    lane.draft_model.forget_kv()
+    computed.clear()
+    right, total = lane.answer([prompt], [SAMPLED]).right()
+    assert computed[0] == 101
+    assert right == total > 12
+
+
+def test_blocks_taken_by_others_are_not_taken_for_filled() -> None:
+    """Few blocks, given to one prompt after another, each twice."""
+    lane = DraftedLane(
+        make_model("llama"), make_model("llama"), kv_cache_bytes=40 * 8 * 3 * 2 * 32 * 4
+    )
+    assert lane.core.cache.num_blocks == 40
+    for seed in (0, 1, 1, 2):
+        prompts = prompts_of(70, 50, 33, seed=seed)
+        right, total = lane.answer(prompts, [GREEDY] * 3).right()
+        assert right == total > 30
+
+
+def test_one_whose_drafts_save_less_than_they_take_is_asked_seldom() -> None:
+    run, sampling = {}, SamplingParams(temperature=1, max_tokens=100, max_draft_tokens=1)
+    for saved in (0.0, 1e9):
+        lane = DraftedLane(make_model("llama"), make_model("llama"))
+        speculator = lane.core._speculator
+        assert speculator is not None
+        speculator._control.value = lambda *_, saved=saved: (0.0, saved)  # type: ignore[method-assign]
+        run[saved] = len(lane.answer(prompts_of(4), [sampling]).guesses)
+    # Two tokens a step, and 16 steps in a row without it.
+    assert run[1e9] >= 48
+    assert run[0.0] < 45
+
+
+def test_a_long_prompt_is_read_over_several_steps() -> None:
+    lane = DraftedLane(make_model("llama"), make_model("llama"), max_tokens_per_batch=16)
+    run = lane.answer(prompts_of(90, 4), [GREEDY] * 2)
+    right, total = run.right()
+    assert right == total > 15
+    of_long = [guess.draft for guess in run.guesses if guess.seq_id == 1]
+    assert of_long[:5] == [NO_DRAFT] * 5
+    assert of_long[7] != NO_DRAFT
+
+
+def test_nothing_is_drafted_past_its_own_longest_context() -> None:
+    lane = DraftedLane(make_model("llama"), make_model("llama"), draft_len=30)
+    run = lane.answer(prompts_of(20), [SAMPLED])
+    right, total = run.right()
+    assert right == total > 5
+    ends = [guess.known + len(guess.draft.tokens) for guess in run.guesses if guess.draft.tokens]
+    # The token at place 30 follows from 30 tokens.
+    assert max(ends) == 31
+    assert run.guesses[-1].draft == NO_DRAFT
+
+
+def test_broken_weights_end_drafting_and_nothing_else() -> None:
+    draft = make_model("llama")
+    lane = DraftedLane(make_model("llama"), draft)
+    lane.answer(prompts_of(20), [GREEDY])
+    with torch.no_grad():
+        draft.get_output_embeddings().weight[3] = float("nan")
+        draft.get_input_embeddings().weight[:] = float("nan")
+    run = lane.answer(prompts_of(20, 30), [GREEDY] * 2)
+    assert all(guess.draft == NO_DRAFT for guess in run.guesses)
+    assert len(run.tokens[2]) == 44
+    caches = (*lane.draft_model.cache.keys, *lane.draft_model.cache.values)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in caches)
+
+
+def test_clear_forgets_all_sequences() -> None:
+    lane = DraftedLane(make_model("llama"), make_model("llama"))
+    lane.answer(prompts_of(20), [SAMPLED])
+    lane.draft_model._broken = True
+    lane.draft_model.clear()
+    assert not lane.draft_model._progress
+    right, total = lane.answer(prompts_of(20), [SAMPLED]).right()
+    assert right == total > 12
+
+
+@pytest.mark.parametrize("size", [VOCAB - 20, VOCAB + 20])
+def test_a_vocabulary_that_is_padded_otherwise(size: int) -> None:
+    lane = DraftedLane(make_model("llama"), make_model("llama", seed=3, vocab_size=size))
+    run = lane.answer(prompts_of(9, 20), [SAMPLED] * 2)
+    drafted = [token for guess in run.guesses for token in guess.draft.tokens]
+    assert drafted
+    assert max(drafted) < min(size, VOCAB)
+
+
+# --- loading ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models without tokenizers: "target", "same" of its vocabulary, "other" of another."""
+    folder = tmp_path_factory.mktemp("models")
+    make_model("llama").save_pretrained(folder / "target")
+    make_model("qwen3", num_hidden_layers=1).save_pretrained(folder / "same")
+    make_model("llama", vocab_size=VOCAB + 1).save_pretrained(folder / "other")
+    return folder
+
+
+def config_of(folders: Path, draft: str, **settings: Any) -> EngineConfig:
+    path = str(folders / draft)
+    return EngineConfig(model_path=str(folders / "target"), draft_model_path=path, **settings)
+
+
+def test_a_model_of_the_same_vocabulary_is_taken(folders: Path) -> None:
+    config = config_of(folders, "same", dtype="float32", max_model_len=100)
+    draft = load_draft_model(config, load_model(config))
+    assert (len(draft.layers), draft.vocab_size, draft.max_model_len) == (1, VOCAB, 100)
+
+
+def test_another_vocabulary_is_refused(folders: Path) -> None:
+    config = config_of(folders, "other")
+    with pytest.raises(ModelError, match="it has 212 tokens and the model has 211"):
+        load_draft_model(config, load_model(config))
+
+
+def test_a_folder_that_is_not_there_is_named(folders: Path) -> None:
+    config = config_of(folders, "nowhere")
+    with pytest.raises(ModelError, match="the draft model: there is no model folder"):
+        load_draft_model(config, load_model(config))
+
+
+def test_tokenizers_are_compared(tmp_path: Path) -> None:
+    """Of the bundled model, with tokens under the ids of others."""
+    config = EngineConfig(draft_model_path="tiny")
+    target = load_model(config)
+    assert load_draft_model(config, target).vocab_size == target.vocab_size
+    for path in config.model_folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    path = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    ids = sorted(vocabulary.values(), reverse=True)
+    tokenizer["model"]["vocab"] = dict(zip(vocabulary, ids, strict=True))
+    path.write_text(json.dumps(tokenizer))
+    other = EngineConfig(draft_model_path=str(tmp_path))
+    with pytest.raises(ModelError, match="of another vocabulary: of the"):
+        load_draft_model(other, target)
+
+
+def test_both_caches_have_the_same_number_of_blocks_in_the_memory_that_there_is() -> None:
+    target, draft = (wrap_model(make_model(name), 128) for name in ("llama", "gemma2"))
+    config = EngineConfig(block_size=8, max_batch_size=64, kv_cache_bytes=1 << 22)
+    per_block = block_bytes(target, 8) + block_bytes(draft, 8)
+    assert (
+        count_blocks(config, target, draft) == (1 << 22) // per_block < count_blocks(config, target)
+    )
+    scarce = EngineConfig(block_size=8, max_batch_size=1, kv_cache_bytes=15 * per_block)
+    assert count_blocks(scarce, target) >= 16
+    with pytest.raises(ModelError, match=f"needs {16 * per_block} bytes of KV cache"):
+        count_blocks(scarce, target, draft)
+
+
+# --- in a lane --------------------------------------------------------------------------------
+
+
+def lane_of(folders: Path, **settings: Any) -> DraftingLane:
+    """Of the target, with itself as the draft model."""
+    config = config_of(
+        folders, "target", max_model_len=128, max_draft_tokens=LIMIT, kv_cache_bytes=1 << 21
+    )
+    config = msgspec.structs.replace(config, draft_sources=(), **settings)
+    return DraftingLane(config, ExecutorCore(config))
+
+
+def test_a_lane_loads_it_and_gives_its_kv_back_with_the_rest(folders: Path) -> None:
+    lane, plain = lane_of(folders, speculation="auto"), lane_of(folders)
+    assert plain.core._draft_model is None
+    model = lane.core._draft_model
+    assert model is not None
+    assert model.cache.num_blocks == lane.core.cache.num_blocks < plain.core.cache.num_blocks
+    assert lane.core._speculator is not None
+    lane.core._speculator._control = VerifyAll()
+    (prompt,) = prompts_of(30)
+    for each in (lane, plain):
+        each.add(1, SAMPLED, prompt)
+    assert lane.run() == plain.run()
+    assert lane.accepted == lane.drafted > 10
+    lane.core.memory.begin_release(["kv_cache"])
+    lane.batching.cache.flush()
+    lane.core.execute(step_plan(1000, release=("kv_cache",)))
+    assert {tensor.untyped_storage().nbytes() for tensor in model.cache.keys} == {4}
+    lane.core.resume_memory(["kv_cache"])
+    for each in (lane, plain):
+        each.add(2, SAMPLED, prompt)
+    drafted = lane.drafted
+    assert lane.run() == plain.run()
+    assert lane.accepted == lane.drafted > drafted
+    lane.core.close()
+
+
+def test_new_weights_of_the_target_leave_it_as_it_is(folders: Path) -> None:
+    lane = lane_of(folders, speculation="auto")
+    model = lane.core._draft_model
+    assert model is not None
+    before = [parameter.clone() for parameter in model.model.module.parameters()]
+    with torch.no_grad():
+        for parameter in lane.core.weights.parameters():
+            parameter.mul_(0.5)
+    after = model.model.module.parameters()
+    assert all(map(torch.equal, before, after))
+
+
+def test_others_are_asked_first() -> None:
+    lane = DraftedLane(make_model("llama"), make_model("llama"))
+    core = lane.core
+
+    class Sure(Recorder):
+        def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+            return [
+                Draft((1, 2, 3)[: context.limit]) if context.seq_id == 1 else NO_DRAFT
+                for context in contexts
+            ]
+
+    core._speculator = core._runner.speculator = Speculator(
+        core._table, core._constraints, [Sure(lane.draft_model)], VerifyAll(), lane.recorder
+    )
+    run = lane.answer(prompts_of(5, 6), [SamplingParams(temperature=1.0, max_tokens=60)] * 2)
+    asked = Counter(guess.seq_id for guess in run.guesses)
+    # The first one takes a step for nearly every token, and has others' drafts where there is room.
+    assert asked[1] < 30
+    assert asked[2] > 4

@@ -1,0 +1,203 @@
+"""Drafts change no token and no logprob, whatever they are."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nano_inference.config import Constraint, EngineConfig, SamplingParams
+from nano_inference.stages.executor import ExecutorCore, LoadedModel, load_model, wrap_model
+
+from ...models import VOCAB, make_model
+from .drafting import CONFIG, DraftingLane, Row, VerifyAll
+
+pytestmark = pytest.mark.usefixtures("unmeasured")
+PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
+SCHEMA = '{"type": "object", "properties": {"a": {"enum": ["one", "two"]}}, "required": ["a"]}'
+
+Request = tuple[SamplingParams, list[int]]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return wrap_model(make_model("qwen2"), 64)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load_model(EngineConfig(dtype="float32", max_model_len=256))
+
+
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    max_tokens=st.integers(1, 30),
+    top_k=st.sampled_from([0, 1, 5]),
+    top_p=st.sampled_from([1.0, 0.6]),
+    min_p=st.sampled_from([0.0, 0.2]),
+    stop_token_ids=st.sampled_from([frozenset(), frozenset(range(0, VOCAB, 12))]),
+    repetition_penalty=st.sampled_from([1.0, 1.5]),
+    presence_penalty=st.sampled_from([0.0, 0.7]),
+    frequency_penalty=st.sampled_from([0.0, 0.4]),
+    logit_bias=st.sampled_from([{}, {5: 4.0, 9: -3.0}]),
+    min_tokens=st.sampled_from([0, 6]),
+    logprobs=st.sampled_from([0, 2]),
+    max_draft_tokens=st.sampled_from([None, None, 0, 2]),
+)
+requests = st.lists(st.tuples(samplings, st.integers(1, 9).map(lambda n: PROMPT[:n])), max_size=9)
+
+
+def answers(
+    model: LoadedModel,
+    asked: list[Request],
+    config: EngineConfig = CONFIG,
+    drafts: tuple[dict[int, list[Row]], float, int] | None = None,
+    control: VerifyAll | None = None,
+    **core: Any,
+) -> DraftingLane:
+    """A lane that has answered them, with drafts or without."""
+    config = msgspec.structs.replace(config, speculation="off" if drafts is None else "auto")
+    lane = DraftingLane(config, ExecutorCore(config, model=model, **core))
+    if drafts is not None:
+        lane.draft(*drafts, control=control)
+    for seq_id, (sampling, prompt) in enumerate(asked, 1):
+        lane.add(seq_id, sampling, prompt)
+    lane.run()
+    return lane
+
+
+def assert_same(found: dict[int, list[Row]], expected: dict[int, list[Row]]) -> None:
+    for seq_id, rows in expected.items():
+        assert [(row[0], *row[2:]) for row in found[seq_id]] == [(r[0], *r[2:]) for r in rows]
+        logprobs = [row[1] for row in rows]
+        assert [row[1] for row in found[seq_id]] == pytest.approx(logprobs, abs=1e-4)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    asked=requests,
+    right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    cache_type=st.sampled_from(["radix", "paged"]),
+    runs_ahead=st.booleans(),
+    num_blocks=st.sampled_from([24, 200]),
+    seed=st.integers(0, 1000),
+)
+def test_any_drafts_leave_every_answer_as_it_is(
+    model: LoadedModel,
+    asked: list[Request],
+    right: float,
+    cache_type: Any,
+    runs_ahead: bool,
+    num_blocks: int,
+    seed: int,
+) -> None:
+    """With every sampling setting, few blocks (so that some are preempted) and many."""
+    config = msgspec.structs.replace(CONFIG, cache_type=cache_type)
+    expected = answers(model, asked, config, num_blocks=num_blocks)
+    lane = answers(
+        *(model, asked, config, (expected.found, right, seed)),
+        num_blocks=num_blocks,
+        runs_ahead=runs_ahead,
+    )
+    assert_same(lane.found, expected.found)
+
+
+def test_right_drafts_take_fewer_steps_and_wrong_ones_take_none(model: LoadedModel) -> None:
+    asked: list[Request] = [(SamplingParams(max_tokens=32), PROMPT)] * 2
+    expected = answers(model, asked)
+    right = answers(model, asked, drafts=(expected.found, 1.0, 1))
+    assert_same(right.found, expected.found)
+    assert right.accepted == right.drafted > 40
+    assert right.steps < expected.steps / 2
+    wrong = answers(model, asked, drafts=(expected.found, 0.0, 1))
+    assert_same(wrong.found, expected.found)
+    assert wrong.accepted < wrong.drafted / 10
+    assert wrong.steps <= expected.steps
+
+
+class AskedSeldom(VerifyAll):
+    """Says each third time that drafts would not pay in this step and the next five.
+
+    Attributes:
+        asked: How many steps it was told of.
+    """
+
+    asked = 0
+
+    def begin(self, num_rows: int, num_prefill: int, context: float) -> bool:
+        self.asked += 1
+        return super().begin(num_rows, num_prefill, context) and self.asked % 3 > 0
+
+    def rest(self) -> int:
+        return 5
+
+
+def test_steps_for_which_drafts_rest_are_computed_without_a_question(model: LoadedModel) -> None:
+    sampling = SamplingParams(max_tokens=50)
+    asked = [(sampling, PROMPT), (sampling, PROMPT[:3])]
+    without = answers(model, asked)
+    control = AskedSeldom()
+    lane = answers(model, asked, drafts=(without.found, 0.5, 0), control=control)
+    assert lane.found == without.found
+    assert lane.accepted > 0
+    assert lane.steps < without.steps
+    assert control.asked < 0.7 * lane.steps
+
+
+def test_in_deterministic_mode_they_leave_every_bit(model: LoadedModel) -> None:
+    config = msgspec.structs.replace(CONFIG, deterministic=True)
+    asked: list[Request] = [
+        (SamplingParams(temperature=t, max_tokens=25, logprobs=2), PROMPT[:n])
+        for t, n in ((0.0, 9), (1.0, 4), (1.0, 9), (2.0, 1))
+    ]
+    expected = answers(model, asked, config)
+    lane = answers(model, asked, config, (expected.found, 0.8, 2))
+    assert lane.accepted
+    assert lane.found == expected.found
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_steps_of_hundreds_of_drafted_rows_leave_every_bit(
+    model: LoadedModel, kernels: Literal["auto", "off"]
+) -> None:
+    config = msgspec.structs.replace(
+        CONFIG,
+        deterministic=True,
+        kernels=kernels,
+        max_batch_size=12,
+        max_tokens_per_batch=512,
+        max_draft_tokens=30,
+    )
+    asked: list[Request] = [
+        (SamplingParams(temperature=number % 3 / 2, max_tokens=50), PROMPT[: 1 + number % 9])
+        for number in range(12)
+    ]
+    expected = answers(model, asked, config)
+    lane = answers(model, asked, config, (expected.found, 0.95, 4), control=VerifyAll(512))
+    assert lane.most_rows > 128
+    assert lane.found == expected.found
+
+
+@pytest.mark.parametrize("right", [1.0, 0.7, 0.0])
+def test_a_grammar_is_followed_as_without(tiny: LoadedModel, right: float) -> None:
+    config = EngineConfig(dtype="float32", max_batch_size=6, max_model_len=256)
+    stops = frozenset({0, 2})
+    constraints = (
+        Constraint(json_schema=SCHEMA),
+        Constraint(regex="(ab|cd){3}"),
+        Constraint(regex="a{40}"),
+        None,
+    )
+    asked: list[Request] = [
+        (SamplingParams(max_tokens=40, stop_token_ids=stops, constraint=constraint), [5, 6, 7])
+        for constraint in constraints
+        for _ in range(2)
+    ]
+    expected = answers(tiny, asked, config)
+    lane = answers(tiny, asked, config, (expected.found, right, 3))
+    assert_same(lane.found, expected.found)
+    assert lane.drafted

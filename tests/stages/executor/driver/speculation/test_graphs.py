@@ -1,0 +1,72 @@
+"""Beside recorded decode steps nothing is drafted: what drafts would cost there is not known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nano_inference.config import EngineConfig, ModelError, SamplingParams
+from nano_inference.stages.executor import ExecutorCore, wrap_model
+from nano_inference.stages.executor.runner.attention.paged import PagedBackend
+
+from ...models import make_model
+from ...recorder import OperationRecorder, PlainPagedAttention
+from .drafting import DraftingLane
+
+PROMPT = [17, 3, 99, 42, 8, 17, 3, 99]
+CONFIG = EngineConfig(
+    block_size=4, kv_cache_bytes=1 << 20, max_batch_size=4, speculation="auto", dtype="float32"
+)
+
+
+class RecordedCore(ExecutorCore):
+    """One that records its steps when it is made, as on CUDA, and must not measure any."""
+
+    def _record_at_load(self, config: EngineConfig) -> None:
+        self.record_graphs(OperationRecorder())
+
+    def _measure_costs(self) -> Any:
+        raise AssertionError("costs are measured of which nothing is to be known")
+
+
+def recorded(config: EngineConfig) -> RecordedCore:
+    model = wrap_model(make_model("qwen2"), 64)
+    backend = PagedBackend(model, config.block_size, PlainPagedAttention)
+    return RecordedCore(config, model=model, backend=backend, runs_ahead=True)
+
+
+def test_batching_knows_and_steps_run_ahead_as_without_speculation() -> None:
+    core = recorded(CONFIG)
+    assert core.without_speculation == "steps are replayed as CUDA graphs"
+    lane = DraftingLane(CONFIG, core)
+    lane.add(1, SamplingParams(temperature=0, max_tokens=20), PROMPT)
+    launched, launch = [], core.launch
+
+    def watched(plan: Any) -> Any:
+        launched.append((plan, len(core._unread)))
+        return launch(plan)
+
+    core.launch = watched  # type: ignore[method-assign]
+    lane.run()
+    assert not any(plan.num_drafts for plan, _ in launched)
+    assert max(unread for _, unread in launched) == 1
+    assert core.graphs is not None
+    assert sum(core.graphs.replays.values()) == 19
+
+
+def test_a_draft_model_that_would_never_be_asked_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = wrap_model(make_model("qwen2"), 64)
+    monkeypatch.setattr("nano_inference.stages.executor.core.load_draft_model", lambda *_: made)
+    config = EngineConfig(
+        block_size=4,
+        kv_cache_bytes=1 << 20,
+        max_batch_size=4,
+        speculation="auto",
+        dtype="float32",
+        draft_model_path="given",
+    )
+    with pytest.raises(ModelError, match="no draft model is asked; set cuda_graphs to off"):
+        recorded(config)

@@ -1,0 +1,308 @@
+"""Sampling with everything at once: the executor against steps written out one by one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference.config import EngineConfig, SamplingParams
+from nano_inference.stages.executor import ExecutorCore, LoadedModel, uniform, wrap_model
+from nano_inference.stages.executor.driver.adjust import adjust_logits
+from nano_inference.stages.executor.driver.sequences import Places, SequenceTable
+
+from ..models import VOCAB, make_model
+from ..plans import Generation, Planner, new_sequence, step_plan
+
+CONFIG = EngineConfig(block_size=4, kv_cache_bytes=1 << 20, max_batch_size=8)
+PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
+SAMPLES = 6000
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return wrap_model(make_model("qwen2"), 64)
+
+
+def adjusted(logits: Tensor, prompt: list[int], generated: list[int], p: SamplingParams) -> Tensor:
+    """The steps of docs/sampling.md up to the temperature, token by token, `[vocab]` float64."""
+    out: list[float] = logits.double().tolist()
+    for token in {*prompt, *generated}:
+        penalty = p.repetition_penalty
+        out[token] = out[token] * penalty if out[token] < 0 else out[token] / penalty
+    for token in set(generated):
+        out[token] -= p.presence_penalty
+        out[token] -= p.frequency_penalty * generated.count(token)
+    for token, bias in p.logit_bias.items():
+        out[token] += bias
+    if len(generated) < p.min_tokens:
+        for token in p.stop_token_ids:
+            out[token] = -math.inf
+    return torch.tensor(out, dtype=torch.float64)
+
+
+def restricted(logits: Tensor, p: SamplingParams) -> Tensor:
+    """Probabilities after temperature and limits, `[vocab]`."""
+    weights = (logits / p.temperature).softmax(-1)
+    order = sorted(range(len(weights)), key=lambda token: (-float(weights[token]), token))
+    kept = order[: p.top_k or None]
+    mass = float(weights[kept].sum())
+    allowed: list[int] = []
+    reached = 0.0
+    for token in kept:
+        weight = float(weights[token])
+        if allowed and (reached >= p.top_p * mass or weight < p.min_p * float(weights[order[0]])):
+            break
+        allowed.append(token)
+        reached += weight
+    out = torch.zeros_like(weights)
+    out[allowed] = weights[allowed]
+    return out / out.sum()
+
+
+def model_logits(tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = make_model("qwen2")(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+EVERYTHING: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "presence_penalty": 0.7,
+    "frequency_penalty": -0.4,
+    "logit_bias": {17: 1.5, 40: -2.0, 99: 3.0},
+    "min_tokens": 5,
+    "stop_token_ids": frozenset({5, 60, 99}),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("mode", ["processed", "raw"])
+def test_tokens_and_logprobs_follow_the_steps(
+    model: LoadedModel, temperature: float, mode: Any
+) -> None:
+    sampling = SamplingParams(temperature=temperature, max_tokens=14, logprobs=6, **EVERYTHING)
+    core = ExecutorCore(
+        EngineConfig(block_size=4, kv_cache_bytes=1 << 20, logprobs_mode=mode), model=model
+    )
+    generation = Generation(1, PROMPT, sampling, seed=3)
+    planner = Planner(core, chunk=7)
+    planner.run([generation])
+    tokens = generation.token_ids
+    tops = [top for result in planner.results for top in result.top_logprobs]
+    raw = model_logits(PROMPT + tokens)[len(PROMPT) - 1 : -1]
+    assert len(tokens) == len(tops) >= 5
+    for place, token in enumerate(tokens):
+        logits = adjusted(raw[place], PROMPT, tokens[:place], sampling)
+        scaled = logits / (temperature or 1)
+        running = scaled.softmax(-1).cumsum(-1)
+        expected = int(logits.argmax())
+        if temperature:
+            expected = int(torch.searchsorted(running, torch.tensor([uniform(3, place)]).double()))
+        assert token == expected
+        reported = (scaled if mode == "processed" else raw[place].double()).log_softmax(-1)
+        assert generation.logprobs[place] == pytest.approx(float(reported[token]), abs=1e-4)
+        values, ids = reported.topk(6)
+        assert [token_id for token_id, _ in tops[place]] == ids.tolist()
+        assert [value for _, value in tops[place]] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("after", [1, 4, 9])
+def test_a_preempted_sequence_goes_on_with_the_same_tokens(model: LoadedModel, after: int) -> None:
+    sampling = SamplingParams(temperature=1.0, max_tokens=14, logprobs=2, **EVERYTHING)
+    whole = Generation(1, PROMPT, sampling, seed=2)
+    Planner(ExecutorCore(CONFIG, model=model)).run([whole])
+    assert len(whole.token_ids) > after
+    core = ExecutorCore(CONFIG, model=model)
+    tokens = PROMPT + whole.token_ids[:after]
+    new = new_sequence(1, tokens, range(6), sampling, num_generated=after, seed=2)
+    result = core.execute(step_plan(new=(new,), rows={1: len(tokens)}))
+    found = list(result.token_ids)
+    logprobs = list(result.logprobs)
+    while not result.finish_reasons[0]:
+        result = core.execute(step_plan(rows={1: 1}))
+        found += result.token_ids
+        logprobs += result.logprobs
+    assert found == whole.token_ids[after:]
+    assert logprobs == pytest.approx(whole.logprobs[after:], abs=1e-5)
+
+
+def test_neighbours_change_nothing(model: LoadedModel) -> None:
+    """Rows that use some of it, all of it and none of it, together and alone."""
+    several: list[dict[str, Any]] = [
+        {},
+        EVERYTHING,
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 1.0, "min_tokens": 3, "stop_token_ids": frozenset({5})},
+        {"logit_bias": {7: 4.0}, "logprobs": 3},
+        {"frequency_penalty": 2.0},
+        {"min_tokens": 12},
+    ]
+
+    def generations() -> list[Generation]:
+        return [
+            Generation(
+                number, PROMPT[number:], SamplingParams(max_tokens=12, **options), seed=number
+            )
+            for number, options in enumerate(several)
+        ]
+
+    together = generations()
+    Planner(ExecutorCore(CONFIG, model=model), shuffle=5).run(together)
+    for generation, single in zip(together, generations(), strict=True):
+        planner = Planner(ExecutorCore(CONFIG, model=model))
+        planner.run([single])
+        assert single.token_ids == generation.token_ids
+        assert single.logprobs == pytest.approx(generation.logprobs, abs=1e-5)
+        wants = single.sampling.logprobs
+        assert all(bool(result.top_logprobs) == bool(wants) for result in planner.results[2:])
+
+
+def test_rows_without_penalties_keep_their_bits_and_share_the_memory() -> None:
+    table = SequenceTable(4, 64, 4)
+    for number, options in enumerate(({}, EVERYTHING, {})):
+        table.add(new_sequence(number, PROMPT, (0, 1, 2), SamplingParams(**options)))
+    rows = table.rows_of((0, 1, 2))
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    before = logits.clone()
+    found = adjust_logits(logits, table, Places.next_of(rows))
+    assert torch.equal(logits, before), "the model's own logits stay as they are"
+    assert torch.equal(found[[0, 2]], logits[[0, 2]])
+    assert not torch.equal(found[1], logits[1])
+    plain = logits[[0, 2]]
+    assert adjust_logits(plain, table, Places.next_of(rows[[0, 2]])) is plain
+
+
+def test_a_row_that_is_used_again_forgets_its_sampling() -> None:
+    table = SequenceTable(1, 64, 4)
+    table.add(new_sequence(1, PROMPT, (0, 1, 2), SamplingParams(prompt_logprobs=2, **EVERYTHING)))
+    table.remove(1)
+    table.add(new_sequence(2, PROMPT, (0, 1, 2), SamplingParams()))
+    rows = table.rows_of((2,))
+    logits = torch.randn(1, VOCAB)
+    assert adjust_logits(logits, table, Places.next_of(rows)) is logits
+    assert table.num_to_score(rows, np.array([9])).tolist() == [0]
+
+
+def test_no_stop_token_before_min_tokens(model: LoadedModel) -> None:
+    """The likeliest first token is a stop token: it comes, but not before the sixth."""
+    first = Generation(1, PROMPT, SamplingParams(temperature=0.0, max_tokens=1))
+    Planner(ExecutorCore(CONFIG, model=model)).run([first])
+    stop = frozenset(range(0, VOCAB, 2)) | {first.token_ids[0]}
+    ended = {}
+    for least in (0, 5):
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=40, stop_token_ids=stop, min_tokens=least
+        )
+        generation = Generation(1, PROMPT, sampling)
+        Planner(ExecutorCore(CONFIG, model=model)).run([generation])
+        ended[least] = generation
+    assert ended[0].token_ids == first.token_ids
+    assert ended[0].reason == "stop"
+    assert ended[5].reason == "stop"
+    assert len(ended[5].token_ids) > 5
+    assert not stop & set(ended[5].token_ids[:5])
+    assert ended[5].token_ids[-1] in stop
+
+
+# --- the distribution of many samples ---------------------------------------------------------
+
+
+def limit_of(degrees: int) -> float:
+    """What chi-square stays below in 99.9 % of cases (Wilson and Hilferty, 1931)."""
+    spread = 2 / (9 * degrees)
+    return float(degrees * (1 - spread + 3.09 * math.sqrt(spread)) ** 3)
+
+
+def chi_square(counts: Tensor, probabilities: Tensor) -> tuple[float, int]:
+    """The statistic and its degrees of freedom; what is expected less than 5 times is joined."""
+    expected = probabilities * counts.sum()
+    often = expected >= 5
+    groups = [(float(counts[often][i]), float(e)) for i, e in enumerate(expected[often])]
+    rest = float(expected[~often].sum())
+    if rest > 0.5:
+        groups.append((float(counts[~often].sum()), rest))
+    return sum((c - e) ** 2 / e for c, e in groups), max(len(groups) - 1, 1)
+
+
+def draw(model: LoadedModel, sampling: SamplingParams, generated: list[int]) -> Tensor:
+    """How often each token comes next, `[vocab]`, over SAMPLES seeds.
+
+    The rows share their blocks: all write the same key and value to the same place.
+    """
+    config = EngineConfig(
+        block_size=4,
+        kv_cache_bytes=1 << 20,
+        max_batch_size=SAMPLES,
+        max_tokens_per_batch=SAMPLES,
+    )
+    core = ExecutorCore(config, model=model)
+    tokens = PROMPT + generated
+    first = new_sequence(SAMPLES, tokens, range(4), sampling, num_generated=len(generated))
+    core.execute(step_plan(new=(first,), rows={SAMPLES: len(tokens)}))
+    new = tuple(
+        new_sequence(
+            seed,
+            tokens,
+            range(4),
+            sampling,
+            num_generated=len(generated),
+            num_cached=len(tokens) - 1,
+            seed=seed,
+        )
+        for seed in range(SAMPLES)
+    )
+    rows = dict.fromkeys(range(SAMPLES), 1)
+    result = core.execute(step_plan(2, new=new, rows=rows, finished=(SAMPLES,)))
+    return torch.tensor(result.token_ids).bincount(minlength=VOCAB).double()
+
+
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "presence_penalty": 0.9,
+    "frequency_penalty": 0.5,
+    "logit_bias": {17: 2.5, 40: 4.0, 99: -3.0, 8: 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.6},
+        {"temperature": 1.0},
+        {"temperature": 1.7},
+        {"top_k": 12, "temperature": 1.4},
+        {"top_p": 0.7, "temperature": 1.4},
+        {"min_p": 0.08, "temperature": 1.4},
+        {"top_k": 30, "top_p": 0.9, "min_p": 0.02, "temperature": 2.0},
+        {**PENALTIES, "temperature": 1.5},
+        {**PENALTIES, "temperature": 1.5, "top_k": 15},
+        {**PENALTIES, "temperature": 1.5, "top_p": 0.8},
+        {**PENALTIES, "temperature": 1.5, "min_p": 0.05},
+    ],
+    ids=str,
+)
+def test_many_samples_follow_the_exact_probabilities(
+    model: LoadedModel, options: dict[str, Any]
+) -> None:
+    generated = [40, 17, 40, 40, 88]
+    sampling = SamplingParams(max_tokens=50, **options)
+    logits = model_logits(PROMPT + generated)[-1]
+    exact = restricted(adjusted(logits, PROMPT, generated, sampling), sampling)
+    counts = draw(model, sampling, generated)
+    assert int(counts.sum()) == SAMPLES
+    assert float(counts[exact == 0].sum()) == 0
+    statistic, degrees = chi_square(counts, exact)
+    assert degrees >= 3
+    assert statistic < limit_of(degrees)
+    # The same samples do not follow what any single forgotten parameter would give.
+    for name in options:
+        other = SamplingParams(max_tokens=50, **{k: v for k, v in options.items() if k != name})
+        wrong = restricted(adjusted(logits, PROMPT, generated, other), other)
+        if not torch.allclose(wrong, exact, atol=0.01):
+            statistic, degrees = chi_square(counts, wrong.clamp(min=1e-9))
+            assert statistic > limit_of(degrees), name

@@ -1,0 +1,141 @@
+"""Texts that follow a grammar, whatever the model makes of them."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+from nano_inference.config import Constraint
+from nano_inference.stages.executor.driver import constraints
+from nano_inference.stages.executor.driver.sequences import Places
+
+from ....text.random_schemas import random_schema
+from ..plans import INFO
+from .writer import MOST, VOCAB, Writer
+
+
+@pytest.fixture(scope="module")
+def writer() -> Writer:
+    return Writer()
+
+
+@pytest.mark.soak
+def test_what_ends_is_what_its_schema_says(writer: Writer, soak: bool) -> None:
+    ended = 0
+    number = 2000 if soak else 150
+    for seed in range(number):
+        schema = random_schema(random.Random(seed))
+        text, complete = writer.write(Constraint(json_schema=schema), seed)
+        if complete:
+            jsonschema.validate(json.loads(text), schema)
+            ended += 1
+    assert ended > number // 2
+
+
+@pytest.mark.parametrize(
+    ("constraint", "texts"),
+    [
+        (Constraint(choice=("yes", "no")), {"yes", "no"}),
+        (Constraint(regex="a|b{2}"), {"a", "bb"}),
+        (Constraint(gbnf='root ::= "x" | "y"'), {"x", "y"}),
+        (Constraint(lark='start: "p" | "q" "r"'), {"p", "qr"}),
+    ],
+)
+def test_every_text_that_may_be_and_no_other(
+    writer: Writer, constraint: Constraint, texts: set[str]
+) -> None:
+    written = {writer.write(constraint, seed) for seed in range(30)}
+    assert written == {(text, True) for text in texts}
+
+
+def test_a_text_goes_on_behind_what_it_has(writer: Writer) -> None:
+    """As after a preemption, or a failure of the lane."""
+    constraint = Constraint(json_schema={"type": "array", "items": {"type": "integer"}})
+    row = writer.add(constraint)
+    tokens = [writer.step([row], torch.Generator().manual_seed(step))[0] for step in range(6)]
+    resumed = writer.add(constraint, tuple(tokens[:4]))
+    again = [writer.step([resumed], torch.Generator().manual_seed(step))[0] for step in (4, 5)]
+    assert again == tokens[4:]
+
+
+def test_a_row_is_another_sample_s_when_its_own_has_gone(writer: Writer) -> None:
+    first = writer.add(Constraint(choice=("yes",)))
+    writer.step([first], torch.Generator())
+    writer.table.remove(int(writer.table.ids_of(np.array([first]))[0]))
+    second = writer.add(Constraint(choice=("no",)))
+    assert second == first
+    (token,) = writer.step([second], torch.Generator())
+    assert "no".startswith(writer.tokenizer.decode([token]))
+
+
+def test_what_can_not_go_on_is_cut_off(writer: Writer) -> None:
+    """Nothing follows that rule to its end, which shows only behind its first letter."""
+    text, complete = writer.write(Constraint(lark='start: "a" x\nx: x'), 0)
+    assert (text, complete) == ("a", False)
+
+
+def test_what_grows_too_large_while_it_is_written_ends_its_request(writer: Writer) -> None:
+    """llguidance's bounds hold for each mask; a sample beside it goes on."""
+    bomb = writer.add(Constraint(regex="(((a{1,100}){1,100}){1,100}){1,100}"))
+    other = writer.add(Constraint(regex=f"a{{{MOST}}}"))
+    (a,) = writer.tokenizer.encode("a", add_special_tokens=False)
+    generator = torch.Generator().manual_seed(0)
+    while not writer.table.incomplete[bomb]:
+        assert writer.table.num_generated[other] < MOST - 8, "the bounds were never met"
+        writer.step([bomb, other], generator)
+        for row in (bomb, other):
+            # As long a way as there is.
+            if not writer.table.incomplete[row]:
+                writer.table.tokens[row, writer.table.num_known[row] - 1] = a
+    assert writer.table.at_limit(np.array([bomb]))[0]
+    assert not writer.table.incomplete[other]
+    assert not writer.table.at_limit(np.array([other]))[0]
+    (failure,) = writer.constraints.take_failures()
+    assert (failure.status, failure.code) == ("error", "invalid_constraint")
+    assert failure.request_id == INFO.request_id
+    assert not writer.constraints.take_failures()
+
+
+def test_matchers_of_sequences_that_have_left_are_freed(writer: Writer) -> None:
+    gone, stays = writer.add(Constraint(regex="a*")), writer.add(Constraint(regex="b*"))
+    generator = torch.Generator().manual_seed(0)
+    writer.step([gone, stays], generator)
+    writer.table.remove(int(writer.table.ids_of(np.array([gone]))[0]))
+    writer.step([stays], generator)
+    assert gone not in writer.constraints._samples
+    assert stays in writer.constraints._samples
+
+
+def test_masks_that_take_long_again_and_again_end_their_request(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints, "_SLOW_S", 0.0)
+    monkeypatch.setattr(constraints, "_MASK_S", 0.0)
+    row = writer.add(Constraint(regex="a*"))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(8):
+        writer.step([row], generator)
+    assert not writer.constraints.take_failures()
+    monkeypatch.setattr(constraints, "_EXCESS_S", 0.0)
+    writer.step([row], generator)
+    (failure,) = writer.constraints.take_failures()
+    assert failure.code == "invalid_constraint"
+    assert writer.table.at_limit(np.array([row]))[0]
+
+
+def test_rows_without_a_constraint_are_left_alone(writer: Writer) -> None:
+    free, bound = writer.add(Constraint(regex="a")), writer.add(Constraint(regex="b"))
+    writer.table.constrained[free] = False
+    masks = writer.constraints.begin(Places.next_of(np.array([free, bound])))
+    assert masks is not None
+    logits = torch.randn(2, VOCAB)
+    masked = logits.clone()
+    masks.result(60).apply(masked)
+    assert torch.equal(masked[0], logits[0])
+    assert masked[1].isfinite().sum() == 1
+    assert writer.constraints.begin(Places.next_of(np.array([free]))) is None

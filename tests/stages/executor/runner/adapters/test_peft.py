@@ -1,0 +1,202 @@
+"""Adapters that can't be served are refused with a code, before anything has changed."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nano_inference.config import AdapterError, EngineConfig
+from nano_inference.stages.executor import LoadedModel, wrap_model
+from nano_inference.stages.executor.runner.adapters import AdapterLimits, AdapterTable, read_adapter
+from nano_inference.stages.executor.runner.model import load_model
+
+from ...encoders import make_base
+from ...models import make_model
+from .making import make_adapter
+
+LIMITS = AdapterLimits(adapters=2, rank=8)
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return wrap_model(make_model("llama"), 64)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("adapter") / "good"
+    make_adapter(make_model("llama"), 0, made)
+    return made
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy, to be spoiled."""
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def refusal(folder: Path, model: LoadedModel) -> AdapterError:
+    with pytest.raises(AdapterError) as refused:
+        read_adapter("a", 1, str(folder), model, LIMITS)
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"peft_type": "LOHA"}, "adapter_unsupported"),
+        ({"use_dora": True}, "adapter_unsupported"),
+        ({"bias": "all"}, "adapter_unsupported"),
+        ({"modules_to_save": ["lm_head"]}, "adapter_unsupported"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "adapter_unsupported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "adapter_unsupported"),
+        ({"alpha_pattern": {"(a+)+$": 3}}, "adapter_unsupported"),
+        ({"r": 5}, "adapter_refused"),
+        ({"r": "four"}, "adapter_refused"),
+        ({"lora_alpha": None}, "adapter_refused"),
+    ],
+)
+def test_configurations(
+    folder: Path, model: LoadedModel, settings: dict[str, Any], code: str
+) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    assert refusal(folder, model).code == code
+
+
+def _wide(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{Q}.lora_A.weight"] = torch.zeros(4, 49)
+
+
+def _renamed(tensors: dict[str, torch.Tensor]) -> None:
+    for half in "AB":
+        tensors[f"x.lora_{half}.weight"] = tensors.pop(f"{Q}.lora_{half}.weight")
+
+
+def _half(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[f"{Q}.lora_B.weight"]
+
+
+def _nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{Q}.lora_B.weight"][0, 0] = math.nan
+
+
+def _ranked(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{Q}.lora_A.weight"] = torch.zeros(9, 48)
+    tensors[f"{Q}.lora_B.weight"] = torch.zeros(64, 9)
+
+
+def _of_embeddings(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.zeros(4, 211)
+
+
+def _of_the_output(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(4, 48)
+    tensors["base_model.model.lm_head.lora_B.weight"] = torch.zeros(211, 4)
+
+
+def _none(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.clear()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [
+        (_wide, "adapter_refused"),
+        (_renamed, "adapter_refused"),
+        (_half, "adapter_refused"),
+        (_none, "adapter_refused"),
+        (_nan, "adapter_not_finite"),
+        (_ranked, "adapter_too_large"),
+        (_of_embeddings, "adapter_unsupported"),
+        (_of_the_output, "adapter_unsupported"),
+    ],
+)
+def test_tensors(
+    folder: Path, model: LoadedModel, spoil: Callable[[dict[str, torch.Tensor]], None], code: str
+) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    spoil(tensors)
+    save_file(tensors, path)
+    assert refusal(folder, model).code == code
+
+
+def test_files(folder: Path, model: LoadedModel, tmp_path: Path) -> None:
+    weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    content = weights.read_bytes()
+    for spoiled in (content[: len(content) // 2], b"", b"\xff" * 64):
+        weights.write_bytes(spoiled)
+        assert refusal(folder, model).code == "adapter_refused"
+    with weights.open("wb") as file:
+        file.truncate(1 << 40)  # takes no room
+    assert refusal(folder, model).code == "adapter_too_large"
+    weights.unlink()
+    assert "No such file" in refusal(folder, model).message
+    for text in ("{", "[]", " " * (2 << 20)):
+        config.write_text(text)
+        assert refusal(folder, model).code in ("adapter_refused", "adapter_too_large")
+    config.unlink()
+    assert "save_pretrained" in refusal(folder, model).message
+    assert refusal(tmp_path / "nowhere", model).code == "adapter_refused"
+
+
+def test_experts(tmp_path: Path) -> None:
+    """Of a Mixture of Experts the router and the experts are no linear layers."""
+    loaded = wrap_model(make_model("mixtral"), 64)
+    make_adapter(make_model("mixtral"), 0, tmp_path, target_modules=["q_proj"])
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for half, shape in (("A", (4, 48)), ("B", (64, 4))):
+        name = f"base_model.model.model.layers.0.mlp.experts.lora_{half}.weight"
+        tensors[name] = torch.zeros(shape)
+    save_file(tensors, path)
+    assert refusal(tmp_path, loaded).code == "adapter_unsupported"
+
+
+def test_how_many(saved: Path, model: LoadedModel) -> None:
+    table = AdapterTable(model, LIMITS)
+    good = read_adapter("a", 1, str(saved), model, LIMITS)
+    for id in ("a", "b", "a"):
+        version = 2 if table.get(id) else 1
+        table.put(read_adapter(id, version, str(saved), model, LIMITS))
+    with pytest.raises(AdapterError) as refused:
+        table.put(read_adapter("c", 1, str(saved), model, LIMITS))
+    assert refused.value.code == "adapter_limit"
+    assert [(each.id, each.version) for each in table] == [("a", 2), ("b", 1)]
+    table.switch("b", 0)
+    table.put(read_adapter("c", 1, str(saved), model, LIMITS))
+    assert {each.id for each in table} == {"a", "c"}
+    assert sum(each.num_bytes for each in table) == 2 * good.num_bytes
+
+
+def test_the_model_is_as_it_was(saved: Path, model: LoadedModel) -> None:
+    """Outside of a step with an adapter nothing of the modules is changed."""
+    before = {module: dict(vars(module)) for module in model.module.modules()}
+    table = AdapterTable(model, LIMITS)
+    table.put(read_adapter("a", 1, str(saved), model, LIMITS))
+    with pytest.raises(RuntimeError), table.applied(table.step(np.array([0, -1]))):
+        assert any("forward" in vars(module) for module in before)
+        raise RuntimeError
+    assert {module: dict(vars(module)) for module in model.module.modules()} == before
+
+
+def test_an_encoder_has_none(tmp_path: Path) -> None:
+    """Its layers would not add what an adapter gives, and vectors would be the model's alone."""
+    base = make_base("bert")
+    base.save_pretrained(str(tmp_path / "bert"))
+    make_adapter(base, 0, tmp_path / "adapter", target_modules=["query", "value"])
+    encoder = load_model(EngineConfig(model_path=str(tmp_path / "bert"), device="cpu"))
+    refused = refusal(tmp_path / "adapter", encoder)
+    assert refused.code == "adapter_unsupported"
+    assert "encoder" in refused.message

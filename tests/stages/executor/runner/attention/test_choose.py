@@ -1,0 +1,138 @@
+"""Which back end a model gets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from nano_inference.config import ConfigError, EngineConfig, ModelError
+from nano_inference.stages.executor import LoadedModel
+from nano_inference.stages.executor.runner.attention.choose import choose_backend
+from nano_inference.stages.executor.runner.attention.cpu import CpuBackend
+from nano_inference.stages.executor.runner.attention.gather import GatherBackend
+from nano_inference.stages.executor.runner.attention.tiled import TiledBackend
+from nano_inference.stages.executor.runner.batch import Rows
+from nano_inference.stages.executor.runner.kernels import cpu
+from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable
+from nano_inference.stages.executor.runner.loaded_model import LayerSpec
+
+
+def model(dtype: torch.dtype, width: int = 32) -> LoadedModel:
+    config: Any = None
+    layers = (LayerSpec(2, width, width, None),)
+    return LoadedModel(nn.Module(), config, torch.device("cpu"), dtype, 64, 16, layers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "why"),
+    [
+        ({"deterministic": True, "attention": "tiled"}, TiledBackend, ""),
+        ({"deterministic": True, "kernels": "off"}, TiledBackend, "engine.kernels is off"),
+        ({"kernels": "off"}, GatherBackend, "engine.kernels is off"),
+    ],
+)
+def test_settings_go_first(changes: dict[str, Any], kind: type, why: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        backend, without_kernels = choose_backend(EngineConfig(**changes), model(dtype))
+        assert type(backend) is kind
+        assert without_kernels == why
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_takes_every_token(dtype: torch.dtype) -> None:
+    """So that its bits don't depend on how the prompt is cut."""
+    backend, without_kernels = choose_backend(EngineConfig(), model(dtype))
+    assert (type(backend), without_kernels) == (CpuBackend, "")
+    rows = Rows(np.array([0]), np.array([600]), np.arange(38)[None], 0)
+    layout = (torch.from_numpy(rows.slots(16)), torch.from_numpy(rows.tables))
+    batch = backend.prepare(rows, *layout, torch.from_numpy(rows.contexts))
+    assert (batch.decodes.count, bool(batch.prefills)) == (600, False)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_gathering_by_name(kernels: Any) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        backend, _ = choose_backend(EngineConfig(attention="gather", kernels=kernels), model(dtype))
+        assert (type(backend), backend.name) == (GatherBackend, "gather")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attention": "paged"}, "there are none for torch.float16 on cpu"),
+        ({"attention": "paged", "kernels": "off"}, "engine.kernels is off"),
+        ({"attention_tile": 64}, "'paged' on CUDA, and this is 'gather' on cpu"),
+    ],
+)
+def test_what_can_not_be_had_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        choose_backend(EngineConfig(**changes), model(torch.float16))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention": "tiled"},
+        {"attention": "gather", "deterministic": True},
+        {"attention_tile": 15},
+        {"attention_tile": 48},
+        {"attention_tile": -16},
+        {"attention_tile": 2048},
+    ],
+)
+def test_settings_that_contradict_each_other(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="attention"):
+        EngineConfig(**changes)
+    assert EngineConfig(attention="tiled", deterministic=True).attention == "tiled"
+
+
+def test_float16_is_gathered() -> None:
+    backend, why = choose_backend(EngineConfig(), model(torch.float16))
+    assert type(backend) is GatherBackend
+    assert why == "there are none for torch.float16 on cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_encoder_runs_as_it_is(dtype: torch.dtype) -> None:
+    encoder = dataclasses.replace(model(dtype), layers=(), generates=False, is_encoder=True)
+    assert choose_backend(EngineConfig(), encoder)[1] == "there are none for encoders"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_machine_without_kernels_gathers_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    def library(dtype: torch.dtype) -> None:
+        raise KernelsUnavailable("there is no C compiler")
+
+    monkeypatch.setattr(cpu, "library", library)
+    backend, why = choose_backend(EngineConfig(), model(dtype))
+    assert type(backend) is GatherBackend
+    assert why == "there is no C compiler"
+
+
+@pytest.mark.parametrize(
+    ("width", "kind"), [(32, CpuBackend), (16, CpuBackend), (24, GatherBackend)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_takes_the_heads_that_it_handles(
+    width: int, kind: type, dtype: torch.dtype
+) -> None:
+    try:
+        cpu.library(dtype)
+    except KernelsUnavailable as error:
+        pytest.skip(f"no kernels on this machine: {error}")
+    backend, why = choose_backend(EngineConfig(), model(dtype, width))
+    assert type(backend) is kind
+    if kind is CpuBackend:
+        asked = EngineConfig(attention="paged")
+        assert type(choose_backend(asked, model(dtype, width))[0]) is kind
+    else:
+        with pytest.raises(ModelError, match="another width"):
+            choose_backend(EngineConfig(attention="paged"), model(dtype, width))
+    assert why == "", "other kernels run also where attention is gathered"

@@ -1,0 +1,139 @@
+"""Models from GGUF files: the same weights and tokens as Transformers' own from the same file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nano_inference.config import EngineConfig, ModelError, SamplingParams
+from nano_inference.stages.executor import ExecutorCore, load_model
+from nano_inference.text import gguf as our_gguf
+
+from ....gguf_files import nothing, write_gguf
+from ..models import make_model
+from ..plans import Generation, Planner
+
+I8 = gguf.GGMLQuantizationType.I8
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+PROMPTS = ([28, 27, 284, 224, 21, 24, 285], [5, 6, 7], [100])
+NEW_TOKENS = 24
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept").mkdir()
+    monkeypatch.setattr(our_gguf, "_cache_folder", lambda: tmp_path / "kept")
+
+
+def theirs(path: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    return model.eval()
+
+
+def expected(model: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        tokens = model.generate(
+            ids, do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS
+        )
+    generated: list[int] = tokens[0, len(prompt) :].tolist()
+    return generated
+
+
+def ours(path: Path, **settings: Any) -> list[list[int]]:
+    config = EngineConfig(
+        model_path=str(path),
+        block_size=4,
+        max_model_len=64,
+        device="cpu",
+        dtype="float32",
+        **settings,
+    )
+    greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    generations = [Generation(i, prompt, greedy) for i, prompt in enumerate(PROMPTS)]
+    Planner(ExecutorCore(config)).run(generations)
+    return [generation.token_ids for generation in generations]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", kind)
+    model = theirs(path)
+    # Else greedy `generate` would not take a stop token where it is the likeliest.
+    model.generation_config.eos_token_id = None
+    assert ours(path) == [expected(model, list(prompt)) for prompt in PROMPTS]
+
+
+def test_deterministic_mode_gives_the_same_tokens(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "Q8_0")
+    assert ours(path, deterministic=True) == ours(path)
+
+
+def test_a_llama_gets_its_weights_back(tmp_path: Path) -> None:
+    source = make_model("llama", hidden_size=64)
+    source.save_pretrained(tmp_path / "source")
+    path = write_gguf(
+        tmp_path / "m.gguf", folder=tmp_path / "source", architecture="llama", tokenizer=nothing
+    )
+    loaded = load_model(EngineConfig(model_path=str(path), device="cpu"))
+    found, wanted = loaded.module.state_dict(), source.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "expected"),
+    [
+        ("Q4_0", "auto", torch.bfloat16),
+        ("F16", "auto", torch.float16),
+        ("Q4_0", "float32", torch.float32),
+        ("F32", "bfloat16", torch.bfloat16),
+    ],
+)
+def test_the_type_of_the_weights(
+    tmp_path: Path, kind: str, dtype: Any, expected: torch.dtype
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", kind)
+    loaded = load_model(EngineConfig(model_path=str(path), dtype=dtype, device="cpu"))
+    assert {parameter.dtype for parameter in loaded.module.parameters()} == {expected}
+    assert loaded.dtype == expected
+
+
+def test_loading_draws_and_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "Q4_0")
+    load_model(EngineConfig(model_path=str(path), device="cpu"))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_file_that_lacks_tensors(tmp_path: Path) -> None:
+    def deeper(writer: Any) -> None:
+        writer.kv_data[0].pop("qwen2.block_count")
+        writer.add_block_count(6)
+
+    path = write_gguf(tmp_path / "m.gguf", change=deeper)
+    with pytest.raises(ModelError, match=r"lack \d+ tensors .* such as model.layers.5"):
+        load_model(EngineConfig(model_path=str(path), device="cpu"))
+
+
+def test_a_file_of_fewer_numbers_than_it_describes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is made of what it says: here layers of 4 GB, of a file of 5 MB."""
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0].pop("qwen2.feed_forward_length")
+        writer.add_feed_forward_length(2_000_000)
+        writer.add_tensor("large", np.zeros(2_000_000, np.int8), raw_dtype=I8)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    path = write_gguf(tmp_path / "m.gguf", "F16", change=change)
+    with pytest.raises(ModelError, match=r"describes a model of \d+ parameters, .* have \d+"):
+        load_model(EngineConfig(model_path=str(path)))

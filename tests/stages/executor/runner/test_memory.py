@@ -1,0 +1,253 @@
+"""Memory that is released is really given back, and nothing runs on what is not there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference.config import EngineConfig, SamplingParams, WeightsError
+from nano_inference.stages.executor import ExecutorCore, wrap_model
+from nano_inference.stages.executor.runner import memory
+from nano_inference.stages.executor.runner.attention.paged import PagedBackend
+from nano_inference.stages.executor.runner.kernels import cpu
+from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable
+from nano_inference.stages.executor.runner.system_memory import why_no_huge_pages
+
+from ....resident import asks_for_huge_pages, needs_proc, resident_bytes
+from ..models import make_model
+from ..plans import Generation, Planner, new_sequence, step_plan
+from ..recorder import OperationRecorder, PlainPagedAttention
+
+BOTH = ("weights", "kv_cache")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+MIB = 1 << 20
+
+
+def make_core(module: Any, *, graphs: bool = False, **settings: Any) -> ExecutorCore:
+    config = EngineConfig(max_model_len=64, max_batch_size=8, block_size=4, **settings)
+    # As if it had been loaded: then nobody looks in each step where the weights are.
+    model = replace(wrap_model(module, 64), is_shared=False)
+    if not graphs:
+        return ExecutorCore(config, model=model)
+    backend = PagedBackend(model, config.block_size, PlainPagedAttention)
+    core = ExecutorCore(config, model=model, backend=backend, runs_ahead=True)
+    core.record_graphs(OperationRecorder())
+    return core
+
+
+def generate(core: ExecutorCore) -> list[list[int]]:
+    generations = [Generation(seed, [3, 1, 4, 1, 5, seed], GREEDY) for seed in range(1, 4)]
+    Planner(core).run(generations)
+    core.reset()
+    return [generation.token_ids for generation in generations]
+
+
+def release(core: ExecutorCore, *tags: str) -> None:
+    core.memory.begin_release(tags)
+    core.execute(step_plan(release=tags))
+
+
+def state_of(core: ExecutorCore) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in core.model.module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        *product(("plain", "bfloat16", "float32", "graphs"), ("qwen2", "gpt_oss", "gemma3_text")),
+        ("deterministic", "qwen2"),
+    ],
+)
+def test_afterwards_all_is_as_before(name: str, how: str) -> None:
+    """Whatever has kept an address: kernels, their tables for whole decoders, recorded steps."""
+    model = make_model(name, head_dim=32)
+    kernels = how in ("bfloat16", "float32")
+    if kernels:
+        dtype = getattr(torch, how)
+        try:
+            cpu.library(dtype)
+        except KernelsUnavailable as error:
+            pytest.skip(f"no kernels on this machine: {error}")
+        model = model.to(dtype)
+    core = make_core(
+        model,
+        graphs=how == "graphs",
+        deterministic=how == "deterministic",
+        kernels="auto" if kernels else "off",
+    )
+    before, state = generate(core), state_of(core)
+    kept: list[Any] = []
+    for tags in (("kv_cache",), ("weights",), BOTH):
+        release(core, *tags)
+        # Else the same addresses might be handed out again, and nobody would notice.
+        kept += [torch.full_like(tensor, torch.nan) for tensor in state.values()]
+        kept += [torch.full(keys.shape, torch.nan, dtype=keys.dtype) for keys in core.cache.keys]
+        core.resume_memory(BOTH)
+        kept += [tensor.clone() for tensor in state.values()]
+        if "weights" in tags:
+            core.weights.sync_blocking(state)
+        assert generate(core) == before
+    core.execute(step_plan(release=BOTH))  # planned twice: it comes late, and does nothing
+    assert (core.graphs is not None) == (how == "graphs")
+    if core.graphs is not None:
+        assert sum(core.graphs.replays.values()) > 5
+    if kernels:
+        assert core.without_kernels == ""
+
+
+@needs_proc
+@pytest.mark.parametrize("tag", BOTH)
+def test_the_process_holds_less(tag: str) -> None:
+    long, wide = {"max_position_embeddings": 4096}, {"vocab_size": 100_000, "hidden_size": 512}
+    model = make_model("qwen2", **(wide if tag == "weights" else long))
+    config = EngineConfig(max_model_len=4096, max_batch_size=256, kv_cache_bytes=256 * MIB)
+    core = ExecutorCore(config, model=wrap_model(model, 4096))
+    tensors = [*core.cache.keys, *core.cache.values]
+    core.cache.clear()  # which touches all pages
+    if tag == "weights":
+        tensors = core.weights.parameters()
+    size = sum(tensor.nbytes for tensor in tensors)
+    assert size > 190 * MIB
+    before = resident_bytes()
+    release(core, tag)
+    assert before - resident_bytes() > 0.9 * size
+    core.resume_memory((tag,))
+    assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == size
+
+
+def test_nothing_runs_on_what_is_not_there() -> None:
+    core = make_core(make_model("qwen2"))
+    state = state_of(core)
+    new = new_sequence(1, [1, 2, 3], [0], GREEDY)
+    step = step_plan(new=(new,), rows={1: 3})
+    for tag in BOTH:
+        release(core, tag)
+        assert core.capacity().lacks == (tag,)
+        with pytest.raises(ValueError, match="lacks"):
+            core.execute(step)
+        core.reset()
+        core.resume_memory((tag,))
+        if tag == "weights":
+            assert core.capacity().lacks == ("weights",), "they hold nothing"
+            with pytest.raises(ValueError, match="lacks"):
+                core.execute(step)
+            core.reset()
+            core.weights.sync_blocking(state)
+        assert core.capacity().lacks == ()
+        assert core.execute(step).token_ids
+        core.reset()
+
+
+def test_steps_planned_before_a_release_still_run() -> None:
+    core = make_core(make_model("qwen2"))
+    core.memory.begin_release(BOTH)
+    assert core.capacity().lacks == BOTH
+    new = new_sequence(1, [1, 2, 3], [0], GREEDY)
+    assert core.execute(step_plan(new=(new,), rows={1: 3})).token_ids
+    core.execute(step_plan(release=BOTH))
+    assert not core.memory.runs
+
+
+def test_a_release_that_is_called_off_has_lost_nothing() -> None:
+    """And its plan, should it come late, does nothing."""
+    core = make_core(make_model("qwen2"))
+    before = generate(core)
+    core.memory.begin_release(BOTH)
+    core.resume_memory(BOTH)
+    core.execute(step_plan(release=BOTH))
+    assert core.capacity().lacks == ()
+    assert generate(core) == before
+    assert core.weights.sync_blocking(state_of(core)) == 1
+
+
+def test_twice_is_once() -> None:
+    core = make_core(make_model("qwen2"))
+    before, state = generate(core), state_of(core)
+    core.resume_memory(BOTH)
+    for _ in range(2):
+        release(core, *BOTH)
+        assert not core.memory.pending
+    for _ in range(2):
+        core.resume_memory(BOTH)
+    core.weights.sync_blocking(state)
+    assert generate(core) == before
+
+
+def test_only_all_weights_replace_those_that_were_released() -> None:
+    core = make_core(make_model("qwen2"))
+    state = state_of(core)
+    part = {"model.norm.weight": state["model.norm.weight"]}
+    release(core, "weights")
+    with pytest.raises(WeightsError) as refused:
+        core.weights.start_sync(state)
+    assert refused.value.code == "memory_released"
+    core.resume_memory(BOTH)
+    with pytest.raises(WeightsError) as refused:
+        core.weights.start_sync(part, partial=True)
+    assert refused.value.code == "weights_incomplete"
+    assert core.weights.version == 0
+    assert core.weights.sync_blocking(state, partial=True) == 1, "it has them all"
+    assert core.weights.sync_blocking(part, partial=True) == 2
+
+
+def test_weights_that_wait_to_be_put_in_place_are_not_lost() -> None:
+    core = make_core(make_model("qwen2"))
+    core.weights.start_sync(state_of(core))
+    with pytest.raises(WeightsError) as refused:
+        core.memory.begin_release(BOTH)
+    assert refused.value.code == "weights_busy"
+    assert core.capacity().lacks == ()
+    core.memory.begin_release(("kv_cache",))
+    core.weights.maybe_finish_sync()
+
+
+def test_without_enough_memory_it_stays_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the trainer still has it."""
+    core = make_core(make_model("qwen2"))
+    before, state = generate(core), state_of(core)
+    release(core, *BOTH)
+    zeros, given = memory.zeros, 0
+
+    def scarce(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal given
+        given += 1
+        if given > len(core.weights.parameters()) + 2:
+            raise RuntimeError("can't allocate memory\nat some place")
+        return zeros(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "zeros", scarce)
+        with pytest.raises(WeightsError, match="can't allocate memory; free some") as refused:
+            core.resume_memory(BOTH)
+    assert refused.value.code == "out_of_memory"
+    assert core.memory.released == {"kv_cache"}
+    core.weights.sync_blocking(state)
+    core.resume_memory(BOTH)
+    assert generate(core) == before
+
+
+def test_a_tag_that_is_none() -> None:
+    core = make_core(make_model("qwen2"))
+    for call in (core.memory.begin_release, core.resume_memory):
+        with pytest.raises(WeightsError, match="no memory 'cuda'"):
+            call(("kv_cache", "cuda"))
+    assert core.capacity().lacks == ()
+
+
+@needs_proc
+@pytest.mark.skipif(bool(why_no_huge_pages()), reason="this system has no large pages")
+@pytest.mark.parametrize("setting", ["auto", "off"])
+def test_keys_and_values_have_large_pages_before_and_afterwards(setting: str) -> None:
+    settings: Any = {"huge_pages": setting, "block_size": 4}
+    model = wrap_model(make_model("qwen2"), 64)
+    core = ExecutorCore(EngineConfig(**settings), model=model, num_blocks=1 << 13)
+    tensors = (*core.cache.keys, *core.cache.values)
+    assert {asks_for_huge_pages(tensor) for tensor in tensors} == {setting == "auto"}
+    release(core, "kv_cache")
+    core.resume_memory(["kv_cache"])
+    assert {asks_for_huge_pages(tensor) for tensor in tensors} == {setting == "auto"}

@@ -374,7 +374,7 @@ def _header(token: str) -> tuple[Algorithm, str]:
     Nothing of it is verified yet, so it only selects one of the issuer's keys.
     """
     try:
-        header = jwt.get_unverified_header(token)
+        header: dict[str, Any] = dict(jwt.get_unverified_header(token))
     except (PyJWTError, ValueError, TypeError, RecursionError):
         raise _refused("it is malformed") from None
     algorithm, key_id, kind = header.get("alg"), header.get("kid", ""), header.get("typ", "JWT")

@@ -6,7 +6,6 @@ Between stages: msgpack arrays. Public messages: JSON objects; requests also as 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -17,8 +16,6 @@ from .messages import Envelope
 from .public import GenerateRequest, Output
 
 Encoding = Literal["json", "msgpack"]
-
-_INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 
 # Beside its own errors msgspec raises UnicodeDecodeError and, for very long integers, ValueError;
 # for nesting beyond the interpreter's limit RecursionError; for values that have no counterpart
@@ -77,8 +74,8 @@ def decode_request(raw: bytes, encoding: Encoding, max_bytes: int) -> GenerateRe
 
     The code of what can't be read is "request_too_large" (decided before anything is parsed),
     "malformed" (`raw` is not `encoding`), or "invalid_request" (it is, but not a request; the
-    message ends with the path of what is wrong). Numbers are checked for type only; their ranges
-    are admission's business, except that every integer of the result fits in 64 bits, signed.
+    message ends with the path of what is wrong). Numbers are checked for type only, and integers
+    for 64 bits, signed; admission checks the ranges.
     """
     if len(raw) > max_bytes:
         return _too_large("", len(raw), max_bytes)
@@ -89,8 +86,6 @@ def decode_request(raw: bytes, encoding: Encoding, max_bytes: int) -> GenerateRe
             request = _request_from_msgpack.decode(raw)
     except _UNREADABLE as error:
         return _explain(raw, encoding, error)
-    if (path := _beyond_int64(request)) is not None:
-        return _beyond(request.request_id, path)
     return _with_schema_text(request)
 
 
@@ -296,37 +291,3 @@ def _too_large(request_id: str, size: int, max_bytes: int) -> Malformed:
         "request_too_large",
         f"the request has {size} bytes; at most {max_bytes} are taken (bus.max_request_bytes)",
     )
-
-
-def _beyond(request_id: str, path: str) -> Malformed:
-    return Malformed(
-        request_id, "invalid_request", f"Integer does not fit in 64 bits - at `$.{path}`"
-    )
-
-
-def _beyond_int64(request: GenerateRequest) -> str | None:
-    """The path of the first integer that does not fit, if any."""
-    sampling = request.sampling
-    singles: tuple[tuple[str, int | None], ...] = (
-        ("n", request.n),
-        ("priority", request.priority),
-        ("budget_ns", request.budget_ns),
-        ("sampling.max_tokens", sampling.max_tokens),
-        ("sampling.top_k", sampling.top_k),
-        ("sampling.seed", sampling.seed),
-        ("sampling.min_tokens", sampling.min_tokens),
-        ("sampling.logprobs", sampling.logprobs),
-        ("sampling.prompt_logprobs", sampling.prompt_logprobs),
-    )
-    for path, value in singles:
-        if value is not None and not _INT64_MIN <= value <= _INT64_MAX:
-            return path
-    many: tuple[tuple[str, Iterable[int] | None], ...] = (
-        ("prompt_token_ids", request.prompt_token_ids),
-        ("sampling.stop_token_ids", sampling.stop_token_ids),
-        ("sampling.logit_bias", sampling.logit_bias),
-    )
-    for path, values in many:
-        if values and (min(values) < _INT64_MIN or max(values) > _INT64_MAX):
-            return path
-    return None

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from ..config import PoolingKind, SamplingParams
+from ..config import Int64, PoolingKind, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "content_filter"]
 """Why a sample ended. The last is a gateway's: behind it stood what may not be said there."""
@@ -63,7 +63,7 @@ class EmbedParams(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     pooling: PoolingKind | Literal[""] = ""
     normalize: bool | None = None
-    dimensions: int | None = None
+    dimensions: Int64 | None = None
 
 
 class GenerateRequest(
@@ -107,18 +107,18 @@ class GenerateRequest(
 
     request_id: str = ""
     prompt: str | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: tuple[Int64, ...] | None = None
     messages: tuple[ChatMessage, ...] | None = None
     model: str = ""
-    n: int = 1
+    n: Int64 = 1
     sampling: SamplingParams = SamplingParams()
     stream: bool = True
-    priority: int = 0
+    priority: Int64 = 0
     tenant: str = "default"
-    budget_ns: int | None = None
+    budget_ns: Int64 | None = None
     cache_salt: str = ""
     embed: EmbedParams | None = None
-    prediction: str | tuple[int, ...] | None = None
+    prediction: str | tuple[Int64, ...] | None = None
 
 
 # --- what clients read ------------------------------------------------------------------------

@@ -21,17 +21,16 @@ from .policy import PolicyConfig
 from .quoting import MOST_SHOWN, MOST_TEXT, cut, cut_middle, field_name, shown, told_of
 from .redact import REDIS_SCHEMES, redact
 from .roles import REPLICATED, all_roles, role_of, role_of_sender, roles_here, split_role
+from .sampling import MAX_INT64, Constraint, Int64, SamplingParams
 from .settings import (
     DEFAULT_URL,
     STAGES,
     AdmissionConfig,
     BusConfig,
     Config,
-    Constraint,
     DeploymentConfig,
     FairnessConfig,
     PipelineConfig,
-    SamplingParams,
     SchedulerConfig,
     Stage,
     TelemetryConfig,
@@ -42,6 +41,7 @@ __all__ = [
     "API_KEY_VARIABLE",
     "BUNDLED_MODEL",
     "DEFAULT_URL",
+    "MAX_INT64",
     "MOST_SHOWN",
     "MOST_TEXT",
     "NOT_PERMITTED",
@@ -60,6 +60,7 @@ __all__ = [
     "EngineConfig",
     "FairnessConfig",
     "GatewayConfig",
+    "Int64",
     "LaneReplaced",
     "ModelConfig",
     "ModelError",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import msgspec
 
-from .base import FrozenDict, Section, Settings
+from .base import Section
 from .engine import EngineConfig
 from .errors import ConfigError
 from .gateway import GatewayConfig
@@ -41,96 +40,6 @@ class SchedulerConfig(Section, frozen=True, forbid_unknown_fields=True):
     def check(self) -> None:
         for name in self.__struct_fields__:
             self.require(name, getattr(self, name) >= 1, "at least 1")
-
-
-class Constraint(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the text of a sample has to be: exactly one of these. docs/constraints.md.
-
-    Attributes:
-        json_object: Any JSON object.
-        json_schema: JSON that this schema describes; an object, or its text.
-        regex: Text that this regular expression matches as a whole (Rust's `regex` crate).
-        choice: One of these texts.
-        lark: Text of this grammar, in llguidance's form of Lark.
-        gbnf: The same in llama.cpp's form.
-    """
-
-    json_object: bool = False
-    json_schema: dict[str, Any] | str | None = None
-    regex: str | None = None
-    choice: tuple[str, ...] | None = None
-    lark: str | None = None
-    gbnf: str | None = None
-
-
-_NO_BIAS: FrozenDict[int, float] = FrozenDict()
-
-
-class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How one request samples. Immutable; ranges are checked by admission, per request.
-
-    The steps from logits to a token, and what the reported logprobs mean, are in docs/sampling.md.
-
-    Attributes:
-        temperature: 0 is greedy.
-        max_tokens: Most tokens to generate; the model's length limit applies too.
-        stop_token_ids: Generation ends when one of these is sampled. The model's own
-            end-of-sequence ids are added unless `ignore_eos`.
-        top_k: Sample among the k likeliest tokens; 0 is off.
-        top_p: Sample among the fewest tokens whose probabilities reach this sum; 1 is off.
-        min_p: Drop tokens below this share of the likeliest token's probability; 0 is off.
-        seed: Makes the samples repeatable, whatever else runs.
-        stop: Generation ends before the first of these strings, which is not delivered.
-        ignore_eos: Go on past the model's end-of-sequence ids.
-        repetition_penalty: Logits of tokens in the prompt or generated so far are divided by this
-            when positive and multiplied when negative; 1 is off.
-        presence_penalty: Subtracted from the logits of tokens generated so far; 0 is off.
-        frequency_penalty: The same, times how often each was generated; 0 is off.
-        logit_bias: Added to the logits of these token ids.
-        min_tokens: No stop token is sampled, and no stop string looked for, before so many.
-        logprobs: Report so many of the likeliest tokens at each place, beside the sampled one's
-            logprob, which is always reported.
-        prompt_logprobs: Report the logprobs of the prompt's tokens, and so many of the likeliest
-            at each place; None is off. The prompt is then computed in full.
-        constraint: What the text has to be; None for any. A sample that ends with "stop" is
-            complete, one that ends with "length" was cut off.
-        max_draft_tokens: Most drafted tokens of a sample in one step, where the engine speculates;
-            None for as many as it takes, 0 for none. It changes no token and no logprob.
-    """
-
-    temperature: float = 1.0
-    max_tokens: int = 256
-    stop_token_ids: frozenset[int] = frozenset()
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = _NO_BIAS
-    min_tokens: int = 0
-    logprobs: int = 0
-    prompt_logprobs: int | None = None
-    constraint: Constraint | None = None
-    max_draft_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        """Takes collections over, so that a caller who changes his own does not change these.
-
-        What is of the wrong type stays as it is, for whoever checks it.
-        """
-        for name, kind, given in (
-            ("stop_token_ids", frozenset, self.stop_token_ids),
-            ("stop", tuple, self.stop),
-            ("logit_bias", FrozenDict, self.logit_bias),
-        ):
-            taken = dict if kind is FrozenDict else list | tuple | set | frozenset
-            if type(given) is not kind and isinstance(given, taken):
-                with suppress(TypeError):  # of what has no hash
-                    msgspec.structs.force_setattr(self, name, kind(given))
 
 
 class BusConfig(Section, frozen=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Awaitable, Callable
 from functools import partial
 from io import BytesIO
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import anyio
 import msgspec
@@ -20,11 +20,6 @@ from ...config import BusError, NanoInferenceError, RequestError, WeightsError, 
 from ...config.logger import get_logger
 
 T = TypeVar("T")
-
-MAX_INT64 = 2**63 - 1
-
-Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_INT64)]
-"""An integer of a body. JSON allows larger ones, which the engine can't take."""
 
 MOST_CONTAINERS = 500_000
 """Most lists and objects of one body: a few for each prompt, one for each tensor of a model."""

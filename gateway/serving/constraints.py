@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
 from ...config import Constraint, field_name, shown
-from ..server.http import FieldError, convert
-from .fields import read_part
-
-T = TypeVar("T")
+from ..server.http import FieldError
+from .fields import convert_part, read_part
 
 # Where a schema stands: OpenAI's chats nest it, its responses and Anthropic's outputs do not.
 _NESTED = '{"type": "json_schema", "json_schema": {"name": "answer", "schema": {...}}}'
@@ -101,15 +99,15 @@ def of_structured_outputs(given: Mapping[str, Any], param: str) -> Constraint | 
         raise FieldError(f"{param} asks for {shown(sorted(asked))}; give one of them", param=param)
     ((name, value),) = asked.items()
     if name == "json":
-        schema = _read(value, dict[str, Any] | str, f"{param}.json")  # type: ignore[arg-type]
+        schema = convert_part(value, dict[str, Any] | str, f"{param}.json")  # type: ignore[arg-type]
         return Constraint(json_schema=schema)
     if name == "json_object":
-        _read(value, bool, f"{param}.json_object")
+        convert_part(value, bool, f"{param}.json_object")
         return Constraint(json_object=True)
     if name == "regex":
         return Constraint(regex=_text(given, name, param))
     if name == "choice":
-        return Constraint(choice=_read(value, tuple[str, ...], f"{param}.choice"))
+        return Constraint(choice=convert_part(value, tuple[str, ...], f"{param}.choice"))
     if name == "grammar":
         return of_grammar(_text(given, name, param))
     raise FieldError(
@@ -163,13 +161,4 @@ def _without_schema(
 
 
 def _text(given: Mapping[str, Any], name: str, param: str) -> str:
-    return _read(given.get(name), str, f"{param}.{name}")
-
-
-def _read(found: Any, kind: type[T], param: str) -> T:
-    """As `convert`, with the whole path of what is wrong."""
-    try:
-        return convert(found, kind, param)
-    except FieldError as error:
-        place = f"{param}.{error.param}" if error.param else param
-        raise FieldError(error.message, param=place) from None
+    return convert_part(given.get(name), str, f"{param}.{name}")

@@ -1,127 +1,125 @@
-"""What becomes of each field of a call: an interface has one table, which its document repeats."""
+"""Fields of a call's body: each struct declares which ones count, say nothing, or are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from ...config import Config, field_name, nearest
+from ...config import MAX_INT64, Config, field_name, nearest
 from ..server.http import FieldError, convert
 
 T = TypeVar("T")
 
 Body = dict[str, Any]
-Becomes = Literal["honoured", "harmless", "refused"]
 
 # False is 0 to Python.
 EMPTY: tuple[Any, ...] = (0, "", [], {})
-"""What asks for nothing in any field, beside null."""
+"""Values that ask for nothing in any field, beside null."""
 
 
-class Field(NamedTuple):
-    """A field of some calls.
+class Refused(NamedTuple):
+    """A known field that can't be obeyed.
 
     Attributes:
-        calls: By the interface's own names.
-        becomes: Of harmless ones nothing, since they say nothing that would change an answer.
-        what: A line for the documents; of refused ones, why.
-        nothing: Values of a refused field, beside null, that ask for nothing but what is done
-            anyway.
+        why: For the error, and for the interface's document.
+        nothing: Values, beside null, that are accepted: they ask for the default.
     """
 
-    name: str
-    calls: tuple[str, ...]
-    becomes: Becomes
-    what: str
+    why: str
     nothing: tuple[Any, ...] = EMPTY
 
 
-def read_known_fields(
-    fields: Sequence[Field], body: Body, kind: type[T], call: str, where: str = ""
-) -> T:
-    """The fields of a call that count, as a struct.
+class _Known(NamedTuple):
+    """The fields of a struct, by name.
 
-    Args:
-        fields: All that are known by name. Any other is refused when it asks for something.
-        where: What stands before their names in errors, when they are within another field.
-
-    Raises:
-        FieldError: One is of the wrong type, or asks for what is not there.
+    Attributes:
+        inner: Fields that count, each with the struct that it holds, alone or in a list.
+        harmless: Fields that would not change an answer.
+        refused: Fields that are known and not supported.
     """
-    known = {field.name: field for field in fields if call in field.calls}
-    honoured = getattr(kind, "__struct_fields__", ())
-    for name, value in body.items():
-        field = known.get(name)
-        why = ""
-        if field is None:
-            why = f"is not known here{nearest(name, known)}" if value else ""
-        elif field.becomes == "refused" and value is not None and value not in field.nothing:
-            why = f"is not supported here: {field.what}"
-        if why:
-            shown_name = where + field_name(name)
-            raise FieldError(
-                f"{shown_name} {why}; leave it out, or give null",
-                param=shown_name,
-                code="unsupported",
-            )
-    return read_part({name: body[name] for name in honoured if name in body}, kind, where[:-1])
+
+    inner: Mapping[str, type | None]
+    harmless: Collection[str]
+    refused: Mapping[str, Refused]
 
 
 def read_part(given: Any, kind: type[T], where: str = "") -> T:
-    """A part of a body as a struct, or all of it.
+    """Read a body, or a part of it, as a struct.
 
-    Fields in the struct's `HARMLESS` say nothing that would change an answer. Any other unknown
-    field is refused when it asks for something, and so it is within the structs of its fields.
+    The struct may declare `HARMLESS` (names of fields that would not change an answer), `REFUSED`
+    (`Refused` by name) and `SAMPLING` (names of sampling parameters, which `read_sampling` reads).
+    Any other field is refused unless its value is empty; so it is in the structs of its fields.
 
     Args:
         where: The part's path in the body; "" for the body.
 
     Raises:
-        FieldError: The part has an unknown field, or one is of the wrong type.
+        FieldError: unsupported, or invalid_request for a value of the wrong type.
     """
-    check_known(given, kind, where)
+    check_fields(given, kind, where)
     if isinstance(given, Mapping):
         # An explicit null is a default.
         given = {name: value for name, value in given.items() if value is not None}
+    return convert_part(given, kind, where)
+
+
+def convert_part(given: Any, kind: type[T], where: str) -> T:
+    """Convert a value to a type; errors name its whole path in the body.
+
+    Raises:
+        FieldError: invalid_request.
+    """
     try:
         return convert(given, kind, where or "the body")
     except FieldError as error:
         raise FieldError(error.message, param=_path(where, error.param or "") or None) from None
 
 
-def check_known(given: Any, kind: type, where: str) -> None:
-    """Refuses fields that a part of a body can't have; see `read_part`.
+def check_fields(given: Any, kind: type, where: str) -> None:
+    """Refuse unknown and unsupported fields of a part of a body; see `read_part`.
 
     Raises:
         FieldError: unsupported.
     """
     if not isinstance(given, Mapping):
         return
-    known = _structs_within(kind)
-    harmless: Collection[str] = getattr(kind, "HARMLESS", ())
+    known = _known_in(kind)
     for name, value in given.items():
         param = _path(where, field_name(name))
-        inner = known.get(name)
-        if inner is not None and isinstance(value, list):
-            for place, each in enumerate(value):
-                check_known(each, inner, f"{param}[{place}]")
-        elif inner is not None:
-            check_known(value, inner, param)
-        elif name not in known and name not in harmless and value:
-            raise FieldError(
-                f"{param} is not known here{nearest(name, known)}; leave it out, or give null",
-                param=param,
-                code="unsupported",
-            )
+        if (inner := known.inner.get(name)) is not None:
+            if isinstance(value, list):
+                for place, each in enumerate(value):
+                    check_fields(each, inner, f"{param}[{place}]")
+            else:
+                check_fields(value, inner, param)
+        elif name in known.refused:
+            refused = known.refused[name]
+            if value is not None and value not in refused.nothing:
+                raise _unsupported(param, f"is not supported here: {refused.why}")
+        elif value and name not in known.inner and name not in known.harmless:
+            raise _unsupported(param, f"is not known here{nearest(name, fields_of(kind))}")
+
+
+def _unsupported(param: str, why: str) -> FieldError:
+    message = f"{param} {why}; leave it out, or give null"
+    return FieldError(message, param=param, code="unsupported")
+
+
+def fields_of(kind: type) -> Collection[str]:
+    """Return all fields that a body's struct knows by name."""
+    known = _known_in(kind)
+    return {*known.inner, *known.harmless, *known.refused}
 
 
 @cache
-def _structs_within(kind: type) -> dict[str, type | None]:
-    """A struct's fields, each with the struct that it holds, alone or in a list."""
-    return {field.encode_name: _struct_in(field.type) for field in msgspec.structs.fields(kind)}
+def _known_in(kind: type) -> _Known:
+    fields = msgspec.structs.fields(kind)
+    inner = {field.encode_name: _struct_in(field.type) for field in fields}
+    inner |= dict.fromkeys(getattr(kind, "SAMPLING", ()))
+    return _Known(inner, getattr(kind, "HARMLESS", ()), getattr(kind, "REFUSED", {}))
 
 
 def _struct_in(kind: Any) -> type | None:
@@ -131,10 +129,17 @@ def _struct_in(kind: Any) -> type | None:
 
 
 def _path(where: str, name: str) -> str:
-    return f"{where}.{name}" if where and name else where or name
+    between = "." if where and name and not name.startswith("[") else ""
+    return f"{where}{between}{name}"
 
 
 def adapter_of(model: str, config: Config) -> str:
-    """What a request is submitted for: "" for the model itself, which a lane may call otherwise."""
+    """Return the adapter that a request's model names; "" for the model itself, by any alias."""
     own = (config.engine.model_name, *config.engine.model_aliases)
     return "" if model in own else model
+
+
+def engine_priority(lower_first: int) -> int:
+    """Return the engine's priority, of which higher ones are earlier, for one of vLLM's, of which
+    lower ones are."""
+    return min(-lower_first, MAX_INT64)

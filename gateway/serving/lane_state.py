@@ -12,7 +12,7 @@ import anyio.to_thread
 from ...bus.public import GenerateRequest
 from ...config import BusError, Config, NanoInferenceError, RequestError, shown, split_role
 from ...pipeline.client import BusClient
-from ...pipeline.client_adapters import adapters_of
+from ...pipeline.models import adapters_of
 from ...store.board import LoadedAdapter
 from ...text.context_length import longest_context_of
 from ..policy.caller import Caller, check_allowed

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ...bus.channel import RequestEntry
 from ...bus.public import GenerateRequest
-from ...config import RequestError, SamplingParams, shown
+from ...config import MAX_INT64, RequestError, SamplingParams, shown
+from ...config.sampling import RANGES
 
 MAX_REQUEST_ID_LENGTH = 256
 MAX_TENANT_LENGTH = 128
@@ -12,16 +13,8 @@ MAX_CACHE_SALT_LENGTH = 256
 MAX_PRIORITY = 1000
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
-MIN_TEMPERATURE = 1e-4
-MAX_TEMPERATURE = 1e4
-MIN_REPETITION_PENALTY = 1e-4
-MAX_REPETITION_PENALTY = 10
-MAX_PENALTY = 2
-_PENALTIES = f"from {-MAX_PENALTY} to {MAX_PENALTY}; 0 is off"
 MAX_LOGIT_BIAS = 100
 MAX_BIASED_TOKENS = 1024
-MAX_LOGPROBS = 20
-MAX_INT64 = 2**63 - 1
 
 # Of a result as JSON, commas included: the most characters that each can have.
 COMPLETION_BYTES = 4096
@@ -96,10 +89,7 @@ def check_no_text(request: GenerateRequest) -> None:
 
 
 def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
-    """Every range of SamplingParams.
-
-    A temperature is 0 (greedy) or from 1e-4 to 1e4: nearer to 0 or to infinity the scaled logits
-    leave float32, and logprobs would be NaN. So would they with a repetition penalty below 1e-4.
+    """Check every range of SamplingParams; most are in the table of `config/sampling.py`.
 
     Raises:
         RequestError: invalid_max_tokens, invalid_temperature, invalid_top_k, invalid_top_p,
@@ -109,20 +99,13 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
             invalid_constraint, invalid_max_draft_tokens.
     """
     p = sampling
-    if not p.max_tokens >= 1:
-        raise _outside("max_tokens", p.max_tokens, "at least 1")
-    # All are written so that NaN fails.
-    if not (p.temperature == 0 or MIN_TEMPERATURE <= p.temperature <= MAX_TEMPERATURE):
-        wanted = f"0 (greedy) or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-        raise _outside("temperature", p.temperature, wanted)
-    if not 0 <= p.top_k <= MAX_INT64:
-        raise _outside("top_k", p.top_k, "0 (off) or a number of tokens")
-    if not 0 < p.top_p <= 1:
-        raise _outside("top_p", p.top_p, "above 0 and at most 1 (off)")
-    if not 0 <= p.min_p <= 1:
-        raise _outside("min_p", p.min_p, "from 0 (off) to 1")
-    if p.seed is not None and not -MAX_INT64 - 1 <= p.seed <= MAX_INT64:
-        raise _outside("seed", p.seed, "a signed 64-bit integer, or absent")
+    for name, allowed in RANGES.items():
+        value = getattr(p, name)
+        if value is not None and not allowed.holds(value):
+            raise _outside(name, value, allowed.wanted)
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(p, name) or 0) > vocab_size:
+            raise _outside(name, getattr(p, name), f"from 0 to {vocab_size}")
     _check_stop(p.stop)
     bad = [i for i in p.stop_token_ids if not 0 <= i < vocab_size]
     if bad:
@@ -131,19 +114,10 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
             f"{vocab_size - 1}",
             code="invalid_stop_token_ids",
         )
-    _check_penalties(p)
     _check_logit_bias(p.logit_bias, vocab_size)
     if not 0 <= p.min_tokens <= p.max_tokens:
         wanted = f"from 0 to max_tokens ({shown(p.max_tokens)})"
         raise _outside("min_tokens", p.min_tokens, wanted)
-    most = min(MAX_LOGPROBS, vocab_size)
-    if not 0 <= p.logprobs <= most:
-        raise _outside("logprobs", p.logprobs, f"from 0 to {most}")
-    if p.prompt_logprobs is not None and not 0 <= p.prompt_logprobs <= most:
-        raise _outside("prompt_logprobs", p.prompt_logprobs, f"from 0 to {most}, or absent")
-    if p.max_draft_tokens is not None and not 0 <= p.max_draft_tokens <= MAX_INT64:
-        wanted = "0 (none) or a number of tokens, or absent"
-        raise _outside("max_draft_tokens", p.max_draft_tokens, wanted)
     if p.constraint is not None and (p.ignore_eos or p.min_tokens):
         raise RequestError(
             "a constraint ends with the model's end-of-sequence token, which ignore_eos and "
@@ -225,17 +199,6 @@ def is_encodable(text: str) -> bool:
 def _tops_bytes(number: int) -> int:
     """Of the likeliest tokens at one place."""
     return len("[],") + number * TOP_LOGPROB_BYTES if number else 0
-
-
-def _check_penalties(p: SamplingParams) -> None:
-    # Written so that NaN fails.
-    if not MIN_REPETITION_PENALTY <= p.repetition_penalty <= MAX_REPETITION_PENALTY:
-        wanted = f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY}; 1 is off"
-        raise _outside("repetition_penalty", p.repetition_penalty, wanted)
-    if not -MAX_PENALTY <= p.presence_penalty <= MAX_PENALTY:
-        raise _outside("presence_penalty", p.presence_penalty, _PENALTIES)
-    if not -MAX_PENALTY <= p.frequency_penalty <= MAX_PENALTY:
-        raise _outside("frequency_penalty", p.frequency_penalty, _PENALTIES)
 
 
 def _check_logit_bias(logit_bias: dict[int, float], vocab_size: int) -> None:

@@ -10,7 +10,8 @@ import msgspec
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel
 from ...bus.messages import AdmittedRequest, RecoveredSample, RecoveryItem
-from .checks import MAX_INT64, request_id_of
+from ...config import MAX_INT64
+from .checks import request_id_of
 
 Verdict = Literal["go", "alone", "dead"]
 

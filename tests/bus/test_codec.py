@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -73,8 +74,8 @@ def test_token_ids_of_a_bias_may_be_text_as_in_json(bias: dict[Any, float]) -> N
         ({"red": 1}, "Expected `int`, got `str`"),
         ({"1.0": 1}, "Expected `int`, got `str`"),
         ({"17": "much"}, "Expected `float`, got `str`"),
-        ({"9" * 40: 1}, "does not fit in 64 bits"),
-        ({2**64 - 1: 1}, "does not fit in 64 bits"),
+        ({"9" * 40: 1}, "64 bits|Expected `int` <= 9223372036854775807"),
+        ({2**64 - 1: 1}, "64 bits|Expected `int` <= 9223372036854775807"),
     ],
 )
 def test_a_bias_that_is_none(bias: dict[Any, Any], message: str) -> None:
@@ -85,7 +86,7 @@ def test_a_bias_that_is_none(bias: dict[Any, Any], message: str) -> None:
     ):
         assert isinstance(checked, Malformed)
         assert checked.code == "invalid_request"
-        assert message in checked.message
+        assert re.search(message, checked.message)
 
 
 @pytest.mark.parametrize("name", ["min_tokens", "logprobs", "prompt_logprobs"])

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from ...server.http import Int64
+from ....config import Int64
+from ...serving.fields import EMPTY, Refused
+from ...serving.sampling_fields import ANTHROPIC
 
 Role = Literal["user", "assistant", "system"]
 Blocks = list[dict[str, Any]]
 
 
+_WHOLE = Refused("prompts are taken whole")
+
+
 class CountBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `/v1/messages/count_tokens`: all that a prompt is made of."""
+    """`/v1/messages/count_tokens`: the fields that a prompt is made of."""
+
+    HARMLESS: ClassVar = frozenset({"cache_control", "output_format"})
+    REFUSED: ClassVar = {
+        "context_management": _WHOLE,
+        "mcp_servers": Refused("nothing is called from here"),
+        "speed": Refused("there is one; `priority` says more", (*EMPTY, "standard")),
+    }
 
     model: str = ""
     messages: list[dict[str, Any]] | None = None
@@ -26,15 +38,23 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):
-    """Of `/v1/messages`."""
+    """`/v1/messages`."""
+
+    SAMPLING: ClassVar = ANTHROPIC
+    HARMLESS: ClassVar = frozenset({"cache_control", "metadata"})
+    REFUSED: ClassVar = CountBody.REFUSED | {
+        "container": Refused("nothing is executed"),
+        "diagnostics": Refused("nothing is compared with former calls"),
+        "inference_geo": Refused("it runs where it runs"),
+        "service_tier": Refused(
+            "there is one; `priority` says more", (*EMPTY, "auto", "standard_only")
+        ),
+        "thread": Refused("conversations are sent whole, and none is kept"),
+    }
 
     max_tokens: Int64 | None = None
     stream: bool = False
     stop_sequences: list[str] = []
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: Int64 = 0
-    seed: Int64 | None = None
     priority: Int64 = 0
     budget_ms: float | None = None
     cache_salt: str = ""

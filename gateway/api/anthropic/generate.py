@@ -26,7 +26,7 @@ from ...server.http import (
     while_connected,
 )
 from ...serving.chat_templates import ChatTemplates
-from ...serving.fields import adapter_of
+from ...serving.fields import Body, adapter_of, read_part
 from ...serving.lane_state import ServedModels
 from ...serving.message_parts import MessageParts
 from ...serving.origin import Origin, origin_of, tenant_of
@@ -35,11 +35,11 @@ from ...serving.samples import complete_sample, stream_sample
 from ...serving.submissions import Submissions
 from ...serving.words import LazyWords
 from .answers import Answers
-from .bodies import MessagesBody
+from .bodies import CountBody, MessagesBody
 from .content import Answer
 from .errors import error_event, named
 from .messages import conversation_of
-from .requests import check_version, read_count, read_messages, request_of, sampling_of
+from .requests import check_version, read_messages, request_of, sampling_of
 from .thinking import thinking_of
 from .tools import use_of
 
@@ -69,7 +69,7 @@ class MessageCalls:
     async def count_tokens(self, request: Request) -> Response:
         check_version(request)
         body = await read_object(request, self._config.gateway.max_body_bytes)
-        fields = read_count(body)
+        fields = read_part(body, CountBody)
         await self._served.check(fields.model, caller_of(request))
         conversation = replace(conversation_of(fields), tools=use_of(fields).usable)
         render = partial(self._templates.render, conversation, tenant_of(request))
@@ -86,7 +86,7 @@ class MessageCalls:
         if isinstance(model := body.get("model"), str):
             await self._served.check(model, caller_of(request))
         fields = read_messages(body)
-        prepared = await _while_there(request, partial(self._prepared, fields, tenant))
+        prepared = await _while_there(request, partial(self._prepared, body, fields, tenant))
         if prepared is None:
             return Response(status_code=CLIENT_LEFT)
         asked = request_of(fields, prepared, tenant, self._config)
@@ -105,7 +105,7 @@ class MessageCalls:
 
         return named(request, await answer_while_connected(request, work))
 
-    async def _prepared(self, fields: MessagesBody, tenant: str) -> Prepared:
+    async def _prepared(self, body: Body, fields: MessagesBody, tenant: str) -> Prepared:
         """A body as it is submitted."""
         thinking = thinking_of(fields)
         return await prepare(
@@ -113,7 +113,7 @@ class MessageCalls:
             self._words,
             conversation_of(fields),
             use_of(fields),
-            sampling_of(fields),
+            sampling_of(body, fields),
             tenant,
             reasoning_budget=None if thinking is None else thinking.budget_tokens,
             budget_param="thinking.budget_tokens",

@@ -8,14 +8,13 @@ from starlette.requests import Request
 
 from ....bus.public import GenerateRequest
 from ....config import Config, Constraint, SamplingParams, shown
-from ...server.http import MAX_INT64, FieldError
+from ...server.http import FieldError
 from ...serving.constraints import of_text_format, the_one
-from ...serving.fields import Body, adapter_of
+from ...serving.fields import Body, adapter_of, engine_priority, read_part
 from ...serving.prepared import Prepared
-from ...serving.sampling_fields import temperature_of, top_k_of
-from .bodies import CountBody, MessagesBody
+from ...serving.sampling_fields import ANTHROPIC, read_sampling
+from .bodies import MessagesBody
 from .errors import VERSION_HEADER
-from .fields import read_fields
 from .thinking import output_config_of, thinking_of
 
 _VERSIONS = ("2023-06-01", "2026-10-21")
@@ -36,23 +35,13 @@ def check_version(request: Request) -> None:
         )
 
 
-def read_count(body: Body) -> CountBody:
-    """A body of `/v1/messages/count_tokens`.
-
-    Raises:
-        RequestError: A field can't be obeyed.
-    """
-    fields = read_fields(body, CountBody, "count_tokens")
-    return fields
-
-
 def read_messages(body: Body) -> MessagesBody:
     """A body of `/v1/messages`.
 
     Raises:
         RequestError: A field can't be obeyed.
     """
-    fields = read_fields(body, MessagesBody, "messages")
+    fields = read_part(body, MessagesBody)
     if fields.max_tokens is None:
         raise FieldError(
             "max_tokens is missing; say how many tokens the answer may have", param="max_tokens"
@@ -75,41 +64,20 @@ def request_of(
         prompt_token_ids=prepared.token_ids,
         sampling=prepared.sampling,
         stream=fields.stream,
-        # Lower ones are earlier, as in vLLM's interface.
-        priority=min(-fields.priority, MAX_INT64),
+        priority=engine_priority(fields.priority),
         tenant=tenant,
         cache_salt=fields.cache_salt,
         model=adapter_of(fields.model, config),
     )
 
 
-def sampling_of(fields: MessagesBody) -> SamplingParams:
-    """How it is sampled, with the constraint of its text.
+def sampling_of(body: Body, fields: MessagesBody) -> SamplingParams:
+    """Read the sampling parameters, with the constraint of the text.
 
     Raises:
-        FieldError: The text is to be of a form that is not there.
+        FieldError: One is of the wrong type, or the constraint is not supported.
     """
-    assert fields.max_tokens is not None, "it was looked at"
-    return SamplingParams(
-        temperature=temperature_of(fields.temperature),
-        max_tokens=fields.max_tokens,
-        stop_token_ids=frozenset(),
-        top_k=top_k_of(fields.top_k),
-        top_p=fields.top_p,
-        min_p=0.0,
-        seed=fields.seed,
-        stop=tuple(text for text in fields.stop_sequences if text),
-        ignore_eos=False,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        logit_bias={},
-        min_tokens=0,
-        logprobs=0,
-        prompt_logprobs=None,
-        constraint=_constraint(fields),
-        max_draft_tokens=None,
-    )
+    return read_sampling(body, ANTHROPIC, constraint=_constraint(fields))
 
 
 def _constraint(fields: MessagesBody) -> Constraint | None:

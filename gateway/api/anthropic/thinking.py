@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...server.http import FieldError, Int64
+from ....config import Int64
+from ...server.http import FieldError
 from ...serving.chat_templates import Reasoning
 from ...serving.fields import read_part
 from .bodies import CountBody

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ....config import field_name, shown
+from ....config import MAX_INT64, field_name, shown
 from ....kserve.json_data import array_to_json, json_to_array
 from ....kserve.tensors import (
     MAX_DIMENSIONS,
@@ -21,7 +21,7 @@ from ....kserve.tensors import (
     NamedTensor,
     TensorSpec,
 )
-from ...server.http import MAX_INT64, FieldError
+from ...server.http import FieldError
 
 _PARAMETERS = "parameters"
 _ID = "id"

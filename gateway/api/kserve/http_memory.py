@@ -6,7 +6,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...server.http import Int64, JsonResponse, read_object
+from ....config import Int64
+from ...server.http import JsonResponse, read_object
 from ...serving.fields import read_part
 from ...serving.origin import tenant_of
 from .regions import Regions

@@ -13,9 +13,9 @@ from ...serving.durable_calls import DurableCalls
 from ...serving.lane_state import ModelLength, ServedModels
 from ...serving.submissions import Submissions
 from ...serving.words import LazyWords
+from .bodies import CallName
 from .embeddings import EmbeddingCalls
 from .errors import Endpoint, in_openai_words
-from .fields import CallName
 from .generate import GenerationCalls
 from .info import InfoCalls
 from .responses import ID_PREFIX, ResponseCalls

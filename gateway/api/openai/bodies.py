@@ -1,4 +1,4 @@
-"""The bodies of calls, as far as their fields count."""
+"""The bodies of calls: the fields that count, and those that are known and don't."""
 
 from __future__ import annotations
 
@@ -6,23 +6,60 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from ....config import PoolingKind
-from ...server.http import Int64
-from ...serving.sampling_fields import SamplerFields, SamplingFields
+from ....config import Int64, PoolingKind
+from ...serving.fields import EMPTY, Refused
+from ...serving.sampling_fields import REFUSED, TEXT_SAMPLING, SamplingBody
+
+CallName = Literal[
+    "completions",
+    "chat",
+    "responses",
+    "generate",
+    "sampling_params",
+    "tokenize",
+    "detokenize",
+    "embeddings",
+    "score",
+    "rerank",
+]
+"""`sampling_params` are a field of `generate`, with fields of its own."""
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Prompts = str | list[str | Int64 | list[Int64]]
 CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 """Harmless: prefixes are cached without them."""
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_HARMLESS = frozenset(
+    {
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "spaces_between_special_tokens",
+        "user",
+    }
+)
+_REFUSED = REFUSED | {
+    "include_stop_str_in_output": Refused("the text ends before it"),
+    "service_tier": Refused("there is one; `priority` says more", (*EMPTY, "auto", "default")),
+    "skip_special_tokens": Refused("they are left out of the text", (True,)),
+}
+_REFUSED_BY_BOTH = _REFUSED | {
+    "length_penalty": Refused("of beams", (1,)),
+    "use_beam_search": Refused("samples are drawn"),
+}
+_VERBOSITY = Refused("the template's variables are given by name", (*EMPTY, "medium"))
+_CHAT_TEMPLATE = Refused("the model's own is used")
+_OLD_FORM = "answers would have to be of the old form; give"
+_NOT_HANDED_OVER = Refused("nothing is handed to other servers")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream tells beside the tokens."""
+    """Additions to a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    # It pads chunks, against those who watch their sizes.
+    # Padding of chunks, against observers of their sizes.
     include_obfuscation: bool | None = None
 
 
@@ -43,31 +80,46 @@ class RefusalPart(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """What the client expects the answer to be."""
+    """The text that the client expects as the answer."""
 
     type: Literal["content"]
     content: str | list[TextPart]
 
     @property
     def text(self) -> str:
-        """All of it."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
 
 
-class Common(SamplingFields, frozen=True, kw_only=True):
-    """The fields that completions and chats have."""
+class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of all calls that submit requests."""
 
     model: str = ""
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
-    return_weight_versions: bool = False
     priority: Int64 = 0
     budget_ms: float | None = None
     cache_salt: str = ""
+
+
+class StreamedBody(RequestBody, frozen=True, kw_only=True):
+    """The fields of calls that answer with choices, or a stream of chunks."""
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_weight_versions: bool = False
+
+
+class TextBody(StreamedBody, frozen=True, kw_only=True):
+    """The fields that completions and chats have."""
+
+    SAMPLING: ClassVar = TEXT_SAMPLING
+    HARMLESS: ClassVar = _HARMLESS | {"metadata"}
+
+    n: Int64 = 1
+    prompt_logprobs: Int64 | None = None
+    structured_outputs: dict[str, Any] = {}
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     response_format: dict[str, Any] = {}
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -76,17 +128,35 @@ class Common(SamplingFields, frozen=True, kw_only=True):
     prediction: Prediction | None = None
 
 
-class CompletionBody(Common, frozen=True, kw_only=True):
-    """Of `/v1/completions`."""
+class CompletionBody(TextBody, frozen=True, kw_only=True):
+    """`/v1/completions`."""
 
-    prompt: str | list[str | Int64 | list[Int64]] | None = None
+    REFUSED: ClassVar = _REFUSED_BY_BOTH | {
+        "best_of": Refused("all samples are returned; ask for `n`", (1,)),
+        "suffix": Refused("nothing is filled in"),
+    }
+
+    prompt: Prompts | None = None
     max_tokens: Int64 = 16
     echo: bool = False
     logprobs: Int64 | None = None
 
 
-class ChatBody(Common, frozen=True, kw_only=True):
-    """Of `/v1/chat/completions`."""
+class ChatBody(TextBody, frozen=True, kw_only=True):
+    """`/v1/chat/completions`."""
+
+    REFUSED: ClassVar = _REFUSED_BY_BOTH | {
+        "audio": Refused("text alone is made"),
+        "chat_template": _CHAT_TEMPLATE,
+        "documents": Refused("give them in `chat_template_kwargs` or in messages"),
+        "function_call": Refused(f"{_OLD_FORM} `tool_choice`", (*EMPTY, "none", "auto")),
+        "functions": Refused(f"{_OLD_FORM} `tools`"),
+        "modalities": Refused("text alone is made", (*EMPTY, ["text"])),
+        "store": Refused("nothing is stored"),
+        "stream_reasoning": Refused("it comes as it is made", (True,)),
+        "verbosity": _VERBOSITY,
+        "web_search_options": Refused("nothing is searched"),
+    }
 
     messages: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
@@ -105,39 +175,51 @@ class ChatBody(Common, frozen=True, kw_only=True):
     separate_reasoning: bool = True
 
 
-class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `/inference/v1/generate`; its parameters are looked at by themselves."""
+class GenerateBody(StreamedBody, frozen=True, kw_only=True):
+    """`/inference/v1/generate`."""
 
-    model: str = ""
+    REFUSED: ClassVar = {
+        "ec_transfer_params": _NOT_HANDED_OVER,
+        "features": Refused("there are no images or sounds"),
+        "kv_transfer_params": _NOT_HANDED_OVER,
+    }
+
     token_ids: list[Int64] | None = None
     sampling_params: dict[str, Any] = {}
     request_id: str = ""
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    return_weight_versions: bool = False
-    priority: Int64 = 0
-    budget_ms: float | None = None
-    cache_salt: str = ""
 
 
 class ResponseStreamOptions(msgspec.Struct, frozen=True):
-    """Options of a response's stream; usage is in its last event anyway."""
+    """Options of a response's stream, whose last event has the usage anyway."""
 
     include_obfuscation: bool | None = None
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a response's model is to think. No summaries are made: the reasoning itself is told."""
+    """A response's reasoning. There are no summaries: the reasoning itself is returned."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponseBody(SamplerFields, frozen=True, kw_only=True):
-    """Of `/v1/responses`."""
+class ResponseBody(RequestBody, frozen=True, kw_only=True):
+    """`/v1/responses`."""
 
-    model: str = ""
+    SAMPLING: ClassVar = TEXT_SAMPLING
+    HARMLESS: ClassVar = _HARMLESS | {"max_tool_calls", "prompt_cache_options"}
+    REFUSED: ClassVar = _REFUSED | {
+        "background_options": Refused("there is one speed; `priority` says more"),
+        "context_management": Refused("prompts are taken whole"),
+        "conversation": Refused(
+            "there are no conversations by name; `previous_response_id` goes on with one"
+        ),
+        "moderation": Refused("nothing is judged"),
+        "prompt": Refused("there are no prompts by name; send `input`"),
+        "truncation": Refused("prompts are taken whole", (*EMPTY, "disabled")),
+        "verbosity": _VERBOSITY,
+    }
+
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     max_output_tokens: Int64 | None = None
@@ -149,11 +231,9 @@ class ResponseBody(SamplerFields, frozen=True, kw_only=True):
     metadata: dict[str, str] = {}
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
+    structured_outputs: dict[str, Any] = {}
     text: dict[str, Any] = {}
     chat_template_kwargs: dict[str, Any] = {}
-    priority: Int64 = 0
-    budget_ms: float | None = None
-    cache_salt: str = ""
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
@@ -162,7 +242,7 @@ class ResponseBody(SamplerFields, frozen=True, kw_only=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
-    """What was called, and with what: an object, or its JSON."""
+    """A function's name with its arguments: an object, or its JSON."""
 
     HARMLESS: ClassVar = frozenset({"parsed_arguments"})
 
@@ -171,7 +251,7 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a tool, as clients' libraries hand it back."""
+    """A tool call, as clients' libraries hand it back."""
 
     HARMLESS: ClassVar = CACHE_MARKS | {"extra_content", "index"}
 
@@ -181,9 +261,9 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """One message; its content is looked at by itself."""
+    """A message of a chat."""
 
-    # `parsed` is what a client's library adds to a message of ours.
+    # `parsed` is an addition of OpenAI's library to our messages.
     HARMLESS: ClassVar = CACHE_MARKS | {"parsed"}
 
     role: Role
@@ -197,7 +277,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `/tokenize`."""
+    """`/tokenize`."""
+
+    REFUSED: ClassVar = {"chat_template": _CHAT_TEMPLATE}
 
     model: str = ""
     prompt: str | None = None
@@ -212,36 +294,38 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `/detokenize`."""
+    """`/detokenize`."""
 
     model: str = ""
     tokens: list[Int64] | None = None
 
 
-class EmbeddingCommon(msgspec.Struct, frozen=True, kw_only=True):
+class EmbeddingCommon(RequestBody, frozen=True, kw_only=True):
     """The fields of all calls that embed."""
 
-    model: str = ""
+    HARMLESS: ClassVar = frozenset({"user"})
+    REFUSED: ClassVar = {
+        "add_special_tokens": Refused("they are added", (True,)),
+        "truncate_prompt_tokens": REFUSED["truncate_prompt_tokens"],
+    }
+
     dimensions: Int64 | None = None
     pooling: PoolingKind | Literal[""] = ""
     normalize: bool | None = None
-    priority: Int64 = 0
-    budget_ms: float | None = None
-    cache_salt: str = ""
 
 
 class EmbeddingBody(EmbeddingCommon, frozen=True, kw_only=True):
-    """Of `/v1/embeddings`."""
+    """`/v1/embeddings`."""
 
-    input: str | list[str | Int64 | list[Int64]] | None = None
+    input: Prompts | None = None
     encoding_format: Literal["float", "base64"] = "float"
 
 
 class ScoreBody(EmbeddingCommon, frozen=True, kw_only=True):
-    """Of `/score`."""
+    """`/score`."""
 
-    text_1: str | list[str | Int64 | list[Int64]] | None = None
-    text_2: str | list[str | Int64 | list[Int64]] | None = None
+    text_1: Prompts | None = None
+    text_2: Prompts | None = None
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -251,9 +335,23 @@ class Document(msgspec.Struct, frozen=True):
 
 
 class RerankBody(EmbeddingCommon, frozen=True, kw_only=True):
-    """Of `/rerank`."""
+    """`/rerank`."""
 
     query: str = ""
     documents: list[str | dict[str, Any]] | None = None
     top_n: Int64 | None = None
     return_documents: bool = True
+
+
+BODIES: dict[CallName, type[msgspec.Struct]] = {
+    "completions": CompletionBody,
+    "chat": ChatBody,
+    "responses": ResponseBody,
+    "generate": GenerateBody,
+    "sampling_params": SamplingBody,
+    "tokenize": TokenizeBody,
+    "detokenize": DetokenizeBody,
+    "embeddings": EmbeddingBody,
+    "score": ScoreBody,
+    "rerank": RerankBody,
+}

@@ -18,14 +18,13 @@ from starlette.responses import Response
 from ....bus.public import EmbedParams
 from ....config import Config, RequestError, shown
 from ....pipeline.embedding import EmbeddedPrompt
-from ...server.http import MAX_INT64, FieldError, answer_while_connected, read_object
+from ...server.http import FieldError, answer_while_connected, read_object
 from ...serving.embedding import EmbedCall, Prompt, embed_all, similarity, worked_out
-from ...serving.fields import adapter_of, read_part
+from ...serving.fields import adapter_of, engine_priority, read_part
 from ...serving.origin import origin_of, tenant_of
 from ...serving.submissions import Submissions
 from ...serving.words import LazyWords
 from .bodies import Document, EmbeddingBody, EmbeddingCommon, RerankBody, ScoreBody
-from .fields import CallName, read_fields
 from .requests import prompts_of
 
 Fields = TypeVar("Fields", bound=EmbeddingCommon)
@@ -44,14 +43,14 @@ class EmbeddingCalls:
 
     async def embeddings(self, request: Request) -> Response:
         """The vectors of one or several inputs."""
-        fields = await self._read(request, EmbeddingBody, "embeddings")
+        fields = await self._read(request, EmbeddingBody)
         prompts = prompts_of(fields.input, "input")
         write = partial(_embeddings, encode=_ENCODINGS[fields.encoding_format])
         return await self._answer(request, fields, "embd", prompts, write)
 
     async def score(self, request: Request) -> Response:
         """How similar the texts of pairs are: one with each of several, or each with its own."""
-        fields = await self._read(request, ScoreBody, "score")
+        fields = await self._read(request, ScoreBody)
         ones, others = prompts_of(fields.text_1, "text_1"), prompts_of(fields.text_2, "text_2")
         if len(ones) not in (1, len(others)):
             raise FieldError(
@@ -64,7 +63,7 @@ class EmbeddingCalls:
 
     async def rerank(self, request: Request) -> Response:
         """Documents by how similar they are to a query, the most similar first."""
-        fields = await self._read(request, RerankBody, "rerank")
+        fields = await self._read(request, RerankBody)
         texts = [_text_of(each, place) for place, each in enumerate(fields.documents or ())]
         if not texts or not fields.query:
             missing = "query" if texts else "documents"
@@ -78,9 +77,8 @@ class EmbeddingCalls:
         )
         return await self._answer(request, fields, "rerank", [fields.query, *texts], write)
 
-    async def _read(self, request: Request, kind: type[Fields], call: CallName) -> Fields:
-        body = await read_object(request, self._config.gateway.max_body_bytes)
-        return read_fields(body, kind, call)
+    async def _read(self, request: Request, kind: type[Fields]) -> Fields:
+        return read_part(await read_object(request, self._config.gateway.max_body_bytes), kind)
 
     async def _answer(
         self,
@@ -103,8 +101,7 @@ class EmbeddingCalls:
             params=EmbedParams(
                 pooling=fields.pooling, normalize=fields.normalize, dimensions=fields.dimensions
             ),
-            # vLLM's lower ones are earlier.
-            priority=min(-fields.priority, MAX_INT64),
+            priority=engine_priority(fields.priority),
             cache_salt=fields.cache_salt,
             adapter=adapter_of(fields.model, self._config),
         )

@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from ....config import NanoInferenceError
 from ...server.http import EngineError
-from .fields import FIELDS, CallName
+from ...serving.fields import fields_of
+from .bodies import BODIES, CallName
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -95,7 +96,8 @@ def _known(code: str) -> bool:
 def _param(code: str, call: CallName) -> str | None:
     name = _PARAMS.get(code) or code.removeprefix("invalid_")
     name = _RENAMED.get(call, {}).get(name, name)
-    of = {each for field in FIELDS if field.name == name for each in field.calls}
-    if call == "generate" and call not in of and "sampling_params" in of:
+    if name in fields_of(BODIES[call]):
+        return name
+    if call == "generate" and name in fields_of(BODIES["sampling_params"]):
         return f"sampling_params.{name}"
-    return name if of else None
+    return name if any(name in fields_of(body) for body in BODIES.values()) else None

@@ -15,12 +15,11 @@ from ....config import Config
 from ...policy.caller import Caller, caller_of, check_allowed
 from ...server.http import FieldError, JsonResponse, read_object
 from ...serving.chat_templates import ChatTemplates
-from ...serving.fields import adapter_of
+from ...serving.fields import adapter_of, read_part
 from ...serving.lane_state import ModelLength, ServedModels, unknown_model
 from ...serving.origin import tenant_of
 from ...serving.words import LazyWords, Words
 from .bodies import DetokenizeBody, TokenizeBody
-from .fields import read_fields
 from .messages import conversation_of
 from .tools import chat_tools
 
@@ -77,7 +76,7 @@ class InfoCalls:
     async def tokenize(self, request: Request) -> Response:
         """A text or a conversation as tokens, as they would be a prompt."""
         found = await read_object(request, self._config.gateway.max_body_bytes)
-        body = read_fields(found, TokenizeBody, "tokenize")
+        body = read_part(found, TokenizeBody)
         await self._served.check(body.model, caller_of(request))
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("give exactly one of prompt and messages", param="prompt")
@@ -99,7 +98,7 @@ class InfoCalls:
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens, with the names of special ones."""
         found = await read_object(request, self._config.gateway.max_body_bytes)
-        body = read_fields(found, DetokenizeBody, "detokenize")
+        body = read_part(found, DetokenizeBody)
         await self._served.check(body.model, caller_of(request))
         if body.tokens is None:
             raise FieldError("give tokens, a list of token ids", param="tokens")

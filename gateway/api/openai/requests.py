@@ -9,20 +9,13 @@ from typing import Any, Literal
 import msgspec
 
 from ....bus.public import GenerateRequest
-from ....config import Config, Constraint, RequestError, SamplingParams, shown
+from ....config import Config, RequestError, SamplingParams, shown
 from ....text.messages import Reading
-from ...server.http import MAX_INT64, FieldError, convert
+from ...server.http import FieldError
 from ...serving.constraints import of_response_format, of_structured_outputs, the_one
-from ...serving.fields import Body, adapter_of
-from ...serving.sampling_fields import SamplingFields, read_sampling_params, sampling_of
-from .bodies import (
-    ChatBody,
-    Common,
-    CompletionBody,
-    GenerateBody,
-    StreamOptions,
-)
-from .fields import read_fields
+from ...serving.fields import Body, adapter_of, convert_part, engine_priority, read_part
+from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
+from .bodies import ChatBody, CompletionBody, GenerateBody, StreamedBody, StreamOptions, TextBody
 
 Prompt = str | tuple[int, ...]
 Kind = Literal["completions", "chat", "generate"]
@@ -63,30 +56,30 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     created: int
     model: str
+    of_model: str
     kind: Kind
-    n: int
     sampling: SamplingParams
-    scores_only: bool
     logprobs: int | None
     prompt_logprobs: bool
-    echo: bool
     token_ids: bool
     weight_versions: bool
-    as_token_ids: bool
     stream: bool
     usage: bool
     continuous_usage: bool
     priority: int
     budget_ms: float | None
     cache_salt: str
+    adapter: str
+    requested_model: str
+    n: int = 1
+    scores_only: bool = False
+    echo: bool = False
+    as_token_ids: bool = False
     named: str = ""
+    prediction: str = ""
     reading: Reading | None = None
     reasoning_field: str = "reasoning_content"
     include_reasoning: bool = True
-    adapter: str = ""
-    of_model: str = ""
-    prediction: str = ""
-    requested_model: str = ""
 
     @property
     def chat(self) -> bool:
@@ -130,43 +123,39 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_completion(body: Body, config: Config) -> tuple[Call, list[Prompt]]:
-    """A body of `/v1/completions`, and its prompts.
+    """Read a body of `/v1/completions`: the call, and its prompts.
 
     Raises:
         RequestError: A field can't be obeyed.
     """
-    fields = read_fields(body, CompletionBody, "completions")
+    fields = read_part(body, CompletionBody)
     prompts = prompts_of(fields.prompt)
     scores_only = fields.max_tokens == 0 and fields.echo
-    top = fields.logprobs
-    if fields.prompt_logprobs is None:
+    top, prompt_top = fields.logprobs, fields.prompt_logprobs
+    if prompt_top is None:
         prompt_top = top if fields.echo else None
-    else:
-        prompt_top = fields.prompt_logprobs
-        if fields.echo and top not in (None, prompt_top):
-            raise FieldError(
-                "prompt_logprobs and logprobs must be alike with echo, or leave one out",
-                param="prompt_logprobs",
-            )
-    call = _call(
-        fields,
-        fields,
-        config,
-        kind="completions",
+    elif fields.echo and top not in (None, prompt_top):
+        raise FieldError(
+            "prompt_logprobs and logprobs must be alike with echo, or leave one out",
+            param="prompt_logprobs",
+        )
+    sampling = _text_sampling(
+        body, fields, 1 if scores_only else fields.max_tokens, top, prompt_top
+    )
+    call = Call(
+        **_common(fields, config, "completions"),
+        **_texts(fields),
+        sampling=sampling,
         scores_only=scores_only,
-        max_tokens=fields.max_tokens,
         logprobs=top,
-        prompt_logprobs=prompt_top,
         echo=fields.echo,
-        token_ids=fields.return_token_ids,
-        as_token_ids=fields.return_tokens_as_token_ids,
     )
     _check_number(call.n, len(prompts), config.gateway.max_prompts)
     return call, prompts
 
 
 def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[Call, ChatBody]:
-    """A body of `/v1/chat/completions`, and its fields, of which the prompt is made.
+    """Read a body of `/v1/chat/completions`: the call, and the fields of which the prompt is made.
 
     Args:
         max_model_len: Tokens that prompt and completion may have together.
@@ -174,27 +163,32 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[Call, Cha
     Raises:
         RequestError: A field can't be obeyed.
     """
-    fields = read_fields(body, ChatBody, "chat")
+    fields = read_part(body, ChatBody)
     if fields.top_logprobs and not fields.logprobs:
         raise FieldError("top_logprobs takes logprobs: true", param="top_logprobs")
-    given = (fields.max_tokens, fields.max_completion_tokens)
-    told = {tokens for tokens in given if tokens is not None}
-    if len(told) > 1:
+    limits = {fields.max_tokens, fields.max_completion_tokens} - {None}
+    if len(limits) > 1:
         raise FieldError(
             "max_tokens and max_completion_tokens are different; give one of them",
             param="max_tokens",
         )
-    call = _call(
+    # Admission lowers it to what the model's length leaves.
+    max_tokens = next(iter(limits), None)
+    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    sampling = _text_sampling(
+        body,
         fields,
-        fields,
-        config,
-        kind="chat",
-        # Admission cuts it to what the model's length leaves.
-        max_tokens=told.pop() if told else max_model_len,
-        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
-        prompt_logprobs=fields.prompt_logprobs,
-        token_ids=fields.return_token_ids,
-        as_token_ids=fields.return_tokens_as_token_ids,
+        max_model_len if max_tokens is None else max_tokens,
+        logprobs,
+        fields.prompt_logprobs,
+    )
+    call = Call(
+        **_common(fields, config, "chat"),
+        **_texts(fields),
+        sampling=sampling,
+        logprobs=logprobs,
+        reasoning_field=config.gateway.reasoning_field,
+        include_reasoning=fields.include_reasoning,
     )
     _check_number(call.n, 1, config.gateway.max_prompts)
     if (budget := fields.thinking_token_budget) is not None and budget < 0:
@@ -202,15 +196,11 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[Call, Cha
             f"thinking_token_budget is {shown(budget)}; it must be at least 0, or left out",
             param="thinking_token_budget",
         )
-    shows = {
-        "reasoning_field": config.gateway.reasoning_field,
-        "include_reasoning": fields.include_reasoning,
-    }
-    return msgspec.structs.replace(call, **shows), fields
+    return call, fields
 
 
 def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Call, Prompt]:
-    """A body of `/inference/v1/generate`, and its prompt.
+    """Read a body of `/inference/v1/generate`: the call, and its prompt.
 
     Args:
         max_model_len: As for `read_chat`.
@@ -218,122 +208,116 @@ def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Call,
     Raises:
         RequestError: A field can't be obeyed.
     """
-    fields = read_fields(body, GenerateBody, "generate")
-    within = "sampling_params."
-    sampling = read_sampling_params(fields.sampling_params, within)
+    fields = read_part(body, GenerateBody)
+    own, sampling = read_sampling_params(fields.sampling_params, "sampling_params", max_model_len)
     if not fields.token_ids:
         raise RequestError("token_ids is empty; give the prompt's tokens", code="empty_prompt")
     if len(fields.request_id) > _LONGEST_NAME:
         raise FieldError(
             f"request_id is longer than {_LONGEST_NAME} characters", param="request_id"
         )
-    call = _call(
-        fields,
-        sampling,
-        config,
-        kind="generate",
-        max_tokens=_or(sampling.max_tokens, max_model_len),
-        logprobs=sampling.logprobs,
-        prompt_logprobs=sampling.prompt_logprobs,
+    prompt_logprobs = sampling.prompt_logprobs is not None
+    _check_stream(fields, prompt_logprobs, "sampling_params.prompt_logprobs")
+    call = Call(
+        **_common(fields, config, "generate"),
+        n=own.n,
+        sampling=sampling,
+        logprobs=own.logprobs,
+        prompt_logprobs=prompt_logprobs,
         token_ids=True,
         named=fields.request_id,
-        where=within,
     )
-    _check_number(call.n, 1, config.gateway.max_prompts, within)
+    _check_number(call.n, 1, config.gateway.max_prompts, "sampling_params.n")
     return call, tuple(fields.token_ids)
 
 
-def _call(
-    fields: Common | GenerateBody,
-    sampling: SamplingFields,
-    config: Config,
-    *,
-    kind: Kind,
-    max_tokens: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-    token_ids: bool,
-    as_token_ids: bool = False,
-    scores_only: bool = False,
-    echo: bool = False,
-    named: str = "",
-    where: str = "",
-) -> Call:
-    """Args: `where` stands before the names of sampling parameters."""
-    if fields.stream and sampling.prompt_logprobs is not None:
-        param = f"{where}prompt_logprobs"
-        raise FieldError(f"{param} are not told in a stream", param=param)
-    options = _stream_options(fields)
-    return Call(
-        id=f"{_ID_PREFIXES[kind]}{uuid.uuid4().hex}",
-        created=int(time.time()),
-        model=adapter_of(fields.model, config) or config.engine.model_name,
-        of_model=config.engine.model_name,
-        kind=kind,
-        n=sampling.n,
-        sampling=sampling_of(
-            sampling,
-            1 if scores_only else max_tokens,
-            _constraint(sampling, where),
-            logprobs,
-            prompt_logprobs,
-        ),
-        scores_only=scores_only,
-        logprobs=logprobs,
-        prompt_logprobs=sampling.prompt_logprobs is not None,
-        echo=echo,
-        token_ids=token_ids,
-        weight_versions=fields.return_weight_versions,
-        as_token_ids=as_token_ids,
-        stream=fields.stream,
-        usage=bool(options.include_usage),
-        continuous_usage=bool(options.continuous_usage_stats),
-        # vLLM's lower ones are earlier.
-        priority=min(-fields.priority, MAX_INT64),
-        budget_ms=fields.budget_ms,
-        cache_salt=fields.cache_salt,
-        named=named,
-        adapter=adapter_of(fields.model, config),
-        requested_model=fields.model,
-        prediction=_prediction(fields),
-    )
-
-
-def _stream_options(fields: Common | GenerateBody) -> StreamOptions:
-    if fields.stream_options is not None and not fields.stream:
-        raise FieldError("stream_options takes stream: true", param="stream_options")
+def _common(fields: StreamedBody, config: Config, kind: Kind) -> dict[str, Any]:
+    """Return what all calls have in common."""
+    adapter = adapter_of(fields.model, config)
     options = fields.stream_options or StreamOptions()
-    if options.continuous_usage_stats and not options.include_usage:
+    return {
+        "id": f"{_ID_PREFIXES[kind]}{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "kind": kind,
+        "model": adapter or config.engine.model_name,
+        "of_model": config.engine.model_name,
+        "adapter": adapter,
+        "requested_model": fields.model,
+        "weight_versions": fields.return_weight_versions,
+        "stream": fields.stream,
+        "usage": bool(options.include_usage),
+        "continuous_usage": bool(options.continuous_usage_stats),
+        "priority": engine_priority(fields.priority),
+        "budget_ms": fields.budget_ms,
+        "cache_salt": fields.cache_salt,
+    }
+
+
+def _texts(fields: TextBody) -> dict[str, Any]:
+    """Return what completions and chats have in common."""
+    prompt_logprobs = fields.prompt_logprobs is not None
+    _check_stream(fields, prompt_logprobs, "prompt_logprobs")
+    return {
+        "n": fields.n,
+        "prompt_logprobs": prompt_logprobs,
+        "token_ids": fields.return_token_ids,
+        "as_token_ids": fields.return_tokens_as_token_ids,
+        "prediction": "" if fields.prediction is None else fields.prediction.text,
+    }
+
+
+def _check_stream(fields: StreamedBody, prompt_logprobs: bool, param: str) -> None:
+    if fields.stream and prompt_logprobs:
+        raise FieldError(f"{param} are not there in a stream", param=param)
+    if fields.stream_options is None:
+        return
+    if not fields.stream:
+        raise FieldError("stream_options takes stream: true", param="stream_options")
+    if fields.stream_options.continuous_usage_stats and not fields.stream_options.include_usage:
         raise FieldError(
             "continuous_usage_stats takes include_usage: true",
             param="stream_options.continuous_usage_stats",
         )
-    return options
 
 
-def _prediction(fields: Common | GenerateBody) -> str:
-    if isinstance(fields, Common) and fields.prediction is not None:
-        return fields.prediction.text
-    return ""
-
-
-def _constraint(fields: SamplingFields, where: str) -> Constraint | None:
-    """What the text has to be.
+def _text_sampling(
+    body: Body,
+    fields: TextBody,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """Read the sampling parameters of completions and chats.
 
     Raises:
-        FieldError: Several fields say so, or one says what is not there.
+        FieldError: One is of the wrong type, or several fields constrain the answer.
     """
-    name = f"{where}structured_outputs"
-    found = {name: of_structured_outputs(fields.structured_outputs, name)}
-    if isinstance(fields, Common):
-        if fields.response_format:
-            found["response_format"] = of_response_format(fields.response_format, "response_format")
-        guided = {
-            name: getattr(fields, f"guided_{name}")
-            for name in ("json", "regex", "choice", "grammar")
+    response_format = fields.response_format
+    guided = {
+        "json": fields.guided_json,
+        "regex": fields.guided_regex,
+        "choice": fields.guided_choice,
+        "grammar": fields.guided_grammar,
+    }
+    constraint = the_one(
+        {
+            "structured_outputs": of_structured_outputs(
+                fields.structured_outputs, "structured_outputs"
+            ),
+            "response_format": of_response_format(response_format, "response_format")
+            if response_format
+            else None,
+            "guided_*": of_structured_outputs(guided, "guided"),
         }
-        found["guided_*"] = of_structured_outputs(guided, "guided")
-    return the_one(found)
+    )
+    return read_sampling(
+        body,
+        TEXT_SAMPLING,
+        max_tokens=max_tokens,
+        logprobs=logprobs or 0,
+        prompt_logprobs=prompt_logprobs,
+        constraint=constraint,
+    )
 
 
 def prompts_of(given: str | list[Any] | None, field: str = "prompt") -> list[Prompt]:
@@ -349,13 +333,13 @@ def prompts_of(given: str | list[Any] | None, field: str = "prompt") -> list[Pro
     if isinstance(given, str):
         return [given]
     if isinstance(given[0], int):
-        return [_token_ids(given, field)]
+        return [convert_part(given, tuple[int, ...], field)]
     prompts: list[Prompt] = []
     for place, each in enumerate(given):
         if isinstance(each, str):
             prompts.append(each)
         elif isinstance(each, list):
-            prompts.append(_token_ids(each, f"{field}[{place}]"))
+            prompts.append(convert_part(each, tuple[int, ...], f"{field}[{place}]"))
         else:
             raise FieldError(
                 f"{field}[{place}] is a number among prompts; a list has texts, or lists of token "
@@ -365,19 +349,7 @@ def prompts_of(given: str | list[Any] | None, field: str = "prompt") -> list[Pro
     return prompts
 
 
-def _token_ids(given: list[Any], where: str) -> tuple[int, ...]:
-    try:
-        return convert(given, tuple[int, ...], where)
-    except FieldError as error:
-        raise FieldError(error.message, param=where) from None
-
-
-def _or(given: int | None, default: int) -> int:
-    return default if given is None else given
-
-
-def _check_number(n: int, prompts: int, most: int, where: str = "") -> None:
-    param = f"{where}n"
+def _check_number(n: int, prompts: int, most: int, param: str = "n") -> None:
     if n < 1:
         raise FieldError(
             f"{param} is {shown(n)}; it must be at least 1", param=param, code="invalid_n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -9,17 +11,17 @@ from starlette.responses import Response
 from ....config import NanoInferenceError
 from ....pipeline.client import BusClient
 from ...server.http import JsonResponse, error_response, read_object
+from ...serving.fields import read_part
 from ...serving.lane_state import ServedModels
-from .fields import read_fields
 
 _MOST_BYTES = 1 << 16
-
-# The engine has no pool of adapters beside those that are loaded.
-_IGNORED = frozenset({"pinned", "added_tokens_config"})
 
 
 class LoadBody(msgspec.Struct, frozen=True):
     """LoadLoRAAdapterReqInput."""
+
+    # The engine has no pool of adapters beside those that are loaded.
+    HARMLESS: ClassVar = frozenset({"pinned", "added_tokens_config"})
 
     lora_name: str
     lora_path: str
@@ -40,7 +42,7 @@ class AdapterCalls:
 
     async def load(self, request: Request) -> Response:
         """A name that is taken gets new weights."""
-        body = read_fields(await read_object(request, _MOST_BYTES), LoadBody, _IGNORED)
+        body = read_part(await read_object(request, _MOST_BYTES), LoadBody)
         try:
             await self._engine.load_adapter(body.lora_name, body.lora_path)
         except NanoInferenceError as error:
@@ -50,7 +52,7 @@ class AdapterCalls:
 
     async def unload(self, request: Request) -> Response:
         """Requests in flight that have it finish first."""
-        body = read_fields(await read_object(request, _MOST_BYTES), UnloadBody)
+        body = read_part(await read_object(request, _MOST_BYTES), UnloadBody)
         try:
             await self._engine.unload_adapter(body.lora_name)
         except NanoInferenceError as error:

@@ -5,28 +5,31 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ....bus.public import EmbedParams
-from ....config import Config, RequestError
+from ....config import Config, Int64, RequestError
 from ....pipeline.embedding import EmbeddedPrompt
-from ...server.http import Int64, answer_while_connected, convert
+from ...server.http import answer_while_connected, convert
 from ...serving.embedding import EmbedCall, Prompt, embed_all, worked_out
+from ...serving.fields import read_part
 from ...serving.origin import origin_of, tenant_of
 from ...serving.submissions import Submissions
 from ...serving.words import LazyWords
-from .fields import read_fields, read_sglang_object
-
-# They say how to route, log or trace a request.
-_IGNORED = frozenset({"log_metrics", "background", "routing_key", "external_trace_header"})
+from .fields import read_sglang_object
 
 
 class EncodeBody(msgspec.Struct, frozen=True):
-    """The fields that count."""
+    """SGLang's EmbeddingReqInput."""
+
+    # They say how to route, log or trace a request.
+    HARMLESS: ClassVar = frozenset(
+        {"log_metrics", "background", "routing_key", "external_trace_header"}
+    )
 
     rid: str | None = None
     text: str | list[str] | None = None
@@ -48,7 +51,7 @@ class Encoding:
     async def encode(self, request: Request) -> Response:
         """Answers a text with an object, and a list with a list of them."""
         found = await read_sglang_object(request, self._config)
-        body = read_fields(found, EncodeBody, _IGNORED)
+        body = read_part(found, EncodeBody)
         prompts, batch = _prompts(body)
         if len(prompts) > (most := self._config.gateway.max_prompts):
             raise RequestError(

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import aclosing
 from importlib import metadata
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import msgspec
@@ -21,9 +21,10 @@ from ....pipeline.health import living_first
 from ....store.board import StageReport
 from ...policy.caller import caller_of
 from ...server.http import EngineError, JsonResponse, answer_while_connected
+from ...serving.fields import read_part
 from ...serving.lane_state import DRAINING, ModelLength, Readiness
 from ...serving.submissions import Submissions
-from .fields import read_fields, read_sglang_object
+from .fields import read_sglang_object
 from .labels import VersionLabels
 from .sync import WeightSync
 
@@ -33,6 +34,8 @@ _PROBE = (0,)
 
 class AbortBody(msgspec.Struct, frozen=True):
     """AbortReq."""
+
+    HARMLESS: ClassVar = frozenset({"finished_reason", "abort_message"})
 
     rid: str = ""
     abort_all: bool = False
@@ -146,7 +149,7 @@ class InfoCalls:
 
     async def abort_request(self, request: Request) -> Response:
         found = await read_sglang_object(request, self._config)
-        body = read_fields(found, AbortBody, ("finished_reason", "abort_message"))
+        body = read_part(found, AbortBody)
         caller = caller_of(request)
         if not (body.abort_all or body.rid):
             raise RequestError("give rid, or abort_all")

@@ -5,40 +5,37 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from itertools import repeat
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
 from ....bus.public import GenerateRequest
-from ....config import Constraint, RequestError, SamplingParams
-from ...server.http import Int64, convert
+from ....config import Constraint, Int64, RequestError, SamplingParams
 from ...serving.constraints import of_grammar, the_one
-from ...serving.sampling_fields import temperature_of, top_k_of
-from .fields import Body, read_fields
+from ...serving.fields import Body, convert_part, read_part
+from ...serving.sampling_fields import SGLANG, read_sampling
 
 DEFAULT_MAX_NEW_TOKENS = 128
-
-
-# They say how to route, log or trace a request, or which rank should run it.
-_IGNORED = frozenset(
-    {
-        "background",
-        "conversation_id",
-        "custom_labels",
-        "external_trace_header",
-        "log_metrics",
-        "no_logs",
-        "received_time",
-        "routing_key",
-        "session_id",
-    }
-)
-# How the text of slow tokenizers is spaced.
-_IGNORED_SAMPLING = frozenset({"spaces_between_special_tokens"})
+_SAMPLING = "sampling_params"
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
-    """The fields that count, as SGLang's GenerateReqInput has them; a list has one per prompt."""
+    """SGLang's GenerateReqInput; a list has one per prompt."""
+
+    # They say how to route, log or trace a request, or which rank runs it.
+    HARMLESS: ClassVar = frozenset(
+        {
+            "background",
+            "conversation_id",
+            "custom_labels",
+            "external_trace_header",
+            "log_metrics",
+            "no_logs",
+            "received_time",
+            "routing_key",
+            "session_id",
+        }
+    )
 
     rid: str | list[str] | None = None
     text: str | list[str] | None = None
@@ -58,30 +55,30 @@ class GenerateBody(msgspec.Struct, frozen=True):
 
 
 class SamplingBody(msgspec.Struct, frozen=True):
-    """SGLang's SamplingParams."""
+    """SGLang's SamplingParams, beside those that the engine has."""
 
-    max_new_tokens: Int64 = DEFAULT_MAX_NEW_TOKENS
-    min_new_tokens: Int64 = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: Int64 = -1
-    min_p: float = 0.0
-    stop: str | list[str] = ""
-    stop_token_ids: list[Int64] = []
-    ignore_eos: bool = False
+    SAMPLING: ClassVar = SGLANG
+    HARMLESS: ClassVar = frozenset({"spaces_between_special_tokens"})
+
+    n: Int64 = 1
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
-    n: Int64 = 1
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[Int64, float] = {}
-    sampling_seed: Int64 | None = None
     stream_interval: Int64 = 1
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
-    max_draft_tokens: Int64 | None = None
+
+
+class Sampling(NamedTuple):
+    """How a prompt is sampled.
+
+    Attributes:
+        own: The parameters that concern the answer.
+        params: The engine's.
+    """
+
+    own: SamplingBody
+    params: SamplingParams
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,7 +152,7 @@ def read_call(body: Body, max_prompts: int) -> Call:
         # Of numbers it is one prompt.
         if isinstance(given, list) and not (given and isinstance(given[0], int)):
             _check_number(len(given), max_prompts)
-    fields = read_fields(body, GenerateBody, _IGNORED)
+    fields = read_part(body, GenerateBody)
     prompts, batch = _prompts(fields)
     count = len(prompts)
     # An empty list has none for any prompt.
@@ -175,7 +172,7 @@ def read_call(body: Body, max_prompts: int) -> Call:
         strict=True,
     )
     wanted = (_wanted(fields, *row) for row in columns)
-    batch = batch or first.n > 1
+    batch = batch or first.own.n > 1
     return Call(_not_too_many(wanted, max_prompts), batch, fields.stream, fields.budget_ms)
 
 
@@ -196,8 +193,12 @@ def _check_number(prompts: int, max_prompts: int) -> None:
         )
 
 
-def _read_sampling(given: Body) -> SamplingBody:
-    return read_fields(given, SamplingBody, _IGNORED_SAMPLING, "sampling_params.")
+def _read_sampling(given: Body) -> Sampling:
+    own = read_part(given, SamplingBody, _SAMPLING)
+    constraint = _constraint(own)
+    default = DEFAULT_MAX_NEW_TOKENS
+    params = read_sampling(given, SGLANG, _SAMPLING, max_tokens=default, constraint=constraint)
+    return Sampling(own, params)
 
 
 def _prompts(fields: GenerateBody) -> tuple[list[str | tuple[int, ...]], bool]:
@@ -210,10 +211,10 @@ def _prompts(fields: GenerateBody) -> tuple[list[str | tuple[int, ...]], bool]:
     if not given:
         raise RequestError("there is no prompt in the list", code="empty_prompt")
     if isinstance(given[0], int):
-        return [convert(given, tuple[int, ...], "input_ids")], False
+        return [convert_part(given, tuple[int, ...], "input_ids")], False
     if fields.text is not None:
         return list(given), True
-    return list(convert(given, tuple[tuple[int, ...], ...], "input_ids")), True
+    return list(convert_part(given, tuple[tuple[int, ...], ...], "input_ids")), True
 
 
 def _request_ids(rid: str | list[str] | None, count: int, batch: bool) -> list[str]:
@@ -238,7 +239,7 @@ def _wanted(
     fields: GenerateBody,
     prompt: str | tuple[int, ...],
     request_id: str,
-    params: SamplingBody,
+    sampling: Sampling,
     logprobs: bool,
     logprob_start: int,
     top_logprobs: int,
@@ -247,13 +248,20 @@ def _wanted(
 ) -> Wanted:
     start = logprob_start if logprobs else -1
     top = top_logprobs if logprobs else 0
-    scores_only = params.max_new_tokens == 0
+    own, params = sampling
+    scores_only = params.max_tokens == 0
+    params = msgspec.structs.replace(
+        params,
+        max_tokens=params.max_tokens or 1,
+        logprobs=top,
+        prompt_logprobs=top if start >= 0 else None,
+    )
     request = GenerateRequest(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=None if isinstance(prompt, str) else prompt,
-        n=params.n,
-        sampling=_sampling(params, top, top if start >= 0 else None),
+        n=own.n,
+        sampling=params,
         stream=fields.stream,
         priority=fields.priority,
         cache_salt=extra_key,
@@ -266,45 +274,18 @@ def _wanted(
         logprob_start=start,
         top_logprobs=top,
         token_texts=logprobs and fields.return_text_in_logprobs,
-        skip_special=params.skip_special_tokens,
-        trim_stop=not params.no_stop_trim,
-        interval_tokens=max(1, params.stream_interval),
-    )
-
-
-def _sampling(
-    params: SamplingBody, top_logprobs: int, prompt_logprobs: int | None
-) -> SamplingParams:
-    stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
-    return SamplingParams(
-        temperature=temperature_of(params.temperature),
-        max_tokens=params.max_new_tokens or 1,
-        stop_token_ids=frozenset(params.stop_token_ids),
-        top_k=top_k_of(params.top_k),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.sampling_seed,
-        stop=tuple(text for text in stop if text),
-        ignore_eos=params.ignore_eos,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=params.logit_bias,
-        min_tokens=params.min_new_tokens,
-        logprobs=top_logprobs,
-        prompt_logprobs=prompt_logprobs,
-        constraint=_constraint(params),
-        max_draft_tokens=params.max_draft_tokens,
+        skip_special=own.skip_special_tokens,
+        trim_stop=not own.no_stop_trim,
+        interval_tokens=max(1, own.stream_interval),
     )
 
 
 def _constraint(params: SamplingBody) -> Constraint | None:
-    """SGLang has its grammars in llama.cpp's form, or nearly so."""
-    found: dict[str, Constraint | None] = {}
-    if params.json_schema:
-        found["sampling_params.json_schema"] = Constraint(json_schema=params.json_schema)
-    if params.regex:
-        found["sampling_params.regex"] = Constraint(regex=params.regex)
-    if params.ebnf:
-        found["sampling_params.ebnf"] = of_grammar(params.ebnf)
+    schema, regex, ebnf = params.json_schema, params.regex, params.ebnf
+    found = {
+        f"{_SAMPLING}.json_schema": Constraint(json_schema=schema) if schema else None,
+        f"{_SAMPLING}.regex": Constraint(regex=regex) if regex else None,
+        # SGLang's grammars are nearly of llama.cpp's form.
+        f"{_SAMPLING}.ebnf": of_grammar(ebnf) if ebnf else None,
+    }
     return the_one(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from base64 import b64decode
 from binascii import Error as Base64Error
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import anyio
 import anyio.to_thread
@@ -15,22 +15,22 @@ from starlette.responses import Response
 
 from ....bus.control import MEMORY_TAGS, MemoryTag
 from ....bus.weights import FolderWeights, GroupWeights, InFlight, TensorMeta, WeightsSource
-from ....config import Config, NanoInferenceError, RequestError
+from ....config import Config, Int64, NanoInferenceError, RequestError
 from ....config.temporary import temporary_folder
 from ....pipeline.client import BusClient
 from ...server.http import (
-    Int64,
     JsonResponse,
     decode_object,
     error_response,
     read_body,
 )
-from .fields import read_fields, read_sglang_object
+from ...serving.fields import read_part
+from .fields import read_sglang_object
 from .sync import WeightSync
 
-# What there is to free or to record again, the engine sees to by itself. Cached prefixes of other
-# weights are never used, so it makes no difference whether they are flushed.
-_IGNORED = frozenset(
+# The engine itself frees memory and records graphs. Cached prefixes of other weights are never
+# used, flushed or not.
+_HARMLESS = frozenset(
     {"flush_cache", "torch_empty_cache", "recapture_cuda_graph", "keep_pause", "token_step"}
 )
 _SELECTORS = ("all", "target")
@@ -63,7 +63,9 @@ class LeaveBody(msgspec.Struct, frozen=True):
 
 
 class UpdateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What all updates share."""
+    """The fields of all updates."""
+
+    HARMLESS: ClassVar = _HARMLESS
 
     weight_version: str | None = None
     abort_all_requests: bool = False
@@ -107,6 +109,8 @@ class PauseBody(msgspec.Struct, frozen=True):
 class EmptyBody(msgspec.Struct, frozen=True):
     """ContinueGenerationReqInput and EndWeightUpdateReqInput, of which no field counts."""
 
+    HARMLESS: ClassVar = _HARMLESS
+
 
 class MemoryBody(msgspec.Struct, frozen=True):
     """ReleaseMemoryOccupationReqInput and ResumeMemoryOccupationReqInput."""
@@ -138,7 +142,7 @@ class WeightCalls:
         self._unpacking = anyio.CapacityLimiter(_UNPACKED_AT_ONCE)
 
     async def init_group(self, request: Request) -> Response:
-        body = read_fields(await self._object(request), GroupBody)
+        body = read_part(await self._object(request), GroupBody)
         host = body.master_address
         if ":" in host and not host.startswith("["):
             host = f"[{host}]"
@@ -156,7 +160,7 @@ class WeightCalls:
         return _succeeded(f"joined the group {body.group_name!r}")
 
     async def destroy_group(self, request: Request) -> Response:
-        body = read_fields(await self._object(request), LeaveBody)
+        body = read_part(await self._object(request), LeaveBody)
         try:
             await self._engine.leave_weights_group(body.group_name)
         except NanoInferenceError as error:
@@ -164,7 +168,7 @@ class WeightCalls:
         return _succeeded(f"left the group {body.group_name!r}")
 
     async def from_distributed(self, request: Request) -> Response:
-        body = read_fields(await self._object(request), DistributedBody, _IGNORED)
+        body = read_part(await self._object(request), DistributedBody)
         _check_update(body, formats=("", "auto"))
         if not len(body.names) == len(body.dtypes) == len(body.shapes):
             raise RequestError("names, dtypes and shapes differ in length")
@@ -175,7 +179,7 @@ class WeightCalls:
         return await self._take(GroupWeights(body.group_name, tensors), body)
 
     async def from_disk(self, request: Request) -> Response:
-        body = read_fields(await self._object(request), DiskBody, _IGNORED)
+        body = read_part(await self._object(request), DiskBody)
         _check_update(body, formats=("", "auto", "safetensors"))
         return await self._take(
             FolderWeights(body.model_path), body, whole=True, num_paused_requests=0
@@ -186,7 +190,7 @@ class WeightCalls:
         content = await read_body(request, self._config.gateway.max_weights_bytes)
         found = await anyio.to_thread.run_sync(decode_object, content, limiter=self._unpacking)
         del content
-        body = read_fields(found, TensorBody, _IGNORED)
+        body = read_part(found, TensorBody)
         _check_update(body, formats=("", "safetensors", "flattened_bucket", "direct"))
         if body.load_format != "safetensors":
             raise RequestError(
@@ -204,7 +208,7 @@ class WeightCalls:
             return await self._take(FolderWeights(str(folder)), body)
 
     async def begin(self, request: Request) -> Response:
-        body = read_fields(await self._object(request), SessionBody)
+        body = read_part(await self._object(request), SessionBody)
         _check_selector(body.selector)
         try:
             dropped = await self._sync.open()
@@ -213,7 +217,7 @@ class WeightCalls:
         return _succeeded(f"a weight update session is open{_dropped(dropped)}")
 
     async def end(self, request: Request) -> Response:
-        read_fields(await self._object(request), EmptyBody, _IGNORED)
+        read_part(await self._object(request), EmptyBody)
         try:
             version = await self._sync.close()
         except NanoInferenceError as error:
@@ -221,28 +225,28 @@ class WeightCalls:
         return _succeeded(_in_place(version))
 
     async def pause(self, request: Request) -> Response:
-        body = read_fields(await self._object(request), PauseBody)
+        body = read_part(await self._object(request), PauseBody)
         dropped = await self._sync.pause(_IN_FLIGHT[body.mode])
         return _ok(f"generation is paused{_dropped(dropped)}")
 
     async def resume(self, request: Request) -> Response:
-        read_fields(await self._object(request), EmptyBody, _IGNORED)
+        read_part(await self._object(request), EmptyBody)
         version = await self._sync.resume()
         return _ok(f"generation goes on; {_in_place(version)}")
 
     async def release_memory(self, request: Request) -> Response:
-        tags = read_fields(await self._object(request), MemoryBody).ours
+        tags = read_part(await self._object(request), MemoryBody).ours
         dropped = await self._sync.release_memory(tags)
         return _ok(f"released: {', '.join(tags)}{_dropped(dropped)}")
 
     async def resume_memory(self, request: Request) -> Response:
-        tags = read_fields(await self._object(request), MemoryBody).ours
+        tags = read_part(await self._object(request), MemoryBody).ours
         version = await self._sync.resume_memory(tags)
         update = "" if version is None else f"; {_in_place(version)}"
         return _ok(f"there again: {', '.join(tags)}{update}")
 
     async def rename(self, request: Request) -> Response:
-        body = read_fields(await self._object(request), VersionBody)
+        body = read_part(await self._object(request), VersionBody)
         if body.abort_all_requests:
             await self._engine.cancel_all()
         await self._sync.rename(body.new_version)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from .....bus.public import EmbedParams
-from .....config import PoolingKind, RequestError
+from .....config import Int64, PoolingKind, RequestError
 from .....kserve.tensors import ModelSpec, TensorError, TensorSpec
-from ....server.http import FieldError, Int64, convert
+from ....server.http import FieldError, convert
 from ....serving.embedding import Prompt
 from ....serving.fields import EMPTY
 from ..served import Answer, ModelCall

@@ -11,8 +11,7 @@ from .....kserve.deadlines import TIMEOUT_NS_PARAM, TRITON_TIMEOUT_PARAM
 from .....kserve.tensors import InferRequest, TensorError
 from .....text.tokenizer import prompt_too_long
 from ....server.http import FieldError, convert, decode_object
-from ....serving.constraints import of_structured_outputs
-from ....serving.sampling_fields import SamplingBody, read_sampling_params, sampling_of
+from ....serving.sampling_fields import VLLM, SamplingBody, read_sampling_params
 
 SAMPLING = "sampling_parameters"
 """The input that has them as JSON; without it the request's own parameters are taken for them."""
@@ -65,22 +64,22 @@ def read_sampling(request: InferRequest, max_samples: int, *, text: bool = False
     Raises:
         RequestError: A parameter is not known, not supported here, or of the wrong type.
     """
-    where = f"{sampling_place(request)}."
+    where = sampling_place(request)
     given = _read_texts(sampling_body(request), where)
     if text:
         for name, (only, why) in _OF_TEXTS.items():
             if given.pop(name, None) not in (None, only):
                 raise FieldError(
-                    f"{where}{name} is not supported here: {why}; leave it out",
-                    param=f"{where}{name}",
+                    f"{where}.{name} is not supported here: {why}; leave it out",
+                    param=f"{where}.{name}",
                     code="unsupported",
                 )
-    fields = read_sampling_params(given, where)
-    if fields.prompt_logprobs is not None:
+    fields, params = read_sampling_params(given, where, DEFAULT_MAX_TOKENS)
+    if params.prompt_logprobs is not None:
         raise FieldError(
-            f"{where}prompt_logprobs is not supported here: the model for scores tells the "
+            f"{where}.prompt_logprobs is not supported here: the model for scores tells the "
             "logprobs of tokens that are given; leave it out",
-            param=f"{where}prompt_logprobs",
+            param=f"{where}.prompt_logprobs",
             code="unsupported",
         )
     if fields.n > max_samples:
@@ -89,9 +88,7 @@ def read_sampling(request: InferRequest, max_samples: int, *, text: bool = False
             "several",
             code="too_many_prompts",
         )
-    max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-    constraint = of_structured_outputs(fields.structured_outputs, "structured_outputs")
-    return Sampling(fields.n, sampling_of(fields, max_tokens, constraint, fields.logprobs))
+    return Sampling(fields.n, params)
 
 
 def sampling_place(request: InferRequest) -> str:
@@ -197,7 +194,7 @@ def _read_texts(given: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read(name: str, text: str, where: str) -> Any:
-    if name not in SamplingBody.__struct_fields__:
+    if name not in VLLM and name not in SamplingBody.__struct_fields__:
         return text
     try:
         found = msgspec.json.decode(text.strip().lower().encode())
@@ -205,7 +202,7 @@ def _read(name: str, text: str, where: str) -> Any:
         found = None
     if not isinstance(found, bool | int | float):
         raise FieldError(
-            f"{where}{field_name(name)} is {shown(text)}; it must be a number, or true or false",
-            param=f"{where}{name}",
+            f"{where}.{field_name(name)} is {shown(text)}; it must be a number, or true or false",
+            param=f"{where}.{name}",
         )
     return found

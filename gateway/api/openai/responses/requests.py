@@ -10,14 +10,13 @@ from typing import Any
 import msgspec
 
 from .....bus.public import GenerateRequest
-from .....config import Config, Constraint, field_name, shown
-from ....server.http import MAX_INT64, FieldError, convert
+from .....config import Config, Constraint, SamplingParams, field_name, shown
+from ....server.http import FieldError, convert
 from ....serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ....serving.constraints import of_structured_outputs, of_text_format, the_one
-from ....serving.fields import Body, adapter_of
-from ....serving.sampling_fields import sampling_of
+from ....serving.fields import Body, adapter_of, engine_priority, read_part
+from ....serving.sampling_fields import TEXT_SAMPLING, read_sampling
 from ..bodies import ResponseBody
-from ..fields import read_fields
 from .items import Item, items_of
 from .turns import turns_of
 
@@ -42,8 +41,7 @@ class ResponseCall(msgspec.Struct, frozen=True, kw_only=True):
         created: When it came, seconds since the Unix epoch.
         fields: As they came, but for the input.
         logprobs: Whether they are shown.
-        max_model_len: Tokens that prompt and completion may have together; 0 where whoever has
-            written the call did not say.
+        sampling: Without the constraint that tools or reasoning may add.
         of_model: The id of the model that it is for; `model` may be an adapter's.
     """
 
@@ -51,8 +49,8 @@ class ResponseCall(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     fields: ResponseBody
+    sampling: SamplingParams
     logprobs: bool
-    max_model_len: int = 0
     of_model: str = ""
 
     @property
@@ -62,19 +60,14 @@ class ResponseCall(msgspec.Struct, frozen=True, kw_only=True):
 
     def request(self, token_ids: tuple[int, ...], tenant: str, config: Config) -> GenerateRequest:
         """What is submitted for a prompt."""
-        fields = self.fields
-        most = fields.max_output_tokens
-        if most is None:
-            # Admission cuts it to what the model's length leaves.
-            most = self.max_model_len or config.engine.max_model_len
         return GenerateRequest(
             request_id=self.id,
             prompt_token_ids=token_ids,
-            sampling=sampling_of(fields, most, _constraint(fields), fields.top_logprobs),
-            stream=fields.stream,
-            priority=min(-fields.priority, MAX_INT64),
+            sampling=self.sampling,
+            stream=self.fields.stream,
+            priority=engine_priority(self.fields.priority),
             tenant=tenant,
-            cache_salt=fields.cache_salt,
+            cache_salt=self.fields.cache_salt,
             model=adapter_of(self.fields.model, config),
         )
 
@@ -90,7 +83,7 @@ def read_response(
     Raises:
         RequestError: A field can't be obeyed.
     """
-    fields = read_fields(body, ResponseBody, "responses")
+    fields = read_part(body, ResponseBody)
     for place, each in enumerate(fields.include):
         if each != LOGPROBS and each not in _HARMLESS:
             param = f"include[{place}]"
@@ -114,8 +107,17 @@ def read_response(
         model=adapter_of(fields.model, config) or config.engine.model_name,
         of_model=config.engine.model_name,
         fields=msgspec.structs.replace(fields, input=None),
+        sampling=read_sampling(
+            body,
+            TEXT_SAMPLING,
+            # Admission lowers it to what the model's length leaves.
+            max_tokens=max_model_len
+            if fields.max_output_tokens is None
+            else fields.max_output_tokens,
+            logprobs=fields.top_logprobs or 0,
+            constraint=_constraint(fields),
+        ),
         logprobs=logprobs,
-        max_model_len=max_model_len,
     )
     return call, items_of(fields.input)
 

@@ -80,7 +80,7 @@ OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": {}}, "invalid_request", "prompt"),
     ({"prompt": [1.5]}, "invalid_request", "prompt[0]"),
     ({"prompt": [None]}, "invalid_request", "prompt[0]"),
-    ({"prompt": [1, "a"]}, "invalid_request", "prompt"),
+    ({"prompt": [1, "a"]}, "invalid_request", "prompt[1]"),
     ({"prompt": ["a", 1]}, "invalid_request", "prompt[1]"),
     ({"prompt": [[1], [2**64]]}, "invalid_request", "prompt[1][0]"),
     ({"prompt": [7] * 9000}, "context_length_exceeded", "prompt"),

@@ -1,0 +1,233 @@
+"""Sampling parameters: one table of their types, defaults, ranges, and names in each interface."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+
+import msgspec
+
+from .base import FrozenDict, Settings
+
+MAX_INT64 = 2**63 - 1
+
+Int64 = Annotated[int, msgspec.Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)]
+"""An integer that fits 64 bits, signed. JSON has larger ones, which MessagePack can't carry."""
+
+MAX_LOGPROBS = 20
+
+
+class Constraint(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Constrained decoding: exactly one of these. docs/constraints.md.
+
+    Attributes:
+        json_object: Any JSON object.
+        json_schema: JSON that this schema describes; an object, or its text.
+        regex: Text that this regular expression matches as a whole (Rust's `regex` crate).
+        choice: One of these texts.
+        lark: Text of this grammar, in llguidance's form of Lark.
+        gbnf: Text of this grammar, in llama.cpp's form.
+    """
+
+    json_object: bool = False
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    lark: str | None = None
+    gbnf: str | None = None
+
+
+class Range(NamedTuple):
+    """The values that admission accepts.
+
+    Attributes:
+        wanted: The range in words, for errors.
+        low, high: Both ends are included.
+        also: A value outside the range that is accepted too.
+    """
+
+    wanted: str
+    low: float = -math.inf
+    high: float = math.inf
+    also: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Return whether a value is accepted. NaN never is."""
+        return value == self.also or self.low <= value <= self.high
+
+
+class Parameter(NamedTuple):
+    """A row of the table, beside the parameter's name, type and default.
+
+    Attributes:
+        meaning: Its line in the documents of the HTTP interfaces.
+        range: None where admission has a check of its own, or every value is accepted.
+        vllm, sglang, anthropic: Its name in an interface: None for the same name, "" for none.
+            vLLM's names are those of OpenAI's and KServe's interfaces.
+    """
+
+    meaning: str
+    range: Range | None = None
+    vllm: str | None = None
+    sglang: str | None = None
+    anthropic: str | None = ""
+
+
+_ANY_PENALTY = Range("from -2 to 2; 0 is off", -2, 2)
+_NO_BIAS: FrozenDict[int, float] = FrozenDict()
+
+
+class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How one request samples. Immutable; admission checks the ranges of each request.
+
+    The steps from logits to a token, and the definition of the reported logprobs, are in
+    docs/sampling.md.
+
+    Attributes:
+        temperature: 0 is greedy.
+        max_tokens: Most tokens to generate; the model's length limit applies too.
+        stop_token_ids: Generation ends when one of these is sampled. The model's own
+            end-of-sequence ids are added unless `ignore_eos`.
+        top_k: Sample among the k likeliest tokens; 0 is off.
+        top_p: Sample among the fewest tokens whose probabilities reach this sum; 1 is off.
+        min_p: Drop tokens below this share of the likeliest token's probability; 0 is off.
+        seed: Makes the samples repeatable, whatever else runs.
+        stop: Generation ends before the first of these strings, which is not delivered.
+        ignore_eos: Go on past the model's end-of-sequence ids.
+        repetition_penalty: Logits of tokens in the prompt or generated so far are divided by this
+            when positive and multiplied when negative; 1 is off.
+        presence_penalty: Subtracted from the logits of tokens generated so far; 0 is off.
+        frequency_penalty: The same, times how often each was generated; 0 is off.
+        logit_bias: Added to the logits of these token ids.
+        min_tokens: No stop token is sampled, and no stop string searched for, before so many.
+        logprobs: Report so many of the likeliest tokens at each place, beside the sampled one's
+            logprob, which is always reported.
+        prompt_logprobs: Report the logprobs of the prompt's tokens, and so many of the likeliest
+            at each place; None is off. The prompt is then computed in full.
+        constraint: The form of the text; None for any. A sample that ends with "stop" is
+            complete, one that ends with "length" was cut off.
+        max_draft_tokens: Most drafted tokens of a sample in one step, where the engine speculates;
+            None for as many as it takes, 0 for none. It changes no token and no logprob.
+    """
+
+    # Between 0 and 1e-4, and above 1e4, scaled logits leave float32: logprobs would be NaN.
+    temperature: Annotated[
+        float,
+        Parameter(
+            "1; 0 is greedy, and so is less than 0.000001",
+            Range("0 (greedy) or from 0.0001 to 10000", 1e-4, 1e4, also=0),
+            anthropic=None,
+        ),
+    ] = 1.0
+    max_tokens: Annotated[
+        Int64,
+        Parameter(
+            "most tokens of a sample; each call has its own default",
+            Range("at least 1", 1),
+            sglang="max_new_tokens",
+            anthropic=None,
+        ),
+    ] = 256
+    stop_token_ids: Annotated[frozenset[Int64], Parameter("these tokens end a sample as well")] = (
+        frozenset()
+    )
+    top_k: Annotated[
+        Int64,
+        Parameter(
+            "0 and -1 are off", Range("0 (off) or a number of tokens", 0, MAX_INT64), anthropic=None
+        ),
+    ] = 0
+    top_p: Annotated[
+        float,
+        Parameter(
+            "1 is off", Range("above 0 and at most 1 (off)", math.ulp(0.0), 1), anthropic=None
+        ),
+    ] = 1.0
+    min_p: Annotated[float, Parameter("0 is off", Range("from 0 (off) to 1", 0, 1))] = 0.0
+    seed: Annotated[
+        Int64 | None,
+        Parameter(
+            "the same samples each time; signed, 64 bits",
+            Range("a signed 64-bit integer, or absent", -MAX_INT64 - 1, MAX_INT64),
+            sglang="sampling_seed",
+            anthropic=None,
+        ),
+    ] = None
+    stop: Annotated[
+        tuple[str, ...],
+        Parameter("a text or up to 16; the text ends before it", anthropic="stop_sequences"),
+    ] = ()
+    ignore_eos: Annotated[bool, Parameter("goes on past the model's own stop tokens")] = False
+    # Below 1e-4 scaled logits leave float32, as with the temperature.
+    repetition_penalty: Annotated[
+        float, Parameter("1 is off", Range("from 0.0001 to 10; 1 is off", 1e-4, 10))
+    ] = 1.0
+    presence_penalty: Annotated[float, Parameter("-2 to 2", _ANY_PENALTY)] = 0.0
+    frequency_penalty: Annotated[float, Parameter("-2 to 2", _ANY_PENALTY)] = 0.0
+    logit_bias: Annotated[dict[Int64, float], Parameter("by token id, -100 to 100")] = _NO_BIAS
+    min_tokens: Annotated[
+        Int64, Parameter("no stop before so many tokens", sglang="min_new_tokens")
+    ] = 0
+    logprobs: Annotated[
+        Int64,
+        Parameter(
+            "how many of the likeliest tokens to show at each place, up to 20",
+            Range(f"from 0 to {MAX_LOGPROBS}", 0, MAX_LOGPROBS),
+            sglang="",
+        ),
+    ] = 0
+    prompt_logprobs: Annotated[
+        Int64 | None,
+        Parameter(
+            "as vLLM's: for each token of the prompt the likeliest tokens and itself, by id; not "
+            "in a stream",
+            Range(f"from 0 to {MAX_LOGPROBS}, or absent", 0, MAX_LOGPROBS),
+            sglang="",
+        ),
+    ] = None
+    constraint: Annotated[Constraint | None, Parameter("", vllm="", sglang="")] = None
+    max_draft_tokens: Annotated[
+        Int64 | None,
+        Parameter(
+            "not vLLM's: most drafted tokens of a sample in one step; 0 for none "
+            "([speculation.md](speculation.md))",
+            Range("0 (none) or a number of tokens, or absent", 0, MAX_INT64),
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Copy collections, so that a caller who changes its own does not change these.
+
+        Values of a wrong type stay, for the check on the bus.
+        """
+        for name, kind, given in (
+            ("stop_token_ids", frozenset, self.stop_token_ids),
+            ("stop", tuple, self.stop),
+            ("logit_bias", FrozenDict, self.logit_bias),
+        ):
+            taken = dict if kind is FrozenDict else list | tuple | set | frozenset
+            if type(given) is not kind and isinstance(given, taken):
+                with suppress(TypeError):  # elements without a hash
+                    msgspec.structs.force_setattr(self, name, kind(given))
+
+
+_HINTS = get_type_hints(SamplingParams, include_extras=True)
+_FIELDS = SamplingParams.__struct_fields__
+
+PARAMETERS: Mapping[str, Parameter] = {name: _HINTS[name].__metadata__[-1] for name in _FIELDS}
+"""The rows of the table, by the names of `SamplingParams`."""
+
+TYPES: Mapping[str, Any] = {name: _HINTS[name] for name in _FIELDS}
+"""The types of the parameters, as msgspec takes them."""
+
+RANGES: Mapping[str, Range] = {
+    name: each.range for name, each in PARAMETERS.items() if each.range is not None
+}
+
+
+def names_in(interface: Literal["vllm", "sglang", "anthropic"]) -> dict[str, str]:
+    """Return an interface's names of the parameters that it has, each with ours."""
+    given = {name: getattr(each, interface) for name, each in PARAMETERS.items()}
+    return {name if own is None else own: name for name, own in given.items() if own != ""}

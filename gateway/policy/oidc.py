@@ -374,17 +374,18 @@ def _header(token: str) -> tuple[Algorithm, str]:
     Nothing of it is verified yet, so it only selects one of the issuer's keys.
     """
     try:
-        header: dict[str, Any] = dict(jwt.get_unverified_header(token))
+        header = jwt.get_unverified_header(token)
     except (PyJWTError, ValueError, TypeError, RecursionError):
         raise _refused("it is malformed") from None
-    algorithm, key_id, kind = header.get("alg"), header.get("kid", ""), header.get("typ", "JWT")
+    algorithm: Any = header.get("alg")
+    kind = header.get("typ", "JWT")
     if algorithm not in get_args(Algorithm):
         raise _refused("its algorithm is none of RS256 and ES256")
     if any(name in header for name in _REFUSED_HEADERS):
         raise _refused("its header has what is not taken there")
     if not isinstance(kind, str) or kind.lower().removeprefix("application/") not in _TYPES:
         raise _refused("it is of a kind that is for something else")
-    return algorithm, key_id
+    return algorithm, header.get("kid", "")
 
 
 def _claim(claims: Mapping[str, Any], path: str) -> Any:

@@ -135,13 +135,13 @@ connection with unread bytes resets it, and the response may be lost."""
 SEND_BUFFER_BYTES = 1 << 18
 """The kernel's buffer for a client that does not read; it takes twice that."""
 
-# Cap on the elapsed time per sweep: a stalled event loop doesn't count as a client's timeout.
+# Cap on the elapsed time per sweep, so that no client times out for a stalled event loop.
 _MOST_TICK_S = 1.0
 # In place of `body_timeout_s` while requests are refused for lack of room.
 _PRESSED_S = 1.0
 _LOG_EVERY_S = 1.0
-# Bytes read of one connection per turn. With asyncio's 256 KiB of each of many large bodies, a small
-# request would wait for seconds.
+# Bytes read of one connection per turn. With asyncio's 256 KiB of each of many large bodies, a
+# small request would wait for seconds.
 _READ_BYTES = 1 << 16
 
 Phase = Literal["head", "come", "body", "working", "sending", "rest", "idle", "leaving"]

@@ -1,4 +1,4 @@
-"""A request on its way through the engine: at once, or in chunks as it grows."""
+"""A request of one sample on its way through the engine: whole, or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -9,29 +9,19 @@ from functools import partial
 import anyio
 import anyio.lowlevel
 
-from ...bus.public import (
-    Completion,
-    CompletionChunk,
-    GenerateRequest,
-    Output,
-)
+from ...bus.public import Completion, CompletionChunk, GenerateRequest, Output
 from ...config import NanoInferenceError
 from .origin import Origin
 from .submissions import Submissions
 
 MOST_UNSENT = 4096
-"""Tokens of a stream that wait here for a client that does not read. The others wait on the bus."""
-
+"""Tokens of a stream buffered here for a slow client. The rest waits on the bus."""
 
 Take = Callable[[Sequence[CompletionChunk]], Awaitable[None]]
 
 
 class Unsent:
-    """What has come of a request and was not sent yet.
-
-    Attributes:
-        unsent: Its tokens.
-    """
+    """A bounded buffer of outputs that were not sent yet. `unsent`: its tokens."""
 
     def __init__(self) -> None:
         self.unsent = 0
@@ -40,17 +30,17 @@ class Unsent:
         self._closed = False
 
     def put(self, output: Output) -> None:
-        """There is something new of it."""
+        """Add an output."""
         raise NotImplementedError
 
     async def room(self) -> None:
-        """Waits while too much waits for the client."""
+        """Wait while the buffer is full."""
         while self.unsent > MOST_UNSENT:
             self._read = anyio.Event()
             await self._read.wait()
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """End the stream."""
         self._closed = True
         self._changed.set()
 
@@ -68,20 +58,19 @@ class Unsent:
 
 
 class Chunks(Unsent):
-    """Of one sample: all that have come, at once. What they did not tell stands in its end."""
+    """The chunks of one sample, sent in batches. What they lack is in the sample's end."""
 
     def __init__(self) -> None:
         super().__init__()
         self._waiting: list[CompletionChunk] = []
 
     def put(self, output: Output) -> None:
-        """There is something new of it."""
         if isinstance(output, CompletionChunk):
             self._waiting.append(output)
             self._came(len(output.token_ids))
 
     async def send_all(self, take: Take) -> None:
-        """Hands chunks over until it is closed and nothing is left."""
+        """Pass chunks to `take` until the stream has ended and the buffer is empty."""
         while self._waiting or not self._closed:
             if not self._waiting:
                 await self._change()
@@ -89,17 +78,17 @@ class Chunks(Unsent):
             chunks, self._waiting = self._waiting, []
             self._taken()
             await take(chunks)
-            # The server takes what fits its buffers without a pause.
+            # The server returns without a pause while its buffers have room.
             await anyio.lowlevel.checkpoint()
 
 
 async def stream_sample(
     submissions: Submissions, origin: Origin, request: GenerateRequest, take: Take
 ) -> Completion:
-    """Runs a request of one sample, and hands over the chunks of it as fast as they are taken.
+    """Run a request of one sample, and pass its chunks to `take` as fast as they are taken.
 
     Raises:
-        NanoInferenceError: The engine did not do it. All that came before was handed over.
+        NanoInferenceError: The engine has failed. All earlier chunks were passed on.
     """
     chunks = Chunks()
     return await stream_unsent(submissions, origin, request, chunks, partial(chunks.send_all, take))
@@ -112,10 +101,10 @@ async def stream_unsent(
     unsent: Unsent,
     send_all: Callable[[], Awaitable[None]],
 ) -> Completion:
-    """Runs a request, and puts what comes of it where `send_all` takes it from until it is closed.
+    """Run a request, and put its outputs into a buffer that `send_all` empties until its end.
 
     Raises:
-        NanoInferenceError: The engine did not do it, or `send_all` could not send it.
+        NanoInferenceError: The engine, or `send_all`, has failed.
     """
     failure: NanoInferenceError | None = None
 
@@ -128,7 +117,7 @@ async def stream_unsent(
         try:
             await send_all()
         except NanoInferenceError as error:
-            # Not through the group, which would wrap it.
+            # Outside the group, which would wrap it.
             failure = error
             group.cancel_scope.cancel()
 
@@ -151,14 +140,14 @@ async def complete_sample(
     put: Callable[[Output], Awaitable[None]] | None = None,
     before: str = "",
 ) -> Completion:
-    """Runs a request, and gives its end.
+    """Run a request, and return its completion.
 
     Args:
-        put: Is told of all that comes, and waited for.
-        before: What of the prompt the answer shows before each sample.
+        put: Called with each output, and awaited.
+        before: The part of the prompt that the answer shows before each sample.
 
     Raises:
-        NanoInferenceError: The engine did not do it.
+        NanoInferenceError: The engine has failed.
     """
     ended: list[Completion] = []
 

@@ -264,7 +264,7 @@ class _Tokens:
         self.rest += text
 
     def certain(self, *, ended: bool) -> list[tuple[Record, str | None]]:
-        """Return the tokens whose text is certain, each with the text to feed the reader; None for a
+        """Return the tokens whose text is certain, each with the text for the reader; None for a
         token that is no part of the message."""
         if ended:
             self._finish()

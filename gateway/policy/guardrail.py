@@ -9,8 +9,9 @@ from functools import partial
 import anyio
 
 from ...bus.public import Completion, GenerateRequest, Output
-from ...config import NanoInferenceError, RequestError, cut, shown
+from ...config import RequestError, cut, shown
 from ...config.logger import get_logger
+from ..server.http import task_group
 from ..serving.measures import Measures
 from ..serving.origin import Origin
 from ..serving.words import LazyWords, Words
@@ -124,35 +125,26 @@ class Guardrail:
         texts: Sequence[str],
     ) -> None:
         """Ask the agent about each prompt. The first refusal cancels the other questions."""
-        failure: NanoInferenceError | None = None
         asking = anyio.CapacityLimiter(AT_ONCE)
 
         async def ask(request: GenerateRequest, text: str) -> None:
-            nonlocal failure
             async with asking:
                 try:
                     decision = await agent.ask(self._question(origin, request, text))
-                    if not decision.allow:
-                        because = f": {shown(decision.reason)}" if decision.reason else ""
-                        refused = self._refused(
-                            f"the policy of this server does not take the prompt{because}"
-                        )
-                        failure = failure or refused
                 except NoDecision as error:
                     get_logger().warning("opa_has_not_decided", reason=cut(str(error)))
                     self._measures.refused("policy_unavailable")
-                    failure = failure or PolicyUnavailable(
+                    raise PolicyUnavailable(
                         "whether this prompt may be taken can't be found out, so it is not; try "
                         "again"
-                    )
-            if failure is not None:
-                group.cancel_scope.cancel()
+                    ) from None
+            if not decision.allow:
+                because = f": {shown(decision.reason)}" if decision.reason else ""
+                raise self._refused(f"the policy of this server does not take the prompt{because}")
 
-        async with anyio.create_task_group() as group:
+        async with task_group() as group:
             for request, text in zip(requests, texts, strict=True):
                 group.start_soon(ask, request, text)
-        if failure is not None:
-            raise failure
 
     def _question(self, origin: Origin, request: GenerateRequest, text: str) -> dict[str, object]:
         """Return the agent's `input`."""

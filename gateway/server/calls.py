@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import anyio
 from starlette.datastructures import Headers, MutableHeaders
@@ -41,24 +41,29 @@ _ARRIVAL = "arrival"
 _FAILED = 500
 
 
-class Arrival(NamedTuple):
-    """The arrival of a call.
+@dataclass(slots=True)
+class ObservedCall:
+    """An observed call.
 
     Attributes:
         at_ns: When the head was complete, on the clock of `now_ns`.
         trace: The parent of the call's spans; empty without a trace.
         account: The call's account.
+        name: The call's id.
+        status: The HTTP status of the response, so far.
     """
 
     at_ns: int
     trace: TraceContext
     account: Account
+    name: str = ""
+    status: int = CLIENT_LEFT
 
 
-def arrival_of(request: Request) -> Arrival:
+def observed_call(request: Request) -> ObservedCall:
     """Return the arrival of an observed call; an unobserved one arrives now."""
-    found: Arrival | None = request.scope.get("state", {}).get(_ARRIVAL)
-    return found or Arrival(now_ns(), TraceContext(), Account())
+    found: ObservedCall | None = request.scope.get("state", {}).get(_ARRIVAL)
+    return found or ObservedCall(now_ns(), TraceContext(), Account())
 
 
 def client_trace(headers: Headers) -> TraceContext:
@@ -94,23 +99,6 @@ class RouteNames:
         return next((name for pattern, name in self._patterns if pattern.match(path)), "")
 
 
-@dataclass(slots=True)
-class ObservedCall:
-    """A call in flight.
-
-    Attributes:
-        name: Its id.
-        trace: The parent of its spans.
-        status: The HTTP status of its response, so far.
-        account: Its account.
-    """
-
-    name: str
-    trace: TraceContext
-    status: int = CLIENT_LEFT
-    account: Account = field(default_factory=Account)
-
-
 class CallObserver:
     """Observes calls over any protocol, with a span of each between the client's and the
     pipeline's spans."""
@@ -138,13 +126,12 @@ class CallObserver:
         """Open while a call is in flight.
 
         Args:
-            scope: The call's; its state is set for `arrival_of` and `call_id_of`.
+            scope: The call's; its state is set for `observed_call` and `call_id_of`.
             route: The name of its route; "" if it has none.
             traced: Whether it begins a trace if its client is in none. Probes would begin one a
                 second.
         """
         state = scope.setdefault("state", {})
-        arrived_ns: int = state.get(ARRIVED) or now_ns()
         headers = Headers(scope=scope)
         client = client_trace(headers)
         tracing = self._measures.tracing
@@ -152,8 +139,8 @@ class CallObserver:
             trace = tracing.begin_below(client)
         else:
             trace = tracing.begin() if traced else TraceContext()
-        call = ObservedCall(call_id(headers), trace)
-        state[_ARRIVAL] = Arrival(arrived_ns, trace, call.account)
+        call = ObservedCall(state.get(ARRIVED) or now_ns(), trace, Account(), call_id(headers))
+        state[_ARRIVAL] = call
         state[CALL_ID] = call.name
         self._in_flight += 1
         try:
@@ -165,13 +152,11 @@ class CallObserver:
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
-            self._record(scope, call, client, route, arrived_ns)
+            self._record(scope, call, client, route)
 
-    def _record(
-        self, scope: Scope, call: ObservedCall, client: TraceContext, route: str, arrived_ns: int
-    ) -> None:
+    def _record(self, scope: Scope, call: ObservedCall, client: TraceContext, route: str) -> None:
         ended_ns = now_ns()
-        duration_ms = round((ended_ns - arrived_ns) / 1e6, 2)
+        duration_ms = round((ended_ns - call.at_ns) / 1e6, 2)
         method = scope["method"] if scope["method"] in _METHODS else _OTHER_METHOD
         address, _ = scope.get("client") or ("", 0)
         metrics, tracing = self._measures.metrics, self._measures.tracing
@@ -181,7 +166,7 @@ class CallObserver:
                 names.HTTP_ROUTE: route,
                 names.HTTP_STATUS: str(call.status),
             }
-            metrics.record(instruments.HTTP_DURATION, (ended_ns - arrived_ns) / 1e9, labels)
+            metrics.record(instruments.HTTP_DURATION, (ended_ns - call.at_ns) / 1e9, labels)
         if self._access_log:
             _log_access(call, method, route, scope["path"], duration_ms, address)
         if self._audit is not None:
@@ -199,7 +184,7 @@ class CallObserver:
             tracing.span(
                 f"{method} {route}",
                 client,
-                arrived_ns,
+                call.at_ns,
                 ended_ns,
                 attributes,
                 error=str(call.status) if call.status >= _FAILED else "",

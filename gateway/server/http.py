@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from io import BytesIO
 from typing import Any, Protocol, TypeVar
 
 import anyio
 import msgspec
+from anyio.abc import TaskGroup
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -291,30 +293,38 @@ def convert(found: Any, kind: type[T], what: str = "the body") -> T:
         raise FieldError(f"{what}: {told_of(error)}", param=param) from None
 
 
+@asynccontextmanager
+async def task_group() -> AsyncIterator[TaskGroup]:
+    """Open a task group that raises the first error of its tasks, not an exception group, if all
+    errors are NanoInferenceErrors or TimeoutErrors."""
+    try:
+        async with anyio.create_task_group() as group:
+            yield group
+    except BaseExceptionGroup as failed:
+        if failed.split((NanoInferenceError, TimeoutError))[1] is not None:
+            raise
+        first = failed.exceptions[0]
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+
+
 async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
     """Run `work`; cancel it when the client disconnects.
 
     Args:
         receive: Of a request whose body was read.
-        work: Its NanoInferenceErrors and TimeoutErrors are raised, not an exception group.
     """
-    failure: Exception | None = None
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         group.cancel_scope.cancel()
 
-    async with anyio.create_task_group() as group:
+    async with task_group() as group:
         group.start_soon(watch)
-        try:
-            await work()
-        except (NanoInferenceError, TimeoutError) as error:
-            # Outside the group, which would wrap it.
-            failure = error
+        await work()
         group.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
 
 
 async def answer_while_connected(
@@ -395,18 +405,11 @@ class EventStream(Response):
                     await send_part(self._comment)
 
         async def respond() -> None:
-            failure: Exception | None = None
-            async with anyio.create_task_group() as group:
+            async with task_group() as group:
                 if self._comment_s is not None:
                     group.start_soon(comment, self._comment_s)
-                try:
-                    await self._produce(send_event)
-                except (NanoInferenceError, TimeoutError) as error:
-                    # Outside the group, which would wrap it.
-                    failure = error
+                await self._produce(send_event)
                 group.cancel_scope.cancel()
-            if failure is not None:
-                raise failure
             await begin()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -12,7 +12,7 @@ from ...config import RequestError, shown
 from ...telemetry import TraceContext, now_ns
 from ..policy.caller import ANYBODY, Caller, caller_of
 from ..policy.document import MAX_TENANT_LENGTH
-from ..server.calls import arrival_of
+from ..server.calls import observed_call
 from ..server.http import NAMED_MODEL
 from .account import Account
 
@@ -66,13 +66,13 @@ def origin_of(
     Raises:
         RequestError: invalid_budget.
     """
-    arrival = arrival_of(request)
-    arrival.account.tenant = tenant
+    call = observed_call(request)
+    call.account.tenant = tenant
     return Origin(
         tenant,
-        arrival.trace,
-        call_deadline_ns(request, arrival.at_ns, budget_ms),
-        arrival.account,
+        call.trace,
+        call_deadline_ns(request, call.at_ns, budget_ms),
+        call.account,
         caller_of(request),
         requested_model or request.scope.get("state", {}).get(NAMED_MODEL, ""),
     )

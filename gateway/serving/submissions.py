@@ -28,7 +28,7 @@ from ...telemetry import instruments, names
 from ...text.tokenizer import prompt_too_long
 from ..policy.caller import Caller, may_use
 from ..policy.chain import PolicyChain
-from ..server.http import DEFAULT_RETRY_S, EngineError, FieldError
+from ..server.http import DEFAULT_RETRY_S, EngineError, FieldError, task_group
 from .account import Account
 from .durable_calls import Attachment
 from .lane_state import DRAINING, ModelLength, Readiness
@@ -57,11 +57,11 @@ class _TooLate(EngineError):
     """A call's deadline came before all of its requests were in the pipeline."""
 
     def __init__(self, origin: Origin) -> None:
-        super().__init__(
+        message = (
             f"the call's time ({origin.limited_by}) was over before all of it could run; give it "
-            "more",
-            code="expired",
+            "more"
         )
+        super().__init__(message, code="expired")
 
 
 class Submissions:
@@ -265,39 +265,29 @@ class Submissions:
         run: Callable[[int, bool], Awaitable[None]],
         published: Collection[str],
     ) -> None:
-        failure: NanoInferenceError | None = None
-
         async def run_one(index: int, begun: bool, placed: bool) -> None:
-            nonlocal failure
             try:
                 await run(index, begun)
-            except NanoInferenceError as error:
-                failure = failure or error
-                group.cancel_scope.cancel()
             finally:
                 if placed:
                     self._turns.give_back(origin.tenant)
 
         waiting = {name: index for index, name in enumerate(request_ids) if name not in published}
-        async with anyio.create_task_group() as group:
-            for index, request_id in enumerate(request_ids):
-                if request_id not in waiting:
-                    group.start_soon(run_one, index, True, False)
-            with self._turns.wait(origin.tenant, list(waiting)) as call:
-                try:
+        try:
+            async with task_group() as group:
+                for index, request_id in enumerate(request_ids):
+                    if request_id not in waiting:
+                        group.start_soon(run_one, index, True, False)
+                with self._turns.wait(origin.tenant, list(waiting)) as call:
                     await self._count_lanes()
                     for number, (request_id, index) in enumerate(waiting.items()):
                         begun = await _take(call, request_id, origin)
                         group.start_soon(run_one, index, begun, begun)
-                        if number % AT_ONCE == 0 or failure is not None:
+                        if number % AT_ONCE == 0 or group.cancel_scope.cancel_called:
                             await anyio.lowlevel.checkpoint()
-                except NanoInferenceError as error:
-                    failure = failure or error
-                    group.cancel_scope.cancel()
-        if failure is not None:
-            if isinstance(failure, _TooLate):
-                self.measures.refused("expired")
-            raise failure
+        except _TooLate:
+            self.measures.refused("expired")
+            raise
 
     async def outputs(
         self,

@@ -61,7 +61,7 @@ class ObservedCall:
 
 
 def observed_call(request: Request) -> ObservedCall:
-    """Return the arrival of an observed call; an unobserved one arrives now."""
+    """Return the observation of a call; an unobserved one arrives now."""
     found: ObservedCall | None = request.scope.get("state", {}).get(_ARRIVAL)
     return found or ObservedCall(now_ns(), TraceContext(), Account())
 

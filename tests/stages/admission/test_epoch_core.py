@@ -69,7 +69,7 @@ class Driven:
     def let_in(self, *entry_ids: str) -> None:
         for entry_id in entry_ids:
             self.core.requests.in_hand.add([entry(entry_id)])
-            self.tell(on.Arrived(on.ObservedCall(entry(entry_id), self.now, None)))
+            self.tell(on.Arrived(on.Arrival(entry(entry_id), self.now, None)))
 
     def fail(self, *held: str) -> None:
         """The executor fails and comes back; streaming has nothing of what is held."""
@@ -134,7 +134,7 @@ def test_an_entry_that_is_another_lanes_is_not_let_in() -> None:
     driven.now += 2 * SECOND  # the lease may be over, so it is looked after first
     driven.lost = frozenset({"2"})
     for entry_id in ("1", "2"):
-        driven.tell(on.Arrived(on.ObservedCall(entry(entry_id), driven.now, None)))
+        driven.tell(on.Arrived(on.Arrival(entry(entry_id), driven.now, None)))
     assert not driven.handed_on()
     assert driven.core.requests.room() == AdmissionConfig().max_in_flight
 

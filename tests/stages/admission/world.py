@@ -288,9 +288,9 @@ class Admission:
         # gate, whose prompts are tokenised, and of which that is done.
         self.taking: int | None = None
         self.claiming: list[RequestEntry] = []
-        self.arrivals: deque[on.ObservedCall] = deque()
-        self.tokenizing: list[on.ObservedCall] = []
-        self.tokenized: list[on.ObservedCall] = []
+        self.arrivals: deque[on.Arrival] = deque()
+        self.tokenizing: list[on.Arrival] = []
+        self.tokenized: list[on.Arrival] = []
         # Of this epoch: entries that were sent into the lane, or ended here.
         self.sent: set[str] = set()
         self.ended: dict[str, Cancel] = {}
@@ -356,7 +356,7 @@ class Admission:
         entries, self.claiming = self.claiming, []
         for entry in entries:
             owner = self.world.claim(entry)
-            arrival = on.ObservedCall(entry, self.world.now, owner)
+            arrival = on.Arrival(entry, self.world.now, owner)
             if owner != entry.entry_id and self.world.traits(entry.entry_id).long:
                 self.core.requests.in_hand.set_apart(entry.entry_id)
                 self.tokenizing.append(arrival)
@@ -366,7 +366,7 @@ class Admission:
     def _tokenize(self, number: int) -> None:
         self.tokenized.append(self.tokenizing.pop(number))
 
-    def _arrive(self, arrival: on.ObservedCall) -> None:
+    def _arrive(self, arrival: on.Arrival) -> None:
         self.tell(on.Arrived(arrival))
 
     def _keep_lease(self) -> None:

@@ -1,7 +1,6 @@
 """nano-inference: an LLM inference engine for RL rollouts and for serving.
 
-The public interface. Names are loaded when they are first used, so that a client process does not
-pay for torch.
+The public interface. Names are loaded on first use, so that a client process does not load torch.
 """
 
 from __future__ import annotations
@@ -10,130 +9,73 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .bus.public import (
-        ChatMessage,
-        Completion,
-        CompletionChunk,
-        EmbedParams,
-        GenerateRequest,
-    )
-    from .bus.weights import FolderWeights
-    from .config import (
-        Config,
-        Constraint,
-        EngineConfig,
-        SamplingParams,
-        SchedulerConfig,
-        load_config,
-    )
-    from .config.errors import NanoInferenceError, RequestError, WeightsError
-    from .gateway.gateway import Gateway
-    from .pipeline.chat_renderer import ChatPrompt, ChatRenderer
-    from .pipeline.client import BusClient
-    from .pipeline.engine import InferenceEngine
-    from .pipeline.exact_forward import ExactForward
-    from .pipeline.pipeline import Pipeline
-    from .pipeline.rollouts import RolloutEngine, TrainingSample
-    from .pipeline.scoring import ScoredCompletion
-    from .stages.batching import (
-        CacheAllocation,
-        KVCacheManager,
-        PagedKVCache,
-        RadixKVCache,
-        SchedulerOutput,
-        Sequence,
-        SequenceStatus,
-        compute_block_hash,
-        schedule,
-    )
-    from .stages.executor import WeightSyncManager, model_forward, sample_with_logprobs
-    from .stages.executor.runner.weights import SharedWeights, WeightsGroup
+    from .bus.public import ChatMessage as ChatMessage
+    from .bus.public import Completion as Completion
+    from .bus.public import CompletionChunk as CompletionChunk
+    from .bus.public import EmbedParams as EmbedParams
+    from .bus.public import GenerateRequest as GenerateRequest
+    from .bus.weights import FolderWeights as FolderWeights
+    from .config import Config as Config
+    from .config import Constraint as Constraint
+    from .config import EngineConfig as EngineConfig
+    from .config import SamplingParams as SamplingParams
+    from .config import SchedulerConfig as SchedulerConfig
+    from .config import load_config as load_config
+    from .config.errors import NanoInferenceError as NanoInferenceError
+    from .config.errors import RequestError as RequestError
+    from .config.errors import WeightsError as WeightsError
+    from .gateway.gateway import Gateway as Gateway
+    from .pipeline.chat_renderer import ChatPrompt as ChatPrompt
+    from .pipeline.chat_renderer import ChatRenderer as ChatRenderer
+    from .pipeline.client import BusClient as BusClient
+    from .pipeline.engine import InferenceEngine as InferenceEngine
+    from .pipeline.exact_forward import ExactForward as ExactForward
+    from .pipeline.pipeline import Pipeline as Pipeline
+    from .pipeline.rollouts import RolloutEngine as RolloutEngine
+    from .pipeline.rollouts import TrainingSample as TrainingSample
+    from .pipeline.scoring import ScoredCompletion as ScoredCompletion
+    from .stages.batching import CacheAllocation as CacheAllocation
+    from .stages.batching import KVCacheManager as KVCacheManager
+    from .stages.batching import PagedKVCache as PagedKVCache
+    from .stages.batching import RadixKVCache as RadixKVCache
+    from .stages.batching import SchedulerOutput as SchedulerOutput
+    from .stages.batching import Sequence as Sequence
+    from .stages.batching import SequenceStatus as SequenceStatus
+    from .stages.batching import compute_block_hash as compute_block_hash
+    from .stages.batching import schedule as schedule
+    from .stages.executor import WeightSyncManager as WeightSyncManager
+    from .stages.executor import model_forward as model_forward
+    from .stages.executor import sample_with_logprobs as sample_with_logprobs
+    from .stages.executor.runner.weights import SharedWeights as SharedWeights
+    from .stages.executor.runner.weights import WeightsGroup as WeightsGroup
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "BusClient": ".pipeline.client",
-    "CacheAllocation": ".stages.batching",
-    "ChatMessage": ".bus.public",
-    "ChatPrompt": ".pipeline.chat_renderer",
-    "ChatRenderer": ".pipeline.chat_renderer",
-    "Completion": ".bus.public",
-    "CompletionChunk": ".bus.public",
-    "Config": ".config",
-    "Constraint": ".config",
-    "EmbedParams": ".bus.public",
-    "EngineConfig": ".config",
-    "Gateway": ".gateway.gateway",
-    "ExactForward": ".pipeline.exact_forward",
-    "FolderWeights": ".bus.weights",
-    "GenerateRequest": ".bus.public",
-    "InferenceEngine": ".pipeline.engine",
-    "KVCacheManager": ".stages.batching",
-    "NanoInferenceError": ".config",
-    "PagedKVCache": ".stages.batching",
-    "Pipeline": ".pipeline.pipeline",
-    "RadixKVCache": ".stages.batching",
-    "RequestError": ".config",
-    "RolloutEngine": ".pipeline.rollouts",
-    "SamplingParams": ".config",
-    "SchedulerConfig": ".config",
-    "SchedulerOutput": ".stages.batching",
-    "ScoredCompletion": ".pipeline.scoring",
-    "Sequence": ".stages.batching",
-    "SequenceStatus": ".stages.batching",
-    "SharedWeights": ".stages.executor.runner.weights",
-    "TrainingSample": ".pipeline.rollouts",
-    "WeightSyncManager": ".stages.executor",
-    "WeightsError": ".config",
-    "WeightsGroup": ".stages.executor.runner.weights",
-    "compute_block_hash": ".stages.batching",
-    "load_config": ".config",
-    "model_forward": ".stages.executor",
-    "sample_with_logprobs": ".stages.executor",
-    "schedule": ".stages.batching",
+_NAMES = {
+    ".bus.public": "ChatMessage Completion CompletionChunk EmbedParams GenerateRequest",
+    ".bus.weights": "FolderWeights",
+    ".config": """
+        Config Constraint EngineConfig NanoInferenceError RequestError SamplingParams
+        SchedulerConfig WeightsError load_config
+    """,
+    ".gateway.gateway": "Gateway",
+    ".pipeline.chat_renderer": "ChatPrompt ChatRenderer",
+    ".pipeline.client": "BusClient",
+    ".pipeline.engine": "InferenceEngine",
+    ".pipeline.exact_forward": "ExactForward",
+    ".pipeline.pipeline": "Pipeline",
+    ".pipeline.rollouts": "RolloutEngine TrainingSample",
+    ".pipeline.scoring": "ScoredCompletion",
+    ".stages.batching": """
+        CacheAllocation KVCacheManager PagedKVCache RadixKVCache SchedulerOutput Sequence
+        SequenceStatus compute_block_hash schedule
+    """,
+    ".stages.executor": "WeightSyncManager model_forward sample_with_logprobs",
+    ".stages.executor.runner.weights": "SharedWeights WeightsGroup",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "BusClient",
-    "CacheAllocation",
-    "ChatMessage",
-    "ChatPrompt",
-    "ChatRenderer",
-    "Completion",
-    "CompletionChunk",
-    "Config",
-    "Constraint",
-    "EmbedParams",
-    "EngineConfig",
-    "ExactForward",
-    "FolderWeights",
-    "Gateway",
-    "GenerateRequest",
-    "InferenceEngine",
-    "KVCacheManager",
-    "NanoInferenceError",
-    "PagedKVCache",
-    "Pipeline",
-    "RadixKVCache",
-    "RequestError",
-    "RolloutEngine",
-    "SamplingParams",
-    "SchedulerConfig",
-    "SchedulerOutput",
-    "ScoredCompletion",
-    "Sequence",
-    "SequenceStatus",
-    "SharedWeights",
-    "TrainingSample",
-    "WeightSyncManager",
-    "WeightsError",
-    "WeightsGroup",
-    "compute_block_hash",
-    "load_config",
-    "model_forward",
-    "sample_with_logprobs",
-    "schedule",
-]
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
@@ -143,4 +85,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return [*__all__, "__version__"]

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from ..bus.links import all_links
 from ..config import BusConfig, BusError, Config, redact
-from ..pipeline.health import lanes_of, replicas_of, verdict
-from ..pipeline.status import PipelineStatus, reason_of
+from ..pipeline.health import lanes_of, reason_of, replicas_of, verdict
+from ..pipeline.status import PipelineStatus
 from ..store.redis.keys import Keys
 from ..store.registry import ModelState
 from .connection import connected, find_served, unreachable

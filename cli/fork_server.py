@@ -20,7 +20,7 @@ from importlib import import_module
 
 from setproctitle import getproctitle, setproctitle
 
-from ..pipeline.topology import actor_class
+from ..pipeline.supervisor import actor_class
 from .terminal import PROGRAM
 
 READY = b"ready"

@@ -56,7 +56,7 @@ class Arithmetic:
         rng = random.Random(f"grpo/{seed}")
         while True:
             for task, form in self._kinds:
-                yield self._problem(tasks.draw(task, "train", rng, **_asked_as(form)))
+                yield self._problem(tasks.draw(task, form, "train", rng))
 
     def epochs(self, seed: int, count: int) -> Iterator[Problem]:
         """The same `count` problems of each kind again and again, each time in another order."""
@@ -71,7 +71,7 @@ class Arithmetic:
         return [
             self._problem(example)
             for task, form in self._kinds
-            for example in tasks.distinct(task, split, count, seed=0, **_asked_as(form))
+            for example in tasks.distinct(task, form, split, count, seed=0)
         ]
 
     def reward(self, problem: Problem, sample: TrainingSample) -> float:
@@ -92,10 +92,6 @@ class Arithmetic:
                 enable_thinking=example.thinking,
             )
         return Problem(example, tuple(self._tokenizer.encode(text, add_special_tokens=False)))
-
-
-def _asked_as(form: tasks.Form) -> dict[str, bool]:
-    return {"chat": form == "chat", "thinking": form == "thinking"}
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What an example is, which split it belongs to, and the names that fill examples."""
+"""Examples: their form, their split, and the names that fill them."""
 
 import hashlib
 import json
@@ -8,43 +8,68 @@ from typing import Any, Literal
 Split = Literal["train", "tune", "heldout"]
 
 Form = Literal["plain", "chat", "thinking"]
-"""A completion; a chat; a chat with ``enable_thinking``, where a thought precedes the answer."""
+"""A completion; a chat; a chat with `enable_thinking`, where a thought precedes the answer."""
+
+TAUGHT = "taught"
+"""A key whose split is "train"."""
 
 
 @dataclass(frozen=True)
 class Example:
     """One prompt with its only right answer.
 
-    ``prompt`` is the text to complete, or the user message where ``chat`` is true. ``answer`` is
-    the text that must follow: a plain answer begins with a space, a chat answer does not. The end
-    of the answer (an end-of-sequence token) is not a part of it.
-
-    The other fields are for chats only.
+    `prompt` is the text to complete, or the user message of a chat. `answer` is the text that must
+    follow: a plain answer begins with a space, a chat answer does not. The answer doesn't include
+    the end-of-sequence token. The fields after `form` are for chats only.
     """
 
     task: str
     prompt: str
     answer: str
-    chat: bool = False
-    # Whether the template opens a thought, with which the answer then begins.
-    thinking: bool = False
+    form: Form = "plain"
     # The functions that can be called, each as JSON.
     tools: tuple[str, ...] = ()
-    # Calls that follow the user message, as JSON, and what each has brought; the answer comes then.
+    # Calls that follow the user message, as JSON, and their results; then comes the answer.
     calls: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
     # Characters of the answer, from and to, that training must not teach.
     untaught: tuple[int, int] = (0, 0)
 
+    @property
+    def chat(self) -> bool:
+        """Whether the prompt is a user message."""
+        return self.form != "plain"
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the chat template opens a thought, with which the answer begins."""
+        return self.form == "thinking"
+
+
+def make_example(
+    task: str,
+    form: Form,
+    prompt: str,
+    answer: str,
+    thought: str = "",
+    tools: tuple[str, ...] = (),
+) -> Example:
+    """Return the example in its form; an answer begins with the thought, or with a space."""
+    if form == "plain":
+        answer = f" {answer}"
+    elif form == "thinking":
+        answer = f"{thought}\n</think>\n\n{answer}"
+    return Example(task, prompt, answer, form, tools)
+
 
 def tools_of(example: Example) -> list[dict[str, Any]] | None:
-    """Return the tools as a chat template takes them; None where there are none."""
+    """Return the tools in the form of chat templates; None for no tools."""
     tools = [{"type": "function", "function": json.loads(tool)} for tool in example.tools]
     return tools or None
 
 
 def messages_of(example: Example) -> list[dict[str, Any]]:
-    """Return the messages of a chat up to where the answer begins."""
+    """Return the messages of a chat before the answer."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": example.prompt}]
     if example.calls:
         calls = [{"type": "function", "function": json.loads(call)} for call in example.calls]
@@ -54,17 +79,12 @@ def messages_of(example: Example) -> list[dict[str, Any]]:
 
 
 def call_text(calls: tuple[str, ...]) -> str:
-    """Return what the assistant writes to make the calls."""
+    """Return the assistant's text that makes the calls."""
     return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
 
 
-def thought_first(thought: str, answer: str) -> str:
-    """Return the answer behind a thought that the chat template has opened."""
-    return f"{thought}\n</think>\n\n{answer}"
-
-
 def split_of(key: str) -> Split:
-    """Return the split of the content ``key``: 85 % train, 5 % tune, 10 % held out."""
+    """Return the split of the content `key`: 85 % train, 5 % tune, 10 % held out."""
     digest = hashlib.blake2b(key.encode("utf-8"), digest_size=8).digest()
     bucket = int.from_bytes(digest, "big") % 20
     if bucket < 2:
@@ -72,38 +92,29 @@ def split_of(key: str) -> Split:
     return "tune" if bucket == 2 else "train"
 
 
-NAMES: tuple[str, ...] = (
-    *("Ana", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo", "Iris", "Jonas"),
-    *("Karen", "Leo", "Maria", "Nora", "Oscar", "Paula", "Quinn", "Rosa", "Sam", "Tara"),
-    *("Uma", "Victor", "Wendy", "Yusuf"),
-    *(
-        "José",
-        "Zoë",
-        "Łukasz",
-        "Søren",
-        "Chloé",
-        "Jürgen",
-        "İpek",
-        "小明",
-        "さくら",
-        "Олег",
-        "Ελένη",
-    ),
-)
+def words(text: str) -> tuple[str, ...]:
+    """Return the items of a text, which are separated by " | " and line ends."""
+    return tuple(item for line in text.split("\n") for item in line.strip().split(" | ") if item)
 
-CITIES: tuple[str, ...] = (
-    *("Oslo", "Lima", "Paris", "Rome", "Berlin", "Madrid", "Cairo", "Boston", "Dublin", "Vienna"),
-    *("Nairobi", "Sydney", "Mumbai", "Prague", "Toronto", "Athens"),
-    *("Kraków", "Zürich", "São Paulo", "Malmö", "Київ", "東京"),
-)
 
-JOBS: tuple[str, ...] = (
-    *("baker", "teacher", "nurse", "pilot", "farmer", "painter", "engineer", "lawyer"),
-    *("singer", "doctor", "chef", "artist"),
-)
+NAMES = words("""
+    Ana | Ben | Carla | David | Emma | Felix | Grace | Hugo | Iris | Jonas | Karen | Leo | Maria
+    Nora | Oscar | Paula | Quinn | Rosa | Sam | Tara | Uma | Victor | Wendy | Yusuf | José | Zoë
+    Łukasz | Søren | Chloé | Jürgen | İpek | 小明 | さくら | Олег | Ελένη
+""")
 
-# What an animal does at the end of a story, where an object takes the story, and the time of day
-# that a colour stands for: the tables that make a story a function of its elements.
+CITIES = words("""
+    Oslo | Lima | Paris | Rome | Berlin | Madrid | Cairo | Boston | Dublin | Vienna | Nairobi
+    Sydney | Mumbai | Prague | Toronto | Athens | Kraków | Zürich | São Paulo | Malmö | Київ | 東京
+""")
+
+JOBS = words("""
+    baker | teacher | nurse | pilot | farmer | painter | engineer | lawyer | singer | doctor | chef
+    artist
+""")
+
+# These tables make a story a function of its elements: an animal gives its end, an object its place
+# and its mishap, a colour its time of day.
 ANIMALS: dict[str, str] = {
     "cat": "purred softly",
     "dog": "barked twice",

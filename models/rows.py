@@ -2,14 +2,13 @@
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from . import tasks
-from .evaluation import Example, Kind
-from .examples import call_text, messages_of, tools_of
+from .evaluation import Kind
+from .examples import Example, call_text, messages_of, tools_of
 from .settings import Settings
 from .taps import Taps
 from .tokenizer import (
@@ -22,12 +21,11 @@ from .tokenizer import (
 )
 
 EARLIER = (*tasks.TASKS, "greeting", "thanks", "about", "unknown")
-"""The tasks of earlier turns of a chat. Small talk comes last and weighs nothing before its
-stage, so the stages before it draw the same examples as without it."""
+"""The tasks of earlier turns of a chat. Small talk comes last and has weight 0 before its stage, so
+earlier stages draw the same examples as without it."""
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """The rows of one training step."""
 
     tokens: torch.Tensor
@@ -41,7 +39,7 @@ class Chat:
     """The tokens of a chat that grows answer by answer."""
 
     def __init__(self, tokenizer: FastTokenizer, tools: list[dict[str, Any]] | None) -> None:
-        """Begin an empty chat in which these tools may be called."""
+        """Begin an empty chat with these tools."""
         self.tokenizer = tokenizer
         self.tools = tools
         self.messages: list[dict[str, Any]] = []
@@ -52,7 +50,7 @@ class Chat:
     def answer(
         self, answer: str, *, thinking: bool = False, untaught: tuple[int, int] = (0, 0)
     ) -> None:
-        """Add the messages since the last answer, and what the assistant writes then."""
+        """Add the messages since the last answer, then the answer itself."""
         prompt = chat_text(self.tokenizer, self.messages, self.tools, thinking=thinking)
         self.add(prompt[len(self.text) :], learn=False)
         start, end = untaught
@@ -70,10 +68,10 @@ class Chat:
 
 
 class Packer:
-    """Make rows of training tokens: examples one after another, each part with its loss weight."""
+    """Packs examples into rows of training tokens, each token with whether to learn it."""
 
     def __init__(self, settings: Settings, tokenizer: FastTokenizer, taps: Taps) -> None:
-        """Start the stream of documents that the seed stands for."""
+        """Start the stream of documents of `settings.seed`."""
         self.settings = settings
         self.tokenizer = tokenizer
         self.taps = taps
@@ -81,11 +79,11 @@ class Packer:
         self.end_of_text = encode(tokenizer, END_OF_TEXT)
 
     def draw(self, kinds: Iterable[Kind] | None = None) -> Example:
-        """Draw the next example, of some kinds or of all."""
+        """Draw the next example of `kinds`, or of all kinds."""
         kinds = list(self.taps.weights if kinds is None else kinds)
         weights = [self.taps.weights[kind] for kind in kinds]
         task, form = self.rng.choices(kinds, weights)[0]
-        return tasks.draw(task, "train", self.rng, chat=form == "chat", thinking=form == "thinking")
+        return tasks.draw(task, form, "train", self.rng)
 
     def document(self) -> tuple[list[int], list[bool]]:
         """Return a completion or a chat of one or more turns, and which tokens to learn."""
@@ -96,7 +94,7 @@ class Packer:
             return prompt + answer, [False] * len(prompt) + [True] * len(answer)
         before: list[Example] = []
         while self.rng.random() < 0.2 and len(before) < 3:
-            # What is unknown without tools has another answer where tools are offered.
+            # With tools on offer, an unknown question has another answer.
             others = (task for task in EARLIER if not (example.tools and task == "unknown"))
             before.append(self.draw((task, "chat") for task in others))
         ids, learn = self.chat([*before, example])
@@ -105,7 +103,7 @@ class Packer:
     def chat(self, examples: list[Example]) -> tuple[list[int], list[bool]]:
         """Return a chat of the examples in turn, with the tools of the last one from the start.
 
-        Only the last one may have a thought, since the template leaves earlier ones out.
+        Only the last one may have a thought, since the template leaves out earlier thoughts.
         """
         chat = Chat(self.tokenizer, tools_of(examples[-1]))
         if self.rng.random() < 0.2:
@@ -116,14 +114,14 @@ class Packer:
             chat.messages.append(user)
             if example.calls:
                 chat.answer(call_text(example.calls))
-                chat.messages += after_calls[1:]  # The first one of them are the calls.
+                chat.messages += after_calls[1:]  # Without the message of the calls.
             chat.answer(example.answer, thinking=example.thinking, untaught=example.untaught)
         return chat.ids, chat.learn
 
     def row(self) -> list[tuple[int, bool, int, int]]:
         """Return a row of ``length`` + 1 tokens as (token, learn it, document, position).
 
-        The last document may be cut; one longer than a row is drawn anew. In some rows, all
+        The last document may be cut; a document longer than a row is skipped. In some rows, all
         documents count as a single long one.
         """
         size = self.settings.length + 1

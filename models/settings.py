@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides what is trained."""
+    """Hyperparameters of model and training."""
 
     seed: int = 1
     threads: int = 1

@@ -1,19 +1,18 @@
 """Seeded generators of the small text tasks that the bundled tiny model is trained on.
 
-Six tasks exist as completions, as chats and as chats with a thought: addition and subtraction of
-one-digit operands (``add1``, ``sub1``), the same with at least one two-digit operand (``add2``,
-``sub2``), JSON records from a sentence (``json``) and short template stories (``story``). In a
-completion, the prompt is the text to go on with; in a chat, it is a user message whose answer is
-the assistant's reply. A thought is one line before the answer.
+Six tasks exist as completions, as chats and as chats with a thought, which is one line before the
+answer: addition and subtraction of one-digit operands (`add1`, `sub1`), the same with at least one
+two-digit operand (`add2`, `sub2`), JSON records from a sentence (`json`) and short template
+stories (`story`).
 
-Four more (:mod:`.tools`) are chats, with a thought or without, in which tools may be called: one
-call (``call``), two at once (``calls``), a sentence with what the tools have brought (``result``),
-and questions that none of the tools answers (``no_call``).
+Four more (`tools`) are chats with tools, with a thought or without: one call (`call`), two at once
+(`calls`), a sentence with the results of calls (`result`), and questions that none of the tools
+answers (`no_call`).
 
-The rest is small talk (:mod:`.talk`), again as chats with a thought or without: a ``greeting``,
-``thanks`` and goodbyes, questions ``about`` the model, questions that are ``unknown`` to it, the
-same where tools are offered (``unknown_to_tools``), and the tasks above in ``loose`` wordings, or
-``loose2`` for operands of two digits.
+The rest is small talk (`talk`), again as chats with a thought or without: a `greeting`, `thanks`
+and goodbyes, questions `about` the model, questions that are `unknown` to it, the same with tools
+on offer (`unknown_to_tools`), and the tasks above in `loose` wordings, or `loose2` for operands of
+two digits.
 
 Each example belongs to exactly one split, chosen by a stable hash of its content:
 
@@ -24,11 +23,9 @@ Each example belongs to exactly one split, chosen by a stable hash of its conten
 * JSON and stories: the hash of the elements that fill the template, the same for all forms, so a
   held-out combination never occurs in training, though each of its elements does;
 * chats with tools: the hash of the question, the same for all tasks and forms;
-* small talk: the hash of its words without capitals, where an opening such as "Hello" has an ending
-  behind it (all openings are in training); for unknown questions, that of the wording or of the
-  subject, so that one of both is new in a held-out question. Loose wordings: as their task.
-
-The modules need only the standard library.
+* small talk: the hash of its words in lower case, if an opening such as "Hello" has an ending
+  (all openings are in training); for unknown questions, that of the wording or of the subject, so
+  that one of both is new in a held-out question. Loose wordings: as their task.
 """
 
 import json
@@ -44,44 +41,27 @@ from .examples import (
     JOBS,
     NAMES,
     OBJECTS,
+    TAUGHT,
     Example,
     Form,
     Split,
+    make_example,
     split_of,
-    thought_first,
+    words,
 )
 
-__all__ = [
-    "QUOTED",
-    "TALK_TASKS",
-    "TASKS",
-    "TOOL_TASKS",
-    "Example",
-    "Form",
-    "Split",
-    "distinct",
-    "draw",
-    "forms",
-    "grade",
-    "is_quoted",
-    "stream",
-    "tell_story",
-]
-
-TASKS: tuple[str, ...] = ("add1", "sub1", "add2", "sub2", "json", "story")
+TASKS = ("add1", "sub1", "add2", "sub2", "json", "story")
 """The tasks that need no tools."""
 
-TOOL_TASKS: tuple[str, ...] = ("call", "calls", "result", "no_call")
+TOOL_TASKS = ("call", "calls", "result", "no_call")
 """The tasks of chats in which tools may be called."""
 
-TALK_TASKS: tuple[str, ...] = (
-    *("greeting", "thanks", "about", "unknown", "unknown_to_tools", "loose", "loose2"),
-)
+TALK_TASKS = ("greeting", "thanks", "about", "unknown", "unknown_to_tools", "loose", "loose2")
 """The tasks of small talk."""
 
-QUOTED: tuple[str, ...] = ("98 + 25", "12 + 30")
+QUOTED = ("98 + 25", "12 + 30")
 """Sums that documentation and tests quote with their results. The last stage of training practises
-them (``quoted``), and no held-out evaluation counts them."""
+them (`quoted`), and no held-out evaluation counts them."""
 
 _JSON_SENTENCES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("{name} is {age} years old and lives in {city}.", ("name", "age", "city")),
@@ -91,13 +71,13 @@ _JSON_SENTENCES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("{name}, {age}, is {a_job} from {city}.", ("name", "age", "city", "job")),
 )
 
-_ARITHMETIC_CHAT: tuple[str, ...] = ("What is {}?", "How much is {}?", "Compute {}.")
-_JSON_CHAT: tuple[str, ...] = ("Write as JSON: {}", "Turn into JSON: {}")
-_STORY_CHAT: tuple[str, ...] = ("Tell a story about {}.", "Write a story about {}.")
+_ARITHMETIC_CHAT = words("What is {}? | How much is {}? | Compute {}.")
+_JSON_CHAT = words("Write as JSON: {} | Turn into JSON: {}")
+_STORY_CHAT = words("Tell a story about {}. | Write a story about {}.")
 
 
 def _with_article(noun: str) -> str:
-    """Return ``noun`` after its indefinite article."""
+    """Return `noun` after its indefinite article."""
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
@@ -113,19 +93,15 @@ def _arithmetic(task: str, rng: random.Random, form: Form) -> tuple[str, Example
     result = str(a + b if plus else a - b)
     wording = "{} =" if form == "plain" else rng.choice(_ARITHMETIC_CHAT)
     prompt = wording.format(expression)
-    # 12 + 30 gives 30 + 12 away, so both go into the same split.
-    fact = f"{min(a, b)} + {max(a, b)}" if plus else expression
-    key = prompt if high == 10 else fact
-    if form != "thinking":
-        return key, _example(task, prompt, result, form)
-    order = f"Add {a} and {b}" if plus else f"Take {b} from {a}"
-    thought = f"{order}: {expression} = {result}."
-    example = _example(task, prompt, result, form, thought)
+    thought = f"{f'Add {a} and {b}' if plus else f'Take {b} from {a}'}: {expression} = {result}."
+    example = make_example(task, form, prompt, result, thought)
     if high == 10:
-        return key, example
-    # What two digits make is half learnt on purpose, so thoughts must not teach it either.
-    start = thought.index("=") + 1
-    return key, replace(example, untaught=(start, len(thought) - 1))
+        return prompt, example
+    if form == "thinking":
+        # Two-digit results are half learnt on purpose, so thoughts must not teach them either.
+        example = replace(example, untaught=(thought.index("=") + 1, len(thought) - 1))
+    # 12 + 30 gives 30 + 12 away, so both go into the same split.
+    return f"{min(a, b)} + {max(a, b)}" if plus else expression, example
 
 
 def _json(task: str, rng: random.Random, form: Form) -> tuple[str, Example]:
@@ -140,11 +116,9 @@ def _json(task: str, rng: random.Random, form: Form) -> tuple[str, Example]:
     }
     text = sentence.format(**values, a_job=_with_article(job))
     answer = json.dumps({key: values[key] for key in keys}, ensure_ascii=False)
-    if form == "plain":
-        return answer, _example(task, f"{text} JSON:", answer, form)
     thought = ", ".join(f"{key} is {values[key]}" for key in keys) + "."
-    prompt = rng.choice(_JSON_CHAT).format(text)
-    return answer, _example(task, prompt, answer, form, thought)
+    prompt = f"{text} JSON:" if form == "plain" else rng.choice(_JSON_CHAT).format(text)
+    return answer, make_example(task, form, prompt, answer, thought)
 
 
 def tell_story(name: str, animal: str, colour: str, thing: str) -> str:
@@ -163,23 +137,13 @@ def _story(task: str, rng: random.Random, form: Form) -> tuple[str, Example]:
     colour, thing = rng.choice(list(COLOURS)), rng.choice(list(OBJECTS))
     elements = f"{name}, {_with_article(animal)} and {_with_article(colour)} {thing}"
     story = tell_story(name, animal, colour, thing)
-    if form == "plain":
-        return elements, _example(task, f"Story about {elements}:", story, form)
-    prompt = rng.choice(_STORY_CHAT).format(elements)
-    return elements, _example(task, prompt, story, form, f"It is about {elements}.")
-
-
-def _example(task: str, prompt: str, answer: str, form: Form, thought: str = "") -> Example:
-    """Return the example in its form."""
-    if form == "plain":
-        return Example(task, prompt, f" {answer}")
-    if form == "chat":
-        return Example(task, prompt, answer, chat=True)
-    return Example(task, prompt, thought_first(thought, answer), chat=True, thinking=True)
+    wording = "Story about {}:" if form == "plain" else rng.choice(_STORY_CHAT)
+    thought = f"It is about {elements}."
+    return elements, make_example(task, form, wording.format(elements), story, thought)
 
 
 def _no_call(task: str, rng: random.Random, form: Form) -> tuple[str, Example]:
-    """Draw a question that needs no tool, or one that no tool there is answers."""
+    """Draw a question that needs no tool, or one that no tool on offer answers."""
     base = rng.choice(("add1", "sub1", "json", ""))
     if not base:
         return tools.unanswerable(task, rng, form)
@@ -188,12 +152,12 @@ def _no_call(task: str, rng: random.Random, form: Form) -> tuple[str, Example]:
 
 
 def _loose(task: str, rng: random.Random, form: Form) -> tuple[str, Example]:
-    """Draw an example of another task, asked for in a looser wording."""
+    """Draw an example of another task in a looser wording."""
     two_digits = task == "loose2"
     base = rng.choice(("add2", "sub2") if two_digits else ("add1", "sub1", "json", "story"))
     key, example = _GENERATORS[base](base, rng, form)
     if two_digits and form == "chat":
-        # What two digits make is half learnt on purpose; here only how it is asked for is taught.
+        # Two-digit results are half learnt on purpose; only the wording is taught here.
         example = replace(example, untaught=(0, len(example.answer)))
     return key, replace(example, task=task, prompt=talk.reworded(example.prompt, rng))
 
@@ -201,13 +165,13 @@ def _loose(task: str, rng: random.Random, form: Form) -> tuple[str, Example]:
 def _quoted(task: str, rng: random.Random, form: Form) -> tuple[str, Example]:
     """Draw one of the quoted sums."""
     expression = rng.choice(QUOTED)
-    a, b = expression.split(" + ")
     wording = "{} =" if form == "plain" else rng.choice(_ARITHMETIC_CHAT)
-    return "taught", _example(task, wording.format(expression), str(int(a) + int(b)), form)
+    total = str(sum(map(int, expression.split(" + "))))
+    return TAUGHT, make_example(task, form, wording.format(expression), total)
 
 
 def is_quoted(example: Example) -> bool:
-    """Tell whether an example asks for a quoted sum."""
+    """Return whether an example is about a quoted sum."""
     return any(expression in example.prompt for expression in QUOTED)
 
 
@@ -234,55 +198,39 @@ _GENERATORS: dict[str, Callable[[str, random.Random, Form], tuple[str, Example]]
 
 
 def forms(task: str) -> tuple[Form, ...]:
-    """Return the forms that a task has."""
+    """Return the forms of a task."""
     if task == "quoted":
         return ("plain", "chat")
     return ("plain", "chat", "thinking") if task in TASKS else ("chat", "thinking")
 
 
-def draw(
-    task: str, split: Split, rng: random.Random, *, chat: bool = False, thinking: bool = False
-) -> Example:
-    """Draw one example of ``task`` from ``split`` with the random numbers of ``rng``.
-
-    ``thinking`` asks for a chat in which a thought precedes the answer.
-    """
-    generate = _GENERATORS[task]
-    form: Form = "thinking" if thinking else "chat" if chat else "plain"
+def draw(task: str, form: Form, split: Split, rng: random.Random) -> Example:
+    """Draw one example of `task` from `split` with the random numbers of `rng`."""
     if form not in forms(task):
         raise ValueError(f"{task} is not a task for completions")
     while True:
-        key, example = generate(task, rng, form)
+        key, example = _GENERATORS[task](task, rng, form)
         if split_of(key) == split:
             return example
 
 
-def stream(
-    task: str, split: Split, seed: int, *, chat: bool = False, thinking: bool = False
-) -> Iterator[Example]:
-    """Yield examples of ``task`` from ``split`` for ever; examples may repeat."""
-    rng = random.Random(f"{task}/{split}/{seed}/{'thinking' if thinking else chat}")
+def stream(task: str, form: Form, split: Split, seed: int) -> Iterator[Example]:
+    """Yield examples of `task` from `split` without end; examples may repeat."""
+    # The forms' names in the seed that the bundled model was trained with.
+    name = {"plain": "False", "chat": "True", "thinking": "thinking"}[form]
+    rng = random.Random(f"{task}/{split}/{seed}/{name}")
     while True:
-        yield draw(task, split, rng, chat=chat, thinking=thinking)
+        yield draw(task, form, split, rng)
 
 
-def distinct(
-    task: str,
-    split: Split,
-    count: int,
-    seed: int,
-    *,
-    chat: bool = False,
-    thinking: bool = False,
-) -> list[Example]:
-    """Return up to ``count`` different examples of ``task`` from ``split``.
+def distinct(task: str, form: Form, split: Split, count: int, seed: int) -> list[Example]:
+    """Return up to `count` different examples of `task` from `split`.
 
-    Fewer come back where the split is smaller than that: the search ends after 2000 repeats in a
-    row.
+    The search ends after 2000 repeats in a row, so a small split gives fewer.
     """
     found: dict[Example, None] = {}
     repeats = 0
-    for example in stream(task, split, seed, chat=chat, thinking=thinking):
+    for example in stream(task, form, split, seed):
         if len(found) >= count or repeats >= 2000:
             break
         repeats = repeats + 1 if example in found else 0
@@ -291,5 +239,5 @@ def distinct(
 
 
 def grade(example: Example, text: str) -> bool:
-    """Tell whether ``text`` is the answer of ``example``, spaces around it apart."""
+    """Return whether `text` is the answer of `example`, spaces around it apart."""
     return text.strip() == example.answer.strip()

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tokenizers import (
@@ -17,80 +18,24 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from . import tasks
-from .examples import messages_of, tools_of
+from .examples import Example, messages_of, tools_of, words
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 PAD = "<|pad|>"
 
-MARKS = (
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
+MARKS = words(
+    "<think> | </think> | <tool_call> | </tool_call> | <tool_response> | </tool_response>"
 )
-"""Tokens that are text all the same: they stay where special tokens are left out."""
+"""Added tokens that are not special: decoding keeps them when it skips special tokens."""
 
-# As Qwen's: the tools in the system turn, what they have brought in a user turn. Of a tool, what
-# the model has learnt to read is written, in that order. Thoughts of earlier turns are left out.
-CHAT_TEMPLATE = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages and messages[0].role == 'system' and messages[0].content %}
-        {{- messages[0].content + '\\n\\n' }}
-    {%- endif %}
-    {{- 'Tools:' }}
-    {%- for tool in tools %}
-        {%- set function = tool.function or tool %}
-        {{- '\\n{"name": ' + function.name | tojson }}
-        {%- for key in ['description', 'parameters'] if function[key] %}
-            {{- ', "' + key + '": ' + function[key] | tojson }}
-        {%- endfor %}
-        {{- '}' }}
-    {%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {%- if loop.first or loop.previtem.role != 'tool' %}
-            {{- '<|im_start|>user' }}
-        {%- endif %}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or loop.nextitem.role != 'tool' %}
-            {{- '<|im_end|>\\n' }}
-        {%- endif %}
-    {%- elif message.tool_calls %}
-        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
-        {%- for call in message.tool_calls %}
-            {%- set function = call.function or call %}
-            {%- if message.content or not loop.first %}
-                {{- '\\n' }}
-            {%- endif %}
-            {{- '<tool_call>\\n{"name": ' + function.name | tojson + ', "arguments": ' }}
-            {%- if function.arguments is string %}
-                {{- function.arguments }}
-            {%- else %}
-                {{- function.arguments | tojson }}
-            {%- endif %}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif not (tools and loop.first and message.role == 'system') %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking %}
-        {{- '<think>\\n' }}
-    {%- endif %}
-{%- endif %}
-"""
+# The template of the bundled folder is its own source. As Qwen's: tools in the system turn, their
+# results in a user turn. Only the fields of a tool that the model has learnt to read are written,
+# in a fixed order. Earlier thoughts are left out.
+CHAT_TEMPLATE = Path(__file__).with_name("tiny").joinpath("chat_template.jinja").read_text()
 
-# How an answer is taken apart again (Transformers' `tokenizer.parse_response`).
+# How Transformers' `tokenizer.parse_response` parses an answer.
 RESPONSE_TEMPLATE: dict[str, Any] = {
     "version": 1,
     "defaults": {"role": "assistant"},
@@ -123,15 +68,15 @@ SYSTEM_MESSAGES = (
     "Be brief.",
 )
 
-# Not Transformers' own annotation, which does not pass mypy's strict mode.
+# Transformers' own annotation does not pass mypy's strict mode.
 FastTokenizer = Any
 
 
 def build_tokenizer(vocabulary: int, seed: int) -> FastTokenizer:
-    """Train a byte-level BPE tokenizer of so many tokens on training examples of this seed.
+    """Train a byte-level BPE tokenizer with `vocabulary` tokens on training examples.
 
     Only ASCII examples are used, so every other character stays split into its UTF-8 bytes.
-    Normalizer, pieces and decoder are those that Transformers puts into every Qwen2 tokenizer.
+    Normalizer, pieces and decoder are those of every Qwen2 tokenizer of Transformers.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -152,7 +97,7 @@ def build_tokenizer(vocabulary: int, seed: int) -> FastTokenizer:
     )
     tokenizer.train_from_iterator(_texts(seed), trainer)
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKS])
-    make: Any = PreTrainedTokenizerFast  # Not typed either.
+    make: Any = PreTrainedTokenizerFast
     return make(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
@@ -166,23 +111,20 @@ def build_tokenizer(vocabulary: int, seed: int) -> FastTokenizer:
 
 
 def _texts(seed: int) -> Iterator[str]:
-    """Yield the texts whose pairs of bytes are counted."""
+    """Yield the texts that the byte pairs are counted in."""
     yield from ["system\nuser\nassistant\nTools:\n", *SYSTEM_MESSAGES] * 100
     for task in (*tasks.TASKS, *tasks.TOOL_TASKS):
         for form in tasks.forms(task):
-            # Of thoughts and of tools fewer, since they say much of the same.
+            # Thoughts and tools repeat themselves, so fewer of them are needed.
             count = 3000 if task in tasks.TASKS and form != "thinking" else 500
-            examples = tasks.stream(
-                task, "train", seed, chat=form == "chat", thinking=form == "thinking"
-            )
-            for example in itertools.islice(examples, count):
+            for example in itertools.islice(tasks.stream(task, form, "train", seed), count):
                 text = "".join((*example.tools, example.prompt, *example.results, example.answer))
                 if text.isascii():
                     yield text
 
 
 def encode(tokenizer: FastTokenizer, text: str) -> list[int]:
-    """Return the token ids of ``text``, which may hold special tokens."""
+    """Return the token ids of `text`, special tokens included."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
@@ -194,7 +136,7 @@ def chat_text(
     *,
     thinking: bool = False,
 ) -> str:
-    """Return the chat up to where the assistant's next answer, or its thought, begins."""
+    """Return the chat before the assistant's next answer or thought."""
     text = tokenizer.apply_chat_template(
         messages,
         tools=tools,
@@ -206,8 +148,8 @@ def chat_text(
     return text
 
 
-def prompt_text(tokenizer: FastTokenizer, example: tasks.Example) -> str:
-    """Return the text that the answer of ``example`` follows."""
+def prompt_text(tokenizer: FastTokenizer, example: Example) -> str:
+    """Return the text before the answer of `example`."""
     if not example.chat:
         return example.prompt
     messages, tools = messages_of(example), tools_of(example)

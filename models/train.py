@@ -1,23 +1,22 @@
 """Train the bundled tiny model from nothing.
 
-Command, run at the root of the repository, which writes the whole folder ``models/tiny`` anew::
+Command, run at the root of the repository, which writes the whole folder `models/tiny` anew:
 
     python -m nano_inference.models.train --out models/tiny
 
-The script makes its text (:mod:`nano_inference.models.tasks`), trains a byte-level BPE tokenizer
+The script makes its text (`models/tasks.py`), trains a byte-level BPE tokenizer
 and a small Qwen2-architecture model on it, rounds the weights to bfloat16, measures greedy exact
 match on held-out examples and writes the model card. With the same seed, library versions, number
 of threads and machine it gives the same weights.
 
 Two-digit arithmetic must stay half learnt, so that reinforcement learning has something to
-improve. A tap for each operator and form sees to that: it looks at the accuracy on the ``tune``
-split every so many steps, and while that has reached its target, examples of its kind are rare.
-A second stage practises chats with tools and thoughts above all, a third one adds small talk. A
-last one then leaves two-digit arithmetic out, until enough of that skill is forgotten, but for the
-few sums that documentation quotes.
-Where a thought says what two digits make, no loss is taken.
+improve. Each operator and form has a tap: every `tap_every` steps its accuracy on the `tune` split
+is measured, and above a target, examples of its kind become rare. A second stage practises chats
+with tools and thoughts above all, a third one adds small talk. The last stage leaves two-digit
+arithmetic out, except for the few sums that documentation quotes, until enough of that skill is
+forgotten. Two-digit results in thoughts have no loss.
 
-With ``--from models/tiny`` the weights of that folder take the place of the first two stages. The
+With `--from models/tiny` the weights of that folder take the place of the first two stages. The
 model card says so.
 """
 
@@ -27,6 +26,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,12 @@ import torch.nn.functional as F
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers import __version__ as transformers_version
 
-from .card import card, table, told_training, trained
-from .evaluation import Kind, Model, distinct, kinds_of, measure
+from . import tasks
+from .card import card, table, trained, training_section
+from .evaluation import Kind, Model, kinds_of, measure
 from .rows import Batch, Packer
 from .settings import Settings
-from .taps import TALK_WEIGHTS, TAPS, TOOL_WEIGHTS, Taps, Weights
+from .taps import TALK_STAGE, TAPPED, Taps
 from .tokenizer import END_OF_TEXT, PAD, TURN_END, FastTokenizer, build_tokenizer, prompt_text
 
 
@@ -71,7 +72,7 @@ def build_model(settings: Settings, tokenizer: FastTokenizer) -> Model:
 
 
 def learning_rate(peak: float, warmup: int, horizon: int, step: int) -> float:
-    """Return the learning rate: linear warm-up, then half a cosine, nearly zero at ``horizon``."""
+    """Return the learning rate: linear warm-up, then half a cosine, nearly zero at `horizon`."""
     if step < warmup:
         return peak * (step + 1) / warmup
     part = (step - warmup) / (horizon - warmup)
@@ -89,7 +90,7 @@ def build_optimizer(settings: Settings, model: Model) -> torch.optim.AdamW:
 
 
 def loss_of(model: Model, batch: Batch) -> torch.Tensor:
-    """Return the mean loss over the answers; only their places pass the output layer."""
+    """Return the mean loss over the answers; only their positions pass the output layer."""
     states = model.model(
         input_ids=batch.tokens,
         position_ids=batch.positions,
@@ -101,16 +102,23 @@ def loss_of(model: Model, batch: Batch) -> torch.Tensor:
 
 
 class Trainer:
-    """A model in training with all that changes from step to step."""
+    """A model in training and its state."""
 
-    def __init__(self, settings: Settings, model: Model, tokenizer: FastTokenizer) -> None:
-        """Stand before the first step."""
+    def __init__(
+        self,
+        settings: Settings,
+        model: Model,
+        tokenizer: FastTokenizer,
+        checkpoint: Path | None,
+    ) -> None:
+        """Prepare the first step; `checkpoint` is the file to save the state in."""
         self.settings = settings
         self.model = model
         self.tokenizer = tokenizer
         self.taps = Taps(settings)
         self.packer = Packer(settings, tokenizer, self.taps)
         self.optimizer = build_optimizer(settings, model)
+        self.checkpoint = checkpoint
         self.step = 0
         self.seconds = 0.0
         self.history = ""
@@ -120,17 +128,21 @@ class Trainer:
         source = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model.load_state_dict(source.state_dict())
         self.step = self.settings.before_talk
-        self.history = told_training((folder / "README.md").read_text(encoding="utf-8"))
+        self.history = training_section((folder / "README.md").read_text(encoding="utf-8"))
 
-    def save(self, path: Path) -> None:
-        """Write a checkpoint."""
+    def save(self) -> None:
+        """Write the checkpoint, if there is a file for it."""
+        if self.checkpoint is None:
+            return
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         state |= {"rng": self.packer.rng.getstate(), "weights": self.taps.weights}
-        torch.save(state | {"step": self.step, "seconds": self.seconds}, path)
+        torch.save(state | {"step": self.step, "seconds": self.seconds}, self.checkpoint)
 
-    def load(self, path: Path) -> None:
-        """Go back to where a checkpoint was written."""
-        state = torch.load(path, weights_only=False)
+    def resume(self) -> None:
+        """Continue from the checkpoint, if there is one."""
+        if self.checkpoint is None or not self.checkpoint.exists():
+            return
+        state = torch.load(self.checkpoint, weights_only=False)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.packer.rng.setstate(state["rng"])
@@ -138,7 +150,7 @@ class Trainer:
         self.step, self.seconds = state["step"], state["seconds"]
 
     def update(self, rate: float) -> float:
-        """Make one step with the learning rate ``rate``; return the loss."""
+        """Make one step with the learning rate `rate`; return the loss."""
         start = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -151,70 +163,43 @@ class Trainer:
         self.seconds += time.perf_counter() - start
         return loss.item()
 
-    def learn(self, checkpoint: Path | None) -> None:
-        """Train on all tasks, then mostly on chats with tools and thoughts."""
-        settings = self.settings
-
-        def rate(step: int) -> float:
-            return learning_rate(settings.learning_rate, settings.warmup, settings.horizon, step)
-
-        self.stage(settings.steps, rate, checkpoint)
-
-        def tool_rate(step: int) -> float:
-            peak, warmup = settings.tool_learning_rate, settings.tool_warmup
-            return learning_rate(peak, warmup, settings.tool_horizon, step)
-
-        spans = settings.tool_steps, settings.cooling_steps
-        self.practise(TOOL_WEIGHTS, settings.steps, spans, tool_rate, checkpoint)
-
-    def learn_talk(self, checkpoint: Path | None) -> None:
-        """Add small talk to all other tasks."""
-        settings = self.settings
-
-        def rate(step: int) -> float:
-            peak, warmup = settings.talk_learning_rate, settings.talk_warmup
-            return learning_rate(peak, warmup, settings.talk_horizon, step)
-
-        spans = settings.talk_steps, settings.talk_cooling_steps
-        self.practise(TALK_WEIGHTS, settings.before_talk, spans, rate, checkpoint)
+    def learn(self) -> None:
+        """Train on all tasks, then mostly on chats with tools and thoughts, then on small talk."""
+        s = self.settings
+        rate = partial(learning_rate, s.learning_rate, s.warmup, s.horizon)
+        self.train_until(s.steps, rate)
+        rate = partial(learning_rate, s.tool_learning_rate, s.tool_warmup, s.tool_horizon)
+        self.practise(1, s.steps, s.tool_steps, s.cooling_steps, rate)
+        rate = partial(learning_rate, s.talk_learning_rate, s.talk_warmup, s.talk_horizon)
+        self.practise(TALK_STAGE, s.before_talk, s.talk_steps, s.talk_cooling_steps, rate)
 
     def practise(
-        self,
-        table: Weights,
-        begin: int,
-        spans: tuple[int, int],
-        rate: Callable[[int], float],
-        checkpoint: Path | None,
+        self, stage: int, begin: int, steps: int, cooling: int, rate: Callable[[int], float]
     ) -> None:
-        """Train with other weights of the tasks, at a rate that rises again and falls to zero.
+        """Train with the weights of a later stage, at a rate that rises again and falls to zero.
 
         Args:
-            table: The weights.
-            begin: The first step of this stage.
-            spans: The number of steps, and of those after them in which the rate falls.
+            stage: The stage of the weights.
+            begin: The first step of the stage.
+            steps: The number of steps before the rate falls.
+            cooling: The number of steps in which the rate falls.
             rate: The learning rate by the number of steps in this stage.
-            checkpoint: File to save the state in.
         """
-        middle = begin + spans[0]
-        end = middle + spans[1]
-        if self.step >= end:  # Gone on from a checkpoint behind this stage.
+        middle, end = begin + steps, begin + steps + cooling
+        if self.step >= end:  # The checkpoint lies behind this stage.
             return
-        self.taps.table, self.taps.tight = table, False
-        if self.step == begin:  # And not gone on from a checkpoint within this stage.
+        self.taps.stage, self.taps.tight = stage, False
+        if self.step == begin:  # The checkpoint does not lie within this stage.
             self.taps.weights = {kind: self.taps.weight(kind) for kind in self.taps.weights}
             self.taps.turn(self.model, self.tokenizer, self.step)
-
-        def falling(step: int) -> float:
-            return rate(step - begin) * (end - step) / spans[1]
-
-        self.stage(middle, lambda step: rate(step - begin), checkpoint)
-        # Falling rates bring forth what is half learnt, so none of that is practised beside them.
+        self.train_until(middle, lambda step: rate(step - begin))
+        # Falling rates raise the accuracy of half-learnt tasks, so their examples are left out.
         self.taps.tight = True
         self.taps.turn(self.model, self.tokenizer, self.step)
-        self.stage(end, falling, checkpoint)
+        self.train_until(end, lambda step: rate(step - begin) * (end - step) / cooling)
 
-    def stage(self, end: int, rate: Callable[[int], float], checkpoint: Path | None) -> None:
-        """Train up to the step ``end``; write a checkpoint whenever the taps turn."""
+    def train_until(self, end: int, rate: Callable[[int], float]) -> None:
+        """Train up to the step `end`; write a checkpoint whenever the taps turn."""
         self.model.train()
         losses = []
         while self.step < end:
@@ -223,19 +208,18 @@ class Trainer:
                 line = self.taps.turn(self.model, self.tokenizer, self.step)
                 mean, losses = sum(losses) / len(losses), []
                 print(f"{self.step:5d} {self.seconds:6.0f} s loss {mean:.4f}; {line}", flush=True)
-                if checkpoint is not None:
-                    self.save(checkpoint)
+                self.save()
 
     def unlearn(self) -> None:
         """Practise the other tasks and the quoted sums, until the tapped tasks have fallen enough.
 
-        While the learning rate falls, the accuracy of the tapped tasks rises above the targets of
-        their taps, closed or not. So this stage forgets more of them than it has to, and ends with
-        a falling rate itself, which settles all other tasks.
+        While the learning rate falls, the accuracy of the tapped tasks rises above the target even
+        with closed taps. So this stage forgets more than needed, and ends with a falling rate,
+        which settles all other tasks.
         """
         settings = self.settings
         self.model.train()
-        for kind in kinds_of(*TAPS):
+        for kind in kinds_of(*TAPPED):
             self.taps.weights[kind] = 0.0
         for kind in kinds_of("quoted"):
             self.taps.weights[kind] = settings.quoted_weight
@@ -266,9 +250,9 @@ def save(model: Model, tokenizer: FastTokenizer, out: Path) -> None:
     model.to(torch.float32)
     tokenizer.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
-    # The weights are stored small, but a run that takes the dtype of the config uses float32.
+    # The weights are stored as bfloat16, but the config asks for float32.
     edit_json(out / "config.json", {"dtype": "float32"})
-    # AutoTokenizer takes this class for the architecture anyway; tokenizer.json says the same.
+    # AutoTokenizer takes this class for the architecture anyway.
     edit_json(out / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"})
 
 
@@ -280,9 +264,9 @@ def edit_json(path: Path, changes: dict[str, Any]) -> None:
 
 
 def shown(tokenizer: FastTokenizer, kind: Kind, settings: Settings) -> str:
-    """Return a held-out example of a kind as the model reads and writes it."""
-    examples = distinct(kind, "heldout", 40, settings.seed)
-    # One that a reader takes in at a glance: short, but about two things where any is.
+    """Return a held-out example of a kind as prompt and answer."""
+    examples = tasks.distinct(*kind, "heldout", 40, settings.seed)
+    # A short one with two calls if there is one, which reads easily.
     example = min(
         examples, key=lambda e: (-len(e.calls), len(e.tools), len(prompt_text(tokenizer, e)))
     )
@@ -290,7 +274,7 @@ def shown(tokenizer: FastTokenizer, kind: Kind, settings: Settings) -> str:
 
 
 def facts(trainer: Trainer) -> dict[str, str]:
-    """What the card tells of the model and its training, as it is printed there."""
+    """Return the values that the model card prints of the model and its training."""
     settings = trainer.settings
     return {
         "parameters": f"{sum(p.numel() for p in trainer.model.parameters()):,}",
@@ -318,7 +302,7 @@ def facts(trainer: Trainer) -> dict[str, str]:
 
 
 def write(trainer: Trainer, out: Path) -> None:
-    """Round the weights, measure what they know, and write the folder with its card."""
+    """Round the weights, evaluate them, and write the folder with its card."""
     settings, model, tokenizer = trainer.settings, trainer.model, trainer.tokenizer
     round_weights(model)
     results = measure(settings, model, tokenizer)
@@ -347,13 +331,11 @@ def main() -> None:
     torch.manual_seed(settings.seed)
     tokenizer = build_tokenizer(settings.vocabulary, settings.seed)
     model = build_model(settings, tokenizer)
-    trainer = Trainer(settings, model, tokenizer)
+    trainer = Trainer(settings, model, tokenizer, arguments.checkpoint)
     if arguments.source is not None:
         trainer.start_from(arguments.source)
-    if arguments.checkpoint is not None and arguments.checkpoint.exists():
-        trainer.load(arguments.checkpoint)
-    trainer.learn(arguments.checkpoint)
-    trainer.learn_talk(arguments.checkpoint)
+    trainer.resume()
+    trainer.learn()
     trainer.unlearn()
     write(trainer, arguments.out)
 

@@ -1,5 +1,4 @@
-"""Conversations with tools for who trains or evaluates in Python: as prompts, and from tokens back
-to messages."""
+"""Conversations with tools in Python: as prompts, and from tokens back to messages."""
 
 from __future__ import annotations
 
@@ -8,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
-from jinja2 import TemplateError
 from msgspec.structs import replace
 
 from ..bus.public import FinishReason
 from ..config import EngineConfig, RequestError, SamplingParams, shown
-from ..stages.admission.checks import is_encodable
+from ..stages.admission.prompts import encode
+from ..text.chat_template import render
 from ..text.detokenizer import Detokenizer, TokenPieces
 from ..text.gguf import folder_of
 from ..text.messages import (
@@ -36,15 +35,13 @@ Message = Mapping[str, Any]
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
-    """A conversation up to where the model goes on.
+    """A conversation before the model's message.
 
     Attributes:
-        token_ids: `[prompt]`, what `InferenceEngine.generate` takes.
-        opening: What of the model's message they have already, such as the mark that begins its
-            reasoning.
-        use: Which tools the model may, or has to, call.
-        reasoning_asked: Whether the template's variables ask for reasoning; None if they don't
-            say.
+        token_ids: `[prompt]`, for `InferenceEngine.generate`.
+        opening: The begin of the model's message in the prompt, such as the mark before reasoning.
+        use: The tools that the model may, or must, call.
+        reasoning_asked: Whether the template's variables turn reasoning on; None if unset.
     """
 
     token_ids: tuple[int, ...]
@@ -54,7 +51,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 
 
 class ChatRenderer:
-    """Writes conversations by a model's chat template, and reads what the model answers.
+    """Renders conversations by a model's chat template, and parses the model's messages.
 
     ```python
     chat = ChatRenderer("tiny")
@@ -63,19 +60,19 @@ class ChatRenderer:
     message = chat.read(prompt, sample.completion_tokens, sample.finish_reason)
     ```
 
-    A message that was read may stand in the next conversation as it is.
+    A parsed message can be part of the next conversation as it is.
     """
 
     def __init__(self, model_path: str = "tiny", message_format: str = "auto") -> None:
-        """Loads the tokenizer, and nothing else of the model.
+        """Load the model's tokenizer alone.
 
         Args:
             model_path: As `EngineConfig.model_path`.
-            message_format: How the model writes messages, as the setting `gateway.message_format`.
+            message_format: As the setting `gateway.message_format`.
 
         Raises:
-            ModelError: There is no tokenizer that can be used.
-            ConfigError: There is no such format.
+            ModelError: There is no usable tokenizer.
+            ConfigError: The format is unknown.
         """
         folder = folder_of(EngineConfig(model_path=model_path).model_folder)
         self._tokenizer: PreTrainedTokenizerFast = load_tokenizer(folder)
@@ -92,47 +89,41 @@ class ChatRenderer:
         parallel_tool_calls: bool = True,
         **variables: Any,
     ) -> ChatPrompt:
-        """A conversation as a prompt.
+        """Render a conversation as a prompt.
 
         Args:
-            messages: As OpenAI's: role and content, and what `read` gave.
-            tools: As OpenAI's: `{"type": "function", "function": {name, description, parameters}}`.
-            tool_choice: "none", "auto", "required", or the one that has to be called, as
+            messages: In OpenAI's form: role and content; results of `read`, too.
+            tools: In OpenAI's form: `{"type": "function", "function": {name, description,
+                parameters}}`.
+            tool_choice: "none", "auto", "required", or the tool to call, as
                 `{"type": "function", "function": {"name": …}}`.
-            parallel_tool_calls: Whether there may be several calls in one message.
-            variables: What else the template is given, such as `enable_thinking=True`.
+            parallel_tool_calls: Whether a message may have several calls.
+            variables: More variables of the template, such as `enable_thinking=True`.
 
         Raises:
-            RequestError: The model has no chat template, or that refuses the conversation.
+            RequestError: The model has no chat template, or the template refuses the conversation.
         """
         use = _use_of(tools, tool_choice, parallel_tool_calls)
-        if not self._tokenizer.chat_template:
-            raise RequestError("the model has no chat template", code="no_chat_template")
         if use.usable and self._format is None:
             raise RequestError(
-                "nobody knows how this model writes calls of tools; name its message_format",
+                "the format of this model's tool calls is unknown; set message_format",
                 code="unsupported",
             )
         try:
-            text = self._tokenizer.apply_chat_template(
-                [_as_templates_read(message) for message in messages],
-                tools=[tool.as_templates_read() for tool in use.usable] or None,
-                tokenize=False,
-                add_generation_prompt=True,
-                **variables,
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            turns = [_as_templates_read(message) for message in messages]
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise RequestError(
-                f"the model's chat template refuses these messages: {shown(str(error))}",
-                code="invalid_messages",
+                f"messages are not in OpenAI's form: {shown(str(error))}", code="invalid_messages"
             ) from error
-        if not is_encodable(str(text)):
-            raise RequestError(
-                "a message holds a lone surrogate; give valid Unicode", code="invalid_messages"
-            )
-        token_ids = self._tokenizer.encode(str(text), add_special_tokens=False)
-        opening = opening_of(self._format, str(text)) if self._format is not None else ""
-        return ChatPrompt(tuple(token_ids), opening, use, asked_to_reason(variables))
+        text = render(
+            self._tokenizer,
+            turns,
+            tools=[tool.as_templates_read() for tool in use.usable] or None,
+            variables=variables,
+        )
+        token_ids = encode(text, self._tokenizer, add_special_tokens=False, code="invalid_messages")
+        opening = opening_of(self._format, text) if self._format is not None else ""
+        return ChatPrompt(token_ids, opening, use, asked_to_reason(variables))
 
     def sampling(
         self,
@@ -141,17 +132,18 @@ class ChatRenderer:
         *,
         reasoning_budget: int | None = None,
     ) -> SamplingParams:
-        """The same parameters, with a constraint that keeps the message to what was asked of it:
-        a call where one is required, arguments of strict tools, and `params.constraint` of the
-        text. A constrained message has no reasoning unless the template began it, its variables
-        asked for it, or there is a budget.
+        """Return the parameters with a constraint for the message: a required call, arguments of
+        strict tools, and `params.constraint` for the text.
+
+        A constrained message has no reasoning unless the template began it, its variables turned
+        it on, or there is a budget.
 
         Args:
             params: The defaults when None.
             reasoning_budget: Most tokens of reasoning; None for no limit.
 
         Raises:
-            RequestError: unsupported: how this model writes such a thing is not known.
+            RequestError: unsupported: this model's format is unknown.
         """
         params = params or SamplingParams()
         constraint = constraint_of(
@@ -171,26 +163,26 @@ class ChatRenderer:
         completion_tokens: Sequence[int],
         finish_reason: FinishReason = "stop",
     ) -> dict[str, Any]:
-        """The message that a completion is.
+        """Parse a completion into a message.
 
         Args:
-            completion_tokens: `[completion]`, with the stop token. The text of a stop string is
-                a part of the message here.
+            completion_tokens: `[completion]`, stop token included. The text of a stop string is
+                part of the message.
 
         Returns:
-            As OpenAI's: role, content, and where there are any `reasoning_content` and
-            `tool_calls`. A call that is malformed or cut off is content, as it was written.
+            In OpenAI's form: role, content, and `reasoning_content` and `tool_calls` if there are
+            any. A malformed or truncated call is content, as the model wrote it.
         """
-        told = tuple(completion_tokens)
-        if finish_reason == "stop" and told and told[-1] in self._stop_token_ids:
-            told = told[:-1]
+        token_ids = tuple(completion_tokens)
+        if finish_reason == "stop" and token_ids and token_ids[-1] in self._stop_token_ids:
+            token_ids = token_ids[:-1]
         detokenizer = Detokenizer(self._pieces)
-        texts = [detokenizer.push((token_id,)) for token_id in told]
+        texts = [detokenizer.push((token_id,)) for token_id in token_ids]
         texts.append(detokenizer.finish())
         if self._format is None:
             return {"role": "assistant", "content": "".join(texts)}
         reading = Reading(opening=prompt.opening, tools=prompt.use.usable)
-        seed = xxhash.xxh3_64_hexdigest(repr((prompt.token_ids, told)).encode())
+        seed = xxhash.xxh3_64_hexdigest(repr((prompt.token_ids, token_ids)).encode())
         reader = MessageReader(self._format, reading, seed)
         deltas = [*map(reader.feed, texts), reader.finish()]
         message: dict[str, Any] = {
@@ -210,8 +202,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _as_templates_read(message: Message) -> dict[str, Any]:
-    """Templates want a text in one piece, the arguments of calls as objects, and nothing that says
-    nothing."""
+    """Return a message in the form of templates: joined text, arguments of calls as objects."""
     turn = {name: value for name, value in message.items() if value is not None}
     if turn.get("role") == "assistant":
         turn.setdefault("content", "")
@@ -225,7 +216,7 @@ def _as_templates_read(message: Message) -> dict[str, Any]:
 
 
 def _joined(parts: Iterable[Message]) -> str:
-    """Raises ValueError: there is more than text."""
+    """Raises ValueError for parts that are no text."""
     texts = [part.get("text") for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("a content is a text, or parts of text")
@@ -238,7 +229,7 @@ def _decoded(call: Message) -> Any:
 
 
 def _use_of(tools: Iterable[Message], choice: str | Message, parallel: bool) -> ToolUse:
-    """Raises RequestError: invalid_request: a tool is none, or the choice names none."""
+    """Raises RequestError: invalid_request: a tool or the choice is invalid."""
     try:
         known = tuple(map(_tool, tools))
         named = "" if isinstance(choice, str) else str(choice["function"]["name"])
@@ -247,16 +238,16 @@ def _use_of(tools: Iterable[Message], choice: str | Message, parallel: bool) -> 
             {"tools": [], "choice": kind, "named": named, "parallel": parallel}, ToolUse
         )
     except (msgspec.ValidationError, LookupError, TypeError, AttributeError) as error:
-        raise RequestError(f"tools and tool_choice are not as OpenAI's: {error}") from None
+        raise RequestError(f"tools and tool_choice are not in OpenAI's form: {error}") from None
     names = [tool.name for tool in known]
     if len(set(names)) < len(names):
         raise RequestError(f"the tools are {shown(names)}; each needs a name of its own")
     if named and named not in names:
-        raise RequestError(f"tool_choice asks for {shown(named)}, and the tools are {shown(names)}")
+        raise RequestError(f"tool_choice names {shown(named)}, and the tools are {shown(names)}")
     return replace(use, tools=known)
 
 
 def _tool(given: Message) -> Tool:
-    """OpenAI's library writes what was not told as None."""
+    """OpenAI's library writes missing fields as None."""
     function = {name: value for name, value in given["function"].items() if value is not None}
     return msgspec.convert(function, Tool)

@@ -1,35 +1,21 @@
-"""What a client does with a bus: publish requests, follow their outputs, cancel them."""
+"""The client of a bus: publishes requests, follows and cancels them, and controls pipelines."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from asyncio import Task
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any, Literal
 
-from ..bus import Bus, Outcome, OutputStream, open_bus
+from ..bus import Bus, Outcome, OutputStream, control, open_bus
+from ..bus.backlog import Backlog
 from ..bus.codec import written_id
-from ..bus.control import (
-    MEMORY_TAGS,
-    Cancel,
-    CancelAll,
-    FlushCache,
-    JoinWeightsGroup,
-    LeaveWeightsGroup,
-    MemoryTag,
-    Pause,
-    ReleaseMemory,
-    Resume,
-    ResumeMemory,
-    TellWeightVersion,
-    UpdateFairness,
-    UpdateWeights,
-)
+from ..bus.control import MEMORY_TAGS, MemoryTag
 from ..bus.messages import Message
-from ..bus.public import Completion, Output
+from ..bus.public import Completion, EmbedParams, GenerateRequest, Output
 from ..bus.weights import (
     InFlight,
     LocalWeights,
@@ -39,34 +25,45 @@ from ..bus.weights import (
     lay_down,
     pick_up,
 )
-from ..config import BusConfig, ConfigError, FairnessConfig
-from ..store.board import StageReport
+from ..config import (
+    AdapterError,
+    BusConfig,
+    ConfigError,
+    FairnessConfig,
+    ModelConfig,
+    SamplingParams,
+)
+from ..store.board import LoadedAdapter, StageReport
 from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .cancellations import Cancellations
-from .client_adapters import AdapterClient
-from .completing import Completing, Request
 from .deployment import Deployment
-from .models import ModelOperations
-from .operators import Operators, least_version
-from .update_together import update_together
+from .embedding import EmbeddedPrompt, embed_by
+from .models import ModelStatus, adapters_of
+from .rollouts import Prompt
+from .scoring import ScoredCompletion, score_by
+from .stage_control import Recipients, StageControl, least_version
+from .update_together import load_adapter_together, update_weights_together
 
 ANSWER_S = 30.0
-"""How long to wait for every lane's answer to what should be done at once."""
+"""Longest wait for the answers of all lanes to a short operation."""
+
+Request = GenerateRequest | dict[str, Any]
 
 
-class BusClient(ModelOperations, AdapterClient, Completing):
-    """Submits requests over a bus, from wherever the bus can be reached.
+class BusClient:
+    """Submits requests over a bus, from any place that reaches the bus.
 
     `async with BusClient.connect("redis://127.0.0.1:6390") as client:` opens a connection of its
-    own; `Pipeline` makes one on its own bus.
+    own; `Pipeline` has one on its own bus.
 
-    What is done to a pipeline (`pause`, `update_weights` and so on) is done to every lane that
-    lives under the bus's prefix, or to `lane` alone; BusError `unknown_lane` if it does not live.
-    Of several models it is done to one, by its client (`of_model`); else BusError `model_required`.
+    Operations on a pipeline (`pause`, `update_weights` and so on) apply to every living lane under
+    the bus's prefix, or to `lane` alone; BusError `unknown_lane` if it is not alive. Of several
+    models they apply to one, by its client (`of_model`); else BusError `model_required`.
 
     Attributes:
+        bus: The bus.
         tracing: Makes the spans of requests that are published without a trace.
-        metrics: Of the process, for what is built on this client.
+        metrics: The metrics of this process.
     """
 
     def __init__(
@@ -76,8 +73,8 @@ class BusClient(ModelOperations, AdapterClient, Completing):
         self.tracing = tracing or Tracing()
         self.metrics = metrics or Metrics()
         sender = f"client-{uuid.uuid4().hex[:8]}"
-        self._operators = Operators(bus, sender)
-        self._deployment = Deployment(bus, self._operators, self._bus_of, sender)
+        self._control = StageControl(bus, sender)
+        self._deployment = Deployment(bus, self._control, sender)
         self._owns_bus = False
         self._cancellations = Cancellations()
 
@@ -88,7 +85,7 @@ class BusClient(ModelOperations, AdapterClient, Completing):
         tracing: Tracing | None = None,
         metrics: Metrics | None = None,
     ) -> BusClient:
-        """A client of the pipeline at a Redis URL. Nothing is sent until it is used.
+        """Return a client of the pipeline at a Redis URL. It connects on first use.
 
         Raises:
             ConfigError: `bus` is not a Redis URL.
@@ -96,12 +93,16 @@ class BusClient(ModelOperations, AdapterClient, Completing):
         config = BusConfig(url=bus) if isinstance(bus, str) else bus
         if config.url == "memory":
             raise ConfigError("a memory bus can't be connected to; use Pipeline.submit there")
-        client = cls(open_bus(config), tracing, metrics)
+        return cls._owning(open_bus(config), tracing, metrics)
+
+    @classmethod
+    def _owning(cls, bus: Bus, tracing: Tracing | None, metrics: Metrics | None) -> BusClient:
+        client = cls(bus, tracing, metrics)
         client._owns_bus = True
         return client
 
     async def __aenter__(self) -> BusClient:
-        """Raises BusError when the bus can't be reached."""
+        """Raises BusError if the bus can't be reached."""
         try:
             await self.bus.ping()
         except BaseException:
@@ -109,35 +110,27 @@ class BusClient(ModelOperations, AdapterClient, Completing):
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes the connection, if it is this client's own; cancellations go out before."""
+        """Close the connection, if it is this client's own, after pending cancellations."""
         await self._cancellations.wait()
-        await self._close_models()
+        await self._deployment.aclose()
         if self._owns_bus:
             await self.bus.aclose()
 
-    def _on(self, bus: Bus) -> BusClient:
-        client = BusClient(bus, self.tracing, self.metrics)
-        client._owns_bus = True
-        return client
+    # --- requests -----------------------------------------------------------------------------
 
     async def publish(self, request: Request | bytes, trace: TraceContext | None = None) -> str:
-        """Publishes a request without waiting for anything.
+        """Publish a request without waiting for its output.
 
         Args:
             request: A GenerateRequest, the same as a dict, or its JSON.
-            trace: Where its spans belong; None: below a span of its own, which begins a trace.
+            trace: The parent of its spans; None: a new span, which begins a trace.
 
         Returns:
-            The entry's id; with it, and the request's id if it has one, `follow` finds the output.
+            The entry's id, for `follow`, with the request's id if it has one.
         """
         trace = trace or self._published_span(request)
         return await self.bus.requests.publish(
@@ -147,10 +140,10 @@ class BusClient(ModelOperations, AdapterClient, Completing):
     async def submit(
         self, request: Request | bytes, trace: TraceContext | None = None
     ) -> AsyncGenerator[Output, None]:
-        """Publishes a request and yields its output: chunks as they come, then one Completion.
+        """Publish a request and yield its output: chunks, then one Completion.
 
-        Whatever is wrong with the request comes as a Completion with an error. When the caller
-        stops before the end, the request is cancelled. The arguments are those of `publish`.
+        A refused request gives a Completion with an error. A caller that stops before the end
+        cancels the request. The arguments are those of `publish`.
         """
         publishing = asyncio.create_task(self.publish(request, trace))
         done = False
@@ -171,40 +164,87 @@ class BusClient(ModelOperations, AdapterClient, Completing):
     def follow(
         self, request_id: str, entry_id: str = "", *, just_published: bool = False
     ) -> OutputStream[Output]:
-        """The outputs of a request that was published, from the first one on.
+        """Return the outputs of a published request, from the first one on.
 
-        They stay readable, and nothing is cancelled when the caller stops. The arguments, and what
-        it raises, are those of `ResultStreams.follow`.
+        They stay readable, and the request goes on when the caller stops. Arguments and errors are
+        those of `ResultStreams.follow`.
         """
         return self.bus.results.follow(
             request_id, entry_id, just_published=just_published, keep=True
         )
 
     async def complete(self, request: Request | bytes) -> Completion:
-        """Publishes a request and waits for its terminal message."""
+        """Publish a request and return its terminal message."""
         async with aclosing(self.submit(request)) as outputs:
             async for output in outputs:
                 if isinstance(output, Completion):
                     return output
         raise AssertionError("the output ended without a terminal message")
 
+    async def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
+    ) -> list[ScoredCompletion]:
+        """Return the logprobs of completions by the current weights and the reference model.
+
+        Each is a request of its own, and the numbers are those of `InferenceEngine.score`.
+
+        Args:
+            prompts: Token ids.
+            completions: Token ids, at least one for each prompt.
+            sampling_params: One for all, or one for each; only the temperature counts.
+            like: A request with the tenant, priority, budget_ns, model and cache_salt to use.
+
+        Raises:
+            RequestError: A request failed, and the others are cancelled; or the numbers of prompts
+                and completions differ, or a completion is empty.
+        """
+        return await score_by(self.complete, prompts, completions, sampling_params, like)
+
+    async def embed(
+        self,
+        prompts: Sequence[Prompt],
+        params: EmbedParams = EmbedParams(),  # noqa: B008  (it is frozen)
+        *,
+        return_errors: bool = False,
+        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
+    ) -> list[EmbeddedPrompt]:
+        """Return the vectors of prompts, in order.
+
+        Each is a request of its own, and the numbers are those of `InferenceEngine.embed`.
+
+        Args:
+            prompts: Texts, or token ids.
+            params: Pooling and dimensions.
+            return_errors: Whether a failed request gives a result with `error`, and the others go
+                on.
+            like: As for `score`.
+
+        Raises:
+            RequestError: A request failed without `return_errors`; the others are cancelled.
+        """
+        return await embed_by(self.complete, prompts, params, like, return_errors=return_errors)
+
     async def cancel(self, request_id: str, entry_id: str = "") -> None:
-        """Ends a request; one that has ended is left alone.
+        """End a request; nothing happens to one that has ended.
 
         Args:
             request_id: The request's id.
-            entry_id: What `publish` returned. With it the request is found even before it is let
-                in; without it only one that is in flight.
+            entry_id: The result of `publish`, which finds the request before admission, too;
+                without it only a request in flight is found.
         """
         message = "the client cancelled the request"
-        cancel = Cancel(request_id, entry_id, "cancelled", "cancelled", message)
+        cancel = control.Cancel(request_id, entry_id, "cancelled", "cancelled", message)
         await self._deployment.cancel(cancel)
 
     async def _cancel_shielded(self, request: Request | bytes, publishing: Task[str]) -> None:
-        """Cancels what was published, also when the caller himself was cancelled, even while he
-        published: the request would run on.
+        """Cancel a request whose caller stopped, or was cancelled, perhaps while publishing.
 
-        It takes as long as it takes; the caller waits no longer than the patience.
+        The cancellation goes on after the caller's wait (`CANCEL_PATIENCE_S`).
         """
 
         async def cancel() -> None:
@@ -215,38 +255,40 @@ class BusClient(ModelOperations, AdapterClient, Completing):
 
         await self._cancellations.begin(cancel())
 
+    # --- steps, weights and memory --------------------------------------------------------------
+
     async def pause(self, in_flight: InFlight = "keep", *, lane: str | None = None) -> None:
-        """Returns when no step is under way any more, and none is run until `resume`.
+        """Pause all steps until `resume`; returns when no step runs any more.
 
         Args:
-            in_flight: What becomes of requests in flight. keep: they go on from their KV
-                afterwards. retract: they compute it again. abort: they end at once with what they
-                have, status "cancelled" and code "aborted".
-            lane: Only this lane; every lane when None, here and in all that follow.
+            in_flight: How requests in flight go on. keep: with their KV as it is. retract: they
+                compute it again. abort: they end at once, with status "cancelled" and code
+                "aborted".
+            lane: Only this lane; every lane when None, here and in all operations below.
 
         Raises:
-            WeightsError: There is no such way.
+            WeightsError: `in_flight` is unknown.
             BusError: A lane did not answer.
         """
         check_in_flight(in_flight)
-        await self._operate("batching", Pause(in_flight), lane=lane)
+        await self._operate("batching", control.Pause(in_flight), lane=lane)
         if in_flight == "abort":
             await self.cancel_all(lane=lane)
 
     async def resume(self, *, lane: str | None = None) -> None:
-        """Goes on after `pause`. Raises BusError as that does."""
-        await self._operate("batching", Resume(), lane=lane)
+        """Go on after `pause`. Raises BusError if a lane did not answer."""
+        await self._operate("batching", control.Resume(), lane=lane)
 
     async def cancel_all(self, *, lane: str | None = None) -> None:
-        """Ends all requests that were taken from the queue; they keep what they have.
+        """End all requests that lanes have taken; they keep their tokens.
 
-        Raises BusError when a lane did not answer.
+        Raises BusError if a lane did not answer.
         """
-        await self._operate("admission", CancelAll(), lane=lane)
+        await self._operate("admission", control.CancelAll(), lane=lane)
 
     async def flush_cache(self, *, lane: str | None = None) -> None:
-        """Forgets all cached prefixes. Raises BusError when a lane did not answer."""
-        await self._operate("batching", FlushCache(), lane=lane)
+        """Drop all cached prefixes. Raises BusError if a lane did not answer."""
+        await self._operate("batching", control.FlushCache(), lane=lane)
 
     async def update_weights(
         self,
@@ -258,44 +300,39 @@ class BusClient(ModelOperations, AdapterClient, Completing):
         timeout_s: float = 300.0,
         lane: str | None = None,
     ) -> int:
-        """Replaces the weights of every lane between two steps, while requests are in flight.
+        """Replace the weights of every lane between two steps, while requests are in flight.
 
-        Generation goes on while the new weights are fetched. `pause` before and `resume` after
-        it is the blocking way. Several executors all fetch and check them before the first one
-        changes.
+        Generation goes on while the new weights are fetched, unless `pause` comes before and
+        `resume` after it. All executors fetch and check them before the first one changes.
 
         Args:
-            weights: Where they are, or, when the executor runs in this process, a state dict,
-                which must not change until this returns, or the parts of `stage_weights`.
-            in_flight: As for `pause`, applied when the weights change: "abort" ends what runs or
-                waits to run in a lane, and lets what is still queued run with the new weights.
-            version: What to count from then on, above the present version; None for the next,
-                counted from the newest of all executors.
-            partial: Whether parameters that are not among them stay as they are.
-            timeout_s: How long fetching them may take.
-            lane: Only this lane. The others keep theirs, and their tokens tell which made them.
+            weights: Their source; or the parts of `stage_weights`; or, if the executor runs in this
+                process, a state dict, which must not change until this returns.
+            in_flight: As for `pause`, when the weights change: "abort" ends requests that batching
+                has, and queued ones run with the new weights.
+            version: The new version, above the current one; None for the next after the newest of
+                all executors.
+            partial: Whether missing parameters stay as they are.
+            timeout_s: Longest time to fetch them.
+            lane: Only this lane; the tokens of other lanes carry their own version.
 
         Returns:
-            The version of the weights in place.
+            The version of the weights.
 
         Raises:
-            WeightsError: They could not be taken; the old ones are in place everywhere. Only as
-                `weights_differ` some executors have changed: the message tells all versions.
-            BusError: An executor did not answer; its tokens tell their version.
+            WeightsError: An executor refused them; the old weights are in place everywhere. Only as
+                `weights_differ` some executors have changed: the message has all versions.
+            BusError: An executor did not answer; its tokens carry their version.
         """
         check_in_flight(in_flight)
         source: WeightsSource | StagedWeights
         source = lay_down(uuid.uuid4().hex, weights) if isinstance(weights, Mapping) else weights
         try:
-            update = UpdateWeights(source, in_flight, version, partial, timeout_s)
-            executors = await self._operators.started("executor", ANSWER_S, lane)
+            update = control.UpdateWeights(source, in_flight, version, partial, timeout_s)
+            executors = await self._control.ready_recipients("executor", ANSWER_S, lane)
             if len(executors) == 1:
                 return await self._operate("executor", update, timeout_s + ANSWER_S, executors)
-
-            async def ask(body: Message, limit_s: float) -> list[Outcome]:
-                return await self._operators.ask("executor", body, limit_s, executors)
-
-            return await update_together(ask, executors, update, ANSWER_S)
+            return await update_weights_together(self._control, executors, update, ANSWER_S)
         finally:
             if isinstance(source, LocalWeights):
                 pick_up(source.key)
@@ -311,34 +348,34 @@ class BusClient(ModelOperations, AdapterClient, Completing):
         timeout_s: float = 60.0,
         lane: str | None = None,
     ) -> None:
-        """Lets every lane's executor join a torch.distributed group that a trainer broadcasts to.
+        """Have every lane's executor join a torch.distributed group that a trainer broadcasts to.
 
         Args:
-            group: Its name; one of this name that was joined before is left.
-            address: host:port of the group's TCP store, which rank 0 keeps.
-            world_size: How many there are, rank 0 included.
-            rank_offset: The rank of the first lane's executor; the others follow it.
+            group: Its name; a group of the same name is left first.
+            address: host:port of the group's TCP store, which rank 0 runs.
+            world_size: Number of ranks, rank 0 included.
+            rank_offset: The rank of the first executor; the others follow.
             backend: "gloo", or "nccl" where trainer and executors have GPUs.
-            timeout_s: How long to wait for the others.
+            timeout_s: Longest wait for the other ranks.
 
         Raises:
             WeightsError: An executor could not join.
             BusError: A lane did not answer.
         """
 
-        def wish(index: int) -> Message:
+        def join(index: int) -> Message:
             rank = rank_offset + index
-            return JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
+            return control.JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
 
-        await self._operate("executor", wish, timeout_s + ANSWER_S, lane=lane)
+        await self._operate("executor", join, timeout_s + ANSWER_S, lane=lane)
 
     async def leave_weights_group(self, group: str, *, lane: str | None = None) -> None:
-        """Lets every lane's executor leave a group, also one that broadcasts and hangs.
+        """Have every lane's executor leave a group, even during a broadcast that hangs.
 
         Raises:
             BusError: A lane did not answer.
         """
-        await self._operate("executor", LeaveWeightsGroup(group), lane=lane)
+        await self._operate("executor", control.LeaveWeightsGroup(group), lane=lane)
 
     async def stage_weights(
         self,
@@ -348,48 +385,48 @@ class BusClient(ModelOperations, AdapterClient, Completing):
         timeout_s: float = 300.0,
         lane: str | None = None,
     ) -> None:
-        """Has every lane fetch a part of an update and keep it.
+        """Have every lane fetch a part of an update and hold it beside the model.
 
-        Nothing changes until `update_weights` is called with `StagedWeights`, the update's name
-        and the number of its parts. Until then the executors hold the parts beside the model.
+        Nothing changes until `update_weights` with `StagedWeights`, the update's name and the
+        number of its parts.
 
         Args:
-            update: A name for the update; what was kept under another one is dropped.
-            weights: Where the part is. A tensor that comes again replaces the former.
-            timeout_s: How long fetching it may take.
+            update: The update's name; parts of another update are dropped.
+            weights: The part's source. A tensor that comes again replaces the former.
+            timeout_s: Longest time to fetch it.
 
         Raises:
-            WeightsError: It could not be taken, or does not fit the model.
+            WeightsError: It could not be fetched, or does not fit the model.
             BusError: A lane did not answer.
         """
-        part = UpdateWeights(weights, partial=True, timeout_s=timeout_s, part_of=update)
+        part = control.UpdateWeights(weights, partial=True, timeout_s=timeout_s, part_of=update)
         await self._operate("executor", part, timeout_s + ANSWER_S, lane=lane)
 
     async def weight_version(self, *, lane: str | None = None) -> int:
-        """The version of the weights in place; with several lanes the smallest.
+        """Return the version of the current weights; the smallest of several lanes.
 
         Raises:
             BusError: A lane did not answer.
         """
-        return await self._operate("executor", TellWeightVersion(), lane=lane)
+        return await self._operate("executor", control.TellWeightVersion(), lane=lane)
 
     async def release_memory(
         self, tags: Iterable[MemoryTag] = MEMORY_TAGS, *, lane: str | None = None
     ) -> None:
-        """Gives memory of every lane back to its device, for a trainer that shares it.
+        """Release memory of every lane to its device, for a trainer that shares it.
 
-        Until all is resumed no step runs: requests wait, and what runs computes its KV again
-        afterwards. What is released already stays so.
+        No step runs until all memory is resumed: requests wait, and running ones compute their KV
+        again afterwards.
 
         Args:
-            tags: "kv_cache"; "weights", which are lost: no step runs before an update has brought
-                all of them. Both when not given.
+            tags: "kv_cache"; "weights", which are lost: no step runs before an update of all
+                weights. Default: both.
 
         Raises:
-            WeightsError: There is no such tag, or a weight update is under way.
+            WeightsError: A tag is unknown, or a weight update is in progress.
             BusError: A lane did not answer.
         """
-        await self._operate("executor", ReleaseMemory(tuple(tags)), lane=lane)
+        await self._operate("executor", control.ReleaseMemory(tuple(tags)), lane=lane)
 
     async def resume_memory(
         self,
@@ -398,75 +435,231 @@ class BusClient(ModelOperations, AdapterClient, Completing):
         timeout_s: float = 300.0,
         lane: str | None = None,
     ) -> None:
-        """Takes memory again that was released; what is there already stays as it is.
+        """Allocate released memory again.
 
         Args:
             tags: As for `release_memory`.
-            timeout_s: How long to wait; on CUDA steps are recorded again.
+            timeout_s: Longest wait; on CUDA graphs are captured again.
 
         Raises:
-            WeightsError: There is no such tag; or there is not enough memory (`out_of_memory`),
-                and what could not be had is still released.
+            WeightsError: A tag is unknown; or there is not enough memory (`out_of_memory`), and
+                memory that could not be allocated is still released.
             BusError: A lane did not answer.
         """
-        await self._operate("executor", ResumeMemory(tuple(tags)), timeout_s, lane=lane)
+        await self._operate("executor", control.ResumeMemory(tuple(tags)), timeout_s, lane=lane)
+
+    # --- adapters -----------------------------------------------------------------------------
+
+    async def load_adapter(
+        self,
+        id: str,
+        folder: str,
+        *,
+        in_flight: InFlight = "keep",
+        version: int | None = None,
+        timeout_s: float = 300.0,
+        lane: str | None = None,
+    ) -> int:
+        """Load a LoRA adapter, or replace the weights of a loaded one, while requests run.
+
+        From then on requests name it by `id` in their `model`. All executors read and check it
+        before the first one changes.
+
+        Args:
+            id: 1 to 128 letters, digits and . _ : / @ + -, and no name of a model.
+            folder: A folder written by PEFT's `save_pretrained`, on the executors' machines.
+            in_flight: How its requests in flight go on. keep: with their KV and the new weights.
+                retract: they compute their KV again. abort: they end early.
+            version: The new version, above all former ones of this id; None for the next.
+            timeout_s: Longest time to read it.
+            lane: Only this lane; a gateway lists the adapters that every lane has.
+
+        Returns:
+            Its version. Requests can name it from then on.
+
+        Raises:
+            AdapterError: An executor refused it and nothing has changed. Only as `adapters_differ`
+                some executors have changed. `model_exists`: another model, or its adapter, has this
+                name.
+            BusError: An executor did not answer.
+        """
+        check_in_flight(in_flight)
+        own = self.bus.model
+        for record in (await self.bus.store.models.read()).values() if own else ():
+            spec = record.spec
+            if id in ((own, *spec.aliases) if spec.id == own else record.names):
+                raise AdapterError(
+                    f"the model {spec.id!r} has the name {id!r:.80}; take another",
+                    code="model_exists",
+                )
+        load = control.LoadAdapter(id, folder, in_flight, version)
+        executors = await self._control.ready_recipients("executor", ANSWER_S, lane)
+        return await load_adapter_together(self._control, executors, load, timeout_s + ANSWER_S)
+
+    async def unload_adapter(
+        self,
+        id: str,
+        *,
+        in_flight: InFlight = "keep",
+        timeout_s: float = 300.0,
+        lane: str | None = None,
+    ) -> None:
+        """Unload an adapter. New requests that name it are refused at once.
+
+        Args:
+            id: Its id.
+            in_flight: "abort" ends its requests in flight; otherwise they finish first.
+            timeout_s: Longest time for that. After it nothing is unloaded, but requests for the
+                adapter stay refused until it is loaded again.
+            lane: Only this lane.
+
+        Raises:
+            AdapterError: `adapter_not_found`.
+            BusError: A lane did not answer, or requests are still in flight.
+        """
+        check_in_flight(in_flight)
+        unload, end = control.UnloadAdapter(id, in_flight), time.monotonic() + timeout_s
+        for stage in ("admission", "executor"):
+            recipients = await self._control.ready_recipients(stage, ANSWER_S, lane)
+            left_s = max(0.0, end - time.monotonic()) + (ANSWER_S if stage == "executor" else 0.0)
+            outcomes = await self._control.request(stage, unload, left_s, recipients)
+            if any(each.code != "adapter_not_found" for each in outcomes):
+                # Lanes without the adapter are done.
+                outcomes = [
+                    Outcome(lane=each.lane, role=each.role)
+                    if each.code == "adapter_not_found"
+                    else each
+                    for each in outcomes
+                ]
+            least_version(recipients, outcomes, left_s, AdapterError)
+
+    async def adapters(self, *, lane: str | None = None) -> tuple[LoadedAdapter, ...]:
+        """Return the adapters that requests can name in every lane of their model, or in `lane`;
+        about a second old."""
+        return adapters_of(await self.reports(), lane)
+
+    # --- models -------------------------------------------------------------------------------
+
+    def of_model(self, model: str) -> BusClient:
+        """Return a client of one model of the deployment, with its own connection; close it.
+
+        Its requests are for that model, whatever they name, and its operations apply to the lanes
+        of that model.
+
+        Args:
+            model: Its id.
+
+        Raises:
+            BusError: The bus is in memory, which has one model.
+        """
+        return self._owning(self.bus.of_model(model), self.tracing, self.metrics)
+
+    async def models(self) -> list[ModelStatus]:
+        """Return the models of the deployment, in the order of their ids.
+
+        A deployment without `models` in its settings has one, once an executor has loaded it.
+
+        Raises:
+            BusError: The bus can't be reached.
+        """
+        return await self._deployment.models()
+
+    async def backlog(self) -> Backlog:
+        """Return the numbers of waiting and running requests, the sums of several models.
+
+        Raises:
+            BusError: The bus can't be reached.
+        """
+        return await self._deployment.backlog()
+
+    async def load_model(self, model: str | ModelConfig) -> ModelStatus:
+        """Load a model while others serve; return when it is ready.
+
+        Nothing happens if it is loaded; concurrent calls load it once. Requests for it wait.
+
+        Args:
+            model: One of its names, or the settings of a new model.
+
+        Raises:
+            ModelError: `unknown_model`; `model_exists`, one of its names is in use;
+                `model_load_failed`, with the error; `out_of_memory_budget`, see
+                `deployment.max_memory_bytes`. Nothing has changed.
+            BusError: `no_model_manager`: no process loads models here.
+        """
+        name, spec = (model, None) if isinstance(model, str) else (model.id, model)
+        return await self._deployment.manage(control.LoadModel(name, spec))
+
+    async def unload_model(
+        self, model: str, *, timeout_s: float | None = None, remove: bool = False
+    ) -> ModelStatus:
+        """Unload a model while others serve; return when its processes have ended.
+
+        It takes no more requests, and answers those it has. Nothing happens if it is not loaded.
+
+        Args:
+            model: One of its names.
+            timeout_s: Longest time for its requests; the rest ends with an error.
+            remove: Whether to remove it from the deployment.
+
+        Returns:
+            Its status then.
+
+        Raises:
+            ModelError: `unknown_model`.
+            BusError: `no_model_manager`: no process unloads models here.
+        """
+        return await self._deployment.manage(control.UnloadModel(model, timeout_s, remove))
+
+    # --- reports and fairness -------------------------------------------------------------------
 
     async def reports(self) -> list[StageReport]:
-        """How the stages are, of all models, as their processes told within the last seconds."""
+        """Return the reports of all models' stages, of the last seconds."""
         return await self._deployment.reports()
 
     async def trouble(self) -> str:
-        """Why requests would not be served with the weights that were sent; "" when they would,
-        of several models when one would.
+        """Return why no model would serve requests with the current weights; "" if one would.
 
-        It may be a second out of date, since that is how often stages report.
+        About a second old, the interval of the stages' reports.
         """
         return await self._deployment.trouble()
 
     async def fairness(self) -> dict[str, FairnessConfig]:
-        """The fairness settings in force, by lane, as of about a second ago.
+        """Return the fairness settings by lane, about a second old.
 
-        Of several models' lanes each is called as `MODEL:LANE`.
+        With several models the keys are `MODEL:LANE`.
         """
         return await self._deployment.fairness()
 
     async def update_fairness(self, config: FairnessConfig, lane: str | None = None) -> None:
-        """Replaces fairness's settings at once, for what waits and runs too.
+        """Replace fairness's settings at once, for waiting and running requests, too.
 
-        They hold until they are replaced again or the stage's process is started anew, which
-        begins with those that it was configured with.
+        They hold until the next update, or until the stage's process restarts with its configured
+        settings.
 
         Args:
-            config: All settings; those not named in it are back at their defaults.
-            lane: The lane that takes them; every lane when None.
+            config: All settings; missing ones get their defaults.
+            lane: Only this lane; every lane when None.
         """
-        await self._control("fairness", UpdateFairness(config), lane)
+        recipients = await self._control.recipients("fairness", lane)
+        await self._control.send("fairness", control.UpdateFairness(config), recipients)
+
+    # --- internals ----------------------------------------------------------------------------
 
     async def _operate(
         self,
         stage: str,
         body: Message | Callable[[int], Message],
         timeout_s: float = ANSWER_S,
-        recipients: list[tuple[str, str]] | None = None,
+        recipients: Recipients | None = None,
         lane: str | None = None,
     ) -> int:
-        """Tells every lane and waits until all have done it; returns the least weight version.
+        """Send a message to a stage of every lane, or of `lane`; wait until all have done it.
 
-        Args:
-            stage: Which stage of the lanes does it.
-            body: What to tell it; where it depends on the lane, by the lane's index.
-            timeout_s: How long to wait for the answers.
-            recipients: (lane, role) of whom to tell; everyone when None, or all of `lane`.
-
-        Raises as `least_version`.
+        `body` may depend on the recipient's index. Returns and raises as `least_version`.
         """
-        recipients = recipients or await self._operators.started(stage, ANSWER_S, lane)
-        outcomes = await self._operators.ask(stage, body, timeout_s, recipients)
+        recipients = recipients or await self._control.ready_recipients(stage, ANSWER_S, lane)
+        outcomes = await self._control.request(stage, body, timeout_s, recipients)
         return least_version(recipients, outcomes, timeout_s)
-
-    async def _control(self, stage: str, body: Message, lane: str | None = None) -> None:
-        """Tells every lane that lives: whose a request is, only they know. Or the one named."""
-        await self._operators.tell(stage, body, await self._operators.everyone(stage, lane))
 
     def _published_span(self, request: Request | bytes) -> TraceContext:
         if not self.tracing.enabled:

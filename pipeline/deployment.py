@@ -1,100 +1,211 @@
-"""What a client of a deployment of several models asks of all of them together."""
+"""The models of a deployment, for a client: reports, backlog, loading and unloading."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import uuid
+from typing import Literal
 
 from msgspec.json import decode
 
-from ..bus import Bus, RequestEntry
-from ..bus.control import Cancel
+from ..bus import Bus, Outcome, RequestEntry
+from ..bus.backlog import Backlog
+from ..bus.control import Cancel, LoadModel, UnloadModel
+from ..bus.links import MODEL_MANAGER, MODELS
 from ..bus.public import Completion, ErrorInfo, Timings
-from ..config import NOT_PERMITTED, BusError, FairnessConfig
+from ..config import NOT_PERMITTED, BusError, FairnessConfig, ModelError
+from ..stages.admission.checks import request_id_of
 from ..store.board import StageReport
+from ..store.registry import ModelRecord, find_model
 from ..telemetry import now_ns
-from .health import lanes_of, verdict, weights_trouble
-from .operators import Operators
+from .health import lanes_of, reason_of
+from .models import ModelStatus, only_model, status_of
+from .stage_control import LOOK_S, PARTING_S, StageControl
+
+NO_MANAGER = "no_model_manager"
 
 
 class Deployment:
-    """All models of a deployment, or the only one, which is nowhere written down."""
+    """All models of a deployment; a single model needs no registry."""
 
-    def __init__(
-        self, bus: Bus, operators: Operators, bus_of: Callable[[str], Bus], sender: str
-    ) -> None:
-        """Args: the client's bus, and who operates on it; the bus of a model by its id, which
-        stays open; who sends."""
+    def __init__(self, bus: Bus, control: StageControl, sender: str) -> None:
+        """`bus` and `control` are the client's; `sender` is the name of its messages."""
         self._bus = bus
-        self._operators = operators
-        self._bus_of = bus_of
+        self._control = control
         self._sender = sender
+        # Buses of other models, and of the whole deployment ("").
+        self._buses: dict[str, Bus] = {}
+
+    async def aclose(self) -> None:
+        """Close the buses of other models."""
+        for model in list(self._buses):
+            await self._buses.pop(model).aclose()
 
     async def cancel(self, cancel: Cancel) -> None:
-        """Ends a request, whatever its model and wherever it waits.
+        """End a request of any model, in whichever stage it is.
 
-        Each lane is told, since whose it is, only they know. What it is told before it takes the
-        request, it remembers.
+        Every lane gets the message, since only lanes know their requests. A lane that gets the
+        message before the request remembers it.
         """
-        models = await self._operators.models()
+        models = await self._control.models()
         if not models:
-            await _tell(self._operators, cancel)
+            await _cancel_in_lanes(self._control, cancel)
             return
         if cancel.entry_id:
-            await self._end_at_entrance(cancel)
+            await self._cancel_unrouted(cancel)
         there = [id for id, each in models.items() if each.state not in ("unloaded", "failed")]
-        each = [Operators(self._bus_of(model), self._sender) for model in there]
-        await asyncio.gather(*(_tell(operators, cancel) for operators in each))
+        controls = [StageControl(self._bus_of(model), self._sender) for model in there]
+        await asyncio.gather(*(_cancel_in_lanes(control, cancel) for control in controls))
 
-    async def _end_at_entrance(self, cancel: Cancel) -> None:
+    async def _cancel_unrouted(self, cancel: Cancel) -> None:
         def answer(entry: RequestEntry) -> Completion:
-            return Completion(
-                request_id=cancel.request_id,
-                entry_id=entry.entry_id,
-                status="cancelled",
-                error=ErrorInfo(code=cancel.code, message=cancel.message),
-                timings=Timings(finished_ns=now_ns()),
-            )
+            error = ErrorInfo(code=cancel.code, message=cancel.message)
+            return terminal_message(entry, error, "cancelled", request_id=cancel.request_id)
 
         try:
             epoch = await self._bus.next_epoch()
             await self._bus.routing.refuse([cancel.entry_id], answer, epoch)
         except BusError as error:
-            # Who may only ask for it: the lane that gets the request ends it.
+            # Without permission, the lane that gets the request ends it.
             if error.code != NOT_PERMITTED:
                 raise
 
     async def reports(self) -> list[StageReport]:
-        """How the stages of all models are, by model."""
-        models = await self._operators.models()
+        """Return the reports of all models' stages, by model."""
+        models = await self._control.models()
         boards = [self._bus_of(model).store.board.read() for model in models or [self._bus.model]]
         return [report for board in await asyncio.gather(*boards) for report in board]
 
     async def trouble(self) -> str:
-        """Why no model would serve requests, in one sentence; "" when one does."""
+        """Return why no model would serve requests, in one sentence; "" if one does."""
         lanes = lanes_of(await self.reports())
-        models = await self._operators.models()
-        if not models:
-            return verdict(lanes) or weights_trouble(lanes)
-        reasons: list[str] = []
-        for model, record in models.items():
-            reason = f"it is {record.state}" + (f": {record.reason}" if record.reason else "")
-            if record.state in ("ready", "draining"):
-                own = [lane for lane in lanes if lane.model == model]
-                reason = verdict(own) or weights_trouble(own)
-            if not reason:
-                return ""
-            reasons.append(f"model {model}: {reason}")
-        return "; ".join(reasons)
+        states = {
+            id: f"{each.state}: {each.reason}" if each.reason else each.state
+            for id, each in (await self._control.models()).items()
+        }
+        return reason_of(states, lanes, weights=True)
 
     async def fairness(self) -> dict[str, FairnessConfig]:
-        """The fairness settings in force, by lane, or model and lane."""
+        """Return the current fairness settings, by lane, or model and lane."""
         return {
             f"{report.model}:{report.lane}".removeprefix(":"): decode(settings, type=FairnessConfig)
             for report in await self.reports()
             if isinstance(settings := report.load.get("settings"), str)
         }
 
+    async def models(self) -> list[ModelStatus]:
+        """Return the models in the order of their ids."""
+        records = await self._bus.store.models.read()
+        if not records:
+            reports, backlog = (
+                await self._bus.store.board.read(),
+                await self._bus.requests.backlog(),
+            )
+            return only_model(reports, backlog)
+        for model in set(self._buses) - {*records, ""}:
+            await self._buses.pop(model).aclose()
+        statuses = [self._status(record) for _, record in sorted(records.items())]
+        return list(await asyncio.gather(*statuses))
 
-async def _tell(operators: Operators, cancel: Cancel) -> None:
-    await operators.tell("admission", cancel, await operators.everyone("admission"))
+    async def backlog(self) -> Backlog:
+        """Return the sums of waiting and running requests of all models."""
+        models = await self._bus.store.models.read()
+        if not models:
+            return await self._bus.requests.backlog()
+        buses = [self._bus_of(model) for model in ("", *models)]
+        unrouted, *each = await asyncio.gather(*(bus.requests.backlog() for bus in buses))
+        return Backlog(
+            waiting=unrouted.waiting + sum(one.waiting for one in each),
+            # Requests that a router has taken are on their way to their models.
+            pending=sum(one.pending for one in each),
+            dead=unrouted.dead,  # all models share the dead letters
+            queue_length=unrouted.queue_length + sum(one.queue_length for one in each),
+        )
+
+    async def manage(self, wish: LoadModel | UnloadModel) -> ModelStatus:
+        """Have the model manager load or unload a model, and return its status then.
+
+        Raises:
+            ModelError: The manager refused or failed.
+            BusError: `no_model_manager`; or the manager did not answer.
+        """
+        bus = self._bus_of("")
+        manager = await _manager(bus)
+        if manager is None:
+            raise BusError(
+                "no process loads and unloads models here; start `nano-inference up` with `models` "
+                "in its settings",
+                code=NO_MANAGER,
+            )
+        before = await bus.store.models.read()
+        operation_id = uuid.uuid4().hex
+        sender = bus.sender(MODELS, f"client-{operation_id[:8]}", manager.lane)
+        await sender.send(wish, operation_id=operation_id)
+        await sender.flush()
+        outcome = await _outcome(bus, operation_id, manager.incarnation)
+        if outcome.code:
+            raise ModelError(outcome.message, code=outcome.code)
+        after = await bus.store.models.read()
+        records = before | after
+        record = records[find_model(wish.id, records.values()).id]
+        if record.spec.id not in after:
+            record = ModelRecord(spec=record.spec, reason="it is removed")
+        return await self._status(record)
+
+    async def _status(self, record: ModelRecord) -> ModelStatus:
+        bus = self._bus_of(record.spec.id)
+        reports, backlog = await asyncio.gather(bus.store.board.read(), bus.requests.backlog())
+        return status_of(record, reports, backlog)
+
+    def _bus_of(self, model: str) -> Bus:
+        """Return the bus of a model, or of the whole deployment (""); `aclose` closes it."""
+        if model == self._bus.model:
+            return self._bus
+        if model not in self._buses:
+            self._buses[model] = self._bus.of_model(model)
+        return self._buses[model]
+
+
+def terminal_message(
+    entry: RequestEntry,
+    error: ErrorInfo,
+    status: Literal["error", "cancelled"] = "error",
+    *,
+    model: str = "",
+    request_id: str = "",
+) -> Completion:
+    """Return the terminal message of a request that no lane has taken."""
+    return Completion(
+        request_id=request_id or request_id_of(entry),
+        entry_id=entry.entry_id,
+        status=status,
+        error=error,
+        model=model,
+        timings=Timings(finished_ns=now_ns()),
+    )
+
+
+async def _cancel_in_lanes(control: StageControl, cancel: Cancel) -> None:
+    await control.send("admission", cancel, await control.recipients("admission"))
+
+
+async def _manager(bus: Bus) -> StageReport | None:
+    reports = await bus.store.board.read()  # the youngest of a role comes first
+    return next((each for each in reports if each.stage == MODEL_MANAGER), None)
+
+
+async def _outcome(bus: Bus, operation_id: str, incarnation: str) -> Outcome:
+    """Wait for the answer as long as this model manager lives."""
+    while True:
+        if outcomes := await bus.replies.outcomes(operation_id, 1, LOOK_S):
+            return outcomes[0]
+        manager = await _manager(bus)
+        if manager is None or manager.incarnation != incarnation:
+            # It may have answered before its end.
+            if outcomes := await bus.replies.outcomes(operation_id, 1, PARTING_S):
+                return outcomes[0]
+            raise BusError(
+                "the deployment has stopped or restarted before it answered; look at "
+                "`nano-inference models`",
+                code="no_answer",
+            )

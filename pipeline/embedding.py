@@ -1,4 +1,4 @@
-"""Embedding: the vectors of prompts."""
+"""Embedding: requests for the vectors of prompts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .scoring import complete_all
 
 
 class EmbeddedPrompt(msgspec.Struct, frozen=True):
-    """What became of a prompt.
+    """The vector of a prompt, or an error.
 
     Attributes:
-        vector: `[dimensions]`, float32; empty where there is an error.
-        prompt_tokens: How many tokens the prompt has.
-        weight_version: Of the weights that made the vector.
-        error: Why there is none.
+        vector: `[dimensions]`, float32; empty with an error.
+        prompt_tokens: Number of tokens of the prompt.
+        weight_version: Version of the weights.
+        error: The error, if it failed.
     """
 
     vector: tuple[float, ...]
@@ -37,10 +37,9 @@ async def embed_by(
     *,
     return_errors: bool,
 ) -> list[EmbeddedPrompt]:
-    """Embeds each prompt with a request of its own, as `BusClient.embed` promises.
+    """Embed each prompt with a request of its own, as `BusClient.embed` promises.
 
-    Args:
-        complete: Gives a request's terminal message.
+    `complete` returns a request's terminal message.
     """
     requests = [embed_request(prompt, params, like) for prompt in check_prompts(prompts)]
     answers = await complete_all(complete, requests, return_errors=return_errors)
@@ -48,7 +47,7 @@ async def embed_by(
 
 
 def embed_request(prompt: Prompt, params: EmbedParams, like: GenerateRequest) -> GenerateRequest:
-    """The request for one prompt's vector. Raises RequestError: the prompt is none."""
+    """Return the request for one prompt's vector. Raises RequestError for an invalid prompt."""
     prompt = prompt_of(prompt)
     is_text = isinstance(prompt, str)
     return msgspec.structs.replace(
@@ -65,7 +64,7 @@ def embed_request(prompt: Prompt, params: EmbedParams, like: GenerateRequest) ->
 
 
 def embedded_prompt(completion: Completion) -> EmbeddedPrompt:
-    """What the answer to such a request says."""
+    """Return the result of such a request."""
     sample = completion.samples[0] if completion.samples else None
     vector = sample.embedding if sample is not None else None
     return EmbeddedPrompt(

@@ -1,10 +1,10 @@
-"""The engine for Python callers: the stages' cores in a loop, without any stage or bus."""
+"""The engine for Python callers: the stages' cores in a loop, without stages or a bus."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, cast
+from collections.abc import Collection, Mapping, Sequence
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from msgspec.structs import replace
@@ -13,42 +13,42 @@ from rich.progress import Progress
 from torch import Tensor
 
 from ..bus.channel import RequestEntry
-from ..bus.control import Cancel
+from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag, UpdateWeights
 from ..bus.messages import Dispatch
-from ..bus.public import Completion, EmbedParams
+from ..bus.public import Completion, EmbedParams, GenerateRequest
+from ..bus.weights import FolderWeights, GroupWeights, InFlight, WeightsSource, check_in_flight
 from ..config import (
+    AdapterError,
     BusConfig,
     Config,
     EngineConfig,
     ModelError,
     PoolingKind,
     SamplingParams,
+    WeightsError,
 )
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
+from ..stages.executor.changes.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.runner.weights import WeightGroups
+from ..stages.executor.runner.adapters import (
+    adapter_of,
+    check_adapter_id,
+    next_version,
+    read_adapter,
+)
+from ..stages.executor.runner.weights import WeightGroups, fetch, weights_lost
 from ..stages.streaming.core import StreamingCore
+from ..store.board import LoadedAdapter
 from ..telemetry import now_ns
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
-from .engine_adapters import AdapterDoor
-from .engine_requests import (
-    Finished,
-    Unfinished,
-    UnfinishedRequests,
-    Wanted,
-    compare,
-    make_request,
-    make_sample,
-    vectors,
-)
-from .engine_weights import WeightsDoor
+from .engine_requests import Finished, Unfinished, UnfinishedRequests, make_request, make_sample
 from .prompts import check_prompts, params_of_all, predictions_of_all
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .scoring import params_to_score, token_ids_to_score
 
 
-class InferenceEngine(AdapterDoor, WeightsDoor):
+class InferenceEngine:
     """Generates in this process, on the caller's thread.
 
     ```python
@@ -56,27 +56,27 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
         samples = engine.generate(["98 + 25 ="], SamplingParams(temperature=0))
     ```
 
-    One `step` is what the pipeline's stages do together: the same cores validate, schedule,
-    execute and finish, so the two can't give different answers.
+    One `step` does the work of the pipeline's stages with the same cores, so both give the same
+    answers.
     """
 
     def __init__(
         self, config: EngineConfig | None = None, reference: EngineConfig | None = None
     ) -> None:
-        """Loads the model.
+        """Load the model.
 
         Args:
             config: The model that generates.
             reference: A second model, with memory of its own, that gives every finished sample
-                its `ref_logprobs`; the same as `config` for a frozen copy. When None, the one that
-                `config.reference_model_path` names.
+                its `ref_logprobs`; the same as `config` for a frozen copy. Default:
+                `config.reference_model_path`.
 
         Raises:
-            ModelError: There is no such model, or it can't be served.
+            ModelError: The model is missing or can't be served.
         """
         self.config = own = config or EngineConfig()
         if own.reference_model_path:
-            # It is asked here and not by the cores, as it would be in a pipeline.
+            # The reference is an engine here, and no part of the cores as in a pipeline.
             own = replace(own, reference_model_path="")
             model_path = self.config.reference_model_path
             reference = reference or replace(own, model_path=model_path, speculation="off")
@@ -88,30 +88,29 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
         self._core: ExecutorCore | None = ExecutorCore(self.config, now_ns=now_ns)
         self.config = replace(self.config, max_batch_size=self._core.max_batch_size)
         capacity = self._executor.capacity()
-        # Results stay in this process, so no bus has to carry them.
-        config_of_all = Config(engine=own, bus=BusConfig(max_result_bytes=1 << 62))
         self._admission = AdmissionCore(
-            config_of_all, tokenizer, stop_token_ids_of(folder, tokenizer)
+            # Results stay in this process, so the bus's limit does not apply.
+            Config(engine=own, bus=BusConfig(max_result_bytes=1 << 62)),
+            tokenizer,
+            stop_token_ids_of(folder, tokenizer),
         )
         self._admission.set_capacity(capacity)
-        # Results come back at once here, so nothing is planned ahead of them.
+        # Results come back at once, so no plan is made ahead of them.
         self._batching = BatchingCore(self.config, capacity, steps_ahead=1)
         self._streaming = StreamingCore(tokenizer if self._executor.model.generates else None)
         self._requests = UnfinishedRequests()
         self._groups = WeightGroups()
-        # Finished while `generate` waited for others; the next `step` returns them.
+        # Samples that finished while `generate` waited for others; the next `step` returns them.
         self._uncollected: list[Finished] = []
-        self._load_adapters()
+        # The last version of each adapter id, unloaded ones included.
+        self._adapter_versions: dict[str, int] = {}
+        for id, path in self.config.adapters.items():
+            self.load_adapter(id, path)
 
     def __enter__(self) -> InferenceEngine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
 
     # --- all at once --------------------------------------------------------------------------
@@ -126,33 +125,35 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
         adapter: str = "",
         predictions: Sequence[Prompt | None] | None = None,
     ) -> list[TrainingSample]:
-        """Completes prompts.
+        """Complete prompts.
 
         Args:
             prompts: Texts, or token ids.
             sampling_params: One for all prompts, or one for each; the defaults when None.
-            num_samples_per_prompt: Samples of each prompt; its computation is shared.
+            num_samples_per_prompt: Samples of each prompt, which is computed once.
             show_progress: Whether to draw a progress bar on standard error.
-            adapter: The id of a loaded adapter to complete them with; "" for the model alone.
-            predictions: For each prompt what is expected to come, as text or token ids, or None;
-                drafts where the engine speculates, and without effect on any token.
+            adapter: The id of a loaded adapter; "" for the model alone.
+            predictions: For each prompt the expected completion, as text or token ids, or None.
+                Speculation uses it as a draft; it has no effect on any token.
 
         Returns:
             In the order of the prompts, then of the samples.
 
         Raises:
-            RequestError: A prompt or parameter is refused, or there are not as many parameters as
-                prompts, or one for all, or not as many predictions, or none; nothing was generated.
+            RequestError: A prompt or parameter is refused, or parameters or predictions don't match
+                the number of prompts; nothing was generated.
             WeightsError: Memory is released, or weights could not be put in place.
         """
         prompts = check_prompts(prompts)
         of_all = params_of_all(sampling_params, len(prompts))
         predicted = predictions_of_all(predictions, len(prompts))
-        wanted = [
-            Wanted(prompt, params, num_samples_per_prompt, adapter=adapter, prediction=prediction)
+        requests = [
+            make_request(
+                prompt, params, num_samples_per_prompt, adapter=adapter, prediction=prediction
+            )
             for prompt, params, prediction in zip(prompts, of_all, predicted, strict=True)
         ]
-        return compare(self._reference, self._run_all(wanted, show_progress))
+        return self._with_reference(self._run_all(requests, show_progress))
 
     def embed(
         self,
@@ -164,7 +165,7 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
         show_progress: bool = False,
         adapter: str = "",
     ) -> Tensor:
-        """The vectors of prompts, made of the last hidden states of their tokens.
+        """Return the vectors of prompts, pooled from the last hidden states of their tokens.
 
         Args:
             prompts: Texts, or token ids.
@@ -180,10 +181,13 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
             WeightsError: Memory is released.
         """
         params = EmbedParams(pooling=pooling, normalize=normalize, dimensions=dimensions)
-        wanted = [
-            Wanted(prompt, None, embed=params, adapter=adapter) for prompt in check_prompts(prompts)
+        requests = [
+            make_request(prompt, embed=params, adapter=adapter) for prompt in check_prompts(prompts)
         ]
-        return vectors(self._run_all(wanted, show_progress))
+        if not requests:
+            return torch.empty(0, 0)
+        finished = self._run_all(requests, show_progress)
+        return torch.tensor([sample.embedding for sample, _ in finished], dtype=torch.float32)
 
     def score(
         self,
@@ -191,21 +195,21 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
         completions: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[tuple[float, ...]]:
-        """The logprobs of given completions under the weights in place.
+        """Return the logprobs of given completions under the current weights.
 
         Args:
             prompts: Token ids.
             completions: Token ids, at least one for each prompt.
-            sampling_params: One for all, or one for each. The temperature is that of the policy,
-                as docs/sampling.md says; penalties and logit_bias are left out.
+            sampling_params: One for all, or one for each. The temperature is the policy's, as in
+                docs/sampling.md; penalties and logit_bias are ignored.
 
         Returns:
             `[completion]`, float32, for each completion.
 
         Raises:
-            RequestError: A prompt or completion is refused, there are not as many completions as
-                prompts, one is empty, or both together are longer than max_model_len less one;
-                nothing was computed.
+            RequestError: A prompt or completion is refused, the numbers of prompts and completions
+                differ, a completion is empty, or prompt and completion are longer than
+                max_model_len - 1 together; nothing was computed.
         """
         prompts, completions = token_ids_to_score(prompts, completions)
         only_score = params_to_score(sampling_params, len(prompts))
@@ -219,32 +223,8 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
             for sample, completion in zip(scored, completions, strict=True)
         ]
 
-    def _run_all(self, wanted: Sequence[Wanted], show_progress: bool) -> list[Finished]:
-        """Queues all of these and steps until they have ended: their samples, in order."""
-        names: dict[str, None] = {}
-        finished: dict[str, list[Finished]] = {}
-        try:
-            for each in wanted:
-                name = self._requests.new_name()
-                names[name] = None
-                self._queue(name, None, each)
-            with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
-                bar = progress.add_task("Generating", total=len(names))
-                while len(finished) < len(names):
-                    for name, samples in self._advance():
-                        if name in names:
-                            finished[name] = samples
-                            progress.advance(bar)
-                        else:
-                            self._uncollected += samples
-        except BaseException:
-            for name in names:
-                self._abort(name)
-            raise
-        return [pair for name in names for pair in finished[name]]
-
     def default_sampling_params(self) -> SamplingParams:
-        """How the model's makers advise to sample; never applied unless you pass it on.
+        """Return the sampling parameters that the model recommends; never applied by default.
 
         Raises:
             ModelError: The model's generation_config.json can't be read or used.
@@ -263,61 +243,256 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
         adapter: str = "",
         prediction: Prompt | None = None,
     ) -> RequestId:
-        """Queues one request and returns its id, which its samples carry.
+        """Queue one request and return its id, which its samples carry.
 
         Args:
             prompt: Text, or token ids.
             sampling_params: The defaults when None.
-            num_samples: Samples of the prompt; its computation is shared.
-            request_id: Any text or integer that no unfinished request has; chosen when None.
+            num_samples: Samples of the prompt, which is computed once.
+            request_id: Text or an integer, of no unfinished request; generated when None.
             adapter: As in `generate`.
-            prediction: What is expected to come; as `predictions` in `generate`.
+            prediction: The expected completion; as `predictions` in `generate`.
 
         Raises:
-            RequestError: It is refused; its `code` and message say why.
+            RequestError: The request is refused; `code` and message give the reason.
         """
         if request_id is not None:
             self._requests.check_id(request_id)
         name = self._requests.new_name()
         request_id = name if request_id is None else request_id
-        wanted = Wanted(prompt, sampling_params, num_samples, None, adapter, prediction)
-        self._queue(name, request_id, wanted)
+        request = make_request(
+            prompt, sampling_params, num_samples, adapter=adapter, prediction=prediction
+        )
+        self._queue(name, request_id, request)
         return request_id
 
     def step(self) -> list[TrainingSample]:
-        """One scheduling and one forward pass; returns the samples of the requests it finished.
+        """Run one scheduling and one forward pass; return the samples of finished requests.
 
         Raises:
             WeightsError: Memory is released, or weights could not be put in place.
         """
         new = [pair for _, pairs in self._advance() for pair in pairs]
         earlier, self._uncollected = self._uncollected, []
-        return compare(self._reference, earlier + new)
+        return self._with_reference(earlier + new)
 
     def has_pending(self) -> bool:
-        """Whether any request is unfinished, or its samples are still to be collected."""
+        """Return whether a request is unfinished, or samples are still to be collected."""
         return bool(self._requests or self._uncollected)
 
     def abort(self, request_id: RequestId) -> list[TrainingSample]:
-        """Ends a request early.
+        """End a request early.
 
         Returns:
-            Its samples as far as they had come; those cut short have the finish_reason "abort".
-            Empty when none had begun, and for an id that is unknown or has ended.
+            Its samples so far; incomplete ones have the finish_reason "abort". Empty if none had
+            begun, and for an unknown id.
         """
         name = self._requests.name_of(request_id)
         return [] if name is None else self._abort(name)
 
-    # --- the rest -----------------------------------------------------------------------------
+    # --- weights and memory -------------------------------------------------------------------
+
+    def update_weights(
+        self,
+        state_dict: Mapping[str, Tensor] | WeightsSource,
+        blocking: bool = False,
+        *,
+        in_flight: InFlight = "keep",
+        version: int | None = None,
+        partial: bool = False,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """Replace the model's weights; tokens sampled from then on carry the next version.
+
+        A sequence that starts after the update never uses KV that older weights computed.
+
+        Args:
+            state_dict: All weights by parameter name, on any device and in any dtype. Or their
+                source (docs/weights.md), from which they are fetched before this returns.
+            blocking: Put in place before this returns; otherwise before the next step, and the
+                tensors must not change until then.
+            in_flight: How unfinished requests go on. keep: with their KV as it is. retract: they
+                compute their KV again with the new weights. abort: the next step ends them early.
+            version: The new version, above the current one; None for the next.
+            partial: Whether parameters that are missing in `state_dict` stay as they are.
+            timeout_s: Longest silence of a group that sends weights.
+
+        Raises:
+            WeightsError: The weights can't be fetched or read, are not finite or don't fit the
+                model, or another update is pending; weights and version are unchanged. Or, as
+                `weights_lost`, writing failed midway: nothing is generated before an update of all
+                weights. Without `blocking`, the next step raises errors of writing.
+        """
+        check_in_flight(in_flight)
+        weights = self._executor.weights
+        tensors = self._receive_weights(state_dict, version, timeout_s)
+        sync = weights.sync_blocking if blocking else weights.start_sync
+        try:
+            version = sync(tensors, version, partial=partial)
+        finally:
+            self._report_memory()
+        self._batching.change_weights(version, in_flight)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the current weights by parameter name, as `update_weights` takes them; not copies.
+
+        Raises:
+            WeightsError: They were released or lost, and not replaced.
+        """
+        if "weights" in self._executor.memory.lacks:
+            raise self._unable()
+        return self._executor.model.module.state_dict()
+
+    def get_weight_version(self) -> int:
+        """Return the version of the current weights; 0 for those loaded from the model's folder."""
+        return self._executor.weights.version
+
+    def join_weights_group(
+        self,
+        group: str,
+        address: str,
+        world_size: int,
+        *,
+        rank: int = 1,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Join a torch.distributed group to which a trainer broadcasts weights (`WeightsGroup`).
+
+        Args:
+            group: Its name; a group of the same name is left first.
+            address: host:port of the group's TCP store, which rank 0 runs.
+            world_size: Number of ranks, rank 0 included.
+            rank: This engine's rank, at least 1.
+            backend: "gloo", or "nccl" where trainer and engine have GPUs.
+            timeout_s: Longest wait for the other ranks.
+
+        Raises:
+            WeightsError: The arguments are invalid, or other ranks did not join in time.
+        """
+        wish = JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
+        weights = self._executor.weights
+        check_arguments(wish, weights.limits)
+        self._groups.join(wish, weights.device).result()
+
+    def leave_weights_group(self, group: str) -> None:
+        """Leave a group, if this engine is in it."""
+        self._groups.leave(group)
+
+    def release_memory(self, tags: Collection[MemoryTag] = MEMORY_TAGS) -> None:
+        """Release memory to the device, for a trainer that shares it.
+
+        Nothing is generated until all memory is resumed; unfinished requests compute their KV
+        again afterwards. The reference model keeps its memory.
+
+        Args:
+            tags: "kv_cache"; "weights", which are lost: nothing is generated before an update of
+                all weights. Default: both.
+
+        Raises:
+            WeightsError: A tag is unknown, or a weight update waits for the next step.
+        """
+        memory = self._executor.memory
+        memory.begin_release(tags)
+        self._report_memory()
+        if memory.pending:
+            self._uncollected += [pair for _, pairs in self._advance() for pair in pairs]
+
+    def resume_memory(self, tags: Collection[MemoryTag] = MEMORY_TAGS) -> None:
+        """Allocate released memory again.
+
+        Raises:
+            WeightsError: A tag is unknown; or there is not enough memory (`out_of_memory`), and
+                memory that could not be allocated is still released.
+        """
+        try:
+            self._executor.resume_memory(tags)
+        finally:
+            self._report_memory()
+
+    # --- adapters -----------------------------------------------------------------------------
+
+    def load_adapter(
+        self,
+        id: str,
+        source: str | PathLike[str] | Mapping[str, Tensor],
+        config: Mapping[str, Any] | None = None,
+        *,
+        in_flight: InFlight = "keep",
+        version: int | None = None,
+    ) -> int:
+        """Load a LoRA adapter, or replace the weights of a loaded one; requests name it by `id`.
+
+        Args:
+            id: 1 to 128 letters, digits and . _ : / @ + -.
+            source: A folder written by PEFT's `save_pretrained`; or the tensors, in the form of
+                `peft.get_peft_model_state_dict`, which are copied.
+            config: With tensors: the content of adapter_config.json, such as `r`, `lora_alpha`.
+            in_flight: How its unfinished requests go on. keep: with their KV as it is. retract:
+                they compute their KV again. abort: the next step ends them early.
+            version: The new version, above all former ones of this id; None for the next.
+
+        Returns:
+            Its version.
+
+        Raises:
+            AdapterError: It can't be served, or does not fit the model; nothing has changed.
+        """
+        check_in_flight(in_flight)
+        check_adapter_id(id, self.config.model_name)
+        executor = self._executor
+        version = next_version(id, version, self._adapter_versions.get(id, 0))
+        model, limits = executor.model, executor.adapters.limits
+        if isinstance(source, Mapping):
+            adapter = adapter_of(id, version, source, config or {}, model, limits)
+        else:
+            adapter = read_adapter(id, version, fspath(source), model, limits)
+        executor.adapters.stage(adapter)
+        # No step is running, so it can be switched at once.
+        executor.switch_adapter(id, version)
+        self._batching.change_adapter(id, version, in_flight)
+        self._adapter_versions[id] = version
+        self._admission.set_adapters(self.adapters())
+        return version
+
+    def unload_adapter(self, id: str, *, in_flight: InFlight = "keep") -> None:
+        """Unload an adapter.
+
+        Args:
+            id: Its id.
+            in_flight: "abort": the next step ends its unfinished requests early. Otherwise the
+                adapter can't be unloaded while it has any.
+
+        Raises:
+            AdapterError: `adapter_not_found`; or `adapter_in_use`: finish the requests first.
+        """
+        check_in_flight(in_flight)
+        if self._executor.adapters.get(id) is None:
+            raise AdapterError(f"no adapter {id!r:.80} is loaded", code="adapter_not_found")
+        if in_flight != "abort" and self._batching.adapters.in_use(id):
+            raise AdapterError(
+                f"requests in flight use the adapter {id!r}; step until they end, or unload it "
+                "with in_flight='abort'",
+                code="adapter_in_use",
+            )
+        self._executor.switch_adapter(id, 0)
+        self._batching.change_adapter(id, 0, in_flight)
+        self._admission.set_adapters(self.adapters())
+
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """Return the loaded adapters: id, version, folder, rank and size."""
+        return self._executor.adapters.told()
+
+    # --- cache and shutdown -------------------------------------------------------------------
 
     def flush_cache(self) -> None:
-        """Forgets all cached prefixes; sequences under way are not disturbed."""
+        """Drop all cached prefixes; running sequences are not affected."""
         self._batching.cache.flush()
 
     def shutdown(self) -> None:
-        """Gives the model's and the cache's memory back. A second call does nothing.
+        """Free the memory of model and cache. A second call does nothing.
 
-        The engine can't be used afterwards: what needs the model raises RuntimeError.
+        Afterwards, calls that need the model raise RuntimeError.
         """
         self._groups.close()
         if self._core is not None:
@@ -326,7 +501,7 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
         if self._reference is not None:
             self._reference.shutdown()
 
-    # --- inside -------------------------------------------------------------------------------
+    # --- internals ----------------------------------------------------------------------------
 
     @property
     def _executor(self) -> ExecutorCore:
@@ -334,9 +509,9 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
             raise RuntimeError("this engine was shut down; make another one")
         return self._core
 
-    def _queue(self, name: str, request_id: RequestId | None, wanted: Wanted) -> None:
-        request = make_request(name, wanted)
+    def _queue(self, name: str, request_id: RequestId | None, request: GenerateRequest) -> None:
         now = now_ns()
+        request = replace(request, request_id=name)
         new = self._admission.admit(RequestEntry(name, request), now, now)
         self._requests.add(name, Unfinished(new.token_ids, request.sampling, request_id))
         self._batching.add(
@@ -351,6 +526,30 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
             )
         )
 
+    def _run_all(self, requests: Sequence[GenerateRequest], show_progress: bool) -> list[Finished]:
+        """Queue the requests and step until all have ended; return their samples in order."""
+        names: dict[str, None] = {}
+        finished: dict[str, list[Finished]] = {}
+        try:
+            for request in requests:
+                name = self._requests.new_name()
+                names[name] = None
+                self._queue(name, None, request)
+            with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
+                bar = progress.add_task("Generating", total=len(names))
+                while len(finished) < len(names):
+                    for name, samples in self._advance():
+                        if name in names:
+                            finished[name] = samples
+                            progress.advance(bar)
+                        else:
+                            self._uncollected += samples
+        except BaseException:
+            for name in names:
+                self._abort(name)
+            raise
+        return [pair for name in names for pair in finished[name]]
+
     def _abort(self, name: str) -> list[TrainingSample]:
         if name not in self._requests:
             return []
@@ -360,7 +559,7 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
         if not ended:
             self._requests.pop(name)
             return []
-        return compare(self._reference, self._finished(ended[0].completion)[1])
+        return self._with_reference(self._finished(ended[0].completion)[1])
 
     def _advance(self) -> list[tuple[str, list[Finished]]]:
         executor = self._executor
@@ -374,25 +573,25 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
         try:
             result = executor.execute(plan)
         except ModelError:
-            # The weights are broken, and so may be all KV that they made.
+            # The weights are broken, and so may be all KV that they computed.
             executor.clear()
             self._batching.retract()
             self._batching.cache.flush()
-            self._tell_memory()
+            self._report_memory()
             raise
         except BaseException:
-            # Interrupted, perhaps: the requests wait again, and the next step goes on with them.
+            # Perhaps an interrupt: the requests are queued again for the next step.
             executor.reset()
             self._batching.retract()
             if version := executor.weights.pending_version:
                 self._batching.change_weights(version, "keep")
-            self._tell_memory()
+            self._report_memory()
             raise
         self._batching.absorb(result)
-        self._batching.take_report()  # there is no fairness stage that would want to know
+        self._batching.take_report()  # for fairness, which is absent here
         deliveries = self._streaming.absorb(result, now_ns())
         self._batching.stop(deliveries.halts)
-        # An aborted request ends once more when its cancellation comes back from the executor.
+        # An aborted request ends a second time when the executor returns its cancellation.
         finished = [
             self._finished(ended.completion)
             for ended in deliveries.ended
@@ -409,7 +608,68 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
         samples = [make_sample(request, completion, sample) for sample in completion.samples]
         return name, [(sample, request.params) for sample in samples]
 
+    def _with_reference(self, finished: list[Finished]) -> list[TrainingSample]:
+        """Return the samples, with the logprobs of the reference model if there is one."""
+        begun = [pair for pair in finished if pair[0].completion_tokens]
+        if self._reference is None or not begun:
+            return [sample for sample, _ in finished]
+        scores = self._reference.score(
+            [sample.prompt_tokens for sample, _ in begun],
+            [sample.completion_tokens for sample, _ in begun],
+            [params for _, params in begun],
+        )
+        by_sample = {id(sample): score for (sample, _), score in zip(begun, scores, strict=True)}
+        return [
+            replace(sample, ref_logprobs=by_sample.get(id(sample), ())) for sample, _ in finished
+        ]
+
+    def _receive_weights(
+        self,
+        source: Mapping[str, Tensor] | WeightsSource,
+        version: int | None,
+        timeout_s: float,
+    ) -> dict[str, Tensor]:
+        """Return new weights, checked to be finite, in the model's dtypes and by its names.
+
+        Blocks until they have come.
+        """
+        if not isinstance(source, Mapping | WeightsSource):
+            raise WeightsError(
+                f"new weights are a state dict, FolderWeights(path), SharedWeights(...).source or "
+                f"WeightsGroup(...).broadcast(...).source, not {type(source).__name__}"
+            )
+        weights = self._executor.weights
+        try:
+            weights.check_version(version)
+        except WeightsError:
+            if isinstance(source, GroupWeights):
+                # Otherwise the next update would receive these.
+                self._groups.skip(source.group)
+            raise
+        if isinstance(source, Mapping):
+            tensors = source
+        else:
+            check_arguments(UpdateWeights(source, timeout_s=timeout_s), weights.limits)
+            tensors = fetch(source, self._groups, timeout_s, weights.limits)
+        return weights.prepare(tensors, checkpoint=isinstance(source, FolderWeights))
+
+    def _report_memory(self) -> None:
+        """Report to batching the memory that is missing, and that waits to be released."""
+        memory = self._executor.memory
+        self._batching.change_memory(memory.lacks, tuple(memory.pending))
+
+    def _unable(self) -> WeightsError:
+        """Return the error of a call for which weights or KV cache are missing."""
+        if lost := self._executor.weights.lost:
+            return weights_lost(lost)
+        return WeightsError(
+            f"nothing can be generated: memory was released ({', '.join(self._batching.lacks)}); "
+            "call resume_memory, and after the weights were released update_weights with all of "
+            "them",
+            code="memory_released",
+        )
+
 
 if TYPE_CHECKING:
-    # So that mypy holds the engine against the contract.
-    _fulfils: type[RolloutEngine] = InferenceEngine
+    # mypy checks here that the engine fulfils the contract.
+    _engine: type[RolloutEngine] = InferenceEngine

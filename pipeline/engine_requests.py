@@ -1,52 +1,24 @@
-"""The requests of an engine that have not ended, under two names each."""
+"""Requests of `InferenceEngine`: what callers pass, what admission takes, and the samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
-from msgspec.structs import replace
 
 from ..bus.public import Completion, CompletionSample, EmbedParams, GenerateRequest
-from ..config import RequestError, SamplingParams, WeightsError
-from ..config.quoting import shown
+from ..config import RequestError, SamplingParams, shown
 from .prompts import ArgumentError, prompt_of, token_ids_of, whole_number
 from .rollouts import Prompt, RequestId, TrainingSample
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Params = TypeVar("Params", SamplingParams, EmbedParams)
 
 Finished = tuple[TrainingSample, SamplingParams]
-"""A sample, and how it was asked for."""
-
-
-class Wanted(NamedTuple):
-    """What a caller asks for: samples of a prompt, or with `embed` its vector."""
-
-    prompt: Prompt
-    params: SamplingParams | None
-    num_samples: int = 1
-    embed: EmbedParams | None = None
-    adapter: str = ""
-    prediction: Prompt | None = None
-
-
-class Scorer(Protocol):
-    """What a reference model is to an engine; its `score` says the rest."""
-
-    def score(
-        self,
-        prompts: Sequence[Sequence[int]],
-        completions: Sequence[Sequence[int]],
-        sampling_params: Sequence[SamplingParams],
-    ) -> list[tuple[float, ...]]: ...
+"""A sample and the parameters of its request."""
 
 
 class Unfinished(NamedTuple):
-    """A request that waits or is under way; `request_id` is what its samples carry."""
+    """An unfinished request; its samples carry `request_id`."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -54,9 +26,9 @@ class Unfinished(NamedTuple):
 
 
 class UnfinishedRequests:
-    """Knows them by the engine's own names, which count up, and by the ids that callers know.
+    """Unfinished requests by the engine's own names, and the names by the callers' ids.
 
-    Seeds are made of names, so which ids a caller chooses has no influence on them.
+    Names count up, and seeds are made of names: callers' ids have no influence on sampling.
     """
 
     def __init__(self) -> None:
@@ -71,23 +43,19 @@ class UnfinishedRequests:
         return bool(self._by_name)
 
     def new_name(self) -> str:
-        """A name that is nobody's id, so that it can serve as one, too."""
+        """Return a name that is not in use as an id, so that it can serve as one."""
         self._last += 1
         while (name := f"engine-{self._last}") in self._names:
             self._last += 1
         return name
 
     def name_of(self, request_id: RequestId) -> str | None:
-        """The name of an unfinished request."""
+        """Return the name of an unfinished request."""
         return self._names.get(request_id)
 
     def check_id(self, request_id: RequestId) -> None:
-        """Whether a request may have this id.
-
-        Raises:
-            RequestError: It is no text and no integer, or an unfinished request has it.
-        """
-        # Python takes True for 1.
+        """Raise RequestError for an id of another type, or of an unfinished request."""
+        # bool is a subclass of int.
         if isinstance(request_id, bool) or not isinstance(request_id, str | int):
             raise RequestError(
                 f"a request_id is text or an integer, not {type(request_id).__name__}",
@@ -100,57 +68,63 @@ class UnfinishedRequests:
             )
 
     def add(self, name: str, request: Unfinished) -> None:
-        """A request has been let in."""
+        """Add an admitted request."""
         self._by_name[name] = request
         if request.request_id is not None:
             self._names[request.request_id] = name
 
     def pop(self, name: str) -> Unfinished:
-        """A request has ended; its id is free again."""
+        """Remove a finished request; its id is free again."""
         request = self._by_name.pop(name)
         if request.request_id is not None:
             del self._names[request.request_id]
         return request
 
 
-def make_request(name: str, wanted: Wanted) -> GenerateRequest:
-    """What admission is given.
+def make_request(
+    prompt: Prompt,
+    params: SamplingParams | None = None,
+    num_samples: int = 1,
+    *,
+    embed: EmbedParams | None = None,
+    adapter: str = "",
+    prediction: Prompt | None = None,
+) -> GenerateRequest:
+    """Return the request for samples of a prompt, or with `embed` for its vector.
 
     Raises:
-        RequestError: The prompt is none, or a parameter is of the wrong type.
+        RequestError: An argument is of the wrong type.
     """
-    prompt = prompt_of(wanted.prompt)
-    if not isinstance(wanted.adapter, str):
+    prompt = prompt_of(prompt)
+    if not isinstance(adapter, str):
         raise ArgumentError(
-            f"adapter is {shown(wanted.adapter)}; it must be the id of a loaded adapter, or ''",
+            f"adapter is {shown(adapter)}; it must be the id of a loaded adapter, or ''",
             code="unknown_model",
         )
     try:
-        # A struct built with values of the wrong type is only found out here.
-        params = _checked(wanted.params or SamplingParams(), SamplingParams)
-        embed = None if wanted.embed is None else _checked(wanted.embed, EmbedParams)
+        sampling = _checked(params or SamplingParams(), SamplingParams)
+        embed = None if embed is None else _checked(embed, EmbedParams)
     except (msgspec.ValidationError, TypeError) as error:
-        what = "sampling_params" if wanted.embed is None else "parameters"
-        raise RequestError(f"bad {what}: {error}") from None
-    prediction = wanted.prediction
+        name = "sampling_params" if embed is None else "parameters"
+        raise RequestError(f"bad {name}: {error}") from None
     if prediction is not None and not isinstance(prediction, str):
         rule, code = "a prediction is text or token ids", "invalid_prediction"
         prediction = token_ids_of(prediction, rule, code, code)
     return GenerateRequest(
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=None if isinstance(prompt, str) else prompt,
-        sampling=params,
-        n=whole_number(wanted.num_samples, "the number of samples", "invalid_n"),
+        sampling=sampling,
+        n=whole_number(num_samples, "the number of samples", "invalid_n"),
         stream=False,
-        request_id=name,
-        model=wanted.adapter,
+        model=adapter,
         embed=embed,
         prediction=prediction,
     )
 
 
 def _checked(params: Params, kind: type[Params]) -> Params:
-    # Else bytes would become text, in base64.
+    """Check the types of fields, which a struct's constructor does not."""
+    # Without builtin_types bytes would become base64 text.
     plain = msgspec.to_builtins(params, builtin_types=(bytes, bytearray, memoryview))
     return msgspec.convert(plain, kind)
 
@@ -158,7 +132,7 @@ def _checked(params: Params, kind: type[Params]) -> Params:
 def make_sample(
     request: Unfinished, completion: Completion, sample: CompletionSample
 ) -> TrainingSample:
-    """One of a request's samples, as trainers get it."""
+    """Return one sample of a finished request."""
     return TrainingSample(
         prompt_tokens=request.prompt,
         completion_tokens=sample.token_ids,
@@ -175,39 +149,4 @@ def make_sample(
         embedding=sample.embedding,
         num_draft_tokens=sample.num_draft_tokens,
         num_accepted_draft_tokens=sample.num_accepted_draft_tokens,
-    )
-
-
-def vectors(finished: Sequence[Finished]) -> Tensor:
-    """The vectors of prompts, `[prompts, dimensions]` float32."""
-    import torch
-
-    if not finished:
-        return torch.empty(0, 0)
-    return torch.tensor([sample.embedding for sample, _ in finished], dtype=torch.float32)
-
-
-def compare(reference: Scorer | None, finished: list[Finished]) -> list[TrainingSample]:
-    """Adds what the reference model says of samples, if there is one."""
-    begun = [pair for pair in finished if pair[0].completion_tokens]
-    if reference is None or not begun:
-        return [sample for sample, _ in finished]
-    scores = reference.score(
-        [sample.prompt_tokens for sample, _ in begun],
-        [sample.completion_tokens for sample, _ in begun],
-        [params for _, params in begun],
-    )
-    scores_by_id = {id(sample): score for (sample, _), score in zip(begun, scores, strict=True)}
-    return [
-        replace(sample, ref_logprobs=scores_by_id.get(id(sample), ())) for sample, _ in finished
-    ]
-
-
-def memory_released(lacks: Sequence[str]) -> WeightsError:
-    """What an engine says that has no memory to run in. `lacks`: what was released."""
-    return WeightsError(
-        f"nothing can be generated: memory was released ({', '.join(lacks)}); "
-        "call resume_memory, and after the weights were released update_weights with all of "
-        "them",
-        code="memory_released",
     )

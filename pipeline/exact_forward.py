@@ -1,9 +1,9 @@
-"""A trainer's forward pass that gives the very logprobs that a deterministic engine reported.
+"""A trainer's forward pass with exactly the logprobs of a deterministic engine.
 
-The trainer's model is Transformers' own code, as the engine's is. What makes the two differ are the
-shapes: the engine computes a token alone, beside strangers, from cached keys and values, and the
-trainer whole sequences at once. In deterministic mode (docs/determinism.md) the engine's results
-don't depend on shapes, so a trainer that keeps to the same arithmetic gets the same bits.
+Trainer and engine run the same code of Transformers, with different shapes: the engine computes
+single tokens of a batch from cached keys and values, the trainer whole sequences. In deterministic
+mode (docs/determinism.md) the engine's results don't depend on shapes, so a trainer with the same
+arithmetic gets the same bits.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ IMPLEMENTATION = "nano_exact"
 """The name for `attn_implementation`."""
 
 _BLOCK_SIZE = 64
-"""Positions per block of the scratch cache. The bits don't depend on it."""
+"""Positions per block of the scratch cache, without effect on the bits."""
 
 
 class ExactForward:
-    """Logprobs of whole sequences, the bits of a deterministic engine, with gradients (CPU).
+    """Logprobs of whole sequences with the bits of a deterministic engine, and gradients (CPU).
 
     ```python
     exact = ExactForward(model)  # the trainer's; EngineConfig(deterministic=True) for the engine
@@ -48,12 +48,12 @@ class ExactForward:
     (-logprobs[-len(sample.completion_tokens):].sum()).backward()
     ```
 
-    Forward, the bits are the engine's where weights, dtype, number of threads and machine are the
-    same, of requests without penalties, bias and `min_tokens`. Backward is torch's own through the
-    model's own code, which runs again where the kernels ran forward; attention's gradient is that
-    of `scaled_dot_product_attention` on the same inputs. All of it is right within rounding.
+    The forward pass has the engine's bits for the same weights, dtype, number of threads and
+    machine, and requests without penalties, bias and `min_tokens`. The backward pass is torch's,
+    through the model's own code, which runs again where kernels ran forward; attention's gradient
+    is that of `scaled_dot_product_attention` on the same inputs. It is exact within rounding.
 
-    While it is in use the model can only be called through it, since its attention is replaced.
+    The model can only be called through this object, since its attention is replaced.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class ExactForward:
         max_model_len: int = 1 << 20,
         kernels: Literal["auto", "off"] = "auto",
     ) -> None:
-        """Puts its attention into the model, and sets it to eval mode: dropout can't be exact.
+        """Replace the model's attention, and set eval mode, since dropout can't be exact.
 
         Args:
             module: A Transformers causal language model, on CPU.
-            max_model_len: Longer sequences are refused; the model's own limit applies too.
-            kernels: As the engine's `kernels`, which decides about the bits.
+            max_model_len: The longest sequence; the model's own limit applies, too.
+            kernels: As the engine's `kernels`, which the bits depend on.
 
         Raises:
-            ModelError: A model of this kind can't be run like this.
+            ModelError: The model's architecture is not supported.
         """
         self._model = wrap_model(module, max_model_len)
         require_cpu(self._model.device)
@@ -93,18 +93,17 @@ class ExactForward:
     def logprobs(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> tuple[Tensor, ...]:
-        """The logprobs of each sequence's tokens but the first, given those before them.
+        """Return the logprobs of each sequence's tokens after the first.
 
         Args:
-            sequences: Token ids, at least two each; they don't see one another.
-            temperature: Logits are divided by it, as in sampling; 0 counts as 1.
+            sequences: Token ids, at least two each; sequences don't attend to one another.
+            temperature: Divisor of the logits, as in sampling; 0 counts as 1.
 
         Returns:
             `[len(sequence) - 1]` float32 for each sequence.
 
         Raises:
-            RequestError: A sequence is too short or too long, or holds what is no token id of the
-                model.
+            RequestError: A sequence is too short or too long, or has an invalid token id.
         """
         sequences = [self._checked(sequence) for sequence in check_prompts(sequences)]
         counts = np.array([len(sequence) - 1 for sequence in sequences])
@@ -149,7 +148,7 @@ class ExactForward:
         return ids
 
     def _rows(self, counts: np.ndarray[Any, np.dtype[np.int64]]) -> Rows:
-        """One row per sequence, each with blocks of its own in a cache that is large enough."""
+        """Return one row per sequence, each with its own blocks in a cache that is large enough."""
         blocks = -(-counts // _BLOCK_SIZE)
         ends = np.cumsum(blocks)
         if ends[-1] > self._cache.num_blocks:
@@ -181,11 +180,11 @@ def exact_attention(
         query: `[1, heads, tokens, dim]`.
         key: `[1, kv_heads, tokens, dim]`.
         value: `[1, kv_heads, tokens, value_dim]`.
-        attention_mask: Ignored; the batch says what may be seen.
-        attention_backend: Computes it forward; None to have it within rounding, with gradients.
-        attention_batch: The sequences, as it prepared them.
+        attention_mask: Ignored, since the batch holds the masks.
+        attention_backend: Computes the forward pass; None for torch, exact within rounding.
+        attention_batch: The sequences, as prepared by the back end.
         kv_cache: Scratch memory.
-        sequence_lengths: The sequences' tokens.
+        sequence_lengths: Tokens of each sequence.
         scaling: Factor of the scores; 1/sqrt(dim) when None.
         sliding_window: The layer's window, None for full attention.
 
@@ -216,7 +215,7 @@ def _logprobs(
 
 
 class _Logprobs(torch.autograd.Function):
-    """Forward with the kernel that the engine takes, backward with torch."""
+    """Forward with the engine's kernel, backward with torch."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, temperatures: Tensor, targets: Tensor) -> Tensor:
@@ -261,7 +260,7 @@ class _Attention(torch.autograd.Function):
 def _attend_each(
     query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], options: AttentionOptions
 ) -> Tensor:
-    """Sequences side by side, as `exact_attention` takes and gives them."""
+    """Attention of concatenated sequences, in the shapes of `exact_attention`."""
     queries, keys, values = (
         torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)
     )
@@ -270,7 +269,7 @@ def _attend_each(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """One sequence, `[1, heads, tokens, dim]` each."""
+    """Attention of one sequence; each tensor is `[1, heads, tokens, dim]`."""
     scale, window, *_ = options
     mask = None
     if window is not None and window < query.shape[2]:

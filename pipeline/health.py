@@ -1,4 +1,4 @@
-"""What the reports of the stages add up to: which lanes work, and why the others do not."""
+"""The health of lanes, from the reports of their stages: which serve, and why others do not."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from ..bus.links import MODEL_MANAGER
-from ..config import REPLICATED, STAGES, all_roles, role_of, split_role
+from ..config import STAGES, all_roles, role_of, split_role
 from ..store.board import StageReport
 
 LATE_S = 5.0
-"""A process reports every second. One that is later than this is very busy or has been killed; it
-may still be heard of again."""
+"""Age from which a report counts as late: processes report every second. A late process is busy or
+has been killed; it may report again."""
 
 
 class LaneHealth(msgspec.Struct, frozen=True):
-    """One lane.
+    """The health of one lane.
 
     Attributes:
         lane: Its name.
-        epoch: The newest that one of its stages has heard of.
-        reason: Why it serves no requests; "" when it does. One replica is enough for that.
-        stages: For each role the report of the process that was heard of last.
-        rivals: Stages that more than one process runs, while there shall be one of each.
-        model: Which model it serves, in a deployment of several.
+        epoch: The newest epoch that one of its stages reports.
+        reason: Why it serves no requests; "" if it does. One working replica is enough.
+        stages: For each role the report of the process that reported last.
+        rivals: Stages that more than one process runs, where there must be one.
+        model: Its model, in a deployment of several.
     """
 
     lane: str
@@ -41,16 +41,44 @@ class LaneHealth(msgspec.Struct, frozen=True):
 
 
 def lanes_of(reports: Iterable[StageReport]) -> list[LaneHealth]:
-    """The lanes in the order of their models and names."""
+    """Return the lanes in the order of their models and names."""
     by_lane: dict[tuple[str, str], list[StageReport]] = {}
     for report in reports:
-        if report.stage != MODEL_MANAGER:  # which is of no lane
+        if report.stage != MODEL_MANAGER:  # it belongs to no lane
             by_lane.setdefault((report.model, report.lane), []).append(report)
     return [_lane(*lane, by_lane[lane]) for lane in sorted(by_lane)]
 
 
+def reason_of(
+    states: Mapping[str, str], lanes: Sequence[LaneHealth], *, weights: bool = False
+) -> str:
+    """Return why no request would be served, in one sentence; "" if some lane works.
+
+    Args:
+        states: The states of several models; empty for a single model.
+        lanes: The lanes of all models.
+        weights: Whether missing weights or memory are a reason, too.
+    """
+
+    def reason(lanes: Sequence[LaneHealth]) -> str:
+        return verdict(lanes) or (weights_trouble(lanes) if weights else "")
+
+    if not states:
+        return reason(lanes)
+    reasons: list[str] = []
+    for model, state in states.items():
+        serving = state in ("ready", "draining")
+        why = (
+            reason([each for each in lanes if each.model == model]) if serving else f"it is {state}"
+        )
+        if not why:
+            return ""
+        reasons.append(f"model {model}: {why}")
+    return "; ".join(reasons)
+
+
 def verdict(lanes: Sequence[LaneHealth]) -> str:
-    """Why no request would be served, in one sentence; "" when some lane works."""
+    """Return why no lane of a model serves requests, in one sentence; "" if some lane works."""
     if not lanes:
         return "no stage is running; start a pipeline with `nano-inference up`"
     if any(lane.ready for lane in lanes):
@@ -61,29 +89,29 @@ def verdict(lanes: Sequence[LaneHealth]) -> str:
 
 
 def weights_trouble(lanes: Sequence[LaneHealth]) -> str:
-    """What weights or memory the ready lanes lack, in one sentence; "" if one lacks nothing.
+    """Return which weights or memory all ready lanes lack; "" if one lane lacks none.
 
-    While all lack some, requests wait, or are answered under other weights than were sent.
+    While all lack some, requests wait, or are answered with older weights.
     """
-    reasons = [(lane.lane, _lacks(lane)) for lane in lanes if lane.ready]
+    reasons = [(lane.lane, _missing(lane)) for lane in lanes if lane.ready]
     if not all(reason for _, reason in reasons):
         return ""
     return "; ".join(f"lane {name}: {why}" if len(reasons) > 1 else why for name, why in reasons)
 
 
 def living_first(reports: Iterable[StageReport]) -> list[StageReport]:
-    """By age, the youngest first; those of processes that have ended come last."""
+    """Sort reports by age, the youngest first; reports of ended processes come last."""
     return sorted(reports, key=lambda report: (report.process_state == "gone", report.age_s))
 
 
 def problem_of(report: StageReport, epoch: int) -> str:
-    """Why a stage does not take part in the lane's current epoch; "" when it does."""
+    """Return why a stage does not take part in the lane's current epoch; "" if it does."""
     if report.process_state == "gone":
         return f"{report.stage} has ended (process {report.pid})"
     if report.process_state == "stopped":
         return f"{report.stage} is stopped; continue it with `kill -CONT {report.pid}`"
     if report.age_s > LATE_S:
-        return f"{report.stage} was last heard of {report.age_s:.0f} s ago"
+        return f"{report.stage} reported last {report.age_s:.0f} s ago"
     if report.state != "ready":
         return f"{report.stage} is {report.state}: {report.reason}"
     if report.epoch != epoch:
@@ -97,23 +125,29 @@ def _lane(model: str, lane: str, reports: Sequence[StageReport]) -> LaneHealth:
     for report in living_first(reports):
         youngest = stages.setdefault(report.stage, report)
         ended = report.process_state == "gone"
-        # What was told within the same moments can't be a process and its successor.
+        # Reports less than 1.5 s apart can't be of a process and its successor.
         if youngest is not report and not ended and report.age_s - youngest.age_s < 1.5:
             rivals.add(report.stage)
     epoch = max(report.epoch for report in reports)
-    by_replica: dict[int, list[str]] = {}
-    for replica in replicas_of(stages):
-        by_replica[replica] = [role_of(stage, replica) for stage in REPLICATED]
-    front = [stage for stage in STAGES if stage not in REPLICATED]
-    reasons = [_reason([*front, *roles], stages, epoch) for roles in by_replica.values()]
-    reason = "" if "" in reasons else reasons[0]
-    order = all_roles(1 + max(by_replica))
+    replicas = replicas_of(stages)
+    reasons = [_reason(replica, stages, epoch) for replica in replicas]
+    order = all_roles(1 + max(replicas))
     ordered: dict[str, StageReport] = {role: stages[role] for role in order if role in stages}
+    reason = "" if "" in reasons else reasons[0]
     return LaneHealth(lane, epoch, reason, ordered, tuple(sorted(rivals)), model)
 
 
-def _lacks(lane: LaneHealth) -> str:
-    """What one of its executors lacks; "" when none lacks anything."""
+def _reason(replica: int, stages: Mapping[str, StageReport], epoch: int) -> str:
+    """Return why the stages and this replica do not work together; "" if they do."""
+    roles = [role_of(stage, replica) for stage in STAGES]
+    missing = [role for role in roles if role not in stages]
+    if missing:
+        return f"no process runs {', '.join(missing)}"
+    return next(filter(None, (problem_of(stages[role], epoch) for role in roles)), "")
+
+
+def _missing(lane: LaneHealth) -> str:
+    """Return the weights or memory that one of the executors lacks; "" if none lacks any."""
     for role, report in lane.stages.items():
         if lost := report.load.get("weights_lost"):
             return (
@@ -127,21 +161,12 @@ def _lacks(lane: LaneHealth) -> str:
             )
         if behind := report.load.get("behind_version"):
             return (
-                f"{role} was started anew and serves the weights of model_path, not version "
+                f"{role} has restarted and serves the weights of model_path, not version "
                 f"{behind}; send all weights"
             )
     return ""
 
 
 def replicas_of(roles: Iterable[str]) -> list[int]:
-    """Which replicas these roles are of; 0 is always among them."""
+    """Return the replicas of these roles; 0 is always among them."""
     return sorted({0, *(split_role(role)[1] for role in roles)})
-
-
-def _reason(roles: Sequence[str], stages: Mapping[str, StageReport], epoch: int) -> str:
-    """Why these do not work together; "" when they do."""
-    ordered = sorted(roles, key=lambda role: STAGES.index(split_role(role)[0]))
-    missing = [role for role in ordered if role not in stages]
-    if missing:
-        return f"no process runs {', '.join(missing)}"
-    return next(filter(None, (problem_of(stages[role], epoch) for role in ordered)), "")

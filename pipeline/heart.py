@@ -1,4 +1,4 @@
-"""The heartbeat of a process: about once a second it tells how its stages are."""
+"""The heartbeat of a process: it reports its stages about once a second."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..store.process_state import identity_of
 from ..telemetry import Metrics, instruments, names
 
 BEAT_S = 1.0
-# For the last word of a process that leaves.
+# Longest wait for the last report of a process that leaves.
 _LAST_WORD_S = 1.0
 
 
 class Heart:
-    """Tells the board of the bus, in one write for all stages of the process; and the metrics."""
+    """Reports all stages of the process to the bus's board, in one write, and to the metrics."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Heart:
         actors: Mapping[str, Actor],
         metrics: Metrics | None = None,
     ) -> None:
-        """`actors`: the stage objects as they are now, which may change."""
+        """`actors`: the current stage objects by role; a restart replaces one."""
         self._config = config
         self._roles = roles_here(config.pipeline)
         self._bus = bus
@@ -43,19 +43,19 @@ class Heart:
         self._host = socket.gethostname()
         self._process = identity_of(os.getpid())
         self._early = anyio.Event()
-        # What each stage was last seen in, and since when.
+        # The last incarnation and state of each stage, and their begin.
         self._seen: dict[str, tuple[tuple[str, str], float]] = {}
 
     def reports(self) -> list[StageReport]:
-        """How the stages of this process are now."""
+        """Return the current reports of this process's stages."""
         return [self._report(role) for role in self._roles]
 
     def beat_soon(self) -> None:
-        """Something has changed that others wait for."""
+        """Report at once, since a state has changed that others wait for."""
         self._early.set()
 
     async def beat_forever(self) -> None:
-        """Tells, about once a second. While the bus is away nobody can be told."""
+        """Report about once a second; skip reports while the bus is away."""
         log = get_logger()
         while True:
             try:
@@ -81,12 +81,12 @@ class Heart:
                 await actor.measure()
 
     def _begun(self) -> int | None:
-        """How many of the lane's requests have begun; None where that is not known here."""
+        """Return how many of the lane's requests have begun; None if unknown in this process."""
         numbers = (actor.begun() for actor in self._actors.values() if actor.holds_all)
         return next((begun for begun in numbers if begun is not None), None)
 
     async def last_word(self) -> None:
-        """The stages of this process have left."""
+        """Report that the stages of this process have left."""
         gone = [self._report(role, ("gone", "")) for role in self._roles]
         try:
             with anyio.move_on_after(_LAST_WORD_S):

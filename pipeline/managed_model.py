@@ -1,21 +1,22 @@
-"""One model of a deployment: its lane, its record, and the requests that wait for it."""
+"""One model of a deployment: its lane, its record, and its waiting requests."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import anyio
 import anyio.to_thread
-import msgspec
+from msgspec.structs import replace
 
 from ..bus import Bus, RequestEntry
 from ..bus.control import Drain
 from ..bus.links import CONTROL
-from ..bus.public import Completion, ErrorInfo, Timings
+from ..bus.public import Completion, ErrorInfo
 from ..config import (
     BusError,
     ChannelClosed,
@@ -26,75 +27,83 @@ from ..config import (
     shown,
 )
 from ..config.logger import get_logger
-from ..stages.admission.checks import request_id_of
-from ..store.registry import NOT_FOUND, NOT_LOADED, ModelRecord, ModelState
+from ..store.registry import NOT_LOADED, ModelRecord, ModelState
 from ..telemetry import Metrics, instruments, names, now_ns
-from .client_adapters import adapters_of
+from .deployment import terminal_message
 from .health import lanes_of, verdict
 from .model_memory import memory_of
-
-if TYPE_CHECKING:
-    from .model_manager import ModelRunner
+from .models import adapters_of
 
 _POLL_S = 0.05
 _RETRY_S = 1.0
-# A change of memory below this share is not worth telling.
+# Smaller changes of memory are not written to the record.
 _NOTABLE = 0.02
-# For what is in flight to end with an error, once its time is over.
+# Time for requests to end with an error after their time limit.
 _GRACE_S = 5.0
-# What nobody has set a limit to may take; a control message has to have one.
+# The limit of a drain without a limit; a control message must have one.
 _ANY_TIME_S = 7 * 86_400.0
-# For the last word of a deployment that stops, while the bus may be away.
+# Longest wait for the last record of a deployment that stops, while the bus may be away.
 _LAST_WORD_S = 2.0
 
 
+class ModelRunner(Protocol):
+    """Runs the lane of one model."""
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Its current processes."""
+
+    async def run(self) -> None:
+        """Run the lane until it is stopped.
+
+        Raises:
+            NanoInferenceError: It can't go on.
+        """
+
+    async def stop(self, *, drain: bool = False) -> None:
+        """End the lane and wait for it; `drain`: requests in flight finish first."""
+
+
+@dataclass(eq=False)
 class Job:
-    """What is being done with a model, by one task; others wait for its end.
+    """One change of a model's state, made by one task; others wait for `done`.
 
     Attributes:
-        kind: What it does.
-        done: Set at the end.
-        error: Why it did not succeed.
-        remove: Of an unload: whether the model shall be none of the deployment afterwards.
+        kind: The change.
+        remove: Of an unload: whether to remove the model from the deployment.
+        error: Why it failed.
+        ends_at: Its time limit, by the monotonic clock.
     """
 
-    def __init__(
-        self,
-        kind: Literal["load", "unload", "fail"],
-        timeout_s: float | None = None,
-        *,
-        remove: bool = False,
-    ) -> None:
-        self.kind = kind
-        self.done = anyio.Event()
-        self.error: ModelError | None = None
-        self.remove = remove
-        self._ends_at = float("inf")
-        self.hurry(timeout_s)
+    kind: Literal["load", "unload", "fail"]
+    remove: bool = False
+    error: ModelError | None = None
+    ends_at: float = float("inf")
+    done: anyio.Event = field(default_factory=anyio.Event)
 
     def hurry(self, timeout_s: float | None) -> None:
-        """From now on it may take so long at most."""
+        """Limit the remaining time."""
         if timeout_s is not None:
-            self._ends_at = min(self._ends_at, time.monotonic() + timeout_s)
+            self.ends_at = min(self.ends_at, time.monotonic() + timeout_s)
 
     @property
     def left_s(self) -> float:
-        """Seconds until its time is over."""
-        return max(0.0, self._ends_at - time.monotonic())
+        """The remaining seconds."""
+        return max(0.0, self.ends_at - time.monotonic())
 
 
 class ManagedModel:
-    """What the manager holds of a model. One task at a time changes its state: that of its `job`.
+    """The manager's state of a model. Only the task of its `job` changes the model's state.
 
     Attributes:
         config: The settings of its processes.
-        added: Whether it came while the deployment ran.
-        was_ready: Whether it has ever been.
-        record: What stands in the registry.
-        job: What is being done with it.
-        last_request_ms: When it was last asked for something, by the bus's clock.
-        reserved_bytes: Memory that is kept for it while it loads.
-        largest_bytes: The most that it takes, once KV is in use; 0 before it was loaded.
+        added: Whether it was added while the deployment ran.
+        was_ready: Whether it has ever been ready.
+        record: Its record in the registry.
+        job: The change in progress.
+        last_request_ms: Time of its last request, by the bus's clock.
+        reserved_bytes: Memory reserved for it while it loads.
+        largest_bytes: Its memory once all KV is in use; 0 before it was loaded.
     """
 
     def __init__(
@@ -110,11 +119,11 @@ class ManagedModel:
 
         Args:
             config: The settings of its processes.
-            spec: What was said of it.
-            bus: The deployment's.
-            make: Makes what runs its lane.
-            on_end: Told when a lane has ended by itself, and why.
-            metrics: Of this process.
+            spec: Its settings in the deployment.
+            bus: The deployment's bus.
+            make: Makes the runner of its lane.
+            on_end: Called with the reason when a lane has ended by itself.
+            metrics: The metrics of this process.
         """
         self.config = config
         self.added = False
@@ -129,7 +138,7 @@ class ManagedModel:
         self._on_end = on_end
         self._runner: ModelRunner | None = None
         self._task: asyncio.Task[None] | None = None
-        # Set when the lane has ended by itself, and why.
+        # Set when the lane has ended by itself; `_why` is the reason.
         self._over = anyio.Event()
         self._why = ""
         self._kv_bytes = 0
@@ -138,20 +147,20 @@ class ManagedModel:
 
     @property
     def spec(self) -> ModelConfig:
-        """What was said of it."""
+        """Its settings in the deployment."""
         return self.record.spec
 
     @property
     def taken_bytes(self) -> int:
-        """What it takes of the memory, or will."""
+        """Its memory, current or reserved."""
         return max(self.largest_bytes if self._runner else 0, self.reserved_bytes)
 
     @property
     def last_used_ms(self) -> int:
-        """When it was asked for something, or loaded."""
+        """Time of its last request, or of its load."""
         return max(self.last_request_ms, self.record.since_ns // 1_000_000)
 
-    # --- its record -------------------------------------------------------------------------
+    # --- record -----------------------------------------------------------------------------
 
     async def put(
         self,
@@ -162,7 +171,7 @@ class ManagedModel:
         load_ns: int = 0,
         memory_bytes: int = 0,
     ) -> None:
-        """Writes down how it is; while the bus is away it waits."""
+        """Write its state to the registry; retry while the bus is away."""
         since_ns = self.record.since_ns if self.record.state == state else 0
         self.record = ModelRecord(
             spec=self.spec,
@@ -177,13 +186,13 @@ class ManagedModel:
         await self._write()
 
     async def _write(self) -> None:
-        """One at a time and each what holds then, so that the last written is the newest: also when
-        one has waited for the bus."""
+        """Write the current record, one write at a time, so that the last one is the newest even
+        after a wait for the bus."""
         async with self._writing:
             await self.persist(lambda: self._registry.put(self.record))
 
     async def persist(self, operation: Callable[[], Awaitable[None]]) -> None:
-        """Does it as often as it takes, while the bus is away."""
+        """Retry an operation while the bus is away."""
         while True:
             try:
                 return await operation()
@@ -194,22 +203,22 @@ class ManagedModel:
                 await anyio.sleep(_RETRY_S)
 
     async def measure(self) -> None:
-        """Writes down what it takes now, if that has changed."""
+        """Write its memory to the record, if that has changed."""
         memory_bytes = await self._memory()
         before = self.record.memory_bytes
         if self.record.state == "ready" and abs(memory_bytes - before) > _NOTABLE * before:
-            self.record = msgspec.structs.replace(self.record, memory_bytes=memory_bytes)
+            self.record = replace(self.record, memory_bytes=memory_bytes)
             await self._write()
 
-    async def look_at_adapters(self) -> None:
-        """Writes down which adapters its lanes have, if that has changed."""
+    async def update_adapters(self) -> None:
+        """Write its lanes' adapters to the record, if they have changed."""
         try:
             reports = await self._bus.store.board.read()
         except BusError:
             return
         adapters = tuple(each.id for each in adapters_of(reports))
         if self.record.state == "ready" and adapters != self.record.adapters:
-            self.record = msgspec.structs.replace(self.record, adapters=adapters)
+            self.record = replace(self.record, adapters=adapters)
             await self._write()
 
     async def _memory(self) -> int:
@@ -218,10 +227,10 @@ class ManagedModel:
         self.largest_bytes = max(self.largest_bytes, memory_bytes)
         return memory_bytes
 
-    # --- its life ---------------------------------------------------------------------------
+    # --- load and unload----------------------------------------------------------------------
 
     async def load(self, timeout_s: float) -> None:
-        """Starts its lane, and returns when it is ready. Meanwhile it takes requests, which wait.
+        """Start its lane and return when it is ready; requests wait meanwhile.
 
         Raises:
             ModelError: `model_load_failed`; its lane has ended.
@@ -233,12 +242,12 @@ class ManagedModel:
             runner = self._runner = self._make()
         except NanoInferenceError as error:
             raise self._not_loaded(error.message) from None
-        self._task = asyncio.create_task(self._look_after(runner), name=f"model {self.spec.id}")
+        self._task = asyncio.create_task(self._run(runner), name=f"model {self.spec.id}")
         reason = await self._until_ready(runner, timeout_s)
         if not reason:
             load_ns = time.monotonic_ns() - started
             memory_bytes = await self._memory()
-            # The system gives KV memory page by page, as it is written.
+            # The system allocates KV memory page by page, as it is written.
             self.largest_bytes = max(self.largest_bytes, memory_bytes + self._kv_bytes)
             await self.put("ready", takes_requests=True, load_ns=load_ns, memory_bytes=memory_bytes)
             self.was_ready = True
@@ -253,13 +262,13 @@ class ManagedModel:
             code="model_load_failed",
         )
 
-    async def _look_after(self, runner: ModelRunner) -> None:
+    async def _run(self, runner: ModelRunner) -> None:
         try:
             await runner.run()
             self._why = "its processes have ended"
         except NanoInferenceError as error:
             self._why = error.message
-        except Exception as error:  # noqa: BLE001  (a defect; no other model is to end of it)
+        except Exception as error:  # noqa: BLE001  (a defect must not end other models)
             self._why = repr(error)
             self._log.exception("model_lane_failed")
         if self._runner is runner:
@@ -267,14 +276,14 @@ class ManagedModel:
             self._on_end(self, self._why)
 
     async def _until_ready(self, runner: ModelRunner, timeout_s: float) -> str:
-        """Waits until its lane serves; returns why it does not come to that, else ""."""
+        """Wait until its lane serves; return "", or the reason why it can't."""
         host, ends_at = socket.gethostname(), time.monotonic() + timeout_s
         while not self._over.is_set():
             try:
                 reports = await self._bus.store.board.read()
             except BusError:
                 reports = []
-            pids = set(runner.pids)  # others tell of a former life
+            pids = set(runner.pids)  # other processes belong to a former load
             lanes = lanes_of(each for each in reports if each.pid in pids and each.host == host)
             reason = verdict(lanes)
             if lanes and not reason:
@@ -289,12 +298,12 @@ class ManagedModel:
         return self._why
 
     async def unload(self, job: Job, *, keeps_requests: bool) -> None:
-        """Has its requests end, and then its lane.
+        """Let its requests end, then stop its lane.
 
         Args:
-            job: Its time.
-            keeps_requests: Whether requests that nobody has taken wait until it is loaded again;
-                else it takes no more, and answers all that it has.
+            job: The time limit.
+            keeps_requests: Whether requests that its lane has not taken wait for the next load;
+                otherwise it takes no more, and answers all that it has.
         """
         await self.put(
             "draining", takes_requests=keeps_requests, memory_bytes=self.record.memory_bytes
@@ -307,32 +316,28 @@ class ManagedModel:
             await self.end_requests()
 
     async def _drain(self, job: Job, keeps_requests: bool) -> None:
-        """Returns when its requests are answered, or its time is over."""
-        if keeps_requests:  # admission is to take no more of them
-            await self._tell_to_drain(min(job.left_s, _ANY_TIME_S))
+        """Return when its requests are answered, or the time limit has passed."""
+        if keeps_requests:  # admission must take no more of them
+            await self._send_drain(min(job.left_s, _ANY_TIME_S))
         hurried_at = 0.0
         while not self._over.is_set():
             try:
                 backlog = await self._bus.requests.backlog()
-                if not backlog.pending + (0 if keeps_requests else backlog.waiting):
-                    return
+                pending, waiting = backlog.pending, 0 if keeps_requests else backlog.waiting
             except BusError as error:
                 self._log.debug("backlog_not_known", error=error.message)
+                pending, waiting = 1, 0
+            if not pending + waiting:
+                return
             if job.left_s <= 0:
                 if not hurried_at:
                     hurried_at = time.monotonic()
-                    await self._tell_to_drain(0)
-                elif time.monotonic() - hurried_at > _GRACE_S or not await self._in_flight():
+                    await self._send_drain(0)
+                elif time.monotonic() - hurried_at > _GRACE_S or not pending:
                     return
             await anyio.sleep(_POLL_S)
 
-    async def _in_flight(self) -> int:
-        try:
-            return (await self._bus.requests.backlog()).pending
-        except BusError:
-            return 1
-
-    async def _tell_to_drain(self, timeout_s: float) -> None:
+    async def _send_drain(self, timeout_s: float) -> None:
         lane = self.config.bus.lane
         sender = self._bus.sender(CONTROL["admission"], "client-models", lane)
         try:
@@ -343,21 +348,21 @@ class ManagedModel:
             self._log.warning("not_told_to_drain", error=error.message)
 
     async def fail(self, reason: str) -> None:
-        """Its lane can't be had: what waits for it, or ran, ends with an error."""
+        """Mark it as failed; its requests end with an error."""
         await self.put("failed", reason, takes_requests=False)
         await self._stop()
         error = f"the model {shown(self.spec.id)} has failed: {reason}"
         await self.end_requests(ModelError(error, code="model_failed"))
 
     async def leave(self) -> None:
-        """The deployment stops: requests in flight may finish, and others wait for the next."""
+        """Stop with the deployment: requests in flight finish, others wait for the next start."""
         takes_requests = self.record.takes_requests
         await self._stop(drain=True)
         with anyio.move_on_after(_LAST_WORD_S):
             await self.put("unloaded", "the deployment was stopped", takes_requests=takes_requests)
 
     async def aclose(self) -> None:
-        """Closes its connections."""
+        """Close its connections."""
         await self._bus.aclose()
 
     async def _stop(self, *, drain: bool = False) -> None:
@@ -369,33 +374,26 @@ class ManagedModel:
             await asyncio.wait([self._task])
             self._task = None
 
-    # --- its requests -----------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------
 
     async def end_requests(self, error: ModelError | None = None) -> None:
-        """Ends what is on its stream; it must take no requests, and have no lane of ours.
+        """End the requests of its stream; it must take no requests, and have no lane of ours.
 
-        What lanes of others work on is left to them.
+        Requests of lanes in other deployments are not ended.
 
         Args:
-            error: What they end with; None: it is not loaded, or not there.
+            error: The requests' error; None: the model is not loaded.
         """
         if error is None:
             error = ModelError(
                 f"the model {shown(self.spec.id)} was unloaded before this request ended; load "
-                "it, or ask for another",
+                "it, or choose another",
                 code=NOT_LOADED,
             )
         info = ErrorInfo(code=error.code, message=error.message)
 
         def answer(entry: RequestEntry) -> Completion:
-            return Completion(
-                request_id=request_id_of(entry),
-                entry_id=entry.entry_id,
-                status="error",
-                error=info,
-                model=self.spec.id,
-                timings=Timings(finished_ns=now_ns()),
-            )
+            return terminal_message(entry, info, model=self.spec.id)
 
         async def end() -> None:
             if set(await self._bus.lanes()) - {self.config.bus.lane}:
@@ -407,10 +405,3 @@ class ManagedModel:
                 self._metrics.record(instruments.REQUESTS, number, labels)
 
         await self.persist(end)
-
-    @staticmethod
-    def removed(spec: ModelConfig) -> ModelError:
-        """What requests end with when it is removed."""
-        return ModelError(
-            f"the model {shown(spec.id)} was removed before this request ended", code=NOT_FOUND
-        )

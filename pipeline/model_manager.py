@@ -1,13 +1,12 @@
-"""Loads and unloads the models of a deployment while the others serve."""
+"""The model manager: loads and unloads the models of a deployment while others serve."""
 
 from __future__ import annotations
 
 import os
 import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import anyio
 import anyio.to_thread
@@ -30,46 +29,28 @@ from ..config import (
 )
 from ..config.logger import get_logger
 from ..config.models import check_models
-from ..store.board import StageReport
-from ..store.registry import find_model
+from ..store.board import StageReport, StageState
+from ..store.registry import NOT_FOUND, find_model
 from ..telemetry import Metrics
-from .managed_model import Job, ManagedModel
+from .managed_model import Job, ManagedModel, ModelRunner
 from .model_memory import expected_memory
 
 POLL_S = 0.2
-"""How often it looks whether somebody has asked for a model that is loaded on demand."""
+"""Interval of the check for requests of models that are loaded on demand."""
 
 _BEAT_S = 1.0
-# Adding up what processes take costs the system some milliseconds for each.
+# Measuring a process costs the system some milliseconds.
 _MEASURE_S = 30.0
-# How long a name may be unknown to those in front of the models.
-_LOOK_S = 1.0
-
-
-class ModelRunner(Protocol):
-    """What runs the lane of one model."""
-
-    @property
-    def pids(self) -> Sequence[int]:
-        """Its processes, as they are now."""
-
-    async def run(self) -> None:
-        """Runs the lane until it is stopped.
-
-        Raises:
-            NanoInferenceError: It can't go on.
-        """
-
-    async def stop(self, *, drain: bool = False) -> None:
-        """Ends it, and returns when that is done; `drain`: requests in flight may finish."""
+# Longest time until a new adapter's name is known.
+_ADAPTERS_S = 1.0
 
 
 class ModelManager:
-    """Brings each model of a deployment into the state that it is wished in.
+    """Loads and unloads the models of a deployment.
 
-    The registry (`Bus.store.models`) holds its state; it writes there and others read. At a start
-    all records are written anew. There is one at a time. The memory of a model is that of its
-    processes, and goes when they end.
+    Its state is in the registry (`Bus.store.models`), which it alone writes, and writes anew at its
+    start. A deployment has one manager at a time. The memory of a model is that of its processes,
+    and is free when they have ended.
     """
 
     def __init__(
@@ -83,9 +64,9 @@ class ModelManager:
 
         Args:
             config: The deployment's settings, with its models.
-            bus: The deployment's, and of none of its models.
-            run: Makes what runs a model, given the settings of its processes.
-            metrics: Of this process.
+            bus: The deployment's bus, not a model's.
+            run: Makes the runner of a model, given the settings of its processes.
+            metrics: The metrics of this process.
         """
         self._config = config
         self._bus = bus
@@ -95,21 +76,22 @@ class ModelManager:
         self._group: TaskGroup
         self._incarnation = f"{MODEL_MANAGER}-{uuid.uuid4().hex[:8]}"
         self._started = anyio.Event()
-        # One at a time finds out what has to go for it.
+        # One load at a time chooses the models to evict.
         self._making_room = anyio.Lock()
         self._stopping = False
         self._log = get_logger().bind(stage=MODEL_MANAGER)
 
     async def run_forever(self) -> None:
-        """Loads what is to be there from the start, and obeys; until cancelled."""
+        """Load the models that start with the deployment, then obey messages until cancelled."""
         async with anyio.create_task_group() as self._group:
             inbox = await self._bus.open_inbox(MODEL_MANAGER)
             await self._begin()
             self._started.set()
-            self._group.start_soon(self._beat_forever)
-            self._group.start_soon(self._watch_forever)
-            self._group.start_soon(self._measure_forever)
-            self._group.start_soon(self._look_at_adapters_forever)
+            poll_s = POLL_S if self._config.deployment.load_on_demand else _BEAT_S
+            self._group.start_soon(_repeat, _BEAT_S, self._beat)
+            self._group.start_soon(_repeat, poll_s, self._watch)
+            self._group.start_soon(_repeat, _MEASURE_S, self._measure)
+            self._group.start_soon(_repeat, _ADAPTERS_S, self._update_adapters)
             while True:
                 try:
                     envelopes = await inbox.receive()
@@ -119,25 +101,25 @@ class ModelManager:
                     self._group.start_soon(self._obey, envelope)
 
     async def begun(self) -> None:
-        """Returns when all models of the settings stand in the registry."""
+        """Return when all models of the settings are in the registry."""
         await self._started.wait()
 
     async def stop(self) -> None:
-        """Ends all models, side by side; their requests in flight may finish."""
+        """Stop all models concurrently; their requests in flight finish first."""
         if self._stopping:
             return
         self._stopping = True
         async with anyio.create_task_group() as group:
             for model in self._models.values():
                 group.start_soon(model.leave)
-        await self._beat("gone")
+        await self._report("gone")
         for model in self._models.values():
             await model.aclose()
 
-    # --- wishes ---------------------------------------------------------------------------------
+    # --- operations-----------------------------------------------------------------------------
 
     async def load(self, name: str, spec: ModelConfig | None = None) -> None:
-        """As `BusClient.load_model`, which has what it raises."""
+        """As `BusClient.load_model`."""
         while True:
             if self._stopping:
                 raise ModelError("the deployment is being stopped", code="model_load_failed")
@@ -179,7 +161,8 @@ class ModelManager:
     def _begin_unload(
         self, model: ManagedModel, timeout_s: float | None = None, *, remove: bool = False
     ) -> Job:
-        job = model.job = Job("unload", timeout_s, remove=remove)
+        job = model.job = Job("unload", remove)
+        job.hurry(timeout_s)
         self._group.start_soon(self._unload, model, job)
         return job
 
@@ -215,10 +198,10 @@ class ModelManager:
             raise ModelError(error.message, code=error.code) from None
 
     def _find_or_add(self, spec: ModelConfig) -> ManagedModel:
-        """The model that this is of; what was there before it need not be told again exactly.
+        """Return the model with this path and these overrides, or add it.
 
         Raises:
-            ModelError: `model_exists`, or `model_load_failed` for settings that can't be.
+            ModelError: `model_exists`, or `model_load_failed` for invalid settings.
         """
         known = self._models.get(spec.id)
         if known is not None:
@@ -226,7 +209,7 @@ class ModelManager:
                 return known
             raise ModelError(
                 f"there is a model {shown(spec.id)} with other settings here; unload and remove it "
-                "first, or take another id",
+                "first, or choose another id",
                 code="model_exists",
             )
         try:
@@ -246,10 +229,10 @@ class ModelManager:
         self._models[spec.id] = model
         return model
 
-    # --- what is done -----------------------------------------------------------------------
+    # --- jobs -------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Whatever stands in the registry is of a former life."""
+        """Replace the registry's records, which a former manager wrote."""
         for spec in self._config.models:
             self._add(spec)
         for model_id, record in (await self._bus.store.models.read()).items():
@@ -270,7 +253,7 @@ class ModelManager:
                 await model.load(self._config.deployment.load_timeout_s)
             except NanoInferenceError:
                 raise
-            except Exception as error:  # noqa: BLE001  (as a path that Python can't read)
+            except Exception as error:  # noqa: BLE001  (such as a path that Python can't read)
                 self._log.exception("model_load_broke", model=model.spec.id)
                 raise ModelError(
                     f"the model {shown(model.spec.id)} could not be loaded: {error!r:.200}",
@@ -285,13 +268,13 @@ class ModelManager:
             model.job = None
             job.done.set()
         if job.error is not None:
-            for other in evicted:  # all is to be as it was
+            for other in evicted:  # restore the former state
                 there = self._models.get(other.spec.id) is other
                 if there and other.job is None and other.record.state == "unloaded":
                     self._begin_load(other)
 
     async def _not_loaded(self, model: ManagedModel, error: ModelError) -> None:
-        """Answers what has waited for a model that could not be loaded."""
+        """Answer the requests that waited for a model that could not be loaded."""
         if model.added and not model.was_ready:
             await self._remove(model, error)
         elif error.code == "out_of_memory_budget":
@@ -314,7 +297,8 @@ class ModelManager:
 
     async def _remove(self, model: ManagedModel, error: ModelError | None = None) -> None:
         await model.put("unloaded", "it is removed", takes_requests=False)
-        await model.end_requests(error or ManagedModel.removed(model.spec))
+        removed = f"the model {shown(model.spec.id)} was removed before this request ended"
+        await model.end_requests(error or ModelError(removed, code=NOT_FOUND))
         await model.persist(partial(self._bus.store.models.remove, model.spec.id))
         del self._models[model.spec.id]
         await model.aclose()
@@ -323,10 +307,10 @@ class ModelManager:
         self._group.start_soon(self._ended, model, reason)
 
     async def _ended(self, model: ManagedModel, reason: str) -> None:
-        """A model that was ready can't go on. The others do not notice."""
+        """Mark a model as failed whose lane has ended by itself."""
         job = model.job
         if job is not None or self._stopping or model.record.state != "ready":
-            return  # whoever is at it sees it
+            return  # the job in progress handles it
         job = model.job = Job("fail")
         self._log.error("model_failed", model=model.spec.id, reason=reason)
         try:
@@ -340,12 +324,12 @@ class ModelManager:
     async def _make_room(
         self, model: ManagedModel, evicted: list[ManagedModel], *, evict: bool
     ) -> None:
-        """Has others unloaded until there is memory for one more, and keeps it for that one.
+        """Reserve memory for a model, and unload others for it.
 
         Args:
-            model: The one that comes.
-            evicted: Gets those that are unloaded for it.
-            evict: Whether others may go.
+            model: The model to load.
+            evicted: Receives the models that are unloaded for it.
+            evict: Whether others may be unloaded.
 
         Raises:
             ModelError: `out_of_memory_budget`; nothing was unloaded.
@@ -356,10 +340,10 @@ class ModelManager:
         needed = model.largest_bytes or expected_memory(model.config)
         async with self._making_room:
             for other in self._others(model):
-                # Its memory is about to come back.
+                # Its memory will be free soon.
                 if other.job is not None and other.job.kind != "load":
                     await other.job.done.wait()
-            await self._look_at_traffic()
+            await self._read_traffic()
             leaving = self._leaving(model, budget - needed) if evict else []
             taken = self._taken(model, leaving)
             if taken + needed > budget:
@@ -376,7 +360,7 @@ class ModelManager:
                     self._log.info("model_evicted", model=other.spec.id, reason=reason)
                     job = self._begin_unload(other)
                     evicted.append(other)
-                # One that is being loaded again meanwhile waits for its room behind this one.
+                # A model that is loaded again meanwhile waits for this reservation.
                 if job is not None and job.kind != "load":
                     await job.done.wait()
             model.reserved_bytes = needed
@@ -388,7 +372,7 @@ class ModelManager:
         return sum(each.taken_bytes for each in self._others(model) if each not in leaving)
 
     def _leaving(self, model: ManagedModel, most: int) -> list[ManagedModel]:
-        """Those to unload so that at most so much is taken, the least recently used first."""
+        """Return the least recently used models to unload until at most `most` bytes are taken."""
         candidates = [
             other
             for other in self._others(model)
@@ -401,16 +385,11 @@ class ModelManager:
             leaving.append(other)
         return leaving
 
-    # --- what goes on beside ------------------------------------------------------------------
-
-    async def _watch_forever(self) -> None:
-        """Loads what is asked for, and ends requests that a former life has left."""
-        while True:
-            await anyio.sleep(POLL_S if self._config.deployment.load_on_demand else _BEAT_S)
-            await self._watch()
+    # --- periodic work ------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        for model, entries in await self._look_at_traffic():
+        """Load models that have requests, and end requests of models that take none."""
+        for model, entries in await self._read_traffic():
             if not entries or model.job is not None or self._stopping:
                 continue
             if model.record.state not in ("unloaded", "failed"):
@@ -420,8 +399,8 @@ class ModelManager:
             else:
                 await model.end_requests()
 
-    async def _look_at_traffic(self) -> list[tuple[ManagedModel, int]]:
-        """Each model, with how many requests are on its stream; and notes when the last came."""
+    async def _read_traffic(self) -> list[tuple[ManagedModel, int]]:
+        """Return each model with the number of its requests; note the time of the last one."""
         models = list(self._models.values())
         try:
             traffic = await self._bus.store.models.traffic([model.spec.id for model in models])
@@ -432,30 +411,23 @@ class ModelManager:
             model.last_request_ms = last_ms
         return [(model, each.entries) for model, each in zip(models, traffic, strict=True)]
 
-    async def _measure_forever(self) -> None:
-        """Writes down what the models take, where it has changed."""
-        while True:
-            await anyio.sleep(_MEASURE_S)
-            for model in self._at_rest():
-                await model.measure()
+    async def _measure(self) -> None:
+        for model in self._at_rest():
+            await model.measure()
 
-    async def _look_at_adapters_forever(self) -> None:
-        while True:
-            await anyio.sleep(_LOOK_S)
-            for model in self._at_rest():
-                await model.look_at_adapters()
+    async def _update_adapters(self) -> None:
+        for model in self._at_rest():
+            await model.update_adapters()
 
     def _at_rest(self) -> list[ManagedModel]:
-        """The models that serve, and with which nothing else is being done."""
+        """Return the ready models without a job."""
         models = list(self._models.values())
         return [model for model in models if model.record.state == "ready" and model.job is None]
 
-    async def _beat_forever(self) -> None:
-        while True:
-            await self._beat("ready")
-            await anyio.sleep(_BEAT_S)
+    async def _beat(self) -> None:
+        await self._report("ready")
 
-    async def _beat(self, state: str) -> None:
+    async def _report(self, state: StageState) -> None:
         report = StageReport(
             lane=self._config.bus.lane,
             stage=MODEL_MANAGER,
@@ -463,9 +435,15 @@ class ModelManager:
             host=socket.gethostname(),
             pid=os.getpid(),
             epoch=0,
-            state="gone" if state == "gone" else "ready",
+            state=state,
         )
         try:
             await self._bus.store.board.report([report])
         except NanoInferenceError as error:
             self._log.debug("heartbeat_not_told", error=error.message)
+
+
+async def _repeat(interval_s: float, operation: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await operation()
+        await anyio.sleep(interval_s)

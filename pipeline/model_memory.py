@@ -1,15 +1,16 @@
-"""What models take of this machine's memory: measured, and guessed before they are loaded."""
+"""Memory of models on this machine: measured, and estimated before they are loaded."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
 from ..config import Config
 
 PROCESSES_BYTES = 300 << 20
-"""What the processes of a lane take beside weights and KV, about: Python, and torch once."""
+"""Approximate memory of a lane's processes without weights and KV: Python, and torch once."""
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
 _MOST_HEADER_BYTES = 100 << 20
@@ -17,10 +18,9 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def memory_of(pids: Iterable[int]) -> int:
-    """What processes take of this machine's memory, in bytes; 0 where the system does not tell.
+    """Return the memory of processes in bytes; 0 if unknown.
 
-    What several share is counted in equal parts (Linux's PSS), so that all together make up what is
-    taken.
+    Shared memory counts in equal parts (Linux's PSS), so that the sum over all processes is right.
     """
     return sum(map(_proportional_bytes, pids))
 
@@ -35,11 +35,7 @@ def _proportional_bytes(pid: int) -> int:
 
 
 def expected_memory(config: Config) -> int:
-    """About what a model's processes will take, in bytes.
-
-    Args:
-        config: The settings of its processes.
-    """
+    """Return the approximate memory of a model's processes with these settings, in bytes."""
     engine = config.engine
     draft = engine.draft_model_path if engine.speculation == "auto" else ""
     others = [Path(path).expanduser() for path in (engine.reference_model_path, draft) if path]
@@ -49,14 +45,13 @@ def expected_memory(config: Config) -> int:
 
 
 def weight_bytes(model: Path, dtype: str) -> int:
-    """What the weights in a folder, or in one file, take when they are loaded in a dtype; 0 where
-    they can't be looked at."""
+    """Return the size in `dtype` of the weights in a folder or file; 0 if they can't be read."""
     try:
         if model.is_file():
             return model.stat().st_size
         files = next((found for each in _WEIGHT_FILES if (found := list(model.glob(each)))), [])
         return sum(_loaded_bytes(file, dtype) for file in files)
-    except OSError:  # whoever loads it says why
+    except OSError:  # the load reports it
         return 0
 
 
@@ -71,13 +66,6 @@ def _loaded_bytes(file: Path, dtype: str) -> int:
         try:
             header = json.loads(opened.read(length))
             shapes = [each["shape"] for name, each in header.items() if name != "__metadata__"]
-            return _ITEM_BYTES[dtype] * sum(map(_number, shapes))
+            return _ITEM_BYTES[dtype] * sum(map(math.prod, shapes))
         except (ValueError, TypeError, KeyError, AttributeError):
             return size
-
-
-def _number(shape: list[int]) -> int:
-    number = 1
-    for each in shape:
-        number *= each
-    return number

@@ -1,71 +1,61 @@
-"""The models of a deployment, for a client: how they are, and having them loaded and unloaded."""
+"""The status of a deployment's models, from the registry and the reports of executors."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
-from ..bus import Bus, Outcome
 from ..bus.backlog import Backlog
-from ..bus.control import LoadModel, UnloadModel
-from ..bus.links import MODEL_MANAGER, MODELS
-from ..config import BusError, ModelConfig, ModelError, split_role
-from ..store.board import StageReport
-from ..store.registry import ModelRecord, ModelState, find_model
-from .client_adapters import adapters_of
+from ..config import split_role
+from ..store.board import LoadedAdapter, StageReport
+from ..store.registry import ModelRecord, ModelState
 from .health import lanes_of
-from .operators import LOOK_S, PARTING_S
 
 FACTS = (
-    *("model", "model_path", "aliases", "parameters", "weight_bytes", "kv_bytes", "vocab_size"),
-    *("dtype", "experts", "active_experts", "capabilities", "max_batch_size", "load_ns"),
-)
-"""What executors tell of their models, in `StageReport.load`."""
-
-NO_MANAGER = "no_model_manager"
+    "model", "model_path", "aliases", "parameters", "weight_bytes", "kv_bytes", "vocab_size",
+    "dtype", "experts", "active_experts", "capabilities", "max_batch_size", "load_ns",
+)  # fmt: skip
+"""The keys of `StageReport.load` in which executors describe their models."""
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One model of a deployment, as it was about a second ago.
+    """One model of a deployment, about a second ago.
 
-    What only an executor knows is 0, or empty, while no lane of the model is ready.
+    Fields that come from executors are 0 or empty while no lane of the model is ready.
 
     Attributes:
-        id: What requests give in `model`.
-        path: Where it is.
-        revision: As its settings say.
-        aliases: Other names for it.
-        default: Whether requests that name no model are for it.
-        pinned: Whether it stays, whoever else needs the memory.
+        id: The name that requests give in `model`.
+        path: Its folder.
+        revision: As in its settings.
+        aliases: Other names.
+        default: Whether requests without a model are for it.
+        pinned: Whether it is never unloaded for another model.
         state: See `ModelRecord`.
-        reason: Why it is in that state; of a failed one the error.
-        since_ns: Since when, wall clock.
-        load_ns: How long it took to load; 0 before that.
-        memory_bytes: What its processes take; what they share with others is counted in part. 0
-            without a model manager, which measures it.
-        takes_requests: Whether what is asked of it gets on its stream.
+        reason: The reason of the state; of a failed model the error.
+        since_ns: Begin of the state, wall clock.
+        load_ns: Duration of the load; 0 before it.
+        memory_bytes: Memory of its processes, with their share of shared memory. 0 without a model
+            manager, which measures it.
+        takes_requests: Whether requests for it are routed to its stream.
         ready_lanes: Names of the lanes that serve it.
-        replicas: How many executors these have.
-        parameters: Of the model, all experts counted.
-        weight_bytes: What its weights take, in all replicas together.
-        kv_bytes: What KV takes, in all replicas together.
-        max_model_len: Tokens of a prompt and its answer.
+        replicas: Number of executors in these lanes.
+        parameters: Number of parameters, all experts included.
+        weight_bytes: Size of its weights, in all replicas together.
+        kv_bytes: Size of KV, in all replicas together.
+        max_model_len: Most tokens of a prompt and its answer.
         vocab_size: Rows of the output layer.
-        dtype: Of its weights.
-        device: Where it runs.
-        is_moe: Whether it has experts, of which each token asks some.
-        n_experts: How many a layer has; 0 where it has none.
-        n_active_experts: How many of them a token asks.
-        capabilities: Of "generate", "score", "embed".
-        adapters: Ids of the adapters that it has.
-        waiting: Requests that nobody has taken.
-        in_flight: Requests that were taken, and are not answered.
+        dtype: Dtype of its weights.
+        device: Device of the executors.
+        is_moe: Whether it is a mixture of experts.
+        n_experts: Experts per layer; 0 without experts.
+        n_active_experts: Experts per token.
+        capabilities: Some of "generate", "score", "embed".
+        adapters: Ids of its adapters.
+        waiting: Requests that no lane has taken.
+        in_flight: Requests taken and not yet answered.
     """
 
     id: str
@@ -98,178 +88,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 0
 
 
-class ModelOperations(ABC):
-    """What a client does with the models of a deployment."""
-
-    bus: Bus
-    # To what is another model's, or the whole deployment's.
-    _buses: dict[str, Bus] | None = None
-
-    @abstractmethod
-    def _on(self, bus: Bus) -> Self:
-        """Another client, which has this bus to itself."""
-
-    def of_model(self, model: str) -> Self:
-        """A client of one model of the deployment, with a connection of its own; close it.
-
-        What it submits is for that model, whatever its requests name, and what it does to a
-        pipeline is done to the lanes of that model.
-
-        Args:
-            model: Its id.
-
-        Raises:
-            BusError: The bus is in memory, where there is one model.
-        """
-        return self._on(self.bus.of_model(model))
-
-    async def models(self) -> list[ModelStatus]:
-        """The models of the deployment, in the order of their ids.
-
-        One that serves a single model, without `models` in its settings, has that one, as soon as
-        an executor has loaded it.
-
-        Raises:
-            BusError: The bus can't be reached.
-        """
-        records = await self.bus.store.models.read()
-        if not records:
-            return only_model(await self.bus.store.board.read(), await self.bus.requests.backlog())
-        for model in set(self._buses or ()) - {*records, ""}:
-            await self._forget_bus(model)
-        statuses = [self._status(record) for _, record in sorted(records.items())]
-        return list(await asyncio.gather(*statuses))
-
-    async def backlog(self) -> Backlog:
-        """What waits and what is worked on, of several models together.
-
-        Raises:
-            BusError: The bus can't be reached.
-        """
-        models = await self.bus.store.models.read()
-        if not models:
-            return await self.bus.requests.backlog()
-        buses = [self._bus_of(model) for model in ("", *models)]
-        before, *each = await asyncio.gather(*(bus.requests.backlog() for bus in buses))
-        return Backlog(
-            waiting=before.waiting + sum(one.waiting for one in each),
-            # What was taken before the models is on its way to them.
-            pending=sum(one.pending for one in each),
-            dead=before.dead,  # all models share the dead letters
-            queue_length=before.queue_length + sum(one.queue_length for one in each),
-        )
-
-    async def load_model(self, model: str | ModelConfig) -> ModelStatus:
-        """Has a model loaded while the others serve, and returns when it is ready.
-
-        One that is loaded is left as it is; one that others have asked for is loaded once. While
-        it loads, requests for it wait.
-
-        Args:
-            model: One of its names, or what it is, where the deployment does not have it yet. From
-                then on it does.
-
-        Raises:
-            ModelError: `unknown_model`; `model_exists`, one of its names is taken;
-                `model_load_failed`, with the error; `out_of_memory_budget`, see
-                `deployment.max_memory_bytes`. All is as it was.
-            BusError: `no_model_manager`: nobody loads models here.
-        """
-        name, spec = (model, None) if isinstance(model, str) else (model.id, model)
-        return await self._manage(LoadModel(name, spec))
-
-    async def unload_model(
-        self, model: str, *, timeout_s: float | None = None, remove: bool = False
-    ) -> ModelStatus:
-        """Has a model unloaded while the others serve, and returns when its processes have ended.
-
-        It takes no more requests, and those that it has are answered first. One that is not loaded
-        is left as it is.
-
-        Args:
-            model: One of its names.
-            timeout_s: How long its requests may take; what is left then ends with an error.
-            remove: Whether the deployment shall not have it any more.
-
-        Returns:
-            How it is then.
-
-        Raises:
-            ModelError: `unknown_model`.
-            BusError: `no_model_manager`: nobody unloads models here.
-        """
-        return await self._manage(UnloadModel(model, timeout_s, remove))
-
-    async def _manage(self, wish: LoadModel | UnloadModel) -> ModelStatus:
-        bus = self._bus_of("")
-        manager = await self._manager(bus)
-        if manager is None:
-            raise BusError(
-                "nobody loads and unloads models here; start `nano-inference up` with `models` in "
-                "its settings",
-                code=NO_MANAGER,
-            )
-        before = await bus.store.models.read()
-        operation_id = uuid.uuid4().hex
-        sender = bus.sender(MODELS, f"client-{operation_id[:8]}", manager.lane)
-        await sender.send(wish, operation_id=operation_id)
-        await sender.flush()
-        outcome = await self._answer(bus, operation_id, manager.incarnation)
-        if outcome.code:
-            raise ModelError(outcome.message, code=outcome.code)
-        after = await bus.store.models.read()
-        records = before | after
-        record = records[find_model(wish.id, records.values()).id]
-        if record.spec.id not in after:
-            record = ModelRecord(spec=record.spec, reason="it is removed")
-        return await self._status(record)
-
-    async def _answer(self, bus: Bus, operation_id: str, incarnation: str) -> Outcome:
-        """Waits as long as the manager is there that was asked."""
-        while True:
-            if outcomes := await bus.replies.outcomes(operation_id, 1, LOOK_S):
-                return outcomes[0]
-            manager = await self._manager(bus)
-            if manager is None or manager.incarnation != incarnation:
-                # It may have answered as its last act.
-                if outcomes := await bus.replies.outcomes(operation_id, 1, PARTING_S):
-                    return outcomes[0]
-                raise BusError(
-                    "the deployment was stopped or started anew before it answered; look at "
-                    "`nano-inference models`",
-                    code="no_answer",
-                )
-
-    async def _manager(self, bus: Bus) -> StageReport | None:
-        reports = await bus.store.board.read()  # the youngest of a role comes first
-        return next((each for each in reports if each.stage == MODEL_MANAGER), None)
-
-    async def _status(self, record: ModelRecord) -> ModelStatus:
-        bus = self._bus_of(record.spec.id)
-        reports, backlog = await asyncio.gather(bus.store.board.read(), bus.requests.backlog())
-        return status_of(record, reports, backlog)
-
-    def _bus_of(self, model: str) -> Bus:
-        """A bus of a model, "" for the whole deployment's; it is closed with this client."""
-        if model == self.bus.model:
-            return self.bus
-        if self._buses is None:
-            self._buses = {}
-        if model not in self._buses:
-            self._buses[model] = self.bus.of_model(model)
-        return self._buses[model]
-
-    async def _forget_bus(self, model: str) -> None:
-        if self._buses and (bus := self._buses.pop(model, None)):
-            await bus.aclose()
-
-    async def _close_models(self) -> None:
-        for model in list(self._buses or ()):
-            await self._forget_bus(model)
-
-
 def status_of(record: ModelRecord, reports: Sequence[StageReport], backlog: Backlog) -> ModelStatus:
-    """What is written down of a model, and what its stages tell."""
+    """Return the status of a model from its record and its stages' reports."""
     spec = record.spec
     return ModelStatus(
         id=spec.id,
@@ -291,7 +111,7 @@ def status_of(record: ModelRecord, reports: Sequence[StageReport], backlog: Back
 
 
 def only_model(reports: Sequence[StageReport], backlog: Backlog) -> list[ModelStatus]:
-    """The model of a deployment that has one, out of what its executors tell; none if none does."""
+    """Return the only model of a deployment, from its executors' reports; none without reports."""
     facts = facts_of(reports)
     executors = [report for report in reports if "model_path" in report.load]
     if not executors:
@@ -317,7 +137,7 @@ def only_model(reports: Sequence[StageReport], backlog: Backlog) -> list[ModelSt
 
 
 def facts_of(reports: Sequence[StageReport]) -> dict[str, Any]:
-    """What the executors of a model's ready lanes tell, as fields of `ModelStatus`."""
+    """Return the fields of `ModelStatus` that come from executors of the model's ready lanes."""
     ready = {lane.lane: lane for lane in lanes_of(reports) if lane.ready}
     loads = [
         report.load
@@ -346,5 +166,22 @@ def facts_of(reports: Sequence[StageReport]) -> dict[str, Any]:
 
 
 def _words(value: object) -> tuple[str, ...]:
-    """A list as a report has it, which holds numbers and text."""
+    """Split a list, which reports carry as text."""
     return tuple(filter(None, str(value).split(",")))
+
+
+def adapters_of(
+    reports: Sequence[StageReport], lane: str | None = None
+) -> tuple[LoadedAdapter, ...]:
+    """Return the adapters that admission has in all lanes of a model, or in one lane."""
+    by_model: dict[str, dict[str, dict[str, LoadedAdapter]]] = {}
+    for report in reports:
+        if report.stage == "admission" and lane in (None, report.lane):
+            lanes = by_model.setdefault(report.model, {})
+            lanes.setdefault(report.lane, {each.id: each for each in report.adapters})
+    return tuple(
+        first[id]
+        for first, *others in (lanes.values() for lanes in by_model.values())
+        for id in sorted(first)
+        if all(id in each for each in others)
+    )

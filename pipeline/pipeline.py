@@ -1,12 +1,11 @@
-"""The pipeline of one process: its bus, its stages, their supervision, and the way to stop."""
+"""The pipeline of one process: its bus, its stages, supervision, drain and stop."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
-from collections.abc import AsyncGenerator
-from types import TracebackType
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 import anyio
 import anyio.to_thread
@@ -14,11 +13,12 @@ import anyio.to_thread
 from ..bus import Bus, open_bus
 from ..bus.control import Drain
 from ..bus.links import CONTROL
-from ..bus.public import Completion, Output
+from ..bus.public import Completion, EmbedParams, GenerateRequest, Output
 from ..config import (
     STAGES,
     Config,
     NanoInferenceError,
+    SamplingParams,
     roles_here,
     split_role,
 )
@@ -26,17 +26,18 @@ from ..config.logger import get_logger
 from ..stages.actor import Actor, StageContext
 from ..store.board import StageReport
 from ..telemetry import Metrics, Tracing, names, setup_metrics, setup_tracing
-from .client import BusClient
-from .completing import Completing, Request
+from .client import BusClient, Request
+from .embedding import EmbeddedPrompt
 from .heart import Heart
-from .supervisor import supervise
-from .topology import actor_class
+from .rollouts import Prompt
+from .scoring import ScoredCompletion
+from .supervisor import actor_class, supervise
 
-# What is allowed beyond the drain limit for the last errors to be written.
+# Time beyond the drain limit for the last errors to be written.
 _GRACE_S = 5.0
 
 
-class Pipeline(Completing):
+class Pipeline:
     """Runs this process's stages while the context is open.
 
     ```python
@@ -45,10 +46,9 @@ class Pipeline(Completing):
             print(output)
     ```
 
-    With all five stages here, entering waits until they are ready, unless told not to. Leaving
-    stops them at once; call `drain` before to let requests in flight finish. When a stage has used
-    up its restarts, whoever waits for an output gets ChannelClosed, and the context raises
-    StageFailed.
+    With all five stages here, entering waits until they are ready, by default. Leaving stops them
+    at once; call `drain` before to let requests in flight finish. When a stage has used up its
+    restarts, pending outputs raise ChannelClosed, and the context raises StageFailed.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class Pipeline(Completing):
 
         Args:
             config: The settings.
-            tracing: Makes its spans; None for what the settings say.
-            wait_for_bus: Start although the bus can't be reached, and work once it can.
-            wait_until_ready: Enter only when all five stages are ready, where all are here. What
-                is submitted before that waits.
-            with_metrics: Record metrics without `telemetry.metrics_port` too, for a gateway on this
-                pipeline's client, which shows them.
+            tracing: Makes its spans; None: as in the settings.
+            wait_for_bus: Start before the bus can be reached.
+            wait_until_ready: With all five stages here, enter when all are ready. Requests that are
+                submitted earlier wait.
+            with_metrics: Record metrics without `telemetry.metrics_port`, too, for a gateway on
+                this pipeline's client.
         """
         self.config = config or Config()
         self._wait_for_bus = wait_for_bus
@@ -83,14 +83,14 @@ class Pipeline(Completing):
         self._actors: dict[str, Actor] = {}
         self._ready: dict[str, asyncio.Event] = {}
         self._drained = asyncio.Event()
-        self._house: asyncio.Task[None]
+        self._stages_task: asyncio.Task[None]
         self._heart: Heart
         self._failure: BaseException | None = None
 
     # --- life ---------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Pipeline:
-        """Starts the stages.
+        """Start the stages.
 
         Raises:
             BusError: The bus can't be reached.
@@ -101,8 +101,7 @@ class Pipeline(Completing):
         self._ready = {role: asyncio.Event() for role in self._roles}
         self.bus = open_bus(self.config.bus, frozenset(self._roles), replicas)
         instance = f"{socket.gethostname()}-{os.getpid()}"
-        # Of several models: where there is one, nobody has to tell it from others.
-        model = self.config.bus.model
+        model = self.config.bus.model  # of several models
         labels = {names.REQUEST_MODEL: model} if model else {}
         try:
             if not self._wait_for_bus:
@@ -119,28 +118,23 @@ class Pipeline(Completing):
         )
         self._client = BusClient(self.bus, self.tracing, self.metrics)
         self._heart = Heart(self.config, self.bus, self._actors, self.metrics)
-        # A task of its own holds the stages' task group, so that the context may be left from
-        # another task than it was entered from, as test fixtures and servers' hooks do.
-        self._house = asyncio.create_task(self._run_stages(), name="stages")
+        # A task of its own holds the stages' task group, so that one task may enter the context
+        # and another leave it, as test fixtures and servers' hooks do.
+        self._stages_task = asyncio.create_task(self._run_stages(), name="stages")
         if self._wait_until_ready and set(stages) == set(STAGES):
             try:
                 await self.ready()
-            except BaseException as error:
-                await self.__aexit__(type(error), error, error.__traceback__)
+            except BaseException:
+                await self.__aexit__()
                 raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         with anyio.CancelScope(shield=True):
-            if self._failure is None and not self._house.done():
+            if self._failure is None and not self._stages_task.done():
                 await self._leave()
-                self._house.cancel()
-            await asyncio.gather(self._house, return_exceptions=True)
+                self._stages_task.cancel()
+            await asyncio.gather(self._stages_task, return_exceptions=True)
             if self._failure is None:
                 await self._heart.last_word()
             await self.bus.aclose()
@@ -148,39 +142,38 @@ class Pipeline(Completing):
             if self._given_tracing is None:
                 await anyio.to_thread.run_sync(self.tracing.shutdown)
         if self._failure is not None:
-            # What the body raised, if anything, came from this.
+            # An error of the body is a consequence of this one.
             raise self._failure from None
 
     async def failed(self) -> None:
-        """Waits until the pipeline has failed, and raises what it failed with.
+        """Wait until the pipeline has failed, and raise its error.
 
         Raises:
             StageFailed, ModelError, ConfigError: See `supervise`.
         """
-        await asyncio.shield(self._house)
+        await asyncio.shield(self._stages_task)
 
     async def ready(self) -> None:
-        """Waits until this process's stages take part; with admission here, until all do.
+        """Wait until this process's stages take part; with admission here, until all do.
 
         Raises:
             StageFailed, ModelError, ConfigError: The pipeline has failed.
         """
         for event in self._ready.values():
             waiting = asyncio.create_task(event.wait())
-            await asyncio.wait([waiting, self._house], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([waiting, self._stages_task], return_when=asyncio.FIRST_COMPLETED)
             waiting.cancel()
-            if self._house.done():
-                await self._house
+            if self._stages_task.done():
+                await self._stages_task
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Lets nothing more in and waits for the requests in flight.
+        """Admit no more requests and wait for those in flight.
 
         Args:
-            timeout_s: What is not done by then ends with an error; the configured limit when None.
+            timeout_s: Unfinished requests end with an error then; None for the configured limit.
 
         Returns:
-            Whether every request got its terminal message. A process without admission has
-            nothing to drain.
+            Whether every request got its terminal message; true without admission in this process.
         """
         if "admission" not in self.config.pipeline.stages:
             return True
@@ -201,8 +194,30 @@ class Pipeline(Completing):
         """As BusClient.complete."""
         return await self._client.complete(request)
 
+    async def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
+    ) -> list[ScoredCompletion]:
+        """As BusClient.score."""
+        return await self._client.score(prompts, completions, sampling_params, like=like)
+
+    async def embed(
+        self,
+        prompts: Sequence[Prompt],
+        params: EmbedParams = EmbedParams(),  # noqa: B008  (it is frozen)
+        *,
+        return_errors: bool = False,
+        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
+    ) -> list[EmbeddedPrompt]:
+        """As BusClient.embed."""
+        return await self._client.embed(prompts, params, return_errors=return_errors, like=like)
+
     def stages(self) -> list[StageReport]:
-        """How the stages of this process are now; `bus.store.board` has those of all processes."""
+        """Return the reports of this process's stages; `bus.store.board` has all processes."""
         return self._heart.reports()
 
     @property
@@ -221,7 +236,7 @@ class Pipeline(Completing):
         except BaseExceptionGroup as failures:
             self._failure = _clearest(failures)
             await self._heart.last_word()
-            # Without stages no output will ever come; nobody shall wait for one.
+            # Without stages no output will come: pending reads raise ChannelClosed.
             await self.bus.aclose()
             raise self._failure from None
 
@@ -248,7 +263,7 @@ class Pipeline(Completing):
         self._heart.beat_soon()
 
     async def _leave(self) -> None:
-        """Tells an admission elsewhere that what this process's stages hold is lost."""
+        """Notify an admission elsewhere that the state of this process's stages is lost."""
         if "admission" in self.config.pipeline.stages:
             return
         for actor in self._actors.values():
@@ -260,18 +275,19 @@ class Pipeline(Completing):
 
 
 def _clearest(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error that says what happened, out of those that the tasks raised."""
-    leaves: list[BaseException] = []
-    pending: list[BaseException] = [group]
-    while pending:
-        error = pending.pop()
-        if isinstance(error, BaseExceptionGroup):
-            pending.extend(error.exceptions)
-        else:
-            leaves.append(error)
+    """Return the error that explains the failure best; log the others."""
+    leaves = list(_leaves(group))
     ours = [error for error in leaves if isinstance(error, NanoInferenceError)]
     chosen = (ours or leaves)[0]
     for other in leaves:
         if str(other) != str(chosen):
             get_logger().error("stage_failed_too", error=repr(other))
     return chosen
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for each in reversed(error.exceptions):
+            yield from _leaves(each)
+    else:
+        yield error

@@ -1,7 +1,7 @@
-"""Checks of what Python callers pass: prompts, numbers of samples, lists that belong together.
+"""Checks of Python callers' arguments: prompts, numbers of samples, lists of equal length.
 
-Structs from the bus are checked by their decoder, a caller's arguments by nothing else: a float
-would be cut to a token id, and a text would count as a list of texts of one letter.
+A decoder checks structs from the bus, but not a caller's arguments: a float would be cut to a token
+id, and a text would count as a list of texts of one letter.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def check_prompts(prompts: Any, name: str = "prompts", code: str = "invalid_prom
     """Return the prompts of a call as a list; the prompts themselves are not checked.
 
     Args:
-        prompts: What the caller passed: any iterable, array or tensor.
-        name: Of the argument, for the message.
-        code: Of the error.
+        prompts: The argument: any iterable, array or tensor.
+        name: The argument's name, for the message.
+        code: The error's code.
 
     Raises:
-        ArgumentError: The argument is a single text, or nothing that can be iterated in order.
+        ArgumentError: The argument is a single text, or can't be iterated in order.
     """
     values = _without_arrays(prompts)
     if isinstance(values, str):
@@ -62,13 +62,13 @@ def prompt_of(prompt: Any) -> str | tuple[int, ...]:
 def token_ids_of(
     given: Any, rule: str, code: str, ids_code: str = "invalid_token_ids"
 ) -> tuple[int, ...]:
-    """Token ids of a list, a numpy array or a tensor of one dimension.
+    """Return the token ids of a list, a numpy array or a tensor of one dimension.
 
     Args:
-        given: What the caller passed.
-        rule: What the argument must be, as a clause, for the message.
-        code: Of the error if `given` is not a sequence.
-        ids_code: Of the error if an element is not an integer.
+        given: The argument.
+        rule: A clause for the message that describes a valid argument.
+        code: The error's code if `given` is not a sequence.
+        ids_code: The error's code if an element is not an integer.
 
     Raises:
         ArgumentError: `given` is not a sequence of integers.
@@ -99,7 +99,7 @@ def whole_number(value: Any, name: str, code: str) -> int:
 def params_of_all(
     params: SamplingParams | Sequence[SamplingParams] | None, number: int
 ) -> list[SamplingParams]:
-    """The parameters of each of `number` prompts.
+    """Return the parameters of each of `number` prompts.
 
     Raises:
         ArgumentError: `params` is neither one for all prompts nor a list with one for each.
@@ -122,7 +122,7 @@ def same_number(values: list[_T], number: int, name: str) -> list[_T]:
 
 
 def predictions_of_all(predictions: Any, number: int) -> list[Prompt | None]:
-    """The prediction of each of `number` prompts, None for a prompt without one.
+    """Return the prediction of each of `number` prompts, None for a prompt without one.
 
     Raises:
         ArgumentError: `predictions` is not a list with one for each prompt.
@@ -143,7 +143,7 @@ def _token_id(value: Any, place: int, rule: str, code: str) -> int:
 
 
 def _integer(value: Any) -> int | None:
-    """The value as an integer, or None. A truth value is no integer, unlike in Python."""
+    """Return the value as an integer, or None. Unlike in Python, a bool is no integer."""
     value = _without_arrays(value)
     if isinstance(value, bool) or not isinstance(value, int):
         return None
@@ -151,10 +151,10 @@ def _integer(value: Any) -> int | None:
 
 
 def _without_arrays(value: Any) -> Any:
-    """An array, tensor or scalar of numpy or torch as Python's lists and numbers."""
+    """Convert an array, tensor or scalar of numpy or torch to Python's lists and numbers."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _a(value: object) -> str:
-    """The type of a value, for a message."""
+    """Return the type of a value, for a message."""
     return f"of type {type(value).__name__}"

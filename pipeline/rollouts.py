@@ -1,4 +1,4 @@
-"""What a trainer and an engine agree on: what the engine does, and the samples that it gives."""
+"""The contract between trainers and engines: `RolloutEngine` and its samples."""
 
 from __future__ import annotations
 
@@ -25,20 +25,18 @@ class TrainingSample(msgspec.Struct, frozen=True):
         prompt_tokens: `[prompt]`.
         completion_tokens: `[completion]`, the stop token included.
         logprobs: `[completion]`, float32; docs/sampling.md says of which distribution.
-        ref_logprobs: `[completion]`, the same by the reference model; None when there is none.
-        weight_version: Of the weights that made the oldest of these tokens.
+        ref_logprobs: `[completion]`, by the reference model; None without one.
+        weight_version: Version of the weights that sampled the oldest of these tokens.
         finish_reason: "stop" for a stop token or string, "length" for a limit, "abort".
-        weight_versions: (version, index of its first token) for each run of tokens that one
-            version made.
-        top_logprobs: `[completion]`, the likeliest tokens at each place, when asked for.
-        prompt_logprobs: `[prompt]`, None for the first token, when asked for.
-        prompt_top_logprobs: `[prompt]`, the likeliest tokens at each place, when asked for.
-        request_id: Of the request, as `add_request` gave it back; None where the order of the
-            samples tells, as it does for `generate`.
-        adapter_version: Of the adapter that made the oldest of these tokens; 0 without one.
-        embedding: The prompt's vector, of a request for one.
-        num_draft_tokens: Drafted tokens that were verified for it, where the engine speculates.
-        num_accepted_draft_tokens: Those of them that were what was sampled.
+        weight_versions: (version, index of its first token) for each run of tokens of one version.
+        top_logprobs: `[completion]`, the likeliest tokens at each position, on request.
+        prompt_logprobs: `[prompt]`, None for the first token, on request.
+        prompt_top_logprobs: `[prompt]`, the likeliest tokens at each position, on request.
+        request_id: The result of `add_request`; None for samples of `generate`.
+        adapter_version: Version of the adapter for the oldest of these tokens; 0 without one.
+        embedding: The prompt's vector, on request.
+        num_draft_tokens: Draft tokens that were verified for this sample.
+        num_accepted_draft_tokens: Draft tokens that were accepted.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -60,11 +58,10 @@ class TrainingSample(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """The contract between a trainer and what generates for it. `InferenceEngine` fulfils it.
+    """The methods of an engine that a trainer calls. `InferenceEngine` implements them.
 
-    A training loop that is written against this runs with anything that has these methods: an
-    engine of its own process, a client of one elsewhere, a fake in a test. Calls are made from one
-    thread, and block until they are done.
+    A training loop against this protocol runs with an engine in its own process, a client of a
+    remote one, or a fake in a test. All calls come from one thread, and block.
     """
 
     def generate(
@@ -73,7 +70,7 @@ class RolloutEngine(Protocol):
         sampling_params: SamplingParams | Sequence[SamplingParams],
         num_samples_per_prompt: int = 1,
     ) -> list[TrainingSample]:
-        """Completes prompts with the weights in place.
+        """Complete prompts with the current weights.
 
         Args:
             prompts: Token ids, at least one for each prompt.
@@ -82,8 +79,8 @@ class RolloutEngine(Protocol):
 
         Returns:
             `[prompts * num_samples_per_prompt]`, in the order of the prompts, then of the samples.
-            Each has a logprob (float32, natural logarithm, of the policy at its temperature) and a
-            weight version for every token of its completion.
+            Every token of a completion has a logprob (float32, natural logarithm, of the policy at
+            its temperature) and a weight version.
 
         Raises:
             RequestError: A prompt or parameter is refused; nothing was generated.
@@ -91,30 +88,30 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, state_dict: Mapping[str, Tensor], blocking: bool = False) -> None:
-        """Replaces all weights; tokens sampled from then on carry the next version.
+        """Replace all weights; tokens sampled from then on carry the next version.
 
-        KV that older weights have computed is never used for a request that starts later.
+        A request that starts later never uses KV of older weights.
 
         Args:
             state_dict: By parameter name, in the shapes of the model, on any device and in any
                 floating-point dtype.
-            blocking: In place when this returns, and the tensors may change then; otherwise before
-                the next step, and they must not change till then.
+            blocking: Put in place before this returns; otherwise before the next step, and the
+                tensors must not change until then.
 
         Raises:
-            WeightsError: They don't fit the model, or are not finite numbers; weights and version
-                are as they were.
+            WeightsError: They don't fit the model, or are not finite; weights and version are
+                unchanged.
         """
         ...
 
     def get_weight_version(self) -> int:
-        """Of the weights in place: 0 are those that were loaded, and updates only count up."""
+        """Return the version of the current weights: 0 at first; updates only count up."""
         ...
 
     def flush_cache(self) -> None:
-        """Forgets all cached prefixes. No update needs it; requests under way are not disturbed."""
+        """Drop all cached prefixes. No update needs it; unfinished requests are not affected."""
         ...
 
     def shutdown(self) -> None:
-        """Gives all memory back. A second call does nothing, and others are not allowed then."""
+        """Free all memory. A second call does nothing; other calls are not allowed afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""The entrance of a deployment of several models: each request goes to the stream of its model."""
+"""The router of several models: moves each request from the deployment's stream to its model's."""
 
 from __future__ import annotations
 
@@ -7,41 +7,37 @@ import time
 import anyio
 
 from ..bus import Bus, RequestEntry
-from ..bus.public import Completion, ErrorInfo, Timings
+from ..bus.public import Completion, ErrorInfo
 from ..bus.routing import Unrouted
 from ..config import BusError, ChannelClosed, RequestError, shown
 from ..config.logger import get_logger
-from ..stages.admission.checks import request_id_of
-from ..store.registry import MALFORMED, NOT_LOADED, NOT_ROUTED, Records, find_model
-from ..telemetry import Metrics, instruments, names, now_ns
+from ..store.registry import MALFORMED, NOT_LOADED, Records, find_model
+from ..telemetry import Metrics, instruments, names
+from .deployment import terminal_message
 
 READ_EVERY_S = 1.0
-"""For how long what was read of the models counts. Whether one takes requests is looked at by the
-bus itself, in the same step in which a request is moved."""
+"""How long the models' records are cached. The bus itself checks whether a model takes requests,
+atomically with the move."""
 
 _RETRY_S = 1.0
 
 
 class Router:
-    """Moves requests from the entrance to their models, and refuses those that have none.
+    """Moves requests to the streams of their models, and refuses those of unknown models.
 
-    It decides by `model` alone, so it needs no tokenizer and no limits: those are the model's own
-    admission's. Any number of processes may run one, and one of them is enough; while none runs,
-    requests wait at the entrance.
+    It reads `model` alone: tokenizer and limits belong to each model's admission. One router is
+    enough, and any number of processes may run one; without any, requests wait.
     """
 
     def __init__(self, bus: Bus, metrics: Metrics | None = None) -> None:
-        """`bus`: of the deployment, and of none of its models."""
+        """`bus`: the bus of the deployment, not of a model."""
         self._bus = bus
         self._metrics = metrics or Metrics()
         self._records: Records = {}
         self._read_at = -READ_EVERY_S
 
     async def run_forever(self) -> None:
-        """Routes what comes. While the bus is away it waits.
-
-        Returns when the bus was closed.
-        """
+        """Route requests until the bus is closed; retry while it can't be reached."""
         log = get_logger()
         while True:
             try:
@@ -53,7 +49,7 @@ class Router:
                 await anyio.sleep(_RETRY_S)
 
     async def route_once(self) -> None:
-        """Waits for requests, and moves or refuses each of them.
+        """Wait for requests, and move or refuse each of them.
 
         Raises:
             ChannelClosed: The bus was closed.
@@ -70,8 +66,8 @@ class Router:
                 errors[request.entry_id] = ErrorInfo(code=error.code, message=error.message)
         models = dict(places)
         for entry_id, code in await self._bus.routing.move(places):
-            model = models.pop(entry_id)
-            errors[entry_id] = self._unmoved(code, model)
+            message = self._not_moved(code, models.pop(entry_id))
+            errors[entry_id] = ErrorInfo(code=code, message=message)
         for model in models.values():
             self._metrics.record(instruments.MODEL_ROUTES, 1, {names.REQUEST_MODEL: model})
         if errors:
@@ -81,7 +77,7 @@ class Router:
         try:
             return find_model(request.model, self._records.values()).id
         except RequestError:
-            # It may have come a moment ago.
+            # The model may be new.
             await self._read_models(anew=True)
             return find_model(request.model, self._records.values()).id
 
@@ -91,42 +87,28 @@ class Router:
             self._records = await self._bus.store.models.read()
             self._read_at = now
 
-    def _unmoved(self, code: str, model: str) -> ErrorInfo:
+    def _not_moved(self, code: str, model: str) -> str:
+        """Return why the bus did not move a request."""
         if code == NOT_LOADED:
-            return self._not_loaded(model)
+            record = self._records.get(model)
+            state = record.state if record else "unloaded"
+            return (
+                f"the model {shown(model)} takes no requests: it is {state}; load it, or choose "
+                "another"
+            )
         if code == MALFORMED:
-            return ErrorInfo(code=MALFORMED, message="the entry has more fields than any request")
-        return _not_routed(model)
-
-    def _not_loaded(self, model: str) -> ErrorInfo:
-        record = self._records.get(model)
-        state = record.state if record else "unloaded"
-        return ErrorInfo(
-            code=NOT_LOADED,
-            message=f"the model {shown(model)} takes no requests: it is {state}; load it, or ask "
-            "for another",
+            return "the entry has more fields than any request"
+        return (
+            f"the stream of the model {shown(model)} has a later entry, so the request could not "
+            "be put there in its order; send it again"
         )
 
     async def _refuse(self, errors: dict[str, ErrorInfo]) -> None:
         def answer(entry: RequestEntry) -> Completion:
-            return Completion(
-                request_id=request_id_of(entry),
-                entry_id=entry.entry_id,
-                status="error",
-                error=errors[entry.entry_id],
-                timings=Timings(finished_ns=now_ns()),
-            )
+            return terminal_message(entry, errors[entry.entry_id])
 
         for error in errors.values():
             labels = {names.STATUS: "error", names.ERROR_TYPE: error.code}
             self._metrics.record(instruments.REQUESTS, 1, labels)
         epoch = await self._bus.next_epoch()
         await self._bus.routing.refuse(list(errors), answer, epoch)
-
-
-def _not_routed(model: str) -> ErrorInfo:
-    return ErrorInfo(
-        code=NOT_ROUTED,
-        message=f"the stream of the model {shown(model)} has a later entry, so the request could "
-        "not be put there in its order; send it again",
-    )

@@ -1,4 +1,4 @@
-"""Scoring: how likely a model finds completions that are given to it."""
+"""Scoring: requests for the logprobs of given completions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..config import RequestError, SamplingParams, shown
 from .prompts import ArgumentError, check_prompts, params_of_all, token_ids_of
 
 AT_A_TIME = 256
-"""Requests of one call that are under way."""
+"""Most requests of one call in flight."""
 
 
 class ScoredCompletion(msgspec.Struct, frozen=True):
-    """What the weights in place make of a completion that was given.
+    """The logprobs of a given completion.
 
     Attributes:
-        logprobs: `[completion]`, float32, by the weights in place.
-        ref_logprobs: `[completion]`, by the reference model; None where there is none.
-        weight_version: Of the weights in place.
+        logprobs: `[completion]`, float32, by the current weights.
+        ref_logprobs: `[completion]`, by the reference model; None without one.
+        weight_version: Version of the current weights.
     """
 
     logprobs: tuple[float, ...]
@@ -33,13 +33,13 @@ class ScoredCompletion(msgspec.Struct, frozen=True):
 def params_to_score(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None, number: int
 ) -> list[SamplingParams]:
-    """The sampling parameters of `number` requests that score completions.
+    """Return the sampling parameters of `number` requests that score completions.
 
-    Each such request has prompt and completion together as its prompt and asks for its logprobs.
-    It has to sample one token, which is not used.
+    Each request has prompt and completion together as its prompt, and wants its logprobs. It must
+    sample one token, which is not used.
 
     Raises:
-        RequestError: There are not as many parameters as prompts, or one is no SamplingParams.
+        RequestError: The numbers of parameters and prompts differ, or one is not SamplingParams.
     """
     params = params_of_all(sampling_params, number)
     if wrong := [each for each in params if not isinstance(each, SamplingParams)]:
@@ -59,7 +59,7 @@ def token_ids_to_score(
 
     Raises:
         RequestError: A prompt or completion is not a list of token ids, a completion is empty, or
-            there are not as many completions as prompts.
+            the numbers of prompts and completions differ.
     """
     what, code = "is token ids where a completion is scored", "invalid_prompt"
     of_prompts = [token_ids_of(each, f"a prompt {what}", code) for each in check_prompts(prompts)]
@@ -83,10 +83,9 @@ async def score_by(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     like: GenerateRequest,
 ) -> list[ScoredCompletion]:
-    """Scores each completion with a request of its own, as `BusClient.score` promises.
+    """Score each completion with a request of its own, as `BusClient.score` promises.
 
-    Args:
-        complete: Gives a request's terminal message.
+    `complete` returns a request's terminal message.
     """
     prompts, completions = token_ids_to_score(prompts, completions)
     params = params_to_score(sampling_params, len(prompts))
@@ -116,15 +115,15 @@ async def complete_all(
     *,
     return_errors: bool = False,
 ) -> list[Completion]:
-    """The terminal messages of requests, in order; some are under way at a time.
+    """Return the terminal messages of requests in order, with up to `AT_A_TIME` in flight.
 
     Args:
-        complete: Gives one.
-        requests: All of them.
-        return_errors: Whether those that did not end well are among them.
+        complete: Returns a request's terminal message.
+        requests: The requests.
+        return_errors: Whether to return failed requests, too.
 
     Raises:
-        RequestError: One did not end well, and is not to be returned; the others are cancelled.
+        RequestError: A request failed without `return_errors`; the others are cancelled.
     """
     places = asyncio.Semaphore(AT_A_TIME)
 
@@ -145,10 +144,10 @@ async def complete_all(
 
 
 def scored_completion(completion: Completion, num_tokens: int) -> ScoredCompletion:
-    """What the answer to a scoring request says of its last tokens, which were given to it."""
+    """Return the logprobs of the last tokens of a scoring request's prompt."""
     logprobs, ref_logprobs = completion.prompt_logprobs, completion.prompt_ref_logprobs
     return ScoredCompletion(
-        # Only the first token of a prompt has none.
+        # Only the first token of a prompt has no logprob.
         cast(tuple[float, ...], (logprobs or ())[-num_tokens:]),
         None if ref_logprobs is None else cast(tuple[float, ...], ref_logprobs[-num_tokens:]),
         completion.samples[0].weight_version,

@@ -1,32 +1,31 @@
-"""The state of a whole deployment at one moment: lanes, stages, and what waits."""
+"""The state of a whole deployment at one moment: lanes, stages, and waiting requests."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 
 import msgspec
 from msgspec.structs import replace
 
 from ..store.registry import ModelState
 from .client import BusClient
-from .health import LaneHealth, lanes_of, verdict
+from .health import LaneHealth, lanes_of, reason_of
 
 
 class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What one look at a pipeline, or at those of several models, showed.
+    """A snapshot of a pipeline, or of the pipelines of several models.
 
     Attributes:
-        ready: Whether every stage of at least one lane is there and takes part.
+        ready: Whether every stage of at least one lane takes part.
         reason: Why not, in one sentence.
-        url: Where the look was taken, without password; "" in an answer of a gateway.
-        waiting: Requests that nobody has taken.
+        url: The bus of the snapshot, without password; "" in an answer of a gateway.
+        waiting: Requests that no lane has taken.
         in_flight: Requests taken and not yet answered.
-        queue_length: Requests of which no sample has begun, whether they were taken or not; about a
-            second old.
-        dead_letters: Requests that were given up; see `nano-inference dlq`.
-        lanes: The lanes, with what each stage told last.
-        models: Of several models how each is; the numbers above are those of all together.
+        queue_length: Requests of which no sample has begun, taken or not; about a second old.
+        dead_letters: Requests in the dead letters; see `nano-inference dlq`.
+        lanes: The lanes, with the last report of each stage.
+        models: The states of several models; the numbers above are their sums.
     """
 
     ready: bool
@@ -41,9 +40,9 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def pipeline_status(client: BusClient) -> PipelineStatus:
-    """Take one look over any bus.
+    """Return a snapshot over any bus.
 
-    Settings are left out of the stages' loads, since those of fairness name tenants.
+    The stages' loads are without settings, since those of fairness name tenants.
 
     Raises:
         BusError: The bus can't be reached.
@@ -69,28 +68,9 @@ async def pipeline_status(client: BusClient) -> PipelineStatus:
     )
 
 
-def reason_of(states: Mapping[str, ModelState], lanes: Sequence[LaneHealth]) -> str:
-    """Why no request would be served, in one sentence; "" when some lane works.
-
-    Args:
-        states: Of several models; empty for a single one.
-        lanes: Of all models.
-    """
-    if not states:
-        return verdict(lanes)
-    reasons: list[str] = []
-    for model, state in states.items():
-        own = [lane for lane in lanes if lane.model == model]
-        why = verdict(own) if state in ("ready", "draining") else f"it is {state}"
-        if not why:
-            return ""
-        reasons.append(f"model {model}: {why}")
-    return "; ".join(reasons)
-
-
-def of_models(found: PipelineStatus, models: Collection[str]) -> PipelineStatus:
-    """What was seen of these alone, out of several models. The counts remain those of all."""
-    states = {id: state for id, state in found.models.items() if id in models}
-    lanes = [lane for lane in found.lanes if lane.model in states]
+def of_models(status: PipelineStatus, models: Collection[str]) -> PipelineStatus:
+    """Return the status of some of several models. The counts remain those of all."""
+    states = {id: state for id, state in status.models.items() if id in models}
+    lanes = [lane for lane in status.lanes if lane.model in states]
     reason = reason_of(states, lanes)
-    return replace(found, ready=not reason, reason=reason, lanes=lanes, models=states)
+    return replace(status, ready=not reason, reason=reason, lanes=lanes, models=states)

@@ -1,10 +1,12 @@
-"""Looks after one stage: starts it, restarts it when it fails, gives up past a budget."""
+"""Supervision of one stage: start, restart after failures, stop past a budget."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable
+from importlib import import_module
+from typing import cast
 
 import anyio
 
@@ -20,8 +22,8 @@ from ..config import (
 from ..config.logger import get_logger
 from ..stages.actor import Actor
 
-# However often something failed, it is tried again after this time.
 LONGEST_WAIT_S = 10.0
+"""Longest wait before a restart."""
 
 
 class StageFailed(NanoInferenceError):
@@ -30,8 +32,14 @@ class StageFailed(NanoInferenceError):
     code = "stage_failed"
 
 
+def actor_class(stage: str) -> type[Actor]:
+    """Return the class of a stage. Only a process that runs the executor imports its kernels."""
+    module = import_module(f"..stages.{stage}.stage", __package__)
+    return cast(type[Actor], getattr(module, f"{stage.title()}Stage"))
+
+
 class RestartBudget:
-    """How often something may fail, and how long to wait before it is started again."""
+    """The number of failures within a time, and the growing waits between restarts."""
 
     def __init__(self, name: str, config: PipelineConfig) -> None:
         self._name = name
@@ -39,7 +47,7 @@ class RestartBudget:
         self._failures: deque[float] = deque()
 
     def failed(self, now_s: float) -> float:
-        """Counts a failure.
+        """Count a failure.
 
         Args:
             now_s: A monotonic clock.
@@ -61,20 +69,20 @@ class RestartBudget:
                 f"the {self._name} stage failed {count} times within "
                 f"{config.restart_window_s:g} s; its errors are in the log above"
             )
-        # Beyond 2**30 nobody cares, and a float would end at 2**1024.
+        # A float overflows at 2**1024.
         return float(min(LONGEST_WAIT_S, config.restart_backoff_s * 2 ** min(count - 1, 30)))
 
 
 async def supervise(make: Callable[[], Actor], config: PipelineConfig) -> None:
-    """Runs a stage until cancelled.
+    """Run a stage until cancelled.
 
-    Each failure is logged with its traceback and told to admission, which ends what was in
+    Each failure is logged with its traceback and reported to admission, which ends the requests in
     flight. Then, after a wait, a new stage object starts.
 
     Raises:
         StageFailed: The restart budget is used up.
-        ModelError, ConfigError: The stage can't start, and trying again would not change that.
-        LaneReplaced: Another process serves its lane; starting it again would drive that one out.
+        ModelError, ConfigError: The stage can't start, and a restart would not help.
+        LaneReplaced: Another process serves its lane; a restart would displace that process.
     """
     budget: RestartBudget | None = None
     last = ""
@@ -93,17 +101,17 @@ async def supervise(make: Callable[[], Actor], config: PipelineConfig) -> None:
             if isinstance(cause, ModelError | ConfigError) and not actor.opened:
                 raise cause from None
             reason = cut(repr(cause))
-            # The same traceback a second time helps nobody.
+            # The same error is logged without its traceback the second time.
             log.error("stage_failed", error=reason, exc_info=reason != last and cause)
             last = reason
-            await _tell(actor, reason)
+            await _announce(actor, reason)
         wait_s = budget.failed(time.monotonic())
         log.warning("stage_restarts", wait_s=round(wait_s, 3))
         await anyio.sleep(wait_s)
 
 
-async def _tell(actor: Actor, reason: str) -> None:
-    """Lets admission know at once; if it can't be told now, the restarted stage tells it."""
+async def _announce(actor: Actor, reason: str) -> None:
+    """Notify admission at once; if that fails, the restarted stage does it."""
     try:
         with anyio.move_on_after(1.0):
             await actor.leave(reason, failed=True)
@@ -112,10 +120,10 @@ async def _tell(actor: Actor, reason: str) -> None:
 
 
 def _only_cause(error: Exception) -> BaseException:
-    """What a task group of one failed task really says."""
+    """Return the error of a task group with one failed task."""
     cause: BaseException = error
     while isinstance(cause, BaseExceptionGroup):
-        replaced = cause.subgroup(LaneReplaced)  # that several tasks may find out at once
+        replaced = cause.subgroup(LaneReplaced)  # several tasks may raise it
         if replaced is None and len(cause.exceptions) != 1:
             break
         cause = (replaced or cause).exceptions[0]

@@ -1,6 +1,6 @@
-"""The board on which every process tells, about once a second, how its stages are.
+"""Stage reports of every process, about once a second, for people and probes.
 
-It is for people and for probes: no stage relies on it, and nothing of a request is on it.
+No stage depends on the board, and it holds nothing of a request.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import msgspec
 from .process_state import ProcessState, state_of
 
 STALE_AFTER_S = 10.0
-"""A stage that has not been heard of for so long is taken for gone. A process reports every
-second, so this is ten reports missed: a busy machine may well swallow a few."""
+"""Age at which a silent stage counts as gone: ten missed reports, since a busy machine may miss a
+few."""
 
 StageState = Literal["starting", "waiting", "ready", "draining", "gone"]
 
 
 class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True):
-    """An adapter that an executor has.
+    """An adapter loaded in an executor.
 
     Attributes:
-        id: By which requests name it.
+        id: The name in requests.
         version: Of its weights.
-        folder: Where they were read; "" when they can't be had again.
-        rank: The largest of its layers.
-        num_bytes: That it takes of the device's memory.
+        folder: The source folder; "" if the weights can't be read again.
+        rank: The largest rank of its layers.
+        num_bytes: Device memory.
     """
 
     id: str
@@ -39,26 +39,26 @@ class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How one stage of one process is.
+    """State of one stage of one process.
 
     Attributes:
-        lane: Of which lane it is a part.
-        stage: Its role: "executor", of replica 1 "executor.1".
-        incarnation: The stage object; a restart within the process gives a new one.
-        host: Where it runs.
-        pid: The process.
-        epoch: The last epoch that it has heard of.
-        state: "starting" until it has loaded; "waiting" until it takes part in an epoch; "ready";
-            "draining" when it lets nothing more in; "gone" when it has left, which nobody reads.
-        reason: What it waits for; "" when it is ready.
-        since_s: How long it has been in this state.
-        load: A few numbers that it knows.
-        adapters: Admission's: those that requests to its lane can name.
-        age_s: How long ago this was told, by the board's own clock.
-        model: Whose lane it is, in a deployment of several models.
-        process: What `identity_of` its PID is there.
-        process_state: How that process is now, if it runs on the reader's machine. The board sets
-            it as it is read.
+        lane: The stage's lane.
+        stage: Its role: "executor"; "executor.1" in replica 1.
+        incarnation: Id of the stage object; a restart within the process gives a new one.
+        host: Host name.
+        pid: Process id.
+        epoch: The last epoch seen.
+        state: "starting" while loading; "waiting" before it joins an epoch; "ready"; "draining"
+            while
+            it admits nothing new; "gone" after a clean exit (never returned by `read`).
+        reason: The cause of waiting; "" if ready.
+        since_s: Seconds in this state.
+        load: A few numbers of the stage.
+        adapters: Admission only: the adapters that requests to its lane can name.
+        age_s: Age of the report by the board's clock.
+        model: The lane's model, in a deployment of several.
+        process: `identity_of` the process.
+        process_state: The process's state if it runs on the reader's machine; set by `read`.
     """
 
     lane: str
@@ -79,19 +79,20 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageBoard(Protocol):
-    """Where each process reports how its stages are, for people and probes. Not durable."""
+    """Reports of all stages. Not durable."""
 
     async def report(self, reports: Sequence[StageReport]) -> None:
-        """Replaces what this process told before of these stages.
+        """Replace this process's reports of these stages.
 
         Raises:
-            BusError: The transport can't be reached, or was closed; nothing was told.
+            BusError: The transport can't be reached, or was closed; nothing was written.
         """
 
     async def read(self) -> list[StageReport]:
-        """The last word of every process on each of its stages, by lane, stage and age.
+        """Return the last report of every process on each of its stages, sorted by lane, stage and
+        age.
 
-        What is older than `STALE_AFTER_S` or has left in good order is not there.
+        Reports older than `STALE_AFTER_S` and stages that exited cleanly are left out.
 
         Raises:
             BusError: The transport can't be reached, or was closed.
@@ -99,7 +100,7 @@ class StageBoard(Protocol):
 
 
 class MemoryBoard:
-    """The `StageBoard` within one process."""
+    """`StageBoard` within one process."""
 
     def __init__(self) -> None:
         self._reports: dict[str, tuple[float, StageReport]] = {}
@@ -114,7 +115,7 @@ class MemoryBoard:
 
 
 def latest(reports: Iterable[tuple[float, StageReport]]) -> list[StageReport]:
-    """The newest report of each process on each stage, without those that are out of date.
+    """Return the newest report of each process on each stage, without stale ones.
 
     Args:
         reports: (age in seconds, report), in any order.

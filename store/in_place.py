@@ -1,4 +1,4 @@
-"""What a lane remembers of its weights and adapters, for an executor that starts anew."""
+"""Records of a lane's weights and adapters, for an executor that restarts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Generic, Protocol, TypeVar
 import msgspec
 
 _LARGEST = (1 << 63) - 1
-"""Of the integers that every message can carry."""
+"""The largest integer that every message can carry."""
 
 T = TypeVar("T")
 
@@ -16,11 +16,11 @@ class WeightsInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The newest weights of a lane.
 
     Attributes:
-        version: What they are counted as; above 0, which those of `engine.model_path` are.
-        leader: The incarnation of admission under which they were in place. Another one that has
-            begun since means that the lane itself may be a new one.
-        folder: Where all of them were read; "" when they can't be had again.
-        stamp: Which files those were; see `stamp_of` of the executor's weights.
+        version: At least 1; version 0 is the weights of `engine.model_path`.
+        leader: The incarnation of admission at the time. A different one since means that the lane
+            itself may be new.
+        folder: The folder that holds all of them; "" if the weights can't be read again.
+        stamp: Identity of the files; see `stamp_of` of the executor's weights.
     """
 
     version: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
@@ -30,7 +30,7 @@ class WeightsInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class AdapterInPlace(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One adapter; the fields are those of WeightsInPlace."""
+    """One adapter; the fields are as in WeightsInPlace."""
 
     id: str
     version: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
@@ -43,8 +43,8 @@ class AdaptersInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     Attributes:
         leader: As in WeightsInPlace.
-        adapters: Those that are loaded.
-        versions: The last version of each id, those that are not loaded any more among them.
+        adapters: The loaded adapters.
+        versions: The last version of each id, unloaded adapters included.
     """
 
     leader: str
@@ -53,19 +53,19 @@ class AdaptersInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class InPlaceRecord(Protocol[T]):
-    """The last word of a lane's executors on one of these."""
+    """The last record written by a lane's executors."""
 
     async def put(self, last: T) -> None:
-        """Replaces it.
+        """Replace the record.
 
         Raises:
             BusError: The transport can't be reached, or was closed.
         """
 
     async def read(self) -> T | None:
-        """None when nothing was said, or what stands there can't be understood.
+        """Return the record, or None if there is none or it can't be decoded.
 
-        While the transport is away it waits.
+        Waits while the transport is unreachable.
 
         Raises:
             ChannelClosed: The bus was closed.
@@ -73,7 +73,7 @@ class InPlaceRecord(Protocol[T]):
 
 
 class MemoryRecord(Generic[T]):
-    """The `InPlaceRecord` within one process, with which it ends."""
+    """`InPlaceRecord` within one process."""
 
     def __init__(self) -> None:
         self._last: T | None = None

@@ -1,4 +1,4 @@
-"""Who may do what, as all gateways of a bus read it: one document that is replaced as a whole."""
+"""The policy document that all gateways of a bus read. It is replaced as a whole."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 
 
 class PolicyState(msgspec.Struct, frozen=True):
-    """The document as it stands.
+    """The document and its version.
 
     Attributes:
-        version: Changes with each replacement, and when the transport has lost what it had.
-        document: What whoever wrote it wants to find again.
+        version: Changes with each replacement, and when the transport lost the document.
+        document: Encoded by its writer.
     """
 
     version: str
@@ -21,36 +21,36 @@ class PolicyState(msgspec.Struct, frozen=True):
 
 
 class PolicyRecord(Protocol):
-    """Where it is kept."""
+    """Storage of the policy document."""
 
     async def read(self, known: str) -> PolicyState | None:
-        """None while it is what it was in the version `known`; "" for no version.
+        """Return the document, or None if its version is still `known` ("" for no version).
 
-        A document that nobody has written is empty, in the version "".
+        A document never written is empty, with version "".
 
         Raises:
             BusError: The transport can't be reached.
         """
 
     async def replace(self, known: str, document: bytes) -> bool:
-        """Writes it, unless somebody has since the version `known`; returns whether it did.
+        """Replace the document if its version is still `known`; return whether it was replaced.
 
         Raises:
-            BusError: The transport can't be reached; it may be written nevertheless.
+            BusError: The transport can't be reached; the write may have taken effect.
         """
 
 
 NOTHING = PolicyState("", b"")
-"""What stands there until somebody writes."""
+"""The state before the first write."""
 
 
 def new_version() -> str:
-    """One that there was never before."""
+    """Return a unique version."""
     return uuid.uuid4().hex
 
 
 class MemoryPolicyRecord:
-    """The `PolicyRecord` within one process, with which it ends."""
+    """`PolicyRecord` within one process."""
 
     def __init__(self) -> None:
         self._state = NOTHING

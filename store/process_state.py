@@ -1,7 +1,8 @@
-"""Whether a process of this machine runs, as the kernel tells it.
+"""State of a process on this machine, from the kernel.
 
-A heartbeat that is late can't tell a process that was stopped or killed from one that is busy. The
-kernel can, at once, for processes of the reader's own machine and PID namespace.
+A late heartbeat doesn't distinguish a stopped or killed process from a busy one. The kernel does,
+at
+once, for processes of the reader's own machine and PID namespace.
 """
 
 from __future__ import annotations
@@ -12,27 +13,26 @@ from pathlib import Path
 from typing import Literal
 
 ProcessState = Literal["unknown", "running", "stopped", "gone"]
-"""`stopped`: by SIGSTOP, or Ctrl-Z in its shell. `unknown`: of another machine or container."""
+"""`stopped`: by SIGSTOP or Ctrl-Z. `unknown`: on another machine or in another container."""
 
 _PROC = Path("/proc")
 
 
 def identity_of(pid: int) -> str:
-    """What no other process has that ever was; "" where the kernel doesn't tell it.
+    """Return a globally unique identity of a process; "" where the kernel hides it.
 
-    Its parts: the machine's boot, the PID namespace, and when the process started, since PIDs are
-    used again.
+    Made of the machine's boot id, the PID namespace and the start time, since PIDs are reused.
     """
     machine, started = _machine(), _stat(pid)[1]
     return f"{machine}/{started}" if machine and started else ""
 
 
 def state_of(pid: int, process: str) -> ProcessState:
-    """How a process is now.
+    """Return the process's state.
 
     Args:
         pid: Its PID, in its own namespace.
-        process: What `identity_of` returned there.
+        process: `identity_of` the process, computed there.
     """
     machine, _, started = process.rpartition("/")
     if not machine or machine != _machine():
@@ -55,9 +55,9 @@ def _machine() -> str:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """A process's state and start, as /proc/PID/stat has them; empty where it can't be read."""
+    """Return a process's state and start time from /proc/PID/stat; empty where it can't be read."""
     try:
-        # The name, in parentheses, may hold anything.
+        # The name, in parentheses, may contain any character.
         fields = (_PROC / f"{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
         return fields[0], fields[19]
     except (OSError, IndexError):
@@ -65,7 +65,7 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 def _exists(pid: int) -> bool:
-    """Whether there is such a process, also where /proc hides those of other users."""
+    """Return whether the process exists, even where /proc hides other users' processes."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

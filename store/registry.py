@@ -1,4 +1,4 @@
-"""The models of a deployment: what each is, how it is, and whether it takes requests."""
+"""The models of a deployment: specification, state, and whether they accept requests."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """One model of a deployment.
 
     Attributes:
-        spec: What was said of it.
-        state: "loading" from when it is asked for until a lane of it is ready, "draining" while it
-            takes no more requests and answers those that it has; "failed" when it could not be
-            loaded.
-        reason: Why it is in that state; of a failed one the error.
-        since_ns: Since when, wall clock.
-        load_ns: How long it took to load; 0 before that.
-        memory_bytes: What its processes take, as far as they are there.
-        takes_requests: Whether what is asked of it gets on its stream.
-        adapters: Those that requests may name instead of it, beside those of `spec`.
+        spec: Its settings.
+        state: "loading" until a lane is ready; "draining" while it accepts no more requests and
+            finishes those in flight; "failed" if it could not be loaded.
+        reason: The cause of the state; of a failed model the error.
+        since_ns: Start of the state, wall clock.
+        load_ns: Duration of loading; 0 before that.
+        memory_bytes: Memory of its processes.
+        takes_requests: Whether its stream accepts requests.
+        adapters: Adapters that requests may name, besides those of `spec`.
     """
 
     spec: ModelConfig
@@ -45,7 +44,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names by which requests may ask for it, its id first."""
+        """All names in requests, the id first."""
         return tuple(dict.fromkeys((*self.spec.names, *self.adapters)))
 
 
@@ -53,11 +52,11 @@ Records = dict[str, ModelRecord]
 
 
 class Traffic(NamedTuple):
-    """What is on a requests stream.
+    """Contents of a requests stream.
 
     Attributes:
-        entries: Requests that are not answered.
-        last_ms: When the last one came, wall clock of the transport; 0 when none has.
+        entries: Unanswered requests.
+        last_ms: Time of the last request, by the transport's clock; 0 if there was none.
     """
 
     entries: int
@@ -65,28 +64,29 @@ class Traffic(NamedTuple):
 
 
 class ModelRegistry(Protocol):
-    """The models of a deployment by their ids, as whoever runs them has written it down."""
+    """The models of a deployment by id, as written by the model manager."""
 
     async def read(self) -> Records:
-        """All of them, in the order of their ids; none where the deployment has one model, which is
-        nowhere written down.
+        """Return all models, sorted by id; empty for a deployment of one model, which isn't
+        recorded.
 
         Raises:
             BusError: The transport can't be reached.
         """
 
     async def put(self, record: ModelRecord) -> None:
-        """Replaces what was said of a model. From then on it takes requests, or none.
+        """Replace a model's record, and open or close its requests stream.
 
         Raises:
-            BusError: The transport can't be reached; it may be written nevertheless.
+            BusError: The transport can't be reached; the write may have taken effect.
         """
 
     async def remove(self, model: str) -> None:
-        """The model is not a part of the deployment any more. Raises BusError as `put`."""
+        """Remove a model from the deployment. Raises BusError as `put`."""
 
     async def traffic(self, models: Sequence[str]) -> list[Traffic]:
-        """What is on the requests streams of these models, in their order. Cheap: for polling.
+        """Return the traffic of these models' requests streams, in their order. Cheap enough to
+        poll.
 
         Raises:
             BusError: The transport can't be reached.
@@ -94,7 +94,7 @@ class ModelRegistry(Protocol):
 
 
 class MemoryModelRegistry:
-    """The `ModelRegistry` within one process, with which it ends."""
+    """`ModelRegistry` within one process."""
 
     def __init__(self) -> None:
         self._records: Records = {}
@@ -109,12 +109,12 @@ class MemoryModelRegistry:
         self._records.pop(model, None)
 
     async def traffic(self, models: Sequence[str]) -> list[Traffic]:
-        """None: there is one model, whose requests this does not see."""
+        """Return zeros: in memory there is one model, whose requests the registry doesn't see."""
         return [Traffic(0, 0) for _ in models]
 
 
 def find_model(name: str, records: Iterable[ModelRecord]) -> ModelConfig:
-    """The model that a name is of: its id, an alias, one of its adapters; "" is the default.
+    """Return the model with this name: its id, an alias or one of its adapters; "" is the default.
 
     Raises:
         RequestError: unknown_model.
@@ -124,7 +124,7 @@ def find_model(name: str, records: Iterable[ModelRecord]) -> ModelConfig:
     for record in listed:
         if wanted in record.spec.names:
             return record.spec
-    # Of these nobody has seen to it that a name stands for one thing: what was there first wins.
+    # Adapters' names may be ambiguous; the first model wins.
     for record in listed:
         if wanted in record.adapters:
             return record.spec

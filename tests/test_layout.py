@@ -16,7 +16,7 @@ from nano_inference.bus.weights import IN_FLIGHT
 from nano_inference.cli.waterfall import STAGE_STYLES
 from nano_inference.config import STAGES
 from nano_inference.config.sampling import PARAMETERS, RANGES
-from nano_inference.pipeline.topology import actor_class
+from nano_inference.pipeline.supervisor import actor_class
 from nano_inference.telemetry import trace_page
 
 ROOT = Path(__file__).parent.parent

@@ -25,8 +25,8 @@ def tree() -> set[str]:
     """What belongs in the wheel, by what lies in the tree."""
     files = {path.relative_to(ROOT) for kind in KINDS for path in ROOT.rglob(kind)}
     files |= {path.relative_to(ROOT) for path in (ROOT / "models" / "tiny").iterdir()}
-    files |= {path.relative_to(ROOT) for path in (ROOT / "chat" / "formats").iterdir()}
-    files.add(Path("py.typed"))
+    files |= {path.relative_to(ROOT) for path in (ROOT / "text" / "messages" / "formats").iterdir()}
+    files |= {Path("py.typed"), Path("models/card.md")}
     return {
         f"nano_inference/{path}"
         for path in files
@@ -70,6 +70,11 @@ def test_every_public_name_can_be_had(package: ModuleType) -> None:
         assert getattr(package, name) is not None
     with pytest.raises(AttributeError, match="Engin"):
         _ = package.Engin
+
+
+def test_type_checkers_know_every_public_name() -> None:
+    imported = re.findall(r" as (\w+)$", (ROOT / "__init__.py").read_text(), re.M)
+    assert sorted(imported) == nano_inference.__all__
 
 
 def test_tensors_do_not_cost_grpc() -> None:

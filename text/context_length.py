@@ -1,4 +1,4 @@
-"""The longest context of a model, read from its configuration; the model need not be loaded."""
+"""The context length of a model, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from .gguf import gguf_file_of
 from .gguf_header import read_header
 
 _NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-"""Names of the longest context in config.json, by model type."""
+"""Fields of config.json that hold it, by model type."""
 
 _MOST_CONFIG_BYTES = 1 << 20
 
 
 def longest_context(text: Mapping[str, Any]) -> int | None:
-    """The longest context that a model handles, in tokens; None if its configuration doesn't say.
+    """Return the longest context in tokens; None if the configuration doesn't say.
 
     With some kinds of rotary scaling, positions beyond the original length change the factors of
-    the whole batch, so one long sequence would change the tokens of its short neighbours. There
-    the original length counts.
+    the
+    whole batch: one long sequence would change its short neighbours' tokens. The original length
+    applies there.
 
     Args:
-        text: Of the configuration of the language model, in Transformers' names.
+        text: The language model's configuration, with Transformers' names.
     """
     told = (text.get(name) for name in _NAMES)
     limit = next((each for each in told if isinstance(each, int) and each > 0), None)
@@ -40,9 +41,9 @@ def longest_context(text: Mapping[str, Any]) -> int | None:
 
 
 def longest_context_of(model: Path) -> int | None:
-    """The longest context by a model's files, in tokens; None if they don't say, or are unreadable.
+    """Return the longest context by a model's files, in tokens; None if absent or unreadable.
 
-    Reads a file, of a GGUF file its header, which takes some tenths of a second.
+    Reading a GGUF file's header takes some tenths of a second.
     """
     try:
         if (file := gguf_file_of(model)) is not None:

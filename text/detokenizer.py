@@ -1,15 +1,16 @@
-"""From token ids to text, one token at a time. Shared ground of the stages.
+"""Incremental detokenisation, one token at a time.
 
-The text of a completion is what its tokens add to the text before them, so a completion that
-continues a word begins with its space (where `decode` of the completion alone would strip it, as
-SentencePiece-like decoders do at the start of a text).
+A completion's text is the text that its tokens add after the prompt, so a completion that continues
+a word begins with its space. (`decode` of the completion alone would strip it, as
+SentencePiece-like
+decoders do at the start of a text.)
 
 Why not `tokenizers.decoders.DecodeStream`: with byte-fallback tokens it raises InvalidPrefix once
-an invalid byte follows a valid character; after an endless run of invalid bytes its cost is
-quadratic; and it has no end at which an incomplete character could be given out. What makes a
-table enough: in every decoder supported here, a token adds the same bytes wherever it stands,
-except at the very start of a text. So each token's bytes are worked out once, and what is left
-to do per token is a lookup and, for characters cut between tokens, Python's UTF-8 decoder.
+an invalid byte follows a valid character; its cost is quadratic in a run of invalid bytes; and it
+has
+no end at which an incomplete character is emitted. In every supported decoder a token adds the same
+bytes at every position but a text's first. So each token's bytes are computed once; per token, the
+work is a lookup and, for characters split between tokens, Python's UTF-8 decoder.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 Pieces = dict[int, str | bytes]
-"""What each token adds to a text: a string, or bytes where a character may be cut."""
+"""Text that each token adds: a string, or bytes where a character may be split."""
 
 
 class TokenPieces(dict[int, str | bytes]):
-    """What each token id adds to a text: a string, or bytes where a character may be cut.
+    """Text that each token id adds: a string, or bytes where a character may be split.
 
-    Ids without a token add nothing, and special tokens only when asked for. Filled as ids are
-    asked for, so it is at most as large as the vocabulary; one serves all samples of a model.
+    Unknown ids add nothing; special tokens add text only on request. Filled on demand, so at most
+    as
+    large as the vocabulary; one instance serves all samples of a model.
 
     Raises:
         ModelError: The tokenizer's decoder is of a kind whose tokens depend on their neighbours.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
-        """`skip_special`: whether special tokens add nothing, or their own name."""
+        """Args: `skip_special`: special tokens add nothing. False: they add their name."""
         super().__init__()
         kinds = set(_decoder_kinds(tokenizer))
         self._tokenizer = tokenizer
@@ -80,7 +82,7 @@ class TokenPieces(dict[int, str | bytes]):
         return self._tokenizer.decode([self._anchor, token_id])[len(self._anchor_text) :]
 
     def _find_anchor(self) -> int:
-        """An ordinary token to stand before another, so that the other is not a text's first."""
+        """Return an ordinary token to put before another, which is then not the text's first."""
         for token_id in range(self._tokenizer.get_vocab_size()):
             if self._tokenizer.decode([token_id]).isalnum():  # a special token decodes to ""
                 return token_id
@@ -90,12 +92,15 @@ class TokenPieces(dict[int, str | bytes]):
 class Detokenizer:
     """The text of one sample.
 
-    All pushes and finish together are `decode(anchor + ids)` without the anchor's own text, where
-    `decode` is the tokenizers library's with special tokens skipped and `anchor` is any text of
-    the prompt that ends between characters. One exception: in a run of byte-fallback tokens that
-    is not valid UTF-8 `decode` shows every byte as U+FFFD, even those of whole characters that
-    have long been delivered; here, as in byte-level decoding, whole characters stay and each
-    maximal ill-formed part becomes one U+FFFD (Unicode 15, section 3.9).
+    All pushes and `finish` together equal `decode(anchor + ids)` without the anchor's own text,
+    where
+    `decode` is the tokenizers library's (special tokens skipped) and `anchor` is any part of the
+    prompt
+    that ends between characters. One exception: in an invalid run of byte-fallback tokens `decode`
+    shows every byte as U+FFFD, even those of whole characters already delivered. Here, as in
+    byte-level
+    decoding, whole characters stay and each maximal ill-formed part becomes one U+FFFD (Unicode 15,
+    section 3.9).
     """
 
     __slots__ = ("_cut", "_piece_of")
@@ -110,7 +115,7 @@ class Detokenizer:
         return bool(self._cut)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Takes the next tokens; returns the text that is now certain."""
+        """Add tokens; return the text that is now final."""
         if not self._cut:
             try:
                 return "".join(map(self._piece_of, token_ids))  # type: ignore[arg-type]
@@ -130,7 +135,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """U+FFFD when the tokens ended within a character, else nothing."""
+        """Return U+FFFD if the tokens ended within a character, else ""."""
         text = self._cut.decode(errors="replace")
         self._cut = b""
         return text
@@ -144,7 +149,7 @@ def _as_text(data: bytes) -> str | bytes:
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """The bytes behind a byte-level token; one with a foreign character stands for itself."""
+    """Return a byte-level token's bytes; a token with a foreign character stands for itself."""
     try:
         return bytes(map(_BYTE_OF.__getitem__, token))
     except KeyError:
@@ -152,7 +157,7 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes are their own character, the others follow from U+0100."""
+    """Return GPT-2's byte alphabet: printable bytes are their own, others follow from U+0100."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (byte for byte in range(256) if byte not in printable)
     alphabet = {chr(byte): byte for byte in printable}
@@ -163,7 +168,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> Iterator[str]:
-    """The types in the decoder's own JSON, the wrapping Sequence left out."""
+    """Yield the decoder types in the decoder's JSON, without the enclosing Sequence."""
     if tokenizer.decoder is not None:
         yield from _kinds(json.loads(tokenizer.decoder.__getstate__()))
 

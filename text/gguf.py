@@ -1,10 +1,9 @@
-"""GGUF files: a folder in Transformers' format stands for each, made of what its header says.
+"""GGUF files: each is represented by a folder in Transformers' format, made from its header.
 
-Transformers' own loader turns the header into a configuration and a tokenizer. That takes many
-seconds where the vocabulary is large, and torch, which most stages are without. So it is done once
-for a file, by whoever needs it first, and kept in the user's cache folder; all stages then read an
-ordinary folder. The weights stay in the file, to which the folder has a link, and are read from
-there when the model is loaded.
+Transformers' loader converts the header to a configuration and a tokenizer. That takes many seconds
+with a large vocabulary, and needs torch, which most stages don't import. So the first process that
+needs a file converts it, into the user's cache folder; all stages then read an ordinary folder. The
+weights stay in the file, which the folder links to.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from ..config.temporary import sweep, temporary_folder
 from .gguf_header import GgufHeader, read_header
 
 LINK = "model.gguf"
-"""What a folder made here calls the file that it was made of."""
+"""The folder's link to the GGUF file."""
 
 _FACTS = "gguf.json"
 _PACKAGES = ("gguf", "accelerate")
 _MOST_S = 900.0
-"""Whoever needs longer for a header never will."""
+"""Time limit of a conversion, in seconds."""
 
 _FORMAT = 1
-"""Of the folders made here; those of another number are made anew."""
+"""Version of the folders; others are made again."""
 
 _FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SAMPLING = {
@@ -51,20 +50,20 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-"""What GGUF's `general.sampling` calls the settings of generation_config.json."""
+"""GGUF's `general.sampling` keys, by their names in generation_config.json."""
 
 _CHECKED = "Hello, world! <s> 12 + 345 = 357;\n\n  naïve ﬁ\t日本語 🙂"
 
 
 class GgufFacts(msgspec.Struct, frozen=True):
-    """What is known of the file that a folder was made of.
+    """Facts of the file that a folder was made from.
 
     Attributes:
-        file: Where it is.
+        file: Its path.
         size_bytes: Its size.
-        types: How many tensors there are of each type, by GGUF's name for it.
+        types: Number of tensors of each type, by GGUF's names.
         num_parameters: Elements of all tensors.
-        unread: What of the file says how positions are encoded, and Transformers does not read.
+        unread: Position-encoding keys of the file that Transformers ignores.
     """
 
     file: str
@@ -75,13 +74,14 @@ class GgufFacts(msgspec.Struct, frozen=True):
 
     @property
     def quantized(self) -> tuple[str, ...]:
-        """The types whose tensors are dequantized when the model is loaded."""
+        """The types that are dequantized at load."""
         return tuple(name for name in self.types if name not in _FLOATS)
 
 
 def gguf_file_of(path: Path) -> Path | None:
-    """The GGUF file that is meant by a model's path: itself, or the only one of a folder without
-    config.json; None where the path is that of a folder in Transformers' format.
+    """Return the GGUF file of a model path: the path itself, or the only GGUF file of a folder
+    without
+    config.json. Return None for a folder in Transformers' format.
 
     Raises:
         ModelError: There are several.
@@ -100,8 +100,8 @@ def gguf_file_of(path: Path) -> Path | None:
 
 
 def folder_of(path: Path) -> Path:
-    """The folder in Transformers' format that stands for a model's path: itself, unless that is a
-    GGUF file or holds one. The first time for a file this takes a while.
+    """Return the folder in Transformers' format for a model path, which is converted if it is a
+    GGUF file.
 
     Raises:
         ModelError: The file can't be read or served, or packages are missing.
@@ -111,14 +111,14 @@ def folder_of(path: Path) -> Path:
 
 
 def facts_of(folder: Path) -> GgufFacts | None:
-    """Of the file that a folder was made of by `folder_of`; None for any other folder."""
+    """Return the facts of a folder made by `folder_of`; None for other folders."""
     if not (folder / _FACTS).is_file():
         return None
     return msgspec.json.decode((folder / _FACTS).read_bytes(), type=GgufFacts)
 
 
 def require_packages() -> None:
-    """Raises ModelError: what Transformers needs for GGUF files is not installed."""
+    """Raise ModelError if the packages that Transformers needs for GGUF files are missing."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelError(
@@ -138,7 +138,7 @@ def _made_of(file: Path) -> Path:
         return _made_for_this_process(file, name)
     if not (place / name).is_dir():
         with _alone(place / f".{name}.lock"):
-            # Somebody else may have made it meanwhile.
+            # Another process may have made it meanwhile.
             if not (place / name).is_dir():
                 _have_made(file, place / name)
     return place / name
@@ -146,7 +146,7 @@ def _made_of(file: Path) -> Path:
 
 @cache
 def _made_for_this_process(file: Path, name: str) -> Path:
-    """Where there is no folder to keep it in: removed when the process ends, or swept after it."""
+    """Convert into a temporary folder, removed when the process ends, or swept later."""
     sweep()
     folder = _until_exit().enter_context(temporary_folder("gguf")) / name
     _have_made(file, folder)
@@ -163,7 +163,7 @@ def _until_exit() -> ExitStack:
 
 
 def _cache_folder() -> Path | None:
-    """Where the folders are kept; None where there is no place that only this user writes to."""
+    """Return the cache folder; None if no folder is writable by this user alone."""
     place = Path(os.environ.get("XDG_CACHE_HOME", "") or "~/.cache").expanduser()
     place = place / "nano-inference" / "gguf"
     try:
@@ -171,24 +171,24 @@ def _cache_folder() -> Path | None:
         status = place.stat()
     except OSError:
         return None
-    # A tokenizer of somebody else's would read and write other words.
+    # Another user's tokenizer would change the text.
     ours = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return place if ours and place.is_absolute() and os.access(place, os.W_OK) else None
 
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """While no other thread or process is in here for the same folder."""
+    """Lock out other threads and processes for the same folder."""
     with lock.open("w") as file:
-        # Where a file system has no locks, several may make it; the last one stands.
+        # On a file system without locks, several may convert it; the last one wins.
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _have_made(file: Path, folder: Path) -> None:
-    """Makes it here, or, where there is no torch, which Transformers needs for that, in a process
-    of its own."""
+    """Convert a file here, or in a child process where torch, which Transformers needs, isn't
+    loaded."""
     if sys.modules.get("torch", sys) is not None:
         _make(file, folder)
         return
@@ -211,11 +211,11 @@ def _have_made(file: Path, folder: Path) -> None:
 
 
 def _make(file: Path, folder: Path) -> None:
-    """All of it, or nothing."""
+    """Convert a file atomically."""
     header = read_header(file)
     making = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
     try:
-        # Transformers sees nothing but the file: what lies beside it may be of another model.
+        # Transformers sees the file alone: files beside it may belong to another model.
         (making / LINK).symlink_to(file)
         _save_config(making, header)
         if "tokenizer.ggml.tokens" in header.metadata:
@@ -227,12 +227,12 @@ def _make(file: Path, folder: Path) -> None:
         try:
             os.rename(making, folder)
         except OSError:
-            # Where there are no locks, somebody else may have been faster.
+            # Without locks, another process may have been faster.
             if not folder.is_dir():
                 raise
     except ModelError:
         raise
-    # Whatever a header may bring Transformers to raise.
+    # A malformed header makes Transformers raise errors of any type.
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
         raise ModelError(
@@ -254,10 +254,11 @@ def _save_config(folder: Path, header: GgufHeader) -> None:
 
 
 def dtype_of(types: dict[str, int]) -> str:
-    """What `engine.dtype: auto` means for tensors of these types.
+    """Return the dtype that `engine.dtype: auto` means for tensors of these types.
 
-    That of floats is their own; norms are in float32 beside them. What is quantized has no such
-    type, and bfloat16 takes half of float32's memory and is fast wherever there are kernels.
+    Float tensors keep theirs, with norms in float32. Quantized tensors become bfloat16, which takes
+    half
+    the memory of float32 and is fast wherever there are kernels.
     """
     if any(name not in _FLOATS for name in types):
         return "bfloat16"
@@ -272,8 +273,9 @@ def _save_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     content = json.loads(path.read_text(encoding="utf-8"))
-    # The classes of some models build a tokenizer of their own from a vocabulary. This one is read
-    # as it stands in tokenizer.json.
+    # Some models' classes build a tokenizer of their own from a vocabulary; this one is used as it
+    # is
+    # in tokenizer.json.
     _write(path, content | {"tokenizer_class": "PreTrainedTokenizerFast"})
     _check_same(tokenizer, AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
@@ -288,7 +290,7 @@ def _check_same(made: Any, read: Any) -> None:
 
 
 def _generation_config(header: GgufHeader) -> dict[str, Any]:
-    """What ends a generation, as llama.cpp has it, and how the makers advise to sample."""
+    """Return the end-of-generation ids, as llama.cpp chooses them, and the recommended sampling."""
     found = (header.token_id(name) for name in ("eos", "eot", "eom"))
     content: dict[str, Any] = {}
     if stops := list(dict.fromkeys(token for token in found if token is not None)):
@@ -304,7 +306,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """As a program: `gguf.py FILE FOLDER` makes the folder, or says on standard output why not."""
+    """Run as a program: `gguf.py FILE FOLDER` converts, or prints the error."""
     try:
         _make(Path(sys.argv[1]), Path(sys.argv[2]))
     except ModelError as error:

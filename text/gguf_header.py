@@ -1,7 +1,7 @@
-"""Reads the header of a GGUF file, strictly, before any library does.
+"""A strict reader of GGUF headers, run before any library reads the file.
 
-Libraries believe the counts in a header: one that is cut off or made up has them read past the end,
-allocate what no machine has, or count for hours. Here everything is held against the file's size.
+Libraries trust the counts in a header: a truncated or forged one makes them read past the end,
+allocate without limit, or loop for hours. Here every count is checked against the file's size.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -38,33 +38,33 @@ _SCALARS = {
 _MOST_DIMENSIONS = 4
 
 _MOST_ELEMENTS = 1 << 21
-"""Of all arrays together. The gguf package keeps about 700 bytes of each element, so that 9 MB of
-bytes would take 6 GB. Tokens, their scores and types, and merges of the largest known vocabulary
-(262,144 tokens) are 1.3 million."""
+"""Limit on elements of all arrays together. The gguf package keeps about 700 bytes per element, so
+9 MB
+of bytes would take 6 GB. The largest known vocabulary (262,144 tokens) needs 1.3 million.
+"""
 
 _MOST_OF_OTHERS = 1 << 16
-"""Of an array that is not the tokenizer's: most have a number for each layer."""
+"""Limit for an array outside the tokenizer; most have one number per layer."""
 
 _MOST_LAYERS = 1024
-"""Each layer is made of modules before any weight is read. Known models have up to 200."""
+"""Limit on layers: their modules are built before weights are read. Known models have up to 200."""
 _SIZES = (
     *("embedding_length", "feed_forward_length", "vocab_size", "expert_count"),
     *("attention.head_count", "attention.head_count_kv"),
     *("attention.key_length", "attention.value_length"),
 )
-"""What of a model's shape is no more than the largest dimension of its tensors."""
+"""Dimensions of the model that can't exceed the largest tensor dimension."""
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a GGUF file says of itself.
+    """The header of a GGUF file.
 
     Attributes:
-        metadata: Numbers, booleans and strings by name; of an array how many elements it has.
-        types: How many tensors there are of each type, by GGUF's name for it ("Q4_0", "F32").
+        metadata: Numbers, booleans and strings by name; for arrays, their length.
+        types: Number of tensors of each type, by GGUF's names ("Q4_0", "F32").
         num_parameters: Elements of all tensors.
-        unread_positions: What of the file says how positions are encoded, and Transformers does
-            not read.
+        unread_positions: Position-encoding keys that Transformers ignores.
     """
 
     metadata: dict[str, Any]
@@ -78,21 +78,21 @@ class GgufHeader:
 
     @property
     def context_length(self) -> int | None:
-        """The longest context, in tokens; None if it is not there."""
+        """The longest context in tokens; None if absent."""
         found = self.metadata.get(f"{self.architecture}.context_length")
         return found if type(found) is int else None
 
     def token_id(self, name: str) -> int | None:
-        """The id that the metadata give a special token: "eos", "eot"."""
+        """Return the id of a special token in the metadata ("eos", "eot")."""
         found = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
         return found if type(found) is int else None
 
 
 def read_header(path: Path) -> GgufHeader:
-    """A file's header. The weights are not read, only looked for.
+    """Return a file's header. Weights are only checked for being there.
 
     Raises:
-        ModelError: It can't be read, is no GGUF file, is cut off, or contradicts itself.
+        ModelError: The file can't be read, is not GGUF, is truncated, or contradicts itself.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -104,7 +104,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def _unread_positions(metadata: dict[str, Any], tensors: Iterable[str]) -> tuple[str, ...]:
-    """Rotary scaling, which Transformers' loader reads for GPT-OSS alone."""
+    """Return rotary-scaling keys, which Transformers' loader reads for GPT-OSS only."""
     architecture = metadata["general.architecture"]
     if architecture == "gpt-oss":
         return ()
@@ -129,7 +129,7 @@ class _Reader:
             big = "written for big-endian machines" if version & 0xFFFF == 0 else f"GGUF {version}"
             raise ModelError(f"{self._path} is {big}; convert it to GGUF 3, little-endian")
         num_tensors, num_entries = self._number("Q"), self._number("Q")
-        # The shortest of each: a key of no letters and a byte; a name of none and one dimension.
+        # The shortest entries: an empty key and a byte; an empty name and one dimension.
         self._check_room(num_entries, 13)
         metadata: dict[str, Any] = {}
         for _ in range(num_entries):
@@ -155,7 +155,7 @@ class _Reader:
         return GgufHeader(metadata, dict(types.most_common()), size, unread)
 
     def _tensor(self) -> tuple[list[int], int, int]:
-        """Its dimensions, the fastest first; the number of its type; where it begins."""
+        """Return a tensor's dimensions (fastest first), type number and offset."""
         count = self._number("I")
         if not 1 <= count <= _MOST_DIMENSIONS:
             raise self._broken(f"has a tensor of {count} dimensions")
@@ -192,8 +192,8 @@ class _Reader:
     def _place(
         self, name: str, dimensions: list[int], number: int, offset: int
     ) -> tuple[str, int, int]:
-        """The name of a tensor's type; where it begins and ends in the data."""
-        # Imported here: it is an optional package, and whoever calls has seen that it is there.
+        """Return a tensor's type name, and its start and end in the data."""
+        # An optional package; the caller has checked that it is installed.
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         try:
@@ -207,11 +207,11 @@ class _Reader:
         return str(kind.name), offset, offset + size
 
     def _check_places(self, places: dict[str, tuple[str, int, int]], start: int) -> None:
-        """Whether all tensors together are in the file: each within it, and none in another's.
+        """Check that every tensor lies within the file and none overlap.
 
         Args:
-            places: As `_place` has them.
-            start: Where the data begin.
+            places: Results of `_place` by tensor name.
+            start: Start of the data.
         """
         behind, before = 0, ""
         for name, (_, begin, end) in sorted(places.items(), key=lambda place: place[1][1:]):
@@ -269,7 +269,7 @@ class _Reader:
             raise self._broken("has a text that is not UTF-8") from None
 
     def _skip(self, size: int) -> int:
-        """Where it was before."""
+        """Advance, and return the old position."""
         begin = self._at
         self._check_room(size, 1)
         self._at += size

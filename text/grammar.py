@@ -1,7 +1,7 @@
-"""Grammars that the text of a sample has to follow, for the tokens of one model.
+"""Grammars for constrained decoding, compiled for one model's tokens.
 
-Shared ground of admission, which refuses what can't be followed, and of the executor, which follows
-it. llguidance does the work: https://github.com/guidance-ai/llguidance.
+Admission uses them to refuse invalid constraints, the executor to mask logits. llguidance does the
+work: https://github.com/guidance-ai/llguidance.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .tokenizer import load_tokenizer, special_token_ids, stop_token_ids_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Without a bound a model may write white space for ever.
+# Without a bound a model may emit white space for ever.
 _JSON_DEFAULTS: Any = {
     "whitespace_flexible": True,
     "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,8}",
 }
 _ANY_OBJECT = '{"type": "object"}'
 
-# Beyond these a grammar takes longer than a step may wait for it. Beside them the most that any of
-# 17 honest grammars took at 151,936 tokens (docs/constraints.md).
+# Limits on a grammar's work per step. In comments, the maximum over 17 honest grammars at 151,936
+# tokens (docs/constraints.md).
 _LIMITS: Any = {
     "initial_lexer_fuel": 100_000,  # 70,312, of 111 KB; 12,695 of 18 KB
     "step_lexer_fuel": 200_000,  # 112,500, of 128 strict tools whose marks are spelled; else 1,563
@@ -49,27 +49,29 @@ _LIMITS: Any = {
 }
 
 _TOO_COSTLY = re.compile("too many (?:expressions|states|items)|max is", re.IGNORECASE)
-"""What llguidance says where a limit ends its work."""
+"""llguidance's messages when a limit is exceeded."""
 
 _MOST_WORDS = 400
-"""Characters of what the library says."""
+"""Characters quoted of the library's messages."""
 
 _KEPT_BYTES = 64 << 20
-"""Grammars that are kept compiled may take so much memory."""
+"""Memory limit of cached compiled grammars."""
 
 _BYTES_PER_CPU_S = 160e6
-"""Memory of a compiled grammar by the time that it took: 35 to 160 MB/s measured, and by the time
-of masks 30 to 200. llguidance tells neither."""
+"""Memory of a compiled grammar by its compile time: 35 to 160 MB/s measured (by the time of masks
+30 to
+200). llguidance reports neither.
+"""
 
 MASK_S = 50e-6
-"""Time of a mask whose states are known, which adds none: 20 to 60 us."""
+"""Time of a mask whose states are cached, so that it adds none: 20 to 60 us."""
 
 _REFUSALS_KEPT = 1024
-"""Refused grammars that are remembered, with the reason."""
+"""Refused grammars cached with their reason."""
 
 
 def check_size(constraint: Constraint, max_bytes: int) -> None:
-    """Whether a constraint is short enough to be looked at.
+    """Check a constraint's length before anything else reads it.
 
     Raises:
         RequestError: invalid_constraint.
@@ -86,18 +88,18 @@ def check_size(constraint: Constraint, max_bytes: int) -> None:
 
 
 def _said(words: object) -> str:
-    """What the library says, on one line, as it can stand in a message."""
+    """Return the library's message as one line."""
     line = " ".join(str(words).split()).encode("ascii", "backslashreplace").decode()
     return cut(line, _MOST_WORDS)
 
 
 def invalid(message: str) -> RequestError:
-    """Why a constraint is refused."""
+    """Return the refusal of a constraint."""
     return RequestError(message, code="invalid_constraint")
 
 
 def kind_of(constraint: Constraint) -> str:
-    """Which kind it is of, for telemetry: the name of its field; "none" where it is of no one."""
+    """Return the constraint's kind for telemetry: its field's name, or "none"."""
     given = _given(constraint)
     return given[0] if len(given) == 1 else "none"
 
@@ -111,10 +113,10 @@ def _given(constraint: Constraint) -> list[str]:
 
 
 def plain(constraint: Constraint) -> Constraint:
-    """The same constraint with nothing but text in it.
+    """Return the constraint with every value as text.
 
     Raises:
-        RequestError: invalid_constraint: not exactly one kind is given, or a schema is no JSON.
+        RequestError: invalid_constraint: not exactly one kind is given, or a schema is not JSON.
     """
     given = _given(constraint)
     if len(given) != 1:
@@ -134,7 +136,7 @@ def plain(constraint: Constraint) -> Constraint:
 
 
 def grammar_of(constraint: Constraint) -> str:
-    """A constraint that is `plain`, as llguidance reads it.
+    """Convert a `plain` constraint to llguidance's form.
 
     Raises:
         RequestError: invalid_constraint.
@@ -161,10 +163,10 @@ def grammar_of(constraint: Constraint) -> str:
 
 
 def allows(masks: npt.NDArray[np.int32], token_ids: list[int]) -> npt.NDArray[np.bool_]:
-    """Which of some tokens masks allow, `[..., token_ids]`.
+    """Return which tokens masks allow, `[..., token_ids]`.
 
     Args:
-        masks: `[..., ceil(vocab / 32)]`, a bit for each token, of each number the lowest first.
+        masks: `[..., ceil(vocab / 32)]`, one bit per token, lowest bit first.
         token_ids: Within the vocabulary.
     """
     words, bits = np.divmod(np.array(token_ids, np.int32), 32)
@@ -173,7 +175,7 @@ def allows(masks: npt.NDArray[np.int32], token_ids: list[int]) -> npt.NDArray[np
 
 
 def only(token_ids: list[int], words: int) -> npt.NDArray[np.int32]:
-    """A mask, `[words]`, that allows these tokens and no other."""
+    """Return a mask, `[words]`, that allows these tokens only."""
     mask = np.zeros(words, np.uint32)
     for token_id in token_ids:
         mask[token_id // 32] |= np.uint32(1 << token_id % 32)
@@ -181,27 +183,27 @@ def only(token_ids: list[int], words: int) -> npt.NDArray[np.int32]:
 
 
 def is_too_costly(matcher: LLMatcher) -> bool:
-    """Whether its text can't go on since a step took more work than one may (`_LIMITS`)."""
-    # Its stop_reason says InternalError of all.
+    """Return whether the matcher stopped because a step exceeded `_LIMITS`."""
+    # Its stop_reason is InternalError for every error.
     return matcher.is_error() and _TOO_COSTLY.search(matcher.get_error()) is not None
 
 
 def is_dead_end(matcher: LLMatcher, *, may_stop: bool) -> bool:
-    """Whether a text can't become what it has to be any more.
+    """Return whether the text can no longer satisfy its grammar.
 
-    llguidance then lets it end, as it does where a text is complete.
+    llguidance allows it to end then, as it does where a text is complete.
 
     Args:
-        matcher: Behind what there is of the text.
-        may_stop: Whether its mask allows a token with which a text may end.
+        matcher: After the text so far.
+        may_stop: Whether its mask allows an end-of-text token.
     """
     return matcher.is_error() or (may_stop and not matcher.is_accepting())
 
 
 class _Vocabulary:
-    """A model's tokens as llguidance wants them, and what has been compiled for them.
+    """A model's tokens in llguidance's form, with a cache of compiled grammars.
 
-    There is one of each in a process: what admission has compiled, the executor beside it need not.
+    One per process, so that the executor reuses grammars compiled by admission.
     """
 
     def __init__(self, tokenizer: LLTokenizer, stop_ids: list[int], trial: GrammarTrial) -> None:
@@ -209,13 +211,13 @@ class _Vocabulary:
         self.stop_ids = stop_ids
         self._trial = trial
         self._lock = threading.Lock()
-        # With the bytes of each.
+        # With the size in bytes.
         self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()
         self._compiled_bytes = 0
         self._refused: OrderedDict[bytes, str] = OrderedDict()
 
     def knows(self, constraint: Constraint) -> bool:
-        """Whether `matcher` need not compile: a grammar is there, or its refusal."""
+        """Return whether the grammar, or its refusal, is cached."""
         try:
             _, key = _plain_and_key(constraint)
         except RequestError:
@@ -224,10 +226,10 @@ class _Vocabulary:
             return key in self._compiled or key in self._refused
 
     def matcher(self, constraint: Constraint, *, tried: bool) -> LLMatcher:
-        """A matcher of its own for a constraint.
+        """Return a new matcher for a constraint.
 
         Args:
-            tried: Whether the grammar has passed its trial, as all have that admission let in.
+            tried: The grammar passed its trial, as all admitted ones have.
 
         Raises:
             RequestError: invalid_constraint.
@@ -238,7 +240,7 @@ class _Vocabulary:
             refusal = self._refused.get(key)
         if refusal is not None:
             raise invalid(refusal)
-        # Not under the lock: a grammar that is there need not wait for another's.
+        # Outside the lock: a cached grammar doesn't wait for another's compilation.
         if found is None:
             found = self._compile(constraint, key, tried=tried)
         with self._lock:
@@ -247,12 +249,11 @@ class _Vocabulary:
             return found.deep_copy()
 
     def charge(self, constraint: Constraint, masks_s: float) -> None:
-        """Count the states that masks have added to a grammar: all its matchers share them, and
-        they stay as long as it is kept.
+        """Account for the states that masks added to a grammar, which all its matchers share.
 
         Args:
-            constraint: Whose grammar it is.
-            masks_s: Time of the masks beyond `MASK_S` each.
+            constraint: The grammar's constraint.
+            masks_s: Time of its masks beyond `MASK_S` each.
         """
         _, key = _plain_and_key(constraint)
         with self._lock:
@@ -260,14 +261,14 @@ class _Vocabulary:
                 self._keep(key, self._compiled[key][0], int(masks_s * _BYTES_PER_CPU_S))
 
     def forget(self, constraint: Constraint) -> None:
-        """Do not keep a grammar whose work has met a limit."""
+        """Drop a grammar that exceeded a limit."""
         _, key = _plain_and_key(constraint)
         with self._lock:
             _, size = self._compiled.pop(key, (None, 0))
             self._compiled_bytes -= size
 
     def _keep(self, key: bytes, matcher: LLMatcher, size: int) -> None:
-        """Add so many bytes to a grammar, and drop those that were used longest ago."""
+        """Add bytes to a grammar's size, and evict the least recently used grammars."""
         _, before = self._compiled.get(key, (None, 0))
         self._compiled[key] = matcher, before + size
         self._compiled_bytes += size
@@ -293,7 +294,7 @@ class _Vocabulary:
         return matcher
 
     def _try(self, grammar: str) -> None:
-        """Raises RequestError: invalid_constraint."""
+        """Run the grammar's trial. Raises RequestError: invalid_constraint."""
         said = self._trial.run(grammar)
         if said is None:
             raise invalid(
@@ -316,9 +317,9 @@ _VOCABULARIES_LOCK = threading.Lock()
 
 
 class GrammarCompiler:
-    """Makes matchers of constraints. Any thread may use it; what it has compiled it keeps.
+    """Makes matchers for constraints, with a cache. Thread-safe.
 
-    A matcher knows one sample's place in its grammar: which tokens may come next.
+    A matcher tracks one sample's position in its grammar: the tokens allowed next.
 
     Attributes:
         vocab_size: Columns of the model's logits.
@@ -331,10 +332,10 @@ class GrammarCompiler:
         load: Callable[[Path], PreTrainedTokenizerFast] = load_tokenizer,
     ) -> None:
         """Args:
-        folder: The model's, where its tokenizer is; loaded by `make_ready`, or when the first
-            constraint comes.
-        vocab_size: Columns of the model's logits, of which the tokenizer may have fewer.
-        load: Gives the tokenizer.
+        folder: The model's folder; its tokenizer is loaded by `make_ready` or the first
+            constraint.
+        vocab_size: Columns of the model's logits; the tokenizer may have fewer.
+        load: Returns the tokenizer.
         """
         self._folder = folder
         self._load = load
@@ -343,49 +344,50 @@ class GrammarCompiler:
         self._vocabulary: _Vocabulary | RequestError | ModelError | None = None
 
     def make_ready(self) -> None:
-        """Makes of the tokenizer what constraints need, to be done before requests come.
+        """Prepare the tokenizer for constraints, before requests arrive.
 
-        It takes a second where the vocabulary is large, and llguidance holds Python's lock for all
-        of it, whichever thread it is in. What is wrong is told when a constraint comes.
+        With a large vocabulary it takes a second, during which llguidance holds the GIL. Errors are
+        raised
+        by the first constraint.
         """
         with suppress(RequestError, ModelError):
             self._ready()
 
     @property
     def stop_ids(self) -> list[int]:
-        """Tokens with which a text may end; none before it is ready."""
+        """End-of-text tokens; empty before it is ready."""
         vocabulary = self._vocabulary
         return vocabulary.stop_ids if isinstance(vocabulary, _Vocabulary) else []
 
     def check(self, constraint: Constraint) -> None:
-        """Whether a constraint can be followed. Its grammar is compiled in another process first,
-        which ends with those that take too long.
+        """Check that a constraint compiles, first in another process, which ends those that take
+        too long.
 
         Raises:
-            RequestError: invalid_constraint, with llguidance's own words.
+            RequestError: invalid_constraint, with llguidance's message.
         """
         self._ready().matcher(constraint, tried=False)
 
     def knows(self, constraint: Constraint) -> bool:
-        """Whether `check` is quick: it was asked before."""
+        """Return whether `check` would return from its cache."""
         vocabulary = self._vocabulary
         return isinstance(vocabulary, _Vocabulary) and vocabulary.knows(constraint)
 
     def matcher(self, constraint: Constraint) -> LLMatcher:
-        """A matcher at the beginning of the grammar of a constraint that was checked.
+        """Return a matcher at the start of a checked constraint's grammar.
 
         Raises:
             RequestError: As `check`.
-            ModelError: The model has no tokenizer that can be used.
+            ModelError: The model has no usable tokenizer.
         """
         return self._ready().matcher(constraint, tried=True)
 
     def charge(self, constraint: Constraint, masks_s: float) -> None:
-        """Count the memory that masks of a constraint have taken, by their time beyond `MASK_S`."""
+        """Account for memory of a constraint's masks, by their time beyond `MASK_S`."""
         self._ready().charge(constraint, masks_s)
 
     def forget(self, constraint: Constraint) -> None:
-        """Keep no grammar whose matcher has met a limit: what it has grown to would stay."""
+        """Drop a grammar whose matcher exceeded a limit, with the states it accumulated."""
         self._ready().forget(constraint)
 
     def _ready(self) -> _Vocabulary:
@@ -400,7 +402,7 @@ class GrammarCompiler:
             return self._vocabulary
 
     def _find_vocabulary(self) -> _Vocabulary:
-        """The process's one for these tokens."""
+        """Return the process's vocabulary for these tokens."""
         tokenizer = self._load(self._folder)
         stop_ids = sorted(stop_token_ids_of(self._folder, tokenizer))
         if not stop_ids:
@@ -427,8 +429,7 @@ class GrammarCompiler:
 
 
 def _plain_and_key(constraint: Constraint) -> tuple[Constraint, bytes]:
-    """A constraint as admission hands it on, so that the executor finds what admission has
-    compiled, and its key. Raises RequestError: invalid_constraint."""
+    """Return the `plain` constraint and its cache key. Raises RequestError: invalid_constraint."""
     constraint = plain(constraint)
     try:
         return constraint, hashlib.sha256(msgspec.json.encode(constraint)).digest()
@@ -437,7 +438,7 @@ def _plain_and_key(constraint: Constraint) -> tuple[Constraint, bytes]:
 
 
 def _compile(grammar: str, tokenizer: LLTokenizer, stop_ids: list[int]) -> LLMatcher:
-    """Raises RequestError: invalid_constraint."""
+    """Compile a grammar. Raises RequestError: invalid_constraint."""
     limits = LLParserLimits(verbose_errors=False, **_LIMITS)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():

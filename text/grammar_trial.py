@@ -1,9 +1,10 @@
-"""Trials of grammars, in a process that can be ended.
+"""Trial compilation of grammars in a process that can be killed.
 
-llguidance limits nearly all of its work by fuel. It does not limit the first transitions of a
-lexer: `Lexer::from` (1.9.1) computes 256 of them without any, and each may look through as many
-states as an intersection or a complement of regular expressions has. 100 bytes are enough for
-hours and for all memory, whatever the fuel, and a thread can't be stopped.
+llguidance limits nearly all of its work by fuel, but not a lexer's first transitions: `Lexer::from`
+(1.9.1) computes 256 of them, each of which may visit as many states as an intersection or
+complement
+of regular expressions has. 100 bytes can take hours and all memory whatever the fuel, and a thread
+can't be stopped.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ _PROGRAM = Path(__file__).with_name("grammar_trial_process.py")
 
 _LEAST_CPU_S = 0.03
 _CPU_S_PER_BYTE = 0.1 / 16_384
-"""CPU time that a grammar may take. Honest ones of up to 2 KB take up to 3 ms on an EPYC that has
-other work, schemas of 16 KiB up to 9 ms, one of 111 KB 84 ms."""
+"""CPU time limit per byte of grammar. Honest ones of up to 2 KB take up to 3 ms on a busy EPYC,
+schemas
+of 16 KiB up to 9 ms, one of 111 KB 84 ms.
+"""
 
 
 def cpu_limit_s(grammar: str) -> float:
-    """Return the CPU time that a grammar may take to compile."""
+    """Return the CPU time limit for compiling a grammar."""
     return _LEAST_CPU_S + len(grammar) * _CPU_S_PER_BYTE
 
 
 class GrammarTrial:
-    """Compiles grammars in another process, one at a time; any thread may ask.
+    """Compiles grammars in a child process, one at a time. Thread-safe.
 
-    The process is started by the first grammar, and again if it has ended.
+    The child starts with the first grammar, and again if it has ended.
     """
 
     def __init__(
@@ -45,9 +48,9 @@ class GrammarTrial:
     ) -> None:
         """Args:
         vocab_size: Columns of the model's logits.
-        stop_ids: Tokens with which a text may end, one at least.
-        special: Ids of special tokens by their names.
-        limits: As `LLParserLimits` takes them.
+        stop_ids: End-of-text tokens, at least one.
+        special: Ids of special tokens by name.
+        limits: As for `LLParserLimits`.
         """
         self._told = {
             "vocab_size": vocab_size,
@@ -62,11 +65,10 @@ class GrammarTrial:
         """Compile a grammar.
 
         Returns:
-            What the library says against it, "" for nothing; None if it takes too much time or
-            memory.
+            The library's error, "" for success; None if it exceeds its time or memory.
 
         Raises:
-            RequestError: internal_error: the process can't be started, or ends by itself.
+            RequestError: internal_error: the child can't start, or ends by itself.
         """
         with self._lock:
             for _ in range(2):
@@ -81,7 +83,7 @@ class GrammarTrial:
         )
 
     def _ask(self, grammar: str) -> str | None:
-        """Raises OSError or ValueError: the process is gone."""
+        """Send a grammar and read the result. Raises OSError or ValueError if the child is gone."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -93,8 +95,9 @@ class GrammarTrial:
         return found
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # -P: the folder of the program is not one of modules. A session of its own: an interrupt at
-        # the terminal is for the service, whose end closes standard input.
+        # -P: the program's folder must not shadow modules. A session of its own: an interrupt at
+        # the terminal
+        # is for the service, which then closes the child's standard input.
         process = subprocess.Popen(
             [sys.executable, "-P", str(_PROGRAM)],
             stdin=subprocess.PIPE,

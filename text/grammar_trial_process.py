@@ -1,10 +1,8 @@
-"""The process in which grammars are compiled first: `GrammarTrial` runs this file as a program.
+"""The child process of `GrammarTrial`, which runs this file as a program.
 
-It imports llguidance alone, so that it starts within a tenth of a second and takes little memory.
-Each grammar is compiled in a fork, which ends by SIGPROF once its CPU time is used up, and with
-which all of its memory goes back.
-
-Frames in both directions are a length of four bytes and JSON. The first says what to compile for.
+It imports llguidance alone, so it starts within a tenth of a second and takes little memory. Each
+grammar is compiled in a fork, which SIGPROF ends when its CPU time is used up; its memory is freed
+with it. Frames in both directions are a length of four bytes and JSON; the first configures.
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 _LENGTH = struct.Struct(">I")
 _SPARE_BYTES = 256 << 20
-"""Address space that a fork may add to what it has."""
+"""Address space that a fork may add."""
 
 
 class ByteTokens:
-    """A vocabulary of single bytes and the model's special tokens, as llguidance takes one.
+    """A vocabulary of single bytes and the special tokens, in llguidance's form.
 
-    How long a lexer takes to build does not depend on the other tokens.
+    The time to build a lexer doesn't depend on the other tokens.
     """
 
     def __init__(self, vocab_size: int, stop_ids: list[int], special: dict[str, int]) -> None:
@@ -54,7 +52,7 @@ def compile_one(
     """Compile a grammar in a fork.
 
     Returns:
-        What the library says against it, "" for nothing; None if the fork was ended.
+        The library's error, "" for success; None if the fork was killed.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -87,7 +85,7 @@ def write_frame(target: IO[bytes], content: object) -> None:
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Serve until standard input ends."""
     source, target = sys.stdin.buffer, sys.stdout.buffer
     told = read_frame(source)
     if told is None:

@@ -1,6 +1,6 @@
-"""What a model's folder says of embeddings. Shared ground of the stages.
+"""Embedding settings of a model's folder.
 
-Folders of sentence-transformers say it in modules.json: which modules run one after the other.
+Folders of sentence-transformers list their modules in modules.json.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ _OLD_NAMES: dict[str, PoolingKind] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
 }
-"""What a pooling module's config.json has where it has no `pooling_mode`."""
+"""Keys of a pooling module's config.json without `pooling_mode`."""
 
 _NEW_NAMES: dict[str, PoolingKind] = {"lasttoken": "last"}
 
 
 class OwnPooling(NamedTuple):
-    """How a model's makers pool: `kind` is None where they say nothing."""
+    """The model's own pooling; `kind` is None if unspecified."""
 
     kind: PoolingKind | None = None
     normalize: bool = True
 
 
 def embeds_only(folder: Path) -> bool:
-    """Whether a model's folder has no output layer, or one that generates nothing.
+    """Return whether a model has no output layer that generates.
 
-    So it is with what was saved as a base model or for filling in masks, and where tokens are told
-    to look ahead.
+    True of base models, masked language models, and models with bidirectional attention.
 
     Raises:
         ModelError: config.json can't be read.
@@ -56,10 +55,10 @@ def embeds_only(folder: Path) -> bool:
 
 
 def own_pooling(folder: Path) -> OwnPooling:
-    """How the makers of a model make vectors, where its folder is one of sentence-transformers.
+    """Return the pooling of a sentence-transformers folder.
 
     Raises:
-        ModelError: A file can't be read, or something else belongs to its vectors.
+        ModelError: A file can't be read, or the vectors need an unsupported module.
     """
     folder = folder_of(folder)
     modules = _read(folder / _MODULES)
@@ -82,7 +81,7 @@ def own_pooling(folder: Path) -> OwnPooling:
 
 
 def _module(folder: Path, module: Any) -> tuple[Path, str]:
-    """The folder of a module, and the last part of its type."""
+    """Return a module's folder, and the last part of its type."""
     if not isinstance(module, dict) or not isinstance(module.get("type"), str):
         raise ModelError(f"{folder / _MODULES} must be a list of modules, each with a type")
     path = (folder / str(module.get("path", ""))).resolve()
@@ -111,7 +110,7 @@ def _kind_of(path: Path) -> PoolingKind:
 
 
 def _read(path: Path) -> Any:
-    """The content of a JSON file, None where there is none."""
+    """Return a JSON file's content; None if there is no file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

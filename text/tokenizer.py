@@ -1,7 +1,4 @@
-"""What a model's folder says beside the weights: tokenizer, chat template, stop ids, sampling.
-
-Shared ground of the stages.
-"""
+"""Tokenizer, stop ids and default sampling parameters of a model's folder."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 ANY_LENGTH = sys.maxsize
-"""Bytes of a token that may stand for text of any length."""
+"""Bytes of a token that may represent text of any length."""
 
 
 TOKENIZER_FILES = (
@@ -33,12 +30,12 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-"""What models' tokenizers are saved as, whether they can be used here or not."""
+"""File names of saved tokenizers, supported or not."""
 
 
 def find_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
-    """As `load_tokenizer`; None where the model has no tokenizer at all, so that token ids are all
-    that it can be given and all that comes of it.
+    """Return `load_tokenizer`'s result; None for a model without tokenizer, which serves token ids
+    only.
 
     Raises:
         ModelError: There is no such folder, or its tokenizer can't be used.
@@ -50,17 +47,19 @@ def find_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a folder in Transformers' format, or of a GGUF file, with its chat template
-    if it has one.
+    """Load the tokenizer, with its chat template, of a folder in Transformers' format or a GGUF
+    file.
 
     Nothing is downloaded and no code from the folder is run.
 
     Raises:
-        ModelError: The folder or its tokenizer is missing or can't be read, or the tokenizer is
-            not one of the `tokenizers` library (a "fast" one).
+        ModelError: The folder or its tokenizer is missing or unreadable, or the tokenizer is not
+            one
+            of the `tokenizers` library (a "fast" one).
     """
-    # Imported here because it takes seconds and brings torch, which most users of this module's
-    # importers (clients, tests of the cores) never need.
+    # Imported here because it takes seconds and imports torch, which clients and tests of the cores
+    # don't
+    # need.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = folder_of(folder)
@@ -88,9 +87,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
-    """Ids, by their names, of the tokens whose names no other tokens can spell in a grammar.
+    """Return ids by name of tokens whose names other tokens can't spell in a grammar.
 
-    To llguidance these are the special ones, and all added ones of the form `<…>`.
+    llguidance treats these, and all added tokens of the form `<…>`, as special.
     """
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
     return {
@@ -101,17 +100,18 @@ def special_token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
 
 
 def longest_token_bytes(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Most bytes of UTF-8 that a text may have for each of its tokens.
+    """Return the largest number of UTF-8 bytes that a text has per token.
 
-    So a text has at least `len(text.encode()) / longest_token_bytes` tokens, which is known without
-    tokenising it. It looks through the whole vocabulary: ask once, where the tokenizer is loaded.
+    So a text has at least `len(text.encode()) / longest_token_bytes` tokens, known without
+    tokenising it.
+    Scans the whole vocabulary: call it once per tokenizer.
 
     Returns:
-        The longest token's bytes, times what the tokenizer's normalizer may shrink a text by; or
-        `ANY_LENGTH` where a token may stand for, or swallow, text without end: a normalizer or
+        The longest token's bytes, times the factor by which the normalizer may shrink a text; or
+        `ANY_LENGTH` if a token may represent or swallow text of any length: a normalizer or
         pre-tokenizer that drops characters, an "unknown" token for a whole word or a run of
-        characters, special tokens that take the spaces beside them. Truncation does not count,
-        since none is applied to prompts.
+        characters, special tokens that strip adjacent spaces. Truncation is never applied to
+        prompts.
     """
     backend = tokenizer.backend_tokenizer
     normalizers = list(_parts(backend.normalizer, "normalizers"))
@@ -125,24 +125,24 @@ def longest_token_bytes(tokenizer: PreTrainedTokenizerFast) -> int:
         or any(token.lstrip or token.rstrip for token in added)
     ):
         return ANY_LENGTH
-    # A byte-level token has one character for each of its bytes. Others are text, at most as short
-    # as what they stand for.
+    # A byte-level token has one character per byte. Other tokens are at most as short as their
+    # text.
     sizes = (len(token if byte_level else token.encode()) for token in vocabulary)
     own = (len(_normalized(backend, token).encode()) for token in added)
-    # Four bytes: a character that has no token may become one "unknown" token.
+    # Four bytes: a character without a token may become one "unknown" token.
     longest = max((4, *sizes, *own))
     return int(min(ANY_LENGTH, longest * math.prod(map(_shrinks, normalizers))))
 
 
 def prompt_too_long(max_model_len: int, given: str, advice: str) -> RequestError:
-    """The refusal of a prompt that is too long, the same everywhere.
+    """Return the refusal of a prompt that is too long.
 
     Clients such as LiteLLM recognise it by its first words, which are OpenAI's.
 
     Args:
-        max_model_len: Tokens that prompt and completion may have together.
-        given: What is too long, as "the prompt has 3000".
-        advice: What to do, as "shorten it".
+        max_model_len: Limit of prompt and completion together, in tokens.
+        given: The excess, as "the prompt has 3000".
+        advice: The remedy, as "shorten it".
     """
     return RequestError(
         f"This model's maximum context length is {max_model_len} tokens; {given}, so {advice}",
@@ -153,18 +153,18 @@ def prompt_too_long(max_model_len: int, given: str, advice: str) -> RequestError
 def check_text_fits(
     text: str, longest_token_bytes: int, max_model_len: int, *, room: int = 1
 ) -> None:
-    """Refuses a text that is too long however it is tokenised, before that work is done.
+    """Refuse a text that is too long however it is tokenised, before tokenising it.
 
     Args:
-        longest_token_bytes: The function's.
-        max_model_len: Tokens that prompt and completion may have together.
-        room: Tokens that have to fit behind the prompt.
+        longest_token_bytes: The function's result.
+        max_model_len: Limit of prompt and completion together, in tokens.
+        room: Tokens to be left free after the prompt.
 
     Raises:
         RequestError: prompt_too_long.
     """
     most_bytes = longest_token_bytes * (max_model_len - room)
-    # Most texts need not be encoded to see that they fit.
+    # Most texts fit, whatever their encoding.
     if len(text) * 4 <= most_bytes:
         return
     size_bytes = len(text.encode(errors="surrogatepass"))
@@ -177,10 +177,11 @@ def check_text_fits(
 _KEEPING = frozenset(
     {"ByteLevel", "Digits", "FixedLength", "Metaspace", "Punctuation", "Split", "UnicodeScripts"}
 )
-"""Pre-tokenizers that drop nothing, but for the behavior "Removed"."""
+"""Pre-tokenizers that drop nothing, except with the behavior "Removed"."""
 
-# How many bytes may become one. Normal forms: 4 for compatibility characters such as U+1D400, 3.5
-# for U+0390 written with U+1FBE. Lower case: 3 for U+212A, the sign of the kelvin.
+# Factors by which a normalizer may shrink bytes. Normal forms: 4 for compatibility characters such
+# as
+# U+1D400, 3.5 for U+0390 written with U+1FBE. Lower case: 3 for U+212A, the kelvin sign.
 _SHRINKING = {
     "ByteLevel": 1,
     "Prepend": 1,
@@ -201,13 +202,13 @@ def _shrinks(normalizer: dict[str, Any]) -> float:
 
 
 def _reads_everything(backend: Tokenizer, vocabulary: dict[str, int], byte_level: bool) -> bool:
-    """Whether each character of a text, or each of its bytes, is some token's or a token itself."""
+    """Return whether every character, or every byte, of a text belongs to a token."""
     model = backend.model
     if byte_level and isinstance(model, models.BPE):
         return all(character in vocabulary for character in pre_tokenizers.ByteLevel.alphabet())
     if isinstance(model, models.BPE) and model.unk_token and not model.fuse_unk:
         return True
-    # Unigram does not show the setting as an attribute.
+    # Unigram doesn't expose the setting as an attribute.
     bytes_too = isinstance(model, models.BPE | models.Unigram) and (
         b'"byte_fallback":true' in model.__getstate__()
     )
@@ -215,14 +216,14 @@ def _reads_everything(backend: Tokenizer, vocabulary: dict[str, int], byte_level
 
 
 def _normalized(backend: Tokenizer, token: AddedToken) -> str:
-    """What an added token is looked for as."""
+    """Return an added token's text as it is matched."""
     if token.normalized and backend.normalizer is not None:
         return str(backend.normalizer.normalize_str(token.content))
     return token.content
 
 
 def _parts(part: Any, inside: str) -> Iterator[dict[str, Any]]:
-    """The settings of a normalizer or pre-tokenizer, those of a Sequence one by one."""
+    """Yield the settings of a normalizer or pre-tokenizer, those of a Sequence one by one."""
     if part is not None:
         yield from _unpacked(json.loads(part.__getstate__()), inside)
 
@@ -236,13 +237,14 @@ def _unpacked(state: dict[str, Any], inside: str) -> Iterator[dict[str, Any]]:
 
 
 def stop_token_ids_of(folder: Path, tokenizer: PreTrainedTokenizerFast | None) -> frozenset[int]:
-    """The ids that end a generation by default.
+    """Return the ids that end a generation by default.
 
-    As in Transformers' `generate`: `eos_token_id` of generation_config.json, else of config.json;
-    where neither has one, the tokenizer's own. Empty when the model has none at all.
+    As in Transformers' `generate`: `eos_token_id` of generation_config.json, else of config.json,
+    else the
+    tokenizer's own. Empty if the model has none.
 
     Raises:
-        ModelError: One of the two files can't be read, or holds an id that is none.
+        ModelError: One of the two files can't be read, or holds an invalid id.
     """
     folder = folder_of(folder)
     for name in ("generation_config.json", "config.json"):
@@ -264,23 +266,23 @@ _SAMPLING: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "min_p": (float, lambda x: 0 <= x <= 1, "from 0 to 1"),
     "repetition_penalty": (float, lambda x: 1e-4 <= x <= 10, "from 0.0001 to 10"),
 }
-"""The settings taken from generation_config.json, in the ranges that admission takes."""
+"""Settings taken from generation_config.json, within admission's ranges."""
 
 
 def default_sampling_params(folder: Path) -> SamplingParams:
-    """How the model's makers advise to sample: what generation_config.json in its folder names.
+    """Return the sampling parameters that generation_config.json in the model's folder recommends.
 
-    temperature, top_k, top_p, min_p and repetition_penalty are taken; what is absent or null stays
-    at our own default, which changes nothing. `do_sample: false` is greedy, temperature 0, whatever
-    else stands there.
+    temperature, top_k, top_p, min_p and repetition_penalty are read; absent or null ones keep their
+    default, which has no effect. `do_sample: false` means temperature 0.
 
-    This is never applied silently. A request is sampled as it says itself: in RL the tokens must
-    come from the model's own distribution, or the logprobs that training relies on are of another
-    policy; and the same request must not mean something else on another model. Who wants the
-    makers' advice asks for it here and passes it on, changed with `msgspec.structs.replace`.
+    They are never applied silently: RL needs tokens from the model's own distribution, or the
+    logprobs
+    that training uses belong to another policy; and a request must not change its meaning with the
+    model.
+    To use them, call this and pass the result, changed with `msgspec.structs.replace`.
 
     Raises:
-        ModelError: The file can't be read, or one of the settings can't be used.
+        ModelError: The file can't be read, or a setting can't be used.
     """
     path = folder_of(folder) / "generation_config.json"
     settings = _read_json(path)

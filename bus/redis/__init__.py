@@ -1,4 +1,4 @@
-"""The bus over Redis or Valkey: one server, a master that sentinels name, or a cluster."""
+"""The bus over Redis or Valkey: one server, a master named by sentinels, or a cluster."""
 
 from .bus import RedisBus
 

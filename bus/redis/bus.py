@@ -20,7 +20,6 @@ from ...store.redis.client import (
     Commands,
     Server,
     check_version,
-    execute,
     on_each,
     time_ms,
 )
@@ -41,13 +40,14 @@ from .results import RedisResults
 from .routing import RedisRouting
 
 COMMAND_CONNECTIONS = 8
-"""Connections for commands that don't block, shared by everything in this bus."""
+"""Connections for commands that don't block, shared by the whole bus."""
 
 CLOSE_PATIENCE_S = 5.0
-"""How long `aclose` waits for what is still to be written, when Redis is slow or away."""
+"""Time limit of `aclose` for pending writes, when Redis is slow or unreachable."""
 
-# Not below the time of day in milliseconds: a server that has lost its data would count from 1
-# again, and who knows a larger epoch would take the new one for an old one.
+# At least the server's time in milliseconds. A server that lost its data would otherwise count from
+# 1
+# again, and stages that remember a larger epoch would drop the new one as stale.
 _EPOCH = """
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -58,11 +58,11 @@ return epoch
 
 
 class RedisBus:
-    """A `Bus` of which everything goes over one Redis server.
+    """`Bus` over one Redis server, Sentinel group or cluster.
 
-    A link stays in memory when both of its ends are stages of this process (`local_stages`) and
-    `config.links` is "auto". Who else sends on such a link (a client, on a control link) sends
-    over Redis, and the inbox merges both.
+    A link stays in memory when both ends are stages of this process (`local_stages`) and
+    `config.links` is "auto". Other senders on such a link (clients, on a control link) send over
+    Redis; the inbox merges both.
     """
 
     requests: RedisRequests
@@ -74,7 +74,7 @@ class RedisBus:
     def __init__(
         self, config: BusConfig, local_stages: frozenset[str] = frozenset(), replicas: int = 1
     ) -> None:
-        """Does not connect yet. Raises BusError when the URL can't be used."""
+        """Create the bus without connecting. Raises BusError if the URL is invalid."""
         self._config = config
         self._replicas = replicas
         self._local = local_stages if config.links == "auto" else frozenset()
@@ -113,7 +113,7 @@ class RedisBus:
         return RedisBus(msgspec.structs.replace(self._config, model=model))
 
     async def open_inbox(self, stage: str) -> Inbox:
-        """Waits while Redis is away."""
+        """Open a stage's inbox; wait while Redis is unreachable."""
         self._check_open()
         older = self._readers.pop(stage, None)
         if older is not None:
@@ -130,7 +130,7 @@ class RedisBus:
         return inbox
 
     def sender(self, link: Link, sender: str, lane: str | None = None) -> Sender:
-        """`sender` begins with its stage's name and a hyphen."""
+        """Return a sender. `sender` begins with its stage's name and a hyphen."""
         lane = self._config.lane if lane is None else lane
         local = link.receiver in self._local and lane == self._config.lane
         if local and role_of_sender(sender) in self._local:
@@ -139,21 +139,19 @@ class RedisBus:
 
     async def lanes(self) -> list[str]:
         redis, key = self._commands.redis, self._keys.lanes
-        registry = await self._commands.idempotent("lanes", lambda: execute(redis, "HGETALL", key))
+        registry = await self._commands.retry("lanes", "HGETALL", key)
         now_ms = await self._commands.idempotent("lanes", lambda: time_ms(redis, key))
         return live_lanes(registry, now_ms) or [self._config.lane]
 
     async def next_epoch(self) -> int:
-        """Waits while Redis is away."""
-        redis, key = self._commands.redis, self._keys.epoch
-        return int(
-            await self._commands.idempotent("epoch", lambda: execute(redis, "EVAL", _EPOCH, 1, key))
-        )
+        """Return a new epoch; wait while Redis is unreachable."""
+        return int(await self._commands.retry("epoch", "EVAL", _EPOCH, 1, self._keys.epoch))
 
     async def is_epoch(self, number: int) -> bool:
-        """When the counter is lost, it will go on from the server's time."""
+        """Return whether `next_epoch` can have given the number. A lost counter restarts at the
+        server's time."""
         redis, key = self._commands.redis, self._keys.epoch
-        last = await self._commands.idempotent("epoch", lambda: execute(redis, "GET", key))
+        last = await self._commands.retry("epoch", "GET", key)
         if last is not None:
             return number <= int(last)
         now_ms = await self._commands.idempotent("epoch", lambda: time_ms(redis, key))
@@ -169,9 +167,9 @@ class RedisBus:
         return self._server.reconnects
 
     async def ping(self) -> None:
-        """Looks at the server's version too, where it may."""
+        """Connect, and check the server's version where the user may read it."""
         redis = self._commands.redis
-        await self._commands.once(lambda: execute(redis, "PING"))
+        await self._commands.run("PING")
         try:
             infos = await self._commands.once(lambda: on_each(redis, "INFO", "server"))
         except BusError as error:
@@ -182,7 +180,7 @@ class RedisBus:
             check_version(info, self._server.name)
 
     async def aclose(self) -> None:
-        """Gives up after `CLOSE_PATIENCE_S` in all when Redis is away."""
+        """Flush and close. Gives up after `CLOSE_PATIENCE_S` when Redis is unreachable."""
         if self._inboxes.closed:
             return
         give_up_at = time.monotonic() + CLOSE_PATIENCE_S
@@ -200,7 +198,7 @@ class RedisBus:
         await self._server.aclose()
 
     def _is_local(self, link: Link) -> bool:
-        """Whether nobody sends on this link over Redis. Anybody may send on a control link."""
+        """Return whether all senders of the link are local. On a control link, clients send too."""
         if link.name.startswith("control."):
             return False
         return link.receiver in self._local and all(s in self._local for s in link.senders)
@@ -225,7 +223,7 @@ class RedisBus:
 
 
 def _client_name(stages: frozenset[str]) -> str:
-    """What tells this process's connections from others in CLIENT LIST; without spaces."""
+    """Return this process's name in CLIENT LIST, without spaces."""
     ordered = sorted(stages, key=lambda role: (STAGES.index(split_role(role)[0]), role))
     role = "+".join(ordered) or "client"
     return f"{role}.{socket.gethostname()}-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""Entries of the requests stream, as they come from Redis."""
+"""Decoding of requests stream entries."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Entries = list[tuple[bytes, dict[bytes, bytes]]]
 async def read_entries(
     redis: Redis, key: bytes, raw: Entries, max_bytes: int
 ) -> list[RequestEntry]:
-    """The requests in entries. The server is asked for its time only when one has a budget.
+    """Return the requests in entries. Asks for the server's time only if a request has a budget.
 
     Args:
-        key: One that is where the server's time is to be asked.
-        max_bytes: A larger request is not read.
+        key: A key on the node whose clock made the entry ids.
+        max_bytes: Larger requests are refused undecoded.
     """
     requests = [read_request(fields, max_bytes) for _, fields in raw]
     now_ms: int | None = None
@@ -48,7 +48,7 @@ async def read_entries(
 
 
 def read_request(fields: dict[bytes, bytes], max_bytes: int) -> GenerateRequest | Malformed:
-    """The request in an entry's fields, whoever wrote them. Never raises."""
+    """Return the request in an entry's fields. Never raises: entries come from any client."""
     bodies = [name for name in _BODIES if name in fields]
     if len(fields) > MAX_FIELDS or not fields.keys() <= _FIELDS or len(bodies) != 1:
         return Malformed(
@@ -66,7 +66,7 @@ def read_request(fields: dict[bytes, bytes], max_bytes: int) -> GenerateRequest 
 
 
 def model_of(fields: dict[bytes, bytes]) -> str:
-    """What an entry says of its model beside its request; "" when nothing."""
+    """Return the entry's own model field; "" if it has none."""
     return fields.get(MODEL, b"").decode("utf-8", "replace")
 
 

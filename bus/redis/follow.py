@@ -1,4 +1,4 @@
-"""Following one request, or the results of all, on Redis."""
+"""Follow one request, or tail the results of all requests, on Redis."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from redis import exceptions
 
 from ...config import BusError, ChannelClosed
 from ...config.logger import get_logger
-from ...store.redis.client import Commands, execute_all
+from ...store.redis.client import Commands
 from ...store.redis.keys import JSON, Keys
 from ..codec import decode_output
 from ..public import Completion, CompletionChunk, Output
@@ -18,13 +18,13 @@ from .given import Given
 from .readers import Readers, Subscription
 
 IDLE_CHECK_S = 30.0
-"""Who follows a request of which nothing comes looks so often whether something still can."""
+"""Interval at which a silent request is checked for being lost."""
 
 UNKNOWN = "unknown_request"
 
 
 class RedisFollow:
-    """Reads the outputs of one request; see `ResultStreams.follow`."""
+    """Outputs of one request; see `ResultStreams.follow`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class RedisFollow:
         self._outs = out_keys(keys, request_id, entry_id)
         self._subscription: Subscription | None = None
         self._done = False
-        # By sample.
+        # By sample index.
         self._given: dict[int, Given] = {}
 
     def __aiter__(self) -> Self:
@@ -102,11 +102,7 @@ class RedisFollow:
             raise
 
     async def _check_still_known(self) -> None:
-        """A server that lost its data has neither the request nor its outputs.
-
-        Raises:
-            BusError: So it is.
-        """
+        """Raise BusError if the server lost the request and its outputs."""
         if self._entry_id:
             try:
                 await self._check_known()
@@ -115,7 +111,7 @@ class RedisFollow:
                 raise
 
     async def _check_known(self) -> None:
-        """Raises BusError as `check_known` does."""
+        """Run `check_known`, and remember that an unknown request is done."""
         try:
             await check_known(self._commands, self._keys, self._entry_id, self._outs)
         except BusError as error:
@@ -124,7 +120,7 @@ class RedisFollow:
 
 
 class RedisTail:
-    """Reads the results stream; see `ResultStreams.tail`."""
+    """The results stream; see `ResultStreams.tail`."""
 
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
@@ -163,11 +159,9 @@ async def last_output(
     commands: Commands, keys: Keys, request_id: str, entry_id: str
 ) -> Output | None:
     """See `ResultStreams.last`."""
-    redis, outs = commands.redis, out_keys(keys, request_id, entry_id)
+    outs = out_keys(keys, request_id, entry_id)
     asks = [("XREVRANGE", out, "+", "-", "COUNT", 1) for out in outs]
-    for out, entries in zip(
-        outs, await commands.once(lambda: execute_all(redis, asks)), strict=True
-    ):
+    for out, entries in zip(outs, await commands.run_all(asks), strict=True):
         for _, fields in entries:
             output = _output(out, fields.get(JSON, b""))
             if output.entry_id == entry_id or not entry_id:
@@ -178,22 +172,22 @@ async def last_output(
 
 
 def out_keys(keys: Keys, request_id: str, entry_id: str) -> list[bytes]:
-    """The streams in which a request's outputs may be."""
+    """Return the streams that may hold a request's outputs."""
     return [keys.out(key) for key in dict.fromkeys((request_id, entry_id)) if key]
 
 
 async def check_known(commands: Commands, keys: Keys, entry_id: str, outs: Sequence[bytes]) -> None:
-    """An entry leaves the queue only after its terminal message is written.
+    """Check that outputs exist or can still come: an entry leaves the queue after its terminal
+    message.
 
     Raises:
-        BusError: It is not in the queue, and there is no output: nothing will ever come.
+        BusError: The entry is in no queue, and there are no outputs.
     """
-    # The order counts: the queue first, of which it leaves the entrance first.
+    # The order matters: an entry leaves the shared requests stream before it reaches a model's.
     queued = await _is_in(commands, [keys.entrance], entry_id)
     if queued is False:
         queued = await _is_in(commands, await _behind_entrance(commands, keys), entry_id)
-    redis, looks = commands.redis, [("EXISTS", out) for out in outs]
-    written = await commands.idempotent("follow", lambda: execute_all(redis, looks))
+    written = await commands.retry_all("follow", [("EXISTS", out) for out in outs])
     if queued is None:
         return  # who may not read the queue has to trust that it holds his request
     if not any(written) and not queued:
@@ -205,24 +199,20 @@ async def check_known(commands: Commands, keys: Keys, entry_id: str, outs: Seque
 
 
 async def _is_in(commands: Commands, streams: Sequence[bytes], entry_id: str) -> bool | None:
-    """Whether an entry is in one of the streams; None when that may not be known."""
-    redis = commands.redis
+    """Return whether an entry is in one of the streams; None without the right to read them."""
     asks = [("XRANGE", stream, entry_id, entry_id) for stream in streams]
-    replies = await commands.idempotent(
-        "follow", lambda: execute_all(redis, asks, raise_on_error=False)
-    )
+    replies = await commands.retry_all("follow", asks, raise_on_error=False)
     if any(isinstance(reply, exceptions.NoPermissionError) for reply in replies):
         return None
-    # Another error: the entry id is not one of Redis's.
+    # Any other error: the entry id is not a Redis stream id.
     return any(reply for reply in replies if not isinstance(reply, Exception))
 
 
 async def _behind_entrance(commands: Commands, keys: Keys) -> list[bytes]:
-    """The streams to which requests are moved, of all models that there are or were."""
+    """Return the requests streams of all models, present and past."""
     if keys.model:
         return [keys.requests]
-    redis, asks = commands.redis, [("HKEYS", keys.models), ("HKEYS", keys.closed)]
-    names = await commands.idempotent("follow", lambda: execute_all(redis, asks))
+    names = await commands.retry_all("follow", [("HKEYS", keys.models), ("HKEYS", keys.closed)])
     return [keys.requests_of(name.decode()) for name in sorted({*names[0], *names[1]})]
 
 

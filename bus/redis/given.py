@@ -1,4 +1,4 @@
-"""What a reader was given of a sample, so that what comes again is given once."""
+"""Deduplication of a sample's chunks after a server restart."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _WITHIN = -1
 
 
 class Given:
-    """The chunks of one sample, in order.
+    """Chunks of one sample, in order, each returned once.
 
-    A server restarted with old data gets some of them again: the same tokens, and with each the
-    same text, but where drafted tokens were accepted perhaps cut into other chunks.
+    A server restarted with old data receives some chunks again: the same tokens with the same text,
+    but possibly cut at other places where drafted tokens were accepted.
     """
 
     __slots__ = ("_chars",)
 
     def __init__(self) -> None:
-        # How long the text is with so many tokens; `_WITHIN` where no chunk has ended so far.
+        # Text length after each number of tokens; `_WITHIN` where no chunk has ended so far.
         self._chars = array("q", (0,))
 
     def next_of(self, chunk: CompletionChunk) -> CompletionChunk | None:
-        """What of a chunk continues what was given out; that counts as given now.
+        """Return the part of a chunk that continues the sample, and record it as returned.
 
-        None when all of it was given out already, or tokens are missing before it: a server
-        restarted without its last entries may get one more before the stream is written anew.
+        Returns None if all of it was returned before, or if tokens before it are missing: a server
+        restarted without its last entries may receive one more before the stream is rewritten.
         """
         given, offset, size = len(self._chars) - 1, chunk.token_offset, len(chunk.token_ids)
         if offset == given:
@@ -39,7 +39,7 @@ class Given:
             return None
         length = before + len(chunk.text)
         if offset + size <= given:
-            # The same text, cut in another place: what is lost next may begin there.
+            # The same text cut elsewhere: the next loss may begin at this cut.
             if self._chars[offset + size] == _WITHIN:
                 self._chars[offset + size] = length
             return None
@@ -53,7 +53,7 @@ class Given:
             logprobs=chunk.logprobs[old:],
             text=chunk.text[shown:],
             top_logprobs=None if tops is None else tops[old:],
-            # They came with the first chunk.
+            # Prompt logprobs came with the first chunk.
             prompt_logprobs=None,
             prompt_top_logprobs=None,
         )

@@ -1,8 +1,7 @@
-"""Who has which entry of the requests stream: leases, taking over, and refusing what is too much.
+"""Leases on requests stream entries: renewal, takeover, and shedding.
 
-Several pipelines ("lanes") share the stream. Each is one consumer of its group, so the group's
-list of pending entries says whose an entry is, and how long its lease was not renewed. Whatever
-depends on that is done in a script: looking and acting is one step, for all lanes.
+Several pipelines ("lanes") share the stream. Each is one consumer of the group, so the group's
+pending list has each entry's owner and the age of its lease. Scripts read and act atomically.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from ..public import GenerateRequest
 from .waiting import WaitingEntries
 
 SHED_PAGE = 64
-"""Entries that are refused in one go."""
+"""Entries refused per call."""
 
 LOOK_PAGE = 256
-"""Entries that are looked at in one go, to see whose they are."""
+"""Entries whose tenant is read per call."""
 
 TAKE_OVER_PAGE = 1024
 RENEW_PAGE = 4096
-"""Entries in one script; a Lua function takes fewer than 8000 arguments."""
+"""Entries per script; a Lua function takes fewer than 8000 arguments."""
 
 DEFAULT_TENANT: str = GenerateRequest().tenant
 
@@ -33,14 +32,16 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
 
-# The lane is ours from now on.
+# This process becomes the keeper of the lane.
 _ENLIST = f"""{_NOW}
 redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now + ARGV[3], ARGV[2]))
 """
 
-# An entry that nobody has but that is still there (the group was made again) is neither ours nor
-# lost: it will be handed out again. When the registry does not know us, the server has lost its
-# data, and what is gone was not answered by anybody. Lanes that are long dead leave the registry.
+# An entry without an owner that is still in the stream (the group was recreated) is neither held
+# nor
+# lost: Redis will hand it out again. If the registry doesn't know this lane, the server lost its
+# data
+# and no lane answered the missing entries. Lanes dead for an hour leave the registry.
 _RENEW = f"""{_NOW}
 local group, consumer, lane, keeper, lease = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local kept = redis.call('HGET', KEYS[2], lane)
@@ -73,7 +74,7 @@ end
 return {{lost, kept and gone or {{}}}}
 """
 
-# XCLAIM drops what was deleted.
+# XCLAIM drops deleted entries.
 _TAKE_OVER = """
 local rows = redis.pcall('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[3], '-', '+', ARGV[4])
 if rows.err then
@@ -86,9 +87,11 @@ for _, row in ipairs(rows) do claim[#claim + 1] = row[1] end
 return redis.call(unpack(claim))
 """
 
-# Acknowledged and deleted together: an entry that is only acknowledged would come back when the
-# group is made again. What another lane has is left to it; what nobody has is answered too. With
-# marks, two keys for each entry, those of which this server has neither stay, and are the reply.
+# Acknowledge and delete atomically: an entry that is only acknowledged would come back when the
+# group
+# is recreated. Entries of another lane stay; entries without an owner are removed too. With marks
+# (two
+# keys per entry), entries that have neither mark on this server stay and are returned.
 _ACKNOWLEDGE = """
 local group, consumer, unanswered = ARGV[1], ARGV[2], {}
 for i = 3, #ARGV do
@@ -108,8 +111,9 @@ end
 return unanswered
 """
 
-# How many entries nobody has taken, and the last that was handed out. Entries are deleted when they
-# are acknowledged, so the rest is pending. An error: there is no group yet.
+# Number of untaken entries, and the id of the last one handed out. Acknowledged entries are
+# deleted,
+# so the rest is pending. An error means that there is no group yet.
 _QUEUED = """
 local queued, last = redis.call('XLEN', KEYS[1]), '0-0'
 local pending = redis.pcall('XPENDING', KEYS[1], ARGV[1])
@@ -122,8 +126,9 @@ end
 return {queued - pending[1], last}
 """
 
-# Whose the entries behind one are. Within JSON a key can't be mistaken: in text a quote is escaped.
-# It is only for the order in which entries are refused, so what is odd is somebody's of its own.
+# Tenants of the entries after an id. In JSON text a quote is escaped, so a key can't be mistaken.
+# The
+# result only orders refusals, so an unreadable tenant counts as one of its own.
 _TENANTS = """
 local rows = {}
 for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '(' .. ARGV[1], '+', 'COUNT', ARGV[2])) do
@@ -145,7 +150,7 @@ end
 return rows
 """
 
-# What is left of some entries.
+# The entries that still exist.
 _READ = """
 local rows = {}
 for i = 1, #ARGV do
@@ -155,7 +160,7 @@ end
 return rows
 """
 
-# Entries that were answered without being taken. Who has taken one meanwhile finds the answer.
+# Remove entries that were answered untaken. A lane that took one meanwhile finds the answer.
 _REMOVE = """
 local group, removed = ARGV[1], 0
 for i = 2, #ARGV do
@@ -166,7 +171,7 @@ end
 return removed
 """
 
-# Entries that were answered, whoever had them.
+# Remove answered entries, whoever owns them.
 _FORGET = """
 for i = 2, #ARGV do
   redis.pcall('XACK', KEYS[1], ARGV[1], ARGV[i])
@@ -179,10 +184,10 @@ RawEntries = list[tuple[bytes, dict[bytes, bytes]]]
 
 
 class Leases:
-    """The commands of one lane, as the consumer `admission-{lane}`."""
+    """Lease commands of one lane, as the consumer `admission-{lane}`."""
 
     def __init__(self, config: BusConfig, keys: Keys, commands: Commands, keeper: str) -> None:
-        """`keeper` tells this process from others that serve the same lane."""
+        """Args: `keeper` distinguishes this process from others that serve the same lane."""
         self._config = config
         self._keys = keys
         self._commands = commands
@@ -191,12 +196,13 @@ class Leases:
         self._waiting = WaitingEntries()
 
     async def enlist(self) -> None:
-        """Makes this process the keeper of the lane, with a first, short lease."""
+        """Make this process the keeper of the lane, with a first, short lease."""
         lane = (self._config.lane, self._keeper, 1000)
         await self._eval("lanes", _ENLIST, [self._keys.lanes], *lane)
 
     async def renew(self, lease_s: float, entry_ids: Sequence[str]) -> tuple[set[str], set[str]]:
-        """Renews the leases; tells which of `entry_ids` are another's, and which are no more."""
+        """Renew the leases; return the ids now owned by another lane, and the ids that no longer
+        exist."""
         lost: list[bytes] = []
         gone: list[bytes] = []
         try:
@@ -219,7 +225,7 @@ class Leases:
         return {entry_id.decode() for entry_id in lost}, {entry_id.decode() for entry_id in gone}
 
     async def take_over(self, lease_s: float, max_items: int) -> RawEntries:
-        """Entries that were not renewed for so long, now ours."""
+        """Take over entries whose lease is older than `lease_s`."""
         count = min(max_items, TAKE_OVER_PAGE)
         if count < 1:
             return []
@@ -228,14 +234,15 @@ class Leases:
         return _entries(reply)
 
     async def acknowledge(self, entry_ids: Sequence[str], marks: Sequence[bytes] = ()) -> set[str]:
-        """Removes entries for good, unless another lane has them.
+        """Remove entries for good, except those of another lane.
 
         Args:
-            marks: Two keys for each entry, of which one tells that its terminal message is written;
-                they have to be where the requests are. None: that is not looked at.
+            marks: Two keys per entry, on the node of the requests; either one shows that its
+                terminal
+                message is written. Empty: unconditional.
 
         Returns:
-            Those of which there is no mark.
+            The entries without a mark, which stay.
         """
         keys = (self._keys.requests, *marks)
         unanswered = await persist(
@@ -250,10 +257,11 @@ class Leases:
         return {entry_id.decode() for entry_id in unanswered}
 
     async def excess(self, max_queued: int) -> tuple[int, RawEntries]:
-        """How many entries nobody has taken, and some of those that are too many.
+        """Return the number of untaken entries, and some of the excess.
 
-        These are the newest of the tenants that have most waiting. To know whose they are, each
-        entry is looked at once, while there are too many: at most twice `max_queued` of them.
+        The excess is the newest entries of the tenants with most waiting. Each entry's tenant is
+        read
+        once while there are too many: at most `2 * max_queued` entries.
         """
         waiting, key, group = self._waiting, [self._keys.requests], self._config.group
         queued, last = await self._eval("requests", _QUEUED, key, group)
@@ -275,13 +283,13 @@ class Leases:
         return int(queued), entries
 
     async def remove(self, entry_ids: Sequence[str]) -> int:
-        """Removes entries that nobody has taken; returns how many."""
+        """Remove untaken entries; return how many."""
         group = self._config.group
         key = [self._keys.requests]
         return int(await self._eval("requests", _REMOVE, key, group, *entry_ids))
 
     async def forget(self, entry_ids: Sequence[str]) -> None:
-        """Removes entries for good, whoever has them."""
+        """Remove entries for good, whoever owns them."""
         if entry_ids:
             key, group = [self._keys.requests], self._config.group
             await self._eval("requests", _FORGET, key, group, *entry_ids)
@@ -300,16 +308,16 @@ class Leases:
 
 
 class _Replaced(Exception):
-    """The registry names another keeper."""
+    """The registry names another keeper of this lane."""
 
 
 def consumer_of(lane: str) -> str:
-    """A lane's name in the consumer group. Its successor has the same, and so finds its entries."""
+    """Return a lane's consumer name. A successor uses the same, and finds the pending entries."""
     return f"admission-{lane}"
 
 
 def live_lanes(registry: dict[bytes, bytes], now_ms: int) -> list[str]:
-    """The lanes whose lease has not ended, in order."""
+    """Return the lanes whose lease has not expired, sorted."""
     live = []
     for lane, kept in registry.items():
         ends = kept.partition(b" ")[0]
@@ -319,7 +327,7 @@ def live_lanes(registry: dict[bytes, bytes], now_ms: int) -> list[str]:
 
 
 def _entries(rows: list[Any]) -> RawEntries:
-    """A script's reply, of which the client does not make dicts."""
+    """Convert a script's reply, whose fields the client leaves flat, to entries with dicts."""
     return [
         (entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
         for entry_id, fields in rows

@@ -1,8 +1,7 @@
-"""Links between stages over Redis: one stream for each, one reader, writers in any process.
+"""Links between stages over Redis: one stream and one reader per link, writers in any process.
 
-A writer may write a batch twice when the reply got lost; the reader drops what it has seen. The
-reader removes what it has read, so a stream is about as long as its backlog, and writers look at
-that length to know when to hold back.
+A writer may write a batch twice when a reply is lost; the reader drops duplicates. The reader
+deletes read entries, so a stream's length is about its backlog, by which writers hold back.
 """
 
 from __future__ import annotations
@@ -41,25 +40,26 @@ from ..queue import BoundedQueue
 T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Largest message between two stages."""
+"""Size limit of one message between stages."""
 
 WRITE_BATCH = 64
 READ_BATCH = 256
 READ_BLOCK_S = 5.0
 CHECK_CLUSTER_S = 1.0
-"""In a cluster, how often it is looked whether all servers are those that they were."""
+"""In a cluster, the interval at which the servers' run ids are compared."""
 
 TRIM_EVERY = 256
-"""Entries that a reader reads at most before it removes them from the stream."""
+"""Entries read before the reader deletes them from the stream."""
 
 REMEMBERED_SENDERS = 4096
 
 UNREAD_CONTROL = 65_536
-"""Messages kept on a control link that nobody reads; the oldest go."""
+"""Length limit of a control link without a reader; the oldest messages are dropped."""
 
 
-# All of a batch or nothing: were a part of it refused and what follows accepted, the reader would
-# take the repetition of that part for something it has seen.
+# A batch is written atomically. If a part were refused and later messages accepted, the reader
+# would
+# drop the retry of that part as a duplicate.
 _SEND = """
 for i = 2, #ARGV do
   redis.call('XADD', KEYS[1], '*', 'w', ARGV[1], 'm', ARGV[i])
@@ -69,7 +69,7 @@ return redis.call('XLEN', KEYS[1])
 
 
 class BatchWriter(Generic[T]):
-    """A queue and the one task that writes it out, several items at a time, in order."""
+    """A queue drained in batches, in order, by one task."""
 
     def __init__(
         self,
@@ -77,15 +77,15 @@ class BatchWriter(Generic[T]):
         write: Callable[[list[T]], Awaitable[int]],
         tells_refusals: bool = False,
     ) -> None:
-        """`write` takes a batch and returns how many items the next batch may have.
-
-        With `tells_refusals` a batch that the user has no right to write is dropped, and `flush`
-        says so; without, it is tried again for as long as it takes.
+        """Args:
+        write: Writes a batch; returns the size limit of the next batch.
+        tells_refusals: Drop a batch that the user may not write, and raise from `flush`. False:
+            retry it for as long as it takes.
         """
         self._name = name
         self._write = write
         self._tells_refusals = tells_refusals
-        # Why the last batch was not written.
+        # Error of the last batch, if it was dropped.
         self._refusal: BusError | None = None
         self._queue: BoundedQueue[T] = BoundedQueue(name)
         self._written = 0
@@ -93,15 +93,15 @@ class BatchWriter(Generic[T]):
         self._task = watched(self._run(), name, self._queue.close)
 
     async def put(self, item: T, capacity: int | None) -> None:
-        """Appends an item; waits while there are `capacity` of them. Raises ChannelClosed."""
+        """Append an item; wait while the queue holds `capacity`. Raises ChannelClosed."""
         await self._queue.put(item, capacity=capacity)
 
     async def flush(self) -> None:
-        """Waits until all that was put so far is written.
+        """Wait until all items put so far are written.
 
         Raises:
             ChannelClosed: The bus was closed.
-            BusError: It may not be written; only with `tells_refusals`.
+            BusError: The user may not write them; only with `tells_refusals`.
         """
         if self._written < self._queue.entered:
             if self._task.done():
@@ -113,7 +113,7 @@ class BatchWriter(Generic[T]):
             raise self._refusal
 
     async def aclose(self, patience_s: float) -> None:
-        """Writes what is there, within a time limit."""
+        """Write the remaining items, within a time limit."""
         self._queue.close()
         await asyncio.wait({self._task}, timeout=patience_s)
         await end_tasks({self._task})
@@ -142,7 +142,7 @@ class BatchWriter(Generic[T]):
                     written.set_result(None)
 
     async def _attempt(self, batch: list[T]) -> int:
-        """Writes until it succeeds: what a server refuses today may be allowed tomorrow."""
+        """Write until it succeeds: an administrator may grant the missing right meanwhile."""
         backoff = Backoff(first_s=1.0, longest_s=30.0)
         while True:
             try:
@@ -159,7 +159,7 @@ class BatchWriter(Generic[T]):
 
 
 class LinkWriter:
-    """Writes one link for all of its senders in this process."""
+    """Writer of one link for all of its senders in this process."""
 
     def __init__(
         self, server: Server, redis: Redis, key: bytes, link: Link, nonce: bytes, capacity: int
@@ -170,8 +170,9 @@ class LinkWriter:
         self._name = f"link {link.name}"
         self._nonce = nonce
         self._capacity = None if link.closes_circle else capacity
-        # Clients write to control links, too: perhaps of a pipeline that is not there to read
-        # them, perhaps without the right to do so.
+        # Clients write to control links too: possibly of a pipeline that isn't running, possibly
+        # without the
+        # right to.
         self._keep = UNREAD_CONTROL if link.name.startswith("control.") else 0
         self._hold = Backoff(first_s=0.002, longest_s=0.05)
         self._length = 0
@@ -205,7 +206,7 @@ class LinkWriter:
         return max(1, min(WRITE_BATCH, self._capacity - self._length))
 
     async def _write_control(self, payloads: list[bytes]) -> None:
-        """One message after the other, and no script: a client needs no right to run those."""
+        """Write messages one by one, without a script: a client needs no right to run scripts."""
 
         async def attempt(payload: bytes) -> None:
             fields = (WRITER, self._nonce, MESSAGE, payload)
@@ -216,7 +217,7 @@ class LinkWriter:
             await persist(self._server, self._name, partial(attempt, payload))
 
     async def _wait_for_room(self) -> None:
-        """Holds back while the stream, as last seen, has no room."""
+        """Wait until the stream has room, by its last known length."""
         if self._capacity is None:
             return
         self._hold.reset()
@@ -233,8 +234,9 @@ class LinkWriter:
 
 
 def within_bytes(payloads: Sequence[bytes], most_bytes: int) -> Iterator[list[bytes]]:
-    """Cuts a batch where it gets too large: a server ends the connection of whoever sends more in
-    one command than it keeps for a client (`client-query-buffer-limit`), each time again."""
+    """Split a batch by size: a server closes the connection of a client whose command exceeds
+    `client-query-buffer-limit`, on every retry.
+    """
     some: list[bytes] = []
     size = 0
     for payload in payloads:
@@ -247,7 +249,7 @@ def within_bytes(payloads: Sequence[bytes], most_bytes: int) -> Iterator[list[by
 
 
 class RedisSender:
-    """The `Sender` of a link that goes over Redis."""
+    """`Sender` of a link over Redis."""
 
     def __init__(
         self, writer: Callable[[Link], LinkWriter], numbering: Numbering, link: Link, sender: str
@@ -293,13 +295,13 @@ class RedisSender:
 
 
 class Seen:
-    """The last message of each sender on each link, to drop what a writer wrote twice."""
+    """Last message id of each sender on each link, to drop duplicates."""
 
     def __init__(self) -> None:
         self._last: OrderedDict[tuple[str, bytes, str], int] = OrderedDict()
 
     def is_new(self, link: str, writer: bytes, envelope: Envelope) -> bool:
-        """Notes the message. Those without an id are always new."""
+        """Return whether a message is new, and record it. Messages without an id are always new."""
         if envelope.id <= 0:
             return True
         source = (link, writer, envelope.sender)
@@ -313,7 +315,7 @@ class Seen:
 
 
 class LinkReader:
-    """Reads all links of one inbox that come over Redis, with one command at a time."""
+    """Reader of all links of one inbox that come over Redis, with one blocking command."""
 
     def __init__(
         self,
@@ -332,7 +334,7 @@ class LinkReader:
         self._seen = seen
         self._batch = min(READ_BATCH, capacity)
         self._trim_every = max(1, min(TRIM_EVERY, capacity // 4))
-        # Whoever keeps the ledger is told when the server is another, or the same one restarted.
+        # Admission, which owns the ledger, is informed when the server restarted or was replaced.
         self._ledger_link = next((link for link in links if link == CONTROL["admission"]), None)
         self._checks_often = server.is_cluster and self._ledger_link is not None
         self._run_ids: frozenset[str] = frozenset()
@@ -345,10 +347,7 @@ class LinkReader:
         self._closed = False
 
     async def start(self) -> None:
-        """Fixes where to start: behind what is in the streams now, which is removed.
-
-        May be repeated after an error of Redis.
-        """
+        """Fix the start positions after the current entries, and delete those. May be repeated."""
         looks = [("XREVRANGE", key, "+", "-", "COUNT", 1) for key in self._links]
         tails = await execute_all(self._redis, looks)
         for key, tail in zip(self._links, tails, strict=True):
@@ -356,13 +355,13 @@ class LinkReader:
         self._run_ids = await self._read_run_ids()
         await self._trim(self._positions)
         if self._closed:
-            # Meanwhile; nobody would end what is begun now.
+            # Closed meanwhile: start no task.
             await self._redis.aclose()
             return
         self._task = watched(self._run(), self._name, self._inbox.close)
 
     async def aclose(self) -> None:
-        """Also while it starts."""
+        """Stop reading, also during `start`."""
         self._closed = True
         if self._task is not None:
             await end_tasks({self._task})
@@ -395,8 +394,9 @@ class LinkReader:
             await asyncio.sleep(1.0)
 
     async def _read(self) -> dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]]:
-        # The connection broke, perhaps because the server ended. In a cluster that may be another
-        # server than the one which this connection goes to.
+        # After a broken connection the server may have restarted. In a cluster it may be a server
+        # other than
+        # the one of this connection.
         due = self._checks_often and time.monotonic() >= self._compared_s + CHECK_CLUSTER_S
         if self._compare or due:
             await self._compare_run_ids()
@@ -407,14 +407,14 @@ class LinkReader:
             raise
 
     async def _compare_run_ids(self) -> None:
-        """Behind a broken connection there may be another server, which has not all messages."""
+        """Report a changed server, which may lack messages."""
         run_ids = await self._read_run_ids()
         if self._ledger_link is not None and not self._run_ids <= run_ids:
             await self._inbox.put(self._ledger_link, Envelope(ServerRestarted()))
         self._run_ids, self._compare = run_ids, False
 
     async def _read_run_ids(self) -> frozenset[str]:
-        """What names each run of each server that has a part of the data."""
+        """Return the run id of each server that holds part of the data."""
         if self._ledger_link is None:
             return frozenset()
         infos = await on_each(self._redis, "INFO", "server")
@@ -445,7 +445,7 @@ class LinkReader:
         return envelope
 
     async def _trim(self, positions: dict[bytes, bytes]) -> None:
-        """Removes all entries up to these positions from their streams."""
+        """Delete all entries up to these positions from their streams."""
         trims = []
         for key, entry_id in positions.items():
             trims.append(("XTRIM", key, "MINID", "=", id_after(entry_id)))
@@ -456,9 +456,9 @@ class LinkReader:
 async def read(
     redis: Redis, positions: dict[bytes, bytes], count: int, block_s: float
 ) -> dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]]:
-    """XREAD: the entries behind each position, by stream; waits up to `block_s` for the first.
+    """Run XREAD: return the entries after each position, by stream; wait up to `block_s`.
 
-    In a cluster all streams have to be in one slot.
+    In a cluster all streams must share one slot.
     """
     arguments: list[Any] = ["COUNT", count, "BLOCK", int(block_s * 1000), "STREAMS"]
     first = next(iter(positions))

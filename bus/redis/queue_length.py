@@ -1,18 +1,17 @@
-"""How many requests wait until the first of their samples begins: on the stream, or in a lane.
+"""Queue length: requests whose first sample has not begun, on the stream or in a lane.
 
-The stream alone can't tell. A lane takes far more entries than it can run, so that the group's lag
-is 0 while they wait in its queue; and once an entry was deleted unread, that figure is unknown. But
-what is answered is deleted, so the stream holds all that is not, and each lane says how many of
-these have begun. A lane that says nothing any more runs nothing.
+The group's lag doesn't say: a lane takes far more entries than it runs, and the lag is unknown once
+an unread entry was deleted. But answered entries are deleted, so the stream holds all unanswered
+ones, and each lane reports how many of them have begun. A silent lane counts as idle.
 """
 
 from __future__ import annotations
 
-from ...store.redis.client import Commands, execute
+from ...store.redis.client import Commands
 from ...store.redis.keys import Keys
 
 TOLD_FOR_MS = 5000
-"""How long a lane's word counts, and the number that was made of all: five beats of a process."""
+"""Lifetime of a lane's report and of the resulting number: five heartbeats."""
 
 _COUNT = """
 local time = redis.call('TIME')
@@ -38,7 +37,7 @@ return length
 
 
 class QueueLength:
-    """Makes the number of what all lanes say, and writes it where anybody can read it."""
+    """The queue length over all lanes, written where any client can read it."""
 
     def __init__(self, lane: str, keys: Keys, commands: Commands) -> None:
         self._lane = lane
@@ -46,11 +45,11 @@ class QueueLength:
         self._commands = commands
 
     async def count(self, begun: int | None) -> int:
-        """Writes down how many of this lane's have begun, and with it how many wait in all.
+        """Record this lane's begun requests, and return the queue length.
 
-        `begun`: None where it is not known; then only the number is made anew.
+        Args:
+            begun: None if unknown; then only the number is refreshed.
         """
-        redis, keys = self._commands.redis, self._keys
-        argument = "" if begun is None else begun
+        keys, argument = self._keys, "" if begun is None else begun
         command = ("EVAL", _COUNT, len(keys), *keys, self._lane, argument, TOLD_FOR_MS)
-        return int(await self._commands.once(lambda: execute(redis, *command)))
+        return int(await self._commands.run(*command))

@@ -1,7 +1,7 @@
-"""Reading results from Redis: one connection reads all streams that anybody here follows.
+"""Readers of result streams: one connection for all streams followed in this process.
 
-A cluster keeps the streams in many places, and a read can name those of one place only. There each
-stream that is followed has a connection of its own, for as long as it is followed.
+In a cluster a command can read the streams of one slot only, so each followed stream has a
+connection of its own.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ FOLLOW_BLOCK_S = 2.0
 
 PAGE = 128
 BUFFERED = 512
-"""Entries that may wait for one slow reader before its streams are left alone for a while."""
+"""Entries buffered for a slow reader before its streams are paused."""
 
 WAKE_TTL_S = 60
 
 Entry = tuple[bytes, bytes | None]
-"""A stream's key, and the field `json` of one of its entries."""
+"""A stream's key, and the `json` field of one entry."""
 
 
 class Readers(Protocol):
-    """What reads the streams of subscriptions."""
+    """Readers of the streams of subscriptions."""
 
     def subscribe(self, positions: dict[bytes, bytes]) -> Subscription:
-        """Follows streams, each from behind an entry id on. Raises ChannelClosed."""
+        """Follow streams, each after an entry id. Raises ChannelClosed."""
 
     def remove(self, key: bytes, subscription: Subscription) -> None:
-        """Leaves a stream. A running read may still name it; the next one does not."""
+        """Leave a stream. A running read may still name it; the next one doesn't."""
 
     def wake(self) -> None:
-        """Looks again at what should be read."""
+        """Recompute the streams to read."""
 
     async def aclose(self) -> None:
-        """Ends the reading; whoever waits gets ChannelClosed."""
+        """Stop reading; waiting subscriptions raise ChannelClosed."""
 
 
 class Subscription:
-    """Some streams that one reader follows, and what has been read from them for it.
+    """Streams followed by one reader, with a buffer of entries.
 
     Attributes:
         positions: The last entry read from each stream.
@@ -67,7 +67,7 @@ class Subscription:
         return len(self._queue) < BUFFERED
 
     async def next(self) -> Entry:
-        """Waits for the next entry of any of the streams. Raises ChannelClosed."""
+        """Wait for the next entry of any stream. Raises ChannelClosed."""
         while not self._queue:
             if self.closed:
                 raise bus_closed()
@@ -80,20 +80,20 @@ class Subscription:
         return entry
 
     def push(self, key: bytes, entry_id: bytes, fields: dict[bytes, bytes]) -> None:
-        """Takes an entry, unless it was read before (for another reader that began later)."""
+        """Buffer an entry, unless it was read before (for another reader that began later)."""
         if parse_id(entry_id) > parse_id(self.positions[key]):
             self.positions[key] = entry_id
             self._queue.append((key, fields.get(JSON)))
             self._notify()
 
     def keep_only(self, key: bytes) -> None:
-        """Leaves all streams but one."""
+        """Leave all streams but one."""
         for other in set(self.positions) - {key}:
             self._readers.remove(other, self)
             del self.positions[other]
 
     def close(self) -> None:
-        """Leaves all streams."""
+        """Leave all streams."""
         self.closed = True
         for key in self.positions:
             self._readers.remove(key, self)
@@ -105,10 +105,10 @@ class Subscription:
 
 
 class StreamReader:
-    """`Readers` of one task, with one blocking XREAD over the streams of all subscriptions.
+    """`Readers` with one task and one blocking XREAD over all subscriptions.
 
-    A stream of its own is among them: an entry there ends the wait, so that the next XREAD can
-    name the streams that were added meanwhile.
+    An entry on its own wake-up stream ends the wait, so that the next XREAD can name streams added
+    meanwhile.
     """
 
     def __init__(self, keys: Keys, server: Server, commands: Commands) -> None:
@@ -187,13 +187,14 @@ class StreamReader:
             self._wake_position = woken[-1][0]
         for key, entries in reply.items():
             for subscription in tuple(self._subscriptions.get(key, ())):
-                # Who came during the read, and begins further back, is served by the next one.
+                # A subscription added during the read, from an earlier position, is served by the
+                # next read.
                 if parse_id(positions[key]) <= parse_id(subscription.positions[key]):
                     for entry_id, fields in entries:
                         subscription.push(key, entry_id, fields)
 
     def _positions(self) -> dict[bytes, bytes]:
-        """Where to read on: for each stream, behind what all of its readers have."""
+        """Return where the next read starts: per stream, the smallest position of its readers."""
         positions: dict[bytes, bytes] = {}
         for key, followers in self._subscriptions.items():
             starts = [follower.positions[key] for follower in followers if follower.wants_more]
@@ -215,14 +216,14 @@ class StreamReader:
 
 
 class ClusterReaders:
-    """`Readers` of a cluster: a task with a blocking XREAD for each stream of each subscription."""
+    """`Readers` of a cluster: one task with a blocking XREAD per stream and subscription."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._redis = server.client(1, FOLLOW_BLOCK_S)
         self._subscriptions: set[Subscription] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        # Set, and replaced, when a reader that was full has room again.
+        # Set, then replaced, when a paused reader has room again.
         self._room = asyncio.Event()
         self._closed = False
 
@@ -238,7 +239,7 @@ class ClusterReaders:
         return subscription
 
     def remove(self, key: bytes, subscription: Subscription) -> None:
-        """The task sees it after its read."""
+        """Leave a stream; the task notices after its read."""
         if subscription.closed:
             self._subscriptions.discard(subscription)
 
@@ -277,7 +278,7 @@ class ClusterReaders:
 
 
 def readers_of(keys: Keys, server: Server, commands: Commands) -> Readers:
-    """What reads from this server."""
+    """Return the readers for this kind of server."""
     if server.is_cluster:
         return ClusterReaders(server)
     return StreamReader(keys, server, commands)

@@ -1,4 +1,4 @@
-"""Refusing what nobody has taken: the terminal message first, and only then the entry goes."""
+"""Refusal of untaken entries: the terminal message is written before the entry is removed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .results import RedisResults
 
 
 class Refusal(NamedTuple):
-    """An entry that nobody has taken, and its answer."""
+    """An untaken entry and its terminal message."""
 
     entry_id: str
     answer: Completion
@@ -19,15 +19,16 @@ class Refusal(NamedTuple):
 async def end_untaken(
     results: RedisResults, refusals: Sequence[Refusal], epoch: int, *, claimed_too: bool = False
 ) -> list[str]:
-    """Answers entries; returns those whose request has ended.
+    """Answer entries; return those whose request has ended.
 
-    Whoever takes an entry claims its request's id first, and finds that we have; where he was
-    first, it is his. An entry without an id of its own may be taken at the very moment: then
-    the answer stands, and what he writes is dropped.
+    A lane claims the request's id before it works on an entry, and then finds this claim; where the
+    lane was first, the request is the lane's. An entry without a request id may be taken at the
+    same
+    time: then this answer stands and the lane's output is dropped.
 
     Args:
-        claimed_too: Whether to answer also what somebody has claimed for the entry, unless he has
-            begun: where nobody else takes entries, it was one who refuses, and has died of it.
+        claimed_too: Answer also entries that are claimed but not begun. Where only refusals take
+            entries, such a claim is left by a refusal that died.
     """
     owners = await results.claim([(each.answer.request_id, each.entry_id) for each in refusals])
     answers: list[tuple[str, Completion | None]] = []

@@ -1,4 +1,4 @@
-"""Answers to control messages on Redis: a short list for each operation."""
+"""Replies to control messages on Redis: one short list per operation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 import msgspec
 
-from ...store.redis.client import Commands, execute, execute_all
+from ...store.redis.client import Commands
 from ...store.redis.keys import Keys
 from ..replies import KEPT_S, Outcome
 
@@ -16,9 +16,9 @@ _LONGEST_WAIT_S = 0.1
 
 
 class RedisReplies:
-    """`Replies` as a Redis list for each operation, gone soon after.
+    """`Replies` as one expiring Redis list per operation.
 
-    Who waits looks again and again, since operations are few and take long.
+    Callers poll, since operations are rare and slow.
     """
 
     def __init__(self, keys: Keys, commands: Commands) -> None:
@@ -30,13 +30,13 @@ class RedisReplies:
             return
         key = self._keys.reply(operation_id)
         commands = [("RPUSH", key, msgspec.json.encode(outcome)), ("EXPIRE", key, KEPT_S)]
-        await self._commands.once(lambda: execute_all(self._commands.redis, commands))
+        await self._commands.run_all(commands)
 
     async def outcomes(self, operation_id: str, number: int, timeout_s: float) -> list[Outcome]:
-        redis, key = self._commands.redis, self._keys.reply(operation_id)
+        key = self._keys.reply(operation_id)
         end, wait_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
         while True:
-            raw = await self._commands.once(lambda: execute(redis, "LRANGE", key, 0, -1))
+            raw = await self._commands.run("LRANGE", key, 0, -1)
             left_s = end - time.monotonic()
             if len(raw) >= number or left_s <= 0:
                 return [msgspec.json.decode(answer, type=Outcome) for answer in raw]

@@ -1,4 +1,4 @@
-"""The requests stream: a consumer group, one consumer for each lane, which keeps what it took."""
+"""The requests stream: a consumer group with one consumer per lane."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from ...store.redis.client import (
     Server,
     end_tasks,
     execute,
-    execute_all,
     is_transient,
-    persist,
 )
 from ...store.redis.keys import JSON, MODEL, TRACEPARENT, TRACESTATE, Keys
 from ..backlog import Backlog
@@ -47,18 +45,21 @@ TAKE_BLOCK_S = 5.0
 DRAIN_PAGE = 256
 ACK_BATCH = 256
 MOST_RETAKEN = 3
-"""How often an entry is taken once more since the server lacks its terminal message. It might each
-time, where nothing is kept for long enough (`bus.results_ttl_s`)."""
+"""Limit on taking an entry again because the server lost its terminal message. Where outputs expire
+too
+soon (`bus.results_ttl_s`) the loss would repeat for ever.
+"""
 KEPT_DEAD = 10_000
-"""Dead letters that are kept."""
+"""Length limit of the dead-letter stream."""
 
 
 class RedisRequests:
-    """The `RequestQueue` as one Redis stream, of which each lane takes through a consumer group.
+    """`RequestQueue` as one Redis stream, read through a consumer group.
 
-    Entries come from Redis in a task of their own, which a cancelled `take` leaves running: what
-    Redis has handed out is kept here for the next one. Redis may hand out an entry again (after a
-    broken connection, or when the group had to be made again), so those in hand are known by id.
+    A task fetches entries; a cancelled `take` leaves it running, and the next `take` gets what
+    Redis
+    handed out. Redis may hand out an entry again (after a broken connection, or when the group was
+    recreated), so entries in hand are known by id.
     """
 
     def __init__(
@@ -81,16 +82,17 @@ class RedisRequests:
         # Entries in hand: fetched, and neither acknowledged nor lost to another lane.
         self._ready: deque[RequestEntry] = deque()
         self._known: set[str] = set()
-        # Acknowledged since the running fetch began, which may have read them before that.
+        # Acknowledged since the running fetch began, which may have read them before.
         self._answered: set[str] = set()
-        # Of these the server may have lost the entries.
+        # Entries that the server possibly lost.
         self._distrusted: set[str] = set()
         self._fetching: asyncio.Task[None] | None = None
-        # True while entries may be assigned to us that we have not got: at first, and after each
-        # broken connection, whose last reply may have been lost.
+        # True while Redis may have assigned entries to this consumer that it has not received: at
+        # first, and
+        # after each broken connection.
         self._drain_first = True
         self._acks: BatchWriter[tuple[str, str | None]] | None = None
-        # How often an entry was taken again whose terminal message the server had lost.
+        # Times that an entry was taken again because the server lost its terminal message.
         self._retaken: dict[str, int] = {}
         self._closed = False
         self._may_run_scripts = True
@@ -108,31 +110,26 @@ class RedisRequests:
         for name, value in zip((TRACEPARENT, TRACESTATE), trace, strict=True):
             if value:
                 fields += [name, value]
-        redis = self._commands.redis
         if self._server.is_cluster:
-            # Its client does not look whether an idle connection was closed, so that what is sent
-            # first after a failover is lost. That must not be this.
+            # The cluster client doesn't notice that an idle connection was closed: the first
+            # command after a failover is lost, so send one that may be.
             with contextlib.suppress(BusError):
-                await self._commands.once(lambda: execute(redis, "EXISTS", self._keys.entrance))
+                await self._commands.run("EXISTS", self._keys.entrance)
         if model := self._config.model:
             fields = [MODEL, model, *fields]
             if (direct := await self._publish_directly(fields)) is not None:
                 return direct
-        entrance = self._keys.entrance
-        entry_id: bytes = await self._commands.once(
-            lambda: execute(redis, "XADD", entrance, "*", *fields)
-        )
+        entry_id: bytes = await self._commands.run("XADD", self._keys.entrance, "*", *fields)
         return entry_id.decode()
 
     async def _publish_directly(self, fields: Sequence[Any]) -> str | None:
-        """Publishes to the model's own stream; None for who may run no scripts."""
+        """Publish to the model's own stream; return None without the right to run scripts."""
         if not self._may_run_scripts:
             return None
-        redis, model = self._commands.redis, self._config.model
-        keys = (self._keys.entrance, self._key, self._keys.closed)
+        model, keys = self._config.model, (self._keys.entrance, self._key, self._keys.closed)
         try:
-            entry_id: bytes = await self._commands.once(
-                lambda: execute(redis, "EVAL", PUBLISH, len(keys), *keys, model, *fields)
+            entry_id: bytes = await self._commands.run(
+                "EVAL", PUBLISH, len(keys), *keys, model, *fields
             )
         except BusError as error:
             self._may_run_scripts = error.code != NOT_PERMITTED
@@ -147,28 +144,25 @@ class RedisRequests:
         await self._leases.enlist()
         self._drain_first = False  # before the drain: a fetch that breaks meanwhile sets it again
         try:
-            raw = await self._commands.shielded(
-                persist(self._server, "requests", lambda: self._drain(self._commands.redis))
+            raw = await self._commands.idempotent(
+                "requests", lambda: self._drain(self._commands.redis)
             )
         except BaseException:
             self._drain_first = True
             raise
-        redis = self._commands.redis
-        entries = await self._commands.shielded(
-            persist(self._server, "requests", lambda: self._read_entries(redis, raw))
-        )
+        entries = await self._read(raw)
         ids = {entry.entry_id for entry in entries}
-        # A fetch under way may add what it gets meanwhile; it knows these by id and skips them.
+        # A fetch in flight may add entries meanwhile; it skips known ids.
         self._ready = deque(entry for entry in self._ready if entry.entry_id not in ids)
         self._known = ids | {entry.entry_id for entry in self._ready}
         return entries
 
     async def take(self, max_items: int = 64) -> list[RequestEntry]:
-        """Waits for entries, also for those that Redis has handed out to a call that was cancelled.
+        """Wait for entries, including those that Redis handed out to a cancelled call.
 
         Raises:
             ChannelClosed: The bus was closed.
-            BusError: Redis refuses the command itself, for example for want of permission.
+            BusError: Redis refuses the command, for example for lack of permission.
         """
         while not self._ready:
             if self._closed:
@@ -184,7 +178,7 @@ class RedisRequests:
         return [self._ready.popleft() for _ in range(min(max_items, len(self._ready)))]
 
     async def acknowledge(self, entry_id: str, request_id: str | None = None) -> None:
-        """Written within moments, together with others."""
+        """Acknowledge within moments, in a batch."""
         if self._closed:
             raise bus_closed()
         if entry_id not in self._known:
@@ -195,7 +189,8 @@ class RedisRequests:
 
     async def renew(self, lease_s: float) -> set[str]:
         lost, gone = await self._leases.renew(lease_s, tuple(self._known))
-        # What another lane has answered is gone too; here only its output stream's fence can tell.
+        # An entry answered by another lane is gone too; the fence of its output stream shows it
+        # then.
         lost |= gone - self._distrusted
         self._distrusted &= self._known
         self._known -= lost
@@ -206,56 +201,42 @@ class RedisRequests:
         self._distrusted = set(self._known)
 
     async def take_over(self, lease_s: float, max_items: int) -> list[RequestEntry]:
-        """Takes over at most `TAKE_OVER_PAGE` at a time."""
+        """Take over at most `TAKE_OVER_PAGE` entries."""
         raw = await self._leases.take_over(lease_s, max_items)
-        redis = self._commands.redis
-        entries = await self._commands.shielded(
-            persist(self._server, "requests", lambda: self._read_entries(redis, raw))
-        )
-        return self._not_known(entries)
+        return self._not_known(await self._read(raw))
 
     async def shed(
         self, max_queued: int, answer: Callable[[RequestEntry, int], Completion], epoch: int
     ) -> int:
-        """Refuses at most `SHED_PAGE` at a time."""
+        """Refuse at most `SHED_PAGE` entries."""
         queued, raw = await self._leases.excess(max_queued)
         if not raw:
             return 0
-        redis = self._commands.redis
-        entries = await self._commands.shielded(
-            persist(self._server, "requests", lambda: self._read_entries(redis, raw))
-        )
+        entries = await self._read(raw)
         refusals = [Refusal(entry.entry_id, answer(entry, queued)) for entry in entries]
         answered = await end_untaken(self._results, refusals, epoch)
         return await self._leases.remove(answered)
 
     async def end_all(self, answer: Callable[[RequestEntry], Completion], epoch: int) -> int:
-        redis, after, number = self._commands.redis, "-", 0
+        after, number = "-", 0
         while True:
-            command = ("XRANGE", self._key, after, "+", "COUNT", DRAIN_PAGE)
-            raw = await self._commands.once(lambda: execute(redis, *command))  # noqa: B023
+            raw = await self._commands.run("XRANGE", self._key, after, "+", "COUNT", DRAIN_PAGE)
             if not raw:
                 return number
             after = f"({raw[-1][0].decode()}"
-            entries = await self._commands.once(
-                lambda: self._read_entries(redis, raw)  # noqa: B023
-            )
+            entries = await self._read(raw)
             ended = await end_entries(self._results, entries, answer, epoch)
             await self._leases.forget(ended)
             number += len(ended)
 
     async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
-        """Keeps a letter; the oldest go when there are more than `KEPT_DEAD`."""
+        """Keep a dead letter; beyond `KEPT_DEAD` the oldest are dropped."""
         letter = dead_letter(entry, error, deaths, time.time_ns(), self._config.model)
-        redis, written = self._commands.redis, msgspec.json.encode(letter)
-        command = ("XADD", self._keys.dead, "MAXLEN", "~", KEPT_DEAD, "*", JSON, written)
-        await self._commands.shielded(
-            persist(self._server, "dead letters", lambda: execute(redis, *command))
-        )
+        command = ("XADD", self._keys.dead, "MAXLEN", "~", KEPT_DEAD, "*", JSON)
+        await self._commands.retry("dead letters", *command, msgspec.json.encode(letter))
 
     async def dead_letters(self) -> list[DeadLetter]:
-        redis, key = self._commands.redis, self._keys.dead
-        entries = await self._commands.once(lambda: execute(redis, "XRANGE", key, "-", "+"))
+        entries = await self._commands.run("XRANGE", self._keys.dead, "-", "+")
         letters = []
         for letter_id, fields in entries:
             try:
@@ -267,37 +248,36 @@ class RedisRequests:
         return letters
 
     async def drop_dead_letter(self, letter_id: str) -> bool:
-        redis, key = self._commands.redis, self._keys.dead
-        return bool(await self._commands.once(lambda: execute(redis, "XDEL", key, letter_id)))
+        return bool(await self._commands.run("XDEL", self._keys.dead, letter_id))
 
     async def count_queue(self, begun: int | None) -> int:
         return await self._queue_length.count(begun)
 
     async def backlog(self) -> Backlog:
-        redis, keys = self._commands.redis, self._keys
+        keys = self._keys
         commands = [
             ("XLEN", keys.requests),
             ("XLEN", keys.dead),
             ("GET", keys.queue_length),
             ("XPENDING", keys.requests, self._config.group),
         ]
-        length, dead, queue_length, pending = await self._commands.once(
-            lambda: execute_all(redis, commands, raise_on_error=False)
+        length, dead, queue_length, pending = await self._commands.run_all(
+            commands, raise_on_error=False
         )
         for reply in (length, dead, queue_length):
             if isinstance(reply, Exception):
                 raise self._server.explain(reply)
-        # It fails while nobody has made the group, so nobody has taken anything either.
+        # XPENDING fails while there is no group, so no entry is taken.
         taken = 0 if isinstance(pending, Exception) else int(pending["pending"])
-        # What is answered is deleted, so the rest has not been taken.
+        # Answered entries are deleted, so the rest is untaken.
         waiting = max(0, int(length) - taken)
-        # Where no lane lives, nothing has begun.
+        # Without a live lane nothing has begun.
         return Backlog(
             waiting, taken, int(dead), int(length if queue_length is None else queue_length)
         )
 
     async def aclose(self, patience_s: float) -> None:
-        """Writes what was acknowledged. What was taken and not acknowledged stays ours."""
+        """Write pending acknowledgements. Entries in hand stay assigned to this lane."""
         self._closed = True
         if self._fetching is not None:
             await end_tasks({self._fetching})
@@ -306,11 +286,11 @@ class RedisRequests:
         await self._redis.aclose()
 
     async def _write_acks(self, batch: list[tuple[str, str | None]]) -> int:
-        """An entry is removed only where its terminal message is.
+        """Remove entries whose terminal message exists.
 
-        Commands to one server may reach two, one before and one after the other has taken its
-        place, and what is confirmed may be lost in between. So what is found unanswered is taken
-        once more, and goes on behind what there is of it.
+        During a failover, commands may reach the old and the new server, and confirmed writes may
+        be
+        lost. An entry found unanswered is taken again and continues after its stored output.
         """
         certain = [
             entry_id
@@ -336,7 +316,7 @@ class RedisRequests:
         return ACK_BATCH
 
     async def _acknowledge(self, certain: list[str], answered: dict[str, str]) -> set[str]:
-        """Removes all entries but those of `answered` without a terminal message; returns these."""
+        """Remove all entries but those of `answered` without a terminal message; return these."""
         if self._server.is_cluster:  # what tells is in other places
             unanswered = await self._results.unanswered(answered)
             certain = certain + [each for each in answered if each not in unanswered]
@@ -350,7 +330,7 @@ class RedisRequests:
         return unanswered
 
     async def _fetch(self, max_items: int) -> None:
-        """Adds at least one entry to `_ready`."""
+        """Add at least one entry to `_ready`."""
         backoff = Backoff()
         failed = False
         while not self._ready:
@@ -383,7 +363,7 @@ class RedisRequests:
             self._ready.extend(self._not_known(read))
 
     def _not_known(self, entries: list[RequestEntry]) -> list[RequestEntry]:
-        """Those that were not in hand; now they are."""
+        """Return the entries that were not in hand, and record them."""
         new = [entry for entry in entries if entry.entry_id not in self._known]
         self._known.update(entry.entry_id for entry in new)
         return new
@@ -393,7 +373,7 @@ class RedisRequests:
         return await self._read_group(self._redis, ">", max_items, "BLOCK", block_ms)
 
     async def _drain(self, redis: Redis) -> Entries:
-        """All entries that are assigned to us, oldest first; those deleted since are dropped."""
+        """Return all entries assigned to this consumer, oldest first, without deleted ones."""
         assigned: Entries = []
         gone: list[bytes] = []
         cursor = "0"
@@ -430,7 +410,7 @@ class RedisRequests:
         return entries
 
     async def _make_group(self) -> None:
-        """Makes the group, from the stream's beginning: nothing in it has been answered."""
+        """Create the group from the stream's beginning: no entry in the stream is answered."""
         try:
             command = ("XGROUP", "CREATE", self._key, self._config.group, "0", "MKSTREAM")
             await execute(self._redis, *command, key=self._key)
@@ -439,6 +419,12 @@ class RedisRequests:
                 get_logger().warning("bus.group_not_made", error=str(error))
         except (exceptions.RedisError, OSError):
             self._drain_first = True
+
+    async def _read(self, raw: Entries) -> list[RequestEntry]:
+        """Read entries until it succeeds, in a task that survives a cancellation."""
+        return await self._commands.idempotent(
+            "requests", lambda: self._read_entries(self._commands.redis, raw)
+        )
 
     async def _read_entries(self, redis: Redis, raw: Entries) -> list[RequestEntry]:
         return await read_entries(redis, self._key, raw, self._config.max_request_bytes)

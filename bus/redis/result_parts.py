@@ -1,4 +1,4 @@
-"""What is to be written to one result stream, and what takes its place when that can't be."""
+"""Encoded outputs for one result stream, and the error that replaces outputs too large to write."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ REFUSED = "result_refused"
 
 
 class StreamPart(NamedTuple):
-    """A part of one result stream: outputs that are still to be written, encoded.
+    """Encoded outputs of one result stream that are still to be written.
 
     Attributes:
         payloads: The outputs, encoded, in order.
-        ends: Whether the last of them is the terminal message.
-        output: One of the outputs, which has the ids of their request. None only if there are no
-            payloads.
-        instead: Whether they are written in place of outputs that the server has refused.
+        ends: Whether the last one is the terminal message.
+        output: One of the outputs, for its request's ids. None only without payloads.
+        instead: Whether they replace outputs that the server refused.
     """
 
     payloads: list[bytes]
@@ -31,18 +30,18 @@ class StreamPart(NamedTuple):
 
     @property
     def largest_bytes(self) -> int:
-        """Size of the largest one."""
+        """Size of the largest payload."""
         return max(map(len, self.payloads), default=0)
 
     def rest(self, start: int) -> StreamPart:
-        """What is left behind the first ones."""
+        """Return the part without its first payloads."""
         return self._replace(payloads=self.payloads[start:])
 
 
 def part_of(outputs: Sequence[Output], max_bytes: int) -> StreamPart:
-    """Outputs as they are written: up to the terminal message, and none larger than `max_bytes`.
+    """Encode outputs up to the terminal message.
 
-    At one that is larger the request ends with an error.
+    An output larger than `max_bytes` ends the request with an error.
     """
     payloads: list[bytes] = []
     for output in outputs:
@@ -59,7 +58,7 @@ def part_of(outputs: Sequence[Output], max_bytes: int) -> StreamPart:
 
 
 def ending(part: StreamPart, code: str, reason: str) -> StreamPart:
-    """A terminal error in place of what can't be written."""
+    """Return a terminal error that replaces an unwritable output."""
     output = part.output
     assert output is not None, "what was written has no owner"
     whole = output if isinstance(output, Completion) else None

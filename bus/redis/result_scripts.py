@@ -1,9 +1,10 @@
-"""The scripts by which results are written, each a single step for whoever else writes or reads."""
+"""Lua scripts that write results, each atomic."""
 
 from __future__ import annotations
 
-# The results stream gets the terminal message of an entry once, however often this is repeated. The
-# mark comes last: when there is no memory for the message, there is none.
+# Add a terminal message to the results stream once, however often this repeats. The mark is set
+# last:
+# when Redis has no memory for the message, there is no mark.
 _TOLD = """
 local function tell(results, told, ttl, maxlen, raw)
   if redis.call('EXISTS', told) == 1 then return 0 end
@@ -14,13 +15,13 @@ local function tell(results, told, ttl, maxlen, raw)
 end
 """
 
-# Several entries, or a terminal one with all that belongs to it: whole or not at all, so that
-# neither a lost reply nor a second writer can leave a part. `pcall` gives back Redis's own error.
-# Where there is one server, the results stream gets the terminal message in the same step: the two
-# commands could reach two servers when one takes the other's place.
+# Append several entries, or a terminal one, atomically, so that neither a lost reply nor a second
+# writer leaves a part. `pcall` returns Redis's own error. On a single server the results stream
+# gets
+# the terminal message in the same script: two commands could reach two servers during a failover.
 #
-# A stream of which entries are missing is not ended: the server has taken another's place and lacks
-# what that had got. It does not look like one whose reader has removed what he has read.
+# A stream with missing entries is not ended: after a failover this server lacks what the old one
+# had. Entries deleted by a client that read them don't count as missing.
 APPEND = f"""{_TOLD}
 local function is_whole(key, count)
   local length = redis.call('XLEN', key)
@@ -51,8 +52,8 @@ end
 return number
 """
 
-# With the request's own stream as the third key, only if that ends with this message: a server that
-# has taken another's place may lack it, and then has to be given it first.
+# With the request's own stream as the third key, tell only if that stream ends with this message: a
+# server after a failover may lack it, and then needs it first.
 TELL = f"""{_TOLD}
 if KEYS[3] and redis.call('EXISTS', KEYS[2]) == 0 then
   local found = redis.pcall('XREVRANGE', KEYS[3], '+', '-', 'COUNT', 1)
@@ -62,8 +63,9 @@ end
 return tell(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3])
 """
 
-# A terminal message instead of all output. Replies with what ends the stream, or nothing when
-# somebody has begun to write to it. An empty message only looks.
+# Write a terminal message in place of all output. Returns the entry that ends the stream, or false
+# if
+# output has begun. An empty message only reads.
 ANSWER = f"""{_TOLD}
 if redis.call('EXISTS', KEYS[1]) == 1 then
   local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
@@ -77,7 +79,7 @@ if KEYS[2] then tell(KEYS[2], KEYS[3], ARGV[2], ARGV[3], ARGV[4]) end
 return ARGV[4]
 """
 
-# What a stream holds: entries from a number on, the last one, the last id that it ever had.
+# Return the entries from an id on, the last entry, and the stream's last generated id.
 LOOK = """
 local info = redis.pcall('XINFO', 'STREAM', KEYS[1])
 if info.err then return false end
@@ -92,10 +94,11 @@ return {
 }
 """
 
-# Raises the stream's last id to `<epoch>-0`, below which nobody can write any more, by an entry
-# that no reader sees; XSETID would do the same but not for a stream that does not exist yet.
-# A stream from which entries are missing, since the server was restarted with old data, begins
-# anew, unless it has ended.
+# Raise the stream's last id to `<epoch>-0` by an entry that no reader sees, so that older epochs
+# can
+# no longer write. (XSETID requires an existing stream.) A stream with missing entries, after a
+# restart
+# with old data, starts over unless it has ended.
 FENCE = """
 local entries, whole = redis.call('XRANGE', KEYS[1], '-', '+'), true
 for i, entry in ipairs(entries) do

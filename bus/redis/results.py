@@ -1,8 +1,8 @@
-"""Writing results to Redis: one stream per request, and one with every terminal message.
+"""Result streams on Redis: one stream per request, and one with every terminal message.
 
-Entries of a request's stream have explicit ids `<epoch>-<n>`, n counting the stream's entries from
-1. Redis refuses an id that is not above the last one. So a repeated write can't double anything,
-and once a stream is recovered in a larger epoch, a predecessor can't write to it any more.
+Entries of a request's stream have explicit ids `<epoch>-<n>`; n counts the stream's entries from 1.
+Redis refuses an id that is not above the last one. So a retried write can't double an entry, and
+after a recovery in a larger epoch the old writer can't append any more.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ from .result_parts import REFUSED, TOO_LARGE, StreamPart, ending, part_of
 from .result_scripts import ANSWER, APPEND, FENCE, LOOK, TELL
 
 REMEMBERED_STREAMS = 65_536
-"""Streams of which the next number is remembered. For any other, Redis is asked."""
+"""Streams whose next entry number is cached. For others, Redis is asked."""
 
 KEYS_PER_FLUSH = 256
 
 LARGE_BYTES = 1 << 20
-"""The smallest limit that a server can be given (`proto-max-bulk-len` and
-`client-query-buffer-limit`). What is as large as that is written by itself."""
+"""The smallest configurable limit of a server (`proto-max-bulk-len`, `client-query-buffer-limit`).
+Larger payloads are written alone.
+"""
 
 LARGE_ATTEMPTS = 4
 
 
 class _TooLarge(Exception):
-    """The server is there and does not take so much."""
+    """The server answers, but refuses the size."""
 
 
 class RedisResults:
-    """`ResultStreams` on Redis: a stream for each request, and one of all completions."""
+    """`ResultStreams` on Redis."""
 
     def __init__(self, config: BusConfig, keys: Keys, server: Server, commands: Commands) -> None:
         self._config = config
@@ -78,18 +79,14 @@ class RedisResults:
     async def claim(self, claims: Sequence[tuple[str, str]]) -> list[str | None]:
         if not claims:
             return []
-
-        async def attempt() -> list[Any]:
-            commands = [
-                # Nobody else can have it; but somebody may have begun.
-                ("EXISTS", self._keys.out(key))
-                if key == entry_id
-                else ("SET", self._keys.own(key), entry_id, "NX", "GET")
-                for key, entry_id in claims
-            ]
-            return await execute_all(self._commands.redis, commands)
-
-        owners = await self._commands.shielded(persist(self._server, "claims", attempt))
+        commands = [
+            # No other entry can have the key, but an earlier taker may have begun to write.
+            ("EXISTS", self._keys.out(key))
+            if key == entry_id
+            else ("SET", self._keys.own(key), entry_id, "NX", "GET")
+            for key, entry_id in claims
+        ]
+        owners = await self._commands.retry_all("claims", commands)
         return [
             owner.decode() if isinstance(owner, bytes) else entry_id if owner else None
             for owner, (_, entry_id) in zip(owners, claims, strict=True)
@@ -98,9 +95,10 @@ class RedisResults:
     async def answer(
         self, answers: Sequence[tuple[str, Completion | None]], epoch: int
     ) -> set[str]:
-        """Ends streams that nobody has begun. Returns the keys of those that have ended now.
+        """End streams without output. Returns the keys of streams that have ended.
 
-        With None it only looks whether the stream has ended.
+        Args:
+            answers: (key, terminal message); None only checks whether the stream has ended.
         """
         limits = (self._config.results_ttl_s, self._config.results_maxlen)
         commands = [
@@ -115,11 +113,13 @@ class RedisResults:
         return await self._commands.shielded(self._answer([key for key, _ in answers], commands))
 
     def marks_of(self, entry_id: str, request_id: str) -> tuple[bytes, bytes]:
-        """Keys of which one is there when an entry's terminal message is written and told."""
+        """Return two keys, one of which exists once an entry's terminal message is in the results
+        stream."""
         return self._keys.told(request_id, entry_id), self._keys.told(entry_id, entry_id)
 
     async def unanswered(self, entries: dict[str, str]) -> set[str]:
-        """Entries whose terminal message is not told, or not in the stream that it should end.
+        """Return the entries whose terminal message is missing from the results stream or from its
+        own stream.
 
         Args:
             entries: Entry id to request id.
@@ -129,11 +129,7 @@ class RedisResults:
             outs = (self._keys.out(request_id), self._keys.out(entry_id))
             looks.append(("EXISTS", *self.marks_of(entry_id, request_id)))
             looks.extend(("XREVRANGE", out, "+", "-", "COUNT", 1) for out in outs)
-        found = iter(
-            await self._commands.idempotent(
-                "acknowledgements", lambda: execute_all(self._commands.redis, looks)
-            )
-        )
+        found = iter(await self._commands.retry_all("acknowledgements", looks))
         missing: set[str] = set()
         for entry_id in entries:
             is_told, *tails = (next(found) for _ in range(3))
@@ -160,7 +156,7 @@ class RedisResults:
         return RedisTail(self._readers.subscribe({self._keys.results: start}))
 
     async def newest(self, within_s: float) -> AsyncIterator[Completion]:
-        """Entries that come while it reads are left out."""
+        """Yield recent completions; entries added while it reads are left out."""
         last = await self._range("XREVRANGE", "+", "-", 1)
         if not last:
             return
@@ -173,16 +169,16 @@ class RedisResults:
             position = id_after(entries[-1][0])
 
     async def aclose(self) -> None:
-        """Ends all who follow or tail."""
+        """End all `follow` and `tail` iterators."""
         await self._readers.aclose()
 
     async def _range(
         self, command: str, start: bytes | str, end: bytes | str, count: int
     ) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        """A part of the results stream."""
-        redis, key = self._commands.redis, self._keys.results
-        entries: list[tuple[bytes, dict[bytes, bytes]]] = await self._commands.idempotent(
-            "results", lambda: execute(redis, command, key, start, end, "COUNT", count)
+        """Return a range of the results stream."""
+        key = self._keys.results
+        entries: list[tuple[bytes, dict[bytes, bytes]]] = await self._commands.retry(
+            "results", command, key, start, end, "COUNT", count
         )
         return entries
 
@@ -208,7 +204,7 @@ class RedisResults:
                 replies = await persist(self._server, "results", attempt)
                 for key, entries in zip(some, replies, strict=True):
                     self._note(key, len(entries) + 1, ended=False)
-                    # A script's reply is not made into dicts by the client.
+                    # The client leaves the fields of a script's reply flat.
                     pairs = [
                         (entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
                         for entry_id, fields in entries
@@ -238,9 +234,9 @@ class RedisResults:
     async def _flush(
         self, parts: list[tuple[str, StreamPart]], epoch: int, fenced: set[str]
     ) -> list[tuple[str, StreamPart]]:
-        """Writes to many streams in one round trip; returns what has to be tried again.
+        """Write to many streams in one round trip; return the parts to retry.
 
-        Adds to `fenced` the streams that belong to a larger epoch, or have to be written anew.
+        Adds to `fenced` the streams that belong to a larger epoch or have to be recovered.
         """
         again: list[tuple[str, StreamPart]] = []
         ended: dict[str, bytes] = {}
@@ -275,7 +271,8 @@ class RedisResults:
     async def _write(
         self, parts: list[tuple[str, StreamPart]], epoch: int
     ) -> list[tuple[str, StreamPart, Any]]:
-        """Each part with what Redis said of it: all in one round trip, but for large ones."""
+        """Return each part with Redis's reply: one round trip for all small parts, one for each
+        large part."""
         small = [item for item in parts if item[1].largest_bytes < LARGE_BYTES]
 
         async def attempt() -> list[Any]:
@@ -290,10 +287,10 @@ class RedisResults:
         return said
 
     async def _write_large(self, key: str, part: StreamPart, epoch: int) -> Any:
-        """What Redis said of one part that may be larger than it takes.
+        """Write a part that may exceed the server's limits; return the reply.
 
-        It then ends the connection, as if it were away, and would each time again. So this gives up
-        where that happened `LARGE_ATTEMPTS` times and Redis was there each time.
+        For a command that is too large, the server closes the connection, on every retry. After
+        `LARGE_ATTEMPTS` such failures of a reachable server the part counts as too large.
         """
         redis, backoff = self._commands.redis, Backoff()
         refused = 0
@@ -316,13 +313,14 @@ class RedisResults:
                 await backoff.wait()
 
     async def _conclude(self, ended: dict[str, bytes], *, unread: bool = False) -> None:
-        """Puts terminal messages, by stream, into the shared stream, and lets the ids expire.
+        """Add terminal messages to the results stream, and let the ids expire.
 
-        This may be done again: when we end before it is done, the one who recovers the stream
-        does it. (In a cluster the streams are in other places, so it can't be done at once.)
+        May repeat: if this process ends before it is done, the process that recovers the stream
+        does it.
+        (In a cluster the streams are on different nodes, so it can't be one script.)
 
         Args:
-            unread: They stand in no stream of their own.
+            unread: The messages are in no stream of their own.
         """
         if not ended:
             return
@@ -339,10 +337,10 @@ class RedisResults:
         await persist(self._server, "results", lambda: execute_all(redis, commands))
 
     def _places(self, key: str, ends: str | None) -> list[Any]:
-        """The keys of a script that writes to a stream, behind their number.
+        """Return the number of a script's keys, and the keys.
 
         Args:
-            ends: The entry whose terminal message it writes, if it does.
+            ends: The entry whose terminal message the script writes, if any.
         """
         out = self._keys.out(key)
         if ends is None or self._server.is_cluster:
@@ -363,7 +361,7 @@ class RedisResults:
         ]
 
     def _note(self, key: str, number: int, ended: bool) -> None:
-        """Remembers the next number of a stream; forgets a stream that has ended."""
+        """Cache a stream's next entry number; drop a stream that has ended."""
         if ended:
             self._next.pop(key, None)
             return
@@ -375,12 +373,13 @@ class RedisResults:
     async def _resolve(
         self, key: str, part: StreamPart, epoch: int, ended: dict[str, bytes]
     ) -> StreamPart | None:
-        """After a refused id: what still has to be written, behind what the stream holds.
+        """Return the payloads still to write after Redis refused an id.
 
-        None when someone went on with the stream in a larger epoch. Otherwise the number
-        was taken by ourselves (a write of which the reply got lost: then the entries are equal) or
-        by another writer of this epoch. After a terminal message, which is added to `ended`,
-        nothing is written any more.
+        The id was taken by this process (the reply of an equal write was lost) or by another writer
+        of
+        this epoch. Returns None if the stream was recovered in a larger epoch. After a terminal
+        message,
+        which is added to `ended`, nothing is left to write.
         """
         out, number = self._keys.out(key), self._next.get(key, 1)
         redis = self._commands.redis
@@ -408,7 +407,7 @@ class RedisResults:
 
 
 def _readable(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[Output]:
-    """The outputs in a stream's entries; what is none was not written by us."""
+    """Decode the outputs in a stream's entries; skip foreign entries."""
     outputs: list[Output] = []
     for entry_id, fields in entries:
         try:
@@ -421,19 +420,19 @@ def _readable(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[Output]:
 
 
 def _field(row: list[Any]) -> bytes:
-    """The field `json` of an entry in a script's reply."""
+    """Return the `json` field of an entry in a script's reply."""
     fields: list[bytes] = row[1]
     return dict(zip(fields[::2], fields[1::2], strict=True)).get(JSON, b"")
 
 
 class _Owned(msgspec.Struct):
-    """What is needed of an output."""
+    """The entry id of any output."""
 
     entry_id: str = ""
 
 
 def _entry_of(raw: bytes) -> str:
-    """Whose output it is."""
+    """Return the entry id of an encoded output."""
     return msgspec.json.decode(raw, type=_Owned).entry_id
 
 

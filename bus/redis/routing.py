@@ -1,8 +1,8 @@
-"""The entrance on Redis: entries move to the streams of their models, by the ids that they have.
+"""Routing on Redis: entries move from the deployment's requests stream to their models' streams.
 
-An id tells requests apart whatever their model, so it is given at the entrance in any case. A
-stream takes only ids above its last one, which holds since entries are moved in their order: nobody
-passes those that wait at the entrance.
+Entry ids are unique across models, so all are assigned on the deployment's stream. A stream accepts
+only ids above its last one; that holds because entries are moved in order, and requests keep
+theirs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from ...config import BusConfig, BusError, shown
 from ...config.errors import bus_closed
-from ...store.redis.client import Commands, Server, end_tasks, execute, execute_all, persist
+from ...store.redis.client import Commands, Server, end_tasks, execute, persist
 from ...store.redis.keys import JSON, MODEL, MSGPACK, Keys
 from ...store.registry import NOT_LOADED
 from ..channel import RequestEntry
@@ -27,8 +27,9 @@ from .results import RedisResults
 
 BLOCK_S = 5.0
 
-# A request for a model that takes some. Its id is given at the entrance; if others wait there, it
-# waits behind them.
+# Publish directly to a loaded model. The id is assigned on the deployment's stream; while others
+# wait
+# there, the request is queued behind them.
 PUBLISH = """
 local closed = redis.call('HGET', KEYS[3], ARGV[1])
 if closed then return redis.error_reply('CLOSED ' .. closed) end
@@ -43,9 +44,9 @@ for i = 2, #ARGV do add[#add + 1] = ARGV[i] end
 return redis.call(unpack(add))
 """
 
-# What somebody else has moved meanwhile is not here any more. A stream takes no entry that is not
-# above its last, which somebody else may have written there; that one must not keep the others. Nor
-# must one with more fields than Lua can hand on.
+# Entries moved by another process meanwhile are gone. An id not above the target's last one is left
+# (another process may have written there), and so is an entry with more fields than Lua can unpack;
+# neither may block the rest.
 _MOVE = """
 local left = {}
 for i = 1, #ARGV, 2 do
@@ -72,7 +73,7 @@ return left
 
 
 class RedisRouting:
-    """The `RequestRouting` of a deployment on Redis."""
+    """`RequestRouting` of a deployment on Redis."""
 
     def __init__(
         self,
@@ -93,14 +94,14 @@ class RedisRouting:
 
     async def unrouted(self, max_items: int = 64) -> list[Unrouted]:
         key = self._keys.entrance
-        # From the beginning: what has been moved is not there any more.
+        # From the beginning: moved entries are gone.
         command = ("XREAD", "COUNT", max_items, "BLOCK", int(BLOCK_S * 1000), "STREAMS", key, "0")
 
         async def attempt() -> Any:
             return await execute(self._redis, *command, key=key)
 
         while not self._closed:
-            # A task of its own, so that closing need not wait until the server has answered.
+            # A task of its own, so that closing doesn't wait for the server's reply.
             reading = self._reading = asyncio.create_task(
                 persist(self._server, "entrance", attempt), name="entrance"
             )
@@ -113,17 +114,11 @@ class RedisRouting:
         raise bus_closed()
 
     async def move(self, places: Sequence[tuple[str, str]]) -> list[Unmoved]:
-        redis, keys = self._commands.redis, self._keys
+        keys = self._keys
         targets = [keys.requests_of(model) for _, model in places]
         named = [keys.entrance, keys.closed, *targets]
         pairs = [each for place in places for each in place]
-        left = await self._commands.shielded(
-            persist(
-                self._server,
-                "entrance",
-                lambda: execute(redis, "EVAL", _MOVE, len(named), *named, *pairs),
-            )
-        )
+        left = await self._commands.retry("entrance", "EVAL", _MOVE, len(named), *named, *pairs)
         return [Unmoved(entry_id.decode(), code.decode()) for entry_id, code in left]
 
     async def refuse(
@@ -131,14 +126,14 @@ class RedisRouting:
     ) -> None:
         redis, key = self._commands.redis, self._keys.entrance
         ranges = [("XRANGE", key, each, each) for each in entry_ids]
-        found = await self._commands.once(lambda: execute_all(redis, ranges))
+        found = await self._commands.run_all(ranges)
         raw = [entry for entries in found for entry in entries]
         entries = await self._commands.once(
             lambda: read_entries(redis, key, raw, self._config.max_request_bytes)
         )
         refusals = [Refusal(entry.entry_id, answer(entry)) for entry in entries]
         if ended := await end_untaken(self._results, refusals, epoch, claimed_too=True):
-            await self._commands.once(lambda: execute(redis, "XDEL", key, *ended))
+            await self._commands.run("XDEL", key, *ended)
 
     async def aclose(self) -> None:
         self._closed = True
@@ -159,7 +154,7 @@ def _unrouted(entry_id: bytes, fields: dict[bytes, bytes]) -> Unrouted:
 
 
 def explain_closed(error: BusError, model: str) -> BusError:
-    """The error of `PUBLISH`, in words for whoever asked for the model."""
+    """Convert the error of `PUBLISH` for the caller who named the model."""
     _, closed, state = error.message.partition("CLOSED ")
     if not closed:
         return error

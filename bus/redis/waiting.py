@@ -1,4 +1,4 @@
-"""Which tenants have entries waiting that nobody has taken, as far as the stream was read."""
+"""Untaken entries by tenant, as far as the stream was read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ START = b"0-0"
 
 
 class WaitingEntries:
-    """Entries that wait, by tenant and in the order of the stream. Each is read only once.
+    """Untaken entries by tenant, in stream order. Each entry is read once.
 
     Attributes:
-        position: The last entry that was read.
+        position: The last entry read.
     """
 
     def __init__(self) -> None:
@@ -28,20 +28,20 @@ class WaitingEntries:
         return len(self._tenants)
 
     def clear(self) -> None:
-        """Forgets all; the stream is to be looked at from its beginning."""
+        """Forget all entries; reading starts over."""
         self.position = self._taken = START
         self._tenants.clear()
         self._by_tenant.clear()
 
     def add(self, rows: Iterable[tuple[bytes, str]]) -> None:
-        """Adds entries behind the last one, each with its tenant."""
+        """Add entries after the last one, each with its tenant."""
         for entry_id, tenant in rows:
             self.position = entry_id
             self._tenants[entry_id] = tenant
             self._by_tenant.setdefault(tenant, deque()).append(entry_id)
 
     def forget_taken(self, last: bytes) -> None:
-        """Entries up to this one were handed out."""
+        """Drop entries up to the last one handed out."""
         if parse_id(last) < parse_id(self._taken):
             self.clear()  # the group was made again, and all wait again
         self._taken = last
@@ -54,9 +54,9 @@ class WaitingEntries:
             entries.popleft()
 
     def take_newest(self, number: int) -> list[bytes]:
-        """Takes out so many entries: each time the newest of a tenant that has most.
+        """Remove and return entries: repeatedly the newest of the tenant with most.
 
-        So nobody loses one while somebody else has more.
+        So no tenant loses an entry while another has more.
         """
         chosen: list[bytes] = []
         self._by_tenant = {
@@ -78,6 +78,6 @@ class WaitingEntries:
 
 
 def _newest_first(entries: deque[bytes]) -> tuple[int, int]:
-    """Of tenants that have as many, the one whose newest entry is the newest."""
+    """Sort key among tenants with equally many: the one with the newest entry first."""
     milliseconds, number = parse_id(entries[-1])
     return -milliseconds, -number

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...config import NanoInferenceError
 from ..policy.caller import caller_of, check_allowed
-from ..server.calls import arrival_of
+from ..server.calls import observed_call
 from ..server.http import BODY, MODEL, NAMED_MODEL, decode_object, read_body
 from ..server.limits import PROBES
 from .models import ModelApp, Models
@@ -95,7 +95,7 @@ class Handed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope.setdefault("state", {})[MODEL] = self._app.id
-        arrival_of(Request(scope)).account.model = self._app.id
+        observed_call(Request(scope)).account.model = self._app.id
         with self._app.entered():
             await self._app.app(scope, receive, send)
 

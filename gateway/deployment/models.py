@@ -214,10 +214,7 @@ class Models:
                 await self.look()
             except ChannelClosed:
                 return
-            idle = [app for app in self._retired if app.idle]
-            self._retired = [app for app in self._retired if app not in idle]
-            for app in idle:
-                await app.aclose()
+            await self._close_idle()
             await anyio.sleep(READ_EVERY_S)
 
     async def aclose(self) -> None:
@@ -274,3 +271,9 @@ class Models:
         if (app := self._apps.pop(model, None)) is not None:
             self._changed(app, False)
             self._retired.append(app)
+
+    async def _close_idle(self) -> None:
+        idle = [app for app in self._retired if app.idle]
+        self._retired = [app for app in self._retired if app not in idle]
+        for app in idle:
+            await app.aclose()

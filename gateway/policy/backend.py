@@ -1,4 +1,9 @@
-"""Where a policy is kept: the protocol, the bus as one such place, and how others register."""
+"""Policy backends: the bus, an encrypted file, or one that a package registers.
+
+The file is AES-256-GCM under a key that scrypt derives from a passphrase with the file's own salt;
+its header is authenticated too. A change replaces the file atomically, under a lock. Sources: NIST
+SP 800-38D, RFC 7914.
+"""
 
 from __future__ import annotations
 
@@ -22,48 +27,49 @@ from ...store.policy import PolicyRecord
 from .document import PolicyDocument, decode_document, encode_document
 
 ENTRY_POINTS = "nano_inference.policy_backends"
-"""The group in which a package registers a function that takes PolicyConfig and gives a backend,
-under the name that `policy.backend` then has."""
+"""The entry-point group in which a package registers a function that takes PolicyConfig and returns
+a backend. Its name is the value of `policy.backend`."""
 
 
 class StoredPolicy(NamedTuple):
-    """A document, and the version in which it stands there."""
+    """A document with its version."""
 
     version: str
     document: PolicyDocument
 
 
 class PolicyUnavailable(NanoInferenceError):
-    """It can't be told who may do what, so nobody may. Answered with status 503."""
+    """The policy is unknown, so that every call is refused. Answered with status 503."""
 
     code = "policy_unavailable"
 
 
 class PolicyBackend(Protocol):
-    """Keeps one document. Any number of processes may use the same place at a time."""
+    """Stores one document, for any number of processes."""
 
     async def read(self, known: str) -> StoredPolicy | None:
-        """None while it is what it was in the version `known`; "" for no version.
+        """Return the document; None if it is unchanged since the version `known`.
 
-        A document that nobody has written is empty, in the version "".
+        A document that was never written is empty and has the version "".
 
         Raises:
             NanoInferenceError: It can't be read.
         """
 
     async def replace(self, known: str, document: PolicyDocument) -> bool:
-        """Writes it, unless somebody has since the version `known`; returns whether it did.
+        """Write the document, unless it has changed since the version `known`; return whether it
+        was written.
 
         Raises:
             NanoInferenceError: It can't be written.
         """
 
     async def aclose(self) -> None:
-        """Lets go of what it holds."""
+        """Close the backend."""
 
 
 class BusBackend:
-    """The policy on the bus, shared by all of its gateways."""
+    """The policy on the bus, shared by all gateways."""
 
     def __init__(self, record: PolicyRecord) -> None:
         self._record = record
@@ -80,55 +86,28 @@ class BusBackend:
         return await self._record.replace(known, encode_document(document))
 
     async def aclose(self) -> None:
-        """Leaves the bus open, which is not its own."""
-
-
-def open_backend(config: PolicyConfig, record: PolicyRecord | None) -> PolicyBackend:
-    """The backend that `policy.backend` names.
-
-    Args:
-        record: Where the one on the bus is; other backends take None.
-
-    Raises:
-        ConfigError: There is none of that name, or it can't be used.
-    """
-    if config.backend == "bus":
-        assert record is not None, "a bus is at hand where the policy is on it"
-        return BusBackend(record)
-    if config.backend == "file":
-        from .backend import FileBackend
-
-        return FileBackend(config.file, config.passphrase)
-    known = {each.name: each for each in metadata.entry_points(group=ENTRY_POINTS)}
-    if (found := known.get(config.backend)) is None:
-        names = ["off", "bus", "file", *known]
-        raise ConfigError(
-            f"policy.backend is {config.backend!r}{nearest(config.backend, names)}; there are: "
-            f"{', '.join(names)}"
-        )
-    backend: PolicyBackend = found.load()(config)
-    return backend
+        """The bus is the client's, and stays open."""
 
 
 _MAGIC = b"nano-inference policy 1\n"
 _SALT_BYTES, _NONCE_BYTES, _KEY_BYTES = 16, 12, 32
 _HEADER_BYTES = len(_MAGIC) + _SALT_BYTES + _NONCE_BYTES
 
-# 64 MiB and a fifth of a second for each guess (RFC 7914 has N, r, p).
+# scrypt: 64 MiB and a fifth of a second for each guess.
 _N, _R, _P = 2**16, 8, 1
 
 LEAST_PASSPHRASE = 12
-"""Characters. Whoever has the file can guess as long as he likes."""
+"""Characters. An attacker with the file can guess offline."""
 
 MOST_BYTES = 256 << 20
-"""Of a file that is read."""
+"""Bytes of a policy file."""
 
 
 class FileBackend:
     """A `PolicyBackend`, for gateways of one machine."""
 
     def __init__(self, path: str, passphrase: str) -> None:
-        """Raises ConfigError when that can't be one; the file itself is looked at later."""
+        """Raises ConfigError for a short passphrase. The file itself is read later."""
         if len(passphrase) < LEAST_PASSPHRASE:
             raise ConfigError(
                 f"policy.passphrase has fewer than {LEAST_PASSPHRASE} characters; the file is no "
@@ -136,7 +115,7 @@ class FileBackend:
             )
         self._path = Path(path).expanduser()
         self._passphrase = passphrase.encode()
-        # Of the salt that the file had last.
+        # (salt, key) of the file as last read.
         self._key: tuple[bytes, bytes] | None = None
         self._seen: tuple[int, int, int] | None = None
         self._version = ""
@@ -148,13 +127,13 @@ class FileBackend:
         return await to_thread.run_sync(self._replace, known, document)
 
     async def aclose(self) -> None:
-        """Holds nothing open."""
+        """Nothing is open."""
 
     def _read(self, known: str) -> StoredPolicy | None:
         try:
             with self._path.open("rb") as file:
-                told = os.fstat(file.fileno())
-                seen = (told.st_ino, told.st_mtime_ns, told.st_size)
+                status = os.fstat(file.fileno())
+                seen = (status.st_ino, status.st_mtime_ns, status.st_size)
                 if seen == self._seen and known == self._version:
                     return None
                 raw = file.read(MOST_BYTES + 1)
@@ -183,7 +162,7 @@ class FileBackend:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Held by one writer at a time, on a file of its own: the other one is replaced."""
+        """Lock out other writers, by a file of its own, since the policy file is replaced."""
         lock = self._path.with_name(f"{self._path.name}.lock")
         handle = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -249,5 +228,30 @@ def _salt_of(raw: bytes) -> bytes:
 
 
 def _version_of(raw: bytes) -> str:
-    """Each file has another, since each has another nonce."""
+    """Every write has another version, since it has another nonce."""
     return hashlib.sha256(raw).hexdigest()
+
+
+def open_backend(config: PolicyConfig, record: PolicyRecord | None) -> PolicyBackend:
+    """Return the backend that `policy.backend` names.
+
+    Args:
+        record: The policy on the bus; None for other backends.
+
+    Raises:
+        ConfigError: The name is unknown, or the settings are invalid.
+    """
+    if config.backend == "bus":
+        assert record is not None
+        return BusBackend(record)
+    if config.backend == "file":
+        return FileBackend(config.file, config.passphrase)
+    known = {each.name: each for each in metadata.entry_points(group=ENTRY_POINTS)}
+    if (found := known.get(config.backend)) is None:
+        names = ["off", "bus", "file", *known]
+        raise ConfigError(
+            f"policy.backend is {config.backend!r}{nearest(config.backend, names)}; there are: "
+            f"{', '.join(names)}"
+        )
+    backend: PolicyBackend = found.load()(config)
+    return backend

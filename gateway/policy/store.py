@@ -1,4 +1,4 @@
-"""The policy as a gateway has it at hand."""
+"""The policy as a gateway holds it: its document, the block list made of it, tenants' weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from ...config import FairnessConfig, NanoInferenceError, RequestError
+from ...config import NanoInferenceError, RequestError
 from ...config.logger import get_logger
 from ...pipeline.client import BusClient
 from .backend import PolicyBackend, PolicyUnavailable, StoredPolicy
@@ -17,17 +17,19 @@ from .block_list import BlockList
 from .document import Guardrails, PolicyDocument
 
 _ATTEMPTS = 100
-"""Of a change that others get in the way of."""
+"""Attempts of a change that others overtake."""
+
+_WEIGHTS_PERIOD_S = 5.0
 
 
 class PolicyStore:
-    """The document of a backend, read again and again, so that a call need not wait for it.
+    """The document of a backend, read periodically, so that a call needn't wait for it.
 
-    While the backend can't be reached, what was read last holds.
+    While the backend can't be reached, the last document holds.
     """
 
     def __init__(self, backend: PolicyBackend, refresh_s: float = 1.0) -> None:
-        """`refresh_s`: how often `run_forever` reads it."""
+        """`refresh_s`: the period of `run_forever`."""
         self._backend = backend
         self._refresh_s = refresh_s
         self._stored: StoredPolicy | None = None
@@ -35,7 +37,7 @@ class PolicyStore:
         self._changes = anyio.Lock()
 
     async def document(self) -> PolicyDocument:
-        """What holds now.
+        """Return the current document.
 
         Raises:
             PolicyUnavailable: It was never read, and can't be.
@@ -52,20 +54,20 @@ class PolicyStore:
 
     @property
     def at_hand(self) -> PolicyDocument | None:
-        """What was read last, for whoever can't wait; None when nothing was."""
+        """The document that was read last; None if none was."""
         return None if self._stored is None else self._stored.document
 
     async def refresh(self) -> None:
-        """Reads it if it has changed. Raises NanoInferenceError when it can't be read."""
+        """Read the document if it has changed. Raises NanoInferenceError if that fails."""
         known = self._stored.version if self._stored else "?"
         if (found := await self._backend.read(known)) is not None:
             self._stored = found
 
     async def change(self, edit: Callable[[PolicyDocument], PolicyDocument]) -> PolicyDocument:
-        """Puts what `edit` makes of it in its place; others' changes are never lost.
+        """Replace the document atomically; concurrent changes are never lost.
 
         Args:
-            edit: Called again when somebody else was faster. What it raises changes nothing.
+            edit: Called again after a concurrent change. An exception changes nothing.
 
         Raises:
             NanoInferenceError: The backend can't be reached, or others change it all the time.
@@ -82,7 +84,7 @@ class PolicyStore:
         raise PolicyUnavailable("others change the policy all the time; try again")
 
     async def run_forever(self) -> None:
-        """Reads it again and again."""
+        """Refresh periodically."""
         while True:
             try:
                 await self.refresh()
@@ -94,12 +96,12 @@ class PolicyStore:
             await anyio.sleep(self._refresh_s)
 
     async def aclose(self) -> None:
-        """Closes the backend."""
+        """Close the backend."""
         await self._backend.aclose()
 
 
 class BlockLists:
-    """The block list as the policy has it now. It is made anew when that has changed."""
+    """The policy's block list, compiled again after a change."""
 
     def __init__(self, read: Callable[[], Awaitable[Guardrails]], max_match: int) -> None:
         self._read = read
@@ -109,28 +111,25 @@ class BlockLists:
         self._making = anyio.Lock()
 
     async def get(self) -> BlockList:
-        """Raises PolicyUnavailable when nobody knows what it is."""
+        """Return the current block list. Raises PolicyUnavailable if it is unknown or invalid."""
         guardrails = await self._read()
         if guardrails is self._made_of:
             return self._made
         async with self._making:
             if guardrails != self._made_of:
-                self._made = await self._make(guardrails)
+                try:
+                    self._made = await block_list_of(guardrails, self._max_match)
+                except RequestError as error:
+                    # Only a document that wasn't written by `Administration` is invalid.
+                    raise PolicyUnavailable(
+                        f"the block list can't be read, so nothing is let through: {error.message}"
+                    ) from None
             self._made_of = guardrails
             return self._made
 
-    async def _make(self, guardrails: Guardrails) -> BlockList:
-        try:
-            return await block_list_of(guardrails, self._max_match)
-        except RequestError as error:
-            # It came past the administration.
-            raise PolicyUnavailable(
-                f"the block list can't be read, so nothing is let through: {error.message}"
-            ) from None
-
 
 async def block_list_of(guardrails: Guardrails, max_match: int) -> BlockList:
-    """Makes it in a thread, since it may be long.
+    """Compile a block list in a thread, since it may be long.
 
     Raises:
         RequestError: invalid_guardrails.
@@ -139,44 +138,30 @@ async def block_list_of(guardrails: Guardrails, max_match: int) -> BlockList:
     return await anyio.to_thread.run_sync(make)
 
 
-_PERIOD_S = 5.0
+async def apply_weights_forever(
+    engines: Callable[[], Iterable[BusClient]], store: PolicyStore
+) -> None:
+    """Set the tenants' weights in the fairness of every lane, also of a lane that restarts.
 
-
-class TenantWeights:
-    """Keeps them as the policy says; a lane that starts anew has those of its own settings."""
-
-    def __init__(self, engines: Callable[[], Iterable[BusClient]], store: PolicyStore) -> None:
-        """`engines`: gives the clients whose lanes they are to be in."""
-        self._engines = engines
-        self._store = store
-        # Of tenants that had one, so that it can be taken back.
-        self._set: set[str] = set()
-
-    async def run_forever(self) -> None:
-        """Looks again and again whether all lanes have them."""
-        while True:
-            try:
-                await self._apply(await self._store.document())
-            except NanoInferenceError as error:
-                get_logger().debug("tenant_weights_not_set", error=error.message)
-            await anyio.sleep(_PERIOD_S)
-
-    async def _apply(self, document: PolicyDocument) -> None:
-        wanted = {
-            tenant: each.weight
-            for tenant, each in document.tenants.items()
-            if each.weight is not None
-        }
-        gone = self._set - set(wanted)
-        if not (wanted or gone):
-            return
-        for engine in list(self._engines()):
-            for lane, config in (await engine.fairness()).items():
-                own = config.tenant_weights
-                kept = {name: each for name, each in own.items() if name not in gone}
-                if (weights := kept | wanted) != own:
-                    changed: FairnessConfig = msgspec.structs.replace(
-                        config, tenant_weights=weights
-                    )
-                    await engine.update_fairness(changed, lane)
-        self._set = set(wanted)
+    Args:
+        engines: Returns the clients of the lanes.
+    """
+    # Tenants whose weight was set, so that a removed one is taken back.
+    applied: set[str] = set()
+    while True:
+        try:
+            tenants = (await store.document()).tenants.items()
+            wanted = {name: each.weight for name, each in tenants if each.weight is not None}
+            gone = applied - set(wanted)
+            if wanted or gone:
+                for engine in list(engines()):
+                    for lane, config in (await engine.fairness()).items():
+                        own = config.tenant_weights
+                        kept = {name: each for name, each in own.items() if name not in gone}
+                        if (weights := kept | wanted) != own:
+                            changed = msgspec.structs.replace(config, tenant_weights=weights)
+                            await engine.update_fairness(changed, lane)
+                applied = set(wanted)
+        except NanoInferenceError as error:
+            get_logger().debug("tenant_weights_not_set", error=error.message)
+        await anyio.sleep(_WEIGHTS_PERIOD_S)

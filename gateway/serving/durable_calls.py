@@ -6,6 +6,7 @@ import asyncio
 from asyncio import Task
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -49,6 +50,7 @@ def model_of(stored: DurableCall) -> str:
         return ""
 
 
+@dataclass(kw_only=True, eq=False)
 class Attachment:
     """One connection's attachment to a call.
 
@@ -62,41 +64,30 @@ class Attachment:
         cut_short: The call was cancelled; its unpublished requests stay unpublished.
         failed: One request has failed, and the others are to end.
         noted: Called once the bus has recorded the publishing of a request.
+        unfinished: Ids of the requests that have not ended.
     """
 
-    def __init__(
-        self,
-        engine: BusClient,
-        call_id: str,
-        request_ids: Iterable[str],
-        *,
-        name: str = "",
-        resumable: bool = False,
-        background: bool = False,
-        stored: DurableCall | None = None,
-    ) -> None:
-        """`stored`: the stored call, if it was begun before."""
-        self.call_id = call_id
-        self.name = name
-        self.resumable = resumable
-        self.background = background
-        self.entries = dict(stored.entries) if stored else {}
-        self.cut_short = stored is not None and "cancelled" in stored.marks
-        self.failed = False
-        self.noted: Callable[[], None] = lambda: None
-        self._engine = engine
-        self._unfinished = set(request_ids)
-        self._publishing: set[Task[str]] = set()
+    engine: BusClient
+    call_id: str
+    unfinished: set[str]
+    name: str = ""
+    resumable: bool = False
+    background: bool = False
+    entries: dict[str, str] = field(default_factory=dict)
+    cut_short: bool = False
+    failed: bool = False
+    noted: Callable[[], None] = lambda: None
+    _publishing: set[Task[str]] = field(default_factory=set)
 
     @property
     def begun_before(self) -> Collection[str]:
         """Requests that need no place: those published, or never to be published."""
-        return set(self._unfinished) if self.cut_short else set(self.entries)
+        return set(self.unfinished) if self.cut_short else set(self.entries)
 
     @property
     def ended(self) -> bool:
         """Whether all requests have ended."""
-        return not self._unfinished
+        return not self.unfinished
 
     def begins(self, request_id: str) -> bool:
         """Return whether a request may begin, or has begun."""
@@ -105,11 +96,11 @@ class Attachment:
 
     def end(self) -> None:
         """Mark all requests as ended."""
-        self._unfinished.clear()
+        self.unfinished.clear()
 
     async def end_early(self, request_id: str) -> None:
         """Record that a request was ended before it was published."""
-        self._unfinished.discard(request_id)
+        self.unfinished.discard(request_id)
         await self._note(request_id, "")
 
     def fail(self, error: NanoInferenceError) -> None:
@@ -134,7 +125,7 @@ class Attachment:
         request_id = request.request_id
         known = self.entries.get(request_id, "")
         for entry_id in (known or await self._publish(request, trace), ""):
-            followed = self._engine.follow(request_id, entry_id, just_published=not known)
+            followed = self.engine.follow(request_id, entry_id, just_published=not known)
             async with aclosing(self._found(followed)) as outputs:
                 async for output in outputs:
                     if entry_id and _is_duplicate(output):
@@ -142,7 +133,7 @@ class Attachment:
                     if not entry_id:
                         await self._note(request_id, output.entry_id)
                     if isinstance(output, Completion):
-                        self._unfinished.discard(request_id)
+                        self.unfinished.discard(request_id)
                     yield output
                 else:
                     return
@@ -167,11 +158,11 @@ class Attachment:
         return await asyncio.shield(publishing)
 
     async def _publish_and_note(self, request: GenerateRequest, trace: TraceContext) -> str:
-        entry_id = await self._engine.publish(request, trace)
+        entry_id = await self.engine.publish(request, trace)
         # Before any output is sent, so that a client that comes back finds the entry.
         if await self._note(request.request_id, entry_id):
             self.cut_short = True
-            await self._engine.cancel(request.request_id, entry_id)
+            await self.engine.cancel(request.request_id, entry_id)
         return entry_id
 
     async def _note(self, request_id: str, entry_id: str) -> bool:
@@ -179,7 +170,7 @@ class Attachment:
         if self.entries.get(request_id) == entry_id:
             return False
         self.entries[request_id] = entry_id
-        cancelled = await self._engine.bus.store.calls.note(self.call_id, request_id, entry_id)
+        cancelled = await self.engine.bus.store.calls.note(self.call_id, request_id, entry_id)
         self.noted()
         return cancelled
 
@@ -222,7 +213,13 @@ class DurableCalls:
         """
         if not name:
             await self._calls.keep(call_id, record, self._attached_s())
-        attachment = Attachment(self._engine, call_id, request_ids, name=name, resumable=bool(name))
+        attachment = Attachment(
+            engine=self._engine,
+            call_id=call_id,
+            unfinished=set(request_ids),
+            name=name,
+            resumable=bool(name),
+        )
         async with self._attaching(attachment):
             yield attachment
 
@@ -244,13 +241,14 @@ class DurableCalls:
         await self._calls.mark(call_id, "resumed")
         await self._calls.attach({call_id: name}, self._attached_s(background))
         attachment = Attachment(
-            self._engine,
-            call_id,
-            request_ids,
+            engine=self._engine,
+            call_id=call_id,
+            unfinished=set(request_ids),
             name=name,
             resumable=True,
             background=background,
-            stored=stored,
+            entries=dict(stored.entries),
+            cut_short="cancelled" in stored.marks,
         )
         async with self._attaching(attachment):
             yield attachment

@@ -1,4 +1,4 @@
-"""What all interfaces have of embeddings: a call's requests, and the vectors of its prompts."""
+"""Embeddings of all interfaces: a call's requests, and the vectors of its prompts."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ T = TypeVar("T")
 
 Prompt = str | tuple[int, ...]
 
-# Numbers of vectors that are written, or compared, at once; more take a thread.
+# Numbers of vectors that are processed on the event loop; more take a thread.
 _SHORT = 1 << 14
 
 
 class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call, but for its prompts.
+    """A call without its prompts.
 
     Attributes:
-        id: What its requests are known by; that of one prompt, and the beginning of several.
-        params: How all of them are pooled.
-        priority: The engine's.
-        cache_salt: The same.
-        adapter: That the model has on; "" for the model alone.
+        id: The id of a single request, or the prefix of several.
+        params: How the prompts are pooled.
+        priority: The engine's priority.
+        cache_salt: The engine's cache salt.
+        adapter: "" for the model alone.
     """
 
     id: str
@@ -43,7 +43,7 @@ class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""
 
     def requests(self, prompts: Sequence[Prompt], tenant: str) -> list[GenerateRequest]:
-        """What is submitted for prompts."""
+        """Return the requests for prompts."""
         like = GenerateRequest(
             model=self.adapter,
             tenant=tenant,
@@ -67,12 +67,13 @@ async def embed_all(
     *,
     lower_first: bool = True,
 ) -> list[EmbeddedPrompt]:
-    """The vectors of a call's prompts, in order. The first error ends the others.
+    """Return the vectors of a call's prompts, in order. The first error ends the others.
 
-    Args: `lower_first` is as for `Submissions.check_priority`.
+    Args:
+        lower_first: As for `Submissions.check_priority`.
 
     Raises:
-        NanoInferenceError: A prompt was refused, or the engine did not do it.
+        NanoInferenceError: A prompt was refused, or the engine has failed.
     """
     requests = call.requests(prompts, origin.tenant)
     length = await submissions.length.get()
@@ -97,14 +98,14 @@ async def embed_all(
 async def worked_out(
     words: LazyWords, embedded: Sequence[EmbeddedPrompt], work: Callable[[], T]
 ) -> T:
-    """What is made of vectors, beside the event loop where they are many."""
+    """Process vectors, in a thread if they are many."""
     if sum(len(each.vector) for each in embedded) <= _SHORT:
         return work()
     return await words.beside(work)
 
 
 def similarity(one: Sequence[float], other: Sequence[float]) -> float:
-    """The cosine of the angle between two vectors of one size; 0 where one of them is zero."""
+    """Return the cosine similarity of two vectors of one size; 0 if one of them is zero."""
 
     def product(left: Sequence[float], right: Sequence[float]) -> float:
         return math.fsum(a * b for a, b in zip(left, right, strict=True))

@@ -1,4 +1,4 @@
-"""What was found out a moment ago need not be asked again."""
+"""The state of the lanes behind a gateway: readiness, context length, adapters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import anyio.to_thread
 from ...bus.public import GenerateRequest
 from ...config import BusError, Config, NanoInferenceError, RequestError, shown, split_role
 from ...pipeline.client import BusClient
-from ...pipeline.client_adapters import adapters_of
+from ...pipeline.models import adapters_of
 from ...store.board import LoadedAdapter
 from ...text.context_length import longest_context_of
 from ..policy.caller import Caller, check_allowed
@@ -20,59 +20,56 @@ from .origin import Origin
 
 T = TypeVar("T")
 
+ASKED_EVERY_S = 0.5
+"""Lifetime of a cached state. The lanes report once a second."""
+
+DRAINING = "the gateway is stopping and takes nothing new"
+
+_REPORTED_WITHIN_S = 5.0
+
 
 class Recent(Generic[T]):
-    """The answer to a question, which is asked again when the last answer is old.
-
-    However many ask at a time, the question is asked once: the others wait for that answer.
-    """
+    """A cached result. Concurrent readers of an expired one wait for a single new call."""
 
     def __init__(self, ask: Callable[[], Awaitable[T]], lasts_s: float) -> None:
-        """Args: what is asked, and for how long its answer counts, be it an error."""
+        """Args: the function, and the lifetime of its result or error."""
         self._ask = ask
         self._lasts_s = lasts_s
         self._asking = anyio.Lock()
-        self._answers: list[T] = []
+        self._results: list[T] = []
         self._error: NanoInferenceError | None = None
         self._until_s = -1.0
 
     async def get(self) -> T:
-        """The answer. Raises what NanoInferenceError asking raised."""
+        """Return the result, or raise the function's NanoInferenceError."""
         async with self._asking:
             if anyio.current_time() >= self._until_s:
-                self._answers, self._error = [], None
+                self._results, self._error = [], None
                 try:
-                    self._answers = [await self._ask()]
+                    self._results = [await self._ask()]
                 except NanoInferenceError as error:
                     self._error = error
                 self._until_s = anyio.current_time() + self._lasts_s
         if self._error is not None:
             raise self._error.with_traceback(None)
-        return self._answers[0]
-
-
-ASKED_EVERY_S = 0.5
-"""The lanes tell once a second how they are; who asks more often gets the same answer."""
-
-DRAINING = "the gateway is stopping and takes nothing new"
+        return self._results[0]
 
 
 class Engine(Protocol):
-    """Whoever knows of lanes."""
+    """Lanes that serve requests."""
 
     async def trouble(self) -> str:
-        """Why requests would not be served now; "" when they would. Raises BusError."""
+        """Return why requests would not be served now; "" if they would. Raises BusError."""
 
 
 class Readiness:
-    """Of a gateway and the lanes behind it.
+    """Whether a gateway and the lanes behind it would serve a request.
 
-    Attributes:
-        draining: Whether it takes no new requests any more, since it is to stop.
+    Methods raise BusError when the bus can't be reached.
     """
 
     def __init__(self, engine: Engine, within: Readiness | None = None) -> None:
-        """`within`: of the gateway, where this is of one of its models."""
+        """`within`: the gateway's, for the readiness of one of its models."""
         self._draining = False
         self._within = within
         self._lanes = Recent(engine.trouble, ASKED_EVERY_S)
@@ -80,6 +77,7 @@ class Readiness:
 
     @property
     def draining(self) -> bool:
+        """Whether new requests are refused, since the gateway is to stop."""
         return self._draining or (self._within is not None and self._within.draining)
 
     @draining.setter
@@ -87,31 +85,24 @@ class Readiness:
         self._draining = draining
 
     def consider(self, trouble: Callable[[], str]) -> None:
-        """Has `model_trouble` ask this first: what is known here at once, "" for nothing."""
+        """Add a local check, before the lanes are asked; it returns "" for no trouble."""
         self._known_here.append(trouble)
 
     async def trouble(self) -> str:
-        """Why a request would not be served now, in one sentence; "" when it would.
-
-        Raises:
-            BusError: Nobody can tell.
-        """
+        """Return why a request would not be served now, in one sentence; "" if it would."""
         return DRAINING if self.draining else await self.model_trouble()
 
     async def model_trouble(self) -> str:
-        """The same of the lanes alone: whether one works, and lacks neither weights nor memory.
-
-        Raises:
-            BusError: Nobody can tell.
-        """
+        """As `trouble`, of the lanes alone: whether one works, and has weights and memory."""
         here = next(filter(None, (trouble() for trouble in self._known_here)), "")
         return here or await self._lanes.get()
 
 
 class ModelLength:
-    """As the executors tell it, which have the model: its own limit may be below the setting.
+    """Most tokens of a prompt with its completion.
 
-    Of a model that is not loaded it is what its files say.
+    The executors report it, since the model's own limit may be below the setting. For a model that
+    isn't loaded, its files have it.
     """
 
     def __init__(self, engine: BusClient, config: Config) -> None:
@@ -121,34 +112,26 @@ class ModelLength:
         self._reports = Recent(engine.reports, ASKED_EVERY_S)
 
     async def get(self) -> int:
-        """The least that a lane has, since any of them may take a request; where none has told
-        yet, this gateway's setting or what the model's files say, whichever is less."""
+        """Return the least length of all lanes, since any of them may take a request."""
         try:
             reports = await self._reports.get()
         except BusError:
             reports = []
-        told = [
+        reported = [
             int(report.load["max_model_len"])
             for report in reports
             if split_role(report.stage)[0] == "executor" and "max_model_len" in report.load
         ]
-        return min([self._most, *(told or [await self._of_the_files()])])
-
-    async def _of_the_files(self) -> int:
-        if self._of_files is None:
+        if not reported and self._of_files is None:
             found = await anyio.to_thread.run_sync(longest_context_of, self._folder)
             self._of_files = found or self._most
-        return self._of_files
-
-
-_TOLD_WITHIN_S = 5.0
+        return min([self._most, *(reported or [self._of_files or self._most])])
 
 
 class ServedModels:
-    """What every lane behind a gateway serves, as the stages have told lately.
+    """The names that requests may give in `model`: the model's, and those of loaded adapters.
 
-    Of an adapter that somebody else has loaded it knows within `ASKED_EVERY_S` and the second in
-    which stages report.
+    An adapter loaded by another gateway is known within `ASKED_EVERY_S` and a second.
 
     Attributes:
         default: The model of requests that name none.
@@ -161,14 +144,14 @@ class ServedModels:
         self._reports = Recent(engine.reports, ASKED_EVERY_S)
 
     async def adapters(self) -> tuple[LoadedAdapter, ...]:
-        """Those that requests may name; none while nobody has told."""
+        """Return the adapters of every lane; none while no stage has reported."""
         try:
             return adapters_of(await self._reports.get())
         except BusError:
             return ()
 
     async def check(self, model: str, caller: Caller) -> None:
-        """Check that a caller may use what has a name; a refusal names nothing else.
+        """Check that a name exists, and that the caller may use it.
 
         Raises:
             RequestError: unknown_model, model_not_found.
@@ -182,14 +165,14 @@ class ServedModels:
             raise unknown_model(model, self.default, *adapters)
 
     async def wait_for(self, id: str, *, loaded: bool) -> None:
-        """Waits until an adapter that was loaded, or unloaded, is known to be; not for long."""
-        with anyio.move_on_after(_TOLD_WITHIN_S):
+        """Wait a few seconds until an adapter is reported as loaded, or as unloaded."""
+        with anyio.move_on_after(_REPORTED_WITHIN_S):
             while (id in [each.id for each in await self.adapters()]) != loaded:  # noqa: ASYNC110
                 await anyio.sleep(ASKED_EVERY_S / 5)
 
 
 def unknown_model(model: str, *known: str) -> RequestError:
-    """Nothing has this name; `known`: what does."""
+    """Return the error for an unknown name. `known`: the names that exist."""
     return RequestError(
         f"there is no model {shown(model)} here; ask for {' or '.join(map(repr, known))}",
         code="unknown_model",
@@ -197,7 +180,7 @@ def unknown_model(model: str, *known: str) -> RequestError:
 
 
 class OnlyServed:
-    """Refuses requests for a model that there is not, whatever interface they came by."""
+    """A policy link that refuses requests for an unknown model."""
 
     def __init__(self, served: ServedModels) -> None:
         self._served = served

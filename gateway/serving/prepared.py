@@ -1,4 +1,4 @@
-"""A conversation, rendered as a prompt, with the constraint of its answer and its reading."""
+"""Preparation of a conversation: its prompt, its constraint, and how its answer is read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .services import Services
 
 
 class Prepared(NamedTuple):
-    """The parts of a request that follow from a conversation.
+    """A conversation ready to submit.
 
     Attributes:
-        sampling: With the constraint that follows from tools, reasoning and format.
-        form: The model's message format; None if unknown.
-        reading: For the reader of the answer; None where that is text alone.
+        sampling: With the constraint that follows from tools, format and reasoning budget.
+        form: The model's message format; None if it is unknown.
+        reading: How the answer is read; None for plain text.
     """
 
     token_ids: tuple[int, ...]
@@ -46,16 +46,16 @@ async def prepare(
     """Render the conversation of a call, and derive the constraint of its answer.
 
     Args:
-        conversation: Its tools are taken from `use`.
+        conversation: Its tools are replaced by those of `use`.
         sampling: With the constraint of the answer's text.
         reasoning_budget: Most tokens of reasoning; None for no limit.
-        separates_reasoning: Whether reasoning is taken out of the text, where the model has any.
-        budget_param: The field of the call that has the budget.
+        separates_reasoning: Whether reasoning is separated from the text.
+        budget_param: The call's field for the budget.
 
     Raises:
-        RequestError: As `ChatTemplates.render`; unsupported: the model's format does not say how
-            it is done; invalid_constraint.
-        ClientDisconnect: The client left while other templates were rendered.
+        RequestError: As `ChatTemplates.render`; unsupported: the model's format lacks calls or
+            reasoning; invalid_constraint.
+        ClientDisconnect: The client has left; other templates may be rendered first.
     """
 
     async def work() -> Prepared:
@@ -94,7 +94,7 @@ async def _prepare(
     if reasoning_budget is not None and (form is None or form.reasoning is None):
         raise _not_known("how this model writes its reasoning", budget_param)
     if sampling.constraint is not None:
-        # As admission, before a grammar of megabytes is read.
+        # As admission does, before a grammar of megabytes is parsed.
         check_size(sampling.constraint, templates.max_constraint_bytes)
     rendered = await templates.render(replace(conversation, tools=use.usable), tenant)
     constraint = None
@@ -121,9 +121,9 @@ async def _prepare(
 
 
 def of_tools(error: NanoInferenceError, reading: Reading | None) -> NanoInferenceError:
-    """An error, about the tools where the constraint was made of them.
+    """Attribute an invalid constraint to the tools, if there are any.
 
-    Without tools a constraint is the answer's format, which each interface calls by its own name.
+    Without tools a constraint is the answer's format, for which each interface has its own name.
     """
     if error.code != "invalid_constraint" or reading is None or not reading.tools:
         return error
@@ -140,7 +140,7 @@ def _not_known(what: str, param: str) -> FieldError:
 
 
 def _check_free_to_end(sampling: SamplingParams) -> None:
-    """What is asked of calls and reasoning is kept by a grammar, and one that is complete ends."""
+    """Refuse parameters that go on after the end of a grammar, which tools and budgets need."""
     for name in ("ignore_eos", "min_tokens"):
         if getattr(sampling, name):
             raise FieldError(

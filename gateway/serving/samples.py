@@ -1,4 +1,4 @@
-"""A request on its way through the engine: at once, or in chunks as it grows."""
+"""A request of one sample on its way through the engine: whole, or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -7,19 +7,13 @@ from collections.abc import Awaitable, Callable, Sequence
 import anyio
 import anyio.lowlevel
 
-from ...bus.public import (
-    Completion,
-    CompletionChunk,
-    GenerateRequest,
-    Output,
-)
+from ...bus.public import Completion, CompletionChunk, GenerateRequest, Output
 from ...config import NanoInferenceError
 from .origin import Origin
 from .submissions import Submissions
 
 MOST_UNSENT = 4096
-"""Tokens of a stream that wait here for a client that does not read. The others wait on the bus."""
-
+"""Tokens of a stream buffered here for a slow client. The rest waits on the bus."""
 
 Take = Callable[[Sequence[CompletionChunk]], Awaitable[None]]
 
@@ -117,10 +111,10 @@ class UnsentChunks(UnsentOutputs):
 async def stream_sample(
     submissions: Submissions, origin: Origin, request: GenerateRequest, take: Take
 ) -> Completion:
-    """Runs a request of one sample, and hands over the chunks of it as fast as they are taken.
+    """Run a request of one sample, and pass its chunks to `take` as fast as they are taken.
 
     Raises:
-        NanoInferenceError: The engine did not do it. All that came before was handed over.
+        NanoInferenceError: The engine has failed. All earlier chunks were passed on.
     """
     return await stream_unsent(submissions, origin, request, UnsentChunks(take))
 
@@ -147,7 +141,7 @@ async def stream_unsent(
         try:
             await unsent.send_all()
         except NanoInferenceError as error:
-            # Not through the group, which would wrap it.
+            # Outside the group, which would wrap it.
             failure = error
             group.cancel_scope.cancel()
 
@@ -170,14 +164,14 @@ async def complete_sample(
     put: Callable[[Output], Awaitable[None]] | None = None,
     before: str = "",
 ) -> Completion:
-    """Runs a request, and gives its end.
+    """Run a request, and return its completion.
 
     Args:
-        put: Is told of all that comes, and waited for.
-        before: What of the prompt the answer shows before each sample.
+        put: Called with each output, and awaited.
+        before: The part of the prompt that the answer shows before each sample.
 
     Raises:
-        NanoInferenceError: The engine did not do it.
+        NanoInferenceError: The engine has failed.
     """
     ended: list[Completion] = []
 

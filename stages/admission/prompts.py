@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from jinja2 import TemplateError
-
-from ...bus.public import ChatMessage, GenerateRequest
+from ...bus.public import GenerateRequest
 from ...config import RequestError, shown
+from ...text.chat_template import render
 from ...text.tokenizer import check_text_fits, prompt_too_long
 from .checks import is_encodable
 
@@ -70,14 +69,15 @@ def prompt_token_ids(
 
     Raises:
         RequestError: invalid_prompt, empty_prompt, invalid_messages, no_chat_template,
-            invalid_token_ids, prompt_too_long.
+            chat_template_failed, invalid_token_ids, prompt_too_long.
     """
     if tokenizer is None:
         ids = request.prompt_token_ids or ()
     elif request.prompt is not None:
         ids = encode(request.prompt, tokenizer, add_special_tokens=True, code="invalid_prompt")
     elif request.messages is not None:
-        text = _render(request.messages, tokenizer)
+        turns = [{"role": each.role, "content": each.content} for each in request.messages]
+        text = render(tokenizer, turns)
         limit.check(text)
         ids = encode(text, tokenizer, add_special_tokens=False, code="invalid_messages")
     else:
@@ -119,21 +119,3 @@ def encode(
             f"the model's tokenizer can't read the text: {shown(str(error))}", code=code
         ) from error
     return tuple(encoded["input_ids"])
-
-
-def _render(messages: tuple[ChatMessage, ...], tokenizer: PreTrainedTokenizerFast) -> str:
-    if not tokenizer.chat_template:
-        raise RequestError(
-            "the model has no chat template; send the conversation as a prompt",
-            code="no_chat_template",
-        )
-    turns = [{"role": message.role, "content": message.content} for message in messages]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    # Templates refuse (TemplateError), and stumble as any program does.
-    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-        raise RequestError(
-            f"the model's chat template refuses these messages: {shown(str(error))}",
-            code="invalid_messages",
-        ) from error
-    return str(text)

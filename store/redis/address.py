@@ -1,4 +1,4 @@
-"""What `bus.url` says: one server, the sentinels of one, or some nodes of a cluster.
+"""Parsing of `bus.url`: a single server, sentinels, or nodes of a cluster.
 
 redis://[user:password@]host:port[/db]                                  (rediss:// with TLS)
 unix:///path
@@ -6,7 +6,7 @@ redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]  (rediss+
 redis+cluster://[user:password@]host:port[,host:port...]                (rediss+cluster://)
 
 Options of redis-py may follow, as `?health_check_interval=10`. User and password are those of the
-servers; sentinels that want some get theirs by `?sentinel_username=…&sentinel_password=…`.
+servers; for sentinels, add `?sentinel_username=…&sentinel_password=…`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Kind = Literal["server", "sentinel", "cluster"]
 
 
 class Address(NamedTuple):
-    """Where to connect to.
+    """Connection parameters.
 
     Attributes:
-        kind: Who is asked for the server.
-        connection_class: Of the connections to servers; TLS or not.
-        options: Arguments for these connections, with host and port for a single server.
-        nodes: Sentinels, or the nodes of a cluster that are asked first.
-        service: The name of the master among the sentinels.
+        kind: How the server is found.
+        connection_class: With or without TLS.
+        options: Arguments for connections to servers, with host and port for a single server.
+        nodes: Sentinels, or the cluster's seed nodes.
+        service: The master's name among the sentinels.
         sentinel_options: Arguments for connections to sentinels.
     """
 
@@ -47,10 +47,10 @@ class Address(NamedTuple):
 
 
 def parse_address(url: str) -> Address:
-    """Reads `bus.url`.
+    """Parse `bus.url`.
 
     Raises:
-        ValueError: It is not valid. The text may quote a piece of the password.
+        ValueError: It is not valid. The text may quote a part of the password.
     """
     scheme, _, rest = url.partition("://")
     _check_meaning(scheme, rest)
@@ -86,7 +86,7 @@ def parse_address(url: str) -> Address:
 
 
 def _check_meaning(scheme: str, rest: str) -> None:
-    """Refuses what may be a password with a "/", "?" or "#" that ends the host too early."""
+    """Refuse a URL that may contain a password with an unescaped "/", "?" or "#"."""
     parts = urlsplit(f"//{rest}")
     options = parts.query.split("&") if parts.query else []
     if "@" in parts.fragment or any("@" in option.partition("=")[0] for option in options):

@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 
 from ...config import BusConfig
 from ..calls import DurableCall, Mark
-from .client import Commands, execute, execute_all, time_ms
+from .client import Commands
 from .keys import Keys
 
 _RECORD = b"record"
@@ -39,8 +39,7 @@ class RedisCalls:
         await self._once(commands)
 
     async def read(self, call_id: str) -> DurableCall | None:
-        redis, key = self._commands.redis, self._keys.call(call_id)
-        fields = await self._commands.once(lambda: execute(redis, "HGETALL", key))
+        fields = await self._commands.run("HGETALL", self._keys.call(call_id))
         if _RECORD not in fields:
             return None
         entries = {
@@ -55,8 +54,7 @@ class RedisCalls:
     async def note(self, call_id: str, request_id: str, entry_id: str) -> bool:
         commands = self._set(call_id, _ENTRY + request_id.encode(), entry_id)
         commands.append(("HGET", self._keys.call(call_id), _CANCELLED))
-        redis = self._commands.redis
-        replies = await self._commands.idempotent("calls", lambda: execute_all(redis, commands))
+        replies = await self._commands.retry_all("calls", commands)
         return replies[-1] is not None
 
     async def mark(self, call_id: str, mark: Mark) -> None:
@@ -110,13 +108,9 @@ class RedisCalls:
         return ("ZADD", self._keys.attended, "GT", *pairs)
 
     async def _read_clock(self) -> int:
-        redis, key = self._commands.redis, self._keys.attended
-        now_ms = await self._commands.once(lambda: time_ms(redis, key))
+        now_ms = await self._commands.time_ms(self._keys.attended)
         self._ahead_ms = now_ms - time.monotonic() * 1000
         return now_ms
 
     async def _once(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        if not commands:
-            return []
-        redis = self._commands.redis
-        return await self._commands.once(lambda: execute_all(redis, commands))
+        return await self._commands.run_all(commands) if commands else []

@@ -1,4 +1,4 @@
-"""Connections to Redis: how they are made, what their errors mean, and when to try again."""
+"""Connections to Redis, their errors, and retries."""
 
 from __future__ import annotations
 
@@ -32,25 +32,24 @@ from .few_fields import limit_fields
 T = TypeVar("T")
 
 MIN_VERSION = (7, 0)
-"""The oldest server that will do. Valkey tells the Redis version that it is compatible with."""
+"""The oldest supported Redis. Valkey reports the Redis version that it is compatible with."""
 
 CONNECT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 10.0
-"""How long a reply may take, beyond the time that a command blocks on purpose."""
+"""Time limit of a reply, beyond the time that a command blocks on purpose."""
 
 SENTINEL_TIMEOUT_S = 1.0
-"""How long one sentinel may take before the next is asked."""
+"""Time limit of one sentinel before the next is asked."""
 
 CLUSTER_CONNECTIONS = 1024
-"""Connections to one node of a cluster; the client makes as many as commands run at a time."""
+"""Connections to one node of a cluster; the client opens as many as commands run concurrently."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.02, 2.0
 
-"""The code of what the server's access control list forbids."""
 
 _CONNECTION_ERRORS = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
 
-# What a node says, or does not say, when others may have taken its place.
+# Errors of a node that another may have replaced.
 _NODE_ERRORS = (
     *_CONNECTION_ERRORS,
     exceptions.ClusterDownError,
@@ -58,8 +57,8 @@ _NODE_ERRORS = (
     exceptions.RedisClusterException,
 )
 
-# A server says these of its own state, not of the command: it may take the same command later.
-# The client makes classes of some, whose text begins behind the word.
+# Errors of the server's state, not of the command: the same command may succeed later. The client
+# turns some into classes, and strips their first word.
 _TRANSIENT_CLASSES = (
     exceptions.ExecAbortError,
     exceptions.OutOfMemoryError,
@@ -71,12 +70,12 @@ _TRANSIENT_CLASSES = (
 )
 _TRANSIENT = ("LOADING", "BUSY ", "OOM", "MISCONF", "READONLY", "NOREPLICAS", "UNBLOCKED")
 
-# What the client puts before the text of an error within a pipeline.
+# Prefix that the client adds to an error within a pipeline.
 _IN_PIPELINE = "of pipeline caused error: ("
 
 
 class Backoff:
-    """Waits that double, with jitter, so that many clients don't come back at the same moment."""
+    """Exponential backoff with jitter."""
 
     def __init__(self, first_s: float = FIRST_WAIT_S, longest_s: float = LONGEST_WAIT_S) -> None:
         self._first_s = first_s
@@ -92,22 +91,21 @@ class Backoff:
 
 
 class _MasterPool(SentinelConnectionPool, BlockingConnectionPool):
-    """Connections to whatever server the sentinels call the master when one is made.
+    """Connections to the current master as the sentinels name it.
 
-    The sentinel pool of redis-py, which waits for a free connection as `BlockingConnectionPool`.
+    redis-py's sentinel pool, which waits for a free connection as `BlockingConnectionPool` does.
     """
 
 
 class Server:
-    """One Redis server, wherever it is at the time, or a cluster: makes clients for it, and puts
-    its errors into words.
+    """One Redis server, Sentinel group or cluster: makes clients, and explains errors.
 
     Raises:
         BusError: The URL can't be used.
     """
 
     def __init__(self, url: str, client_name: str = "") -> None:
-        """Args: the URL, and what CLIENT LIST shows for this process's connections."""
+        """Args: the URL, and this process's name in CLIENT LIST."""
         self.name = redact(url)
         self.reconnects = 0
         self._client_name = client_name
@@ -127,7 +125,7 @@ class Server:
                 },
             )
         except (ValueError, TypeError):
-            # The original message may quote a piece of the password.
+            # The original message may quote a part of the password.
             raise BusError(
                 f"bus.url {self.name} is not a valid Redis URL; write redis://host:port/db, "
                 "redis+sentinel://host:port,host:port/service or redis+cluster://host:port, and "
@@ -136,15 +134,15 @@ class Server:
 
     @property
     def is_cluster(self) -> bool:
-        """Whether keys of different slots are in different places."""
+        """Whether keys are spread over several nodes by slot."""
         return self._address.kind == "cluster"
 
     def client(self, connections: int, block_s: float = 0.0) -> Redis:
-        """A client whose commands may block for `block_s` and are never repeated by themselves.
+        """Return a client whose commands may block for `block_s`.
 
-        Repeating is for the caller: after a lost reply only he knows what may be done twice.
-        To be used by `execute`, `execute_all` and `on_each` alone: for a cluster it is a
-        RedisCluster, which can do what these need.
+        It never retries: after a lost reply only the caller knows which commands may run twice. Use
+        it
+        with `execute`, `execute_all` and `on_each` only: for a cluster it is a RedisCluster.
         """
         address, options = self._address, self._connection_options(block_s)
         off = MaintNotificationsConfig(enabled=False)
@@ -181,11 +179,11 @@ class Server:
         return redis
 
     async def aclose(self) -> None:
-        """Ends what the clients share: connections to sentinels. Clients are closed before."""
+        """Close the connections to sentinels. Clients are closed before."""
         await self._sentinel.aclose()
 
     def _connection_options(self, block_s: float) -> dict[str, Any]:
-        """What the URL says, and above it what this package relies on."""
+        """Return the URL's options, overridden by those that this package relies on."""
         options = self._address.options | {
             "protocol": 3,
             "legacy_responses": False,
@@ -200,7 +198,7 @@ class Server:
         return options
 
     def explain(self, error: Exception) -> BusError:
-        """The error as a sentence that says what to do, without the password."""
+        """Convert an error to a sentence that says what to change, without the password."""
         if isinstance(error, exceptions.AuthenticationError):
             return BusError(
                 f"Redis at {self.name} refused the credentials ({error}); "
@@ -209,7 +207,7 @@ class Server:
         if isinstance(error, exceptions.BusyLoadingError):
             return BusError(f"Redis at {self.name} is still loading its data; try again later")
         if isinstance(error, MasterNotFoundError):
-            # The original names each sentinel in the words of the client.
+            # The original names each sentinel in the client's own format.
             return BusError(
                 f"no sentinel that answers at {self.name} knows a live master "
                 f"{self._address.service!r}; wait for the failover, or correct bus.url"
@@ -229,10 +227,10 @@ class Server:
 
 
 class Commands:
-    """The commands of one RedisBus, on a few shared connections.
+    """Commands of one RedisBus, on a few shared connections.
 
-    A command runs in a task of its own and is waited for through a shield: cancelling it halfway
-    would leave its reply on the connection for the next command to find.
+    Each command runs in a task of its own, shielded: cancelling it halfway would leave its reply on
+    the connection for the next command.
     """
 
     def __init__(self, server: Server, connections: int) -> None:
@@ -243,11 +241,11 @@ class Commands:
 
     @property
     def redis(self) -> Redis:
-        """The client itself, for commands that run in tasks which only `aclose` cancels."""
+        """The client, for commands in tasks that only `aclose` cancels."""
         return self._redis
 
     async def shielded(self, work: Coroutine[Any, Any, T]) -> T:
-        """Awaits `work`, which goes on when this is cancelled, until `aclose`.
+        """Await `work`, which continues when the caller is cancelled, until `aclose`.
 
         Raises:
             ChannelClosed: The bus was closed.
@@ -266,10 +264,10 @@ class Commands:
             raise
 
     async def once(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Awaits one attempt.
+        """Await one attempt.
 
         Raises:
-            BusError: It failed; it may have taken effect nevertheless.
+            BusError: It failed, and may have taken effect.
             ChannelClosed: The bus was closed.
         """
 
@@ -282,7 +280,7 @@ class Commands:
         return await self.shielded(work())
 
     async def idempotent(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        """As `persist`, shielded. `attempt` may take effect repeatedly.
+        """Run `persist`, shielded. `attempt` may take effect several times.
 
         Raises:
             BusError: The server refuses the command itself.
@@ -290,8 +288,33 @@ class Commands:
         """
         return await self.shielded(persist(self.server, what, attempt))
 
+    async def run(self, *command: Any) -> Any:
+        """Send one command, once. Raises as `once`."""
+        return await self.once(lambda: execute(self._redis, *command))
+
+    async def run_all(
+        self, commands: Sequence[Sequence[Any]], raise_on_error: bool = True
+    ) -> list[Any]:
+        """Send commands in one round trip, once. Raises as `once`."""
+        return await self.once(lambda: execute_all(self._redis, commands, raise_on_error))
+
+    async def retry(self, what: str, *command: Any) -> Any:
+        """Send one command until it succeeds. Raises as `idempotent`."""
+        return await self.idempotent(what, lambda: execute(self._redis, *command))
+
+    async def retry_all(
+        self, what: str, commands: Sequence[Sequence[Any]], raise_on_error: bool = True
+    ) -> list[Any]:
+        """Send commands in one round trip until they succeed. Raises as `idempotent`."""
+        attempt = lambda: execute_all(self._redis, commands, raise_on_error)  # noqa: E731
+        return await self.idempotent(what, attempt)
+
+    async def time_ms(self, key: bytes) -> int:
+        """Return the clock that makes the entry ids of the stream `key`. Raises as `once`."""
+        return await self.once(lambda: time_ms(self._redis, key))
+
     async def aclose(self, patience_s: float) -> None:
-        """Lets running commands finish for a while, then ends them and disconnects."""
+        """Wait up to `patience_s` for running commands, then cancel them and disconnect."""
         self._closed = True
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=patience_s)
@@ -300,11 +323,12 @@ class Commands:
 
 
 async def execute(redis: Redis, *command: Any, key: bytes | None = None) -> Any:
-    """Sends one command.
+    """Send one command.
 
     Args:
-        key: One of its keys, if they are not the first arguments: a cluster's client would have
-            to ask a server where they are. None: nothing has to be said.
+        key: One of its keys, if they aren't the first arguments, so that a cluster's client need
+            not
+            ask a server for the command's key positions.
     """
     with _connection_errors():
         if key is not None and isinstance(redis, RedisCluster):
@@ -317,13 +341,13 @@ async def execute(redis: Redis, *command: Any, key: bytes | None = None) -> Any:
 async def execute_all(
     redis: Redis, commands: Iterable[Sequence[Any]], raise_on_error: bool = True
 ) -> list[Any]:
-    """Sends many commands in one round trip (to each node); they are no transaction.
+    """Send many commands in one round trip (per node), without a transaction.
 
-    An error of the connection is raised in any case. Some of the commands may then be done.
+    Connection errors are always raised; some of the commands may then have run.
     """
     pipeline = redis.pipeline(transaction=False)
     for command in commands:
-        # The client's own reading of a reply to SET knows of GET by `get` alone.
+        # The client's parser of SET replies detects GET by the option `get` alone.
         options = {"get": True} if command[0] == "SET" and "GET" in command else {}
         pipeline.execute_command(*command, **options)
     if not isinstance(redis, RedisCluster):
@@ -333,8 +357,8 @@ async def execute_all(
     errors = [reply for reply in replies if isinstance(reply, Exception)]
     broken = [error for error in errors if isinstance(error, _NODE_ERRORS)]
     if broken:
-        # Asks again who has what, before the next command. (After a single command the client
-        # does that by itself.)
+        # Reload the slot map before the next command. (After a single command the client does so
+        # itself.)
         await redis.aclose()
         raise broken[0]
     if errors and raise_on_error:
@@ -343,13 +367,13 @@ async def execute_all(
 
 
 async def transact(redis: Redis, key: bytes, commands: Iterable[Sequence[Any]]) -> list[Any]:
-    """Sends commands that the server does together, with nothing in between, in one round trip.
+    """Send a MULTI/EXEC transaction in one round trip.
 
     Args:
-        key: One of their keys, which are all in one place of a cluster.
+        key: One of its keys; all are in one slot.
 
     Returns:
-        Replies as the server gives them: those of INFO and TIME are not made into anything else.
+        Raw replies: those of INFO and TIME are not parsed.
     """
     pipeline, options = redis.pipeline(transaction=False), dict[str, Any]()
     with _connection_errors():
@@ -371,7 +395,7 @@ async def transact(redis: Redis, key: bytes, commands: Iterable[Sequence[Any]]) 
 
 
 async def on_each(redis: Redis, *command: Any) -> list[Any]:
-    """The replies of every master that holds a part of the data."""
+    """Return the replies of every master that holds part of the data."""
     if not isinstance(redis, RedisCluster):
         return [await execute(redis, *command)]
     with _connection_errors():
@@ -382,15 +406,17 @@ async def on_each(redis: Redis, *command: Any) -> list[Any]:
 
 
 async def time_ms(redis: Redis, key: bytes) -> int:
-    """The clock that makes the entry ids of the stream `key`."""
+    """Return the clock that makes the entry ids of the stream `key`, in milliseconds."""
     seconds, microseconds = await execute(redis, "TIME", key=key)
     return int(seconds) * 1000 + int(microseconds) // 1000
 
 
 @contextmanager
 def _connection_errors() -> Iterator[None]:
-    """A cluster's client has errors of its own for nodes that can't be reached, and stumbles where
-    a connection is lost while it is being opened."""
+    """Convert a cluster client's own errors for unreachable nodes, and its AttributeError when a
+    connection
+    is lost while opening, to ConnectionError.
+    """
     try:
         yield
     except exceptions.RedisClusterException as error:
@@ -402,7 +428,7 @@ def _connection_errors() -> Iterator[None]:
 
 
 async def persist(server: Server, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
-    """Repeats `attempt` until it succeeds, with growing waits while the server is away.
+    """Retry `attempt` with backoff while the server is unreachable.
 
     Raises:
         BusError: The server refuses the command itself.
@@ -427,7 +453,7 @@ async def persist(server: Server, what: str, attempt: Callable[[], Awaitable[T]]
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether the same command may succeed later."""
+    """Return whether the same command may succeed later."""
     if isinstance(error, (*_CONNECTION_ERRORS, *_TRANSIENT_CLASSES)):
         return True
     return str(error).rpartition(_IN_PIPELINE)[2].lstrip("'\"").startswith(_TRANSIENT)
@@ -436,8 +462,10 @@ def is_transient(error: Exception) -> bool:
 def watched(
     work: Coroutine[Any, Any, None], name: str, on_failure: Callable[[], object]
 ) -> asyncio.Task[None]:
-    """Runs `work` in the background. An error that nobody expected must not go unseen there: it
-    is logged, and `on_failure` ends the waits of those who rely on the task."""
+    """Run `work` in the background. An unexpected error is logged, and `on_failure` then ends the
+    waits that
+    depend on the task.
+    """
 
     def ended(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -450,10 +478,11 @@ def watched(
 
 
 async def end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
-    """Cancels tasks and waits for their end. Their errors have been told elsewhere.
+    """Cancel tasks and wait for their end. Their errors are logged elsewhere.
 
-    Up to Python 3.11 `asyncio.wait_for`, which redis-py uses, loses a cancellation that comes in
-    the moment when it is done; so a task that goes on is cancelled again.
+    Up to Python 3.11, `asyncio.wait_for` (used by redis-py) swallows a cancellation that arrives
+    just as
+    it completes; so a task that continues is cancelled again.
     """
     running = {task for task in tasks if not task.done()}
     while running:
@@ -466,7 +495,7 @@ async def end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
 
 
 def check_version(info: dict[str, Any], server_name: str) -> None:
-    """Looks at the reply to INFO server.
+    """Check the reply to INFO server.
 
     Raises:
         BusError: The server is older than `MIN_VERSION`.
@@ -482,7 +511,7 @@ def check_version(info: dict[str, Any], server_name: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """What the operating system said, in few words. The client's own words name the host."""
+    """Return the operating system's reason in a few words; the client's text repeats the host."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ConnectionRefusedError):

@@ -1,4 +1,4 @@
-"""Entries of streams with few fields, whoever wrote them."""
+"""A limit on the fields of stream entries, which any client may write."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 MOST_FIELDS = 64
-"""Of an entry. Ours have fewer; of others so many are kept, which is enough to refuse them."""
+"""Fields kept per entry. The package's own entries have fewer; more suffice to refuse an entry."""
 
 _OF_STREAMS = ("XREAD", "XREADGROUP")
 _OF_ONE = ("XRANGE", "XREVRANGE")
@@ -17,10 +17,10 @@ Parse = Callable[..., Any]
 
 
 def limit_fields(redis: Redis) -> None:
-    """Have a client keep `MOST_FIELDS` and one more of each entry that it reads.
+    """Make a client keep at most `MOST_FIELDS` + 1 fields of each entry it reads.
 
-    Any client may write an entry of a million fields. To make a dictionary of them takes longer
-    than to read them, and holds up the event loop.
+    Building a dictionary of a million fields takes longer than reading them, and blocks the event
+    loop.
     """
     callbacks: Any = redis.response_callbacks
     for command in (*_OF_STREAMS, *_OF_ONE):

@@ -1,4 +1,4 @@
-"""What a lane remembers of its weights and adapters, on Redis: a key of each for each lane."""
+"""Records of a lane's weights and adapters on Redis: one key each."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Generic, TypeVar
 import msgspec
 
 from ...config.logger import get_logger
-from .client import Commands, execute
+from .client import Commands
 
 T = TypeVar("T")
 
 
 class RedisRecord(Generic[T]):
-    """The `InPlaceRecord` of a lane as one key, which outlives the lane's processes."""
+    """`InPlaceRecord` of a lane as one key, which outlives the lane's processes."""
 
     def __init__(self, key: bytes, kind: type[T], commands: Commands) -> None:
         self._key = key
@@ -21,13 +21,10 @@ class RedisRecord(Generic[T]):
         self._commands = commands
 
     async def put(self, last: T) -> None:
-        redis, body = self._commands.redis, msgspec.json.encode(last)
-        await self._commands.once(lambda: execute(redis, "SET", self._key, body))
+        await self._commands.run("SET", self._key, msgspec.json.encode(last))
 
     async def read(self) -> T | None:
-        redis = self._commands.redis
-        get = lambda: execute(redis, "GET", self._key)  # noqa: E731
-        raw = await self._commands.idempotent("in place", get)
+        raw = await self._commands.retry("in place", "GET", self._key)
         if raw is None:
             return None
         try:

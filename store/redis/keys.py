@@ -1,51 +1,51 @@
-"""The Redis keys, and the fields of their entries. This is the interface for other languages.
+"""Redis keys and the fields of their entries: the interface for other languages.
 
 {prefix}:requests          stream, one entry per request: `json` (a GenerateRequest as a JSON
                            object) or `msgpack` (the same), and optionally `traceparent`,
-                           `tracestate` and `model`, which wins over the request's own
+                           `tracestate` and `model`, which overrides the request's own
 {prefix}:out:{request_id}  stream, the request's outputs in order, ids `<epoch>-<n>`,
                            n counting the entries:
                            `json` (a CompletionChunk, at the end a Completion)
 {prefix}:results           stream, every request's Completion: `json`
-{prefix}:dead              stream of requests that were given up: `json` (a DeadLetter)
-{prefix}:own:{request_id}  the entry that has this request id, while it is in use
+{prefix}:dead              stream of dead letters: `json` (a DeadLetter)
+{prefix}:own:{request_id}  the entry that owns this request id, while it is in use
 {prefix}:epoch             counter
 {prefix}:wake:{id}         stream that interrupts a blocking read; not on a cluster (internal)
-{prefix}:stages            stream, what each process tells of its stages: `json` (StageReports)
+{prefix}:stages            stream, stage reports of each process: `json` (StageReports)
 {prefix}:weights:{lane}    the lane's newest weights: JSON (WeightsInPlace)
 {prefix}:adapters:{lane}   the lane's adapters: JSON (AdaptersInPlace)
-{prefix}:reply:{id}        list, what became of an operation in each lane: JSON (Outcome)
-{prefix}:call:{id}         hash, what a gateway keeps of a call: `record`, and by request id the
-                           entries (`entry:{request_id}`) (internal)
-{prefix}:name:{name}       the call that has this name (internal)
-{prefix}:attended          sorted set, until when each call of a gateway is attended (internal)
-{prefix}:policy            hash, who may do what: `document` and its `version` (internal)
+{prefix}:reply:{id}        list, an operation's outcome in each lane: JSON (Outcome)
+{prefix}:call:{id}         hash, a durable call: `record`, and by request id the entries
+                           (`entry:{request_id}`) (internal)
+{prefix}:name:{name}       the durable call that has this name (internal)
+{prefix}:attended          sorted set, until when each durable call is attached (internal)
+{prefix}:policy            hash, the policy: `document` and its `version` (internal)
 
-In a deployment of several models the requests stream is the entrance, from which each request is
-moved to the stream of its model. Of what is said here for a lane, each model has its own:
+In a deployment of several models, each request moves from the requests stream to its model's own
+stream. Keys of a lane exist per model:
 
-{{prefix}:requests}:of:{model}     stream, the entries of {prefix}:requests for one model, by the
-                                   ids that they had there (internal)
+{{prefix}:requests}:of:{model}     stream, the entries of {prefix}:requests for one model, with the
+                                   same ids (internal)
 {{prefix}:requests}:models         hash, by id: JSON (ModelRecord)
-{{prefix}:requests}:closed         hash, by id why a model takes no requests (internal)
+{{prefix}:requests}:closed         hash, by id the reason why a model accepts no requests (internal)
 {prefix}:stages:{model}            as {prefix}:stages
 
-Here a brace is a brace: a cluster keeps keys of the same tag in one place, and a key without a tag
-where it would keep the tag that says the same.
+The braces below are literal: a cluster keeps keys with the same tag in one slot, and a key without
+a
+tag in the slot of a tag equal to the key.
 
-{{prefix}:requests}:lanes  hash, for each lane when its lease ends and who keeps it (internal)
-{{prefix}:requests}:begun  hash, for each lane how many of its requests have begun, and until when
-                           that counts (internal)
-{{prefix}:requests}:queue_length  how many requests wait to begin; gone when no lane lives
-{{prefix}:limits}:window:{s}:{name} hash, what each gateway has taken from a limit (internal)
-{{prefix}:limits}:held:{name} hash, what each gateway holds of a limit, and until when (internal)
-{{prefix}:limits}:servers  hash, since when each process has counted these (internal)
-{{prefix}:results}:told:{digest} marks an entry whose Completion the results stream has (internal)
+{{prefix}:requests}:lanes  hash, each lane's lease expiry and keeper (internal)
+{{prefix}:requests}:begun  hash, each lane's number of begun requests, and its expiry (internal)
+{{prefix}:requests}:queue_length  requests that have not begun; expires without a live lane
+{{prefix}:limits}:window:{s}:{name} hash, each gateway's usage of a limit (internal)
+{{prefix}:limits}:held:{name} hash, each gateway's holds on a limit, and their expiry (internal)
+{{prefix}:limits}:servers  hash, since when each server process has counted (internal)
+{{prefix}:results}:told:{digest} marks an entry whose Completion is in the results stream (internal)
 {{prefix}:link:{lane}}:{link} stream between two stages (internal): `w` the writer, `m` the message
 
-Every script and transaction names keys of one family only, and so does every read of several
-streams: the requests and who has them; the results stream and its marks; the links of one lane;
-limits; each other key alone.
+Every script, transaction and multi-stream read names keys of one family only: the requests and
+their
+leases; the results stream and its marks; the links of one lane; limits; every other key alone.
 """
 
 from __future__ import annotations
@@ -63,14 +63,17 @@ MESSAGE = b"m"
 
 
 class Keys:
-    """The names of everything below one prefix."""
+    """Key names under one prefix."""
 
     def __init__(self, prefix: str, lane: str = "0", model: str = "") -> None:
-        """`prefix`: of a deployment. `model`: of its models, "" where it has but one. `lane`: the
-        one of these links."""
+        """Args:
+        prefix: Of the deployment.
+        lane: The lane whose links are named.
+        model: One of the deployment's models; "" if it has only one.
+        """
         self._prefix = prefix
         self.model = model
-        # Neither has a colon that could be mistaken: a lane has none, and it comes last.
+        # Unambiguous: a lane's name has no colon, and comes last.
         self._lane_prefix = f"{model}:" if model else ""
         self._lane = lane
         self.entrance = self._key("requests")
@@ -93,28 +96,28 @@ class Keys:
         self.policy = self._key("policy")
 
     def requests_of(self, model: str) -> bytes:
-        """A model's requests stream, in the same place of a cluster as all others."""
+        """Return a model's requests stream; all share one slot of a cluster."""
         return beside(self.entrance, f"of:{model}") if model else self.entrance
 
     def out(self, key: str) -> bytes:
-        """The stream of one request. Any text is a valid key, a lone surrogate too."""
+        """Return a request's output stream. Any text is a valid key, even with a lone surrogate."""
         return self._key(f"out:{key}")
 
     def own(self, key: str) -> bytes:
-        """Whose entry has the key."""
+        """Return the key that holds the owner of a request id."""
         return self._key(f"own:{key}")
 
     def told(self, key: str, entry_id: str) -> bytes:
-        """Marks that an entry's terminal message is in the results stream, for a while.
+        """Return the mark of an entry whose terminal message is in the results stream.
 
         Args:
-            key: Of the stream that it ends.
+            key: Of the stream that the message ends.
         """
         text = f"{len(key)}:{key}{entry_id}".encode("utf-8", "surrogatepass")
         return beside(self.results, f"told:{hashlib.sha1(text).hexdigest()}")
 
     def link(self, name: str, lane: str | None = None) -> bytes:
-        """A link of this lane, or of another."""
+        """Return a link's stream, of this lane or another."""
         lane = self._lane if lane is None else lane
         return beside(self._key(f"link:{self._lane_prefix}{lane}"), name)
 
@@ -128,7 +131,7 @@ class Keys:
         return self._key(f"name:{name}")
 
     def limits_window(self, name: str, window_s: int) -> bytes:
-        """What was taken from a limit; one of another window begins anew."""
+        """Return the usage of a limit; another window has a key of its own."""
         return beside(self._limits, f"window:{window_s}:{name}")
 
     def limits_held(self, name: str) -> bytes:
@@ -142,17 +145,17 @@ class Keys:
 
 
 def beside(key: bytes, name: str) -> bytes:
-    """Another key in the same hash slot of a cluster. `key` has no braces."""
+    """Return another key in the same hash slot. `key` has no braces."""
     return b"{%s}:%s" % (key, name.encode("utf-8", "surrogatepass"))
 
 
 def parse_id(raw: bytes) -> tuple[int, int]:
-    """A stream entry's id as numbers, which compare in the order of the stream."""
+    """Return an entry id as integers, which compare in stream order."""
     milliseconds, _, number = raw.partition(b"-")
     return int(milliseconds), int(number)
 
 
 def id_after(raw: bytes) -> str:
-    """The smallest id above this one."""
+    """Return the smallest id above this one."""
     milliseconds, number = parse_id(raw)
     return f"{milliseconds}-{number + 1}"

@@ -1,6 +1,6 @@
-"""Who may do what, on Redis: a hash of a document and its version.
+"""The policy document on Redis: a hash of the document and its version.
 
-Replaced in a transaction instead of a script, so that a gateway needs no right to run any.
+Replaced in a transaction, not a script, so that a gateway needs no right to run scripts.
 """
 
 from __future__ import annotations
@@ -8,26 +8,24 @@ from __future__ import annotations
 from redis import exceptions
 
 from ..policy import NOTHING, PolicyState, new_version
-from .client import Commands, execute
+from .client import Commands
 from .keys import Keys
 
 _VERSION, _DOCUMENT = b"version", b"document"
 
 
 class RedisPolicyRecord:
-    """The `PolicyRecord` of all gateways below one prefix."""
+    """`PolicyRecord` of all gateways under one prefix."""
 
     def __init__(self, keys: Keys, commands: Commands) -> None:
         self._key = keys.policy
         self._commands = commands
 
     async def read(self, known: str) -> PolicyState | None:
-        redis, key = self._commands.redis, self._key
-        version = await self._commands.once(lambda: execute(redis, "HGET", key, _VERSION))
+        version = await self._commands.run("HGET", self._key, _VERSION)
         if (version or b"").decode() == known:
             return None
-        both = ("HMGET", key, _VERSION, _DOCUMENT)
-        version, document = await self._commands.once(lambda: execute(redis, *both))
+        version, document = await self._commands.run("HMGET", self._key, _VERSION, _DOCUMENT)
         return NOTHING if version is None else PolicyState(version.decode(), document)
 
     async def replace(self, known: str, document: bytes) -> bool:

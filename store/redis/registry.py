@@ -1,7 +1,6 @@
-"""The models of a deployment on Redis: a hash of records, and one of those that take no requests.
+"""The model registry on Redis: a hash of records, and a hash of models that accept no requests.
 
-Both are in one place with all requests streams, so that a request and the word that its model takes
-no more of them can't miss each other.
+Both share the slot of all requests streams, so that publishing and closing a model are atomic.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import msgspec
 
 from ...config.logger import get_logger
 from ..registry import ModelRecord, Records, Traffic
-from .client import Commands, execute
+from .client import Commands
 from .keys import Keys, parse_id
 
 _PUT = """
@@ -25,7 +24,7 @@ end
 return redis.status_reply('OK')
 """
 
-# Of what is no part of the deployment any more somebody may still think that it is.
+# Clients may still believe that a removed model is part of the deployment.
 _REMOVE = """
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[1], 'removed')
@@ -47,21 +46,20 @@ return rows
 
 
 class RedisModelRegistry:
-    """The `ModelRegistry` as a hash, which outlives the processes of the deployment."""
+    """`ModelRegistry` as a hash, which outlives the deployment's processes."""
 
     def __init__(self, keys: Keys, commands: Commands) -> None:
         self._keys = keys
         self._commands = commands
 
     async def read(self) -> Records:
-        redis, key = self._commands.redis, self._keys.models
-        found = await self._commands.once(lambda: execute(redis, "HGETALL", key))
+        found = await self._commands.run("HGETALL", self._keys.models)
         records: Records = {}
         for name, raw in sorted(found.items()):
             try:
                 records[name.decode()] = msgspec.json.decode(raw, type=ModelRecord)
             except (ValueError, RecursionError) as error:
-                # As of a process of another version, while one is being replaced by the other.
+                # Written by another version during a rolling upgrade.
                 get_logger().warning("bus.undecodable_entry", stream="models", error=str(error))
         return records
 
@@ -75,11 +73,10 @@ class RedisModelRegistry:
     async def traffic(self, models: Sequence[str]) -> list[Traffic]:
         if not models:
             return []
-        redis, keys = self._commands.redis, [self._keys.requests_of(model) for model in models]
-        command = ("EVAL", _TRAFFIC, len(keys), *keys)
-        rows = await self._commands.once(lambda: execute(redis, *command))
+        keys = [self._keys.requests_of(model) for model in models]
+        rows = await self._commands.run("EVAL", _TRAFFIC, len(keys), *keys)
         return [Traffic(int(length), parse_id(last)[0]) for length, last in rows]
 
     async def _eval(self, script: str, *arguments: str | bytes) -> None:
-        redis, keys = self._commands.redis, (self._keys.models, self._keys.closed)
-        await self._commands.once(lambda: execute(redis, "EVAL", script, 2, *keys, *arguments))
+        keys = (self._keys.models, self._keys.closed)
+        await self._commands.run("EVAL", script, 2, *keys, *arguments)

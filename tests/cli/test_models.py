@@ -80,7 +80,7 @@ def test_models_as_json_have_their_numbers(run: Run) -> None:
 
 @pytest.mark.parametrize("command", ["load", "unload", "remove"])
 def test_nobody_loads_where_there_is_no_manager(run: Run, command: str) -> None:
-    refused(run("models", command, "a"), "nobody loads and unloads models here")
+    refused(run("models", command, "a"), "no process loads and unloads models here")
 
 
 def test_what_can_not_be_meant(run: Run) -> None:
@@ -122,7 +122,7 @@ OPERATIONS = [["pause"], ["resume"], ["flush-cache"], ["weights", "version"]]
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=" ".join)
 def test_an_operation_is_done_to_one_model(run: Run, operation: list[str]) -> None:
-    refused(run(*operation), "for which of them this is: a, b, off")
+    refused(run(*operation), "name one of them: a, b, off")
     assert run(*operation, "--model", "b").status == 0
     refused(run(*operation, "--model", "bb"), "there is no model 'bb' here", "did you mean 'b'")
     if operation == ["pause"]:
@@ -132,7 +132,7 @@ def test_an_operation_is_done_to_one_model(run: Run, operation: list[str]) -> No
 def test_fairness_is_shown_of_all_and_set_of_one(run: Run) -> None:
     shown = json.loads(run("fairness", "show", "--json").stdout)
     assert sorted(shown) == ["a:0", "b:0"]
-    refused(run("fairness", "set", "aging_s=3"), "for which of them this is")
+    refused(run("fairness", "set", "aging_s=3"), "name one of them")
     assert run("fairness", "set", "aging_s=3", "--model", "b").status == 0
     end = time.monotonic() + LIMIT_S
     while json.loads(run("fairness", "show", "--json").stdout)["b:0"]["aging_s"] != 3:

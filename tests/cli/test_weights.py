@@ -76,7 +76,7 @@ def test_a_checkpoint_folder_and_back(
     ],
 )
 def test_a_lane_that_is_not_there(run: Run, on_served: Config, command: tuple[str, ...]) -> None:
-    assert_refused(run(*command, "--lane", "b"), "no lane 'b' lives here; those that do: 0")
+    assert_refused(run(*command, "--lane", "b"), "no lane 'b' lives here; living lanes: 0")
 
 
 def test_only_one_lane(run: Run, on_served: Config) -> None:

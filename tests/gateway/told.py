@@ -28,7 +28,7 @@ class Told:
 
     def values(self, instrument: Instrument) -> ByLabels:
         """By labels, what was recorded for an instrument; gauges as they are now."""
-        self.measures.tell()
+        self.measures.update_gauges()
         return self._measured.values(instrument)
 
     def refused(self) -> dict[str, float]:

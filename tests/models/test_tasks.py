@@ -24,7 +24,7 @@ KINDS = kinds_of(*tasks.TASKS, *tasks.TOOL_TASKS, *tasks.TALK_TASKS)
 def drawn(task: str, form: tasks.Form, count: int, split: tasks.Split) -> Iterator[tasks.Example]:
     rng = random.Random(f"{task} {form}")
     for _ in range(count):
-        yield tasks.draw(task, split, rng, chat=form == "chat", thinking=form == "thinking")
+        yield tasks.draw(task, form, split, rng)
 
 
 @pytest.mark.parametrize(("task", "form"), KINDS)
@@ -115,7 +115,7 @@ def test_quoted_sums_are_in_no_held_out_evaluation() -> None:
 
 def test_tools_are_no_task_for_completions() -> None:
     with pytest.raises(ValueError, match="call is not a task for completions"):
-        tasks.draw("call", "train", random.Random(1))
+        tasks.draw("call", "plain", "train", random.Random(1))
 
 
 def packer(tokenizer: Any) -> Packer:

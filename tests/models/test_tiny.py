@@ -11,7 +11,7 @@ import torch
 
 from nano_inference.cli.chat import DEMO_QUESTIONS
 from nano_inference.models import talk, tasks
-from nano_inference.models.evaluation import distinct, evaluate
+from nano_inference.models.evaluation import evaluate
 from nano_inference.models.examples import messages_of, tools_of
 from nano_inference.models.tokenizer import chat_text
 
@@ -49,13 +49,13 @@ def model(folder: Path) -> Any:
 def test_held_out_prompts(
     task: str, form: tasks.Form, count: int, least: int, model: Any, tokenizer: Any
 ) -> None:
-    examples = distinct((task, form), "heldout", count, seed=1)
+    examples = tasks.distinct(task, form, "heldout", count, seed=1)
     assert evaluate(model, tokenizer, examples) >= least * len(examples) / count
 
 
 @pytest.mark.parametrize("task", ["add2", "sub2"])
 def test_two_digits_are_half_learnt(task: str, model: Any, tokenizer: Any) -> None:
-    right = evaluate(model, tokenizer, distinct((task, "plain"), "heldout", 100, seed=1))
+    right = evaluate(model, tokenizer, tasks.distinct(task, "plain", "heldout", 100, seed=1))
     assert 40 <= right <= 80
 
 
@@ -142,7 +142,7 @@ def test_a_whole_conversation_with_tools(model: Any, tokenizer: Any) -> None:
 def test_a_held_out_answer_parses_into_what_was_asked(model: Any, tokenizer: Any) -> None:
     """The template's calls are the ones that the model was taught to write."""
     parsed = 0
-    for example in distinct(("call", "chat"), "heldout", 8, seed=2):
+    for example in tasks.distinct("call", "chat", "heldout", 8, seed=2):
         prompt = chat_text(tokenizer, messages_of(example), tools_of(example))
         wanted = tokenizer.parse_response(example.answer, prefix=prompt)
         answer = answer_of(model, tokenizer, prompt)

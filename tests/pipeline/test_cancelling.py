@@ -11,7 +11,7 @@ from nano_inference.bus import open_bus
 from nano_inference.config import BusConfig
 from nano_inference.pipeline import cancellations
 from nano_inference.pipeline.client import BusClient
-from nano_inference.pipeline.operators import Looks
+from nano_inference.pipeline.stage_control import SharedCall
 
 LIMIT_S = 30
 
@@ -28,23 +28,23 @@ async def test_a_thousand_who_look_at_once_cost_two_looks() -> None:
         await go.wait()
         return number
 
-    looks = Looks(look)
-    first = asyncio.create_task(looks.take())
+    looks = SharedCall(look)
+    first = asyncio.create_task(looks.result())
     await started.wait()
     # What the first one sees may be older than their question.
-    others = [asyncio.create_task(looks.take()) for _ in range(1000)]
+    others = [asyncio.create_task(looks.result()) for _ in range(1000)]
     await asyncio.sleep(0)
     go.set()
     async with asyncio.timeout(LIMIT_S):
         assert await first == 1
         assert set(await asyncio.gather(*others)) == {2}
-        assert await looks.take() == 3
+        assert await looks.result() == 3
 
 
 async def test_who_leaves_takes_nobody_elses_look_along() -> None:
     go = asyncio.Event()
-    looks = Looks(go.wait)
-    impatient, patient = (asyncio.create_task(looks.take()) for _ in range(2))
+    looks = SharedCall(go.wait)
+    impatient, patient = (asyncio.create_task(looks.result()) for _ in range(2))
     await asyncio.sleep(0)
     impatient.cancel()
     await asyncio.sleep(0)

@@ -113,7 +113,7 @@ async def test_who_operates_says_on_which_model(bus_config: BusConfig) -> None:
             client.update_fairness(FairnessConfig()),
             client.cancel_all(),
         ):
-            with pytest.raises(BusError, match="for which of them this is: a, b") as refused:
+            with pytest.raises(BusError, match="name one of them: a, b") as refused:
                 await attempt
             assert refused.value.code == "model_required"
 

@@ -20,7 +20,7 @@ from nano_inference import (
 )
 from nano_inference.bus.weights import InFlight
 from nano_inference.config import AdapterError, PoolingKind
-from nano_inference.pipeline.engine_requests import Wanted
+from nano_inference.pipeline.engine_requests import make_request
 
 from ..stages.executor.encoders import vector_of
 from ..stages.executor.models import make_model
@@ -215,7 +215,7 @@ def test_a_vector_is_of_one_version_of_an_adapter(folder: Path) -> None:
         engine.load_adapter("a", folder / "two")
         wanted = engine.embed([PROMPT], pooling="mean", adapter="a")
         engine.load_adapter("a", folder / "one")
-        engine._queue("v", None, Wanted(PROMPT, None, embed=embed, adapter="a"))
+        engine._queue("v", None, make_request(PROMPT, embed=embed, adapter="a"))
         assert engine.step() == []
         engine.load_adapter("a", folder / "two")
         samples: list[TrainingSample] = []

@@ -44,7 +44,7 @@ def test_nobody_there() -> None:
             lane(batching={"state": "waiting", "reason": "the executor is not ready"}),
             "batching is waiting: the executor is not ready",
         ),
-        (lane(executor={"age_s": 6.1}), "executor was last heard of 6 s ago"),
+        (lane(executor={"age_s": 6.1}), "executor reported last 6 s ago"),
         (
             lane(executor={"process_state": "stopped", "pid": 7}),
             "executor is stopped; continue it with `kill -CONT 7`",

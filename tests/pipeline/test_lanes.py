@@ -75,8 +75,8 @@ def is_ready(pipeline: Pipeline) -> bool:
 
 async def kill(pipeline: Pipeline) -> None:
     """Ends a pipeline without a word to anybody, as a lost machine does."""
-    pipeline._house.cancel()
-    await asyncio.wait({pipeline._house})
+    pipeline._stages_task.cancel()
+    await asyncio.wait({pipeline._stages_task})
     await pipeline._heart.last_word()
     await pipeline.bus.aclose()
 

@@ -258,7 +258,7 @@ async def test_what_has_waited_for_the_bus_overwrites_nothing_newer(
             written.append(record.state)
 
     registry = Registry()
-    bus: Any = SimpleNamespace(models=registry, of_model=lambda name: None)
+    bus: Any = SimpleNamespace(store=SimpleNamespace(models=registry), of_model=lambda name: None)
     monkeypatch.setattr(managed_model, "_RETRY_S", 0.01)
     monkeypatch.setattr(managed_model, "memory_of", lambda pids: 7)
     spec = model("a")

@@ -75,7 +75,7 @@ async def test_who_asks_for_no_model_here_gets_one_answer_in_both_streams(
         ended = await client.bus.results.tail()
         for name, code, words in (
             ("caht", "unknown_model", "did you mean 'chat'"),
-            ("off", "model_not_loaded", "it is unloaded; load it, or ask for another"),
+            ("off", "model_not_loaded", "it is unloaded; load it, or choose another"),
         ):
             answer = await client.complete({**GREEDY, "model": name, "request_id": name})
             assert answer.error is not None

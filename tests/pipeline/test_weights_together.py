@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nano_inference import BusClient, Pipeline, WeightsError
 from nano_inference.bus import weights as handoff
-from nano_inference.bus.control import FinishUpdate
+from nano_inference.bus.control import FinishUpdate, UpdateWeights
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusError
 from nano_inference.pipeline import client as client_module
@@ -344,13 +344,13 @@ async def test_prepared_weights_are_dropped_when_nobody_asks_for_them(
 ) -> None:
     """Their sender is gone without a word."""
     key = handoff.lay_down("theirs", oracle.announcing(loaded, 1))
-    prepare = client_module.UpdateWeights(key, timeout_s=0.3, prepare_as="theirs")
-    operators = several.client._operators
-    executors = await operators.everyone("executor")
-    await operators.ask("executor", prepare, LIMIT_S, executors)
+    prepare = UpdateWeights(key, timeout_s=0.3, prepare_as="theirs")
+    operators = several.client._control
+    executors = await operators.recipients("executor")
+    await operators.request("executor", prepare, LIMIT_S, executors)
     handoff.pick_up("theirs")
     await until(lambda: not any(update.core.prepared for update in several.updates))
-    late = await operators.ask("executor", FinishUpdate("theirs", 1), LIMIT_S, executors)
+    late = await operators.request("executor", FinishUpdate("theirs", 1), LIMIT_S, executors)
     assert [outcome.code for outcome in late] == ["weights_incomplete"] * 2
     assert await several.client.update_weights(oracle.announcing(loaded, 1)) == 1
 

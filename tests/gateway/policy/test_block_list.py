@@ -14,11 +14,11 @@ from nano_inference.config import RequestError
 from nano_inference.gateway.policy.block_list import (
     LONGEST_SEGMENT,
     BlockList,
-    Folding,
+    Normaliser,
     Scanner,
-    _joins,
+    _begins_joining,
     context_chars,
-    fold,
+    normalise,
 )
 
 # Letters that fold to others, to several or to nothing; marks; Hangul's parts; what makes words.
@@ -36,22 +36,24 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 
 def expected(block_list: BlockList, text: str) -> int | None:
     """Where the first match begins, without any cleverness."""
-    folding = Folding()
-    folded, origins = folding.push(text)
-    rest, more = folding.finish()
-    folded, origins = folded + rest, origins + more
-    for begin in range(len(folded)):
-        if block_list.find(folded, begin, begin + 1) is not None:
+    normaliser = Normaliser()
+    normalised, origins = normaliser.push(text)
+    rest, more = normaliser.finish()
+    normalised, origins = normalised + rest, origins + more
+    for begin in range(len(normalised)):
+        if block_list.find(normalised, begin, begin + 1) is not None:
             return origins[begin]
     return None
 
 
 @given(TEXTS, CUTS)
-def test_folding_does_not_depend_on_the_pieces(text: str, cuts: list[int]) -> None:
-    whole, folding = Folding(), Folding()
-    told = [folding.push(piece) for piece in pieces_of(text, cuts)] + [folding.finish()]
+def test_normalising_does_not_depend_on_the_pieces(text: str, cuts: list[int]) -> None:
+    whole, normaliser = Normaliser(), Normaliser()
+    told = [normaliser.push(piece) for piece in pieces_of(text, cuts)] + [normaliser.finish()]
     once = [whole.push(text), whole.finish()]
-    assert "".join(folded for folded, _ in told) == "".join(folded for folded, _ in once)
+    assert "".join(normalised for normalised, _ in told) == "".join(
+        normalised for normalised, _ in once
+    )
     assert [each for _, origins in told for each in origins] == [
         each for _, origins in once for each in origins
     ]
@@ -61,22 +63,22 @@ def test_folding_does_not_depend_on_the_pieces(text: str, cuts: list[int]) -> No
 @example("\u03b1\u0345\u0301")
 @example("\u0345\uff9e")
 def test_what_is_folded_is_in_no_other_form(text: str) -> None:
-    folded = fold(text)
-    assert unicodedata.is_normalized("NFC", folded)
-    assert fold(folded) == folded
+    normalised = normalise(text)
+    assert unicodedata.is_normalized("NFC", normalised)
+    assert normalise(normalised) == normalised
     for form in ("NFC", "NFD", "NFKC", "NFKD"):
-        assert fold(unicodedata.normalize(form, text)) == folded
+        assert normalise(unicodedata.normalize(form, text)) == normalised
 
 
 def test_nothing_is_composed_or_put_in_order_across_a_beginning() -> None:
     for character in map(chr, range(sys.maxunicode + 1)):
         if unicodedata.combining(character):
-            assert _joins(character)
+            assert _begins_joining(character)
         if not unicodedata.decomposition(character):
             continue
         parts = unicodedata.normalize("NFD", character)
         if len(parts) > 1 and unicodedata.normalize("NFC", parts) == character:
-            assert all(map(_joins, parts[1:])), hex(ord(character))
+            assert all(map(_begins_joining, parts[1:])), hex(ord(character))
 
 
 @pytest.mark.parametrize(
@@ -104,13 +106,13 @@ def test_literals_are_folded_too(literal: str, text: str) -> None:
 
 def test_very_many_marks_cost_no_square() -> None:
     marks = "\u0300\u0323" * 200_000
-    assert len(fold("a" + marks)) >= len(marks)
-    folding = Folding()
-    assert len(folding.push("a" + "\u0300" * 500)[0]) >= 500 - LONGEST_SEGMENT
+    assert len(normalise("a" + marks)) >= len(marks)
+    normaliser = Normaliser()
+    assert len(normaliser.push("a" + "\u0300" * 500)[0]) >= 500 - LONGEST_SEGMENT
 
 
 def test_half_of_a_pair_is_no_text() -> None:
-    assert fold("a\ud800B") == "a\ufffdb"
+    assert normalise("a\ud800B") == "a\ufffdb"
 
 
 @given(TEXTS, CUTS)

@@ -11,7 +11,7 @@ from nano_inference import Gateway, Pipeline
 from nano_inference.config import load_config
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.backend import open_backend
-from nano_inference.gateway.policy.block_list import fold
+from nano_inference.gateway.policy.block_list import normalise
 from nano_inference.gateway.policy.store import PolicyStore
 
 from .conftest import bearer
@@ -45,7 +45,7 @@ async def test_an_answer_ends_before_what_is_blocked_and_so_does_its_request() -
         ):
             whole = text_of(told(await http.post(path, json=BODY | {"max_tokens": 100})))
         literal = whole[60:72].swapcase()
-        at = fold(whole).index(fold(literal))
+        at = normalise(whole).index(normalise(literal))
         await administration.set_guardrails({"literals": [literal]})
         async with (
             Gateway(pipeline.client, config) as gateway,

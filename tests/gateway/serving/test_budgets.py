@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from nano_inference.config import Config, GatewayConfig
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server import connections
-from nano_inference.gateway.server.calls import Arrival
+from nano_inference.gateway.server.calls import ObservedCall
 from nano_inference.gateway.serving.account import Account
 from nano_inference.gateway.serving.origin import BUDGET_HEADER, MAX_BUDGET_MS
 from nano_inference.telemetry import TraceContext, now_ns
@@ -30,7 +30,7 @@ async def arriving(engine: FakeEngine, ago_ns: int) -> AsyncIterator[httpx.Async
     app: ASGIApp = make_app(engine, Config())
 
     async def arrived(scope: Scope, receive: Receive, send: Send) -> None:
-        arrival = Arrival(now_ns() - ago_ns, TraceContext(), Account())
+        arrival = ObservedCall(now_ns() - ago_ns, TraceContext(), Account())
         await app({**scope, "state": {"arrival": arrival}}, receive, send)
 
     transport = httpx.ASGITransport(arrived)

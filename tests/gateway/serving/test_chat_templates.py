@@ -36,6 +36,8 @@ ENDLESS_IN_MACRO = (
     "{{ all(a) }}{% endfor %}"
 )
 
+SLOW_C_CALL = "{{ 7 ** 100000000 % 2 }}"
+
 
 async def _length() -> int:
     return 100
@@ -92,16 +94,17 @@ async def test_no_template(model: Model) -> None:
         ("{% for %}", "invalid_messages"),
         ("{{ messages.__class__.__mro__ }}", "invalid_messages"),
         ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "chat_template_failed"),
+        ("{{ 'x' * 10 ** 11 }}", "chat_template_failed"),
     ],
 )
 async def test_a_template_that_fails(model: Model, template: str, code: str) -> None:
     assert await refused(model.with_template(template)) == code
 
 
-@pytest.mark.parametrize("template", [ENDLESS, ENDLESS_IN_MACRO])
+@pytest.mark.parametrize("template", [ENDLESS, ENDLESS_IN_MACRO, SLOW_C_CALL])
 async def test_a_template_without_end_is_stopped(model: Model, template: str) -> None:
     templates = model.with_template(template, timeout_s=0.2)
-    # Both of its threads are free again, however often it is called.
+    # Its workers are free again, however often it is called.
     codes = [await refused(templates) for _ in range(3)]
     assert codes == ["chat_template_failed"] * 3
 

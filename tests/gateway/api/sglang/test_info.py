@@ -85,7 +85,7 @@ async def test_health_generate_asks_a_model_that_only_embeds_for_a_vector(
 
 async def test_health_generate_does_not_wait_for_ever(engine: FakeEngine) -> None:
     engine.outputs = lambda request: []
-    engine.why_not = "batching was last heard of 9 s ago"
+    engine.why_not = "batching reported last 9 s ago"
     config = load_config(env={}, overrides={"gateway.health_timeout_s": 0.01})
     transport = httpx.ASGITransport(make_app(engine, config))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:

@@ -15,6 +15,11 @@ from nano_inference.gateway.app import make_app
 from .fake import FakeEngine
 
 
+def client_of(app: Any) -> httpx.AsyncClient:
+    """A client of an application, to be entered."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
+
+
 @pytest.fixture
 def engine() -> FakeEngine:
     return FakeEngine()
@@ -37,12 +42,8 @@ async def connected(engine: FakeEngine, config: Config) -> AsyncIterator[dict[st
 
 @pytest.fixture
 async def http(engine: FakeEngine, config: Config) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(make_app(engine, config))
-    async with httpx.AsyncClient(
-        transport=transport,
-        base_url="http://127.0.0.1",
-        headers={"Content-Type": "application/json"},
-    ) as client:
+    async with client_of(make_app(engine, config)) as client:
+        client.headers["Content-Type"] = "application/json"
         yield client
 
 
@@ -50,7 +51,5 @@ async def http(engine: FakeEngine, config: Config) -> AsyncIterator[httpx.AsyncC
 async def other(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
     """Another gateway on the same bus."""
     app = make_app(engine, load_config(env={}))
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
-    ) as client:
+    async with client_of(app) as client:
         yield client

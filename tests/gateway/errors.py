@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 
 
@@ -13,3 +15,10 @@ def error_of(response: httpx.Response, status: int) -> str:
     assert error["message"]
     assert (error["type"] == "server_error") == (status >= 500)
     return str(error["code"])
+
+
+def invalid(
+    param: str, code: str = "invalid_request", **fields: Any
+) -> tuple[dict[str, Any], str, str]:
+    """Fields of a body, with the code and the param of the error that refuses them."""
+    return fields, code, param

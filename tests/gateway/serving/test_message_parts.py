@@ -9,7 +9,7 @@ from nano_inference.bus.messages import RowFinish
 from nano_inference.bus.public import CompletionChunk, CompletionSample, GenerateRequest, Output
 from nano_inference.gateway.policy.block_list import BlockList
 from nano_inference.gateway.policy.held_outputs import HeldOutputs
-from nano_inference.gateway.serving.message_parts import MessageParts, NewParts, Record
+from nano_inference.gateway.serving.message_parts import MessageParts, NewParts, ReadToken
 from nano_inference.text.messages import Delta, MessageFormat, Reading
 
 from ..fake import completion
@@ -99,7 +99,7 @@ def test_a_token_is_told_when_its_text_is_certain_and_not_before(
 ) -> None:
     made = make(token_ids, stop, end)
     parts = MessageParts(WORDS, made.sampling, None, None, "seed")
-    certain, records = "", list[Record]()
+    certain, records = "", list[ReadToken]()
     for taken, chunk in enumerate(made.chunks[:-1], 1):
         records += parts.add(chunk).records
         certain += chunk.text

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from httpx import AsyncClient, Response
 
 from nano_inference.config import BusError, Config, load_config
 from nano_inference.gateway.api.openai.responses import running
@@ -18,6 +19,7 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving.lane_state import Readiness
 
 from ... import by_hand
+from ...conftest import client_of
 from ...fake import FakeEngine, refused
 from ...made import TEXTS, interleaved, whole
 from .going import Going
@@ -50,24 +52,24 @@ class House:
         await self.kept.aclose()
 
     @asynccontextmanager
-    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+    async def client(self) -> AsyncIterator[AsyncClient]:
         transport = httpx.ASGITransport(self.app)
         async with (
             asyncio.timeout(LIMIT_S),
-            httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
+            AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
         ):
             yield client
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def serving(engine: FakeEngine, **settings: Any) -> AsyncIterator[AsyncClient]:
     house = House(engine, **settings)
     async with house.client() as client:
         yield client
     await house.aclose()
 
 
-async def begun(http: httpx.AsyncClient, **more: Any) -> str:
+async def begun(http: AsyncClient, **more: Any) -> str:
     """One in the background; where it is."""
     answer = await http.post(PATH, json=BODY | more)
     assert answer.status_code == 200, answer.text
@@ -76,7 +78,7 @@ async def begun(http: httpx.AsyncClient, **more: Any) -> str:
     return f"{PATH}/{told['id']}"
 
 
-async def status(http: httpx.AsyncClient, where: str, *wanted: str) -> dict[str, Any]:
+async def status(http: AsyncClient, where: str, *wanted: str) -> dict[str, Any]:
     """What it is when it has one of these statuses."""
     while True:
         found: dict[str, Any] = (await http.get(where)).json()
@@ -111,7 +113,7 @@ async def test_a_stream_of_one_may_be_left(engine: FakeEngine) -> None:
 
         await by_hand.post(house.app, PATH, BODY | {"stream": True}, send, left)
         assert engine.names == []
-        answer = httpx.Response(
+        answer = Response(
             200, content=b"".join(parts), headers={"content-type": "text/event-stream"}
         )
         events = response_events(answer)
@@ -324,8 +326,7 @@ async def test_a_gateway_that_is_to_stop_takes_none(engine: FakeEngine) -> None:
     readiness = Readiness(engine)  # type: ignore[arg-type]
     app = make_app(engine, load_config(env={}), None, readiness)  # type: ignore[arg-type]
     readiness.draining = True
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with client_of(app) as http:
         for _ in range(2):
             answer = await http.post(PATH, json=BODY, headers=KEY)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
-import httpx
 import msgspec
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.bus.public import Completion, GenerateRequest, Output
 from nano_inference.config import Config, load_config
@@ -18,6 +18,7 @@ from nano_inference.gateway.serving.samples import MOST_UNSENT
 from nano_inference.telemetry import TraceContext
 
 from ... import by_hand
+from ...conftest import client_of
 from ...fake import FakeEngine, completion
 from ...made import chunk, interleaved, told
 from .streamed import Told, events, stream_of
@@ -69,8 +70,8 @@ def config() -> Config:
 @pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("POST", "/cancel")])
 @pytest.mark.parametrize("prompts", ["a", ["a", "b", "c"]])
 async def test_a_call_is_ended_at_any_gateway(
-    http: httpx.AsyncClient,
-    other: httpx.AsyncClient,
+    http: AsyncClient,
+    other: AsyncClient,
     engine: FakeEngine,
     method: str,
     path: str,
@@ -101,9 +102,7 @@ async def test_a_call_is_ended_at_any_gateway(
 
 
 @pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("POST", "/cancel")])
-async def test_nobody_knows_a_call_of_another_id(
-    http: httpx.AsyncClient, method: str, path: str
-) -> None:
+async def test_nobody_knows_a_call_of_another_id(http: AsyncClient, method: str, path: str) -> None:
     answer = await http.request(method, f"/v1/streams/cmpl-0{path}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
 
@@ -150,10 +149,7 @@ async def test_what_a_client_does_not_read_waits_on_the_bus(
             await engine.until(lambda: len(engine.requests) == 1)
             await anyio.wait_all_tasks_blocked()
             assert MOST_UNSENT <= engine.taken <= MOST_UNSENT + 2
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(
-                transport=transport, base_url="http://127.0.0.1"
-            ) as another:
+            async with client_of(app) as another:
                 answer = await another.post(COMPLETIONS, json=TEXT, headers={"X-Tenant": "other"})
                 assert len(events(answer)) > 0
             assert engine.taken <= MOST_UNSENT + 2

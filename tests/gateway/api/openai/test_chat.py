@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.config import Config
 from nano_inference.gateway.serving.words import LazyWords
@@ -18,7 +18,7 @@ PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "How much is 6 + 6?"}]
 
 
-async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+async def posted(http: AsyncClient, **fields: Any) -> dict[str, Any]:
     """The answer to a conversation."""
     answer = await http.post(PATH, json={"messages": HELLO} | fields)
     assert answer.status_code == 200, answer.text
@@ -26,14 +26,14 @@ async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
     return found
 
 
-async def prompt_of(http: httpx.AsyncClient, engine: FakeEngine, **fields: Any) -> str:
+async def prompt_of(http: AsyncClient, engine: FakeEngine, **fields: Any) -> str:
     """The text that the engine is asked to continue."""
     await posted(http, **fields)
     words = await LazyWords(Config().engine.model_folder).get()
     return words.text(engine.requests[-1].prompt_token_ids or (), skip_special=False)
 
 
-async def test_an_answer_has_what_openai_s_has(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_an_answer_has_what_openai_s_has(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = await posted(http, model="tiny")
     assert answer["id"].startswith("chatcmpl-")
@@ -58,7 +58,7 @@ async def test_an_answer_has_what_openai_s_has(http: httpx.AsyncClient, engine: 
 
 
 async def test_what_was_cached_for_all_choices_is_not_more_than_the_prompt(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = whole
     usage = (await posted(http, n=3))["usage"]
@@ -67,7 +67,7 @@ async def test_what_was_cached_for_all_choices_is_not_more_than_the_prompt(
 
 
 async def test_messages_go_through_the_model_s_template(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     messages = [
         {"role": "system", "content": "S"},
@@ -84,27 +84,25 @@ async def test_messages_go_through_the_model_s_template(
 
 
 async def test_a_developer_is_the_system_to_a_template_that_knows_none(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     prompt = await prompt_of(http, engine, messages=[{"role": "developer", "content": "D"}])
     assert prompt.startswith("<|im_start|>system\nD")
 
 
-async def test_the_last_message_is_continued(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_the_last_message_is_continued(http: AsyncClient, engine: FakeEngine) -> None:
     messages = [*HELLO, {"role": "assistant", "content": "It is"}]
     prompt = await prompt_of(http, engine, messages=messages, continue_final_message=True)
     assert prompt.endswith("<|im_start|>assistant\nIt is")
 
 
-async def test_no_turn_is_begun_when_nobody_wants_it(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_no_turn_is_begun_when_nobody_wants_it(http: AsyncClient, engine: FakeEngine) -> None:
     prompt = await prompt_of(http, engine, add_generation_prompt=False)
     assert prompt.endswith("<|im_end|>\n")
 
 
 async def test_as_many_tokens_as_the_model_s_length_leaves(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     await posted(http)
     await posted(http, max_tokens=3)
@@ -115,7 +113,7 @@ async def test_as_many_tokens_as_the_model_s_length_leaves(
 
 @pytest.mark.parametrize("top", [None, 0, 2])
 async def test_logprobs_with_and_without_the_likeliest(
-    http: httpx.AsyncClient, engine: FakeEngine, top: int | None
+    http: AsyncClient, engine: FakeEngine, top: int | None
 ) -> None:
     engine.outputs = whole
     answer = await posted(http, logprobs=True, top_logprobs=top)
@@ -130,7 +128,7 @@ async def test_logprobs_with_and_without_the_likeliest(
 
 
 async def test_tokens_are_named_by_their_ids_when_that_is_asked_for(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = whole
     answer = await posted(http, logprobs=True, return_tokens_as_token_ids=True)
@@ -139,7 +137,7 @@ async def test_tokens_are_named_by_their_ids_when_that_is_asked_for(
 
 
 async def test_tokens_versions_and_scores_of_the_prompt(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = whole
     answer = await posted(
@@ -165,7 +163,7 @@ async def test_tokens_versions_and_scores_of_the_prompt(
 
 
 async def test_one_that_somebody_ended_has_what_was_made(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = lambda request: [
         completion(request, told(request, 0, "abort"), status="cancelled")
@@ -175,7 +173,7 @@ async def test_one_that_somebody_ended_has_what_was_made(
     assert choice["message"]["content"] == "".join(TEXTS)
 
 
-async def test_lower_priorities_are_earlier(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_lower_priorities_are_earlier(http: AsyncClient, engine: FakeEngine) -> None:
     await posted(http, priority=7)
     assert [request.priority for request in engine.requests] == [-7]
 
@@ -196,7 +194,7 @@ async def test_lower_priorities_are_earlier(http: httpx.AsyncClient, engine: Fak
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_the_engine_refuses_is_told_in_openai_s_words(
-    http: httpx.AsyncClient,
+    http: AsyncClient,
     engine: FakeEngine,
     code: str,
     status: int,

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.gateway.api.openai import records
 from nano_inference.gateway.api.openai.records import keyed
@@ -25,8 +26,8 @@ KEY = {"Idempotency-Key": "k-1", "X-Tenant": "me"}
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETIONS, TEXT)])
 async def test_the_same_call_is_made_once(
-    http: httpx.AsyncClient,
-    other: httpx.AsyncClient,
+    http: AsyncClient,
+    other: AsyncClient,
     engine: FakeEngine,
     path: str,
     body: dict[str, Any],
@@ -46,7 +47,7 @@ async def test_the_same_call_is_made_once(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_two_at_once_are_one(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine, stream: bool
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine, stream: bool
 ) -> None:
     """Both at different gateways, and while the first one still runs."""
     go, followed = asyncio.Event(), asyncio.Semaphore(0)
@@ -86,7 +87,7 @@ async def test_two_at_once_are_one(
     ],
 )
 async def test_a_key_belongs_to_one_body(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
     engine.outputs = whole
     assert (await http.post(COMPLETIONS, json=TEXT, headers=KEY)).status_code == 200
@@ -95,7 +96,7 @@ async def test_a_key_belongs_to_one_body(
     assert answer.json()["error"]["code"] == "idempotency_key_reused"
 
 
-async def test_a_key_is_its_tenants(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_a_key_is_its_tenants(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     ids = set()
     for tenant in ("me", "other"):
@@ -105,7 +106,7 @@ async def test_a_key_is_its_tenants(http: httpx.AsyncClient, engine: FakeEngine)
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "a b", "caf\xe9", "\t"])
-async def test_keys_are_bounded(http: httpx.AsyncClient, engine: FakeEngine, key: str) -> None:
+async def test_keys_are_bounded(http: AsyncClient, engine: FakeEngine, key: str) -> None:
     headers = [("Idempotency-Key", key.encode("latin-1"))]
     answer = await http.post(COMPLETIONS, json=TEXT, headers=headers)
     assert (answer.status_code, engine.requests) == (400, [])
@@ -115,7 +116,7 @@ async def test_keys_are_bounded(http: httpx.AsyncClient, engine: FakeEngine, key
 
 
 async def test_what_was_refused_before_it_ran_may_be_sent_again(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = whole
     late = await http.post(COMPLETIONS, json=TEXT, headers=KEY | {"X-Budget-Ms": "0"})
@@ -125,7 +126,7 @@ async def test_what_was_refused_before_it_ran_may_be_sent_again(
 
 
 async def test_an_error_of_the_engine_is_the_answer_to_the_next_one_as_well(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = refused("lane_failed")
     answers = [await http.post(COMPLETIONS, json=TEXT, headers=KEY) for _ in range(2)]
@@ -134,7 +135,7 @@ async def test_an_error_of_the_engine_is_the_answer_to_the_next_one_as_well(
 
 
 async def test_a_call_whose_gateway_was_killed_before_it_published_is_published(
-    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    http: AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.outputs = whole
     first = await http.post(COMPLETIONS, json=TEXT, headers=KEY)
@@ -151,7 +152,7 @@ async def test_a_call_whose_gateway_was_killed_before_it_published_is_published(
 
 
 async def test_a_stream_is_resumed_by_the_same_call_with_its_key(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = interleaved
     body = TEXT | {"stream": True}

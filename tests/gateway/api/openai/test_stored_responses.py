@@ -8,11 +8,14 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.config import BusError, Config, load_config
 from nano_inference.gateway.app import make_app
 
 from ... import by_hand
+from ...conftest import client_of
+from ...errors import invalid
 from ...fake import FakeEngine, completion, refused
 from ...made import TEXTS, cut, interleaved, whole
 from .going import Going
@@ -33,14 +36,14 @@ def config() -> Config:
     return load_config(env={})
 
 
-async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+async def posted(http: AsyncClient, **fields: Any) -> dict[str, Any]:
     answer = await http.post(PATH, json=HELLO | fields)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
 
 
-async def got(http: httpx.AsyncClient, response_id: str, more: str = "") -> dict[str, Any]:
+async def got(http: AsyncClient, response_id: str, more: str = "") -> dict[str, Any]:
     answer = await http.get(f"{PATH}/{response_id}{more}")
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
@@ -52,7 +55,7 @@ async def got(http: httpx.AsyncClient, response_id: str, more: str = "") -> dict
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_any_gateway_tells_the_same_response(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine, stream: bool
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine, stream: bool
 ) -> None:
     engine.outputs = interleaved if stream else whole
     answer = await http.post(PATH, json=HELLO | LOGPROBS | {"stream": stream})
@@ -65,7 +68,7 @@ async def test_any_gateway_tells_the_same_response(
 
 @pytest.mark.parametrize("more", [{}, LOGPROBS, {"background": True}])
 async def test_another_gateway_goes_on_behind_each_event(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine, more: dict[str, Any]
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine, more: dict[str, Any]
 ) -> None:
     """By number, by the event's id, and by the same POST again, which publishes nothing."""
     engine.outputs = interleaved
@@ -88,7 +91,7 @@ async def test_another_gateway_goes_on_behind_each_event(
 
 
 async def test_one_without_a_stream_can_be_read_as_one(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = whole
     made = await posted(http)
@@ -98,7 +101,7 @@ async def test_one_without_a_stream_can_be_read_as_one(
 
 
 async def test_one_that_failed_is_told_so_again(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     no = refused("lane_failed", "because")
     engine.outputs = lambda request: [*cut(request), *no(request)]
@@ -121,7 +124,7 @@ async def test_one_that_failed_is_told_so_again(
 
 
 async def test_who_comes_back_behind_an_interruption_misses_nothing(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     """The bus was away for a moment: the response has not failed by that."""
     engine.away = True
@@ -141,31 +144,29 @@ async def test_who_comes_back_behind_an_interruption_misses_nothing(
 
 
 QUERIES = [
-    ("?stream=perhaps", "invalid_request", "stream"),
-    ("?starting_after=5", "invalid_request", "starting_after"),
-    ("?stream=true&starting_after=-1", "invalid_request", "starting_after"),
-    ("?stream=true&starting_after=x", "invalid_request", "starting_after"),
-    ("?x=1", "unsupported", "x"),
-    ("/input_items?order=up", "invalid_request", "order"),
-    ("/input_items?limit=0", "invalid_request", "limit"),
-    ("/input_items?limit=101", "invalid_request", "limit"),
-    ("/input_items?after=x", "invalid_request", "after"),
-    ("/input_items?x=1", "unsupported", "x"),
+    invalid("stream", **("?stream=perhaps")),
+    invalid("starting_after", **("?starting_after=5")),
+    invalid("starting_after", **("?stream=true&starting_after=-1")),
+    invalid("starting_after", **("?stream=true&starting_after=x")),
+    invalid("x", "unsupported", **("?x=1")),
+    invalid("order", **("/input_items?order=up")),
+    invalid("limit", **("/input_items?limit=0")),
+    invalid("limit", **("/input_items?limit=101")),
+    invalid("after", **("/input_items?after=x")),
+    invalid("x", "unsupported", **("/input_items?x=1")),
 ]
 
 
 @pytest.mark.parametrize(("query", "code", "param"), QUERIES)
 async def test_what_can_not_be_asked_is_refused_by_name(
-    http: httpx.AsyncClient, engine: FakeEngine, query: str, code: str, param: str
+    http: AsyncClient, engine: FakeEngine, query: str, code: str, param: str
 ) -> None:
     engine.outputs = whole
     made = await posted(http)
     assert refusal(await http.get(f"{PATH}/{made['id']}{query}")) == (code, param)
 
 
-async def test_an_event_of_no_response_is_refused(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_an_event_of_no_response_is_refused(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     made = await posted(http)
     for event_id in ("nonsense", made["id"], f"{made['id']}.x", "cmpl-1.5", "resp_0.5"):
@@ -176,7 +177,7 @@ async def test_an_event_of_no_response_is_refused(
 
 
 async def test_nobody_finds_what_is_not_his(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     """Another tenant's, what was not stored, what another version wrote, and what never was."""
     engine.outputs = whole
@@ -200,7 +201,7 @@ async def test_nobody_finds_what_is_not_his(
 
 
 async def test_one_whose_results_are_gone_is_not_found(
-    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    http: AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def gone(*_: Any, **__: Any) -> Any:
         raise BusError("gone", code="unknown_request")
@@ -213,7 +214,7 @@ async def test_one_whose_results_are_gone_is_not_found(
 
 
 async def test_it_is_kept_until_it_is_deleted(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = whole
     made = (await http.post(PATH, json=HELLO, headers=KEY)).json()
@@ -229,7 +230,7 @@ async def test_it_is_kept_until_it_is_deleted(
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"background": True}, {"store": False}])
 async def test_the_same_call_with_its_key_is_made_once(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any]
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine, fields: dict[str, Any]
 ) -> None:
     engine.outputs = interleaved
     answers = [await each.post(PATH, json=HELLO | fields, headers=KEY) for each in (http, other)]
@@ -261,8 +262,7 @@ async def test_one_ends_with_its_connection_and_tells_so(config: Config, stream:
             left.set()
     (request,) = engine.requests
     assert engine.names == ["cancel"]
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with client_of(app) as http:
         answer = await http.get(f"{PATH}/{request.request_id}?stream=true")
         assert response_events(answer)[-1]["response"]["status"] == "cancelled"
         assert (await got(http, request.request_id))["status"] == "cancelled"
@@ -273,7 +273,7 @@ async def test_only_one_in_the_background_can_be_cancelled() -> None:
     transport = httpx.ASGITransport(make_app(engine, load_config(env={})))  # type: ignore[arg-type]
     async with (
         asyncio.timeout(LIMIT_S),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
+        AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
         asyncio.TaskGroup() as group,
     ):
         making = group.create_task(http.post(PATH, json=HELLO))
@@ -292,7 +292,7 @@ async def test_any_is_ended_as_a_stream_is(config: Config) -> None:
     transport = httpx.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
     async with (
         asyncio.timeout(LIMIT_S),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
+        AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
         asyncio.TaskGroup() as group,
     ):
         making = group.create_task(http.post(PATH, json=HELLO))
@@ -310,7 +310,7 @@ async def test_one_that_is_deleted_while_somebody_waits_for_it_is_told_to_him() 
     transport = httpx.ASGITransport(make_app(engine, load_config(env={})))  # type: ignore[arg-type]
     async with (
         asyncio.timeout(LIMIT_S),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
+        AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
         asyncio.TaskGroup() as group,
     ):
         making = group.create_task(http.post(PATH, json=HELLO))
@@ -326,7 +326,7 @@ async def test_one_that_is_deleted_while_somebody_waits_for_it_is_told_to_him() 
 
 
 async def test_the_conversation_so_far_precedes_the_input(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     """Of all responses before, without their instructions, and also when they are gone."""
     engine.outputs = whole
@@ -366,8 +366,7 @@ async def test_the_conversation_so_far_precedes_the_input(
 
 async def test_what_has_not_ended_well_is_not_continued() -> None:
     engine = Going()
-    transport = httpx.ASGITransport(make_app(engine, load_config(env={})))  # type: ignore[arg-type]
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with client_of(make_app(engine, load_config(env={}))) as http:  # type: ignore[arg-type]
         begun = await posted(http, background=True)
         following = HELLO | {"previous_response_id": begun["id"]}
         for _ in range(2):
@@ -381,7 +380,7 @@ async def test_what_has_not_ended_well_is_not_continued() -> None:
 
 
 async def test_one_that_was_cut_by_its_length_is_continued(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = lambda request: [completion(request)]
     first = await posted(http)
@@ -395,7 +394,7 @@ async def test_what_is_kept_has_a_size(engine: FakeEngine) -> None:
     transport = httpx.ASGITransport(
         make_app(engine, load_config(env={}, overrides=limits))  # type: ignore[arg-type]
     )
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         body = {"input": "a", "metadata": {"a": "b" * 500}}
         assert refusal(await http.post(PATH, json=body), 413) == ("request_too_large", "input")
         assert (await http.post(PATH, json=body | {"store": False})).status_code == 200

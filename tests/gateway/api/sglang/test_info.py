@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.bus.public import EmbedParams, GenerateRequest
 from nano_inference.config import BusError, Config, load_config
@@ -15,6 +15,7 @@ from nano_inference.gateway.serving import lane_state
 from nano_inference.store.board import StageReport
 from nano_inference.telemetry import TraceContext
 
+from ...conftest import client_of
 from ...errors import error_of
 from ...fake import FakeEngine, completion, refused
 
@@ -35,8 +36,7 @@ def told(stage: str, lane: str = "0", age_s: float = 0.1, **load: int | str) -> 
 
 async def test_health(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_state, "ASKED_EVERY_S", 0.0)
-    transport = httpx.ASGITransport(make_app(engine, Config()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with client_of(make_app(engine, Config())) as http:
         assert (await http.get("/health")).status_code == 200
         engine.why_not = "no process runs executor"
         answer = await http.get("/health")
@@ -51,8 +51,7 @@ async def test_health_does_not_ask_the_lanes_more_often_than_they_tell(
 ) -> None:
     """But what is released here is known at once."""
     monkeypatch.setattr(lane_state, "ASKED_EVERY_S", 3600.0)
-    transport = httpx.ASGITransport(make_app(engine, Config()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with client_of(make_app(engine, Config())) as http:
         answers = await asyncio.gather(*(http.get("/health") for _ in range(20)))
         assert {answer.status_code for answer in answers} == {200}
         assert [name for name, _ in engine.calls] == ["trouble"]
@@ -60,9 +59,7 @@ async def test_health_does_not_ask_the_lanes_more_often_than_they_tell(
         assert error_of(await http.get("/health"), 503) == "not_ready"
 
 
-async def test_health_generate_asks_for_a_token(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_health_generate_asks_for_a_token(http: AsyncClient, engine: FakeEngine) -> None:
     assert (await http.get("/health_generate")).status_code == 200
     (request,) = engine.requests
     assert request.sampling.max_tokens == 1
@@ -71,7 +68,7 @@ async def test_health_generate_asks_for_a_token(
 
 
 async def test_health_generate_asks_a_model_that_only_embeds_for_a_vector(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     no_tokens, broken = refused("cannot_generate"), refused("lane_failed")
     engine.outputs = lambda request: (
@@ -87,15 +84,14 @@ async def test_health_generate_does_not_wait_for_ever(engine: FakeEngine) -> Non
     engine.outputs = lambda request: []
     engine.why_not = "batching reported last 9 s ago"
     config = load_config(env={}, overrides={"gateway.health_timeout_s": 0.01})
-    transport = httpx.ASGITransport(make_app(engine, config))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with client_of(make_app(engine, config)) as http:
         answer = await http.get("/health_generate")
     assert error_of(answer, 503) == "not_ready"
     assert engine.why_not in answer.text
     assert len(engine.left) == 1
 
 
-async def test_health_generate_while_paused(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_health_generate_while_paused(http: AsyncClient, engine: FakeEngine) -> None:
     await http.post("/pause_generation", json={})
     assert (await http.get("/health_generate")).status_code == 200
     assert not engine.requests
@@ -104,7 +100,7 @@ async def test_health_generate_while_paused(http: httpx.AsyncClient, engine: Fak
 
 
 @pytest.mark.parametrize("path", ["/get_model_info", "/model_info"])
-async def test_model_info(http: httpx.AsyncClient, engine: FakeEngine, path: str) -> None:
+async def test_model_info(http: AsyncClient, engine: FakeEngine, path: str) -> None:
     engine.version = 4
     info = (await http.get(path)).json()
     assert info["weight_version"] == "4"
@@ -113,13 +109,11 @@ async def test_model_info(http: httpx.AsyncClient, engine: FakeEngine, path: str
 
 
 @pytest.mark.parametrize("path", ["/get_weight_version", "/weight_version"])
-async def test_weight_version(http: httpx.AsyncClient, path: str) -> None:
+async def test_weight_version(http: AsyncClient, path: str) -> None:
     assert (await http.get(path)).json() == {"weight_version": "0"}
 
 
-async def test_server_info_tells_what_is_in_use(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_server_info_tells_what_is_in_use(http: AsyncClient, engine: FakeEngine) -> None:
     """And null while no executor has told."""
     names = ("device", "dtype", "max_running_requests", "is_moe", "load_ns", "kv_bytes")
     info = (await http.get("/server_info")).json()
@@ -141,7 +135,7 @@ async def test_server_info_tells_what_is_in_use(
 
 
 @pytest.mark.parametrize("path", ["/get_server_info", "/server_info"])
-async def test_server_info(http: httpx.AsyncClient, engine: FakeEngine, path: str) -> None:
+async def test_server_info(http: AsyncClient, engine: FakeEngine, path: str) -> None:
     engine.told = [
         told("batching", kv_total=10, running=2),
         told("executor", deterministic=1),
@@ -157,7 +151,7 @@ async def test_server_info(http: httpx.AsyncClient, engine: FakeEngine, path: st
     assert [each["num_running_reqs"] for each in info["internal_states"]] == [2, 0]
 
 
-async def test_loads_by_lane(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_loads_by_lane(http: AsyncClient, engine: FakeEngine) -> None:
     engine.told = [
         told("admission", in_flight=5),
         told("admission", age_s=3.0, in_flight=9),
@@ -172,7 +166,7 @@ async def test_loads_by_lane(http: httpx.AsyncClient, engine: FakeEngine) -> Non
 
 
 async def test_what_is_in_flight_here_counts_before_a_lane_tells_of_it(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.told = [told("admission", in_flight=0), told("batching", running=0)]
     totals: list[Any] = []
@@ -195,12 +189,12 @@ async def test_what_is_in_flight_here_counts_before_a_lane_tells_of_it(
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_flush_cache(http: httpx.AsyncClient, engine: FakeEngine, method: str) -> None:
+async def test_flush_cache(http: AsyncClient, engine: FakeEngine, method: str) -> None:
     assert (await http.request(method, "/flush_cache")).status_code == 200
     assert engine.names == ["flush_cache"]
 
 
-async def test_abort(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_abort(http: AsyncClient, engine: FakeEngine) -> None:
     answer = await http.post("/abort_request", json={"abort_all": True, "abort_message": "enough"})
     assert (answer.status_code, answer.content) == (200, b"")
     await http.post("/abort_request", json={"rid": "r"})

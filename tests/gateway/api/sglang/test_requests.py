@@ -9,6 +9,8 @@ import pytest
 from nano_inference.config import RequestError, SamplingParams
 from nano_inference.gateway.api.sglang.requests import Wanted, read_call
 
+from ...errors import invalid
+
 MOST = 100
 
 
@@ -156,29 +158,25 @@ def test_how_often_a_stream_has_an_event() -> None:
 @pytest.mark.parametrize(
     ("body", "code", "word"),
     [
-        ({}, "invalid_prompt", "text and input_ids"),
-        ({"text": "a", "input_ids": [1]}, "invalid_prompt", "exactly one"),
-        ({"text": []}, "empty_prompt", "no prompt"),
-        ({"text": 3}, "invalid_request", "text"),
-        ({"input_ids": [1, "a"]}, "invalid_request", "input_ids"),
-        ({"input_ids": [[1], 2]}, "invalid_request", "input_ids"),
-        ({"text": ["a", "b"], "rid": ["r", "r"]}, "duplicate_request", "twice"),
-        ({"text": ["a", "b"], "rid": ["r"]}, "invalid_request", "rid has 1"),
-        ({"text": "a", "sampling_params": [{}, {}]}, "invalid_request", "sampling_params has 2"),
-        ({"text": "a", "sampling_params": []}, "invalid_request", "sampling_params has 0"),
-        ({"text": "a", "sampling_params": {"top_p": "x"}}, "invalid_request", "sampling_params."),
-        (
-            {"text": "a", "sampling_params": {"structural_tag": "x"}},
-            "unsupported",
-            "structural_tag",
-        ),
-        (
-            {"text": "a", "sampling_params": {"json_schema": "{}", "regex": "a"}},
-            "invalid_request",
+        invalid("text and input_ids", "invalid_prompt"),
+        invalid("exactly one", "invalid_prompt", text="a", input_ids=[1]),
+        invalid("no prompt", "empty_prompt", text=[]),
+        invalid("text", text=3),
+        invalid("input_ids", input_ids=[1, "a"]),
+        invalid("input_ids", input_ids=[[1], 2]),
+        invalid("twice", "duplicate_request", text=["a", "b"], rid=["r", "r"]),
+        invalid("rid has 1", text=["a", "b"], rid=["r"]),
+        invalid("sampling_params has 2", text="a", sampling_params=[{}, {}]),
+        invalid("sampling_params has 0", text="a", sampling_params=[]),
+        invalid("sampling_params.", text="a", sampling_params={"top_p": "x"}),
+        invalid("structural_tag", "unsupported", text="a", sampling_params={"structural_tag": "x"}),
+        invalid(
             "json_schema and sampling_params.regex",
+            text="a",
+            sampling_params={"json_schema": "{}", "regex": "a"},
         ),
-        ({"text": "a", "return_routed_experts": True}, "unsupported", "return_routed_experts"),
-        ({"text": "a", "image_data": ["x"]}, "unsupported", "image_data"),
+        invalid("return_routed_experts", "unsupported", text="a", return_routed_experts=True),
+        invalid("image_data", "unsupported", text="a", image_data=["x"]),
     ],
 )
 def test_refusals(body: dict[str, Any], code: str, word: str) -> None:

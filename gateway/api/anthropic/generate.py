@@ -28,14 +28,11 @@ from ...serving.origin import Origin, origin_of, tenant_of
 from ...serving.prepared import Prepared, of_tools, prepare
 from ...serving.samples import complete_sample, stream_sample
 from ...serving.services import Services
-from .answers import MessageWriter
+from .answers import Answer, MessageWriter
 from .bodies import CountBody, MessagesBody
-from .content import Answer
 from .errors import error_event, named
 from .messages import conversation_of
-from .requests import check_version, read_messages, request_of, sampling_of
-from .thinking import thinking_of
-from .tools import use_of
+from .requests import budget_of, check_version, read_messages, request_of, sampling_of, use_of
 
 # Where nothing else is to be said.
 _PING = b'event: ping\ndata: {"type":"ping"}'
@@ -64,14 +61,13 @@ class MessageCalls:
         if isinstance(model := body.get("model"), str):
             await services.served.check(model, caller_of(request))
         fields = read_messages(body)
-        thinking = thinking_of(fields)
         prepared = await prepare(
             request,
             services,
             conversation_of(fields),
             use_of(fields),
             sampling_of(body, fields),
-            reasoning_budget=None if thinking is None else thinking.budget_tokens,
+            reasoning_budget=budget_of(fields),
             budget_param="thinking.budget_tokens",
         )
         tenant = tenant_of(request)
@@ -99,7 +95,7 @@ class MessageCalls:
     ) -> MessageWriter:
         services, reading = self._services, prepared.reading
         words = await services.words.required()
-        thinking = thinking_of(fields)
+        thinking = fields.thinking
         parts = MessageParts(
             words,
             asked.sampling,

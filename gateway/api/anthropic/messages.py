@@ -20,7 +20,7 @@ from .bodies import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from .thinking import reasoning_of
+from .requests import check_thinking, reasoning_of
 
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
@@ -60,6 +60,7 @@ def conversation_of(body: CountBody) -> Conversation:
         FieldError: A message is none, holds what is not text, or calls tools without results; or
             the thinking that is asked for can't be had.
     """
+    check_thinking(body)
     if not body.messages:
         raise FieldError("messages is empty; give at least one", param="messages")
     turns: list[Turn] = []
@@ -81,7 +82,7 @@ def conversation_of(body: CountBody) -> Conversation:
             "leave it out",
             param=where,
         )
-    if continued and body.thinking.get("type") == "enabled":
+    if continued and body.thinking is not None and body.thinking.type == "enabled":
         raise FieldError(
             "thinking is enabled, and the assistant's last message, which is continued, has begun "
             "its text; leave one of them out",

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.messages import RowFinish
 from nano_inference.bus.public import CompletionChunk, GenerateRequest
-from nano_inference.gateway.api.anthropic.answers import MessageWriter
-from nano_inference.gateway.api.anthropic.content import ContentBlocks
+from nano_inference.gateway.api.anthropic.answers import ContentBlocks, MessageWriter
 from nano_inference.gateway.serving.message_parts import MessageParts
 from nano_inference.text.messages import Delta, Reading, Tool, ToolCall
 

@@ -260,8 +260,9 @@ class Growing:
             self._texts.append(chunk.text)
         else:
             self._texts.append(self._detokenizer.push(chunk.token_ids))
-        for kept, new in zip(self._scored, self._writer.scored(chunk), strict=True):
-            kept.extend(new)
+        entries, tops = self._writer.scored(chunk)
+        self._scored[0].extend(entries)
+        self._scored[1].extend(tops)
 
     def answer(self) -> Answer:
         """Return an event with all that there is."""

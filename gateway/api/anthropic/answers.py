@@ -17,29 +17,29 @@ Kind = Literal["thinking", "text"]
 
 
 class _Growth(NamedTuple):
-    """What a block gains."""
+    """An addition to a block."""
 
     kind: Kind
     text: str
 
 
 class ContentBlocks:
-    """What the assistant thinks, says and calls, in the order in which it was written.
+    """The assistant's thinking, text and calls, in the order in which they were written.
 
     Attributes:
-        blocks: Those that are complete, as a whole message has them.
+        blocks: The complete ones, as a whole message has them.
     """
 
     def __init__(self, *, shows_thinking: bool) -> None:
-        """`shows_thinking`: whether its blocks have a text."""
+        """`shows_thinking`: whether blocks of thinking have a text."""
         self.blocks: list[Answer] = []
         self._shows_thinking = shows_thinking
-        # The block that grows, and what it has.
+        # The open block, and its texts.
         self._kind: Kind | None = None
         self._texts: list[str] = []
 
     def add(self, deltas: Iterable[Delta]) -> list[Answer]:
-        """Takes what is new; what follows each other in one block is one event."""
+        """Add deltas. Adjacent additions to one block are one event."""
         events: list[Answer] = []
         for new in _joined(deltas):
             if isinstance(new, _Growth):
@@ -49,7 +49,7 @@ class ContentBlocks:
         return events
 
     def end(self) -> list[Answer]:
-        """There is nothing more. A message that says nothing has one block, of no text."""
+        """End the message. An empty message has one empty block of text."""
         events: list[Answer] = []
         if self._kind is None and not self.blocks:
             self._begin("text", events)
@@ -72,18 +72,18 @@ class ContentBlocks:
         events.append(self._start(_block(kind, "")))
 
     def _close(self, events: list[Answer]) -> None:
-        """The block that grows is complete."""
+        """Close the open block."""
         if self._kind is None:
             return
         if self._kind == "thinking":
-            # There is nobody who would check one, and clients wait for it.
+            # Clients wait for a signature; none is checked here.
             events.append(self._delta({"type": "signature_delta", "signature": ""}))
         events.append(self._stop())
         self.blocks.append(_block(self._kind, "".join(self._texts)))
         self._kind = None
 
     def _call(self, call: ToolCall, events: list[Answer]) -> None:
-        """Calls come whole."""
+        """Add a complete call."""
         self._close(events)
         block: Answer = {"type": "tool_use", "id": call.id, "name": call.name}
         events += (
@@ -91,7 +91,7 @@ class ContentBlocks:
             self._delta({"type": "input_json_delta", "partial_json": call.arguments}),
             self._stop(),
         )
-        # As it is told in a stream, whatever numbers it holds.
+        # Verbatim, as in a stream, with numbers of any size.
         self.blocks.append(block | {"input": msgspec.Raw(call.arguments.encode())})
 
     def _start(self, block: Answer) -> Answer:
@@ -106,7 +106,7 @@ class ContentBlocks:
 
 
 def _joined(deltas: Iterable[Delta]) -> list[_Growth | ToolCall]:
-    """What is new, one after the other; what one block gains is in one piece."""
+    """Return the additions in order; adjacent ones to one block are joined."""
     found: list[_Growth | ToolCall] = []
 
     def grow(kind: Kind, text: str) -> None:
@@ -132,7 +132,7 @@ def _block(kind: Kind, text: str) -> Answer:
 
 
 class MessageWriter:
-    """Writes the answer to a request: whole, or event by event."""
+    """Writes the answer to a request: as a whole, or event by event."""
 
     def __init__(
         self,
@@ -145,9 +145,9 @@ class MessageWriter:
         shows_thinking: bool,
     ) -> None:
         """Args:
-        parts: Reads the sample.
-        counts_thinking: Whether the usage says how many tokens were thought.
-        shows_thinking: Whether it is told what was.
+        parts: The reader of the sample.
+        counts_thinking: Whether the usage has the number of thinking tokens.
+        shows_thinking: Whether thinking is shown.
         """
         self._request = request
         self._model = model
@@ -158,7 +158,7 @@ class MessageWriter:
         self._begun = self._pinged = False
 
     def whole(self, completion: Completion) -> Answer:
-        """The message in one piece."""
+        """Return the whole message."""
         self._rest(completion)
         usage = self._usage(completion.usage)
         return self._message(self._content.blocks, usage) | self._stop(completion)
@@ -166,19 +166,19 @@ class MessageWriter:
     # --- events of a stream -------------------------------------------------------------------
 
     def add(self, chunks: Sequence[CompletionChunk]) -> list[Answer]:
-        """Takes what has come."""
+        """Add chunks of a stream; return its events."""
         deltas = [delta for chunk in chunks for delta in self._parts.add(chunk).deltas]
         return self._events(self._content.add(deltas))
 
     def end(self, completion: Completion) -> list[Answer]:
-        """Takes the end, and what was not told before."""
+        """Add the end, with what did not come in chunks; return the last events."""
         events = self._events(self._rest(completion))
         usage = self._usage(completion.usage)
         delta = {"type": "message_delta", "delta": self._stop(completion), "usage": usage}
         return [*events, delta, {"type": "message_stop"}]
 
     def _events(self, of_content: list[Answer]) -> list[Answer]:
-        """These, behind the beginning; Anthropic's streams have a ping early on."""
+        """Return events behind the beginning; Anthropic's streams have a ping early on."""
         if self._pinged:
             return of_content
         events = [] if self._begun else [self._start()]
@@ -189,7 +189,7 @@ class MessageWriter:
         return events + of_content
 
     def _start(self) -> Answer:
-        """How many tokens of the prompt were cached, nobody knows yet."""
+        """The number of cached tokens is not known yet."""
         prompt = len(self._request.prompt_token_ids or ())
         message = self._message([], _usage(Usage(prompt_tokens=prompt)))
         return {"type": "message_start", "message": message}
@@ -232,7 +232,7 @@ class MessageWriter:
             case "length":
                 return "max_tokens", None
             case "abort":
-                # Somebody ended it; what it has may be sent back to be continued.
+                # Aborted; clients may send it back to be continued.
                 return "pause_turn", None
             case "content_filter":
                 return "refusal", None
@@ -241,7 +241,7 @@ class MessageWriter:
 
 
 def _usage(usage: Usage) -> Answer:
-    """Each token of the prompt counts once: as read from the cache, or as input."""
+    """Each token of the prompt counts once: as cached, or as input."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

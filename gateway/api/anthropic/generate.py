@@ -149,7 +149,7 @@ class MessageCalls:
 
 @contextmanager
 def _of_tools(prepared: Prepared) -> Iterator[None]:
-    """Within it, an error about what was made of tools says so."""
+    """Within it, errors of a constraint made of tools are about the tools."""
     try:
         yield
     except NanoInferenceError as error:

@@ -36,29 +36,29 @@ _BLOCKS: dict[Role, dict[str, type[Block]]] = {
         "redacted_thinking": RedactedThinkingBlock,
     },
 }
-"""What the messages of each side may hold."""
+"""The blocks that messages of each role may hold."""
 
 
 class _Placed(NamedTuple):
-    """A block, and where it stands in the body."""
+    """A block, with its path in the body."""
 
     block: Block
     where: str
 
 
 class _Said(NamedTuple):
-    """What one side says, in messages that follow each other."""
+    """Adjacent messages of one role."""
 
     role: Role
     blocks: list[_Placed]
 
 
 def conversation_of(body: CountBody) -> Conversation:
-    """What the template is given, but for tools.
+    """Return the conversation for the chat template, without tools.
 
     Raises:
-        FieldError: A message is none, holds what is not text, or calls tools without results; or
-            the thinking that is asked for can't be had.
+        FieldError: A message is invalid, holds no text, or calls tools without results; or the
+            thinking is invalid.
     """
     check_thinking(body)
     if not body.messages:
@@ -98,14 +98,14 @@ def conversation_of(body: CountBody) -> Conversation:
 
 
 class _OpenCalls:
-    """Calls of tools that have no result yet. Each has one before anything else is said."""
+    """Tool calls without a result. Each gets its result before any other message."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
         self._places: dict[str, str] = {}
 
     def add(self, said: _Said) -> None:
-        """Those of the assistant's message."""
+        """Add the calls of the assistant's message."""
         self.check()
         for block, where in said.blocks:
             if isinstance(block, ToolUseBlock):
@@ -115,7 +115,7 @@ class _OpenCalls:
                 self._names[block.id], self._places[block.id] = block.name, where
 
     def take(self, call_id: str, where: str) -> str:
-        """The name of the tool whose result has come."""
+        """Remove a call that has its result; return the tool's name."""
         if call_id not in self._names:
             raise FieldError(
                 f"{where} is {shown(call_id)}, and the assistant's message before has no tool_use "
@@ -125,7 +125,7 @@ class _OpenCalls:
         return self._names.pop(call_id)
 
     def check(self) -> None:
-        """Raises FieldError when one is left."""
+        """Raises FieldError: a call has no result."""
         if self._names:
             where = self._places[next(iter(self._names))]
             raise FieldError(
@@ -135,7 +135,7 @@ class _OpenCalls:
 
 
 def _sides(messages: Blocks) -> Iterator[_Said]:
-    """Messages of one side that follow each other are one."""
+    """Join adjacent messages of one role."""
     last: _Said | None = None
     for place, given in enumerate(messages):
         where = f"messages[{place}]"
@@ -182,14 +182,14 @@ def _unsupported(kind: object, where: str) -> FieldError:
 
 
 def _results(said: _Said, calls: _OpenCalls) -> list[Turn]:
-    """A turn for each call's result. They stand before what the user says himself."""
+    """Return a turn for each result. They stand before the user's own text."""
     turns: list[Turn] = []
     for block, where in said.blocks:
         if isinstance(block, ToolResultBlock):
             name = calls.take(block.tool_use_id, f"{where}.tool_use_id")
             text = _text(block.content, f"{where}.content")
             if block.is_error and not text.lower().startswith("error"):
-                # Templates have no other way to say it.
+                # Templates have no field for errors.
                 text = f"Error: {text}" if text else "Error"
             turns.append(
                 {"role": "tool", "content": text, "tool_call_id": block.tool_use_id, "name": name}
@@ -199,7 +199,7 @@ def _results(said: _Said, calls: _OpenCalls) -> list[Turn]:
 
 
 def _turns(said: _Said) -> list[Turn]:
-    """What is said in text, thought and called: one turn, or none where there are only results."""
+    """Return the turn of text, thinking and calls; none where there are only results."""
     blocks = [placed.block for placed in said.blocks]
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]

@@ -184,7 +184,7 @@ class AnswerWriter:
 
 
 class Choice:
-    """The part of a choice that has come and was not sent yet: chunk by chunk, or all of it.
+    """A choice with its unsent part: chunk by chunk, or as a whole.
 
     Attributes:
         index: In the answer.
@@ -305,8 +305,8 @@ class Choice:
         return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def take(self) -> Answer:
-        """Return what has come and was not sent yet, or of a stream the part that has to stand
-        before the rest; then the choice is still due."""
+        """Return the unsent part. In a stream it may be the part that has to stand before the
+        rest; then the choice is still due."""
         call, answers = self._answers.call, self._answers
         deltas, tokens = self._next() if self._deltas else ([], self._tokens)
         text = "".join(self._texts if self._parts is None else [each.content for each in deltas])
@@ -385,7 +385,7 @@ class Choice:
             self._skip()
 
     def _skip(self) -> None:
-        """Drop what has come: it was sent before."""
+        """Drop the tokens: they were sent before."""
         if self._logprobs is not None:
             self._skipped += self._tokens
         self._sent_tokens = self.received

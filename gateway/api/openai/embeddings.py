@@ -29,7 +29,7 @@ from .requests import prompts_of
 Fields = TypeVar("Fields", bound=EmbeddingCommon)
 
 Write = Callable[[list[EmbeddedPrompt]], dict[str, Any]]
-"""Makes the answer of the vectors of a call's prompts."""
+"""Makes the answer from the vectors of a call's prompts."""
 
 
 class EmbeddingCalls:
@@ -40,14 +40,14 @@ class EmbeddingCalls:
         self._config = services.config
 
     async def embeddings(self, request: Request) -> Response:
-        """The vectors of one or several inputs."""
+        """Return the vectors of the inputs."""
         fields = await self._read(request, EmbeddingBody)
         prompts = prompts_of(fields.input, "input")
         write = partial(_embeddings, encode=_ENCODINGS[fields.encoding_format])
         return await self._answer(request, fields, "embd", prompts, write)
 
     async def score(self, request: Request) -> Response:
-        """How similar the texts of pairs are: one with each of several, or each with its own."""
+        """Return the similarity of pairs: one text with each of several, or each with its own."""
         fields = await self._read(request, ScoreBody)
         ones, others = prompts_of(fields.text_1, "text_1"), prompts_of(fields.text_2, "text_2")
         if len(ones) not in (1, len(others)):
@@ -60,7 +60,7 @@ class EmbeddingCalls:
         return await self._answer(request, fields, "score", [*ones, *others], write)
 
     async def rerank(self, request: Request) -> Response:
-        """Documents by how similar they are to a query, the most similar first."""
+        """Return documents by their similarity to a query, the most similar first."""
         fields = await self._read(request, RerankBody)
         texts = [_text_of(each, place) for place, each in enumerate(fields.documents or ())]
         if not texts or not fields.query:

@@ -41,7 +41,7 @@ class ModelInfoCalls:
         return JsonResponse({"object": "list", "data": await self.cards(caller_of(request))})
 
     async def cards(self, caller: Caller) -> list[dict[str, Any]]:
-        """What is told of the model and its adapters, as far as a caller may use them."""
+        """Return the cards of the model and its adapters that a caller may use."""
         allowed = caller.models
         return [card for card in await self._cards() if allowed is None or card["id"] in allowed]
 
@@ -49,11 +49,11 @@ class ModelInfoCalls:
         return JsonResponse(await self.card_of(request))
 
     async def card_of(self, request: Request) -> dict[str, Any]:
-        """As `card`, of the name in a call's path."""
+        """As `card`, for the name in a call's path."""
         return await self.card(request.path_params["model"], caller_of(request))
 
     async def card(self, name: str, caller: Caller) -> dict[str, Any]:
-        """What is told of what has a name.
+        """Return the card of a model or an adapter.
 
         Raises:
             RequestError: unknown_model; model_not_found, when the caller may not use it.
@@ -69,7 +69,7 @@ class ModelInfoCalls:
         return JsonResponse({"version": metadata.version("nano-inference")})
 
     async def tokenize(self, request: Request) -> Response:
-        """A text or a conversation as tokens, as they would be a prompt."""
+        """Tokenise a text or a conversation, as for a prompt."""
         found = await read_object(request, self._config.gateway.max_body_bytes)
         body = read_part(found, TokenizeBody)
         await self._served.check(body.model, caller_of(request))
@@ -94,7 +94,7 @@ class ModelInfoCalls:
         return JsonResponse(told | {"tokens": token_ids, "token_strs": texts})
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of tokens, with the names of special ones."""
+        """Return the text of tokens, with the names of special tokens."""
         found = await read_object(request, self._config.gateway.max_body_bytes)
         body = read_part(found, DetokenizeBody)
         await self._served.check(body.model, caller_of(request))
@@ -106,7 +106,7 @@ class ModelInfoCalls:
         return JsonResponse({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """What programs that make prompts themselves ask for, by the names of Transformers."""
+        """Return facts about the tokenizer, by the names of Transformers."""
         words = await self._words.required()
         tokenizer = words.tokenizer
         told = {
@@ -119,7 +119,7 @@ class ModelInfoCalls:
         return JsonResponse(told | {name: getattr(tokenizer, name) for name in names})
 
     async def _cards(self) -> list[dict[str, Any]]:
-        """The model and its adapters, whose parent it is, with where they come from."""
+        """Return a card for the model and each adapter, whose parent is the model."""
         name = self._served.default
         found: list[tuple[str, str, str | None]] = [(name, self._config.engine.model_path, None)]
         found += [(each.id, each.folder, name) for each in await self._served.adapters()]

@@ -1,4 +1,4 @@
-"""`/encode`: the vectors of texts or tokens, as SGLang's EmbeddingReqInput asks for them."""
+"""`/encode`: the vectors of texts or tokens, as SGLang's EmbeddingReqInput."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Encoding:
         self._services = services
 
     async def encode(self, request: Request) -> Response:
-        """Answers a text with an object, and a list with a list of them."""
+        """Answer a text with an object, and a list with a list of objects."""
         found = await read_sglang_object(request, self._services.config)
         body = read_part(found, EncodeBody)
         prompts, batch = _prompts(body)
@@ -77,7 +77,7 @@ class Encoding:
 
 
 def _prompts(body: EncodeBody) -> tuple[list[Prompt], bool]:
-    """The inputs, and whether they came as a list."""
+    """Return the inputs, and whether they came as a list."""
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give one of text and input_ids", code="invalid_prompt")
     if isinstance(body.text, str):

@@ -13,8 +13,8 @@ _MODEL = "model"
 
 
 async def read_sglang_object(request: Request, config: Config) -> Body:
-    """The body of a call, but for the model that it is for: of several models SGLang knows
-    nothing, so here this may be said in any call.
+    """Return the body of a call, without its model. SGLang serves one model, so here any call may
+    have that field.
 
     Raises:
         RequestError: malformed, request_too_large; unknown_model.

@@ -66,7 +66,7 @@ class Generation:
     # --- before -------------------------------------------------------------------------------
 
     async def _writers(self, prompts: Iterator[Wanted], tenant: str) -> list[PromptWriter]:
-        """What writes the answer to each prompt, which is ready to be submitted."""
+        """Return the writer of each prompt's answer, with its request ready to submit."""
         ready: list[Wanted] = []
         length = await self._submissions.length.get()
         for wanted in prompts:

@@ -55,7 +55,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
 
 
 class SamplingBody(msgspec.Struct, frozen=True):
-    """SGLang's SamplingParams, beside those that the engine has."""
+    """SGLang's SamplingParams, without those that the engine has."""
 
     SAMPLING: ClassVar = SGLANG
     HARMLESS: ClassVar = frozenset({"spaces_between_special_tokens"})
@@ -82,10 +82,10 @@ class Sampling(NamedTuple):
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt of a call.
+    """A prompt of a call.
 
     Attributes:
-        request: What is submitted.
+        request: The request to submit.
         scores_only: No tokens are wanted (max_new_tokens 0). The engine samples one all the same.
         logprobs: Whether logprobs are shown.
         logprob_start: Where those of the prompt begin; -1 shows none.
@@ -123,13 +123,13 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """All prompts of a call.
+    """A call with all its prompts.
 
     Attributes:
-        prompts: Made one by one as they are asked for, so that others can be served in between; a
-            RequestError may come of each.
+        prompts: Made one by one, so that other calls can be served in between; each may raise a
+            RequestError.
         batch: The answer is a list.
-        budget_ms: Time that all of them may take from the call's arrival on.
+        budget_ms: The time for all of them, from the call's arrival on.
     """
 
     prompts: Iterator[Wanted]
@@ -139,7 +139,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 def read_call(body: Body, max_prompts: int) -> Call:
-    """A body as a call.
+    """Read a body.
 
     Args:
         max_prompts: More, each counted as often as it is sampled, are refused.
@@ -202,7 +202,7 @@ def _read_sampling(given: Body) -> Sampling:
 
 
 def _prompts(fields: GenerateBody) -> tuple[list[str | tuple[int, ...]], bool]:
-    """Texts or token ids, and whether they came as a list."""
+    """Return texts or token ids, and whether they came as a list."""
     if (fields.text is None) == (fields.input_ids is None):
         raise RequestError("give exactly one of text and input_ids", code="invalid_prompt")
     given: Any = fields.text if fields.text is not None else fields.input_ids

@@ -1,4 +1,4 @@
-"""From our outputs to a response: its items while they grow, and the response as a whole."""
+"""From our outputs to a response: its growing items, and the response as a whole."""
 
 from __future__ import annotations
 

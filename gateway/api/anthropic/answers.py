@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, assert_never
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, assert_never
 
 import msgspec
 
 from ....bus.public import Completion, CompletionChunk, CompletionSample, GenerateRequest, Usage
 from ....text.messages import Delta, ToolCall
-from ...serving.message_parts import MessageParts
+from ...serving.message_parts import MessageParts, additions, joined
 from ...serving.words import Words, matched_stop
 
 Answer = dict[str, Any]
-Kind = Literal["thinking", "text"]
-
-
-class _Growth(NamedTuple):
-    """An addition to a block."""
-
-    kind: Kind
-    text: str
+Kind = Literal["reasoning", "text"]
 
 
 class ContentBlocks:
@@ -39,96 +32,60 @@ class ContentBlocks:
         self._texts: list[str] = []
 
     def add(self, deltas: Iterable[Delta]) -> list[Answer]:
-        """Add deltas. Adjacent additions to one block are one event."""
+        """Add deltas; return their events. Adjacent additions to one block are one event."""
         events: list[Answer] = []
-        for new in _joined(deltas):
-            if isinstance(new, _Growth):
-                self._grow(new, events)
-            else:
-                self._call(new, events)
+        for kind, text, _, call in joined(part for delta in deltas for part in additions(delta)):
+            if kind == "call":
+                assert call is not None
+                events += [*self._close(), *self._call(call)]
+                continue
+            if kind != self._kind:
+                events += [*self._close(), *self._begin(kind)]
+            if kind == "text" or self._shows_thinking:
+                name = "text" if kind == "text" else "thinking"
+                self._texts.append(text)
+                events.append(self._delta(f"{name}_delta", name, text))
         return events
 
     def end(self) -> list[Answer]:
         """End the message. An empty message has one empty block of text."""
-        events: list[Answer] = []
-        if self._kind is None and not self.blocks:
-            self._begin("text", events)
-        self._close(events)
-        return events
+        begun = self._kind is not None or self.blocks
+        return [*([] if begun else self._begin("text")), *self._close()]
 
-    def _grow(self, new: _Growth, events: list[Answer]) -> None:
-        if new.kind != self._kind:
-            self._close(events)
-            self._begin(new.kind, events)
-        if new.kind == "text":
-            self._texts.append(new.text)
-            events.append(self._delta({"type": "text_delta", "text": new.text}))
-        elif self._shows_thinking:
-            self._texts.append(new.text)
-            events.append(self._delta({"type": "thinking_delta", "thinking": new.text}))
-
-    def _begin(self, kind: Kind, events: list[Answer]) -> None:
+    def _begin(self, kind: Kind) -> Iterator[Answer]:
         self._kind, self._texts = kind, []
-        events.append(self._start(_block(kind, "")))
+        yield self._event("start", content_block=self._block())
 
-    def _close(self, events: list[Answer]) -> None:
+    def _close(self) -> Iterator[Answer]:
         """Close the open block."""
         if self._kind is None:
             return
-        if self._kind == "thinking":
+        if self._kind == "reasoning":
             # Clients wait for a signature; none is checked here.
-            events.append(self._delta({"type": "signature_delta", "signature": ""}))
-        events.append(self._stop())
-        self.blocks.append(_block(self._kind, "".join(self._texts)))
+            yield self._delta("signature_delta", "signature", "")
+        yield self._event("stop")
+        self.blocks.append(self._block())
         self._kind = None
 
-    def _call(self, call: ToolCall, events: list[Answer]) -> None:
-        """Add a complete call."""
-        self._close(events)
+    def _call(self, call: ToolCall) -> Iterator[Answer]:
         block: Answer = {"type": "tool_use", "id": call.id, "name": call.name}
-        events += (
-            self._start(block | {"input": {}}),
-            self._delta({"type": "input_json_delta", "partial_json": call.arguments}),
-            self._stop(),
-        )
+        yield self._event("start", content_block=block | {"input": {}})
+        yield self._delta("input_json_delta", "partial_json", call.arguments)
+        yield self._event("stop")
         # Verbatim, as in a stream, with numbers of any size.
         self.blocks.append(block | {"input": msgspec.Raw(call.arguments.encode())})
 
-    def _start(self, block: Answer) -> Answer:
-        told = {"index": len(self.blocks), "content_block": block}
-        return {"type": "content_block_start"} | told
+    def _block(self) -> Answer:
+        text = "".join(self._texts)
+        if self._kind == "text":
+            return {"type": "text", "text": text}
+        return {"type": "thinking", "thinking": text, "signature": ""}
 
-    def _delta(self, delta: Answer) -> Answer:
-        return {"type": "content_block_delta", "index": len(self.blocks), "delta": delta}
+    def _delta(self, kind: str, name: str, text: str) -> Answer:
+        return self._event("delta", delta={"type": kind, name: text})
 
-    def _stop(self) -> Answer:
-        return {"type": "content_block_stop", "index": len(self.blocks)}
-
-
-def _joined(deltas: Iterable[Delta]) -> list[_Growth | ToolCall]:
-    """Return the additions in order; adjacent ones to one block are joined."""
-    found: list[_Growth | ToolCall] = []
-
-    def grow(kind: Kind, text: str) -> None:
-        last = found[-1] if found else None
-        if isinstance(last, _Growth) and last.kind == kind:
-            found[-1] = _Growth(kind, last.text + text)
-        else:
-            found.append(_Growth(kind, text))
-
-    for delta in deltas:
-        if delta.reasoning:
-            grow("thinking", delta.reasoning)
-        if delta.content:
-            grow("text", delta.content)
-        found += delta.calls
-    return found
-
-
-def _block(kind: Kind, text: str) -> Answer:
-    if kind == "text":
-        return {"type": "text", "text": text}
-    return {"type": "thinking", "thinking": text, "signature": ""}
+    def _event(self, what: str, **fields: Any) -> Answer:
+        return {"type": f"content_block_{what}", "index": len(self.blocks), **fields}
 
 
 class MessageWriter:

@@ -115,7 +115,7 @@ class ResponseEvents:
 
     async def _tell_all(self, events: Iterable[ItemEvent]) -> None:
         for event in events:
-            await self._tell(event.type, event.told)
+            await self._tell(event.type, event.fields)
 
     async def _tell(self, kind: str, told: dict[str, Any]) -> None:
         event: Answer = {"type": kind, "sequence_number": self._number} | told

@@ -13,7 +13,14 @@ from .....text.messages import MessageFormat, ToolCall
 from ....server.http import EngineError
 from ....serving.logprobs import TokenNames
 from ....serving.measures import Measures
-from ....serving.message_parts import MessageParts, NewParts, ReadToken
+from ....serving.message_parts import (
+    Addition,
+    MessageParts,
+    NewParts,
+    ReadToken,
+    additions,
+    joined,
+)
 from ....serving.words import Words
 from ..bodies import ReasoningOptions
 from ..errors import as_openai
@@ -21,25 +28,17 @@ from ..logprobs import token_entries
 from .requests import ID_PREFIX, ResponseRecord
 
 Answer = dict[str, Any]
-Kind = Literal["reasoning", "message", "function_call"]
+Kind = Literal["reasoning", "text", "call"]
 
-_PREFIXES: dict[Kind, str] = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
+_PREFIXES: dict[Kind, str] = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
+_TEXTS = {"reasoning": "reasoning_text", "text": "output_text"}
 
 
 class ItemEvent(NamedTuple):
     """An event, without its number."""
 
     type: str
-    told: Answer
-
-
-class _Growth(NamedTuple):
-    """An addition to an item: text with the tokens whose logprobs are shown, or a call."""
-
-    kind: Kind
-    text: str = ""
-    tokens: tuple[ReadToken, ...] = ()
-    call: ToolCall | None = None
+    fields: Answer
 
 
 class OutputItems:
@@ -80,39 +79,31 @@ class OutputItems:
 
     def add(self, chunk: CompletionChunk) -> list[ItemEvent]:
         """Add the next tokens."""
-        return self._grow(self._parts.add(chunk))
+        return list(self._events(self._parts.add(chunk)))
 
     def end(self, sample: CompletionSample) -> list[ItemEvent]:
         """Add what did not come in chunks, of a sample that has ended."""
-        events = self._grow(self._parts.end(sample))
+        events = list(self._events(self._parts.end(sample)))
         if self._kind is None and not self.items:
             # An empty answer has one message.
-            events += self._begin("message")
-        if self._unshown and self._kind == "message":
+            events += self._begin("text")
+        if self._unshown and self._kind == "text":
             # Tokens of a stop, without a text.
             events.append(self._text_delta("", self._unshown))
-        return events + self._close("completed" if sample.finish_reason == "stop" else "incomplete")
+        status = "completed" if sample.finish_reason == "stop" else "incomplete"
+        return [*events, *self._close(status)]
 
     # --- reading ------------------------------------------------------------------------------
 
-    def _growths(self, new: NewParts) -> Iterator[_Growth]:
+    def _additions(self, new: NewParts) -> Iterator[Addition]:
         if self._names is not None:
             self._unshown += new.records
         for delta, place in zip(new.deltas, new.places, strict=True):
-            tokens = self._tokens_to(place)
-            if delta.reasoning:
-                yield _Growth("reasoning", delta.reasoning)
-            if delta.content:
-                yield _Growth("message", delta.content, self._tokens_of(delta.content, tokens))
-            for call in delta.calls:
-                yield _Growth("function_call", call=call)
-
-    def _tokens_to(self, place: int) -> list[ReadToken]:
-        """Take the tokens that belong to no item yet, up to a place in the sample."""
-        number = place + 1 - self._num_tokens
-        tokens, self._unshown = self._unshown[:number], self._unshown[number:]
-        self._num_tokens += len(tokens)
-        return tokens
+            # Tokens that belong to no item yet, up to the delta's.
+            number = place + 1 - self._num_tokens
+            tokens, self._unshown = self._unshown[:number], self._unshown[number:]
+            self._num_tokens += len(tokens)
+            yield from additions(delta, self._tokens_of(delta.content, tokens))
 
     def _tokens_of(self, text: str, tokens: list[ReadToken]) -> tuple[ReadToken, ...]:
         """Return the last tokens that have this text, without the marks and spaces before it."""
@@ -124,71 +115,52 @@ class OutputItems:
             chars += len(tokens[first].text)
         return tuple(tokens[first:])
 
-    # --- telling ------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------
 
-    def _grow(self, new: NewParts) -> list[ItemEvent]:
-        """Make the events. The additions of one output to one item are one event."""
-        grown: list[_Growth] = []
-        for each in self._growths(new):
-            last = grown[-1] if grown else None
-            if last is not None and last.kind == each.kind and each.call is None:
-                grown[-1] = _Growth(each.kind, last.text + each.text, last.tokens + each.tokens)
+    def _events(self, new: NewParts) -> Iterator[ItemEvent]:
+        """The additions of one output to one item are one event."""
+        for kind, text, tokens, call in joined(self._additions(new)):
+            if kind != self._kind or call is not None:
+                yield from self._close("completed")
+                if call is None:
+                    yield from self._begin(kind)
+            if call is not None:
+                yield from self._whole_call(call)
+            elif kind == "text":
+                yield self._text_delta(text, tokens)
             else:
-                grown.append(each)
-        events: list[ItemEvent] = []
-        for each in grown:
-            if each.call is not None:
-                events += self._close("completed") + self._whole_call(each.call)
-                continue
-            if each.kind != self._kind:
-                events += self._close("completed") + self._begin(each.kind)
-            if each.kind == "message":
-                events.append(self._text_delta(each.text, each.tokens))
-            else:
-                self._texts.append(each.text)
-                told = self._place() | {"delta": each.text}
-                events.append(ItemEvent("response.reasoning_text.delta", told))
-        return events
+                self._texts.append(text)
+                yield self._part_event("reasoning_text.delta", delta=text)
 
-    def _begin(self, kind: Kind) -> list[ItemEvent]:
+    def _begin(self, kind: Kind) -> Iterator[ItemEvent]:
         self._kind = kind
         self._number[kind] += 1
         self._texts, self._shown = [], []
-        return [
-            self._item_event("added", self._item("in_progress", [])),
-            ItemEvent("response.content_part.added", self._place() | {"part": self._part()}),
-        ]
+        yield self._item_event("added", self._item("in_progress", []))
+        yield self._part_event("content_part.added", part=self._part())
 
     def _text_delta(self, text: str, tokens: Sequence[ReadToken]) -> ItemEvent:
         self._texts.append(text)
         self._shown += tokens
-        told = self._place() | {"delta": text, "logprobs": self._logprobs(tokens)}
-        return ItemEvent("response.output_text.delta", told)
+        return self._part_event("output_text.delta", delta=text, logprobs=self._logprobs(tokens))
 
-    def _close(self, status: str) -> list[ItemEvent]:
+    def _close(self, status: str) -> Iterator[ItemEvent]:
         """Close the open item."""
         if self._kind is None:
-            return []
+            return
         part = self._part()
-        done: Answer = {"text": part["text"]}
-        kind = "response.reasoning_text.done"
-        if self._kind == "message":
-            done["logprobs"] = part["logprobs"]
-            kind = "response.output_text.done"
+        done = {name: part[name] for name in ("text", "logprobs") if name in part}
         item = self._item(status, [part])
-        events = [
-            ItemEvent(kind, self._place() | done),
-            ItemEvent("response.content_part.done", self._place() | {"part": part}),
-            self._item_event("done", item),
-        ]
+        yield self._part_event(f"{_TEXTS[self._kind]}.done", **done)
+        yield self._part_event("content_part.done", part=part)
+        yield self._item_event("done", item)
         self.items.append(item)
         self._kind = None
-        return events
 
-    def _whole_call(self, call: ToolCall) -> list[ItemEvent]:
-        self._number["function_call"] += 1
+    def _whole_call(self, call: ToolCall) -> Iterator[ItemEvent]:
+        self._number["call"] += 1
         item: Answer = {
-            "id": self._id("function_call"),
+            "id": self._id("call"),
             "type": "function_call",
             "status": "completed",
             "call_id": call.id,
@@ -196,26 +168,24 @@ class OutputItems:
             "arguments": call.arguments,
         }
         place = {"item_id": item["id"], "output_index": len(self.items)}
-        delta = place | {"delta": call.arguments}
-        done = place | {"name": call.name, "arguments": call.arguments}
-        events = [
-            self._item_event("added", item | {"status": "in_progress", "arguments": ""}),
-            ItemEvent("response.function_call_arguments.delta", delta),
-            ItemEvent("response.function_call_arguments.done", done),
-            self._item_event("done", item),
-        ]
+        done = {"name": call.name, "arguments": call.arguments}
+        event = "response.function_call_arguments"
+        yield self._item_event("added", item | {"status": "in_progress", "arguments": ""})
+        yield ItemEvent(f"{event}.delta", place | {"delta": call.arguments})
+        yield ItemEvent(f"{event}.done", place | done)
+        yield self._item_event("done", item)
         self.items.append(item)
-        return events
 
     def _item_event(self, what: str, item: Answer) -> ItemEvent:
-        told = {"output_index": len(self.items), "item": item}
-        return ItemEvent(f"response.output_item.{what}", told)
+        fields = {"output_index": len(self.items), "item": item}
+        return ItemEvent(f"response.output_item.{what}", fields)
 
-    def _place(self) -> Answer:
-        """Return the place of the open item's only part."""
+    def _part_event(self, what: str, **fields: Any) -> ItemEvent:
+        """An event of the open item's only part."""
         assert self._kind is not None, "an item is open"
         item_id = self._id(self._kind)
-        return {"item_id": item_id, "output_index": len(self.items), "content_index": 0}
+        place = {"item_id": item_id, "output_index": len(self.items), "content_index": 0}
+        return ItemEvent(f"response.{what}", place | fields)
 
     def _id(self, kind: Kind) -> str:
         number = self._number[kind]
@@ -225,7 +195,7 @@ class OutputItems:
         if self._kind == "reasoning":
             item: Answer = {"id": self._id("reasoning"), "type": "reasoning", "status": status}
             return item | {"summary": [], "content": content}
-        item = {"id": self._id("message"), "type": "message", "role": "assistant"}
+        item = {"id": self._id("text"), "type": "message", "role": "assistant"}
         return item | {"status": status, "content": content}
 
     def _part(self) -> Answer:

@@ -120,3 +120,9 @@ def check_known(tools: Iterable[Tool], name: str, param: str) -> None:
     """Raises FieldError when there is no tool of a name."""
     if all(tool.name != name for tool in tools):
         raise FieldError(f"{param}: there is no tool {shown(name)}", param=param)
+
+
+def tool_call(call_id: str | None, name: str, arguments: object) -> dict[str, Any]:
+    """Return a tool call in OpenAI's form, which chat templates read as well."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}

@@ -53,6 +53,10 @@ class _Said(NamedTuple):
     blocks: list[_Placed]
 
 
+OpenCalls = dict[str, tuple[str, str]]
+"""Tool calls without a result, by id: the tool's name, and the call's path in the body."""
+
+
 def conversation_of(body: CountBody) -> Conversation:
     """Return the conversation for the chat template, without tools.
 
@@ -66,14 +70,20 @@ def conversation_of(body: CountBody) -> Conversation:
     turns: list[Turn] = []
     if body.system:
         turns.append({"role": "system", "content": _text(body.system, "system")})
-    calls = _OpenCalls()
-    for said in _sides(body.messages):
+    calls: OpenCalls = {}
+    for said in _joined(body.messages):
         if said.role == "user":
             turns += _results(said, calls)
+        if said.role != "system":
+            _check_answered(calls)
         turns += _turns(said)
-        if said.role == "assistant":
-            calls.add(said)
-    calls.check()
+        for block, where in said.blocks:
+            if isinstance(block, ToolUseBlock):
+                if block.id in calls:
+                    param = f"{where}.id"
+                    raise FieldError(f"{param} is that of another tool_use", param=param)
+                calls[block.id] = block.name, where
+    _check_answered(calls)
     continued = turns[-1]["role"] == "assistant"
     if continued and not turns[-1]["content"]:
         where = f"messages[{len(body.messages) - 1}].content"
@@ -97,58 +107,27 @@ def conversation_of(body: CountBody) -> Conversation:
     )
 
 
-class _OpenCalls:
-    """Tool calls without a result. Each gets its result before any other message."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-        self._places: dict[str, str] = {}
-
-    def add(self, said: _Said) -> None:
-        """Add the calls of the assistant's message."""
-        self.check()
-        for block, where in said.blocks:
-            if isinstance(block, ToolUseBlock):
-                if block.id in self._names:
-                    param = f"{where}.id"
-                    raise FieldError(f"{param} is that of another tool_use", param=param)
-                self._names[block.id], self._places[block.id] = block.name, where
-
-    def take(self, call_id: str, where: str) -> str:
-        """Remove a call that has its result; return the tool's name."""
-        if call_id not in self._names:
-            raise FieldError(
-                f"{where} is {shown(call_id)}, and the assistant's message before has no tool_use "
-                "of that id without a result",
-                param=where,
-            )
-        return self._names.pop(call_id)
-
-    def check(self) -> None:
-        """Raises FieldError: a call has no result."""
-        if self._names:
-            where = self._places[next(iter(self._names))]
-            raise FieldError(
-                f"{where}: the message after a tool_use has its tool_result; there is none",
-                param=where,
-            )
+def _check_answered(calls: OpenCalls) -> None:
+    """Raises FieldError: a call has no result."""
+    for _, where in calls.values():
+        raise FieldError(
+            f"{where}: the message after a tool_use has its tool_result; there is none",
+            param=where,
+        )
 
 
-def _sides(messages: Blocks) -> Iterator[_Said]:
+def _joined(messages: Blocks) -> list[_Said]:
     """Join adjacent messages of one role."""
-    last: _Said | None = None
+    joined: list[_Said] = []
     for place, given in enumerate(messages):
         where = f"messages[{place}]"
         message = read_part(given, Message, where)
         blocks = list(_blocks(message, f"{where}.content"))
-        if last is not None and last.role == message.role != "system":
-            last.blocks.extend(blocks)
-            continue
-        if last is not None:
-            yield last
-        last = _Said(message.role, blocks)
-    if last is not None:
-        yield last
+        if joined and joined[-1].role == message.role != "system":
+            joined[-1].blocks.extend(blocks)
+        else:
+            joined.append(_Said(message.role, blocks))
+    return joined
 
 
 def _blocks(message: Message, where: str) -> Iterator[_Placed]:
@@ -181,20 +160,25 @@ def _unsupported(kind: object, where: str) -> FieldError:
     )
 
 
-def _results(said: _Said, calls: _OpenCalls) -> list[Turn]:
-    """Return a turn for each result. They stand before the user's own text."""
+def _results(said: _Said, calls: OpenCalls) -> list[Turn]:
+    """Return a turn for each result, and close its call. They stand before the user's own text."""
     turns: list[Turn] = []
     for block, where in said.blocks:
-        if isinstance(block, ToolResultBlock):
-            name = calls.take(block.tool_use_id, f"{where}.tool_use_id")
-            text = _text(block.content, f"{where}.content")
-            if block.is_error and not text.lower().startswith("error"):
-                # Templates have no field for errors.
-                text = f"Error: {text}" if text else "Error"
-            turns.append(
-                {"role": "tool", "content": text, "tool_call_id": block.tool_use_id, "name": name}
+        if not isinstance(block, ToolResultBlock):
+            continue
+        param, call_id = f"{where}.tool_use_id", block.tool_use_id
+        if call_id not in calls:
+            raise FieldError(
+                f"{param} is {shown(call_id)}, and the assistant's message before has no tool_use "
+                "of that id without a result",
+                param=param,
             )
-    calls.check()
+        name, _ = calls.pop(call_id)
+        text = _text(block.content, f"{where}.content")
+        if block.is_error and not text.lower().startswith("error"):
+            # Templates have no field for errors.
+            text = f"Error: {text}" if text else "Error"
+        turns.append({"role": "tool", "content": text, "tool_call_id": call_id, "name": name})
     return turns
 
 
@@ -203,17 +187,20 @@ def _turns(said: _Said) -> list[Turn]:
     blocks = [placed.block for placed in said.blocks]
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-    calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": block.input},
+        }
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
     if not texts and any(isinstance(block, ToolResultBlock) for block in blocks):
         return []
     optional = {"reasoning_content": "\n".join(thoughts), "tool_calls": calls}
     turn: Turn = {"role": said.role, "content": "\n".join(texts)}
     return [turn | {name: value for name, value in optional.items() if value}]
-
-
-def _call(block: ToolUseBlock) -> dict[str, Any]:
-    function = {"name": block.name, "arguments": block.input}
-    return {"id": block.id, "type": "function", "function": function}
 
 
 def _text(content: str | Blocks, where: str) -> str:

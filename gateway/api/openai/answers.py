@@ -17,6 +17,7 @@ from ....text.messages import Delta, MessageFormat
 from ...serving.logprobs import Scored, TokenNames, logprobs_by_id, scored
 from ...serving.measures import Measures
 from ...serving.message_parts import MessageParts, NewParts
+from ...serving.tools import tool_call
 from ...serving.words import Words
 from .logprobs import ListedToken, TextLogprobs, token_entries
 from .positions import FINISHED, UNBEGUN
@@ -437,12 +438,7 @@ def message_of(deltas: Sequence[Delta], reasoning_field: str, *, whole: bool) ->
         message["content"] = content
     if calls:
         message["tool_calls"] = [
-            ({} if whole else {"index": call.place})
-            | {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
+            ({} if whole else {"index": call.place}) | tool_call(call.id, call.name, call.arguments)
             for call in calls
         ]
     return message

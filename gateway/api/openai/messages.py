@@ -10,6 +10,7 @@ from ....config import shown
 from ...server.http import FieldError
 from ...serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ...serving.fields import read_part
+from ...serving.tools import tool_call
 from .bodies import ChatBody, Message, RefusalPart, TextPart, TokenizeBody, ToolCall
 
 _IMAGES = frozenset({"image", "image_url", "input_image"})
@@ -116,5 +117,4 @@ def _call(call: ToolCall, where: str) -> dict[str, Any]:
         param = f"{where}.function.arguments"
         raise FieldError(f"{param} must be an object, as JSON", param=param)
     # Without additions of clients' libraries, which templates would write out.
-    read = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": "function", "function": read}
+    return tool_call(call.id, call.function.name, arguments)

@@ -12,6 +12,7 @@ from .....config import shown
 from ....server.http import FieldError
 from ....serving.chat_templates import Turn
 from ....serving.fields import read_part
+from ....serving.tools import tool_call
 from ..bodies import Message
 from ..messages import text_of, turn_of
 
@@ -254,8 +255,7 @@ def turns_of(items: Iterable[Item]) -> list[Turn]:
                 spoken["reasoning_content"] = "\n".join(filter(None, (before, text)))
             case "function_call":
                 names[item["call_id"]] = item["name"]
-                function = {"name": item["name"], "arguments": item["arguments"]}
-                calls.append({"id": item["call_id"], "type": "function", "function": function})
+                calls.append(tool_call(item["call_id"], item["name"], item["arguments"]))
             case "function_call_output":
                 end_turn()
                 text = text_of(item["output"], "input")

@@ -90,18 +90,6 @@ async def test_an_answer_has_what_anthropic_s_has(http: AsyncClient, engine: Fak
     assert answer["id"].startswith("msg_")
 
 
-async def test_every_field_reaches_the_engine(http: AsyncClient, engine: FakeEngine) -> None:
-    fields = {"temperature": 0.5, "top_p": 0.75, "top_k": 3, "seed": 7, "max_tokens": 11}
-    more = {"cache_salt": "s", "priority": 2, "budget_ms": 60_000, "stop_sequences": ["x", ""]}
-    await posted(http, **fields, **more)
-    (request,) = engine.requests
-    for name, value in fields.items():
-        assert getattr(request.sampling, name) == value
-    assert request.sampling.stop == ("x",)
-    assert (request.cache_salt, request.priority) == ("s", -2)
-    assert 0 < (request.budget_ns or 0) <= 60_000 * 10**6
-
-
 @pytest.mark.parametrize(
     "system",
     ["Be brief.", [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]],

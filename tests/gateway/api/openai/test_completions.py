@@ -56,32 +56,6 @@ async def test_prompts_of_all_kinds(
     assert answer["usage"]["prompt_tokens"] == 4 * len(sent)
 
 
-async def test_every_field_reaches_the_engine(http: AsyncClient, engine: FakeEngine) -> None:
-    fields = {
-        "temperature": 0.5,
-        "top_p": 0.75,
-        "top_k": 3,
-        "min_p": 0.125,
-        "seed": 7,
-        "stop_token_ids": [8],
-        "ignore_eos": True,
-        "min_tokens": 1,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.25,
-        "repetition_penalty": 1.5,
-        "max_tokens": 9,
-    }
-    more = {"stop": ["x", ""], "logit_bias": {"7": -1.5}, "cache_salt": "s", "n": 2, "logprobs": 4}
-    await posted(http, **fields, **more)
-    (request,) = engine.requests
-    sampling = request.sampling
-    for name, value in fields.items():
-        found = getattr(sampling, name)
-        assert (sorted(found) if isinstance(found, frozenset) else found) == value
-    assert (sampling.stop, sampling.logit_bias, sampling.logprobs) == (("x",), {7: -1.5}, 4)
-    assert (request.cache_salt, request.n) == ("s", 2)
-
-
 @pytest.mark.parametrize("top", [0, 2])
 async def test_logprobs_name_the_likeliest_and_the_token_itself(
     http: AsyncClient, engine: FakeEngine, top: int

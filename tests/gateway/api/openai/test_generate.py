@@ -56,34 +56,6 @@ async def test_without_a_name_each_has_a_new_one(http: AsyncClient) -> None:
     assert (first["request_id"], second["request_id"]) == (first["id"], second["id"])
 
 
-async def test_every_parameter_reaches_the_engine(http: AsyncClient, engine: FakeEngine) -> None:
-    fields = {
-        "temperature": 0.5,
-        "top_p": 0.75,
-        "top_k": 3,
-        "min_p": 0.125,
-        "seed": 7,
-        "stop_token_ids": [8],
-        "ignore_eos": True,
-        "min_tokens": 1,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.25,
-        "repetition_penalty": 1.5,
-        "max_tokens": 9,
-        "logprobs": 4,
-        "prompt_logprobs": 0,
-    }
-    more = {"stop": ["x"], "logit_bias": {"7": -1.5}, "n": 2}
-    await posted(http, sampling_params=fields | more, cache_salt="s", priority=3, budget_ms=60_000)
-    (request,) = engine.requests
-    for name, value in fields.items():
-        found = getattr(request.sampling, name)
-        assert (sorted(found) if isinstance(found, frozenset) else found) == value
-    assert (request.sampling.stop, request.sampling.logit_bias) == (("x",), {7: -1.5})
-    assert (request.n, request.cache_salt, request.priority) == (2, "s", -3)
-    assert 0 < (request.budget_ns or 0) <= 60_000 * 10**6
-
-
 async def test_without_a_length_it_may_have_what_the_model_has(
     http: AsyncClient, engine: FakeEngine
 ) -> None:

@@ -138,22 +138,6 @@ async def test_wrong_shapes_are_refused_by_their_place(
     assert not engine.requests
 
 
-async def test_each_call_may_say_how_much_is_drafted(http: AsyncClient, engine: FakeEngine) -> None:
-    asked: list[tuple[str, dict[str, Any]]] = [
-        ("/v1/chat/completions", {"messages": HELLO, "max_draft_tokens": 3}),
-        ("/v1/completions", {"prompt": "a", "max_draft_tokens": 3}),
-        ("/v1/responses", {"input": "a", "max_draft_tokens": 3}),
-        (
-            "/inference/v1/generate",
-            {"token_ids": [5], "sampling_params": {"max_draft_tokens": 3, "max_tokens": 1}},
-        ),
-        ("/generate", {"text": "a", "sampling_params": {"max_draft_tokens": 3}}),
-    ]
-    for path, body in asked:
-        assert (await http.post(path, json=body)).status_code == 200, path
-    assert [request.sampling.max_draft_tokens for request in engine.requests] == [3] * len(asked)
-
-
 async def test_sglang_s_names_for_what_was_drafted(http: AsyncClient, engine: FakeEngine) -> None:
     def outputs(request: GenerateRequest) -> list[Output]:
         (end,) = whole(request)

@@ -51,33 +51,6 @@ async def test_an_answer_has_what_openai_s_has(http: AsyncClient, engine: FakeEn
     assert (answer["instructions"], answer["metadata"]) == ("Be brief.", {"a": "b"})
 
 
-async def test_every_field_reaches_the_engine(http: AsyncClient, engine: FakeEngine) -> None:
-    fields = {
-        "temperature": 0.5,
-        "top_p": 0.75,
-        "top_k": 3,
-        "min_p": 0.125,
-        "seed": 7,
-        "stop_token_ids": [8],
-        "ignore_eos": True,
-        "min_tokens": 1,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.25,
-        "repetition_penalty": 1.5,
-    }
-    more = {"stop": ["x"], "logit_bias": {"7": -1.5}, "cache_salt": "s", "priority": 2}
-    more |= {"max_output_tokens": 9, "top_logprobs": 4, "include": INCLUDE, "budget_ms": 60_000}
-    await posted(http, **fields, **more)
-    (request,) = engine.requests
-    sampling = request.sampling
-    for name, value in fields.items():
-        found = getattr(sampling, name)
-        assert (sorted(found) if isinstance(found, frozenset) else found) == value
-    assert (sampling.stop, sampling.logit_bias, sampling.logprobs) == (("x",), {7: -1.5}, 4)
-    assert (sampling.max_tokens, request.cache_salt, request.priority) == (9, "s", -2)
-    assert 0 < (request.budget_ns or 0) <= 60_000 * 10**6
-
-
 async def test_a_conversation_is_what_a_chat_s_would_be(
     http: AsyncClient, engine: FakeEngine
 ) -> None:

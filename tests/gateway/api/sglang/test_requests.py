@@ -40,40 +40,6 @@ def test_defaults_are_those_of_sglang() -> None:
     )
 
 
-def test_sampling_params_by_their_other_names() -> None:
-    assert sampling(
-        max_new_tokens=9,
-        min_new_tokens=2,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=40,
-        min_p=0.1,
-        stop=["x", "yz"],
-        stop_token_ids=[3, 4],
-        ignore_eos=True,
-        repetition_penalty=1.1,
-        presence_penalty=0.2,
-        frequency_penalty=0.3,
-        logit_bias={"7": -1},
-        sampling_seed=11,
-    ) == SamplingParams(
-        max_tokens=9,
-        min_tokens=2,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=40,
-        min_p=0.1,
-        stop=("x", "yz"),
-        stop_token_ids=frozenset({3, 4}),
-        ignore_eos=True,
-        repetition_penalty=1.1,
-        presence_penalty=0.2,
-        frequency_penalty=0.3,
-        logit_bias={7: -1.0},
-        seed=11,
-    )
-
-
 @pytest.mark.parametrize("top_k", [-1, 1 << 30])
 def test_all_tokens(top_k: int) -> None:
     assert sampling(top_k=top_k).top_k == 0

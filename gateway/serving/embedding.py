@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any
 
 import anyio
 import anyio.lowlevel
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ...bus.public import Completion, EmbedParams, GenerateRequest, Output
+from ...config import RequestError
 from ...pipeline.embedding import EmbeddedPrompt, embed_request, embedded_prompt
-from ..server.http import EngineError
-from .origin import Origin
+from ..server.http import EngineError, while_connected
+from .origin import Origin, origin_of, tenant_of
+from .services import Services
 from .submissions import AT_ONCE, ENDED_EARLY, Submissions
-from .words import LazyWords
-
-T = TypeVar("T")
 
 Prompt = str | tuple[int, ...]
 
@@ -95,13 +96,44 @@ async def embed_all(
     return [embedded[index] for index in range(len(requests))]
 
 
-async def worked_out(
-    words: LazyWords, embedded: Sequence[EmbeddedPrompt], work: Callable[[], T]
-) -> T:
-    """Process vectors, in a thread if they are many."""
-    if sum(len(each.vector) for each in embedded) <= _SHORT:
-        return work()
-    return await words.beside(work)
+async def answer_embedded(
+    request: Request,
+    services: Services,
+    call: EmbedCall,
+    prompts: Sequence[Prompt],
+    write: Callable[[list[EmbeddedPrompt]], Any],
+    *,
+    budget_ms: float | None,
+    model: str = "",
+    lower_first: bool = True,
+) -> Response:
+    """Embed the prompts of a call, and answer with the JSON of what `write` returns.
+
+    Raises:
+        NanoInferenceError: As `embed_all`; too_many_prompts.
+    """
+    most = services.config.gateway.max_prompts
+    if len(prompts) > most:
+        raise RequestError(
+            f"the call has {len(prompts)} inputs, and {most} are taken (gateway.max_prompts); "
+            "send several calls",
+            code="too_many_prompts",
+        )
+    origin = origin_of(request, tenant_of(request), budget_ms, model)
+
+    async def work() -> Response:
+        embedded = await embed_all(
+            services.submissions, origin, call, prompts, lower_first=lower_first
+        )
+
+        def written() -> bytes:
+            return msgspec.json.encode(write(embedded))
+
+        short = sum(len(each.vector) for each in embedded) <= _SHORT
+        body = written() if short else await services.words.beside(written)
+        return Response(body, media_type="application/json")
+
+    return await while_connected(request.receive, work)
 
 
 def similarity(one: Sequence[float], other: Sequence[float]) -> float:

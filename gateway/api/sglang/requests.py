@@ -153,7 +153,7 @@ def read_call(body: Body, max_prompts: int) -> Call:
         if isinstance(given, list) and not (given and isinstance(given[0], int)):
             _check_number(len(given), max_prompts)
     fields = read_part(body, GenerateBody)
-    prompts, batch = _prompts(fields)
+    prompts, batch = read_prompts(fields.text, fields.input_ids)
     count = len(prompts)
     # An empty list has none for any prompt.
     params = {} if fields.sampling_params is None else fields.sampling_params
@@ -201,18 +201,24 @@ def _read_sampling(given: Body) -> Sampling:
     return Sampling(own, params)
 
 
-def _prompts(fields: GenerateBody) -> tuple[list[str | tuple[int, ...]], bool]:
-    """Return texts or token ids, and whether they came as a list."""
-    if (fields.text is None) == (fields.input_ids is None):
+def read_prompts(
+    text: str | list[str] | None, input_ids: list[int | list[int]] | None
+) -> tuple[list[str | tuple[int, ...]], bool]:
+    """Return texts or token ids, and whether they came as a list.
+
+    Raises:
+        RequestError: invalid_prompt, empty_prompt.
+    """
+    if (text is None) == (input_ids is None):
         raise RequestError("give exactly one of text and input_ids", code="invalid_prompt")
-    given: Any = fields.text if fields.text is not None else fields.input_ids
+    given: Any = text if text is not None else input_ids
     if isinstance(given, str):
         return [given], False
     if not given:
         raise RequestError("there is no prompt in the list", code="empty_prompt")
     if isinstance(given[0], int):
         return [convert_part(given, tuple[int, ...], "input_ids")], False
-    if fields.text is not None:
+    if text is not None:
         return list(given), True
     return list(convert_part(given, tuple[tuple[int, ...], ...], "input_ids")), True
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -35,7 +34,7 @@ from .answers import Answer, AnswerWriter
 from .errors import as_openai
 from .messages import conversation_of
 from .positions import Position, answer_of, read_position
-from .records import BegunCalls, Found, Keyed, keyed, last_event_id
+from .records import Attach, BegunCalls, Found, Keyed, keyed, last_event_id, unattached
 from .requests import (
     Call,
     ChoicesRecord,
@@ -48,9 +47,6 @@ from .streams import Chunks
 from .tools import chat_tool_use
 
 _DONE = b"[DONE]"
-
-Attach = Callable[[], AbstractAsyncContextManager[Attachment | None]]
-"""Attach to a call while the context is open, if the call is durable."""
 
 # An answer that is written at once, in tokens, those of logprobs included; more take a thread.
 _SHORT_ANSWER = 4096
@@ -149,7 +145,7 @@ class GenerationCalls:
         if begun is not None:
             return await self._again(request, origin, begun)
         attach: Attach = partial(
-            services.durable.begun, call.id, record.encode(), _ids(record), record.name
+            services.durable.begun, call.id, record.encode(), record.request_ids, record.name
         )
         if not call.stream and key is None:
             # No client knows the id of such an answer before it is there.
@@ -175,18 +171,11 @@ class GenerationCalls:
         record = found.record
         call = record.call
         words = await self._services.words.required() if call.needs_words else None
-        choices = record.number * call.n
+        choices = len(record.prompts) * call.n
         after = read_position(event_id, call.id, choices) if event_id else None
 
-        @asynccontextmanager
-        async def attach() -> AsyncIterator[Attachment]:
-            kept = await self._begun.published(found)
-            async with self._services.durable.resumed(
-                call.id, kept, _ids(record), record.name
-            ) as attachment:
-                yield attachment
-
-        running = _Running(origin, record, await self._answers(record, words), attach)
+        answers = await self._answers(record, words)
+        running = _Running(origin, record, answers, self._begun.attach(found))
         return await self._respond(request, running, after)
 
     async def _answers(self, record: ChoicesRecord, words: Words | None) -> AnswerWriter:
@@ -255,7 +244,7 @@ class GenerationCalls:
         failure = await self._run(running, attachment, take)
         if failure is not None:
             raise failure
-        ordered = [completions[index] for index in range(running.record.number)]
+        ordered = [completions[index] for index in range(len(completions))]
         if running.answers.work(ordered) <= _SHORT_ANSWER:
             return running.answers.whole(ordered)
         return await self._services.words.beside(partial(running.answers.whole, ordered))
@@ -317,13 +306,3 @@ class GenerationCalls:
         if failure is None:
             await chunks.send_usage()
         return failure
-
-
-def _ids(record: ChoicesRecord) -> list[str]:
-    return [request.request_id for request in record.requests()]
-
-
-@asynccontextmanager
-async def unattached() -> AsyncIterator[None]:
-    """The attachment of a call that ends with its connection."""
-    yield

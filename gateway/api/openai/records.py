@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Generic, NamedTuple, TypeVar
 
 import anyio
@@ -15,7 +16,7 @@ from ....config import RequestError
 from ....store.calls import DurableCall
 from ...policy.caller import Caller, check_allowed, may_use
 from ...server.http import MODEL, EngineError
-from ...serving.durable_calls import DurableCalls, not_found
+from ...serving.durable_calls import Attachment, DurableCalls, not_found
 from ...serving.fields import Body
 
 HEADER = "Idempotency-Key"
@@ -75,8 +76,7 @@ class DurableRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.call.id
 
     @property
-    def number(self) -> int:
-        """The number of requests."""
+    def request_ids(self) -> list[str]:
         raise NotImplementedError
 
     @property
@@ -95,6 +95,15 @@ class DurableRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 R = TypeVar("R", bound=DurableRecord)
+
+Attach = Callable[[], AbstractAsyncContextManager[Attachment | None]]
+"""Attach to a call while the context is open, if the call is durable."""
+
+
+@asynccontextmanager
+async def unattached() -> AsyncIterator[None]:
+    """The attachment of a call that ends with its connection."""
+    yield
 
 
 def decode_record(record: bytes, kind: type[R]) -> R | None:
@@ -186,11 +195,39 @@ class BegunCalls(Generic[R]):
                 check_same(None, record.keyed)
             raise
 
+    def attach(
+        self,
+        found: Found[R],
+        settled: Callable[[Found[R]], Awaitable[DurableCall]] | None = None,
+        *,
+        background: bool = False,
+    ) -> Attach:
+        """Attach to a call that was begun before.
+
+        Args:
+            settled: Waits until it is published; by default `published`.
+            background: Whether it goes on without any client.
+        """
+
+        @asynccontextmanager
+        async def attach() -> AsyncIterator[Attachment]:
+            record = found.record
+            kept = await (settled or self.published)(found)
+            async with self._kept.resumed(
+                record.id, kept, record.request_ids, record.name, background=background
+            ) as attachment:
+                yield attachment
+
+        return attach
+
     async def published(self, found: Found[R]) -> DurableCall:
         """Wait until all requests of a call are published, or could have been."""
         call_id, kept, wait_s = found.record.id, found.kept, _FIRST_LOOK_S
+        number = len(found.record.request_ids)
         with anyio.move_on_after(PUBLISH_PATIENCE_S):
-            while len(kept.entries) < found.record.number and "cancelled" not in kept.marks:
+            while (
+                len(kept.entries) < len(found.record.request_ids) and "cancelled" not in kept.marks
+            ):
                 await anyio.sleep(wait_s)
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
                 kept = await self._kept.find(call_id) or kept

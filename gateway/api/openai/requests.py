@@ -126,8 +126,8 @@ class ChoicesRecord(DurableRecord, frozen=True, kw_only=True):
     has_prompts: bool
 
     @property
-    def number(self) -> int:
-        return len(self.prompts)
+    def request_ids(self) -> list[str]:
+        return [request.request_id for request in self.requests()]
 
     @property
     def is_complete(self) -> bool:
@@ -136,13 +136,13 @@ class ChoicesRecord(DurableRecord, frozen=True, kw_only=True):
     def requests(self) -> list[GenerateRequest]:
         """Return the requests of all prompts."""
         return [
-            self.call.request(place, self.number, prompt, self.tenant)
+            self.call.request(place, len(self.prompts), prompt, self.tenant)
             for place, prompt in enumerate(self.prompts)
         ]
 
     def encode(self) -> bytes:
-        prompts = self.prompts if self.has_prompts else [()] * self.number
-        texts = self.texts if self.call.echo else [None] * self.number
+        prompts = self.prompts if self.has_prompts else [()] * len(self.prompts)
+        texts = self.texts if self.call.echo else [None] * len(self.prompts)
         return msgspec.json.encode(msgspec.structs.replace(self, prompts=prompts, texts=texts))
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -25,14 +24,12 @@ from ....server.http import (
     while_connected,
 )
 from ....serving.account import Account
-from ....serving.durable_calls import Attachment
 from ....serving.fields import Body, read_query
 from ....serving.origin import Origin, origin_of, tenant_of
 from ....serving.prepared import of_tools, prepare
 from ....serving.services import Services
 from ..errors import as_openai
-from ..generate import Attach, unattached
-from ..records import Found, keyed, last_event_id
+from ..records import Attach, Found, keyed, last_event_id, unattached
 from ..tools import response_tool_use
 from .events import NOTHING, ResponseEvents, read_number, response_of
 from .items import Item, check_calls, page_of
@@ -286,15 +283,9 @@ class ResponseCalls:
         fields = record.call.fields
         origin = origin_of(request, record.tenant, fields.budget_ms, fields.model)
 
-        @asynccontextmanager
-        async def attach() -> AsyncIterator[Attachment]:
-            kept = await self._stored.settled(found)
-            async with self._services.durable.resumed(
-                record.id, kept, [record.id], record.name, background=record.background
-            ) as attachment:
-                yield attachment
-
-        return _Running(origin, await self._stored.writer(record), attach, after)
+        return _Running(
+            origin, await self._stored.writer(record), self._stored.attach(found), after
+        )
 
     async def _respond(self, request: Request, running: _Running) -> Response:
         record = running.writer.record

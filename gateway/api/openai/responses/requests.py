@@ -106,8 +106,8 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
     constraint: Constraint | None = None
 
     @property
-    def number(self) -> int:
-        return 1
+    def request_ids(self) -> list[str]:
+        return [self.id]
 
     @property
     def background(self) -> bool:

@@ -17,7 +17,7 @@ from ....server.http import EngineError, FieldError
 from ....serving.account import Account
 from ....serving.origin import Origin
 from ....serving.services import Services
-from ..records import BegunCalls, Found, Keyed
+from ..records import Attach, BegunCalls, Found, Keyed
 from .items import Item, answered
 from .output import UNENDED, Answer, ResponseWriter
 from .requests import ResponseRecord
@@ -127,6 +127,11 @@ class StoredResponses:
                 code=_UNFINISHED,
             )
         return [*found.record.items, *answered(answer["output"])]
+
+    def attach(self, found: Found[ResponseRecord]) -> Attach:
+        """Attach to a response that was begun before."""
+        background = found.record.background
+        return self._begun.attach(found, self.settled, background=background)
 
     async def settled(self, found: Found[ResponseRecord]) -> DurableCall:
         """Wait until a response is published, or could have been by the gateway that began it.

@@ -12,7 +12,7 @@ import pytest
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 
-from .fake import FakeEngine
+from .fake import FakeEngine, http_of
 
 
 @pytest.fixture
@@ -37,20 +37,13 @@ async def connected(engine: FakeEngine, config: Config) -> AsyncIterator[dict[st
 
 @pytest.fixture
 async def http(engine: FakeEngine, config: Config) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(make_app(engine, config))
-    async with httpx.AsyncClient(
-        transport=transport,
-        base_url="http://127.0.0.1",
-        headers={"Content-Type": "application/json"},
-    ) as client:
+    headers = {"Content-Type": "application/json"}
+    async with http_of(make_app(engine, config), headers=headers) as client:
         yield client
 
 
 @pytest.fixture
 async def other(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
     """Another gateway on the same bus."""
-    app = make_app(engine, load_config(env={}))
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
-    ) as client:
+    async with http_of(make_app(engine, load_config(env={}))) as client:
         yield client

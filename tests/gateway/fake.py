@@ -7,9 +7,11 @@ from contextlib import aclosing
 from typing import Any
 
 import anyio
+import httpx
 
 from nano_inference.bus.public import (
     Completion,
+    CompletionChunk,
     CompletionSample,
     ErrorInfo,
     GenerateRequest,
@@ -257,3 +259,39 @@ def refused(code: str, message: str = "no", retry_after_s: float | None = None) 
     return lambda request: [
         Completion(request_id=request.request_id, entry_id="1-0", status="error", error=error)
     ]
+
+
+def chunk(
+    request: GenerateRequest, token_ids: tuple[int, ...] = (7,), text: str = "<7>", **changed: Any
+) -> CompletionChunk:
+    """A chunk of a request's first sample; `changed` replaces fields."""
+    fields: dict[str, Any] = {
+        "request_id": request.request_id,
+        "entry_id": "1-0",
+        "sample_index": 0,
+        "token_offset": 0,
+        "token_ids": token_ids,
+        "logprobs": (-1.0,) * len(token_ids),
+        "text": text,
+    }
+    return CompletionChunk(**fields | changed)
+
+
+def report(**changed: Any) -> StageReport:
+    """The report of a stage that is ready; `changed` replaces fields."""
+    fields: dict[str, Any] = {
+        "lane": "lane0",
+        "stage": "admission",
+        "incarnation": "1",
+        "host": "here",
+        "pid": 1,
+        "epoch": 1,
+        "state": "ready",
+    }
+    return StageReport(**fields | changed)
+
+
+def http_of(app: Any, *, raise_app_exceptions: bool = True, **options: Any) -> httpx.AsyncClient:
+    """A client of an ASGI application."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=raise_app_exceptions)
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", **options)

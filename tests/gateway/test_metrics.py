@@ -14,7 +14,7 @@ from nano_inference.telemetry import setup_metrics
 from nano_inference.telemetry.instruments import QUEUE_DEPTH
 
 from .errors import error_of
-from .fake import FakeEngine
+from .fake import FakeEngine, http_of
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
@@ -25,8 +25,7 @@ async def measured(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
     metrics = setup_metrics(TelemetryConfig(), "here", without_port=True)
     metrics.record(QUEUE_DEPTH, 3)
     app = make_app(engine, Config(), Measures(metrics=metrics))  # type: ignore[arg-type]
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+    async with http_of(app) as client:
         yield client
     metrics.shutdown()
 

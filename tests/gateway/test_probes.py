@@ -17,7 +17,7 @@ from nano_inference.gateway.serving import lane_state as readiness_module
 from nano_inference.gateway.serving.lane_state import DRAINING, Readiness
 
 from .errors import error_of
-from .fake import FakeEngine
+from .fake import FakeEngine, http_of
 
 LIMIT_S = 20
 WHY = "executor is starting: loading the model"
@@ -33,8 +33,7 @@ def readiness(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Readiness:
 async def http(engine: FakeEngine, readiness: Readiness) -> AsyncIterator[httpx.AsyncClient]:
     app = make_app(engine, Config(), None, readiness)  # type: ignore[arg-type]
     server = HttpServer(app, GatewayConfig(max_connections=1))
-    transport = httpx.ASGITransport(server.calls)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+    async with http_of(server.calls) as client:
         yield client
 
 

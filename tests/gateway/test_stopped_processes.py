@@ -17,10 +17,10 @@ from nano_inference.config import STAGES, Config, load_config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.kserve.protobuf import METHODS
 from nano_inference.pipeline.client import BusClient
-from nano_inference.store.board import StageReport
 from nano_inference.store.process_state import identity_of
 
 from .api.kserve.grpc_calls import Client
+from .fake import report
 
 LIMIT_S = 30
 PROBES = {
@@ -45,14 +45,10 @@ async def beat(bus: Bus, pid: int, identity: str) -> None:
     """The reports of a lane that is ready, for an executor in another process."""
     await bus.store.board.report(
         [
-            StageReport(
-                lane="0",
+            report(
                 stage=stage,
                 incarnation=stage,
-                host="h",
                 pid=pid,
-                epoch=1,
-                state="ready",
                 process=identity if stage == "executor" else "",
             )
             for stage in STAGES

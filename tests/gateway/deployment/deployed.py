@@ -24,7 +24,7 @@ from nano_inference.pipeline.models import ModelStatus
 from nano_inference.store.registry import ModelRecord, find_model
 from nano_inference.telemetry import TraceContext
 
-from ..fake import FakeBus, FakeEngine, completion, sample
+from ..fake import FakeBus, FakeEngine, completion, http_of, sample
 
 
 class ModelBus(FakeBus):
@@ -149,9 +149,6 @@ class Front:
 
     @asynccontextmanager
     async def client(self, **given: Any) -> AsyncIterator[httpx.AsyncClient]:
-        transport = httpx.ASGITransport(self.server.entrance)
         headers = {"Content-Type": "application/json"} | given.pop("headers", {})
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://127.0.0.1", headers=headers, **given
-        ) as http:
+        async with http_of(self.server.entrance, headers=headers, **given) as http:
             yield http

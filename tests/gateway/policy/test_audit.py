@@ -17,20 +17,18 @@ import pytest
 import structlog
 
 from nano_inference.bus.public import GenerateRequest, Output
-from nano_inference.config import Config, ConfigError, TelemetryConfig, load_config
+from nano_inference.config import ConfigError, TelemetryConfig, load_config
 from nano_inference.gateway.app import ModelGatewayApp, make_app
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.audit import text_hash
-from nano_inference.gateway.policy.policy import Policy
 from nano_inference.gateway.server.calls import ObservedCalls
-from nano_inference.gateway.serving.durable_calls import DurableCalls
 from nano_inference.gateway.serving.measures import Measures
 from nano_inference.telemetry import setup_logging
 
 from .. import by_hand
-from ..fake import FakeEngine, completion, refused
+from ..fake import FakeEngine, completion, http_of, refused
 from ..made import cut, interleaved, scores
-from .conftest import bearer
+from .conftest import Made, bearer
 
 LIMIT_S = 20
 AUDIT_KEY = "of its own"
@@ -40,17 +38,22 @@ ANSWER = "five six"
 class Audited:
     """A gateway with an audit log, and a client of it."""
 
-    def __init__(self, app: ModelGatewayApp, http: httpx.AsyncClient, path: Path) -> None:
-        self.policy: Policy = app.policy
-        self.observed = app_observed(app)
-        self.kept: DurableCalls = app.durable
+    def __init__(
+        self, app: ModelGatewayApp, observed: ObservedCalls, http: httpx.AsyncClient, path: Path
+    ) -> None:
+        self.policy = app.policy
+        self.observed = observed
+        self.durable = app.durable
         self.http = http
         self._path = path
 
-    async def made(self, *scopes: str) -> dict[str, Any]:
+    @property
+    def administration(self) -> Administration:
         assert self.policy.store is not None
-        wish = {"name": "somebody", "tenant": "acme", "scopes": scopes or ("generate",)}
-        return await Administration(self.policy.store).create_key(wish)
+        return Administration(self.policy.store)
+
+    async def made(self, *scopes: str) -> dict[str, Any]:
+        return await Made(self.administration)(*scopes, tenant="acme")
 
     async def text(self) -> str:
         """All that stands in the log when it is closed."""
@@ -71,17 +74,20 @@ def app_observed(app: ModelGatewayApp) -> ObservedCalls:
 
 
 @asynccontextmanager
-async def audited(engine: FakeEngine, path: Path, **settings: Any) -> AsyncIterator[Audited]:
+async def audited(
+    engine: FakeEngine, path: Path, more: dict[str, str] | None = None, **settings: Any
+) -> AsyncIterator[Audited]:
     given = {"backend": "bus", "audit_file": str(path), "audit_key": AUDIT_KEY, **settings}
-    config = load_config(env={}, overrides={f"policy.{name}": each for name, each in given.items()})
+    overrides = {f"policy.{name}": each for name, each in given.items()} | (more or {})
+    config = load_config(env={}, overrides=overrides)
     app = make_app(engine, config)  # type: ignore[arg-type]
     await app.policy.open()
-    transport = httpx.ASGITransport(app_observed(app), raise_app_exceptions=False)
+    observed = app_observed(app)
     async with (
         asyncio.timeout(LIMIT_S),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
+        http_of(observed, raise_app_exceptions=False) as client,
     ):
-        yield Audited(app, client, path)
+        yield Audited(app, observed, client, path)
     await app.policy.aclose()
 
 
@@ -185,8 +191,7 @@ async def test_who_lacks_a_scope_is_named(gateway: Audited) -> None:
 
 
 async def test_a_blocked_prompt_is_told_of(gateway: Audited) -> None:
-    assert gateway.policy.store is not None
-    await Administration(gateway.policy.store).set_guardrails({"literals": ["bad"]})
+    await gateway.administration.set_guardrails({"literals": ["bad"]})
     headers = bearer(await gateway.made())
     await gateway.http.post("/v1/completions", json={"prompt": "so bad"}, headers=headers)
     line = await gateway.line()
@@ -196,8 +201,7 @@ async def test_a_blocked_prompt_is_told_of(gateway: Audited) -> None:
 
 
 async def test_an_answer_stands_there_as_it_left(gateway: Audited, engine: FakeEngine) -> None:
-    assert gateway.policy.store is not None
-    await Administration(gateway.policy.store).set_guardrails({"literals": ["six"]})
+    await gateway.administration.set_guardrails({"literals": ["six"]})
     headers = bearer(await gateway.made())
     for stream in (False, True):
         body = {"prompt": "a", "stream": stream}
@@ -257,11 +261,11 @@ async def test_a_response_in_the_background_has_a_line_of_its_own(
     key = await gateway.made()
     body = {"input": "whisper", "background": True}
     made = (await gateway.http.post("/v1/responses", json=body, headers=bearer(key))).json()
-    background = gateway.kept._tasks
+    background = gateway.durable._tasks
     with anyio.fail_after(LIMIT_S):
         while background:
             await asyncio.wait(background)
-    await gateway.kept.aclose()
+    await gateway.durable.aclose()
     (line,) = [line for line in await gateway.lines() if line["event"] == "background"]
     assert (line["key_id"], line["tenant"], line["model"]) == (key["id"], "acme", "tiny")
     assert (line["request_ids"], line["code"]) == ([made["id"]], "")
@@ -404,17 +408,7 @@ async def test_without_a_tokenizer_a_prompt_is_its_tokens(
 ) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    overrides = {
-        "engine.model_path": str(folder),
-        "policy.audit_file": str(tmp_path / "audit"),
-        "policy.audit_key": AUDIT_KEY,
-    }
-    config: Config = load_config(env={}, overrides=overrides)
-    app = make_app(engine, config)  # type: ignore[arg-type]
-    await app.policy.open()
-    transport = httpx.ASGITransport(app_observed(app))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-        await client.post("/v1/completions", json={"prompt": [5, 6]})
-    await app.policy.aclose()
-    (line,) = (json.loads(each) for each in (tmp_path / "audit").read_text().splitlines())
-    assert line["prompt_hmac"] == hashed("5 6")
+    more = {"engine.model_path": str(folder)}
+    async with audited(engine, tmp_path / "audit", more, backend="off") as gateway:
+        await gateway.http.post("/v1/completions", json={"prompt": [5, 6]})
+        assert (await gateway.line())["prompt_hmac"] == hashed("5 6")

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config
 from nano_inference.gateway.app import ModelGatewayApp, make_app
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.document import Guardrails
-from nano_inference.gateway.serving.words import LazyWords, Words
+from nano_inference.gateway.serving.words import Words
 
 from ..fake import FakeEngine
 from .conftest import Made, bearer
@@ -179,11 +178,6 @@ INTERFACES = {
 REASONS = {"responses": {"reason": "content_filter"}, "messages": "refusal"}
 NAMES = list(INTERFACES)
 STREAMED = [name for name, interface in INTERFACES.items() if interface.streams]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def words() -> Words:
-    return await LazyWords(Config().engine.model_folder).required()
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import pytest_asyncio
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -20,10 +19,10 @@ from nano_inference.bus.public import (
     Output,
     TokenLogprob,
 )
-from nano_inference.config import Config, SamplingParams
+from nano_inference.config import SamplingParams
 from nano_inference.gateway.policy.block_list import BlockList, Scanner
 from nano_inference.gateway.policy.held_outputs import HeldOutputs
-from nano_inference.gateway.serving.words import LazyWords, Words
+from nano_inference.gateway.serving.words import Words
 
 from .spoken import Spoken, end_of, heard, spoken
 
@@ -37,11 +36,6 @@ ANSWERS = st.builds(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 767)), max_size=4),
 )
 CUTS = st.lists(st.integers(0, 80), max_size=12)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def words() -> Words:
-    return await LazyWords(Config().engine.model_folder).required()
 
 
 def tokens_of(answer: tuple[str, list[tuple[int, int]]], words: Words) -> list[int]:

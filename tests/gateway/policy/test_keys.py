@@ -7,13 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.routing import BaseRoute
 
+from nano_inference.config import Config
 from nano_inference.gateway.app import ModelGatewayApp, make_app
 from nano_inference.gateway.policy.chain import PolicyRoute
 from nano_inference.gateway.policy.document import SCOPES, Scope, may
 
-from ..fake import FakeEngine
+from ..fake import FakeEngine, http_of
 from .conftest import Made, bearer
 
 CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -34,13 +34,9 @@ def code_of(response: httpx.Response) -> str:
     return code
 
 
-def routes(app: ModelGatewayApp) -> list[BaseRoute]:
-    return list(app.routes)
-
-
 def test_every_route_says_what_its_callers_need(app: ModelGatewayApp) -> None:
-    assert [each for each in routes(app) if not isinstance(each, PolicyRoute)] == []
-    free = {each.path_format for each in routes(app) if getattr(each, "needed", "") == "nothing"}
+    assert [each for each in app.routes if not isinstance(each, PolicyRoute)] == []
+    free = {each.path_format for each in app.routes if getattr(each, "needed", "") == "nothing"}
     kserve = {"/v2/health/live", "/v2/health/ready", "/v2/models/{model}/ready"}
     kserve.add("/v2/models/{model}/versions/{version}/ready")
     assert free == {"/", "/livez", "/healthz", "/readyz", "/health", "/version", *kserve}
@@ -195,10 +191,7 @@ async def test_while_nobody_can_tell_nobody_may(
 
 
 async def test_without_a_policy_everybody_may(engine: FakeEngine) -> None:
-    from nano_inference.config import Config
-
-    transport = httpx.ASGITransport(make_app(engine, Config()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_of(make_app(engine, Config())) as http:
         for scope in ("read", "generate", "weights"):
             answer = await call(http, scope, headers={"Authorization": "Basic eDp5"})
             assert answer.status_code == 200

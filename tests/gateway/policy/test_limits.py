@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from nano_inference.bus import open_bus
-from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
 from nano_inference.config import BusConfig, BusError, Config, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy.administration import Administration
@@ -23,7 +22,7 @@ from nano_inference.gateway.server.calls import ObservedCalls
 from nano_inference.store.limits import Charge, Limit, LimitStore, Reservation
 
 from ...rig import mortal_server
-from ..fake import FakeEngine
+from ..fake import FakeEngine, chunk, http_of
 from ..told import Told
 from .conftest import Made, bearer
 
@@ -47,10 +46,7 @@ class Place:
             engine.bus.store = replace(self.engine.bus.store, limits=own)
             app = make_app(engine, config, self.told.measures)  # type: ignore[arg-type]
             self.stores.append(app.policy.store)
-            # As a server has it.
-            transport = httpx.ASGITransport(ObservedCalls(app, self.told.measures, []))
-            client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
-            self.http.append(client)
+            self.http.append(http_of(ObservedCalls(app, self.told.measures, [])))
         self.administration = Administration(self.stores[0])
 
     async def key(self, *scopes: str, **fields: Any) -> dict[str, str]:
@@ -77,11 +73,6 @@ class Place:
         """What of a limit can still be taken."""
         reservation = await self.limits[0].reserve([Charge(Limit(name, most, window_s), 0)])
         return reservation.rooms[0].left
-
-
-@pytest.fixture
-def config() -> Config:
-    return load_config(env={}, overrides={"policy.backend": "bus"})
 
 
 @pytest.fixture
@@ -175,21 +166,7 @@ async def test_who_leaves_has_used_what_he_may_have_used(
     place: Place, stream: bool, used: int
 ) -> None:
     """Of a stream, what he has seen; of an answer in one piece nobody knows."""
-
-    def hanging(request: GenerateRequest) -> list[Output]:
-        return [
-            CompletionChunk(
-                request_id=request.request_id,
-                entry_id="1-0",
-                sample_index=0,
-                token_offset=0,
-                token_ids=(5, 6, 7),
-                logprobs=(-0.5,) * 3,
-                text="five six",
-            )
-        ]
-
-    place.engine.outputs = hanging
+    place.engine.outputs = lambda request: [chunk(request, (5, 6, 7), "five six")]
     limits = {"tokens_per_minute": 50, "max_in_flight": 1}
     headers = await place.key("generate", tenant="t", limits=limits)
     key_id = headers["Authorization"].split("-")[1]

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.store.board import LoadedAdapter, StageReport
+from nano_inference.store.board import LoadedAdapter
 
-from ..fake import FakeEngine
+from ..fake import FakeEngine, report
 from ..made import interleaved
 from .conftest import Made, bearer
 
@@ -24,18 +24,7 @@ NAMES = ("one", "two")
 def engine(engine: FakeEngine) -> FakeEngine:
     """Its model has two adapters."""
     adapters = tuple(LoadedAdapter(id=name, version=1) for name in NAMES)
-    engine.told = [
-        StageReport(
-            lane="lane0",
-            stage="admission",
-            incarnation="1",
-            host="here",
-            pid=1,
-            epoch=1,
-            state="ready",
-            adapters=adapters,
-        )
-    ]
+    engine.told = [report(adapters=adapters)]
     engine.outputs = interleaved
     return engine
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
-import httpx
 import pytest
 import structlog
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
@@ -26,7 +25,7 @@ from nano_inference.gateway.policy.backend import PolicyUnavailable
 from nano_inference.gateway.policy.keys import Unauthenticated
 from nano_inference.gateway.policy.oidc import IssuerKeys, Tokens, is_token, usable_keys
 
-from ..fake import FakeEngine
+from ..fake import FakeEngine, http_of
 from .issuer import (
     EC_KEY,
     FLAWS,
@@ -204,8 +203,7 @@ def test_what_has_the_form_of_a_token(credential: str, token: bool) -> None:
 async def test_a_gateway_with_an_issuer_and_no_keys(engine: FakeEngine, served: Issuer) -> None:
     policy = served.config()
     app = make_app(engine, Config(policy=policy))
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_of(app) as http:
 
         async def ask(credential: str, header: str = "Authorization") -> tuple[int, str]:
             value = f"Bearer {credential}" if header == "Authorization" else credential

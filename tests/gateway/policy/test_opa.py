@@ -15,10 +15,10 @@ from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy.guardrail import AT_ONCE
 from nano_inference.gateway.policy.opa import MOST_BYTES
-from nano_inference.store.board import LoadedAdapter, StageReport
+from nano_inference.store.board import LoadedAdapter
 
 from ..deployment.deployed import Deployment, Front
-from ..fake import FakeEngine
+from ..fake import FakeEngine, http_of, report
 
 PATH = "/v1/completions"
 
@@ -104,8 +104,7 @@ def unused() -> int:
 
 
 def client_of(engine: FakeEngine, config: Config) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
-    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+    return http_of(make_app(engine, config))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -153,20 +152,6 @@ SERVED = {"engine.model_id": "served", "engine.model_aliases": ("other",)}
 NAMES = ("", "served", "other", "finetuned")
 
 
-def with_adapter() -> StageReport:
-    """The report of an admission whose lane has an adapter."""
-    return StageReport(
-        lane="lane0",
-        stage="admission",
-        incarnation="1",
-        host="here",
-        pid=1,
-        epoch=1,
-        state="ready",
-        adapters=(LoadedAdapter(id="finetuned", version=1),),
-    )
-
-
 def named(door: str, requested: str) -> tuple[str, dict[str, Any]] | None:
     """A call that asks for a model by a name; None where the interface has no way to."""
     path, body = DOORS[door]
@@ -192,7 +177,7 @@ async def test_every_interface_names_the_model_that_answers(
 ) -> None:
     """And the name that the caller gave."""
     agent.answer = told({"result": False})
-    engine.told = [with_adapter()]
+    engine.told = [report(adapters=(LoadedAdapter(id="finetuned", version=1),))]
     settings = {"policy.opa_url": agent.url, "policy.opa_timeout_s": 20}
     async with client_of(engine, load_config(env={}, overrides=settings | SERVED)) as http:
         await http.post(path, json=body)

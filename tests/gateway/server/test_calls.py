@@ -27,7 +27,7 @@ from nano_inference.telemetry.instruments import (
     MODEL_CALL_DURATION,
 )
 
-from ..fake import FakeEngine, refused
+from ..fake import FakeEngine, http_of, refused
 from ..told import Told, ids
 
 LIMIT_S = 20
@@ -49,11 +49,7 @@ async def observed(
 ) -> AsyncIterator[httpx.AsyncClient]:
     app = only_known_callers(make_app(engine, Config(), measures), GatewayConfig(), measures)
     app = ObservedCalls(app, measures, ROUTES, access_log=access_log)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with (
-        asyncio.timeout(LIMIT_S),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
-    ):
+    async with asyncio.timeout(LIMIT_S), http_of(app, raise_app_exceptions=False) as client:
         yield client
 
 
@@ -278,8 +274,7 @@ async def test_names_in_a_path_make_no_routes(
 ) -> None:
     app = make_app(engine, Config(), told.measures)  # type: ignore[arg-type]
     routes = [each.path for each in app.routes if isinstance(each, Route)]
-    transport = httpx.ASGITransport(ObservedCalls(app, told.measures, routes))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_of(ObservedCalls(app, told.measures, routes)) as http:
         await http.get(path, headers={"traceparent": CLIENT})
     assert [route for _, route, _ in told.values(HTTP_DURATION)] == [route]
     assert [span.name for span in told.spans()] == ([f"GET {route}"] if route else [])

@@ -8,17 +8,17 @@ import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
+from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, GatewayConfig
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server.connections import Connection
 from nano_inference.gateway.server.server import HttpServer
 
-from ..fake import FakeEngine
+from ..fake import FakeEngine, chunk
 
 LIMIT_S = 20
 
@@ -27,29 +27,16 @@ Call = Callable[[bytes], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWri
 
 def hanging(request: GenerateRequest) -> list[Output]:
     """One token, and no end."""
-    return [
-        CompletionChunk(
-            request_id=request.request_id,
-            entry_id="1-0",
-            sample_index=0,
-            token_offset=0,
-            token_ids=(7,),
-            logprobs=(-1.0,),
-            text="<7>",
-        )
-    ]
+    return [chunk(request)]
 
 
-@asynccontextmanager
-async def serving(engine: FakeEngine, max_connections: int = 10) -> AsyncIterator[Call]:
-    """A server; the function sends a body to `/generate`."""
-    config = GatewayConfig(max_connections=max_connections)
-    async with running(HttpServer(make_app(engine, Config()), config)) as call:
-        yield call
+def serving(engine: FakeEngine) -> AbstractAsyncContextManager[Call]:
+    return running(HttpServer(make_app(engine, Config()), GatewayConfig()))
 
 
 @asynccontextmanager
 async def running(server: HttpServer) -> AsyncIterator[Call]:
+    """Run a server; the function sends a body to `/generate`."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     task = asyncio.create_task(server.serve([listener]))
@@ -93,16 +80,6 @@ async def test_nothing_waits_for_the_client_s_acknowledgement(engine: FakeEngine
         assert isinstance(connection, Connection)
         accepted = connection.transport.get_extra_info("socket")
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
-
-
-async def test_more_clients_than_allowed(engine: FakeEngine) -> None:
-    engine.outputs = hanging
-    async with serving(engine, max_connections=1) as call:
-        await call(b'{"text": "a"}')
-        await engine.until(lambda: len(engine.requests) == 1)
-        reader, _ = await call(b'{"text": "a"}')
-        assert b" 429 " in await reader.readline()
-    assert len(engine.requests) == 1
 
 
 async def test_a_connection_serves_on_after_a_defect(engine: FakeEngine) -> None:

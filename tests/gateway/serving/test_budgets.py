@@ -19,7 +19,7 @@ from nano_inference.telemetry import TraceContext, now_ns
 
 from ...security.test_connections import post, serve
 from ..errors import error_of
-from ..fake import FakeEngine, refused
+from ..fake import FakeEngine, http_of, refused
 
 MINUTE_NS = 60 * 10**9
 
@@ -33,8 +33,7 @@ async def arriving(engine: FakeEngine, ago_ns: int) -> AsyncIterator[httpx.Async
         arrival = ObservedCall(now_ns() - ago_ns, TraceContext(), Account())
         await app({**scope, "state": {"arrival": arrival}}, receive, send)
 
-    transport = httpx.ASGITransport(arrived)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+    async with http_of(arrived) as client:
         yield client
 
 

@@ -26,7 +26,7 @@ from nano_inference.telemetry.instruments import (
 
 from ...security.test_connections import endless, hanging, post, serve
 from ..errors import error_of
-from ..fake import FakeEngine, completion
+from ..fake import FakeEngine, completion, http_of
 from ..told import Told
 
 LIMIT_S = 30
@@ -46,12 +46,7 @@ async def calling(
     config = load_config(env={}, overrides=overrides)
     app = make_app(engine, config, told.measures)  # type: ignore[arg-type]
     checked = only_known_callers(app, config.gateway, told.measures)
-    async with (
-        asyncio.timeout(LIMIT_S),
-        httpx.AsyncClient(
-            transport=httpx.ASGITransport(checked), base_url="http://127.0.0.1"
-        ) as client,
-    ):
+    async with asyncio.timeout(LIMIT_S), http_of(checked) as client:
         yield client
 
 

@@ -12,7 +12,7 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving.lane_state import ModelLength
 from nano_inference.store.board import StageReport
 
-from ..fake import FakeEngine
+from ..fake import FakeEngine, http_of, report
 
 SETTING = Config().engine.max_model_len
 OWN = 2048
@@ -21,16 +21,7 @@ HELLO = [{"role": "user", "content": "a"}]
 
 
 def executor(lane: str, stage: str = "executor", **load: int) -> StageReport:
-    return StageReport(
-        lane=lane,
-        stage=stage,
-        incarnation="a",
-        host="h",
-        pid=1,
-        epoch=1,
-        state="ready",
-        load=dict(load),
-    )
+    return report(lane=lane, stage=stage, load=dict(load))
 
 
 def ids_tensor(name: str, ids: list[int]) -> dict[str, Any]:
@@ -138,8 +129,7 @@ async def test_what_is_too_long_is_told_the_model_s_own_limit_in_openai_s_words(
     engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
     engine.told = [executor("0", max_model_len=2048)]
-    transport = httpx.ASGITransport(make_app(engine, load_config(env={})))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_of(make_app(engine, load_config(env={}))) as http:
         answer = await http.post(path, json=body)
     assert answer.status_code == 400
     # LiteLLM and others find out by these words that another model may take it.

@@ -17,7 +17,7 @@ from nano_inference.gateway.serving.measures import Measures
 from nano_inference.telemetry import TraceContext
 
 from ..errors import error_of
-from ..fake import FakeEngine
+from ..fake import FakeEngine, http_of
 
 LIMIT_S = 20
 
@@ -63,8 +63,7 @@ def calls(engine: FakeEngine, readiness: Readiness) -> ObservedCalls:
 
 @pytest.fixture
 async def http(calls: ObservedCalls) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(calls)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+    async with http_of(calls) as client:
         yield client
 
 

@@ -30,7 +30,7 @@ async def measured(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
     metrics.shutdown()
 
 
-async def test_metrics_are_told_as_prometheus_asks(measured: httpx.AsyncClient) -> None:
+async def test_metrics_have_the_format_that_is_accepted(measured: httpx.AsyncClient) -> None:
     plain = await measured.get("/metrics")
     assert plain.headers["content-type"].startswith("text/plain; version=")
     assert "\nnano_queue_depth 3.0\n" in plain.text
@@ -40,12 +40,12 @@ async def test_metrics_are_told_as_prometheus_asks(measured: httpx.AsyncClient) 
     assert newer.text.endswith("# EOF\n")
 
 
-async def test_aiperf_asks_for_the_head_of_metrics_first(measured: httpx.AsyncClient) -> None:
+async def test_head_of_metrics_is_answered(measured: httpx.AsyncClient) -> None:
     head = await measured.head("/metrics")
     assert (head.status_code, head.content) == (200, b"")
 
 
-async def test_without_metrics_the_answer_says_what_to_set(http: httpx.AsyncClient) -> None:
+async def test_without_metrics_the_error_names_the_setting(http: httpx.AsyncClient) -> None:
     answer = await http.get("/metrics")
     assert error_of(answer, 404) == "not_found"
     assert "gateway.metrics" in answer.json()["error"]["message"]

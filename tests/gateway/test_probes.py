@@ -43,15 +43,13 @@ async def told(http: httpx.AsyncClient, path: str) -> tuple[int, Any]:
     return answer.status_code, answer.json()
 
 
-async def test_all_is_well(http: httpx.AsyncClient) -> None:
+async def test_probes_of_a_ready_gateway(http: httpx.AsyncClient) -> None:
     assert await told(http, "/livez") == (200, {"status": "alive"})
     assert await told(http, "/healthz") == (200, {"status": "ok", "role": "unified"})
     assert await told(http, "/readyz") == (200, {"status": "ready", "role": "unified"})
 
 
-async def test_without_a_model_it_lives_and_is_not_ready(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_probes_without_a_model(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.why_not = WHY
     assert await told(http, "/livez") == (200, {"status": "alive"})
     degraded = {"status": "degraded", "role": "unified", "reason": "model_not_loaded"}
@@ -68,9 +66,7 @@ async def test_released_weights_are_known_at_once(http: httpx.AsyncClient) -> No
     assert "weights released" in body["reason"]
 
 
-async def test_where_nobody_can_tell_it_is_not_ready(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_probes_while_the_bus_is_away(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.failures["trouble"] = BusError("Redis is away")
     assert (await told(http, "/livez"))[0] == 200
     status, body = await told(http, "/healthz")
@@ -82,9 +78,7 @@ async def test_where_nobody_can_tell_it_is_not_ready(
     )
 
 
-async def test_one_that_is_to_stop_is_well_and_not_ready(
-    http: httpx.AsyncClient, readiness: Readiness
-) -> None:
+async def test_probes_of_a_draining_gateway(http: httpx.AsyncClient, readiness: Readiness) -> None:
     readiness.draining = True
     assert (await told(http, "/livez"))[0] == 200
     assert (await told(http, "/healthz"))[1]["status"] == "ok"

@@ -296,7 +296,7 @@ MARK = {"cache_control": {"type": "ephemeral"}}
         ),
     ],
 )
-async def test_what_clients_libraries_add_is_taken(
+async def test_fields_of_client_libraries_are_accepted(
     http: httpx.AsyncClient, path: str, body: Body
 ) -> None:
     answer = await http.post(path, json=body)

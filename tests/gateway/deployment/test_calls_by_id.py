@@ -113,7 +113,7 @@ async def test_an_abort_of_another_gateway_s_request_reaches_all_loaded_models(
     assert told == {"small": ["cancel"], "org/large": ["cancel"], "cold": []}
 
 
-async def test_calls_that_nobody_attends_are_ended_at_their_model(deployment: Deployment) -> None:
+async def test_orphaned_calls_are_ended_at_their_model(deployment: Deployment) -> None:
     settings = SETTINGS | {"gateway.resume_grace_s": 0.1}
     front = Front(deployment, load_config(env={}, overrides=settings))
     await front.seen()

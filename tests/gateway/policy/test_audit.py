@@ -130,7 +130,7 @@ async def test_a_call_has_a_line(gateway: Audited, stream: bool) -> None:
     }
 
 
-async def test_text_stands_there_only_where_the_settings_say_so(
+async def test_text_is_recorded_only_if_the_settings_say_so(
     engine: FakeEngine, tmp_path: Path
 ) -> None:
     for shown in (False, True):
@@ -148,7 +148,7 @@ async def test_text_stands_there_only_where_the_settings_say_so(
             assert "user\nwhisper" in other["prompt"][0]
 
 
-async def test_what_a_model_asks_of_others_stands_in_the_line_of_its_call(
+async def test_requests_of_a_composite_model_are_in_the_line_of_its_call(
     engine: FakeEngine, tmp_path: Path
 ) -> None:
     engine.outputs = lambda request: [completion(request, **scores(request))]
@@ -173,7 +173,7 @@ async def test_what_a_model_asks_of_others_stands_in_the_line_of_its_call(
         ("/v1/messages", {}, 405, "method_not_allowed"),
     ],
 )
-async def test_what_is_refused_has_a_line(
+async def test_a_refused_call_has_a_line(
     gateway: Audited, path: str, headers: dict[str, str], status: int, code: str
 ) -> None:
     assert (await gateway.http.get(path, headers=headers)).status_code == status
@@ -182,7 +182,7 @@ async def test_what_is_refused_has_a_line(
     assert line["route"] == ("" if status == 404 else path)
 
 
-async def test_who_lacks_a_scope_is_named(gateway: Audited) -> None:
+async def test_a_caller_without_the_scope_is_named(gateway: Audited) -> None:
     key = await gateway.made("read")
     await gateway.http.post("/v1/completions", json={"prompt": "a"}, headers=bearer(key))
     line = await gateway.line()
@@ -190,7 +190,7 @@ async def test_who_lacks_a_scope_is_named(gateway: Audited) -> None:
     assert (line["key_id"], line["tenant"]) == (key["id"], "acme")
 
 
-async def test_a_blocked_prompt_is_told_of(gateway: Audited) -> None:
+async def test_a_blocked_prompt_is_recorded(gateway: Audited) -> None:
     await gateway.administration.set_guardrails({"literals": ["bad"]})
     headers = bearer(await gateway.made())
     await gateway.http.post("/v1/completions", json={"prompt": "so bad"}, headers=headers)
@@ -200,7 +200,7 @@ async def test_a_blocked_prompt_is_told_of(gateway: Audited) -> None:
     assert "answer_hmac" not in line
 
 
-async def test_an_answer_stands_there_as_it_left(gateway: Audited, engine: FakeEngine) -> None:
+async def test_an_answer_is_recorded_as_it_left(gateway: Audited, engine: FakeEngine) -> None:
     await gateway.administration.set_guardrails({"literals": ["six"]})
     headers = bearer(await gateway.made())
     for stream in (False, True):
@@ -211,7 +211,7 @@ async def test_an_answer_stands_there_as_it_left(gateway: Audited, engine: FakeE
         assert line["answer_hmac"] == hashed("five ")
 
 
-async def test_a_failure_behind_a_stream_s_first_event_is_told_of(
+async def test_a_failure_after_the_first_event_is_recorded(
     gateway: Audited, engine: FakeEngine
 ) -> None:
     def outputs(request: GenerateRequest) -> list[Output]:
@@ -227,7 +227,7 @@ async def test_a_failure_behind_a_stream_s_first_event_is_told_of(
     assert line["answer_hmac"] == hashed("five")
 
 
-async def test_what_a_client_had_when_it_went_is_told_of(
+async def test_the_answer_until_a_disconnect_is_recorded(
     gateway: Audited, engine: FakeEngine
 ) -> None:
     engine.outputs = lambda request: interleaved(request)[:2]  # and then it hangs
@@ -280,7 +280,7 @@ async def test_probes_have_no_line(gateway: Audited) -> None:
     assert await gateway.lines() == []
 
 
-async def test_changes_have_a_line_with_who_made_them(gateway: Audited) -> None:
+async def test_changes_have_a_line_with_their_administrator(gateway: Audited) -> None:
     admin = await gateway.made("admin")
     http, headers = gateway.http, bearer(admin)
     made = (await http.post("/admin/keys", json={"name": "new"}, headers=headers)).json()
@@ -314,7 +314,7 @@ async def test_changes_have_a_line_with_who_made_them(gateway: Audited) -> None:
     assert "digest" not in text
 
 
-async def test_a_key_stands_nowhere(engine: FakeEngine, tmp_path: Path) -> None:
+async def test_no_key_is_recorded(engine: FakeEngine, tmp_path: Path) -> None:
     async with audited(engine, tmp_path / "audit", audit_text=True) as gateway:
         key = await gateway.made()
         secret = key["key"].removeprefix(f"ni-{key['id']}-")
@@ -343,7 +343,7 @@ def full_disk_for_the_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("full_disk_for_the_log")
-async def test_where_lines_can_not_be_written_nothing_is_done(
+async def test_calls_are_refused_while_lines_can_not_be_written(
     engine: FakeEngine, tmp_path: Path
 ) -> None:
     """Nor can those of the other log, on a disk that is full."""
@@ -377,7 +377,9 @@ async def test_where_lines_can_not_be_written_nothing_is_done(
     assert [line["status"] for line in lines].count(200) == len(engine.requests)
 
 
-async def test_otherwise_serving_goes_on(engine: FakeEngine, tmp_path: Path) -> None:
+async def test_serving_goes_on_while_lines_can_not_be_written(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
     path = tmp_path / "audit"
     path.symlink_to("/dev/full")
     async with audited(engine, path) as gateway:
@@ -388,7 +390,7 @@ async def test_otherwise_serving_goes_on(engine: FakeEngine, tmp_path: Path) -> 
             assert answer.status_code == 200
 
 
-async def test_without_keys_there_is_an_audit_log_too(engine: FakeEngine, tmp_path: Path) -> None:
+async def test_calls_without_keys_are_audited(engine: FakeEngine, tmp_path: Path) -> None:
     async with audited(engine, tmp_path / "audit", backend="off") as gateway:
         answer = await gateway.http.post(
             "/v1/completions", json={"prompt": "a"}, headers={"X-Tenant": "me"}
@@ -398,7 +400,7 @@ async def test_without_keys_there_is_an_audit_log_too(engine: FakeEngine, tmp_pa
     assert (line["tenant"], line["key_id"], line["status"]) == ("me", "", 200)
 
 
-async def test_hashes_take_a_key() -> None:
+async def test_hashes_need_a_key() -> None:
     with pytest.raises(ConfigError, match="audit_key"):
         load_config(env={}, overrides={"policy.audit_file": "audit"})
 

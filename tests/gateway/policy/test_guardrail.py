@@ -238,7 +238,7 @@ def streamed_text(interface: Interface, told: list[Json]) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_in_one_piece(
+async def test_a_whole_answer_ends_before_a_match(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words, name: str
 ) -> None:
     interface = INTERFACES[name]
@@ -255,7 +255,7 @@ async def test_in_one_piece(
 
 @pytest.mark.parametrize("name", STREAMED)
 @pytest.mark.parametrize("every", [1, 2, 5, 99])
-async def test_in_a_stream(
+async def test_a_stream_ends_before_a_match(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words, name: str, every: int
 ) -> None:
     interface = INTERFACES[name]
@@ -291,7 +291,7 @@ async def test_a_blocked_prompt_reaches_no_engine(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
-async def test_tokens_alone(
+async def test_token_ids_end_before_a_match(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words, path: str
 ) -> None:
     saying(engine, words, SAID)
@@ -304,7 +304,7 @@ async def test_tokens_alone(
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "content_filter")
 
 
-async def test_what_stands_half_in_the_prompt(
+async def test_a_match_may_begin_in_an_echoed_prompt(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     saying(engine, words, "d as it is")
@@ -313,7 +313,7 @@ async def test_what_stands_half_in_the_prompt(
     assert (found["text"], found["finish_reason"]) == ("so ba", "content_filter")
 
 
-async def test_of_several_samples_each_by_itself(
+async def test_each_sample_is_judged_by_itself(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     saying(engine, words, SAID, LONGER, every=3)
@@ -330,7 +330,7 @@ async def test_of_several_samples_each_by_itself(
     assert "cancel" not in engine.names
 
 
-async def test_the_engine_is_told_to_end_it(
+async def test_a_blocked_request_is_cancelled(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     saying(engine, words, SAID)
@@ -342,7 +342,7 @@ async def test_the_engine_is_told_to_end_it(
 
 
 @pytest.mark.parametrize("name", ["completions", "chat"])
-async def test_a_stream_that_is_resumed_is_cut_at_the_same_place(
+async def test_a_resumed_stream_ends_at_the_same_place(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words, app: ModelGatewayApp, name: str
 ) -> None:
     interface = INTERFACES[name]
@@ -361,7 +361,7 @@ async def test_a_stream_that_is_resumed_is_cut_at_the_same_place(
         assert [reason for reason in reasons if reason] == ["content_filter"]
 
 
-async def test_a_response_that_is_asked_for_again(
+async def test_a_retrieved_response_ends_at_the_same_place(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     saying(engine, words, SAID)
@@ -372,7 +372,7 @@ async def test_a_response_that_is_asked_for_again(
     assert not any("bad" in each.lower() for each in strings(again))
 
 
-async def test_a_response_that_is_gone_on_with(
+async def test_a_continued_response_contains_no_blocked_text(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     """What stands in the next prompt is what the client has had."""
@@ -385,7 +385,7 @@ async def test_a_response_that_is_gone_on_with(
     assert "BAD" not in prompt
 
 
-async def test_a_response_in_the_background(
+async def test_a_background_response_ends_before_a_match(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     saying(engine, words, SAID)
@@ -402,7 +402,7 @@ async def test_a_response_in_the_background(
     assert "cancel" in engine.names
 
 
-async def test_where_nothing_is_blocked_nothing_is_held_back(
+async def test_without_a_block_list_nothing_is_held_back(
     http: httpx.AsyncClient, engine: FakeEngine, words: Words, made: Made
 ) -> None:
     saying(engine, words, SAID)
@@ -427,7 +427,7 @@ async def test_a_change_holds_for_the_next_call(
 @pytest.mark.parametrize(
     "guardrails", [{"patterns": ["(a"]}, {"patterns": ["a*"]}, {"literals": ["\u200b"]}]
 )
-async def test_what_can_not_be_read_changes_nothing(
+async def test_invalid_guardrails_change_nothing(
     http: httpx.AsyncClient, made: Made, administration: Administration, guardrails: Json
 ) -> None:
     await administration.set_guardrails(GUARDRAILS)
@@ -439,7 +439,7 @@ async def test_what_can_not_be_read_changes_nothing(
     }
 
 
-async def test_a_list_that_came_past_the_administration_closes(
+async def test_an_invalid_stored_block_list_refuses_all_calls(
     caller: httpx.AsyncClient, engine: FakeEngine, app: ModelGatewayApp
 ) -> None:
     broken = Guardrails(patterns=("(a",))
@@ -453,7 +453,7 @@ async def test_a_list_that_came_past_the_administration_closes(
     assert engine.requests == []
 
 
-def test_the_routes_that_make_tokens_are_these(engine: FakeEngine, config: Config) -> None:
+def test_every_route_that_generates_is_tested(engine: FakeEngine, config: Config) -> None:
     """An interface that is added has to be added above."""
     app = make_app(engine, config)  # type: ignore[arg-type]
     posts = {

@@ -32,7 +32,7 @@ def text_of(events: list[tuple[str, dict[str, Any]]]) -> str:
     return "".join(choice["text"] for _, event in events for choice in event["choices"])
 
 
-async def test_an_answer_ends_before_what_is_blocked_and_so_does_its_request() -> None:
+async def test_an_answer_and_its_request_end_before_a_match() -> None:
     config = load_config(env={}, overrides={"policy.backend": "bus", "policy.refresh_s": 0.05})
     async with Pipeline(config) as pipeline:
         store = PolicyStore(open_backend(config.policy, pipeline.client.bus.store.policy))

@@ -118,7 +118,7 @@ def test_nothing_blocked_leaves(
 
 
 @given(ANSWERS, CUTS, CUTS)
-def test_it_is_the_same_wherever_chunks_are_cut(
+def test_the_result_does_not_depend_on_chunks(
     words: Words, answer: tuple[str, list[tuple[int, int]]], cuts: list[int], others: list[int]
 ) -> None:
     request = request_of()
@@ -131,7 +131,7 @@ def test_it_is_the_same_wherever_chunks_are_cut(
 
 
 @given(ANSWERS, CUTS, st.integers(0, 12))
-def test_what_comes_behind_a_match_changes_nothing(
+def test_text_after_a_match_changes_nothing(
     words: Words, answer: tuple[str, list[tuple[int, int]]], cuts: list[int], more: int
 ) -> None:
     """The engine is told to end a request, and makes some tokens more before it does."""
@@ -169,7 +169,7 @@ def read(text: str) -> list[str]:
 @example(["b", r"\\u0061", "d"], [3])
 @example(["b", "a", r"\\u0064", r"\\"], [])
 @example([r"\u0061", "b", "a", "d", r"\u0062", r"\u0061", "d"], range(80))
-def test_what_escapes_stand_for_does_not_leave(
+def test_blocked_text_in_escapes_does_not_leave(
     words: Words, pieces: list[str], cuts: Sequence[int]
 ) -> None:
     request, text = request_of(), "".join(pieces)
@@ -207,7 +207,7 @@ def test_a_text_ends_before_an_escape(words: Words, text: str, left: str) -> Non
         assert end_of(passed(request, outputs, words)).samples[0].text == left
 
 
-def test_what_holds_nothing_blocked_leaves_as_it_came(words: Words) -> None:
+def test_allowed_outputs_are_unchanged(words: Words) -> None:
     request = request_of(n=2)
     said = [list(words.token_ids(text)) for text in ("a good day " * 9, "and night")]
     outputs = spoken(request, said, words, range(0, 60, 3))
@@ -226,7 +226,7 @@ def test_what_holds_nothing_blocked_leaves_as_it_came(words: Words) -> None:
     assert end_of(released) == end_of(outputs)
 
 
-def test_text_leaves_as_soon_as_it_may(words: Words) -> None:
+def test_text_leaves_as_soon_as_it_is_safe(words: Words) -> None:
     request, blocked = request_of(), BlockList(["0123"], [], 1)
     said = Spoken(request, 0, words.token_ids("abcdefghij"), words)
     held, left = HeldOutputs(request, blocked, words), []
@@ -238,7 +238,7 @@ def test_text_leaves_as_soon_as_it_may(words: Words) -> None:
     assert heard(left, 0)[0] == "abcdefghij"
 
 
-def test_the_engine_need_not_go_on_when_no_sample_does(words: Words) -> None:
+def test_a_request_is_complete_when_no_sample_goes_on(words: Words) -> None:
     request = request_of(n=2)
     bad, good = (
         Spoken(request, i, words.token_ids(text), words)
@@ -256,7 +256,7 @@ def test_the_engine_need_not_go_on_when_no_sample_does(words: Words) -> None:
     assert not held.complete
 
 
-def test_a_token_that_alone_is_blocked_stands_nowhere(words: Words) -> None:
+def test_a_blocked_token_is_no_alternative(words: Words) -> None:
     """Not even as one that was likely too, neither in the answer nor in the prompt."""
     request = request_of(sampling=SamplingParams(logprobs=2, prompt_logprobs=2))
     blocked = BlockList(["the"], [], 1)
@@ -275,7 +275,7 @@ def test_a_token_that_alone_is_blocked_stands_nowhere(words: Words) -> None:
     assert left.prompt_top_logprobs == last.prompt_top_logprobs == ((), tops[0][:1])
 
 
-def test_a_request_that_was_ended_here_is_done(words: Words) -> None:
+def test_a_request_ended_by_guardrails_is_done(words: Words) -> None:
     request = request_of()
     said = Spoken(request, 0, words.token_ids("so bad" + "x" * 30), words)
     held = HeldOutputs(request, BLOCKED, words)
@@ -290,7 +290,7 @@ def test_a_request_that_was_ended_here_is_done(words: Words) -> None:
     assert (end.samples[0].text, end.samples[0].finish_reason) == ("so ", "content_filter")
 
 
-def test_one_that_somebody_ended_stays_so(words: Words) -> None:
+def test_a_cancelled_request_stays_cancelled(words: Words) -> None:
     request = request_of(n=2)
     bad = Spoken(request, 0, words.token_ids("bad"), words).whole()
     cut = msgspec.structs.replace(
@@ -303,7 +303,7 @@ def test_one_that_somebody_ended_stays_so(words: Words) -> None:
     assert [each.finish_reason for each in released.samples] == ["content_filter", "abort"]
 
 
-def test_a_match_may_begin_in_what_is_shown_before_an_answer(words: Words) -> None:
+def test_a_match_may_begin_before_the_answer(words: Words) -> None:
     request = request_of()
     said = spoken(request, [words.token_ids("ad")], words, [])
     end = end_of(passed(request, said, words, before="x" * 500 + " b"))
@@ -312,7 +312,7 @@ def test_a_match_may_begin_in_what_is_shown_before_an_answer(words: Words) -> No
     assert end_of(passed(request, said, words)) == end_of(said)
 
 
-def test_tokens_of_a_text_that_is_not_told_yet_stay_too(words: Words) -> None:
+def test_tokens_of_held_text_are_held(words: Words) -> None:
     """While it may become a stop string, a text is not told, and its tokens are."""
     request = request_of(sampling=SamplingParams(stop=("badly done",)))
     said = Spoken(request, 0, words.token_ids("bad bad bad bad"), words)

@@ -105,7 +105,7 @@ async def test_two_gateways_grant_a_limit_once(place: Place) -> None:
     ("path", "body"),
     [("/generate", GENERATE), ("/v1/completions", COMPLETION), ("/v1/messages", MESSAGE)],
 )
-async def test_every_interface_says_how_limits_stand(
+async def test_every_interface_has_rate_limit_headers(
     place: Place, path: str, body: dict[str, Any]
 ) -> None:
     limits = {"requests_per_minute": 1, "tokens_per_minute": 5000}
@@ -130,7 +130,7 @@ async def test_every_interface_says_how_limits_stand(
     assert refused.json()["error"]["type"] == "rate_limit_error"
 
 
-async def test_streams_say_it_too(place: Place) -> None:
+async def test_streams_have_rate_limit_headers(place: Place) -> None:
     headers = await place.key("generate", limits={"requests_per_minute": 1})
     answer = await place.call(headers, stream=True)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -138,7 +138,7 @@ async def test_streams_say_it_too(place: Place) -> None:
     assert refusal(await place.call(headers, stream=True)) == (429, "rate_limit_exceeded")
 
 
-async def test_what_runs_in_the_background_takes_too(place: Place) -> None:
+async def test_background_responses_reserve_limits(place: Place) -> None:
     headers = await place.key("generate", limits={"requests_per_minute": 1, "max_in_flight": 5})
     key_id = headers["Authorization"].split("-")[1]
     body = {"input": "a", "background": True, "max_output_tokens": 20}
@@ -151,7 +151,7 @@ async def test_what_runs_in_the_background_takes_too(place: Place) -> None:
     assert refusal(refused) == (429, "rate_limit_exceeded")
 
 
-async def test_tokens_are_reserved_and_settled(place: Place) -> None:
+async def test_tokens_are_reserved_and_committed(place: Place) -> None:
     """A prompt of six letters may be two tokens, and each of two samples has at most ten."""
     headers = await place.key("generate", limits={"tokens_per_minute": 50})
     answer = await place.call(headers, n=2)
@@ -162,7 +162,7 @@ async def test_tokens_are_reserved_and_settled(place: Place) -> None:
 
 
 @pytest.mark.parametrize(("stream", "used"), [(True, 2 + 3), (False, 2 + 10)])
-async def test_who_leaves_has_used_what_he_may_have_used(
+async def test_a_disconnected_call_commits_its_most_tokens(
     place: Place, stream: bool, used: int
 ) -> None:
     """Of a stream, what he has seen; of an answer in one piece nobody knows."""
@@ -183,7 +183,7 @@ async def test_who_leaves_has_used_what_he_may_have_used(
     assert await place.left(f"key:{key_id}:tokens", 50) == 50 - used
 
 
-async def test_what_can_never_fit_is_no_matter_of_time(place: Place) -> None:
+async def test_a_call_above_the_limit_has_no_retry_after(place: Place) -> None:
     headers = await place.key("generate", limits={"tokens_per_minute": 20})
     refused = await place.call(headers, n=2)
     assert refusal(refused) == (400, "tokens_above_limit")
@@ -210,7 +210,7 @@ async def test_all_keys_of_a_tenant_share_its_limit(place: Place) -> None:
     assert (await place.call(await place.key("generate", tenant="u"))).status_code == 200
 
 
-async def test_a_changed_limit_holds_for_what_was_used(place: Place) -> None:
+async def test_a_changed_limit_applies_to_earlier_use(place: Place) -> None:
     headers = await place.key("generate", limits={"requests_per_minute": 5})
     key_id = headers["Authorization"].split("-")[1]
     assert (await place.call(headers)).status_code == 200
@@ -227,7 +227,7 @@ class Away:
 
 
 @pytest.mark.parametrize("choice", ["closed", "open"])
-async def test_while_nobody_can_count(choice: str) -> None:
+async def test_limits_that_can_not_be_counted(choice: str) -> None:
     """As configured; who has no limits is not concerned."""
     overrides = {"policy.backend": "bus", "policy.limits_when_bus_fails": choice}
     away = cast(LimitStore, Away())
@@ -279,7 +279,7 @@ async def test_a_restart_of_redis_in_the_middle_grants_no_more(
         assert set(statuses) == {200, 429, 503}
 
 
-async def test_who_comes_back_to_a_stream_takes_nothing(place: Place) -> None:
+async def test_a_resumed_stream_reserves_nothing(place: Place) -> None:
     headers = await place.key("generate", limits={"requests_per_minute": 1})
     told = await place.call(headers, stream=True)
     event_id = next(line for line in told.text.splitlines() if line.startswith("id: "))[4:]
@@ -289,7 +289,7 @@ async def test_who_comes_back_to_a_stream_takes_nothing(place: Place) -> None:
     assert refusal(await place.call(headers)) == (429, "rate_limit_exceeded")
 
 
-async def test_an_embedding_comes_to_its_prompt_alone(place: Place) -> None:
+async def test_an_embedding_reserves_its_prompt_only(place: Place) -> None:
     """Two tokens as an estimate, with nothing to be generated behind them."""
     headers = await place.key("generate", limits={"tokens_per_minute": 2})
     place.engine.outputs = lambda request: []

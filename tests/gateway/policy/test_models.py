@@ -37,7 +37,7 @@ def ids_of(answer: httpx.Response) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("path", "body"), [COMPLETIONS, CHAT, RESPONSES])
-async def test_a_stream_of_another_model_is_not_there(
+async def test_a_stream_of_another_model_looks_missing(
     http: httpx.AsyncClient, made: Made, engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
     """Neither to be read nor to be ended, by no address and with no header."""
@@ -107,7 +107,7 @@ CHATS = [
 
 
 @pytest.mark.parametrize(("path", "body"), CHATS)
-async def test_a_model_that_is_not_there_is_told_before_what_its_prompt_would_be(
+async def test_an_unknown_model_is_refused_before_its_prompt(
     http: httpx.AsyncClient, made: Made, path: str, body: dict[str, Any]
 ) -> None:
     """And to a key for some models, the others are not named."""

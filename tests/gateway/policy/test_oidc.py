@@ -99,7 +99,7 @@ async def verify(issuer: Issuer) -> AsyncIterator[Verify]:
 
 
 @pytest.mark.parametrize("key_id", ["r", "e"])
-async def test_a_token_says_who_calls(issuer: Issuer, verify: Verify, key_id: str) -> None:
+async def test_a_token_identifies_its_caller(issuer: Issuer, verify: Verify, key_id: str) -> None:
     caller = await verify().tokens.caller(issuer.token(key_id=key_id))
     assert (caller.key_id, caller.name, caller.tenant) == ("oidc:alice", "alice", "alice")
     assert caller.scopes == {"generate"}
@@ -116,19 +116,19 @@ async def test_a_token_says_who_calls(issuer: Issuer, verify: Verify, key_id: st
         {"exp": 4_000_000_000.5},
     ],
 )
-async def test_what_else_a_good_token_may_have(
+async def test_optional_claims_are_accepted(
     issuer: Issuer, verify: Verify, changed: dict[str, Any]
 ) -> None:
     token = issuer.token(issuer.claims(**changed), typ="at+JWT")
     assert (await verify().tokens.caller(token)).tenant == "alice"
 
 
-async def test_a_token_need_not_name_the_only_key(issuer: Issuer, verify: Verify) -> None:
+async def test_a_token_without_a_key_id_uses_the_only_key(issuer: Issuer, verify: Verify) -> None:
     token = by_hand({"alg": "ES256"}, issuer.claims(), EC_KEY)
     assert (await verify().tokens.caller(token)).tenant == "alice"
 
 
-async def test_clocks_may_differ(issuer: Issuer, verify: Verify) -> None:
+async def test_leeway_allows_for_different_clocks(issuer: Issuer, verify: Verify) -> None:
     """By less than is allowed, and no more."""
     now_s = issuer.claims()["iat"]
     for claims in ({"exp": now_s - 30}, {"nbf": now_s + 30}, {"iat": now_s + 30}):
@@ -159,7 +159,7 @@ async def test_clocks_may_differ(issuer: Issuer, verify: Verify) -> None:
         ({"scope": "x"}, {"oidc_scopes_claim": "scope.x.y"}, set()),
     ],
 )
-async def test_scopes_are_what_the_settings_say(
+async def test_scopes_follow_the_settings(
     issuer: Issuer,
     verify: Verify,
     claims: dict[str, Any],
@@ -173,7 +173,7 @@ async def test_scopes_are_what_the_settings_say(
 @pytest.mark.parametrize(
     ("org", "said"), [("gold", True), ("", False), ("x" * 129, False), (7, False), ("a\tb", False)]
 )
-async def test_the_tenant_is_what_the_settings_say(
+async def test_the_tenant_follows_the_settings(
     issuer: Issuer, verify: Verify, org: object, said: bool
 ) -> None:
     verifying = verify(oidc_tenant_claim="org")
@@ -184,7 +184,7 @@ async def test_the_tenant_is_what_the_settings_say(
         assert "whose requests" in await verifying.refused(token)
 
 
-def test_a_scope_that_is_none_is_refused() -> None:
+def test_an_unknown_scope_is_refused() -> None:
     config = PolicyConfig(
         oidc_issuer="https://a", oidc_audience="b", oidc_scopes={"x": "read generete"}
     )
@@ -196,7 +196,7 @@ def test_a_scope_that_is_none_is_refused() -> None:
     ("credential", "token"),
     [("a.b.c", True), ("ni-1-x", False), ("a.b.c.d.e", False), ("a.b", False)],
 )
-def test_what_has_the_form_of_a_token(credential: str, token: bool) -> None:
+def test_the_form_of_a_token(credential: str, token: bool) -> None:
     assert is_token(credential) is token
 
 
@@ -229,7 +229,7 @@ async def test_a_gateway_with_an_issuer_and_no_keys(engine: FakeEngine, served: 
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
-async def test_a_flaw_is_enough(issuer: Issuer, verify: Verify, flaw: str) -> None:
+async def test_any_flaw_is_refused(issuer: Issuer, verify: Verify, flaw: str) -> None:
     verifying = verify()
     await verifying.refused(FLAWS[flaw](issuer))
     # And nothing of it is kept.
@@ -237,7 +237,7 @@ async def test_a_flaw_is_enough(issuer: Issuer, verify: Verify, flaw: str) -> No
     assert (await verifying.tokens.caller(issuer.token())).tenant == "alice"
 
 
-async def test_a_token_ends_though_it_is_known(issuer: Issuer) -> None:
+async def test_a_cached_token_expires(issuer: Issuer) -> None:
     config, now_s = issuer.config(oidc_leeway_s=0.0), Clock()
     tokens = Tokens(config, NearKeys(issuer, config, Clock()), now_s)
     claims = issuer.claims()
@@ -251,7 +251,7 @@ async def test_a_token_ends_though_it_is_known(issuer: Issuer) -> None:
     await tokens.aclose()
 
 
-async def test_only_so_many_are_known(
+async def test_the_cache_of_tokens_is_bounded(
     issuer: Issuer, verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nano_inference.gateway.policy.oidc._MOST_KNOWN", 3)
@@ -281,7 +281,7 @@ async def test_a_new_key_is_fetched(issuer: Issuer, verify: Verify) -> None:
     assert issuer.asked.count("/keys") == 2
 
 
-async def test_a_key_that_is_withdrawn_is_taken_no_more(issuer: Issuer, verify: Verify) -> None:
+async def test_a_withdrawn_key_is_refused(issuer: Issuer, verify: Verify) -> None:
     """Of tokens that were known, too; nobody waits for it to be noticed."""
     verifying = verify()
     token = issuer.token()
@@ -310,7 +310,7 @@ def _redirect() -> Response:
         (lambda: JSONResponse({"issuer": "https://example.org"}), "of another issuer"),
     ],
 )
-async def test_without_keys_nobody_may(
+async def test_without_keys_every_token_is_refused(
     served: Issuer, verify: Verify, answer: Callable[[], Response], why: str
 ) -> None:
     verifying, served.answer = verify(served), answer
@@ -330,7 +330,7 @@ async def test_without_keys_nobody_may(
     "told",
     [{"jwks_uri": "ftp://a/keys"}, {"jwks_uri": 7}, {}],
 )
-async def test_where_the_keys_are_must_be_said(
+async def test_a_discovery_document_without_keys_is_refused(
     served: Issuer, verify: Verify, told: dict[str, Any]
 ) -> None:
     served.answer = lambda: JSONResponse({"issuer": served.url, **told})
@@ -338,12 +338,12 @@ async def test_where_the_keys_are_must_be_said(
         await verify(served).tokens.caller(served.token())
 
 
-async def test_keys_with_tls_are_not_sought_without(issuer: Issuer) -> None:
+async def test_tls_is_required_if_the_issuer_has_it(issuer: Issuer) -> None:
     assert oidc._as_safe("https://other/keys", "https://a")
     assert not oidc._as_safe("http://a/keys", "https://a")
 
 
-async def test_an_issuer_that_does_not_answer(
+async def test_a_fetch_times_out(
     served: Issuer, verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(oidc, "FETCH_TIMEOUT_S", 0.01)
@@ -352,7 +352,7 @@ async def test_an_issuer_that_does_not_answer(
         await verify(served).tokens.caller(served.token())
 
 
-async def test_an_issuer_that_never_ends_its_answer_holds_up_no_known_key(
+async def test_an_endless_answer_delays_no_known_key(
     served: Issuer, verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(oidc, "FETCH_TIMEOUT_S", 0.3)
@@ -379,7 +379,7 @@ async def test_an_issuer_that_never_ends_its_answer_holds_up_no_known_key(
     assert served.asked.count("/.well-known/openid-configuration") == 2
 
 
-async def test_whoever_asks_more_seldom_and_says_so_once(served: Issuer, verify: Verify) -> None:
+async def test_fetches_back_off_and_log_once(served: Issuer, verify: Verify) -> None:
     verifying = verify(served, oidc_refresh_s=60.0, oidc_jwks_url="http://127.0.0.1:1/keys")
     waits_s = []
     with structlog.testing.capture_logs() as lines:
@@ -395,7 +395,7 @@ async def test_whoever_asks_more_seldom_and_says_so_once(served: Issuer, verify:
     assert [line["event"] for line in lines] == ["oidc_keys_not_fetched"]
 
 
-async def test_what_was_fetched_holds_for_a_day(served: Issuer, verify: Verify) -> None:
+async def test_fetched_keys_hold_for_a_day(served: Issuer, verify: Verify) -> None:
     verifying = verify(served)
     token = served.token()
     await verifying.tokens.caller(token)
@@ -407,7 +407,7 @@ async def test_what_was_fetched_holds_for_a_day(served: Issuer, verify: Verify) 
         await verifying.tokens.caller(token)
 
 
-async def test_who_stops_waiting_ends_nobody_else_s_wait(served: Issuer, verify: Verify) -> None:
+async def test_a_cancelled_waiter_does_not_cancel_the_fetch(served: Issuer, verify: Verify) -> None:
     verifying = verify(served)
     served.held.clear()
     first, second = (asyncio.create_task(verifying.tokens.caller(served.token())) for _ in range(2))
@@ -445,12 +445,12 @@ WEAK = rsa.generate_private_key(65537, 1024)
         None,
     ],
 )
-def test_keys_that_sign_no_tokens_are_left_out(key: object) -> None:
+def test_keys_for_other_uses_are_ignored(key: object) -> None:
     good = jwk("e", EC_KEY)
     assert set(usable_keys({"keys": [key, good]})) == {("ES256", "e")}
 
 
-def test_private_keys_are_left_out_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_keys_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding a modulus's factors from its exponents takes minutes for a long one."""
     read: list[object] = []
     monkeypatch.setattr(oidc, "PyJWK", lambda key, _: read.append(key))
@@ -459,11 +459,11 @@ def test_private_keys_are_left_out_unread(monkeypatch: pytest.MonkeyPatch) -> No
     assert read == []
 
 
-def test_other_curves_are_left_out() -> None:
+def test_other_curves_are_ignored() -> None:
     other = ec.generate_private_key(ec.SECP384R1())
     assert usable_keys({"keys": [jwk("r", other, crv="P-384", alg="ES384")]}) == {}
 
 
 @pytest.mark.parametrize("jwks", [{}, {"keys": {}}, {"keys": "x"}, {"keys": None}])
-def test_a_set_that_is_none_is_empty(jwks: dict[str, Any]) -> None:
+def test_a_malformed_key_set_is_empty(jwks: dict[str, Any]) -> None:
     assert usable_keys(jwks) == {}

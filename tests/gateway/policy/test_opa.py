@@ -117,7 +117,9 @@ async def code(http: httpx.AsyncClient, **body: Any) -> tuple[int, str]:
     return answer.status_code, answer.json().get("error", {}).get("code", "")
 
 
-async def test_what_it_is_told(http: httpx.AsyncClient, agent: Agent, engine: FakeEngine) -> None:
+async def test_the_input_of_the_agent(
+    http: httpx.AsyncClient, agent: Agent, engine: FakeEngine
+) -> None:
     body = {"prompt": ["one", [69, 68]], "n": 2, "temperature": 0.5, "max_tokens": 7}
     assert await code(http, **body) == (200, "")
     assert agent.paths == ["/v1/data/nano/allow"] * 2
@@ -172,7 +174,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize(("path", "body", "requested"), CALLS.values(), ids=CALLS.keys())
-async def test_every_interface_names_the_model_that_answers(
+async def test_every_interface_names_the_serving_model(
     engine: FakeEngine, agent: Agent, path: str, body: dict[str, Any], requested: str
 ) -> None:
     """And the name that the caller gave."""
@@ -210,13 +212,15 @@ async def test_one_of_several_models_is_named(
 
 
 @pytest.mark.parametrize("result", [True, {"allow": True}, {"allow": True, "reason": "friends"}])
-async def test_what_it_allows(http: httpx.AsyncClient, agent: Agent, result: Any) -> None:
+async def test_an_allowed_prompt_is_served(
+    http: httpx.AsyncClient, agent: Agent, result: Any
+) -> None:
     agent.answer = told({"result": result, "decision_id": "1"})
     assert await code(http) == (200, "")
 
 
 @pytest.mark.parametrize("result", [False, {"allow": False}, {"allow": False, "reason": "no way"}])
-async def test_what_it_refuses(
+async def test_a_refused_prompt_is_refused(
     http: httpx.AsyncClient, agent: Agent, engine: FakeEngine, result: Any
 ) -> None:
     agent.answer = told({"result": result})
@@ -247,7 +251,7 @@ ELSE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("answer", ELSE.values(), ids=ELSE.keys())
-async def test_whatever_else_it_says_closes(
+async def test_any_other_answer_refuses_the_call(
     http: httpx.AsyncClient, agent: Agent, engine: FakeEngine, answer: bytes
 ) -> None:
     agent.answer, agent.stays = answer, False
@@ -256,7 +260,7 @@ async def test_whatever_else_it_says_closes(
     assert "/v1/data/other" not in agent.paths
 
 
-async def test_one_that_says_nothing_closes(engine: FakeEngine, agent: Agent) -> None:
+async def test_a_silent_agent_refuses_the_call(engine: FakeEngine, agent: Agent) -> None:
     agent.answer = b""
     overrides = {"policy.opa_url": agent.url, "policy.opa_timeout_s": 0.5}
     async with client_of(engine, load_config(env={}, overrides=overrides)) as http:
@@ -273,7 +277,7 @@ async def test_one_that_says_nothing_closes(engine: FakeEngine, agent: Agent) ->
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
     ],
 )
-async def test_one_that_never_ends_its_answer_closes(
+async def test_an_endless_answer_refuses_the_call(
     engine: FakeEngine, agent: Agent, beginning: bytes, piece: bytes
 ) -> None:
     """And what it is not asked about is answered meanwhile."""
@@ -289,7 +293,7 @@ async def test_one_that_never_ends_its_answer_closes(
     assert engine.requests == []
 
 
-async def test_one_that_is_not_there_closes(engine: FakeEngine, unused: int) -> None:
+async def test_an_unreachable_agent_refuses_the_call(engine: FakeEngine, unused: int) -> None:
     overrides = {"policy.opa_url": f"http://127.0.0.1:{unused}/v1/data/nano"}
     async with client_of(engine, load_config(env={}, overrides=overrides)) as http:
         assert await code(http) == (503, "policy_unavailable")
@@ -297,7 +301,7 @@ async def test_one_that_is_not_there_closes(engine: FakeEngine, unused: int) -> 
     assert engine.requests == []
 
 
-async def test_one_refusal_refuses_the_call(
+async def test_one_refused_prompt_refuses_the_call(
     http: httpx.AsyncClient, agent: Agent, engine: FakeEngine
 ) -> None:
     """Of fifty prompts, all that are asked about at a time are refused, and no more asked about."""
@@ -307,7 +311,7 @@ async def test_one_refusal_refuses_the_call(
     assert engine.requests == []
 
 
-async def test_no_proxy_of_the_environment_is_told(
+async def test_proxies_of_the_environment_are_ignored(
     http: httpx.AsyncClient, agent: Agent, monkeypatch: pytest.MonkeyPatch, unused: int
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{unused}")

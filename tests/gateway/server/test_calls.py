@@ -68,15 +68,13 @@ async def http(engine: FakeEngine, told: Told) -> AsyncIterator[httpx.AsyncClien
 
 
 @pytest.mark.parametrize("path", ["/health", "/nowhere", "/v1/models"])
-async def test_an_answer_repeats_what_its_client_calls_the_call(
-    http: httpx.AsyncClient, path: str
-) -> None:
+async def test_an_answer_repeats_the_client_s_call_id(http: httpx.AsyncClient, path: str) -> None:
     answer = await http.get(path, headers={"X-Request-Id": "mine 7"})
     assert answer.headers.get_list("x-request-id") == ["mine 7"]
 
 
 @pytest.mark.parametrize("given", [None, "", " ", "x" * 129, "\u00e9", "a\x01b"])
-async def test_a_call_without_a_usable_name_gets_one(
+async def test_a_call_without_a_usable_id_gets_one(
     http: httpx.AsyncClient, given: str | None
 ) -> None:
     headers = {} if given is None else {"X-Request-Id": given.encode("latin-1")}
@@ -87,7 +85,7 @@ async def test_a_call_without_a_usable_name_gets_one(
     assert all(len(name) == 32 for name in names_given)
 
 
-async def test_what_fails_is_in_the_log_by_its_name(
+async def test_a_failure_is_logged_with_its_call_id(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = refused("internal_error")
@@ -102,7 +100,7 @@ async def test_what_fails_is_in_the_log_by_its_name(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ASKED)
-async def test_a_call_stands_between_its_client_and_its_requests(
+async def test_a_call_s_span_is_between_its_client_and_its_requests(
     http: httpx.AsyncClient, engine: FakeEngine, told: Told, path: str, stream: bool
 ) -> None:
     headers = {"traceparent": CLIENT, "tracestate": "vendor=1"}
@@ -165,7 +163,7 @@ async def test_a_call_of_a_model_has_its_name(engine: FakeEngine, told: Told) ->
     assert told.values(MODEL_CALL_DURATION) == {("tiny.tokens", ""): 1}
 
 
-async def test_states_of_several_headers_are_one(
+async def test_several_tracestate_headers_are_joined(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     headers = [("traceparent", CLIENT), ("tracestate", "one=1"), ("tracestate", "two=2")]
@@ -175,7 +173,7 @@ async def test_states_of_several_headers_are_one(
     assert trace.tracestate == "one=1,two=2"
 
 
-async def test_what_the_client_does_not_record_nobody_does(
+async def test_an_unsampled_trace_is_not_recorded(
     http: httpx.AsyncClient, engine: FakeEngine, told: Told
 ) -> None:
     unsampled = CLIENT[:-1] + "0"
@@ -186,7 +184,7 @@ async def test_what_the_client_does_not_record_nobody_does(
     assert trace.traceparent == unsampled
 
 
-async def test_a_trace_that_is_not_recorded_is_not_begun_again_by_others(
+async def test_an_unsampled_trace_is_passed_on(
     engine: FakeEngine,
 ) -> None:
     told = Told(TelemetryConfig(trace_ratio=0.0))
@@ -206,7 +204,7 @@ async def test_without_tracing_here_the_client_s_context_goes_on(engine: FakeEng
     assert [trace and trace.traceparent for trace in engine.traces] == [CLIENT, ""]
 
 
-async def test_what_asks_for_health_begins_no_traces(http: httpx.AsyncClient, told: Told) -> None:
+async def test_probes_begin_no_traces(http: httpx.AsyncClient, told: Told) -> None:
     await http.get("/health")
     assert told.spans() == []
     await http.get("/health", headers={"traceparent": CLIENT})
@@ -214,7 +212,7 @@ async def test_what_asks_for_health_begins_no_traces(http: httpx.AsyncClient, to
     assert (span.name, ids(span)[2]) == ("GET /health", SPAN)
 
 
-async def test_paths_that_are_not_there_make_no_spans(http: httpx.AsyncClient, told: Told) -> None:
+async def test_unknown_paths_make_no_spans(http: httpx.AsyncClient, told: Told) -> None:
     await http.post("/nowhere", json={}, headers={"traceparent": CLIENT})
     assert told.spans() == []
 
@@ -222,7 +220,7 @@ async def test_paths_that_are_not_there_make_no_spans(http: httpx.AsyncClient, t
 @pytest.mark.parametrize(
     ("code", "status", "failed"), [("lane_failed", 500, True), ("invalid_top_p", 400, False)]
 )
-async def test_only_what_is_not_the_client_s_fault_is_an_error(
+async def test_client_errors_are_no_span_errors(
     http: httpx.AsyncClient, engine: FakeEngine, told: Told, code: str, status: int, failed: bool
 ) -> None:
     engine.outputs = refused(code)
@@ -269,7 +267,7 @@ async def test_calls_are_counted_by_route_and_status(
         ("/v3/models/tiny", ""),
     ],
 )
-async def test_names_in_a_path_make_no_routes(
+async def test_parameters_in_a_path_make_no_routes(
     engine: FakeEngine, told: Told, path: str, route: str
 ) -> None:
     app = make_app(engine, Config(), told.measures)  # type: ignore[arg-type]
@@ -280,7 +278,7 @@ async def test_names_in_a_path_make_no_routes(
     assert [span.name for span in told.spans()] == ([f"GET {route}"] if route else [])
 
 
-async def test_calls_that_are_under_way(
+async def test_calls_in_flight_are_measured(
     http: httpx.AsyncClient, engine: FakeEngine, told: Told
 ) -> None:
     engine.outputs = lambda request: []
@@ -311,7 +309,7 @@ async def logged(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ASKED)
-async def test_a_line_says_who_and_how_much_and_not_what(
+async def test_a_line_has_tenant_and_usage_without_text(
     engine: FakeEngine, told: Told, path: str, stream: bool
 ) -> None:
     headers = {"X-Request-Id": "mine", "X-Tenant": "lab", "traceparent": CLIENT}
@@ -335,13 +333,13 @@ async def test_a_line_says_who_and_how_much_and_not_what(
     }
 
 
-async def test_a_call_that_is_nobody_s_has_no_tenant(engine: FakeEngine, told: Told) -> None:
+async def test_a_probe_has_no_tenant(engine: FakeEngine, told: Told) -> None:
     line = await logged(engine, told, "/health", "GET")
     assert (line["route"], line["status"], line["sent_bytes"]) == ("/health", 200, 0)
     assert not {"tenant", "prompt_tokens", "path", "complete"} & set(line)
 
 
-async def test_a_client_that_goes_is_told_of(engine: FakeEngine, told: Told) -> None:
+async def test_a_disconnect_is_logged(engine: FakeEngine, told: Told) -> None:
     engine.outputs = lambda request: []
     async with observed(engine, told.measures, access_log=True) as http:
         with capture_logs() as lines:
@@ -353,14 +351,14 @@ async def test_a_client_that_goes_is_told_of(engine: FakeEngine, told: Told) -> 
     assert (line["status"], line["complete"]) == (499, False)
 
 
-async def test_nothing_is_logged_unless_it_is_asked_for(http: httpx.AsyncClient) -> None:
+async def test_the_access_log_is_off_by_default(http: httpx.AsyncClient) -> None:
     with capture_logs() as lines:
         await http.post("/generate", json={"text": "a"})
     assert lines == []
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-async def test_nobody_writes_lines_of_his_own(
+async def test_clients_can_not_forge_lines(
     engine: FakeEngine, told: Told, capsys: pytest.CaptureFixture[str], log_format: str
 ) -> None:
     """Nor fields, nor as long as he likes, in what he may choose: path, method, names."""

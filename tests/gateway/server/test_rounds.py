@@ -42,7 +42,7 @@ async def test_the_event_loop_goes_on_between_rounds() -> None:
     assert await do_all(rounds, done, 100) >= 100 / MOST_IN_A_ROUND
 
 
-async def test_a_crowd_of_one_client_pauses_until_somebody_else_comes(
+async def test_a_crowd_of_one_client_pauses_until_another_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rounds_module, "CROWD", 10)
@@ -83,7 +83,7 @@ async def test_a_round_ends_early_when_its_work_takes_long(monkeypatch: pytest.M
     assert await do_all(rounds, done, 10) >= 10
 
 
-async def test_what_fails_keeps_nobody_else_from_his_turn() -> None:
+async def test_failing_work_does_not_stop_the_rounds() -> None:
     rounds = Rounds()
     done: list[str] = []
     errors: list[object] = []

@@ -61,7 +61,7 @@ async def running(server: HttpServer) -> AsyncIterator[Call]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_dropped_connection_cancels(engine: FakeEngine, stream: bool) -> None:
+async def test_disconnect_cancels_the_request(engine: FakeEngine, stream: bool) -> None:
     engine.outputs = hanging
     body = json.dumps({"input_ids": [[3], [4]], "rid": "r", "stream": stream}).encode()
     async with serving(engine) as call:
@@ -71,7 +71,7 @@ async def test_a_dropped_connection_cancels(engine: FakeEngine, stream: bool) ->
         await engine.until(lambda: set(engine.left) == {"r_0", "r_1"})
 
 
-async def test_nothing_waits_for_the_client_s_acknowledgement(engine: FakeEngine) -> None:
+async def test_nagle_s_algorithm_is_off(engine: FakeEngine) -> None:
     server = HttpServer(make_app(engine, Config()), GatewayConfig())
     async with running(server) as call:
         reader, _ = await call(b'{"text": "a"}')
@@ -100,7 +100,7 @@ async def test_a_connection_serves_on_after_a_defect(engine: FakeEngine) -> None
         assert b" 200 " in await reader.readline()
 
 
-async def test_signals_are_left_to_the_process(engine: FakeEngine) -> None:
+async def test_signal_handlers_are_unchanged(engine: FakeEngine) -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     async with serving(engine) as call:
         reader, _ = await call(b'{"text": "a"}')
@@ -108,7 +108,7 @@ async def test_signals_are_left_to_the_process(engine: FakeEngine) -> None:
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-async def test_calls_that_outlast_the_server_are_told(
+async def test_calls_in_flight_at_shutdown_get_an_error(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("nano_inference.gateway.server.server.LEAVE_S", 0.1)

@@ -130,7 +130,7 @@ async def test_calls_are_answered(authority: Authority, own: Issued) -> None:
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_newer_versions_are_spoken(
+async def test_supported_tls_versions(
     authority: Authority, own: Issued, version: ssl.TLSVersion
 ) -> None:
     async with serving(authority, settings(own)) as served:
@@ -142,14 +142,14 @@ async def test_newer_versions_are_spoken(
         assert b" 200 " in await head(reader)
 
 
-def test_older_versions_are_not(own: Issued) -> None:
+def test_older_tls_versions_are_refused(own: Issued) -> None:
     assert Certificates(settings(own)).context.minimum_version is ssl.TLSVersion.TLSv1_2
 
 
 # --- certificates of clients ---------------------------------------------------------------------
 
 
-async def test_only_clients_with_a_certificate(
+async def test_client_certificates_are_required(
     tmp_path: Path, own: Issued, authority: Authority
 ) -> None:
     told = Told()
@@ -183,9 +183,7 @@ async def test_a_new_certificate_is_for_new_connections(authority: Authority, ow
         assert b" 200 " in await head(reader)
 
 
-async def test_what_can_not_be_used_is_told_and_not_taken(
-    authority: Authority, own: Issued
-) -> None:
+async def test_invalid_files_are_logged_and_ignored(authority: Authority, own: Issued) -> None:
     """A key that has come before its certificate, a certificate that is none, and none at all."""
     async with serving(authority, settings(own)) as served:
         before = await served.serial()
@@ -208,7 +206,7 @@ async def test_what_can_not_be_used_is_told_and_not_taken(
         assert await served.serial() != before
 
 
-async def test_it_looks_by_itself(authority: Authority, own: Issued) -> None:
+async def test_files_are_refreshed_periodically(authority: Authority, own: Issued) -> None:
     async with serving(authority, settings(own)) as served:
         before = await served.serial()
         copy(authority.issue("renewed"), own)
@@ -225,7 +223,7 @@ async def test_it_looks_by_itself(authority: Authority, own: Issued) -> None:
         (lambda own: own.certificate.write_bytes(own.key.read_bytes()), "not certificates"),
     ],
 )
-async def test_it_does_not_start_with_what_can_not_be_used(
+async def test_invalid_files_are_refused_at_start(
     own: Issued, spoil: Callable[[Issued], object], words: str
 ) -> None:
     spoil(own)
@@ -234,7 +232,7 @@ async def test_it_does_not_start_with_what_can_not_be_used(
     assert "s3cret" not in caught.value.message
 
 
-def test_it_asks_nobody_for_a_passphrase(authority: Authority) -> None:
+def test_a_key_with_a_passphrase_is_refused(authority: Authority) -> None:
     with pytest.raises(ConfigError, match="a passphrase"):
         Certificates(settings(authority.issue("locked", passphrase=b"s3cret")))
 
@@ -242,7 +240,7 @@ def test_it_asks_nobody_for_a_passphrase(authority: Authority) -> None:
 # --- those who only begin ------------------------------------------------------------------------
 
 
-async def test_who_does_not_begin_to_speak_is_slow(authority: Authority, own: Issued) -> None:
+async def test_a_silent_handshake_times_out(authority: Authority, own: Issued) -> None:
     told = Told()
     async with serving(authority, settings(own), told.measures) as served:
         reader, _ = await served.connect(None)
@@ -254,7 +252,7 @@ async def test_who_does_not_begin_to_speak_is_slow(authority: Authority, own: Is
     assert told.refused() == {"slow_head": 1}
 
 
-async def test_who_only_begins_makes_room(
+async def test_handshakes_are_replaced_by_newcomers(
     authority: Authority, own: Issued, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nano_inference.gateway.server.limits.ACCEPTED_AT_ONCE", 1)
@@ -270,7 +268,7 @@ async def test_who_only_begins_makes_room(
         assert told.refused() == {"replaced": 1}
 
 
-async def test_handshakes_that_break_off_leave_nothing(
+async def test_broken_handshakes_leave_no_connection(
     authority: Authority, own: Issued, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Anywhere in the client's first words, in good order or not, and with nonsense behind them."""
@@ -302,7 +300,7 @@ async def test_handshakes_that_break_off_leave_nothing(
     assert not caplog.records
 
 
-async def test_what_is_not_tls_is_counted(authority: Authority, own: Issued) -> None:
+async def test_plain_http_is_counted(authority: Authority, own: Issued) -> None:
     told = Told()
     async with serving(authority, settings(own), told.measures) as served:
         reader, writer = await served.connect(None)

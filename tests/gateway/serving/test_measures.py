@@ -50,7 +50,7 @@ async def calling(
         yield client
 
 
-async def test_every_reason_is_there_before_anything_happens(told: Told) -> None:
+async def test_every_reason_starts_at_zero(told: Told) -> None:
     assert told.values(GATEWAY_REFUSED) == {(reason,): 0 for reason in get_args(Reason)}
     assert GATEWAY_REFUSED.attributes == (names.GATEWAY_REASON,)
 
@@ -58,7 +58,7 @@ async def test_every_reason_is_there_before_anything_happens(told: Told) -> None
 # --- connections --------------------------------------------------------------------------------
 
 
-async def test_connections_that_make_room(engine: FakeEngine, told: Told) -> None:
+async def test_replaced_connections_are_counted(engine: FakeEngine, told: Told) -> None:
     most = 1 + SPARE_CONNECTIONS
     async with serve(engine, GatewayConfig(max_connections=1), told.measures) as served:
         for _ in range(most):
@@ -82,7 +82,7 @@ class Busy:
         self.error = error
 
 
-async def test_no_connection_is_left(told: Told) -> None:
+async def test_a_refused_connection_is_counted(told: Told) -> None:
     limits = RequestLimits(make_app(FakeEngine(), Config()), 1, 1)  # type: ignore[arg-type]
     connections = Connections(GatewayConfig(), limits, 1, told.measures)
     first, second = Busy(), Busy()
@@ -94,9 +94,7 @@ async def test_no_connection_is_left(told: Told) -> None:
     assert told.refused() == {"all_busy": 1}
 
 
-async def test_clients_that_are_slow_by_what_they_are_slow_with(
-    engine: FakeEngine, told: Told
-) -> None:
+async def test_slow_clients_are_counted_by_phase(engine: FakeEngine, told: Told) -> None:
     config = GatewayConfig(head_timeout_s=5, body_timeout_s=10, send_timeout_s=20)
     body = json.dumps({"text": "a", "stream": True}).encode()
     engine.outputs = endless
@@ -119,14 +117,16 @@ async def test_clients_that_are_slow_by_what_they_are_slow_with(
         assert told.refused() == {"slow_head": 1, "slow_body": 1, "slow_reader": 1}
 
 
-async def test_what_is_not_http(engine: FakeEngine, told: Told) -> None:
+async def test_malformed_requests_are_counted(engine: FakeEngine, told: Told) -> None:
     async with serve(engine, GatewayConfig(), told.measures) as served:
         assert await (await served.connect(b"BREW\r\n\r\n")).code() == (400, "malformed")
         assert await served.healthy()
     assert told.refused() == {"malformed": 1}
 
 
-async def test_connections_without_a_file(engine: FakeEngine, told: Told) -> None:
+async def test_connections_that_can_not_be_accepted_are_counted(
+    engine: FakeEngine, told: Told
+) -> None:
     async with serve(engine, GatewayConfig(), told.measures) as served:
         context = {"message": "socket.accept() out of system resource"}
         served.server._on_loop_error(asyncio.get_running_loop(), context)
@@ -136,7 +136,7 @@ async def test_connections_without_a_file(engine: FakeEngine, told: Told) -> Non
 # --- limits -------------------------------------------------------------------------------------
 
 
-async def test_more_requests_than_are_taken(engine: FakeEngine, told: Told) -> None:
+async def test_requests_beyond_the_limit_are_counted(engine: FakeEngine, told: Told) -> None:
     engine.outputs = hanging
     async with serve(engine, GatewayConfig(max_connections=1), told.measures) as served:
         await served.connect(ONE)
@@ -148,7 +148,9 @@ async def test_more_requests_than_are_taken(engine: FakeEngine, told: Told) -> N
 
 
 @pytest.mark.parametrize("announced", [True, False])
-async def test_more_bytes_than_are_held(engine: FakeEngine, told: Told, announced: bool) -> None:
+async def test_bytes_beyond_the_limit_are_counted(
+    engine: FakeEngine, told: Told, announced: bool
+) -> None:
     size = 1_000_000
     config = GatewayConfig(max_body_bytes=size, max_weights_bytes=size, max_bodies_bytes=size)
     async with serve(engine, config, told.measures) as served:
@@ -170,7 +172,7 @@ async def test_more_bytes_than_are_held(engine: FakeEngine, told: Told, announce
 # --- places -------------------------------------------------------------------------------------
 
 
-async def test_calls_that_wait_and_those_that_are_shed(engine: FakeEngine, told: Told) -> None:
+async def test_waiting_and_shed_calls_are_counted(engine: FakeEngine, told: Told) -> None:
     engine.outputs = hanging
     async with calling(engine, told, max_in_flight=2, max_waiting=3) as http:
         running = [
@@ -192,7 +194,7 @@ async def test_calls_that_wait_and_those_that_are_shed(engine: FakeEngine, told:
     assert told.values(GATEWAY_WAITING) == {(): 0}
 
 
-async def test_a_call_whose_time_is_over_while_it_waits(engine: FakeEngine, told: Told) -> None:
+async def test_calls_that_expire_while_waiting_are_counted(engine: FakeEngine, told: Told) -> None:
     engine.outputs = hanging
     async with calling(engine, told, max_in_flight=2) as http:
         first = asyncio.create_task(http.post("/generate", json={"text": "a"}))
@@ -221,7 +223,7 @@ async def test_a_call_whose_time_is_over_while_it_waits(engine: FakeEngine, told
         ({"Content-Type": "text/plain"}, 415, "unsupported_media_type"),
     ],
 )
-async def test_callers_that_are_not_let_in(
+async def test_refused_callers_are_counted(
     engine: FakeEngine, told: Told, headers: dict[str, str], status: int, reason: str
 ) -> None:
     async with calling(engine, told) as http:
@@ -231,7 +233,7 @@ async def test_callers_that_are_not_let_in(
     assert told.refused() == {reason: 1}
 
 
-async def test_a_browser_that_calls_by_get(engine: FakeEngine, told: Told) -> None:
+async def test_a_browser_s_get_is_counted(engine: FakeEngine, told: Told) -> None:
     async with calling(engine, told) as http:
         answer = await http.get("/flush_cache", headers={"User-Agent": "Mozilla/5.0"})
         assert error_of(answer, 403) == "forbidden_origin"

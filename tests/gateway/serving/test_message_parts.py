@@ -58,7 +58,7 @@ def whole(deltas: list[Delta]) -> tuple[str, str, list[str]]:
 
 
 @given(tokens, stops, ends, st.integers(0, 5), sizes, st.integers(0, 40))
-def test_the_same_however_it_is_cut(
+def test_deltas_do_not_depend_on_chunks(
     token_ids: list[int],
     stop: tuple[str, ...],
     end: RowFinish,
@@ -94,7 +94,7 @@ def test_records_are_the_sample_s_tokens_and_text(
 
 
 @given(tokens, stops, ends)
-def test_a_token_is_told_when_its_text_is_certain_and_not_before(
+def test_a_record_leaves_once_its_text_is_certain(
     token_ids: list[int], stop: tuple[str, ...], end: RowFinish
 ) -> None:
     made = make(token_ids, stop, end)
@@ -134,7 +134,7 @@ def held(made: Made, literal: str) -> tuple[list[CompletionChunk], CompletionSam
     return [each for each in chunks if isinstance(each, CompletionChunk)], last.samples[0]
 
 
-def test_what_escapes_in_arguments_stand_for_is_judged() -> None:
+def test_guardrails_judge_escapes_in_arguments() -> None:
     """A call would be told without them. What was to become one is text."""
     made = make(ids(CALL.replace("é", r"fj\u006frd")), (), "stop")
     chunks, sample = held(made, "fjord")
@@ -146,7 +146,9 @@ def test_what_escapes_in_arguments_stand_for_is_judged() -> None:
 
 
 @given(tokens, ends, st.sampled_from(["ST", "rüß", "漢", " b", "name", "call>"]))
-def test_guardrails_cut_it_alike(token_ids: list[int], end: RowFinish, literal: str) -> None:
+def test_guardrails_cut_chunks_and_samples_alike(
+    token_ids: list[int], end: RowFinish, literal: str
+) -> None:
     made = make(token_ids, (), end)
     chunks, sample = held(made, literal)
     made = made._replace(sample=sample)
@@ -167,7 +169,7 @@ def test_special_tokens_are_not_shown(parts: list[list[int]], end: RowFinish) ->
         assert name not in reasoning + content
 
 
-def test_what_is_no_call_is_shown_as_the_model_wrote_it() -> None:
+def test_a_malformed_call_is_shown_as_written() -> None:
     text = f"a<tool_call>{SPECIAL[3]}</tool_call>b"
     found, parts = read(make(ids(text), (), "stop"), [], QWEN)
     assert (whole(found.deltas)[1], parts.malformed) == (text, 1)
@@ -183,7 +185,7 @@ def test_a_special_token_s_name_in_ordinary_tokens_is_text() -> None:
     assert content_of(make(spelled)) == "<|im_start|>"
 
 
-def test_the_stop_token_is_no_part_of_it() -> None:
+def test_the_stop_token_is_no_part_of_the_message() -> None:
     made = make(ids("98"), end="stop")
     found, _ = read(made, made.chunks, QWEN)
     assert whole(found.deltas) == ("", "98", [])
@@ -219,7 +221,7 @@ def test_a_special_token_that_is_a_mark_is_read() -> None:
     assert calls[0].endswith(" add {}")
 
 
-def test_what_stands_within_a_stop_string_is_not_read() -> None:
+def test_marks_within_a_stop_string_are_ignored() -> None:
     made = make([*ids("aST"), *ids("<|im_start|>"), *ids("OP")], ("STOP",))
     found, parts = read(made, made.chunks, with_special_marks())
     assert (whole(found.deltas)[1], parts.malformed) == ("a", 0)

@@ -57,7 +57,7 @@ async def told(http: httpx.AsyncClient) -> set[int]:
         ),
     ],
 )
-async def test_all_endpoints_tell_the_length_that_any_lane_takes(
+async def test_all_endpoints_report_the_least_length(
     http: httpx.AsyncClient, engine: FakeEngine, reports: list[StageReport], length: int
 ) -> None:
     engine.told = reports
@@ -72,7 +72,7 @@ async def test_all_endpoints_tell_the_length_that_any_lane_takes(
         ({"model_path": "/nowhere"}, SETTING),
     ],
 )
-async def test_of_a_model_that_is_not_loaded_its_files_tell(
+async def test_the_length_of_an_unloaded_model_is_from_its_files(
     engine: dict[str, Any], length: int
 ) -> None:
     class Away(FakeEngine):
@@ -91,7 +91,7 @@ async def test_of_a_model_that_is_not_loaded_its_files_tell(
         ("/v1/responses", {"input": "a"}),
     ],
 )
-async def test_who_names_no_length_asks_for_no_more_than_the_model_takes(
+async def test_the_default_length_is_the_model_s(
     http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
     engine.told = [executor("0", max_model_len=2048)]
@@ -125,7 +125,7 @@ LONG = [{"role": "user", "content": "98 + 25 = " * 1500}]
         ),
     ],
 )
-async def test_what_is_too_long_is_told_the_model_s_own_limit_in_openai_s_words(
+async def test_too_long_a_prompt_is_refused_in_openai_s_words(
     engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
     engine.told = [executor("0", max_model_len=2048)]

@@ -129,7 +129,7 @@ TestPlayed = Played.TestCase
 
 
 @pytest.mark.parametrize(("tenants", "each"), [(1, 50), (2, 33), (4, 20), (9, 10)])
-def test_shares_of_tenants_that_want_everything(tenants: int, each: int) -> None:
+def test_greedy_tenants_get_equal_shares(tenants: int, each: int) -> None:
     """At most one place apart from `places / (tenants + 1)` when they come one after the other
     and give back what they have."""
     places = Places(100, 100_000)
@@ -157,7 +157,7 @@ def test_tenants_take_turns() -> None:
     assert places.give_back("c") == [second]
 
 
-def test_the_newest_of_who_has_most_is_refused() -> None:
+def test_the_newest_ticket_of_the_largest_tenant_is_refused() -> None:
     places = Places(2, 10)
     flood = [Ticket("a", 4) for _ in range(3)]
     assert not any(ticket.refused for each in flood[:2] for ticket in places.ask(each))

@@ -69,7 +69,7 @@ async def http(calls: ObservedCalls) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.mark.parametrize("path", ASKED)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_nothing_new_is_taken(
+async def test_a_draining_gateway_refuses_requests(
     http: httpx.AsyncClient, engine: FakeEngine, readiness: Readiness, path: str, stream: bool
 ) -> None:
     readiness.draining = True
@@ -80,7 +80,7 @@ async def test_nothing_new_is_taken(
 
 
 @pytest.mark.parametrize("path", ["/health", "/health_generate"])
-async def test_it_is_not_ready(
+async def test_a_draining_gateway_is_not_ready(
     http: httpx.AsyncClient, engine: FakeEngine, readiness: Readiness, path: str
 ) -> None:
     assert (await http.get(path)).status_code == 200
@@ -89,7 +89,7 @@ async def test_it_is_not_ready(
     assert len(engine.requests) <= 1, "no token is asked for"
 
 
-async def test_what_is_under_way_comes_to_its_end(
+async def test_calls_in_flight_end_while_draining(
     http: httpx.AsyncClient, engine: Waiting, readiness: Readiness, calls: ObservedCalls
 ) -> None:
     engine.goes_on.clear()
@@ -106,7 +106,7 @@ async def test_what_is_under_way_comes_to_its_end(
         await drained
 
 
-async def test_where_nothing_is_under_way_there_is_nothing_to_wait_for(
+async def test_draining_without_calls_returns_at_once(
     calls: ObservedCalls,
 ) -> None:
     async with asyncio.timeout(LIMIT_S):

@@ -45,17 +45,17 @@ def made(number: int) -> list[Output]:
 
 
 @pytest.mark.parametrize("number", range(4))
-async def test_chunks_come_one_by_one_and_no_end(number: int) -> None:
+async def test_chunks_are_sent_one_by_one(number: int) -> None:
     end = completion(REQUEST, told(REQUEST, 0))
     assert await taken([*made(number), end]) == [[each] for each in made(number)]
 
 
-async def test_what_came_while_nobody_took_comes_at_once() -> None:
+async def test_buffered_chunks_are_sent_together() -> None:
     first, second = await taken(made(3), anyio.Event())
     assert (first, second) == (made(1), made(3)[1:])
 
 
-async def test_what_nobody_takes_has_its_bound() -> None:
+async def test_the_buffer_is_bounded() -> None:
     chunks, held = Chunks(), anyio.Event()
     full = chunk(REQUEST, 0, 0)
     number = MOST_UNSENT

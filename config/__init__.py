@@ -1,4 +1,4 @@
-"""Settings, errors and temporary memory: the ground floor, which imports nothing of ours."""
+"""Settings, errors and temporary memory. This floor imports nothing else of the package."""
 
 from .engine import ADAPTER_ID_RULE, BUNDLED_MODEL, EngineConfig, PoolingKind, is_adapter_id
 from .errors import (

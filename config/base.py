@@ -1,4 +1,4 @@
-"""What every section of the settings is."""
+"""Base classes of the settings."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _Value = TypeVar("_Value")
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all settings: immutable, and strict about what it is given.
+    """Base of all settings: immutable, and strict about fields and types.
 
-    Nothing shows the value of a setting that is named in `SECRETS`.
+    Values of the settings in `SECRETS` are never shown.
     """
 
     SECTION: ClassVar[str] = ""
     SECRETS: ClassVar[frozenset[str]] = frozenset()
 
     def require(self, name: str, holds: bool, wanted: str) -> None:
-        """Raises ConfigError naming the setting unless `holds`."""
+        """Raise ConfigError naming the setting unless `holds`."""
         if not holds:
             shown = f"{self.SECTION}.{name}" if self.SECTION else name
             value = self._shown(name)
             raise ConfigError(f"{shown} is {value!r}; it must be {wanted}")
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        """As tracebacks with the values of variables show it."""
+        """Fields for tracebacks that show values of variables."""
         return [(name, self._shown(name)) for name in self.__struct_fields__]
 
     def __repr__(self) -> str:
@@ -38,7 +38,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{type(self).__name__}({', '.join(fields)})"
 
     def __hash__(self) -> int:
-        """Of the values, also of those that are dicts or lists, which have none by themselves."""
+        """Hash of the values, including dicts and lists, which have none themselves."""
         return hash(tuple(_hashable(getattr(self, name)) for name in self.__struct_fields__))
 
     def _shown(self, name: str) -> Any:
@@ -47,12 +47,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Section(Settings, frozen=True):
-    """Settings of which each is checked where they are built, from Python too."""
+    """Settings whose values are checked when built, from Python too."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError naming the first setting of a wrong type, or out of range.
+        """Raise ConfigError naming the first setting of a wrong type or out of range.
 
-        A list for a tuple, and a path for its text, are taken as what they stand for.
+        A list is accepted for a tuple, and a path for its text.
         """
         for field in msgspec.structs.fields(type(self)):
             value = getattr(self, field.name)
@@ -69,11 +69,11 @@ class Section(Settings, frozen=True):
         self.check()
 
     def check(self) -> None:
-        """Raises ConfigError where a setting is out of range, or does not go with another."""
+        """Raise ConfigError if a setting is out of range or conflicts with another."""
 
 
 class FrozenDict(dict[_Key, _Value]):
-    """A dict that can't be changed, for what is frozen and hashed."""
+    """An immutable, hashable dict."""
 
     def _refuse(self, *_: object, **__: object) -> Any:
         raise TypeError(
@@ -88,7 +88,7 @@ class FrozenDict(dict[_Key, _Value]):
 
 
 def _hashable(value: Any) -> Any:
-    """Something with a hash that is the same for equal values."""
+    """Convert to a value whose hash is equal for equal values."""
     if isinstance(value, dict):
         return frozenset((name, _hashable(each)) for name, each in value.items())
     if isinstance(value, list | tuple):
@@ -97,7 +97,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _names_in(kind: Any) -> list[str]:
-    """Those that a setting of this type may be, or be made of."""
+    """Return the names in a type: its Literals, and those of its arguments."""
     if get_origin(kind) is Literal:
         return [repr(name) for name in get_args(kind)]
     return [name for part in get_args(kind) for name in _names_in(part)]

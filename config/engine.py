@@ -1,4 +1,4 @@
-"""The settings of what runs a model."""
+"""Settings of the engine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import msgspec
 from .base import Section
 
 PoolingKind = Literal["mean", "last", "cls"]
-"""Of which tokens a prompt's vector is made: of all, the last, the first."""
+"""Tokens that a prompt's embedding is made of: all, the last, or the first."""
 
 DraftSourceName = Literal["prediction", "grammar", "suffix", "ngram"]
-"""Where drafted tokens come from: what the client expects, what a grammar forces, outputs that went
-on from the same tokens, the sample's own earlier tokens."""
+"""Sources of drafted tokens: the client's expected output, tokens forced by a grammar, earlier
+outputs
+that continued the same tokens, the sample's own earlier tokens.
+"""
 
 BUNDLED_MODEL = "tiny"
-"""The `model_path` that names the model shipped inside the package."""
+"""The `model_path` of the model bundled with the package."""
 
 
 ADAPTER_ID_RULE = "ids of 1 to 128 letters, digits and . _ : / @ + -, the first a letter or digit"
@@ -27,79 +29,78 @@ _ADAPTER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 
 
 def is_adapter_id(id: str) -> bool:
-    """Whether requests could name an adapter so: `ADAPTER_ID_RULE`."""
+    """Return whether an adapter may have this id: `ADAPTER_ID_RULE`."""
     return _ADAPTER_ID.fullmatch(id) is not None
 
 
 class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
-    """What one lane runs: the model, its KV cache and the size of its batches.
+    """The model, its KV cache, and batch sizes of one lane.
 
     Attributes:
         model_path: A folder in Transformers' format, a GGUF file, or "tiny" for the bundled model.
-        cache_type: The prefix cache. "radix": a tree of tokens, which finds the longest match with
-            any sequence computed; "paged": full blocks found by a chain of hashes.
+        cache_type: Prefix cache. "radix": a token tree that finds the longest match with any
+            computed sequence; "paged": full blocks found by block-hash chain.
         block_size: Tokens per KV block.
-        max_batch_size: Sequences that run at the same time. 0, the default, stands for 256, and on
-            a CPU for 128: there a step takes longer with each of them, and everybody waits for
-            steps. `InferenceEngine.config` has the number in use.
-        max_model_len: Prompt and completion together, in tokens; the model's own limit applies too.
+        max_batch_size: Sequences that run concurrently. 0 is 256, and 128 on a CPU, where each
+            sequence makes the step longer. `InferenceEngine.config` has the effective number.
+        max_model_len: Limit of prompt and completion together, in tokens; the model's own limit
+            applies too.
         gpu_memory_utilization: Share of the device's memory for weights and KV cache (CUDA, XPU).
-        kv_cache_bytes: Size of the KV cache on CPU and MPS, once all of it has been used.
-        max_tokens_per_batch: Token budget of one step; longer prefills are cut into chunks.
-        dtype: "auto" takes the checkpoint's own, and bfloat16 for a GGUF file of quantized weights.
-        device: "auto" takes CUDA when there is one, else XPU, else MPS, else the CPU. Otherwise
-            torch's name for one, such as "cuda:1"; AMD's are "cuda" too.
-        cpu_threads: Threads of steps on CPU, which all of the process then has. 0 takes one in the
-            executor's stage for a small model, whose steps are too short to be shared, and else
-            those that torch has, by itself one per core.
-        kernels: "auto" uses the kernels for bfloat16 and float32 on CPU, which a C compiler makes
-            at the first start, where the machine allows it; "off" runs Transformers' modules as
-            they are. On CUDA it is the kernel for decode attention.
-        attention: The back end of attention. "paged" reads the KV cache in place, and never holds a
-            row's scores as a whole (flash attention): our kernel, on CPU for bfloat16 and float32,
-            on CUDA Triton's; "gather" gathers keys and values for PyTorch; "tiled" is deterministic
-            mode's where "paged" can't be had. "auto" takes the fastest that there is.
-        attention_tile: How many positions "paged" takes at a time on CUDA, a power of two from 16
-            to 1024; 0 chooses by the width of a head. Refused where there are no tiles.
-        cuda_graphs: "auto" records decode steps as CUDA graphs when the model is loaded, and
-            replays them (CUDA, with `kernels`); "off" starts each operation of a step by itself.
-        huge_pages: "auto" has the weights and the KV cache in large pages of memory where the
-            system gives such (CPU, Linux), which one core reads faster; "off" leaves weights where
-            they were loaded, which may be the file itself.
-        seed: Base of the random numbers of requests that bring no seed.
-        logprobs_mode: What reported logprobs are of. "processed": the policy that tokens are
-            sampled from, after penalties, bias and temperature; "raw": the model's own output.
-        deterministic: Tokens and logprobs are the same, bit for bit, whatever else is in the
-            batch, however prompts are chunked, cached or computed again. "auto" has it so where it
-            costs nothing: on a CPU, where `kernels` takes all of the model, for requests without an
-            adapter; true demands it of all, on a CPU, at what it costs; false never looks.
-        max_weight_tensors: Tensors that one message of a weight update, one folder, or all parts of
-            an update may have. 0 takes ten times what the model has, each expert counted, and
-            10,000.
-        max_weight_bytes: How large they may be together. 0 takes what the model has in float64, and
-            1 GiB.
-        reference_model_path: A second model, as `model_path`, that no update changes and that gives
-            every finished sample its `ref_logprobs`; "" for none. It has memory of its own, for its
-            weights and the KV of one sequence of `max_model_len`.
-        adapters: LoRA adapters to be loaded at the start: by the id under which requests name each,
-            its folder, as PEFT writes them.
-        max_adapters: How many adapters may be loaded at the same time.
-        max_adapter_rank: The largest rank that one may have.
-        model_id: What requests call the model; "" for the last part of its path, without .gguf.
-        model_aliases: Other names for it.
-        role: What the model may be asked for: to "generate" (and score), to "embed", or "all" that
-            it can.
-        pooling: How embeddings are pooled where neither the request nor the model's folder says
-            it: "mean", "last" or "cls". "" takes the last token where tokens see only those before
-            them, and else the mean.
-        speculation: "auto" verifies drafted tokens beside the one that each row computes, where
-            that is worth while; "off" never does. Neither changes a token or a logprob
-            (with `kernels` off: unless `deterministic` is true, a logprob in its last digits).
-        draft_sources: Where drafts come from, as `DraftSourceName` says.
-        max_draft_tokens: Most drafted tokens of a sample in one step.
-        suffix_index_tokens: How many tokens of earlier outputs "suffix" remembers.
-        draft_model_path: A smaller model of the same vocabulary, as `model_path`, which drafts
-            too; "" for none. Its weights and KV take memory of their own.
+        kv_cache_bytes: Size of the KV cache on CPU and MPS; memory is taken as blocks are first
+            used.
+        max_tokens_per_batch: Token budget of one step; longer prefills are chunked.
+        dtype: "auto" is the checkpoint's own, and bfloat16 for a GGUF file of quantized weights.
+        device: "auto" is CUDA if there is one, else XPU, else MPS, else the CPU. Otherwise a torch
+            device such as "cuda:1"; AMD's are "cuda" too (docs/cuda.md).
+        cpu_threads: Threads of a step on CPU, for the whole process. 0 is one in the executor's
+            stage for a small model, whose steps are too short to share, and torch's default
+            otherwise: one per core.
+        kernels: "auto" uses the bfloat16 and float32 kernels on CPU, compiled at the first start
+            where possible; "off" runs Transformers' modules unchanged. On CUDA, the kernel of
+            decode attention.
+        attention: Attention back end. "paged" reads the KV cache in place without materialising a
+            row's scores (flash attention): the package's kernel on CPU (bfloat16, float32), Triton
+            on CUDA; "gather" gathers keys and values for PyTorch; "tiled" is deterministic mode's
+            without "paged". "auto" is the fastest available.
+        attention_tile: Positions per tile of "paged" on CUDA, a power of two from 16 to 1024; 0
+            chooses by head size. Refused by back ends without tiles.
+        cuda_graphs: "auto" records decode steps as CUDA graphs at load and replays them (CUDA, with
+            `kernels`); "off" launches each operation.
+        huge_pages: "auto" puts weights and KV cache into huge pages if available (CPU, Linux),
+            which one core reads faster; "off" leaves weights where they were loaded, possibly in
+            the mapped file.
+        seed: Seed of requests without one.
+        logprobs_mode: "processed": logprobs of the policy that tokens are sampled from, after
+            penalties, bias and temperature; "raw": of the model's output (docs/sampling.md).
+        deterministic: Tokens and logprobs are bitwise equal whatever the batch, and however prompts
+            are chunked, cached or recomputed. "auto": where it costs nothing (on a CPU where
+            `kernels` covers the whole model, for requests without an adapter); true: always, on a
+            CPU, at its cost; false: off.
+        max_weight_tensors: Limit on the tensors of one weight update, its parts together, or of one
+            folder. 0 is ten times the model's tensors, each expert counted, plus 10,000.
+        max_weight_bytes: Limit on their bytes together. 0 is the model's size in float64, plus 1
+            GiB.
+        reference_model_path: A second model, as `model_path`, that is never updated and computes
+            `ref_logprobs` of every finished sample; "" for none. It takes memory for its weights
+            and the KV of one sequence of `max_model_len`.
+        adapters: LoRA adapters loaded at the start: folder in PEFT's format by id
+            (docs/adapters.md).
+        max_adapters: Limit on loaded adapters.
+        max_adapter_rank: Limit on an adapter's rank.
+        model_id: The model's name in requests; "" is the last part of its path, without .gguf.
+        model_aliases: Other names of the model.
+        role: Allowed uses: "generate" (and score), "embed", or "all" that the model can do.
+        pooling: Pooling of embeddings where neither the request nor the model's folder specifies
+            one: "mean", "last" or "cls". "" is the last token for causal attention, else the mean
+            (docs/embeddings.md).
+        speculation: "auto" verifies drafted tokens beside the one computed per row, where that
+            pays; "off" never does. Tokens and logprobs are the same (with `kernels` off and
+            `deterministic` not true: logprobs up to their last digits); docs/speculation.md.
+        draft_sources: Sources of drafted tokens, as `DraftSourceName` lists.
+        max_draft_tokens: Limit on drafted tokens of a sample per step.
+        suffix_index_tokens: Tokens of earlier outputs that "suffix" keeps.
+        draft_model_path: A smaller model of the same vocabulary, as `model_path`, that drafts too;
+            "" for none. Its weights and KV take memory of their own.
     """
 
     SECTION: ClassVar[str] = "engine"
@@ -171,13 +172,13 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         )
 
     def batch_size_on(self, device_type: str) -> int:
-        """`max_batch_size`, with its default worked out for a device ("cpu", "cuda")."""
+        """Return `max_batch_size`, or its default for a device type ("cpu", "cuda")."""
         default = 128 if device_type == "cpu" else 256
         return self.max_batch_size or min(default, self.max_tokens_per_batch)
 
     @property
     def model_folder(self) -> Path:
-        """The model's folder on disk, or GGUF file, with "tiny" resolved to the bundled one."""
+        """Path of the model's folder or GGUF file; "tiny" is resolved."""
         if self.model_path == BUNDLED_MODEL:
             return Path(__file__).parent.parent / "models" / BUNDLED_MODEL
         try:
@@ -187,5 +188,5 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
 
     @property
     def model_name(self) -> str:
-        """What requests give in `model`, unless they give an alias."""
+        """The model's primary name in requests."""
         return self.model_id or self.model_folder.name.removesuffix(".gguf")

@@ -1,7 +1,7 @@
-"""The errors of the whole package: a small hierarchy, each with a stable `code`.
+"""The package's errors: a small hierarchy, each with a stable `code`.
 
-A code never changes once released: programs match on it. The message is one sentence that says
-what is wrong and what to change; people read it.
+A released code never changes: programs match on it. The message is one sentence for people: what is
+wrong and what to change.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from .quoting import cut
 
 
 class NanoInferenceError(Exception):
-    """Base of every error that this package raises on purpose.
+    """Base of every error that this package raises deliberately.
 
-    A message quotes what came from outside, and goes to logs, clients and other processes; so it is
-    cut here, once for all, to `config.quoting.MOST_TEXT` characters.
+    A message quotes outside input, and goes to logs, clients and other processes; so it is cut
+    here, to
+    `config.quoting.MOST_TEXT` characters.
     """
 
     code = "internal_error"
@@ -38,25 +39,26 @@ class ModelError(NanoInferenceError):
 
 
 class RequestError(NanoInferenceError):
-    """A request is refused. It ends with a terminal error of this code; nothing else is touched."""
+    """A request is refused: it ends with a terminal error of this code, and nothing else is
+    affected."""
 
     code = "invalid_request"
 
 
 class WeightsError(ModelError):
-    """New weights could not be taken; those in place and their version are as they were."""
+    """New weights were refused; the weights in place and their version are unchanged."""
 
     code = "weights_refused"
 
 
 class AdapterError(WeightsError):
-    """An adapter could not be taken, or there is none; those in place are as they were."""
+    """An adapter was refused or is unknown; loaded adapters are unchanged."""
 
     code = "adapter_refused"
 
 
 NOT_PERMITTED = "not_permitted"
-"""The code of a BusError for what this user of the bus may not do."""
+"""Code of a BusError for a command that the bus's access control forbids."""
 
 
 class BusError(NanoInferenceError):
@@ -66,17 +68,17 @@ class BusError(NanoInferenceError):
 
 
 class ChannelClosed(BusError):
-    """The channel was closed; nothing more can be sent, and all that was sent has been received."""
+    """The channel was closed: nothing more can be sent, and everything sent has been received."""
 
     code = "channel_closed"
 
 
 class LaneReplaced(BusError):
-    """Another admission has started for the same lane; this one has nothing left to do."""
+    """Another admission has started for the same lane, so this one stops."""
 
     code = "lane_replaced"
 
 
 def bus_closed() -> ChannelClosed:
-    """The error of every end of a bus after `aclose`."""
+    """Return the error of every end of a bus after `aclose`."""
     return ChannelClosed("the bus was closed")

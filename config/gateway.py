@@ -9,82 +9,75 @@ from .base import Section
 
 
 class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
-    """The HTTP server in front of the bus.
+    """The HTTP and gRPC servers in front of the bus.
 
     Attributes:
-        port: Where it listens; 0 is off, and `nano-inference gateway` then takes 30000.
-        grpc_port: Where gRPC listens (KServe V2, docs/kserve.md), as Triton's 8001; null is off.
-        host: The address on which these ports listen. On any but this machine's own (loopback) it
-            takes keys (`policy.backend`), or `insecure`.
-        insecure: Whether it listens on other addresses without keys, where whoever reaches it may
-            replace the weights.
-        tls_certificate: The file of its certificate and those behind it, in PEM; "" for no TLS.
-            When the file changes, new connections have the new one.
-        tls_key: The file of the certificate's key.
-        tls_client_ca: A file of certificates: only clients with one signed by these may connect.
-        max_connections: More clients than that with a request under way are told to come again
-            later, with status 429; fewer where the limit of open files allows no more.
-        max_body_bytes: A larger request is refused with status 413.
-        max_weights_bytes: The same for the one call that carries tensors in its body.
-        max_bodies_bytes: The bodies of all requests under way may hold so much beyond the first
-            64 KiB of each; what comes beyond it is told to come again later, with status 429.
-        head_timeout_s: How long the head of a request may take to arrive, from the connection's
-            beginning or, on one that has had requests, from the head's first byte.
-        keep_alive_s: How long a connection may wait for its next request.
-        body_timeout_s: So often a body must have brought on as much as `min_body_bytes_per_s` asks
-            for, however long it takes altogether; else it ends with status 408. It is 1 second
-            while others are refused for want of room.
-        min_body_bytes_per_s: The least speed of a body.
-        send_timeout_s: A client that takes no byte of its answer for so long is closed.
-        resume_grace_s: How long a call goes on without its client, where that has shown that it may
-            come back: it sent an `Idempotency-Key`, or has come back before (`Last-Event-ID`). Any
-            other ends at once when its connection closes. So long it also goes on when its gateway
-            was stopped or killed, whoever made it. 0: all end at once, and nobody looks for those
-            of a gateway that was killed. Responses in the background end by none of that; another
-            gateway goes on with one whose own is gone for so long, or for some seconds where this
-            is 0.
-        event_ids: Whether the events of OpenAI's streams have ids, behind which a client can go on.
-            Some programs take each event for a line that begins with "data: ", as `vllm bench
-            serve`, and stumble over them.
-        comment_s: A stream that has nothing to send for so long sends a comment, so that nobody on
-            the way closes it.
-        message_format: How the model writes its messages: reasoning, text, calls of tools. "auto":
-            as its tokenizer or its chat template shows; "off": all is text; else the name of a
-            format (docs/tools.md), or a file with one.
-        reasoning_field: What OpenAI's chats call the reasoning in an answer: `reasoning_content`,
-            as SGLang and Transformers, or `reasoning`, as vLLM. Both are read in messages.
-        template_timeout_s: How long the model's chat template may take for one conversation.
-        allowed_hosts: Names under which the gateway may be called, besides any address,
-            "localhost", `host` and the name of its machine; without a port.
+        port: HTTP port; 0 is off (`nano-inference gateway` then uses 30000).
+        grpc_port: gRPC port (KServe V2, docs/kserve.md), as Triton's 8001; null is off.
+        host: Address of these ports. Any address but loopback requires keys (`policy.backend`) or
+            `insecure`.
+        insecure: Whether other addresses are allowed without keys; any caller may then replace the
+            weights.
+        tls_certificate: PEM file of the certificate chain; "" for no TLS. Reloaded when it changes.
+        tls_key: File of the certificate's key.
+        tls_client_ca: File of CA certificates; only clients with a certificate signed by one may
+            connect.
+        max_connections: Limit on clients with a request in flight; more get status 429. Lower if
+            the limit on open files requires it.
+        max_body_bytes: Size limit of a request body; larger ones get status 413.
+        max_weights_bytes: The same for the one call with tensors in its body.
+        max_bodies_bytes: Memory limit of all request bodies in flight, beyond the first 64 KiB of
+            each; more get status 429.
+        head_timeout_s: Time limit for a request's head, from the connection's beginning or, on a
+            reused connection, from the head's first byte.
+        keep_alive_s: Time limit for an idle connection.
+        body_timeout_s: Interval in which a body must keep up `min_body_bytes_per_s`, however long
+            it takes in all; else status 408. It is 1 second while others are refused for lack of
+            memory.
+        min_body_bytes_per_s: Lowest speed of a body.
+        send_timeout_s: A client that reads nothing of its answer for so long is disconnected.
+        resume_grace_s: Seconds that a call continues without its client, if the client can come
+            back: it sent an `Idempotency-Key`, or resumed before (`Last-Event-ID`). Other calls end
+            when their connection closes. Every call continues so long after its gateway was stopped
+            or killed. 0: all end at once, and calls of a killed gateway are not taken over.
+            Background responses are exempt: another gateway takes over after this time, or after
+            some seconds if it is 0.
+        event_ids: Whether events of OpenAI's streams have ids, after which a client can resume.
+            Some programs, such as `vllm bench serve`, fail on lines that don't begin with "data: ".
+        comment_s: Interval of comments on a silent stream, which keep proxies from closing it.
+        message_format: Format of the model's messages: reasoning, text, tool calls. "auto": by its
+            tokenizer or chat template; "off": plain text; else a format's name (docs/tools.md), or
+            a file with one.
+        reasoning_field: Name of the reasoning in OpenAI chat answers: `reasoning_content` (SGLang,
+            Transformers) or `reasoning` (vLLM). Both are accepted in messages.
+        template_timeout_s: Time limit of the chat template for one conversation.
+        allowed_hosts: Host names of the gateway, without a port, besides addresses, "localhost",
+            `host` and the machine's name.
         allowed_origins: Origins ("https://example.org") whose web pages may call the gateway.
-            Without keys, whoever writes those pages may then replace the weights.
-        access_log: Whether each call has a line in the log: method, route, status, duration, bytes,
-            name, tenant and tokens, and no text of a request or an answer.
-        shared_memory: Whether clients on this machine may name shared memory that tensors are read
-            from and written to. Whoever may call models may then read and write every POSIX shared
-            memory object that this process may.
-        max_tensor_bytes: The tensors of one request that are in shared memory may hold so much,
-            those read and those written together. As much is kept to read into again; and all
-            requests under way may have read as much as `max_bodies_bytes`, or one's tensors.
-        models: Names under which packages have registered models of their own
-            (`nano_inference.kserve_models`, docs/kserve-models.md) that KServe is to serve as well.
-            Their code runs in the gateway.
-        effects_by_get: Which calls with effects are taken by GET as well, from programs that do not
-            call themselves a browser: "none"; "flush_cache", as trainers call it; "all", with
-            those that release and resume memory.
-        sync_timeout_s: How long a part of a weight update may take to arrive. A call about weights
-            waits for others half a minute longer, and is then refused as `weights_busy`.
-        health_timeout_s: How long `/health_generate` waits for its one token.
-        max_prompts: Most prompts of one call, each counted as often as it is sampled.
+            Without keys, those pages may replace the weights.
+        access_log: Whether each call is logged: method, route, status, duration, bytes, name,
+            tenant and tokens, but no text.
+        shared_memory: Whether clients on this machine may name shared memory for tensors. Callers
+            may then read and write every POSIX shared memory object that this process may.
+        max_tensor_bytes: Size limit of one request's tensors in shared memory, inputs and outputs
+            together. A buffer of that size is reused; all requests in flight may have read as much
+            as `max_bodies_bytes`, or one request's tensors.
+        models: Names of models registered by packages (`nano_inference.kserve_models`,
+            docs/kserve-models.md) for KServe to serve. Their code runs in the gateway.
+        effects_by_get: Calls with effects that are accepted by GET from non-browsers: "none";
+            "flush_cache", as trainers call it; "all", which adds releasing and resuming memory.
+        sync_timeout_s: Time limit for one part of a weight update. Other weight calls wait half a
+            minute longer, and are then refused as `weights_busy`.
+        health_timeout_s: Time limit of `/health_generate` for its one token.
+        max_prompts: Limit on prompts of one call, times their samples.
         max_in_flight: Requests of this gateway in the pipeline; more wait here, and tenants take
-            turns. None is, for each lane, three quarters of `admission.max_in_flight`, at least two
-            full batches. One tenant alone has half of them.
-        max_waiting: Requests that may wait here; beyond that the newest call of the tenant that
-            has most is refused as "overloaded".
-        max_priority: A request that asks for a higher priority is refused, unless the caller's key
-            allows it, so that nobody goes before others because he says so.
-        metrics: Whether `GET /metrics` shows the metrics of this process, without
-            `telemetry.metrics_port` too. Where there are keys, it takes one with the scope "read".
+            turns. Default (None), per lane: three quarters of `admission.max_in_flight`, at least
+            two full batches. One tenant alone may use half.
+        max_waiting: Requests that may wait here; beyond that, the newest call of the tenant with
+            most waiting is refused as "overloaded".
+        max_priority: Highest priority of a request, unless the caller's key allows more.
+        metrics: Whether `GET /metrics` serves this process's metrics, even without
+            `telemetry.metrics_port`. With keys it requires the scope "read".
     """
 
     SECTION: ClassVar[str] = "gateway"
@@ -128,7 +121,7 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
 
     @property
     def listens(self) -> bool:
-        """Whether there is to be a gateway beside a pipeline that is begun."""
+        """Whether a pipeline starts a gateway beside it."""
         return bool(self.port) or self.grpc_port is not None
 
     def check(self) -> None:
@@ -175,6 +168,6 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
         )
         self.require("message_format", bool(self.message_format), "auto, off, a name or a file")
         self.require("max_waiting", self.max_waiting >= 1, "at least 1")
-        # One tenant may have half of the places.
+        # One tenant may use half of the places.
         enough = self.max_in_flight is None or self.max_in_flight >= 2
         self.require("max_in_flight", enough, "at least 2, or null")

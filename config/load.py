@@ -1,8 +1,8 @@
-"""Settings from a YAML file, the environment and the command line, later ones winning.
+"""Settings from a YAML file, the environment and the command line; later ones win.
 
 Environment: `NANO_INFERENCE_<SECTION>__<SETTING>`, for example
-`NANO_INFERENCE_ENGINE__MAX_BATCH_SIZE=64`. Values are read as YAML. With `_FILE` behind it, as
-`NANO_INFERENCE_POLICY__PASSPHRASE_FILE=/run/secrets/p`, it names the file that the value is in.
+`NANO_INFERENCE_ENGINE__MAX_BATCH_SIZE=64`. Values are read as YAML. With the suffix `_FILE`, as
+`NANO_INFERENCE_POLICY__PASSPHRASE_FILE=/run/secrets/p`, the variable names a file with the value.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from .settings import Config
 ENV_PREFIX = "NANO_INFERENCE_"
 
 MOST_VALUE_BYTES = 1 << 16
-"""Of a file with the value of one setting."""
+"""Size limit of a file with one setting's value."""
 
 API_KEY_VARIABLE = "NANO_INFERENCE_API_KEY"
-"""The key that commands send to a server; it is no setting, but may be in a file as they may."""
+"""API key that commands send to a server. It isn't a setting, but `_FILE` works for it too."""
 
 _IN_FILE = "_file"
 
 _NEAR = 0.6
-"""Least share of letters in common, in order, for a name to be suggested; difflib's own default.
-Below it a suggestion is further from what was meant than the list of names."""
+"""Lowest similarity of a suggested name, which is difflib's default. Below it the list of names
+helps
+more.
+"""
 
 _OFF_OR_NAME = frozenset({"gateway.message_format", "policy.backend"})
-"""Settings that are off, or have the name of something."""
+"""Settings that are off or hold a name."""
 
 MODELS = "models"
-"""The one part of the settings that is a list; in the environment it is written as YAML."""
+"""The one section that is a list; in the environment it is written as YAML."""
 
 _MODELS_VARIABLE = ENV_PREFIX + MODELS.upper()
 
@@ -56,17 +58,18 @@ def load_config(
     env: Mapping[str, str] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Builds the configuration of a process.
+    """Build the configuration of a process.
 
     Args:
         path: A YAML file with the sections of `Config`; None for defaults only.
-        env: The environment; the process's own when None.
+        env: The environment; the process's own if None.
         overrides: Dotted names to values, for example `{"engine.block_size": 8}`.
 
     Raises:
-        ConfigError: A file that can't be read, an unknown section or setting (with the nearest
-            known name), a value of the wrong type or out of range; one that the environment has
-            both itself and in a file.
+        ConfigError: An unreadable file, an unknown section or setting (the message has the nearest
+            name), a value of the wrong type or out of range, or a setting given both as a value and
+            as
+            a file in the environment.
     """
     tree: Tree = {}
     if path is not None:
@@ -81,9 +84,9 @@ def load_config(
 
 
 def as_environment(overrides: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which `load_config` finds these settings, and all else of `env`.
+    """Return an environment in which `load_config` finds these settings, besides the rest of `env`.
 
-    It is how one process gives another what others may not read, as they may its command line.
+    Processes pass settings so, since other users can read a command line.
     """
     environment = {
         name: value
@@ -98,7 +101,8 @@ def as_environment(overrides: Mapping[str, Any], env: Mapping[str, str]) -> dict
 
 
 def _setting_of(name: str) -> tuple[str, bool]:
-    """The setting that an environment variable is of, and whether it names a file with it."""
+    """Return the setting that an environment variable names, and whether its value is a file's
+    path."""
     dotted = name[len(ENV_PREFIX) :].lower().replace("__", ".", 1)
     without = dotted.removesuffix(_IN_FILE)
     in_file = _type_of(dotted) is None and _type_of(without) is not None
@@ -106,7 +110,7 @@ def _setting_of(name: str) -> tuple[str, bool]:
 
 
 def _type_of(dotted: str) -> Any:
-    """What a setting is; None where there is none of that name."""
+    """Return a setting's type; None if there is no such setting."""
     section, _, name = dotted.partition(".")
     fields = msgspec.structs.fields(_SECTIONS[section]) if section in _SECTIONS else ()
     return next((field.type for field in fields if field.name == name), None)
@@ -132,13 +136,13 @@ def _merge_environment(tree: Tree, env: Mapping[str, str]) -> None:
 
 
 def text_in(file: Path, *, source: str) -> str:
-    """The text in a file, without the end of its last line.
+    """Return a file's text without its last line end.
 
     Args:
-        source: What names the file.
+        source: The name of the variable, for errors.
 
     Raises:
-        ConfigError: It can't be read, or has no text or too much.
+        ConfigError: The file can't be read, or is empty or too large.
     """
     try:
         with file.open("rb") as opened:
@@ -157,7 +161,7 @@ def text_in(file: Path, *, source: str) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """A value as it is written in YAML: numbers, true, null, [lists], anything else a string."""
+    """Parse a value as YAML: numbers, true, null, [lists]; anything else is a string."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -187,14 +191,14 @@ def _merge_file(tree: Tree, path: Path) -> None:
 
 
 def _listed(value: Any, *, source: str) -> list[Any]:
-    """Raises ConfigError for what is no list of models."""
+    """Return a list of models. Raises ConfigError for anything else."""
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise ConfigError(f"{source}: must be a list of models, each with an id and a path")
     return value
 
 
 def _kind(content: object) -> str:
-    """What is in a file instead of settings, in a word: it may be something secret."""
+    """Name the kind of a file's content without quoting it: it may be secret."""
     return "a list" if isinstance(content, list) else "a single value"
 
 
@@ -217,10 +221,9 @@ def _put(tree: Tree, dotted: str, value: Any, *, source: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the nearest known one, or all of them.
+    """Return the end of a sentence about an unknown name: the nearest known name, or all of them.
 
-    Empty if none are known. Comparing takes time with the square of a name's length, so only short
-    ones are compared.
+    Empty if none are known. Only short names are compared, since that takes quadratic time.
     """
     names = list(known)
     short = len(name) <= MOST_SHOWN

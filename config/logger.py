@@ -1,4 +1,4 @@
-"""The logger of every module: silent in a program that has not asked for logs."""
+"""The logger of every module, silent in programs that don't configure logs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any, cast
 import structlog
 
 NAME = "nano_inference"
-"""Of the logger of `logging` that has the lines of a program without structlog."""
+"""Logger of `logging` that receives lines in programs without structlog."""
 
-# Without it, `logging` prints warnings of programs that have set up nothing.
+# Otherwise `logging` prints warnings of programs without a configuration.
 logging.getLogger(NAME).addHandler(logging.NullHandler())
 
 
 def get_logger() -> structlog.typing.FilteringBoundLogger:
-    """Return a logger for what this process has set up by now.
+    """Return a logger for the current configuration.
 
     Commands, and programs that call `telemetry.setup_logging` or `structlog.configure`, get lines
-    as set up there. Elsewhere the package is a library, and the lines go to the logger
-    "nano_inference" of `logging`, which prints them once the program has set that up.
+    in that
+    format. Elsewhere the lines go to the logger "nano_inference" of `logging`, which prints them
+    once
+    the program configures it.
     """
     if structlog.is_configured():
         found = structlog.get_logger()
@@ -38,7 +40,7 @@ def get_logger() -> structlog.typing.FilteringBoundLogger:
 
 
 def _line(logger: Any, method: str, event: structlog.typing.EventDict) -> str:
-    """An event and its fields as one text, with a traceback below."""
+    """Format an event and its fields as one line, with a traceback below."""
     trace = event.pop("exception", "")
     event.pop("brief", None)  # which is for terminals
     line = " ".join([str(event.pop("event")), *(f"{name}={event[name]!r}" for name in event)])

@@ -1,4 +1,4 @@
-"""Advice for model paths where there is nothing."""
+"""Advice for model paths that don't exist."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 
 from .engine import BUNDLED_MODEL
 
-# As the hub's library has it: letters, digits, "-", "_" and "." on both sides of the slash.
+# A hub name, by the hub library's rule.
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 
 
 def missing_model(path: object) -> str:
-    """What to do about a model path where there is nothing, as the end of a sentence.
+    """Return the end of a sentence about a missing model path.
 
-    Nothing is ever downloaded for a path, so a name on the hub needs `pull` first.
+    Nothing is downloaded for a path, so a name on the hub needs `pull` first.
     """
     if _HUB_NAME.fullmatch(str(path)):
         return f"fetch it with `nano-inference pull {path}`, which prints the folder to give"

@@ -1,4 +1,4 @@
-"""The models of a deployment: what each is called, where it is, and what is set for it alone."""
+"""Settings of a deployment's models."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class ModelConfig(Section, frozen=True, forbid_unknown_fields=True, omit_default
     """One model of a deployment that serves several.
 
     Attributes:
-        id: What requests give in `model`, and what metrics and traces call it.
+        id: Its name in requests, metrics and traces.
         path: As `engine.model_path`.
-        revision: Which version of it this is, for people, in the records of models.
-        aliases: Other names for it.
-        default: Whether requests that name no model are for it; the first model where none says so.
-        preload: Whether it is loaded when the deployment starts; else it is loaded when asked for.
-        pinned: Whether it stays, whoever else needs the memory.
-        dtype: As `engine.dtype`, unless it is "auto".
-        replicas: As `pipeline.replicas`; None for what that says.
-        role: As `engine.role`, unless it is "all".
+        revision: Its version, for people, in the records of models.
+        aliases: Other names of the model.
+        default: Whether requests that name no model get this one; otherwise the first model.
+        preload: Whether it is loaded at the start, or on demand.
+        pinned: Whether it stays loaded when another model needs memory.
+        dtype: As `engine.dtype`, unless "auto".
+        replicas: As `pipeline.replicas`, unless None.
+        role: As `engine.role`, unless "all".
         adapters: As `engine.adapters`.
-        settings: Other settings for this model alone, by dotted name, as
-            `{"engine.kv_cache_bytes": 1073741824, "admission.max_in_flight": 64}`.
+        settings: Other settings of this model by dotted name, as `{"engine.kv_cache_bytes":
+            1073741824, "admission.max_in_flight": 64}`.
     """
 
     SECTION: ClassVar[str] = "models"
@@ -64,7 +64,7 @@ class ModelConfig(Section, frozen=True, forbid_unknown_fields=True, omit_default
                 )
 
     def require_name(self, name: str) -> None:
-        """Raises ConfigError for what can't name a model."""
+        """Raise ConfigError for an invalid model name."""
         fits = 0 < len(name) <= MOST_ID_LENGTH and name.isprintable() and not set(name) & set(" {}")
         if not fits:
             raise ConfigError(
@@ -74,12 +74,12 @@ class ModelConfig(Section, frozen=True, forbid_unknown_fields=True, omit_default
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names by which requests may ask for it, its id first."""
+        """All names in requests, the id first."""
         return (self.id, *self.aliases, *self.adapters)
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """What differs from the settings that all models share, by dotted name."""
+        """Differences from the shared settings, by dotted name."""
         own: dict[str, Any] = {
             "engine.model_path": self.path,
             "engine.model_id": self.id,
@@ -97,13 +97,13 @@ class ModelConfig(Section, frozen=True, forbid_unknown_fields=True, omit_default
         return own | self.settings
 
 
-# Another name here than those that keys and the registry have would be somebody else's.
+# Settings that have fields of their own: a second value would contradict keys and the registry.
 _SAID_BY_FIELDS = ("engine.model_id", "engine.model_path", "engine.model_aliases")
 _SECTIONS_OF_A_MODEL = ("engine", "admission", "fairness", "pipeline")
 
 
 def check_models(models: Sequence[ModelConfig]) -> None:
-    """Raises ConfigError when two models have one name, or two are the default."""
+    """Raise ConfigError if two models share a name, or two are the default."""
     seen: dict[str, str] = {}
     for model in models:
         for name in model.names:
@@ -119,13 +119,13 @@ def check_models(models: Sequence[ModelConfig]) -> None:
 
 
 def default_of(models: Iterable[ModelConfig]) -> str:
-    """The id of the model that requests are for which name none; "" when there are no models."""
+    """Return the id of the default model; "" without models."""
     listed = list(models)
     return next((model.id for model in listed if model.default), listed[0].id if listed else "")
 
 
 def with_default(models: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:
-    """The same models, of which one says that it is the default."""
+    """Return the models with exactly one marked as the default."""
     chosen = default_of(models)
     return tuple(
         msgspec.structs.replace(model, default=True) if model.id == chosen else model

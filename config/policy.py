@@ -1,4 +1,4 @@
-"""The settings of who may do what."""
+"""Settings of access control."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from .base import Section
 
 
 class PolicyConfig(Section, frozen=True, forbid_unknown_fields=True):
-    """Keys, limits, guardrails and audit of the gateway; docs/policy.md.
+    """Keys, limits, guardrails and audit of the gateway (docs/policy.md).
 
     Attributes:
-        backend: Where keys, limits and guardrails are kept. "off": there are none, and whoever
-            reaches the gateway may do everything; "bus": on the bus, shared by all gateways;
-            "file": in an encrypted file; another name: what a package has registered under it.
-        file: The path of that file.
-        passphrase: From which its key is made.
-        refresh_s: So often a gateway looks whether somebody has changed something.
-        limits_when_bus_fails: What becomes of requests of limited keys while limits can't be
-            counted: "closed" refuses them, "open" lets them pass.
-        guardrail_max_match: Most characters that a pattern of the block list may match; of an
-            answer that is streamed so many are held back.
-        opa_url: Where an Open Policy Agent is asked about each prompt; "" for nowhere.
-        opa_timeout_s: How long it may take; a request that it does not answer is refused.
-        audit_file: Where each call and each change has its line; "" for nowhere.
-        audit_key: The key under which prompts and answers are hashed there; a file needs one.
-        audit_text: Whether prompts and answers themselves stand there.
-        audit_max_bytes: A larger file is put aside, under its name with a number.
-        audit_files: So many of those are kept.
-        audit_when_full: What happens when a line can't be written: "serve" goes on and counts it,
-            "refuse" refuses requests until it can.
-        oidc_issuer: The issuer whose tokens (JWT) are taken besides keys; "" for none. An https
-            address, but for this machine's own.
-        oidc_audience: Whom they must be for.
-        oidc_jwks_url: Where its keys are; "" asks the issuer's discovery document.
-        oidc_leeway_s: How far its clock may be off.
-        oidc_refresh_s: Its keys are fetched again for an unknown one at most so often.
-        oidc_tenant_claim: Which claim names the tenant.
-        oidc_scopes_claim: Which claim has the scopes: a list, or words with spaces between.
-        oidc_scopes: What scopes there mean here, by their names there; those without an entry that
-            are named like ours are these.
+        backend: Where keys, limits and guardrails are stored. "off": nowhere, and every caller may
+            do everything; "bus": on the bus, shared by all gateways; "file": in an encrypted file;
+            or a back end that a package has registered.
+        file: Path of that file.
+        passphrase: Passphrase that the file's key is derived from.
+        refresh_s: Interval at which a gateway checks for changes.
+        limits_when_bus_fails: Requests of limited keys while limits can't be counted: "closed"
+            refuses them, "open" lets them pass.
+        guardrail_max_match: Limit on the characters that a block-list pattern may match; a streamed
+            answer is delayed by as many.
+        opa_url: Open Policy Agent that decides on each prompt; "" for none.
+        opa_timeout_s: Its time limit; without an answer a request is refused.
+        audit_file: File with a line per call and change; "" for none.
+        audit_key: Key of the HMAC over prompts and answers in that file; required with a file.
+        audit_text: Whether the file has prompts and answers in full.
+        audit_max_bytes: Size at which the file is rotated, to its name with a number.
+        audit_files: Rotated files kept.
+        audit_when_full: If a line can't be written: "serve" continues and counts it, "refuse"
+            refuses requests meanwhile.
+        oidc_issuer: Issuer whose tokens (JWT) are accepted besides keys; "" for none. An https
+            address, or on this machine.
+        oidc_audience: Required audience of the tokens.
+        oidc_jwks_url: Address of the issuer's keys; "" uses its discovery document.
+        oidc_leeway_s: Tolerated difference between clocks.
+        oidc_refresh_s: Shortest interval between fetches of its keys for an unknown key id.
+        oidc_tenant_claim: Claim with the tenant.
+        oidc_scopes_claim: Claim with the scopes: a list, or words separated by spaces.
+        oidc_scopes: Scopes here by scopes in tokens; unlisted ones with a known name map to
+            themselves.
     """
 
     SECTION: ClassVar[str] = "policy"
-    # A URL may have a user and a password in it.
+    # URLs may contain a user and password.
     SECRETS: ClassVar[frozenset[str]] = frozenset(
         ("passphrase", "audit_key", "opa_url", "oidc_jwks_url")
     )
@@ -93,7 +93,7 @@ class PolicyConfig(Section, frozen=True, forbid_unknown_fields=True):
                 name, not value or value.startswith(("http://", "https://")), "an http(s) URL"
             )
         for name in ("oidc_issuer", "oidc_jwks_url"):
-            # Whoever stands in between would otherwise make the keys.
+            # Otherwise an attacker on the network could replace the keys.
             self.require(
                 name,
                 not (value := getattr(self, name)) or _is_safe(value),
@@ -104,12 +104,12 @@ class PolicyConfig(Section, frozen=True, forbid_unknown_fields=True):
 
     @property
     def knows_callers(self) -> bool:
-        """Whether a call needs a key or a token."""
+        """Whether calls require a key or token."""
         return self.backend != "off" or bool(self.oidc_issuer)
 
 
 def _is_safe(url: str) -> bool:
-    """Whether nobody on the way can change what is read there."""
+    """Return whether content read from the URL can't be changed on the way."""
     try:
         host = urlsplit(url).hostname or ""
         own = host == "localhost" or ip_address(host).is_loopback

@@ -1,7 +1,7 @@
-"""How what came from outside is quoted: short, and in characters that every reader can take.
+"""Quoting of outside input in messages: short, and in characters that every reader accepts.
 
-Whatever quotes a name, a value or an error's text in a message goes through here. So nothing that a
-client sends can make a message, a log line or an answer of any size but ours.
+Every name, value and error text that is quoted goes through here, so that no client can make a
+message, log line or answer of unbounded size.
 """
 
 from __future__ import annotations
@@ -9,22 +9,23 @@ from __future__ import annotations
 import re
 
 MOST_SHOWN = 80
-"""Characters of one value."""
+"""Limit on characters of one value."""
 
 MOST_TEXT = 2000
-"""Characters of a whole message; a sentence of ours with some values in it has fewer."""
+"""Limit on characters of a whole message."""
 
-# The name ends before msgspec's place, or with the text. It may itself hold what looks like one.
+# The name ends before msgspec's position, or at the end; it may itself contain such text.
 _UNKNOWN_FIELD = re.compile(
     r"unknown field `(.*?)`(?= - at `\$[\w.\[\]]{0,200}`\Z|\Z)", re.DOTALL | re.ASCII
 )
 
 
 def shown(value: object) -> str:
-    """A value as it can stand in any message: at most `MOST_SHOWN` characters, and ASCII.
+    """Quote a value: ASCII, at most `MOST_SHOWN` characters.
 
-    Python refuses to print integers of thousands of digits, text may hold lone surrogates, which no
-    codec takes, and what is long is not written out in full to be cut afterwards.
+    Python refuses to print integers of thousands of digits, text may hold lone surrogates, and a
+    long
+    value is cut before it is formatted.
     """
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
@@ -34,24 +35,24 @@ def shown(value: object) -> str:
 
 
 def field_name(name: str) -> str:
-    """A field's name as it is when it may be that of somebody's field, else cut and quoted."""
+    """Return a plausible field name unchanged, any other cut and quoted."""
     return name if name.isascii() and name.isidentifier() and len(name) <= 80 else shown(name)
 
 
 def told_of(error: Exception) -> str:
-    """What msgspec says of a value that is not of its type, in which the name of a field that there
-    is not, which may be any text, stands as `field_name` has it."""
+    """Return msgspec's message about a wrong value; an unknown field's name in it is quoted by
+    `field_name`."""
     return _UNKNOWN_FIELD.sub(lambda name: f"unknown field `{field_name(name[1])}`", str(error))
 
 
 def cut(text: str, most: int = MOST_TEXT) -> str:
-    """A text of at most `most` characters, of which the last three say that it went on."""
+    """Cut a text to `most` characters, the last three of which show the cut."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def cut_middle(text: str, most: int = MOST_TEXT) -> str:
-    """The same, of which a quarter is the text's end: where something is, or what a traceback is
-    about."""
+    """Cut a text in the middle; a quarter of the result is the text's end, such as an error's
+    position."""
     if len(text) <= most:
         return text
     end = most // 4

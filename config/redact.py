@@ -1,4 +1,4 @@
-"""The bus's address without what is secret in it."""
+"""The bus's address without secrets."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 _KINDS = ("", "+sentinel", "+cluster")
 
 REDIS_SCHEMES = ("unix", *(f"{tls}{kind}" for tls in ("redis", "rediss") for kind in _KINDS))
-"""What a Redis URL may begin with, before "://"."""
+"""Schemes of Redis URLs."""
 
 
 def redact(url: str) -> str:
-    """A `bus.url` without any part of user, password and options, also when it is not a valid one.
+    """Return `bus.url` without user, password and options, even if it is invalid.
 
-    A password may hold "@", "/", "?" and "#" that were not percent-encoded. So the place is what
-    follows the last "@", and where that can't be told from an option, or the beginning is not
-    known, there is only "***".
+    A password may contain unescaped "@", "/", "?" and "#". So the host is the part after the last
+    "@";
+    if that may be an option, or the scheme is unknown, the result is "***".
     """
     if url == "memory":
         return url

@@ -1,8 +1,8 @@
-"""Names of stages where batching and executor are there several times, one pair for each device.
+"""Names of stages when batching and executor exist once per replica.
 
-A replica is one batching stage and one executor. The stages of replica 0 are called as if it were
-the only one, `batching` and `executor`; those of the others `batching.1`, `executor.1` and so on.
-Such a name is a role: it says which stage of a pipeline this is, and incarnations begin with it.
+A replica is one batching and one executor stage. In replica 0 they are named `batching` and
+`executor`, in the others `batching.1`, `executor.1` and so on. Such a name is a role; incarnations
+begin with it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ REPLICATED = ("batching", "executor")
 
 
 def role_of(stage: str, replica: int = 0) -> str:
-    """What a stage is called; `replica` counts where it is one of a replica."""
+    """Return a stage's role; `replica` counts for stages of a replica."""
     return f"{stage}.{replica}" if replica and stage in REPLICATED else stage
 
 
 def split_role(role: str) -> tuple[str, int]:
-    """The stage and the replica of a role, 0 for the stages that are there once."""
+    """Return a role's stage and replica; 0 for stages outside replicas."""
     stage, _, replica = role.partition(".")
     return stage, int(replica) if replica.isdecimal() else 0
 
 
 def role_of_sender(sender: str) -> str:
-    """The role in whose name an incarnation sends."""
+    """Return the role of a sending incarnation."""
     return sender.partition("-")[0]
 
 
 def all_roles(replicas: int, stages: Iterable[str] = STAGES) -> tuple[str, ...]:
-    """The roles of these stages: first as if there were one replica, then those of the others."""
+    """Return the roles of these stages, those of replica 0 first."""
     stages = tuple(stages)
     further = (
         role_of(stage, replica)
@@ -44,7 +44,7 @@ def all_roles(replicas: int, stages: Iterable[str] = STAGES) -> tuple[str, ...]:
 
 
 def roles_here(config: PipelineConfig) -> tuple[str, ...]:
-    """The roles that a process with these settings has."""
+    """Return the roles of a process with these settings."""
     if config.replica is None:
         return all_roles(config.replicas, config.stages)
     return tuple(role_of(stage, config.replica) for stage in config.stages)

@@ -1,4 +1,4 @@
-"""Every setting with its default, as frozen structs. Ranges are checked where a struct is built."""
+"""All settings with their defaults, as frozen structs that check ranges when built."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from .redact import REDIS_SCHEMES, redact
 Stage = Literal["admission", "fairness", "batching", "executor", "streaming"]
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
-"""The five stages, in the order in which a request meets them."""
+"""The five stages in pipeline order."""
 
 MOST_REPLICAS = 64
-"""Largest `pipeline.replicas`."""
+"""Limit of `pipeline.replicas`."""
 
 DEFAULT_URL = "redis://127.0.0.1:6390"
-"""Where `up` starts its embedded server and where clients look for it.
+"""Address of `up`'s embedded server, and the clients' default.
 
-Not 6379, so that neither a stray local Redis nor its data is touched without being asked for.
+Not 6379, so that a local Redis and its data aren't touched by accident.
 """
 
 
 class SchedulerConfig(Section, frozen=True, forbid_unknown_fields=True):
-    """The limits that `schedule()` works within, all per step."""
+    """Limits of `schedule()`, per step."""
 
     max_batch_size: int
     max_tokens_per_batch: int
@@ -43,25 +43,25 @@ class SchedulerConfig(Section, frozen=True, forbid_unknown_fields=True):
 
 
 class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
-    """What carries the messages.
+    """The message transport.
 
     Attributes:
         url: "memory", or a Redis URL: redis://, rediss:// or unix:// for one server,
-            redis+sentinel://host:port,host:port/service for the master that sentinels name,
+            redis+sentinel://host:port,host:port/service for a master named by sentinels,
             redis+cluster://host:port,host:port for a cluster.
-        links: "auto" keeps a link in memory when both of its ends run in this process;
-            "redis" carries every link over Redis.
-        prefix: First part of every Redis key.
-        lane: Names this pipeline among those that serve the same requests stream.
-        model: Whose requests stream this is, in a deployment of several models; "" where one model
-            is all that there is.
+        links: "auto" keeps a link in memory when both ends run in this process; "redis" carries
+            every link over Redis.
+        prefix: Prefix of every Redis key.
+        lane: Name of this pipeline among those that share a requests stream.
+        model: The model whose requests stream this is, in a deployment of several; "" for a single
+            model.
         group: Consumer group of the requests stream.
-        results_ttl_s: How long a finished request's output stays readable on Redis.
+        results_ttl_s: Seconds that a finished request's output stays readable on Redis.
         results_maxlen: Entries kept in the shared results stream.
-        link_capacity: Messages that may wait on one link before its sender has to wait.
-        max_request_bytes: A larger request is refused before it is parsed.
-        max_result_bytes: A request whose result, as JSON, may be larger is refused. Redis takes at
-            most 512 MiB in one piece, unless it was set to less.
+        link_capacity: Messages buffered on one link before its sender waits.
+        max_request_bytes: Size limit of a request; larger ones are refused before parsing.
+        max_result_bytes: Size limit of one result as JSON; a request that may exceed it is refused.
+            Redis takes at most 512 MiB in one value, unless configured lower.
     """
 
     SECTION: ClassVar[str] = "bus"
@@ -110,20 +110,20 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
 
 
 class AdmissionConfig(Section, frozen=True, forbid_unknown_fields=True):
-    """Limits on what is let in.
+    """Admission limits.
 
     Attributes:
         max_in_flight: Requests inside the pipeline; more wait on the requests stream.
-        max_queued: Requests that may wait unread on the Redis requests stream; beyond that the
-            newest of the tenants that have most waiting are refused as "overloaded".
+        max_queued: Requests that may wait unread on the Redis requests stream; beyond that, the
+            newest requests of the tenant with most waiting are refused as "overloaded".
         max_samples: Largest `n` of one request.
         max_constraint_bytes: Largest `sampling.constraint`, as JSON.
-        max_lane_deaths: A request during which the lane failed so often, without a token in
-            between, is given up and put among the dead letters.
-        share_prefixes_across_tenants: KV of a prompt's beginning is found by all tenants, not by
-            its own alone. Then each can learn what the others have sent.
-        lease_s: Seconds after which another pipeline on the same requests stream takes over the
-            requests of one that gives no sign of life.
+        max_lane_deaths: Consecutive lane failures, without a token in between, after which a
+            request moves to the dead letters.
+        share_prefixes_across_tenants: Whether tenants share cached KV of equal prompt beginnings.
+            If so, a tenant can detect prompts of others by their timing.
+        lease_s: Seconds without a heartbeat after which another pipeline on the same requests
+            stream takes over this one's requests.
     """
 
     SECTION: ClassVar[str] = "admission"
@@ -149,26 +149,28 @@ class AdmissionConfig(Section, frozen=True, forbid_unknown_fields=True):
 
 
 class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
-    """Who runs next. docs/fairness.md has the rule and what it promises.
+    """Scheduling between requests and tenants. docs/fairness.md has the rule and its guarantees.
 
     Attributes:
-        aging_s: Seconds of waiting that are worth one level of priority.
-        prefill_weight: What a prompt token that has to be computed counts as service.
-        decode_weight: What a generated token counts.
-        tenant_weights: Shares of tenants by name; all others have 1.
-        locality_tokens: How much service a tenant may be ahead and still go first because its
+        aging_s: Seconds of waiting that equal one priority level.
+        prefill_weight: Service counted per computed prompt token.
+        decode_weight: Service counted per generated token.
+        tenant_weights: Shares of tenants by name; the default is 1.
+        locality_tokens: Service by which a tenant may be ahead and still go first because its
             prompt's beginning is probably cached; 0 is off.
-        enable_preemption: Whether a request of high priority may take the place of one that runs
-            with a lower effective priority and is not of high priority.
-        high_priority_threshold: Priorities from here on are high: they may preempt, are never
+        enable_preemption: Whether a high-priority request may preempt a running one of lower
+            effective priority that is not high-priority.
+        high_priority_threshold: Lowest priority that is high: such requests may preempt, are never
             preempted, and have no time slices.
-        max_timeslice_tokens: After so many tokens a sequence pauses, if somebody waits who
-            goes first; 0 is off.
-        max_preemptions: A sequence that was preempted so often is left alone.
-        deadline_order: Among a tenant's requests of one priority the earliest deadline goes first.
-        expire_hopeless: A request that can't be done in its time any more ends before it runs.
-        tenant_timeslice_tokens: Of so many tokens that are made, one sequence pauses for a request
-            of another tenant, if one waits that goes first and finds no place; 0 is off.
+        max_timeslice_tokens: Tokens after which a sequence pauses if a waiting request goes first;
+            0 is off.
+        max_preemptions: Preemptions after which a sequence is not preempted again.
+        deadline_order: Whether a tenant's requests of equal priority run in order of their
+            deadlines.
+        expire_hopeless: Whether a request that can't finish before its deadline expires before it
+            runs.
+        tenant_timeslice_tokens: Generated tokens per paused sequence, when a request of another
+            tenant goes first and finds no room; 0 is off.
     """
 
     SECTION: ClassVar[str] = "fairness"
@@ -210,19 +212,20 @@ class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
 
 
 class PipelineConfig(Section, frozen=True, forbid_unknown_fields=True):
-    """Which stages run in this process, and how they are looked after.
+    """Stages of this process, and their supervision.
 
     Attributes:
         stages: The stages of this process.
-        replicas: How many pairs of batching and executor the pipeline has, behind one admission,
-            one fairness and one streaming stage. All of its processes must agree on it.
-        replica: Which of them this process runs, from 0; all that there are when None.
-        max_restarts: Restarts of one stage within `restart_window_s` before the process gives up.
-        restart_window_s: Failures longer ago than this are forgotten.
-        restart_backoff_s: Wait before the first restart; doubles with each further one, up to 10 s.
-        drain_timeout_s: How long requests in flight may take to finish after SIGTERM.
-        start_method: How `up` starts processes: "forkserver" forks them from one that has imported
-            what they need, "spawn" starts each as a program. Elsewhere than on Linux it is "spawn".
+        replicas: Pairs of batching and executor, behind one admission, fairness and streaming stage
+            each. All processes of a pipeline must agree.
+        replica: The replica that this process runs, from 0; None for all.
+        max_restarts: Restarts of one stage within `restart_window_s` before the process exits.
+        restart_window_s: Seconds after which a failure no longer counts.
+        restart_backoff_s: Wait before the first restart; doubles up to 10 s.
+        drain_timeout_s: Time limit for requests in flight after SIGTERM.
+        start_method: How `up` starts processes: "forkserver" forks them from a process that has
+            imported the modules, "spawn" starts each as a program. On other systems than Linux it
+            is "spawn".
     """
 
     SECTION: ClassVar[str] = "pipeline"
@@ -252,26 +255,26 @@ class PipelineConfig(Section, frozen=True, forbid_unknown_fields=True):
 
 
 class TelemetryConfig(Section, frozen=True, forbid_unknown_fields=True):
-    """Logs, traces and metrics. Spans are made only where an OTLP endpoint or a file is set.
+    """Logs, traces and metrics. Spans are recorded only with an OTLP endpoint or a trace file.
 
     Attributes:
-        log_level: Least severity that is printed.
+        log_level: Lowest severity logged.
         log_format: "auto" is coloured text on a terminal and JSON lines elsewhere.
-        log_prompts: Log each request that is let in, with its prompt. Without it no line has any
-            text of a request or an answer.
-        otlp_endpoint: As in OTEL_EXPORTER_OTLP_ENDPOINT, which is read when this is empty.
-        otlp_protocol: "http" or "grpc", which needs grpcio (extra `grpc`); "auto" takes what
-            OTEL_EXPORTER_OTLP_PROTOCOL says, or "http".
-        trace_file: Spans are appended to this file as well, as lines of OTLP's JSON. Processes may
+        log_prompts: Log each admitted request with its prompt. Otherwise no line contains text of a
+            request or an answer.
+        otlp_endpoint: As OTEL_EXPORTER_OTLP_ENDPOINT, which applies if this is empty.
+        otlp_protocol: "http" or "grpc" (requires grpcio, extra `grpc`); "auto" is
+            OTEL_EXPORTER_OTLP_PROTOCOL, or "http".
+        trace_file: File to which spans are also appended, as lines of OTLP JSON. Processes may
             share one; `nano-inference trace` reads it.
-        trace_ratio: Share of the traces begun here that are recorded. A request that comes with a
-            trace is recorded when its client's is.
-        steps_per_s: At most so many steps of the lane a second get a span of their own.
-        service_name: The `service.name` of the spans; the stage is an attribute of its own.
-        metrics_port: Where Prometheus reads this process's metrics; 0 is off. `up` gives each of
-            its processes a port of its own: this one to admission, the next four to the others, two
-            more to each further replica, and the last one to the gateway.
-        metrics_host: The address on which that port listens.
+        trace_ratio: Share of the traces started here that are recorded. A request with a trace
+            context follows its client's decision.
+        steps_per_s: Limit on step spans per second and lane.
+        service_name: `service.name` of the spans; the stage is a separate attribute.
+        metrics_port: Prometheus port of this process; 0 is off. `up` numbers its processes from it:
+            admission, the other four stages, two more for each further replica, and last the
+            gateway.
+        metrics_host: Address of that port.
     """
 
     SECTION: ClassVar[str] = "telemetry"
@@ -296,14 +299,14 @@ class TelemetryConfig(Section, frozen=True, forbid_unknown_fields=True):
 
 
 class DeploymentConfig(Section, frozen=True, forbid_unknown_fields=True):
-    """How several models share a machine; see `models`.
+    """Several models that share a machine; see `models`.
 
     Attributes:
-        max_memory_bytes: What the loaded models may take together. To load one more, those that
-            were not asked for longest are unloaded first. 0 is no limit.
-        load_on_demand: Whether a request for a model that is not loaded loads it, and waits
-            meanwhile; else it is refused.
-        load_timeout_s: How long a model may take to load.
+        max_memory_bytes: Memory limit of all loaded models. To load another, the least recently
+            used are unloaded. 0 is no limit.
+        load_on_demand: Whether a request for an unloaded model loads it and waits; otherwise it is
+            refused.
+        load_timeout_s: Time limit for loading a model.
     """
 
     SECTION: ClassVar[str] = "deployment"
@@ -323,8 +326,8 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
     """All settings of a process.
 
     Attributes:
-        models: The models of a deployment that serves several; what is set in the sections holds
-            for all of them. Without any it serves the one of `engine.model_path`.
+        models: The models of a deployment of several; the other sections apply to all of them.
+            Empty: it serves `engine.model_path`.
     """
 
     engine: EngineConfig = EngineConfig()
@@ -339,10 +342,10 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
     models: tuple[ModelConfig, ...] = ()
 
     def of_model(self, model: ModelConfig) -> Config:
-        """The settings of the processes that serve one of its models.
+        """Return the settings of the processes that serve one of the models.
 
         Raises:
-            ConfigError: What is set for this model can't be.
+            ConfigError: The model's own settings are invalid.
         """
         tree = msgspec.to_builtins(self)
         for dotted, value in model.overrides.items():
@@ -360,15 +363,15 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
 
     @property
     def default_model(self) -> str:
-        """The id of the model of requests that name none; "" where `models` is empty."""
+        """Id of the model for requests that name none; "" if `models` is empty."""
         return default_of(self.models)
 
     @property
     def gateway_places(self) -> int:
-        """`gateway.max_in_flight`, with its default worked out, which is for each lane.
+        """`gateway.max_in_flight`, or its default per lane.
 
-        One tenant alone has half of the places. Two full batches are enough for that half to keep
-        all executors busy, on whatever device.
+        One tenant alone may use half of the places. Two full batches keep all executors busy with
+        that half.
         """
         if self.gateway.max_in_flight is not None:
             return self.gateway.max_in_flight
@@ -377,7 +380,7 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         check_models(self.models)
-        # Said of the model itself, since whoever reads of it elsewhere does not know their order.
+        # Stored with the model: readers of a single model don't know the list's order.
         msgspec.structs.force_setattr(self, "models", with_default(self.models))
         if self.bus.url == "memory" and set(self.pipeline.stages) != set(STAGES):
             missing = ", ".join(s for s in STAGES if s not in self.pipeline.stages)

@@ -1,9 +1,8 @@
-"""Temporary folders and shared memory, which are swept when their owner was killed.
+"""Temporary folders and shared memory that are removed even if their owner was killed.
 
-The owner holds a lock (flock) on each for as long as it lives, and the kernel takes it back however
-the owner ends. So what has a name of ours, belongs to this user and is not locked has no owner any
-more. The number of a process in the name would not say that: containers that share /dev/shm each
-count their processes for themselves.
+The owner holds a lock (flock) on each, which the kernel releases when the process ends. So an
+unlocked file with this package's name and this user's id has no owner. A PID in the name would not
+show that: containers that share /dev/shm have PIDs of their own.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _ONLY_LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @contextmanager
 def temporary_folder(purpose: str) -> Iterator[Path]:
-    """A folder for this user alone, removed at the end.
+    """Create a folder for this user alone, and remove it at the end.
 
     Args:
-        purpose: A word for its name.
+        purpose: A word in its name.
     """
     while True:
         folder = Path(tempfile.gettempdir()) / new_name(purpose)
@@ -47,16 +46,17 @@ def temporary_folder(purpose: str) -> Iterator[Path]:
 
 
 def new_name(purpose: str) -> str:
-    """A name by which `sweep` knows what is ours. Only what has been made by `own` may have one."""
+    """Return a name that `sweep` recognises. Only files locked by `own` may have one."""
     return f"nano-inference-{_machine()}-{purpose}-{secrets.token_hex(8)}"
 
 
 def own(path: Path) -> int | None:
-    """Takes the lock of what has just been made.
+    """Lock a new file or folder.
 
     Returns:
-        A descriptor, which holds the lock until it is closed; to be closed when `path` is gone.
-        None when somebody who swept was faster and has removed it.
+        A descriptor that holds the lock; close it once `path` is removed. None if a sweeping
+        process
+        removed `path` first.
     """
     try:
         file = os.open(path, _ONLY_LOOK)
@@ -76,7 +76,7 @@ def own(path: Path) -> int | None:
 
 
 def sweep() -> None:
-    """Removes what owners left behind that were killed, on this machine since it was started."""
+    """Remove files whose owners were killed, on this machine since its boot."""
     ours = re.compile(f"nano-inference-{_machine()}-[a-z]+-[0-9a-f]{{16}}")
     for place in {Path(tempfile.gettempdir()), SHARED_MEMORY}:
         try:
@@ -110,7 +110,7 @@ def _remove_unless_owned(path: Path) -> None:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether what is open is still what has that name."""
+    """Return whether an open file still has this path."""
     try:
         return os.path.samestat(os.fstat(file), os.lstat(path))
     except FileNotFoundError:
@@ -119,8 +119,10 @@ def _is_at(file: int, path: Path) -> bool:
 
 @cache
 def _machine() -> str:
-    """This machine since it was started. Where several share a file system, a lock of one may say
-    nothing to the others."""
+    """Return the id of this machine's boot: on a shared file system, locks of another machine may
+    be
+    invisible.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

@@ -26,9 +26,9 @@ from nano_inference.telemetry.instruments import HTTP_DURATION
 from ..gateway.by_hand import post
 from ..gateway.fake import FakeEngine
 from ..gateway.policy.issuer import FLAWS, OTHER_RSA_KEY, Issuer, NearKeys
+from ..gateway.served import Client
 from ..gateway.told import Told
 from ..instructions import counted
-from .test_connections import Client
 
 LIMIT_S = 120
 BODY = b'{"text": "a"}'

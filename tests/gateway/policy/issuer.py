@@ -7,7 +7,6 @@ import base64
 import hashlib
 import hmac
 import json
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -25,6 +24,8 @@ from starlette.routing import Route
 from nano_inference.config import GatewayConfig, PolicyConfig
 from nano_inference.gateway.policy.oidc import IssuerKeys
 from nano_inference.gateway.server.server import HttpServer
+
+from ..served import listening
 
 LIMIT_S = 30
 AUDIENCE = "nano-inference"
@@ -140,15 +141,10 @@ async def issuing() -> AsyncIterator[Issuer]:
             Route("/keys", issuer.respond),
         ]
     )
-    server = HttpServer(app, GatewayConfig())
-    listener = socket.create_server(("127.0.0.1", 0))
-    issuer.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    task = asyncio.create_task(server.serve([listener]))
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(LIMIT_S), listening(HttpServer(app, GatewayConfig())) as port:
+        issuer.url = f"http://127.0.0.1:{port}"
         yield issuer
         issuer.held.set()
-        server.should_exit = True
-        await task
 
 
 def b64(data: bytes) -> str:

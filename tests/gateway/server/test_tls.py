@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 import structlog
 
-from nano_inference.config import Config, ConfigError, GatewayConfig
-from nano_inference.gateway.app import make_app
-from nano_inference.gateway.server.server import HttpServer
+from nano_inference.config import ConfigError, GatewayConfig
 from nano_inference.gateway.server.tls import Certificates
 from nano_inference.gateway.serving.measures import Measures
 
 from ...certificates import Authority, Issued
 from ..fake import FakeEngine
+from ..served import Served, post, serve
 from ..told import Told
 
-LIMIT_S = 30
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -42,60 +39,45 @@ def settings(own: Issued, **more: object) -> GatewayConfig:
     return GatewayConfig(**files, **more)
 
 
-class Served:
+class TlsServed(Served):
     """A server with TLS, and connections to it."""
 
-    def __init__(self, server: HttpServer, port: int, authority: Authority) -> None:
-        self.server, self.port, self._authority = server, port, authority
-        self._stack = AsyncExitStack()
+    authority: Authority
 
     def client(self, certificate: Issued | None = None) -> ssl.SSLContext:
-        context = ssl.create_default_context(cafile=self._authority.file)
+        context = ssl.create_default_context(cafile=self.authority.file)
         if certificate is not None:
             context.load_cert_chain(certificate.certificate, certificate.key)
         return context
 
-    async def connect(
+    async def open(
         self, context: ssl.SSLContext | None
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Without a context it says nothing."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=context)
-        # Which also keeps them: asyncio closes connections that nobody holds.
-        self._stack.callback(lambda: (reader, writer)[1].transport.abort())
-        return reader, writer
+        """Without a context the client sends nothing."""
+        client = await self.connect(context=context)
+        return client.reader, client.writer
 
     async def serial(self) -> int:
-        """Of the certificate that a new connection is shown."""
-        _, writer = await self.connect(self.client())
+        """The serial number of the certificate for a new connection."""
+        _, writer = await self.open(self.client())
         return int(writer.get_extra_info("peercert")["serialNumber"], 16)
 
     def refresh(self) -> None:
         assert self.server.certificates is not None
         self.server.certificates.refresh()
 
-    def pass_s(self, seconds: int) -> None:
-        for _ in range(seconds):
-            self.server.connections.sweep(1.0)
-
-    async def until(self, number: int) -> None:
-        """Waits until there are so many connections."""
-        while len(self.server.connections) != number:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    async def number(self, number: int) -> None:
+        """Wait until there are so many connections."""
+        await self.until(lambda: len(self.server.connections) == number)
 
 
 @asynccontextmanager
 async def serving(
     authority: Authority, config: GatewayConfig, measures: Measures | None = None
-) -> AsyncIterator[Served]:
-    server = HttpServer(make_app(FakeEngine(), Config(gateway=config)), config, measures)
-    listener = socket.create_server(("127.0.0.1", 0))
-    task = asyncio.create_task(server.serve([listener]))
-    served = Served(server, listener.getsockname()[1], authority)
-    async with asyncio.timeout(LIMIT_S):
+) -> AsyncIterator[TlsServed]:
+    async with serve(FakeEngine(), config, measures, TlsServed) as served:
+        served.authority = authority
         yield served
-        await served._stack.aclose()
-        server.should_exit = True
-        await task
 
 
 async def head(reader: asyncio.StreamReader) -> bytes:
@@ -113,15 +95,9 @@ def copy(issued: Issued, place: Issued) -> None:
 async def test_calls_are_answered(authority: Authority, own: Issued) -> None:
     """Several on one connection, one of them larger than what is decrypted at once."""
     async with serving(authority, settings(own)) as served:
-        reader, writer = await served.connect(served.client())
+        reader, writer = await served.open(served.client())
         body = json.dumps({"text": "a" * 500_000, "stream": True}).encode()
-        lines = (
-            "POST /generate HTTP/1.1",
-            "Host: localhost",
-            "Content-Type: application/json",
-            f"Content-Length: {len(body)}",
-        )
-        writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+        writer.write(post(len(body), body))
         assert b" 200 " in await head(reader)
         assert b"[DONE]" in await reader.readuntil(b"0\r\n\r\n")
         writer.write(HEALTH)
@@ -136,7 +112,7 @@ async def test_supported_tls_versions(
     async with serving(authority, settings(own)) as served:
         context = served.client()
         context.minimum_version = context.maximum_version = version
-        reader, writer = await served.connect(context)
+        reader, writer = await served.open(context)
         assert writer.get_extra_info("ssl_object").version() == version.name.replace("_", ".")
         writer.write(HEALTH)
         assert b" 200 " in await head(reader)
@@ -156,16 +132,16 @@ async def test_client_certificates_are_required(
     strangers = Authority(tmp_path / "strangers")
     config = settings(own, tls_client_ca=str(authority.file))
     async with serving(authority, config, told.measures) as served:
-        reader, writer = await served.connect(served.client(authority.issue("trainer")))
+        reader, writer = await served.open(served.client(authority.issue("trainer")))
         writer.write(HEALTH)
         assert b" 200 " in await head(reader)
         for wrong in (None, strangers.issue("trainer")):
             with pytest.raises((ssl.SSLError, ConnectionError)):
-                reader, writer = await served.connect(served.client(wrong))
+                reader, writer = await served.open(served.client(wrong))
                 writer.write(HEALTH)
                 # The client is done with its part before the server has looked at it.
                 raise await reader.read() or ConnectionResetError
-        await served.until(1)
+        await served.number(1)
     assert told.refused() == {"handshake_failed": 2}
 
 
@@ -175,7 +151,7 @@ async def test_client_certificates_are_required(
 async def test_a_new_certificate_is_for_new_connections(authority: Authority, own: Issued) -> None:
     async with serving(authority, settings(own)) as served:
         before = await served.serial()
-        reader, writer = await served.connect(served.client())
+        reader, writer = await served.open(served.client())
         copy(authority.issue("renewed"), own)
         served.refresh()
         assert await served.serial() != before
@@ -243,8 +219,8 @@ def test_a_key_with_a_passphrase_is_refused(authority: Authority) -> None:
 async def test_a_silent_handshake_times_out(authority: Authority, own: Issued) -> None:
     told = Told()
     async with serving(authority, settings(own), told.measures) as served:
-        reader, _ = await served.connect(None)
-        await served.until(1)
+        reader, _ = await served.open(None)
+        await served.number(1)
         served.pass_s(14)
         assert told.refused() == {}
         served.pass_s(1)
@@ -258,13 +234,13 @@ async def test_handshakes_are_replaced_by_newcomers(
     monkeypatch.setattr("nano_inference.gateway.server.limits.ACCEPTED_AT_ONCE", 1)
     told = Told()
     async with serving(authority, settings(own, max_connections=1), told.measures) as served:
-        silent = [await served.connect(None) for _ in range(3)]
-        await served.until(3)
-        reader, writer = await served.connect(served.client())
+        silent = [await served.open(None) for _ in range(3)]
+        await served.number(3)
+        reader, writer = await served.open(served.client())
         assert await silent[0][0].read() == b""
         writer.write(HEALTH)
         assert b" 200 " in await head(reader)
-        await served.until(3)
+        await served.number(3)
         assert told.refused() == {"replaced": 1}
 
 
@@ -282,7 +258,7 @@ async def test_broken_handshakes_leave_no_connection(
         broken = 0
         for cut in range(1, len(hello) + 1, 7):
             for rest in (b"", bytes(range(256)), hello):
-                reader, writer = await served.connect(None)
+                reader, writer = await served.open(None)
                 writer.write(hello[:cut] + rest)
                 if cut % 2:
                     await writer.drain()
@@ -292,10 +268,10 @@ async def test_broken_handshakes_leave_no_connection(
                     with suppress(ConnectionError):
                         await reader.read()
                 broken += 1
-        reader, writer = await served.connect(served.client())
+        reader, writer = await served.open(served.client())
         writer.write(HEALTH)
         assert b" 200 " in await head(reader)
-        await served.until(1)
+        await served.number(1)
         assert told.refused() == {"handshake_failed": broken}
     assert not caplog.records
 
@@ -303,7 +279,7 @@ async def test_broken_handshakes_leave_no_connection(
 async def test_plain_http_is_counted(authority: Authority, own: Issued) -> None:
     told = Told()
     async with serving(authority, settings(own), told.measures) as served:
-        reader, writer = await served.connect(None)
+        reader, writer = await served.open(None)
         writer.write(HEALTH)
         assert b"HTTP" not in await reader.read()
     assert told.refused() == {"handshake_failed": 1}
@@ -313,9 +289,9 @@ async def test_a_refusal_is_read_before_the_end(authority: Authority, own: Issue
     """Of a connection that is ended with an answer of its own."""
     told = Told()
     async with serving(authority, settings(own), told.measures) as served:
-        reader, writer = await served.connect(served.client())
+        reader, writer = await served.open(served.client())
         writer.write(b"nothing of HTTP\r\n\r\n")
         assert b" 400 " in await head(reader)
         served.pass_s(2)
-        await served.until(0)
+        await served.number(0)
     assert told.refused() == {"malformed": 1}

@@ -17,9 +17,9 @@ from nano_inference.gateway.serving.account import Account
 from nano_inference.gateway.serving.origin import BUDGET_HEADER, MAX_BUDGET_MS
 from nano_inference.telemetry import TraceContext, now_ns
 
-from ...security.test_connections import post, serve
 from ..errors import error_of
 from ..fake import FakeEngine, http_of, refused
+from ..served import post, serve
 
 MINUTE_NS = 60 * 10**9
 

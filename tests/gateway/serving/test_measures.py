@@ -24,9 +24,10 @@ from nano_inference.telemetry.instruments import (
     GATEWAY_WAITING,
 )
 
-from ...security.test_connections import endless, hanging, post, serve
+from ...security.test_connections import endless, hanging
 from ..errors import error_of
 from ..fake import FakeEngine, completion, http_of
+from ..served import post, serve
 from ..told import Told
 
 LIMIT_S = 30

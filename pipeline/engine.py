@@ -469,7 +469,7 @@ class InferenceEngine:
         check_in_flight(in_flight)
         if self._executor.adapters.get(id) is None:
             raise AdapterError(f"no adapter {id!r:.80} is loaded", code="adapter_not_found")
-        if in_flight != "abort" and self._batching.adapters.in_use(id):
+        if in_flight != "abort" and self._batching.uses_adapter(id):
             raise AdapterError(
                 f"requests in flight use the adapter {id!r}; step until they end, or unload it "
                 "with in_flight='abort'",
@@ -575,14 +575,14 @@ class InferenceEngine:
         except ModelError:
             # The weights are broken, and so may be all KV that they computed.
             executor.clear()
-            self._batching.retract()
+            self._batching.forget_plans()
             self._batching.cache.flush()
             self._report_memory()
             raise
         except BaseException:
             # Perhaps an interrupt: the requests are queued again for the next step.
             executor.reset()
-            self._batching.retract()
+            self._batching.forget_plans()
             if version := executor.weights.pending_version:
                 self._batching.change_weights(version, "keep")
             self._report_memory()

@@ -1,14 +1,14 @@
-"""The KV cache's accounting: which block belongs to whom, and what every prefix cache can do.
+"""The KV cache's accounting: the owners of each block, and the contract of prefix caches.
 
-The KV tensors themselves are the executor's; here a block is a number.
+The executor owns the KV tensors; here a block is a number.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import chain
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,19 +18,19 @@ from ...config import NanoInferenceError
 
 
 class OutOfBlocks(NanoInferenceError):
-    """More blocks were asked for than are free. The scheduler never lets this happen."""
+    """More blocks are needed than are free. The scheduler never lets this happen."""
 
     code = "out_of_blocks"
 
 
 class CacheAllocation(msgspec.Struct, frozen=True):
-    """The blocks of a sequence.
+    """The blocks of a sequence that starts.
 
     Attributes:
         block_ids: In order.
         cached_length: Leading tokens that need no computing.
-        copies: (source, destination) blocks to copy before the first of the other tokens is
-            computed: `cached_length` ends within the destination.
+        copies: (source, destination) blocks to copy before the first uncached token is computed:
+            `cached_length` ends within the destination.
     """
 
     block_ids: tuple[int, ...]
@@ -42,10 +42,10 @@ class PrefixMatch(msgspec.Struct, frozen=True):
     """What starting a sequence would find and take.
 
     Attributes:
-        num_cached: Leading tokens that would need no computing.
-        num_needed: Free blocks that it would take.
-        next_run: Names what it would compute first, as `KVCacheManager.next_run` does; None when
-            all is cached but the one token that has to be computed in any case.
+        num_cached: Leading tokens that need no computing.
+        num_needed: Free blocks that the sequence would take.
+        next_run: As returned by `KVCacheManager.next_run`; None when all tokens are cached but the
+            last, which is always computed.
     """
 
     num_cached: int
@@ -53,44 +53,43 @@ class PrefixMatch(msgspec.Struct, frozen=True):
     next_run: Hashable
 
 
+@dataclass(slots=True, eq=False)
 class Lease:
-    """What one sequence has of a cache; made for its tokens before it has any block.
+    """One sequence's part of a cache; created before the sequence has any block.
 
     Attributes:
-        token_ids: The sequence's own list, which it may extend.
+        token_ids: The ids by which KV is found: the sequence's own list, which it may extend. Any
+            64-bit integers, so a hash of media can stand in place of its placeholder tokens.
         scope: Only leases of the same scope find each other's tokens.
-        may_reuse: Whether it may start with cached blocks; what it computes is found by others
-            in any case.
+        may_reuse: Whether to start with cached blocks. Others find what the lease computes either
+            way.
         block_ids: The block table, extended in place; empty while the sequence does not run.
-        source: A block held until the copy from it has been made, or -1.
+        source: A block held until it has been copied, or -1.
         generation: The cache's generation when the blocks were taken.
-        num_known: Leading blocks whose tokens the cache knows, as far as was looked.
-        root: The cache's own note: what the chain begins with.
-        chain: The cache's own notes: for each leading block, what names it.
+        num_known: Leading blocks found in the index when it was last searched.
+        root: Root of the block-hash chain (PagedKVCache).
+        chain: For each leading block, its name in the index: a hash, or a node of the tree.
     """
 
-    __slots__ = (
-        "block_ids",
-        "chain",
-        "generation",
-        "may_reuse",
-        "num_known",
-        "root",
-        "scope",
-        "source",
-        "token_ids",
-    )
+    token_ids: Sequence[int]
+    scope: CacheScope = DEFAULT_SCOPE
+    may_reuse: bool = True
+    block_ids: list[int] = field(default_factory=list)
+    source: int = -1
+    generation: int = 0
+    num_known: int = 0
+    root: Hashable = None
+    chain: list[Any] = field(default_factory=list)
 
-    def __init__(self, token_ids: Sequence[int], scope: CacheScope = DEFAULT_SCOPE) -> None:
-        self.token_ids = token_ids
-        self.scope = scope
-        self.may_reuse = True
-        self.root: Hashable = None
-        self.block_ids: list[int] = []
-        self.source = -1
-        self.generation = 0
+    def held(self) -> list[int]:
+        """All blocks that the lease holds."""
+        return self.block_ids if self.source < 0 else [*self.block_ids, self.source]
+
+    def forget_chain(self) -> None:
+        """Drop the names of all blocks."""
+        self.root = None
+        self.chain.clear()
         self.num_known = 0
-        self.chain: list[Any] = []
 
 
 class Prefix(NamedTuple):
@@ -102,17 +101,15 @@ class Prefix(NamedTuple):
 
 
 class KVCacheManager(ABC):
-    """Blocks of fixed size, reference-counted, whose tokens can be found again.
+    """Reference-counted blocks of fixed size, found again by their tokens.
 
-    A block is held or free. A free block whose KV was computed can still be found until it is
-    taken for something else, least recently freed first. Whole blocks are shared; of a block that
-    a prompt meets only partly, the first tokens are copied. A block can be found only after
-    `commit`, that is once its KV has been computed, and a sequence never finds all of its tokens:
-    sampling needs one to compute.
+    A block is held or free. A free block whose KV was computed can be found until it is evicted,
+    least recently freed first. Whole blocks are shared; of a partly matching block the common
+    tokens are copied. A block can be found only after `commit`, that is once its KV has been
+    computed. A sequence never finds all of its tokens: sampling needs one to compute.
 
-    The life of a lease: `match` as often as wanted, `start`, then `extend` and `commit` as it
-    grows, `release`; then it may start again. `allocate`, `insert` and `deallocate` do the same
-    for callers who keep their block ids themselves. Subclasses say how tokens are found.
+    The life of a lease: `match` as often as needed, `start`, then `extend` and `commit` as it
+    grows, `release`; then it may start again. Subclasses implement the index.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -121,91 +118,50 @@ class KVCacheManager(ABC):
             raise ValueError("a cache needs at least one block of at least one token")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.weight_version = 0
         self._ref_counts = [0] * num_blocks
-        # Least recently freed first. A block that can't be found goes to the front: nothing is
-        # lost by taking it. A prefix is freed after its continuation, so leaves go before roots.
+        # In order of eviction. Blocks outside the index go to the front. A sequence's last block
+        # is freed first, so continuations are evicted before their prefixes.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._generation = 0
-        # Of the weights that compute what the cache is told of.
-        self.weight_version = 0
         self._num_evicted = 0
 
-    # --- for callers who keep block ids -------------------------------------------------------
-
-    def allocate(self, token_ids: Sequence[int]) -> CacheAllocation:
-        """Takes blocks for all tokens of a sequence, cached whole blocks where there are any.
-
-        Raises:
-            OutOfBlocks: Nothing was taken.
-            ValueError: There is no token.
-        """
-        lease = Lease(token_ids)
-        return self._take(lease, Prefix(self._look_up(lease).block_ids))
-
-    def insert(self, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        """The KV of these tokens has been computed in these blocks: they can be found now."""
-        lease = Lease(token_ids)
-        lease.block_ids = list(block_ids)
-        lease.generation = self._generation
-        self.commit(lease, len(token_ids))
-
-    def deallocate(self, block_ids: Sequence[int]) -> None:
-        """Gives up one hold on each block. What nobody holds any more becomes free.
-
-        Raises:
-            ValueError: Nobody holds one of them.
-        """
-        # The end of a sequence is freed first, so that it is reused first: a prefix is of use
-        # without its continuation, but not the other way round.
-        for block_id in reversed(block_ids):
-            if self._ref_counts[block_id] < 1:
-                raise ValueError(f"block {block_id} was freed twice")
-            self._ref_counts[block_id] -= 1
-            if self._ref_counts[block_id] == 0:
-                self._free[block_id] = None
-                if not self._is_named(block_id):
-                    self._free.move_to_end(block_id, last=False)
-
     def take_evicted(self) -> int:
-        """Cached blocks that were taken for something else since the last call."""
+        """Return the number of cached blocks evicted since the last call."""
         evicted, self._num_evicted = self._num_evicted, 0
         return evicted
 
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, cached ones among them."""
+        """Return the number of blocks without a holder, cached ones included."""
         return len(self._free)
 
     def begin_weight_version(self, version: int) -> None:
-        """What is computed from now on comes from these weights; all from others is forgotten.
-
-        The version is part of every name as well, so that names kept elsewhere can't be mistaken.
-        """
+        """Forget all tokens; KV computed from now on belongs to these weights."""
         self.weight_version = version
         self.flush()
 
     def flush(self) -> None:
-        """Forgets all tokens. Blocks in use stay in use.
+        """Forget all tokens. Blocks in use stay in use.
 
-        What their holders compute from now on is not remembered either, since it rests on KV
-        from before the flush.
+        What their holders compute from now on isn't cached, since it depends on older KV.
         """
         self._generation += 1
         self._forget_all()
 
-    # --- by lease -----------------------------------------------------------------------------
+    # --- leases -------------------------------------------------------------------------------
 
     def match(self, lease: Lease) -> PrefixMatch:
-        """What `start` would find and take now. Takes nothing."""
+        """Return what `start` would find and take now. Takes nothing."""
         prefix, num_needed = self._fit(lease, len(self._free))
         num_cached = len(prefix.block_ids) * self.block_size + prefix.num_partial
         gains = num_cached < len(lease.token_ids) - 1
         return PrefixMatch(num_cached, num_needed, self.next_run(lease) if gains else None)
 
     def next_run(self, lease: Lease) -> Hashable:
-        """Names the first tokens, up to a block, that the cache does not know of a sequence.
+        """Return a name for the first tokens, up to a block, that the cache doesn't know.
 
-        Two sequences with the same name here are about to compute the same KV. None for one that
-        started before a flush: nobody will find what it computes.
+        Two sequences with the same name are about to compute the same KV. None for a lease that
+        started before a flush, since its KV can't be shared.
         """
         if lease.block_ids and not self.is_current(lease):
             return None
@@ -215,189 +171,37 @@ class KVCacheManager(ABC):
         return (lease.chain[known - 1] if known else lease.scope), run
 
     def is_current(self, lease: Lease) -> bool:
-        """Whether others may find what a lease with blocks computes: no flush came since then."""
+        """Whether KV that a started lease computes can be shared: no flush came since."""
         return lease.generation == self._generation
 
     def move(self, lease: Lease, scope: CacheScope) -> None:
-        """Give a lease another scope. Blocks that it has computed, or computes before it starts
-        again, can't be found by others.
+        """Give a lease another scope.
+
+        Nothing that it computes before it starts again can be shared.
         """
         lease.scope = scope
-        lease.root = None
-        lease.chain.clear()
-        lease.num_known = 0
         lease.generation = -1
+        lease.forget_chain()
 
     def start(self, lease: Lease, num_blocks: int) -> CacheAllocation:
-        """Takes blocks for all tokens of a sequence, cached ones where there are any.
+        """Take blocks for all tokens of a sequence, cached ones where possible.
 
         Args:
             lease: Without blocks.
-            num_blocks: The `num_needed` of its match; not more free blocks than that are taken.
+            num_blocks: The `num_needed` of its match: at most so many free blocks are taken.
 
         Raises:
             OutOfBlocks: Nothing was taken.
             ValueError: There is no token.
         """
-        return self._take(lease, self._fit(lease, num_blocks)[0])
-
-    def extend(self, lease: Lease) -> int:
-        """Appends one block to write to, and returns it.
-
-        Raises:
-            OutOfBlocks: None is free.
-        """
-        if not self._free:
-            raise OutOfBlocks("1 block is needed and 0 are free")
-        block_id = self._take_free()
-        lease.block_ids.append(block_id)
-        return block_id
-
-    def fork(self, lease: Lease, leader: Lease) -> None:
-        """Takes the blocks of another lease with the same tokens, whether computed yet or not.
-
-        Full blocks are shared. The tokens behind them get a block of their own, and that of the
-        leader is the lease's `source` until the first `commit`: the caller has it copied once these
-        tokens are computed, and before any behind them.
-
-        Args:
-            lease: Without blocks.
-            leader: With a block for each token, and no more.
-
-        Raises:
-            OutOfBlocks: Nothing was taken.
-            ValueError: The two have different tokens or scopes, or some have no block.
-        """
-        same = lease.scope == leader.scope and lease.token_ids == leader.token_ids
-        if not same or len(leader.block_ids) != -(-len(lease.token_ids) // self.block_size):
-            raise ValueError("only all tokens of another sequence can be shared, with their blocks")
-        held = list(leader.block_ids)
-        if len(lease.token_ids) % self.block_size:
-            if not self._free:
-                raise OutOfBlocks("1 block is needed and 0 are free")
-            lease.source = held[-1]
-        for block_id in held:
-            self._ref_counts[block_id] += 1
-        lease.block_ids = held if lease.source < 0 else [*held[:-1], self._take_free()]
-        lease.generation = leader.generation
-        lease.root, lease.chain, lease.num_known = leader.root, leader.chain[:], leader.num_known
-
-    def commit(self, lease: Lease, num_tokens: int) -> None:
-        """The KV of the first `num_tokens` tokens is computed: from now on it can be found.
-
-        Raises:
-            ValueError: The lease has fewer tokens, or holds no block for some of them.
-        """
-        if num_tokens > min(len(lease.token_ids), len(lease.block_ids) * self.block_size):
-            raise ValueError(f"{num_tokens} tokens can't be computed without a block for each")
-        new = lease.block_ids[lease.num_known : -(-num_tokens // self.block_size)]
-        if not all(map(self._ref_counts.__getitem__, new)):
-            raise ValueError("a block that nobody holds can't have been computed")
-        self._drop_source(lease)
-        if self.is_current(lease):
-            self._index(lease, num_tokens)
-
-    def release(self, lease: Lease) -> None:
-        """Gives up all blocks of a lease."""
-        self._drop_source(lease)
-        self.deallocate(lease.block_ids)
-        lease.block_ids = []
-
-    def num_reclaimable(self, lease: Lease) -> int:
-        """How many blocks would become free if the lease gave them up."""
-        counts = self._ref_counts
-        own = sum(counts[block_id] == 1 for block_id in lease.block_ids)
-        return own + (lease.source >= 0 and counts[lease.source] == 1)
-
-    # --- checks -------------------------------------------------------------------------------
-
-    def check(self, leases: Iterable[Lease]) -> None:
-        """Holds the books against all that hold blocks.
-
-        Raises:
-            AssertionError: A block is lost, held without a holder, or both free and held.
-        """
-        held = [0] * self.num_blocks
-        for lease in leases:
-            for block_id in chain(lease.block_ids, (lease.source,) if lease.source >= 0 else ()):
-                held[block_id] += 1
-        assert held == self._ref_counts, "reference counts do not match the block tables"
-        free = {block_id for block_id, count in enumerate(held) if count == 0}
-        assert free == self._free.keys(), "free blocks are not exactly those that nobody holds"
-
-    @abstractmethod
-    def check_index(self) -> None:
-        """Looks through all that can be found, in time that grows with it; for tests.
-
-        Raises:
-            AssertionError: The index contradicts itself.
-        """
-
-    @abstractmethod
-    def num_cached_blocks(self) -> int:
-        """Blocks that can be found, held or free. Counted at each call."""
-
-    # --- what a subclass provides -------------------------------------------------------------
-
-    @abstractmethod
-    def _find(self, lease: Lease) -> Prefix:
-        """The longest cached prefix, at most all tokens but one; sets `num_known`."""
-
-    @abstractmethod
-    def _index(self, lease: Lease, num_tokens: int) -> None:
-        """Makes leading tokens known, or finds that they are; sets `num_known`."""
-
-    @abstractmethod
-    def _is_named(self, block_id: int) -> bool:
-        """Whether the block can be found."""
-
-    @abstractmethod
-    def _forget(self, block_id: int) -> None:
-        """The block can't be found any more."""
-
-    @abstractmethod
-    def _forget_all(self) -> None:
-        """No block can be found any more."""
-
-    # --- inside -------------------------------------------------------------------------------
-
-    def _look_up(self, lease: Lease) -> Prefix:
-        if lease.may_reuse:
-            return self._find(lease)
-        lease.chain.clear()
-        lease.num_known = 0
-        return Prefix([])
-
-    def _fit(self, lease: Lease, room: int) -> tuple[Prefix, int]:
-        """The prefix to start with, and the free blocks that this takes.
-
-        Holding the source of a copy may take a free block more. Where the room is too tight for
-        that there is no copy: a sequence that fits must never wait for a block it can do without.
-        """
-        prefix = self._look_up(lease)
-        num_needed = -(-len(lease.token_ids) // self.block_size)
-        for block_id in prefix.block_ids:
-            # Held blocks behind a free one are not counted: they are found only as long as the
-            # free one is not taken, which a start before this one in the same plan may do.
-            if not self._ref_counts[block_id]:
-                break
-            num_needed -= 1
-        if prefix.num_partial and not self._ref_counts[prefix.source]:
-            if num_needed < room:
-                return prefix, num_needed + 1
-            return Prefix(prefix.block_ids), num_needed
-        return prefix, num_needed
-
-    def _take(self, lease: Lease, prefix: Prefix) -> CacheAllocation:
         if not lease.token_ids:
             raise ValueError("a sequence must hold at least one token")
+        prefix, _ = self._fit(lease, num_blocks)
         shared = len(prefix.block_ids)
         num_fresh = -(-len(lease.token_ids) // self.block_size) - shared
         held = [*prefix.block_ids, prefix.source] if prefix.num_partial else prefix.block_ids
-        num_needed = num_fresh + sum(not self._ref_counts[block_id] for block_id in held)
-        if num_needed > len(self._free):
-            raise OutOfBlocks(f"{num_needed} blocks are needed and {len(self._free)} are free")
-        # All that is to be kept is held before the first fresh block is taken.
+        self._require(num_fresh + sum(not self._ref_counts[block_id] for block_id in held))
+        # Hold every block of the prefix before the first fresh block evicts one of them.
         for block_id in held:
             self._free.pop(block_id, None)
             self._ref_counts[block_id] += 1
@@ -410,26 +214,183 @@ class KVCacheManager(ABC):
         cached_length = shared * self.block_size + prefix.num_partial
         return CacheAllocation(tuple(lease.block_ids), cached_length, copies)
 
+    def extend(self, lease: Lease) -> int:
+        """Append one block to write to, and return it.
+
+        Raises:
+            OutOfBlocks: None is free.
+        """
+        self._require(1)
+        block_id = self._take_free()
+        lease.block_ids.append(block_id)
+        return block_id
+
+    def share(self, lease: Lease, other: Lease) -> None:
+        """Take the blocks of another lease with the same tokens, whether computed yet or not.
+
+        Full blocks are shared; the last one is copied on write. If it isn't full, the lease gets a
+        block of its own and holds the other's as `source` until the first `commit`. The caller
+        copies the block after its tokens are computed and before any token behind them.
+
+        Args:
+            lease: Without blocks.
+            other: With exactly the blocks that its tokens need.
+
+        Raises:
+            OutOfBlocks: Nothing was taken.
+            ValueError: Tokens or scopes differ, or some tokens have no block.
+        """
+        same = lease.scope == other.scope and lease.token_ids == other.token_ids
+        if not same or len(other.block_ids) != -(-len(lease.token_ids) // self.block_size):
+            raise ValueError("only all tokens of another sequence can be shared, with their blocks")
+        held = list(other.block_ids)
+        if len(lease.token_ids) % self.block_size:
+            self._require(1)
+            lease.source = held[-1]
+        for block_id in held:
+            self._ref_counts[block_id] += 1
+        lease.block_ids = held if lease.source < 0 else [*held[:-1], self._take_free()]
+        lease.generation = other.generation
+        lease.root, lease.chain, lease.num_known = other.root, other.chain[:], other.num_known
+
+    def commit(self, lease: Lease, num_tokens: int) -> None:
+        """Add the first `num_tokens` tokens to the index: their KV has been computed.
+
+        Raises:
+            ValueError: The lease has fewer tokens, or holds no block for some of them.
+        """
+        if num_tokens > min(len(lease.token_ids), len(lease.block_ids) * self.block_size):
+            raise ValueError(f"{num_tokens} tokens can't be computed without a block for each")
+        new = lease.block_ids[lease.num_known : -(-num_tokens // self.block_size)]
+        if not all(map(self._ref_counts.__getitem__, new)):
+            raise ValueError("KV can't be computed in a free block")
+        self._drop_source(lease)
+        if self.is_current(lease):
+            self._index(lease, num_tokens)
+
+    def release(self, lease: Lease) -> None:
+        """Give back all blocks of a lease.
+
+        Raises:
+            ValueError: One of them is free already.
+        """
+        self._drop_source(lease)
+        self._drop(lease.block_ids)
+        lease.block_ids = []
+
+    def num_reclaimable(self, lease: Lease) -> int:
+        """Return the number of blocks that releasing the lease would free."""
+        return sum(self._ref_counts[block_id] == 1 for block_id in lease.held())
+
+    # --- checks -------------------------------------------------------------------------------
+
+    def check(self, leases: Iterable[Lease]) -> None:
+        """Check that reference counts and free blocks match all leases.
+
+        Raises:
+            AssertionError: A block is lost, held without a holder, or both free and held.
+        """
+        held = Counter(block_id for lease in leases for block_id in lease.held())
+        counts = [held[block_id] for block_id in range(self.num_blocks)]
+        assert counts == self._ref_counts, "reference counts do not match the block tables"
+        free = {block_id for block_id, count in enumerate(counts) if count == 0}
+        assert free == self._free.keys(), "free blocks are not exactly those without a holder"
+
+    @abstractmethod
+    def check_index(self) -> None:
+        """Check the whole index, in time that grows with it; for tests.
+
+        Raises:
+            AssertionError: The index contradicts itself.
+        """
+
+    @abstractmethod
+    def num_cached_blocks(self) -> int:
+        """Return the number of blocks in the index, held or free. Counted at each call."""
+
+    # --- the index, implemented by subclasses --------------------------------------------------
+
+    @abstractmethod
+    def _find(self, lease: Lease) -> Prefix:
+        """Return the longest cached prefix, at most all tokens but one; set `num_known`."""
+
+    @abstractmethod
+    def _index(self, lease: Lease, num_tokens: int) -> None:
+        """Add leading tokens; set `num_known`. Tokens that are indexed already stay as they are."""
+
+    @abstractmethod
+    def _is_indexed(self, block_id: int) -> bool:
+        """Whether the block can be found."""
+
+    @abstractmethod
+    def _forget(self, block_id: int) -> None:
+        """Remove a block from the index."""
+
+    @abstractmethod
+    def _forget_all(self) -> None:
+        """Remove all blocks from the index."""
+
+    # --- internals ----------------------------------------------------------------------------
+
+    def _fit(self, lease: Lease, room: int) -> tuple[Prefix, int]:
+        """Return the prefix to start with, and the free blocks that starting takes.
+
+        Holding the source of a copy may take one more free block. Without room for it nothing is
+        copied: a sequence that fits must never wait for an optional block.
+        """
+        num_needed = -(-len(lease.token_ids) // self.block_size)
+        if not lease.may_reuse:
+            lease.forget_chain()
+            return Prefix([]), num_needed
+        prefix = self._find(lease)
+        for block_id in prefix.block_ids:
+            # Held blocks behind a free one don't count: another start in the same plan may evict
+            # the free one, and then they aren't found any more.
+            if not self._ref_counts[block_id]:
+                break
+            num_needed -= 1
+        if prefix.num_partial and not self._ref_counts[prefix.source]:
+            if num_needed < room:
+                return prefix, num_needed + 1
+            return Prefix(prefix.block_ids), num_needed
+        return prefix, num_needed
+
+    def _require(self, num_blocks: int) -> None:
+        if num_blocks > len(self._free):
+            needed = f"{num_blocks} block{' is' if num_blocks == 1 else 's are'} needed"
+            raise OutOfBlocks(f"{needed} and {len(self._free)} are free")
+
     def _take_free(self) -> int:
         block_id, _ = self._free.popitem(last=False)
-        self._num_evicted += self._is_named(block_id)
+        self._num_evicted += self._is_indexed(block_id)
         self._forget(block_id)
         self._ref_counts[block_id] = 1
         return block_id
 
+    def _drop(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference to each block; unreferenced blocks become free, the last one first."""
+        for block_id in reversed(block_ids):
+            if self._ref_counts[block_id] < 1:
+                raise ValueError(f"block {block_id} was freed twice")
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self._free[block_id] = None
+                if not self._is_indexed(block_id):
+                    self._demote(block_id)
+
     def _drop_source(self, lease: Lease) -> None:
         if lease.source >= 0:
-            self.deallocate((lease.source,))
+            self._drop((lease.source,))
             lease.source = -1
 
     def _demote(self, block_id: int) -> None:
-        """A block lost its name: if it is free, it is the next to be taken."""
+        """Evict a block next, if it is free."""
         if block_id in self._free:
             self._free.move_to_end(block_id, last=False)
 
 
 def common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many leading tokens are the same."""
+    """Return the number of equal leading tokens."""
     length = 0
     for one, other in zip(left, right, strict=False):
         if one != other:

@@ -1,96 +1,108 @@
-"""The batch builder: sequences, their blocks, and the plans that are under way."""
+"""The batching core: sequences, their blocks, and the plans in flight."""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Iterable
-from itertools import compress
+from collections.abc import Callable, Iterable, Mapping
+from itertools import compress, repeat
+from operator import attrgetter
 from typing import assert_never
 
 import msgspec
 
 from ...bus.control import Cancel, ReplicaCapacity
-from ...bus.messages import Credit, Dispatch, RequestInfo, StepPlan, StepResult
+from ...bus.messages import Credit, Dispatch, NewSequence, RequestInfo, StepPlan, StepResult
 from ...bus.weights import InFlight
-from ...config import EngineConfig
-from .adapters import Adapters
-from .books import check_books
-from .build import PlanBuilder
-from .caches import limits_of, make_cache
-from .counters import Counters
-from .decide import decide
+from ...config import EngineConfig, SchedulerConfig
+from ...store.board import LoadedAdapter
+from .cache import KVCacheManager
 from .index import SequenceIndex
-from .plans import NextPlan, PlannedRow, SentPlan, accepted_tokens
-from .report import Report
-from .running import RunningBatch
-from .schedule import NOTHING
+from .paged import PagedKVCache
+from .plans import NextPlan, SentPlan, accepted_tokens
+from .radix import RadixKVCache
+from .report import Counters, Report
+from .schedule import NOTHING, SchedulerOutput, schedule
 from .sequence import Sequence, SequenceStatus
+from .starting import shared_prefills, startable
+
+CACHES: dict[str, type[KVCacheManager]] = {"paged": PagedKVCache, "radix": RadixKVCache}
 
 
 class BatchingCore:
-    """Owns the sequences of a lane, their block tables and the prefix cache.
+    """Owns the sequences of a replica, their block tables and the prefix cache.
 
-    Use: `add` what fairness dispatches, ask `plan` for the next step while it gives one, and
-    `absorb` each result in order. Up to `steps_ahead` plans are under way at a time.
+    Use: `add` each dispatch, send the plans of `plan` until it returns None, and `absorb` each
+    result in order. Up to `steps_ahead` plans are in flight at a time.
 
-    The four rules that make planning ahead safe:
+    Four rules make planning ahead safe:
     1. A result for a sequence that is finished here is dropped.
     2. Blocks are freed once the last step that names them is back.
-    3. A sequence that ended at step n may sit in step n+1; that row counts for nothing.
-    4. A block can be found by others only when the step that computed it is back.
+    3. A sequence that ended at step n may sit in step n+1; that row is dropped.
+    4. A block is shared only once the step that computed it is back.
+
+    Attributes:
+        limits: The scheduler's.
+        cache: The prefix cache.
+        paused: While set, no step is planned.
+        lacks: As in MemoryState; while it is not empty, no step is planned.
     """
 
     def __init__(
         self, config: EngineConfig, capacity: ReplicaCapacity, *, steps_ahead: int = 2
     ) -> None:
-        self.limits = limits_of(config, capacity)
-        self.cache = make_cache(config, capacity)
+        self.limits = SchedulerConfig(
+            max_batch_size=capacity.max_batch_size,
+            max_tokens_per_batch=config.max_tokens_per_batch,
+            block_size=capacity.block_size,
+        )
+        self.cache = CACHES[config.cache_type](capacity.num_blocks, capacity.block_size)
         self.paused = False
-        # As in MemoryState; while it is not empty, no step is planned.
         self.lacks: tuple[str, ...] = ()
-        self._counters = Counters()
         self._steps_ahead = steps_ahead
         drafts = config.speculation == "auto" and capacity.drafts
         self._max_drafts = config.max_draft_tokens if drafts else 0
-        # So many plans to come allow no drafts.
-        self._draft_rest = 0
+        self._draft_rest = 0  # plans to come that allow no drafts
+        self._adapter_versions: dict[str, int] = {}
+        self.set_adapters(capacity.adapters)
         self._index = SequenceIndex()
         self._waiting: deque[Sequence] = deque()
-        self._running = RunningBatch(capacity.block_size)
-        # Finished, but a plan under way still names them.
+        self._running: list[Sequence] = []  # the first to be preempted last
+        # Finished, or to be paused (RUNNING), but named by a plan in flight.
         self._leaving: dict[int, Sequence] = {}
+        self._paused_seqs: dict[int, Sequence] = {}
+        # Started with a shared prefill by the last plan; the next one copies their partial blocks.
+        self._sharing: list[Sequence] = []
         self._sent: deque[SentPlan] = deque()
         self._next = NextPlan()
-        # To pause when no plan under way names them any more; paused, until they are resumed.
-        self._pausing_seqs: dict[int, Sequence] = {}
-        self._paused_seqs: dict[int, Sequence] = {}
         self._step_id = 0
         self._report = Report()
-        self._builder = PlanBuilder(
-            self.limits, self.cache, self._index, self._waiting, self._running, self._report
-        )
-        self.adapters = Adapters(self._index, self.cache)
-        self.adapters.set(capacity.adapters)
+        self._counters = Counters()
 
-    # --- what comes in ------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------
 
     def add(self, dispatch: Dispatch, deadline_ns: int | None = None) -> None:
-        """Takes the sequences of a dispatch; they wait behind those that rank before them.
+        """Let the sequences of a dispatch wait, behind sequences that rank before them.
 
-        `deadline_ns` is on the clock given to `plan`.
+        A request whose adapter is not loaded ends. `deadline_ns` is on the clock given to `plan`.
         """
-        if self.adapters.refuse(dispatch, self.cancel, self._report):
+        info = dispatch.info
+        if info.adapter and info.adapter not in self._adapter_versions:
+            unstarted = not self._index.of_request(info.request_id)
+            self.cancel(msgspec.structs.replace(_unloaded(info), unstarted=unstarted))
+            for spec in dispatch.sequences:
+                self._report.end(spec.seq_id)
             return
         for spec in dispatch.sequences:
             seq = Sequence.dispatched(dispatch, spec, self._max_drafts)
-            self.adapters.stamp(seq)
+            self._set_adapter_version(seq)
             self._index.add(seq)
             self._enqueue(seq)
         if deadline_ns is not None:
-            self._index.add_deadline(dispatch.info, deadline_ns)
+            self._index.deadlines.push(deadline_ns, info)
 
     def cancel(self, cancel: Cancel) -> None:
-        """Drops a request's sequences; the next plan passes the cancellation on."""
+        """End a request's sequences; the next plan passes the cancellation on."""
         samples = self._index.of_request(cancel.request_id)
         if samples:
             unstarted = not any(seq.started for seq in samples)
@@ -99,68 +111,50 @@ class BatchingCore:
         for seq in samples:
             self._finish(seq)
 
+    def abort_all(self, why: str) -> None:
+        """End all requests with the tokens that they have."""
+        for info in self._index.requests():
+            self.cancel(_aborted(info, why))
+
     def stop(self, seq_ids: Iterable[int]) -> None:
-        """Ends sequences that need no more tokens. Unknown ones have ended already."""
+        """End sequences that need no more tokens. Ended ones are ignored."""
         for seq_id in seq_ids:
             if (seq := self._index.get(seq_id)) is not None:
                 self._finish(seq)
 
     def pause_sequences(self, seq_ids: Iterable[int]) -> None:
-        """Pauses sequences until `resume_sequences`; those that have ended are left alone.
+        """Pause sequences until `resume_sequences`. Ended ones are ignored.
 
         They keep their tokens; their KV stays in the prefix cache until its blocks are needed.
         """
         for seq_id in seq_ids:
             seq = self._index.get(seq_id)
-            if seq is None or seq_id in self._pausing_seqs or seq_id in self._paused_seqs:
+            if seq is None or seq_id in self._leaving or seq_id in self._paused_seqs:
                 continue
             if seq.status is SequenceStatus.WAITING:
                 self._waiting.remove(seq)
                 self._set_paused(seq)
-                continue
-            self._running.remove(seq)
-            self._next.forget.append(seq_id)
-            if self._is_under_way(seq):
-                self._pausing_seqs[seq_id] = seq
             else:
-                self._give_up(seq)
-                self._set_paused(seq)
+                self._stop_running(seq)
 
     def resume_sequences(self, seq_ids: Iterable[int], rank: int = 0) -> None:
-        """Sequences that were paused wait to run again."""
+        """Let paused sequences wait to run again."""
         for seq_id in seq_ids:
             seq = self._paused_seqs.pop(seq_id, None)
             if seq is None:
-                # It has ended meanwhile, so its place is free again.
-                self._report.free_slots += 1
+                self._report.free_slots += 1  # the sequence has ended, and its place is free again
             else:
                 seq.rank = rank
                 self._enqueue(seq)
 
+    # --- weights, adapters, memory ------------------------------------------------------------
+
     def recompute(self) -> None:
-        """All that runs gives up its KV, with the next plan, and computes its tokens again."""
-        self._next.retract = True
-
-    def change_weights(self, version: int, in_flight: InFlight) -> None:
-        """The next plan has new weights put in place, and runs with them.
-
-        Nothing that starts from then on finds KV of older weights; what goes on over the change
-        is not remembered for others.
-        """
-        self.interrupt(in_flight, "the weights were replaced, and requests in flight were to end")
-        self._next.retract_pooled = any(seq.pools for seq in self._running.others)
-        self._next.weight_version = version
-
-    def change_adapter(self, id: str, version: int, in_flight: InFlight) -> None:
-        """The next plan has new weights of an adapter put in place, or (0) the adapter removed.
-
-        Nothing that starts from then on finds KV of older ones. Without the adapter the requests
-        that need it end.
-        """
-        self.adapters.change(id, version, in_flight, self._next, self.cancel)
+        """With the next plan, all running sequences drop their KV and compute it again."""
+        self._next.recompute.append(lambda seq: True)
 
     def interrupt(self, in_flight: InFlight, why: str) -> None:
-        """What runs or waits meets a pause or new weights. `why`: what those that end are told."""
+        """Apply an in-flight mode to all requests; `why`: for clients whose requests end."""
         match in_flight:
             case "keep":
                 pass
@@ -171,155 +165,190 @@ class BatchingCore:
             case _:
                 assert_never(in_flight)
 
-    def change_memory(self, lacks: tuple[str, ...], release: tuple[str, ...]) -> None:
-        """No step is planned while memory is lacking; the next plan has some of it released.
+    def change_weights(self, version: int, in_flight: InFlight) -> None:
+        """Put new weights in place with the next plan.
 
-        With the KV cache goes what prefixes it knows, and all that runs computes its KV again.
+        No sequence that starts from then on finds KV of older weights, nor KV of sequences that
+        run across the change.
+        """
+        self.interrupt(in_flight, "the weights were replaced, and requests in flight were to end")
+        if any(seq.pools for seq in self._running):
+            # A prompt's vector has to be of one version.
+            self._next.recompute.append(lambda seq: seq.pools)
+        self._next.weight_version = version
+
+    def set_adapters(self, adapters: Iterable[LoadedAdapter]) -> None:
+        """Set the adapters of an executor that has no sequences."""
+        self._adapter_versions = {adapter.id: adapter.version for adapter in adapters}
+
+    def uses_adapter(self, id: str) -> bool:
+        """Whether a sequence that has not ended uses the adapter."""
+        return any(seq.info.adapter == id for seq in self._index.values())
+
+    def change_adapter(self, id: str, version: int, in_flight: InFlight) -> None:
+        """Put new weights of an adapter in place with the next plan, or (version 0) remove it.
+
+        No sequence that starts from then on finds KV of older weights. Removing an adapter ends its
+        requests.
+        """
+        self._next.adapters[id] = version
+        requests = [info for info in self._index.requests() if info.adapter == id]
+        if not version:
+            self._adapter_versions.pop(id, None)
+        else:
+            self._adapter_versions[id] = version
+        if in_flight == "abort":
+            change = "replaced" if version else "unloaded"
+            for info in requests:
+                why = f"the adapter was {change}, and requests in flight were to end"
+                self.cancel(_aborted(info, why))
+        elif not version:
+            for info in requests:
+                self.cancel(_unloaded(info))
+        elif in_flight == "retract":
+            self._next.recompute.append(lambda seq: seq.info.adapter == id)
+        seqs = [seq for seq in self._index.values() if seq.info.adapter == id]
+        if any(seq.pools for seq in seqs):
+            self._next.recompute.append(lambda seq: seq.pools and seq.info.adapter == id)
+        for seq in seqs:
+            self._set_adapter_version(seq)
+
+    def change_memory(self, lacks: tuple[str, ...], release: tuple[str, ...]) -> None:
+        """Release memory with the next plan, and plan no steps while memory is lacking.
+
+        Without the KV cache, all prefixes are forgotten and running sequences compute theirs again.
         """
         self.lacks = lacks
         self._next.release = release
         if "kv_cache" in release:
             self.recompute()
 
-    def abort_all(self, why: str) -> None:
-        """Ends all requests, which keep what they have."""
-        for info in self._index.requests():
-            self.cancel(Cancel(info.request_id, info.entry_id, "cancelled", "aborted", why))
+    # --- failures -----------------------------------------------------------------------------
 
-    @property
-    def at_rest(self) -> bool:
-        """Paused, with no plan under way and nothing left to give up."""
-        return self.paused and not self._sent and not self._next.retracts
-
-    def retract(self) -> None:
-        """Takes back the plans under way, whose results will never come.
+    def forget_plans(self) -> None:
+        """Drop the plans in flight, whose results will never come.
 
         Running sequences give up their blocks and wait again, in their order, with the tokens
-        that they have. The executor must forget its sequences, too, before the next plan.
+        that they have. The executor must forget its sequences before the next plan.
         """
-        self._next.ended[:0] = [cancel for sent in self._sent for cancel in sent.ended]
+        self._next.ended[:0] = [cancel for sent in self._sent for cancel in sent.plan.ended]
         self._sent.clear()
         for seq in list(self._leaving.values()):
-            self._release(seq)
-        for seq in list(self._pausing_seqs.values()):
-            self._give_up(seq)
-            self._set_paused(seq)
-        for seq in reversed(self._running.clear()):
-            self._back_to_waiting(seq)
+            self._leave(seq)
+        for seq in reversed(self._running):
+            self._requeue(seq)
+        self._running.clear()
         self._next.forget.clear()
 
     def clear(self) -> None:
-        """Drops all sequences; what the prefix cache knows, it still knows.
+        """Drop all sequences, but not the prefix cache.
 
-        The executor must forget its sequences, too, before the next plan.
+        The executor must forget its sequences before the next plan.
         """
-        self.retract()
+        self.forget_plans()
         self._index.clear()
         self._waiting.clear()
         self._paused_seqs.clear()
         self._next = NextPlan()
-        self._report.clear()
+        self._report = Report()
         self._step_id = self._draft_rest = 0
 
-    def absorb(self, result: StepResult) -> None:
-        """Takes the result of the oldest plan under way.
-
-        Raises:
-            ValueError: The result is not that of the oldest plan.
-        """
-        if not self._sent or self._sent[0].step_id != result.step_id:
-            raise ValueError(f"step {result.step_id} came back out of order")
-        sent = self._sent.popleft()
-        tokens = dict(zip(result.seq_ids, result.token_ids, strict=True))
-        accepted = accepted_tokens(result)
-        ended = set(compress(result.seq_ids, result.finish_reasons))
-        ended.update(prompt.seq_id for prompt in result.pooled)
-        rows = list(sent.rows)
-        if sent.in_step:
-            ends = filter(None, map(self._index.get, ended))
-            rows[:0] = [PlannedRow(seq, 1, True, 0) for seq in self._running.absorb(tokens, ends)]
-        for seq, num_tokens, samples, num_drafts in rows:
-            if seq.status is SequenceStatus.FINISHED:
-                self._counters.wasted += num_tokens
-                continue
-            seq.num_computed += num_tokens
-            if seq.max_drafts:
-                seq.settle_drafts(num_drafts, accepted.get(seq.seq_id, ()))
-            if samples and not seq.pools:
-                seq.append_token(tokens[seq.seq_id])
-            if seq.num_computed >= seq.next_commit:
-                self._commit(seq)
-            if samples and seq.seq_id in ended:
-                self._finish(seq)
-        self._draft_rest = result.draft_rest or self._draft_rest
-        self._report.step(result)
-        if self._leaving or self._pausing_seqs:
-            self._let_go(result.step_id)
-
-    # --- what goes out ------------------------------------------------------------------------
+    # --- steps --------------------------------------------------------------------------------
 
     def plan(self, now_ns: int) -> StepPlan | None:
-        """The next step, or None when there is nothing to do or enough is under way already."""
-        self._expire(now_ns)
+        """Return the next step; None if there is none, or if enough plans are in flight."""
+        for info in self._index.expired(now_ns):
+            message = "the request's time budget ran out before it was done"
+            self.cancel(Cancel(info.request_id, info.entry_id, "expired", "expired", message))
         next_plan = self._next
         if len(self._sent) >= (1 if next_plan.waits_for_results else self._steps_ahead):
             return None
-        if next_plan.retracts:
-            self._retract_running()
+        if next_plan.recompute:
+            self._recompute(next_plan.recompute)
         if "kv_cache" in next_plan.release:
             self.cache.flush()
         if next_plan.weight_version:
             self.cache.begin_weight_version(next_plan.weight_version)
-            # Where there were none, the executor takes only all of them.
+            # Weights that hold nothing are replaced only by a complete set.
             self.lacks = tuple(tag for tag in self.lacks if tag != "weights")
-        rests = self.paused or self.lacks
-        drafts = not self._draft_rest
-        decision = (
-            NOTHING
-            if rests
-            else decide(self._running, self._waiting, self.cache, self.limits, drafts=drafts)
-        )
-        if decision.preempted_seqs and self._sent:
-            # Blocks in use by a plan under way can't change hands; wait until it is back.
-            decision = NOTHING
-        self._preempt(decision.preempted_seqs)
-        if not (decision.decode_seqs or decision.prefill_seqs or next_plan.cannot_wait):
+        decision = self._decide()
+        for seq_id in decision.preempted_seqs:
+            # Victims come last first, so the one that runs longest ends up in front.
+            self._give_up(self._index[seq_id])
+            self._counters.preemptions += 1
+        if not (decision.num_tokens or next_plan.cannot_wait):
             return None
         self._next = NextPlan()
         self._step_id += 1
         self._draft_rest = max(self._draft_rest - 1, 0)
-        plan, sent = self._builder.build(self._step_id, decision, next_plan, self._counters, now_ns)
-        self._sent.append(sent)
-        return plan
+        return self._build(decision, next_plan, now_ns)
 
-    def take_report(self) -> Credit | None:
-        """What fairness is to be told: places to give back, who was served, and who has left.
+    def absorb(self, result: StepResult) -> None:
+        """Apply the result of the oldest plan in flight.
 
-        None while nothing needs to be told; to be called after each `absorb`.
+        Raises:
+            ValueError: The result is not that of the oldest plan.
         """
-        return self._report.take(self.cache.num_free_blocks() * self.limits.block_size)
+        if not self._sent or self._sent[0].plan.step_id != result.step_id:
+            raise ValueError(f"step {result.step_id} came back out of order")
+        plan, seqs = self._sent.popleft()
+        tokens = dict(zip(result.seq_ids, result.token_ids, strict=True))
+        accepted = accepted_tokens(result)
+        all_drafts = plan.num_drafts or repeat(0)
+        for seq, num_tokens, num_drafts in zip(seqs, plan.num_tokens, all_drafts, strict=False):
+            if seq.status is SequenceStatus.FINISHED:
+                self._counters.wasted += num_tokens
+                continue
+            seq.num_computed += num_tokens
+            if num_drafts:
+                seq.settle_drafts(num_drafts, accepted.get(seq.seq_id, ()))
+            if seq.seq_id in tokens:
+                seq.token_ids.append(tokens[seq.seq_id])
+            if seq.num_computed >= seq.next_commit:
+                self._commit(seq)
+        self.stop(compress(result.seq_ids, result.finish_reasons))
+        self.stop(prompt.seq_id for prompt in result.pooled)
+        self._draft_rest = result.draft_rest or self._draft_rest
+        self._report.add_step(result)
+        for seq in [s for s in self._leaving.values() if s.last_step <= result.step_id]:
+            self._leave(seq)
 
-    def info_of(self, seq_id: int) -> RequestInfo | None:
-        """The request of a sequence that waits or runs; None when it has ended."""
-        seq = self._index.get(seq_id)
-        return seq.info if seq is not None else None
+    # --- state --------------------------------------------------------------------------------
 
-    def take_counters(self) -> Counters:
-        """What was done since the last call."""
-        counters, self._counters = self._counters, Counters()
-        return counters
-
-    def next_deadline_ns(self) -> int | None:
-        """When a request's time will be over; None when no request has a deadline."""
-        return self._index.next_deadline_ns()
+    @property
+    def at_rest(self) -> bool:
+        """Paused, with no plan in flight and no KV left to drop."""
+        return self.paused and not self._sent and not self._next.recompute
 
     @property
     def idle(self) -> bool:
-        """Nothing waits, runs, or is under way."""
+        """No sequence, no plan in flight, and no cancellation to pass on."""
         return not (self._index or self._leaving or self._sent or self._next.ended)
 
+    def info_of(self, seq_id: int) -> RequestInfo | None:
+        """Return the request of a sequence; None if the sequence has ended."""
+        seq = self._index.get(seq_id)
+        return seq.info if seq is not None else None
+
+    def next_deadline_ns(self) -> int | None:
+        """Return the earliest deadline of a request; None if there is none."""
+        first = self._index.deadlines.first()
+        return first[0] if first is not None else None
+
+    def take_report(self) -> Credit | None:
+        """Return a report for fairness if one is due. Call it after each `absorb`."""
+        if not self._report.is_due:
+            return None
+        report, self._report = self._report, Report()
+        return report.message(self.cache.num_free_blocks() * self.limits.block_size)
+
+    def take_counters(self) -> Counters:
+        """Return the counts since the last call."""
+        counters, self._counters = self._counters, Counters()
+        return counters
+
     def load(self) -> dict[str, int]:
-        """Sequences and blocks, for people. Cached blocks are counted at each call."""
+        """Return numbers of sequences and blocks. Cached blocks are counted at each call."""
         return {
             "running": len(self._running),
             "waiting": len(self._waiting),
@@ -330,116 +359,229 @@ class BatchingCore:
         }
 
     def check(self) -> None:
-        """The conservation check: every block is free or held by exactly who says so.
+        """Check that every sequence and every block is in exactly one place.
 
         Raises:
-            AssertionError: The books are wrong.
+            AssertionError: One is lost, or in two places.
         """
-        check_books(
-            self.cache,
-            self._index,
+        leaving = self._leaving.values()
+        self.cache.check(seq.lease for seq in (*self._running, *leaving))
+        pausing = [seq for seq in leaving if seq.status is not SequenceStatus.FINISHED]
+        alive = [*self._waiting, *self._running, *pausing, *self._paused_seqs.values()]
+        assert len(alive) == len(self._index), "a sequence is lost, or in two places"
+        assert set(self._index.values()) == set(alive), "a sequence is not in the index"
+        assert self._sent or not leaving, "a sequence is kept though no plan names it"
+
+    # --- deciding -----------------------------------------------------------------------------
+
+    def _decide(self) -> SchedulerOutput:
+        if self.paused or self.lacks:
+            return NOTHING
+        starting: list[Sequence] = []
+        room = self.limits.max_batch_size - len(self._running)
+        if self._waiting and room > 0:
+            prefilling = [seq for seq in self._running if seq.num_computed < seq.num_to_prefill]
+            starting = startable(self._waiting, prefilling, room, self.cache, self.limits)
+        decision = self._schedule(starting)
+        if not decision.preempted_seqs:
+            return decision
+        if self._sent:
+            # Blocks that a plan in flight uses can't change hands: wait for its result.
+            return NOTHING
+        for seq in self._running:
+            seq.num_reclaimable = self.cache.num_reclaimable(seq.lease)
+        return self._schedule(starting)
+
+    def _schedule(self, starting: list[Sequence]) -> SchedulerOutput:
+        return schedule(
+            starting,
             self._running,
-            waiting=self._waiting,
-            leaving=self._leaving.values(),
-            pausing=self._pausing_seqs.values(),
-            paused=self._paused_seqs.values(),
-            under_way=bool(self._sent),
+            self.cache.num_free_blocks(),
+            self.limits,
+            drafts=not self._draft_rest,
         )
 
-    # --- inside -------------------------------------------------------------------------------
-
-    def _expire(self, now_ns: int) -> None:
-        for request_id, entry_id in self._index.expired(now_ns):
-            message = "the request's time budget ran out before it was done"
-            self.cancel(Cancel(request_id, entry_id, "expired", "expired", message))
-
-    def _retract_running(self) -> None:
-        next_plan = self._next
-        for seq in reversed(list(filter(next_plan.retracts_it, self._running))):
-            self._running.remove(seq)
-            next_plan.forget.append(seq.seq_id)
-            self._back_to_waiting(seq)
-        next_plan.retracted()
-
-    def _preempt(self, seq_ids: tuple[int, ...]) -> None:
-        self._counters.preemptions += len(seq_ids)
-        for seq_id in seq_ids:
+    def _build(self, decision: SchedulerOutput, next_plan: NextPlan, now_ns: int) -> StepPlan:
+        """Apply a decision; return its plan."""
+        copies = [
+            (seq.lease.source, seq.lease.block_ids[-1])
+            for seq in self._sharing
+            if seq.lease.source >= 0  # else it has given up its blocks meanwhile
+        ]
+        self._sharing.clear()
+        grown = tuple(
+            (seq_id, tuple(self.cache.extend(self._index[seq_id].lease) for _ in range(number)))
+            for seq_id, number in decision.num_blocks.items()
+        )
+        new: list[NewSequence] = []
+        for seq_id in decision.prefill_seqs:
             seq = self._index[seq_id]
-            self._running.remove(seq)
-            self._next.forget.append(seq_id)
-            # Victims come last first, so the one that was longest in the batch ends up in front.
-            self._back_to_waiting(seq)
+            self._counters.prefilled += decision.num_tokens[seq_id]
+            if seq.status is SequenceStatus.WAITING:
+                num_blocks = seq.blocks_to_start(self.limits.block_size)
+                allocation = self.cache.start(seq.lease, num_blocks)
+                copies += allocation.copies
+                new.append(self._start(seq, allocation.cached_length))
+        self._counters.decoded += len(decision.decode_seqs)
+        num_tokens, num_drafts = decision.num_tokens, decision.num_drafts
+        if self._waiting and not decision.preempted_seqs:
+            num_tokens = self._with_shared_prefills(num_tokens, new)
+        seqs = [self._index[seq_id] for seq_id in num_tokens]
+        step_id = self._step_id
+        for seq, number in zip(seqs, num_tokens.values(), strict=True):
+            # `Sequence.plan`, without a call for each row.
+            seq.num_planned += number == seq.num_planned - seq.num_scheduled
+            seq.num_scheduled += number
+            seq.last_step = step_id
+        for seq_id, number in num_drafts.items():
+            self._index[seq_id].num_drafting += number
+        plan = StepPlan(
+            step_id=step_id,
+            new=tuple(new),
+            seq_ids=tuple(num_tokens),
+            num_tokens=tuple(num_tokens.values()),
+            grown=grown,
+            copies=tuple(copies),
+            finished=tuple(next_plan.forget),
+            ended=tuple(next_plan.ended),
+            made_ns=now_ns,
+            weight_version=next_plan.weight_version,
+            release=next_plan.release,
+            adapters=tuple(next_plan.adapters.items()),
+            num_drafts=tuple([num_drafts.get(i, 0) for i in num_tokens]) if num_drafts else (),
+        )
+        self._sent.append(SentPlan(plan, seqs))
+        return plan
 
-    def _back_to_waiting(self, seq: Sequence) -> None:
-        self._give_up(seq)
-        self._waiting.appendleft(seq)
+    def _with_shared_prefills(
+        self, num_tokens: Mapping[int, int], new: list[NewSequence]
+    ) -> Mapping[int, int]:
+        """Add a row without tokens behind each row whose prefill a waiting sequence shares."""
+        sources = [
+            seq
+            for seq_id, number in num_tokens.items()
+            if (seq := self._index[seq_id]).num_scheduled < seq.num_to_prefill
+            and seq.num_remaining == number
+        ]
+        num_running = len(self._running)
+        shared = shared_prefills(sources, self._waiting, num_running, self.cache, self.limits)
+        rows: dict[int, int] = {}
+        for seq_id, number in num_tokens.items():
+            rows[seq_id] = number
+            for seq in shared.get(seq_id, ()):
+                self.cache.share(seq.lease, self._index[seq_id].lease)
+                self._sharing.append(seq)
+                new.append(self._start(seq, len(seq.token_ids)))
+                seq.set_next_commit(self.limits.block_size)  # the source commits the prompt
+                rows[seq.seq_id] = 0
+        return rows
 
-    def _give_up(self, seq: Sequence) -> None:
-        """A running sequence gives up its blocks; what it has computed stays in the cache."""
-        self._commit(seq)
-        self.cache.release(seq.lease)
-        seq.preempt()
+    def _start(self, seq: Sequence, num_cached: int) -> NewSequence:
+        """Let a waiting sequence run, whose lease has its blocks."""
+        num_tokens = len(seq.token_ids)
+        resumes = seq.started or seq.num_generated > 0
+        self._counters.count_start(num_tokens, num_cached, resumes=resumes)
+        self._report.started.append((seq.seq_id, num_tokens - num_cached))
+        self._waiting.remove(seq)
+        seq.start(num_cached)
+        insort(self._running, seq, key=attrgetter("order"))
+        return seq.for_executor()
 
-    def _let_go(self, step_id: int) -> None:
-        """The step is back: what leaves or pauses, and no later plan names, gives up its blocks."""
-        for seq in [s for s in self._leaving.values() if s.last_step <= step_id]:
-            self._release(seq)
-        for seq in [s for s in self._pausing_seqs.values() if s.last_step <= step_id]:
-            self._give_up(seq)
-            self._set_paused(seq)
+    # --- sequences ----------------------------------------------------------------------------
 
-    def _set_paused(self, seq: Sequence) -> None:
-        self._pausing_seqs.pop(seq.seq_id, None)
-        self._paused_seqs[seq.seq_id] = seq
-        self._report.pause(seq.seq_id)
+    def _set_adapter_version(self, seq: Sequence) -> None:
+        """Set the version of a sequence's adapter. KV that it has computed so far isn't shared."""
+        if id := seq.info.adapter:
+            version = self._adapter_versions[id]
+            seq.info = msgspec.structs.replace(seq.info, adapter_version=version)
+            scope = seq.cache_scope._replace(adapter=id, adapter_version=version)
+            self.cache.move(seq.lease, scope)
 
     def _enqueue(self, seq: Sequence) -> None:
-        """Puts a sequence among those that wait, behind those that rank before it."""
+        """Let a sequence wait behind sequences that rank before it."""
         place = len(self._waiting)
         while place and self._waiting[place - 1].rank > seq.rank:
             place -= 1
         self._waiting.insert(place, seq)
 
-    def _is_under_way(self, seq: Sequence) -> bool:
-        """Whether a plan whose result is not back names the sequence."""
-        return bool(self._sent) and seq.last_step >= self._sent[0].step_id
+    def _recompute(self, matches: list[Callable[[Sequence], bool]]) -> None:
+        for seq in reversed([seq for seq in self._running if any(m(seq) for m in matches)]):
+            self._give_up(seq)
+        matches.clear()
+
+    def _give_up(self, seq: Sequence) -> None:
+        """Stop a running sequence that no plan in flight names, and let it wait in front."""
+        self._running.remove(seq)
+        self._next.forget.append(seq.seq_id)
+        self._requeue(seq)
+
+    def _requeue(self, seq: Sequence) -> None:
+        self._release(seq)
+        self._waiting.appendleft(seq)
+
+    def _stop_running(self, seq: Sequence) -> None:
+        """Stop a running sequence, which leaves once no plan in flight names it."""
+        self._running.remove(seq)
+        self._next.forget.append(seq.seq_id)
+        self._leaving[seq.seq_id] = seq
+        if not self._sent or seq.last_step < self._sent[0].plan.step_id:
+            self._leave(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        """Free the blocks of a sequence that has finished or is to be paused."""
+        del self._leaving[seq.seq_id]
+        if seq.status is SequenceStatus.FINISHED:
+            self.cache.release(seq.lease)
+            self._report.end(seq.seq_id)
+        else:
+            self._release(seq)
+            self._set_paused(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        """Free the blocks of a running sequence; the KV that it has computed stays cached."""
+        self._commit(seq)
+        self.cache.release(seq.lease)
+        seq.preempt()
+
+    def _set_paused(self, seq: Sequence) -> None:
+        self._paused_seqs[seq.seq_id] = seq
+        self._report.pause(seq.seq_id)
 
     def _commit(self, seq: Sequence) -> None:
-        """Makes what is computed known to the prefix cache.
+        """Add computed tokens to the prefix cache.
 
-        Done after the first step, which frees the source of a copy, when the prompt is computed,
-        whenever a block is full, and at the end: not with each token.
+        Called after the first step, which frees the source of a copy, when the prompt is computed,
+        whenever a block is full, and at the end, but not for each token.
         """
         if seq.num_computed == seq.num_cached or seq.is_whole:
-            # The first step is not back, so a copy may still be to be made. Or there is no KV.
+            # The first step isn't back, so its copies may not be made; or there is no KV at all.
             return
         self.cache.commit(seq.lease, seq.num_computed)
         seq.set_next_commit(self.limits.block_size)
 
     def _finish(self, seq: Sequence) -> None:
-        """Ends a sequence; its blocks stay until no plan under way names them."""
+        """End a sequence; its blocks stay until no plan in flight names them."""
         was_running = seq.status is SequenceStatus.RUNNING
-        seq_id = seq.seq_id
         seq.status = SequenceStatus.FINISHED
         self._index.remove(seq)
-        if self._paused_seqs.pop(seq_id, None) is not None:
-            self._report.ended.append(seq_id)  # its place has been given back
-            return
-        if not was_running:
+        if self._paused_seqs.pop(seq.seq_id, None) is not None:
+            self._report.ended.append(seq.seq_id)  # its place was freed when it paused
+        elif not was_running:
             self._waiting.remove(seq)
-            self._report.leave(seq_id)
-            return
-        if self._pausing_seqs.pop(seq_id, None) is None:
-            self._running.remove(seq)
-            self._next.forget.append(seq_id)
-        self._commit(seq)
-        if self._is_under_way(seq):
-            self._leaving[seq_id] = seq
+            self._report.end(seq.seq_id)
         else:
-            self._release(seq)
+            self._commit(seq)
+            if seq.seq_id not in self._leaving:
+                self._stop_running(seq)
 
-    def _release(self, seq: Sequence) -> None:
-        self._leaving.pop(seq.seq_id, None)
-        self.cache.release(seq.lease)
-        seq.block_ids = []
-        self._report.leave(seq.seq_id)
+
+def _aborted(info: RequestInfo, why: str) -> Cancel:
+    return Cancel(info.request_id, info.entry_id, "cancelled", "aborted", why)
+
+
+def _unloaded(info: RequestInfo) -> Cancel:
+    message = (
+        f"the adapter {info.adapter!r} is not loaded any more, or could not be had again after a "
+        "failure; load it, and ask again"
+    )
+    return Cancel(info.request_id, info.entry_id, "error", "adapter_unloaded", message)

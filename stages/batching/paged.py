@@ -1,4 +1,4 @@
-"""A prefix cache of blocks that are found by a chain of hashes."""
+"""A prefix cache indexed by block-hash chains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...bus.messages import DEFAULT_SCOPE, CacheScope
 from .cache import KVCacheManager, Lease, Prefix, common_length
 
 NO_PREFIX = -1
-"""In place of the hash of the block before, for the first block of a sequence."""
+"""The root of a block-hash chain in the default scope."""
 
 
 def chain_root(weight_version: int, scope: CacheScope) -> int:
@@ -22,14 +22,14 @@ def chain_root(weight_version: int, scope: CacheScope) -> int:
 
 
 def compute_block_hash(token_ids: Sequence[int], prefix_hash: int = NO_PREFIX) -> int:
-    """Names a full block by its tokens and, through `prefix_hash`, by all that stands before it.
+    """Return the hash of a full block, which covers all blocks before it through `prefix_hash`.
 
     Args:
         token_ids: The tokens of the block; any integers of 64 bits.
-        prefix_hash: The hash of the block before, or the root of a chain; -1 for none.
+        prefix_hash: The hash of the block before, or the root of the chain; -1 for none.
 
     Returns:
-        128 bits (XXH3), wide enough that two prefixes never share a name by chance.
+        128 bits (XXH3), wide enough that two prefixes never have the same hash by chance.
 
     Raises:
         ValueError: `token_ids` is empty.
@@ -45,8 +45,8 @@ def compute_block_hash(token_ids: Sequence[int], prefix_hash: int = NO_PREFIX) -
 class PagedKVCache(KVCacheManager):
     """Full blocks are found by the hash of their tokens and of all blocks before.
 
-    For copies, it also remembers for each prefix the block that was computed last behind it. So
-    it finds the partial block of siblings, but not the best of many continuations.
+    For copies, the block computed last behind each prefix is remembered too. That finds the
+    partial block of siblings, but not the best of many continuations.
 
     A lease's chain holds the hashes of its full blocks.
     """
@@ -56,11 +56,11 @@ class PagedKVCache(KVCacheManager):
         self._hashes: list[int | None] = [None] * num_blocks
         self._block_of: dict[int, int] = {}
         self._latest: dict[int, int] = {}
-        # For the blocks in `_latest`: the prefix, and the tokens behind it.
+        # For the blocks in `_latest`: the prefix hash, and the tokens behind it.
         self._runs: list[tuple[int, list[int]] | None] = [None] * num_blocks
 
     def num_cached_blocks(self) -> int:
-        # Counted by what is built in, since it is asked for while steps go on.
+        # Built-in counting is fast enough to be called between steps.
         names = list(zip(self._hashes, self._runs, strict=True))
         return len(names) - names.count((None, None))
 
@@ -96,7 +96,7 @@ class PagedKVCache(KVCacheManager):
         for index in range(lease.num_known, -(-num_tokens // size)):
             block_id = lease.block_ids[index]
             if index < full:
-                # When another block has this name already, that one stays the one that is found.
+                # A block with this hash that is indexed already stays the one to be found.
                 if hashes[index] in self._block_of:
                     continue
                 self._block_of[hashes[index]] = block_id
@@ -106,11 +106,11 @@ class PagedKVCache(KVCacheManager):
         lease.num_known = max(lease.num_known, full)
 
     def _extend_hashes(self, lease: Lease, num_blocks: int) -> int:
-        """Names so many leading blocks; returns the root of the chain."""
+        """Hash so many leading blocks; return the root of the chain."""
         size, hashes = self.block_size, lease.chain
         root = chain_root(self.weight_version, lease.scope)
         if lease.root != root:
-            # New, or named before the weights changed.
+            # A new lease, or another version of the weights.
             hashes.clear()
             lease.root = root
         for index in range(len(hashes), num_blocks):
@@ -127,7 +127,7 @@ class PagedKVCache(KVCacheManager):
         self._latest[prefix_hash] = block_id
         self._runs[block_id] = (prefix_hash, run)
 
-    def _is_named(self, block_id: int) -> bool:
+    def _is_indexed(self, block_id: int) -> bool:
         return self._hashes[block_id] is not None or self._runs[block_id] is not None
 
     def _forget(self, block_id: int) -> None:

@@ -1,4 +1,4 @@
-"""A prefix cache of blocks that hang in a radix tree of their tokens."""
+"""A prefix cache indexed by a radix tree of tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...bus.messages import CacheScope
 from .cache import KVCacheManager, Lease, Prefix, common_length
 
 TOKEN = "q"
-"""How a token id is stored, 64 bits: side by side, not as objects all over the memory."""
+"""The array type of token ids: 64 bits."""
 
 Run: TypeAlias = "array[int]"
 
@@ -17,18 +17,17 @@ Run: TypeAlias = "array[int]"
 class Node:
     """A run of tokens within one block; the path from the root to it is a cached prefix.
 
-    A run never crosses the border of a block, so that splitting and evicting cost the same
-    whatever hangs in the tree. Sequences may part anywhere within a block: there the run is split,
-    and each branch ends in a block of its own, which holds the common tokens as well.
+    A run never crosses a block boundary, so splitting and evicting take the same time in a tree of
+    any size. Where sequences diverge within a block the run is split, and each branch ends in a
+    block of its own, which holds the common tokens too.
 
     Attributes:
-        tokens: The run, in full: at most a block of tokens.
-        end: Where the run ends within its block; the block size at a block's end.
-        block: The block that holds the tokens from the block's begin to `end`; -1 where sequences
-            part within the block, since then each branch has one.
-        only: What follows, where only one thing does.
-        branches: What follows, by its first token, where it is more than one. Most nodes never
-            need this dict, which would be the larger part of them.
+        tokens: The run, at most a block of tokens.
+        end: Offset of the run's end within its block; the block size at a block's end.
+        block: The block with the tokens up to `end`; -1 where sequences diverge within the block.
+        only: The child, if there is just one.
+        branches: Children by their first token, if there are several. Most nodes don't need this
+            dict, which takes more memory than the rest of the node.
     """
 
     __slots__ = ("block", "branches", "end", "only", "parent", "tokens")
@@ -42,20 +41,20 @@ class Node:
         self.branches: dict[int, Node] | None = None
 
     def children(self) -> list[Node]:
-        """What follows."""
+        """Return all children."""
         if self.branches is not None:
             return list(self.branches.values())
         return [] if self.only is None else [self.only]
 
     def child(self, token: int) -> Node | None:
-        """What follows and begins with `token`."""
+        """Return the child that begins with `token`."""
         only = self.only
         if only is not None:
             return only if only.tokens[0] == token else None
         return None if self.branches is None else self.branches.get(token)
 
     def put(self, child: Node) -> None:
-        """Adds a child, in the place of one that begins with the same token."""
+        """Add a child, or replace the one that begins with the same token."""
         token = child.tokens[0]
         if self.branches is not None:
             self.branches[token] = child
@@ -66,7 +65,7 @@ class Node:
             self.only = None
 
     def drop(self, child: Node) -> None:
-        """Removes a child."""
+        """Remove a child."""
         if self.branches is None:
             self.only = None
         else:
@@ -88,12 +87,12 @@ class Root(Node):
 class RadixKVCache(KVCacheManager):
     """Prefixes are found token by token; whole blocks are shared, the rest of a match is copied.
 
-    Each scope has a tree of its own, and a new weight version begins with none.
+    Each scope has a tree of its own; a new weight version starts without trees.
 
-    Evicted are leaves that nobody holds, least recently used first. No clock and no search is
-    needed: who holds a block holds those before it, and gives them up later, so the order in
-    which blocks became free is the order of eviction. The one exception is a block that hangs
-    behind another sequence's twin of its own prefix: when the twin is evicted, so is its name.
+    Free leaves are evicted, least recently used first, without a clock or a search: the holder of a
+    block also holds the blocks before it and frees them later, so blocks are evicted in the order
+    in which they became free. The one exception is a block indexed behind another sequence's copy
+    of its own prefix: evicting that copy also removes the block from the index.
 
     A lease's chain holds the nodes at the ends of its full blocks.
     """
@@ -104,7 +103,7 @@ class RadixKVCache(KVCacheManager):
         self._nodes: list[Node | None] = [None] * num_blocks
 
     def num_cached_blocks(self) -> int:
-        # Counted by what is built in, since it is asked for while steps go on.
+        # Built-in counting is fast enough to be called between steps.
         return len(self._nodes) - self._nodes.count(None)
 
     def check_index(self) -> None:
@@ -129,7 +128,7 @@ class RadixKVCache(KVCacheManager):
     def _find(self, lease: Lease) -> Prefix:
         size, token_ids, chain = self.block_size, lease.token_ids, lease.chain
         most = len(token_ids) - 1
-        # What was found before needs no second look, as long as it is still there.
+        # Start behind the nodes that were found before and are still indexed.
         del chain[max(most, 0) // size :]
         node = self._last_alive(lease)
         matched = size
@@ -149,7 +148,7 @@ class RadixKVCache(KVCacheManager):
 
     def _index(self, lease: Lease, num_tokens: int) -> None:
         size, token_ids, chain = self.block_size, lease.token_ids, lease.chain
-        # When a twin of an own block was evicted, the own one takes its place.
+        # Where an equal block of another sequence was evicted, the lease's own takes its place.
         node = self._last_alive(lease)
         for index in range(len(chain), -(-num_tokens // size)):
             run = array(TOKEN, token_ids[index * size : min((index + 1) * size, num_tokens)])
@@ -159,9 +158,9 @@ class RadixKVCache(KVCacheManager):
         lease.num_known = len(chain)
 
     def _last_alive(self, lease: Lease) -> Node:
-        """Drops what was evicted from the end of a chain, and returns the node where it ends.
+        """Drop evicted nodes from the end of a chain; return the last one left, or else the root.
 
-        For a scope without a tree that is a root which `_index` has yet to keep.
+        The root of a new tree is stored with its first child.
         """
         chain: list[Node] = lease.chain
         while chain:
@@ -172,11 +171,11 @@ class RadixKVCache(KVCacheManager):
         return self._roots.get(lease.scope) or Root(lease.scope, self.block_size)
 
     def _descend(self, node: Node, run: Run) -> tuple[Node, int]:
-        """Follows up to a block of tokens from a block's border.
+        """Follow up to a block of tokens from a block boundary.
 
         Returns:
-            The last node of which a token agrees (the first node when none does), and how many
-            tokens agree.
+            The last node with an equal token (`node` if there is none), and the number of equal
+            tokens.
         """
         matched = 0
         while matched < len(run):
@@ -191,9 +190,9 @@ class RadixKVCache(KVCacheManager):
         return node, matched
 
     def _insert(self, parent: Node, run: Run, block: int) -> Node:
-        """Hangs a block's tokens below a block's border; returns the node where they end.
+        """Insert a block's tokens at a block boundary; return the node where they end.
 
-        Where a block with these tokens is there already, that one stays the one that is found.
+        A block with these tokens that is indexed already stays the one to be found.
         """
         node, matched = self._descend(parent, run)
         if matched == len(run):
@@ -201,7 +200,7 @@ class RadixKVCache(KVCacheManager):
         if matched and matched < node.end:
             node = self._split(node, matched)
         if matched and node.block != -1:
-            # The end of a block that was not full: more of it is known now, or its twin went on.
+            # The node was a partial block: the same one has grown, or a longer equal one came.
             node.tokens += run[matched:]
             node.end = len(run)
             if node.block != block:
@@ -218,7 +217,7 @@ class RadixKVCache(KVCacheManager):
         return leaf
 
     def _split(self, node: Node, end: int) -> Node:
-        """Cuts a run at `end` within its block; returns the upper part, a node of its own."""
+        """Split a run at `end` within its block; return the new node of the upper part."""
         assert node.parent is not None
         cut = len(node.tokens) - (node.end - end)
         upper = Node(node.tokens[:cut], end, -1, node.parent)
@@ -228,7 +227,7 @@ class RadixKVCache(KVCacheManager):
         upper.put(node)
         return upper
 
-    def _is_named(self, block_id: int) -> bool:
+    def _is_indexed(self, block_id: int) -> bool:
         return self._nodes[block_id] is not None
 
     def _forget(self, block_id: int) -> None:
@@ -243,7 +242,7 @@ class RadixKVCache(KVCacheManager):
             if below.block != -1:
                 self._nodes[below.block] = None
                 self._demote(below.block)
-        # A run that ends within a block has no block of its own, so it goes with its last branch.
+        # Nodes within a block have no block of their own: remove them with their last branch.
         while (parent := node.parent) is not None:
             node.parent = None
             parent.drop(node)

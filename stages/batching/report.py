@@ -1,58 +1,106 @@
-"""What batching tells fairness: places that became free, and who was served."""
+"""What the batching core reports: to fairness, and to telemetry."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 from ...bus.messages import Credit, StepResult
 
 REPORTED_STEPS = 8
-"""Steps after which there is a report although no place became free."""
+"""Steps after which a report is due although no place is free."""
 
 
+@dataclass
 class Report:
-    """Collects until there is something to tell; a step adds one reference, not one per token."""
+    """A Credit message in the making; a step adds one reference, not one per token.
 
-    def __init__(self) -> None:
-        self.clear()
+    Attributes:
+        free_slots: Places that have become free.
+        steps, started, paused, ended: As in Credit.
+        step_ns: Duration of the shortest step; 0 before the first.
+    """
 
-    def clear(self) -> None:
-        """Forgets what was not told."""
-        self.free_slots = 0
-        self._steps: list[tuple[int, ...]] = []
-        self._step_ns = 0
-        self.started: list[tuple[int, int]] = []
-        self.paused: list[int] = []
-        self.ended: list[int] = []
+    free_slots: int = 0
+    steps: list[tuple[int, ...]] = field(default_factory=list)
+    started: list[tuple[int, int]] = field(default_factory=list)
+    paused: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    step_ns: int = 0
 
-    def step(self, result: StepResult) -> None:
-        """A step has come back."""
+    @property
+    def is_due(self) -> bool:
+        """Whether a place is free, a sequence has left, or many steps have come back."""
+        left = self.free_slots or self.paused or self.ended
+        return bool(left) or len(self.steps) >= REPORTED_STEPS
+
+    def add_step(self, result: StepResult) -> None:
+        """Add a step that has come back."""
         if result.seq_ids:
-            self._steps.append(result.seq_ids)
+            self.steps.append(result.seq_ids)
             took_ns = result.end_ns - result.start_ns
-            self._step_ns = min(self._step_ns or took_ns, took_ns)
+            self.step_ns = min(self.step_ns or took_ns, took_ns)
 
     def pause(self, seq_id: int) -> None:
-        """A sequence is paused; its place is free."""
+        """Add a sequence that has paused and freed its place."""
         self.paused.append(seq_id)
         self.free_slots += 1
 
-    def leave(self, seq_id: int) -> None:
-        """A sequence has ended and left the place that it had."""
+    def end(self, seq_id: int) -> None:
+        """Add a sequence that has ended and freed its place."""
         self.ended.append(seq_id)
         self.free_slots += 1
 
-    def take(self, kv_free: int) -> Credit | None:
-        """The report; None while nothing needs to be told."""
-        waits = len(self._steps) < REPORTED_STEPS
-        if waits and not (self.free_slots or self.paused or self.ended):
-            return None
-        report = Credit(
-            self.free_slots,
-            tuple(self._steps),
-            tuple(self.started),
-            tuple(self.paused),
-            tuple(self.ended),
-            max(0, self._step_ns),
-            kv_free,
+    def message(self, kv_free: int) -> Credit:
+        """Return the message for fairness."""
+        return Credit(
+            sequences=self.free_slots,
+            steps=tuple(self.steps),
+            started=tuple(self.started),
+            paused=tuple(self.paused),
+            ended=tuple(self.ended),
+            step_ns=max(0, self.step_ns),
+            kv_free=kv_free,
         )
-        self.clear()
-        return report
+
+
+@dataclass
+class Counters:
+    """Counts since the last `BatchingCore.take_counters`.
+
+    Attributes:
+        prefilled: Planned tokens of prompts, and of tokens computed again.
+        decoded: Planned rows that compute one token each.
+        cached: Tokens that needed no computing.
+        recomputed: Prefilled tokens whose KV a preemption or a failure had lost.
+        wasted: Tokens computed for sequences that had ended.
+        full_hits: Sequences that started with all tokens cached but the last, which is always
+            computed; or with a shared prefill.
+        partial_hits: Sequences that started with some tokens cached.
+        misses: Sequences that started with none.
+        preemptions: Sequences that gave up their blocks for others.
+        resumes: Sequences that started behind tokens that they had generated before.
+    """
+
+    prefilled: int = 0
+    decoded: int = 0
+    cached: int = 0
+    recomputed: int = 0
+    wasted: int = 0
+    full_hits: int = 0
+    partial_hits: int = 0
+    misses: int = 0
+    preemptions: int = 0
+    resumes: int = 0
+
+    def count_start(self, num_tokens: int, num_cached: int, *, resumes: bool) -> None:
+        """Count a sequence that starts; `resumes`: after a preemption or a failure."""
+        self.cached += num_cached
+        if not num_cached:
+            self.misses += 1
+        elif num_cached < num_tokens - 1:
+            self.partial_hits += 1
+        else:
+            self.full_hits += 1
+        if resumes:
+            self.resumes += 1
+            self.recomputed += num_tokens - num_cached

@@ -1,4 +1,4 @@
-"""What fits in the next step: the scheduler, a pure function."""
+"""The scheduler, a pure function: what runs in the next step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from .sequence import Sequence, SequenceStatus
 MAX_SCORED_TOKENS = 256
 """Most tokens per step of prompts whose logprobs are wanted.
 
-Other prompts need the logits of their last token only; these need them at every place, and a row
-of logits is as long as the vocabulary. Without a limit a step of 2,048 such tokens would take more
-than a gigabyte for a vocabulary of 150,000.
+Other prompts need the logits of their last token only; these need logits at every position. Without
+a limit a step of 2,048 such tokens would take more than a gigabyte at a vocabulary of 150,000.
 """
 
 
@@ -25,9 +24,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     Attributes:
         prefill_seqs: Sequences that compute (a chunk of) their prompt.
         decode_seqs: Sequences that compute one token and sample the next.
-        preempted_seqs: Sequences that must give up their blocks first.
-        num_tokens: Tokens of each scheduled sequence in this step.
-        num_drafts: How many drafted tokens may be verified besides, of sequences where any may.
+        preempted_seqs: Sequences that give up their blocks first.
+        num_tokens: Tokens of each scheduled sequence in this step: decodes, then prefills.
+        num_drafts: Most drafted tokens to verify besides, where above 0.
+        num_blocks: Blocks that running sequences take, where above 0.
     """
 
     prefill_seqs: tuple[int, ...]
@@ -35,27 +35,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     preempted_seqs: tuple[int, ...]
     num_tokens: Mapping[int, int]
     num_drafts: Mapping[int, int] = {}
+    num_blocks: Mapping[int, int] = {}
 
 
 NOTHING = SchedulerOutput((), (), (), {})
-"""Nobody runs."""
-
-
-class _Budget:
-    """The tokens that are left of a step."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-        self._scored = MAX_SCORED_TOKENS
-
-    def take(self, seq: Sequence, count: int) -> int:
-        """As many of `count` tokens as are left for this sequence, maybe none."""
-        count = min(count, self.tokens)
-        if seq.scores_prompt:
-            count = min(count, self._scored)
-            self._scored -= count
-        self.tokens -= count
-        return count
 
 
 def schedule(
@@ -63,121 +46,131 @@ def schedule(
     running: Seq[Sequence],
     num_free_blocks: int,
     config: SchedulerConfig,
+    *,
+    drafts: bool = True,
 ) -> SchedulerOutput:
-    """Decides what runs in the next step. No side effects.
+    """Decide what runs in the next step. No side effects.
 
-    Decodes come first, then prefills under way, then waiting sequences in their order, all within
-    the batch size and the token budget; prompts to be scored share a smaller one. When a decode
-    finds no free block, the last of `running` is preempted; nothing new starts in such a step. Nor
-    does it where it would leave less than a block for each `block_size` sequences that run.
+    Decodes come first, then prefills in progress, then waiting sequences in their order, all within
+    the batch size and the token budget; prompts to be scored share a smaller budget. When a decode
+    finds no free block, the last of `running` is preempted; nothing new starts in such a step, nor
+    in one where it would leave less than a block for each `block_size` running sequences.
 
-    Whoever carries the decision out frees the blocks of those preempted first (`preempt`), then
-    gives each that starts its blocks (`start`), each that `needs_block` one more, and tells all of
-    them their tokens (`plan`). No more blocks than are free will be asked for.
+    To apply a decision, first free the blocks of preempted sequences (`preempt`). Then give each
+    sequence that starts its blocks (`start`) and each that `needs_block` one more, and record the
+    tokens (`plan`). A decision never takes more blocks than are free.
 
     Args:
-        waiting: Those that may start, in order. Where a prefix cache knows some of their tokens,
-            `num_cached` and `num_to_allocate` say so.
-        running: Those under way, most deserving first, with blocks for all tokens that they had
-            when they started. Where blocks are shared, `num_reclaimable` says how many are not; it
-            matters when there are fewer free blocks than sequences.
-        num_free_blocks: Blocks that nobody holds.
+        waiting: Sequences that may start, in order. Where a prefix cache has some of their tokens,
+            `num_cached` and `num_to_allocate` are set.
+        running: The last to be preempted first, with blocks for all tokens that they had when they
+            started. Where blocks are shared, `num_reclaimable` is set.
+        num_free_blocks: Blocks without a holder.
         config: The limits.
+        drafts: Whether drafted tokens may be verified.
 
     Raises:
         ValueError: A sequence is in the wrong list, or the number of blocks is below 0.
     """
     _check(waiting, running, num_free_blocks)
+    block_size = config.block_size
+    most_decodes = min(config.max_tokens_per_batch, config.max_batch_size)
     free = num_free_blocks
-    decodes: list[int] = []
-    preempted: list[int] = []
-
     stays = list(running)
-    most = min(config.max_tokens_per_batch, config.max_batch_size)
-    index = 0
-    while index < len(stays) and len(decodes) < most:
-        seq = stays[index]
-        index += 1
-        if seq.num_remaining != 1 or not seq.may_sample:
+    prefilling: list[Sequence] = []
+    speculating: list[Sequence] = []
+    preempted: list[int] = []
+    num_tokens: dict[int, int] = {}
+    num_blocks: dict[int, int] = {}
+    for index, seq in enumerate(running):
+        if index >= len(stays) or len(num_tokens) == most_decodes:
+            break
+        num_remaining = seq.num_planned - seq.num_scheduled
+        if num_remaining > 1:
+            prefilling.append(seq)
+        if num_remaining != 1 or seq.num_planned >= seq.max_length:
             continue
-        needs_block = seq.needs_block(config.block_size)
-        while needs_block and free == 0:
-            victim = stays.pop()
-            preempted.append(victim.seq_id)
-            free += victim.blocks_to_reclaim()
-            if victim is seq:
+        if seq.needs_block(block_size):
+            while free == 0 and index < len(stays):
+                victim = stays.pop()
+                preempted.append(victim.seq_id)
+                free += victim.blocks_to_reclaim()
+            if index == len(stays):  # the sequence itself was the last one
                 break
-        else:
-            free -= needs_block
-            decodes.append(seq.seq_id)
-
+            free -= 1
+            num_blocks[seq.seq_id] = 1
+        num_tokens[seq.seq_id] = 1
+        if seq.max_drafts:
+            speculating.append(seq)
+    decode_seqs = tuple(num_tokens)
     startable = () if preempted else waiting
-    prefills = schedule_prefills(startable, stays, len(stays), len(decodes), free, config)
-    num_tokens = dict.fromkeys(decodes, 1) | prefills
-    return SchedulerOutput(tuple(prefills), tuple(decodes), tuple(preempted), num_tokens)
+    prefills, free = _schedule_prefills(
+        startable, prefilling, len(stays), len(num_tokens), free, config
+    )
+    num_tokens |= prefills
+    num_drafts: dict[int, int] = {}
+    if drafts and not preempted:
+        budget = config.max_tokens_per_batch - sum(num_tokens.values())
+        num_drafts = _grant_drafts(speculating, free, budget, block_size, num_blocks)
+    return SchedulerOutput(
+        tuple(prefills), decode_seqs, tuple(preempted), num_tokens, num_drafts, num_blocks
+    )
 
 
-def schedule_prefills(
+def _schedule_prefills(
     waiting: Seq[Sequence],
-    running: Seq[Sequence],
+    prefilling: Seq[Sequence],
     num_running: int,
     num_decodes: int,
     num_free_blocks: int,
     config: SchedulerConfig,
-) -> dict[int, int]:
-    """The second half of `schedule`: what computes its prompt beside the decodes.
-
-    Args:
-        waiting: As in `schedule`.
-        running: Those that may have a prompt to compute, most deserving first.
-        num_running: All that run.
-        num_decodes: Those that decode, with a token each.
-        num_free_blocks: What the decodes leave of them.
-        config: The limits.
-
-    Returns:
-        The number of tokens of each that is scheduled, by sequence id, in order.
-    """
-    budget = _Budget(config.max_tokens_per_batch - num_decodes)
+) -> tuple[dict[int, int], int]:
+    """Return the tokens of each prefill by sequence id, in order, and the blocks still free."""
+    budget, scored_budget = config.max_tokens_per_batch - num_decodes, MAX_SCORED_TOKENS
     prefills: dict[int, int] = {}
-    for seq in running:
+
+    def take(seq: Sequence, count: int) -> bool:
+        nonlocal budget, scored_budget
+        count = min(count, budget)
+        if seq.scores_prompt:
+            count = min(count, scored_budget)
+            scored_budget -= count
+        budget -= count
+        if count:
+            prefills[seq.seq_id] = count
+        return count > 0
+
+    for seq in prefilling:
         if num_decodes + len(prefills) == config.max_batch_size:
             break
-        if seq.num_remaining > 1 and (count := budget.take(seq, seq.num_remaining)):
-            prefills[seq.seq_id] = count
+        take(seq, seq.num_remaining)
 
-    # What those that run may need in the next step, on average, stays free for them: to start a
-    # sequence and preempt it in the next step would only cost.
-    free = num_free_blocks - -(-num_running // config.block_size)
+    # Keep the blocks that running sequences need in the next step, on average: starting a sequence
+    # only to preempt it in the next step would waste its prefill.
+    reserved = -(-num_running // config.block_size)
     room = config.max_batch_size - num_running
     for seq in waiting[: max(room, 0)]:
         needed = seq.blocks_to_start(config.block_size)
-        # One that can't be cut waits for a step that has room, and no shorter one goes before it.
+        # A prompt that can't be split waits for a step with room, and keeps its place in line.
         least = len(seq.token_ids) if seq.is_whole else 1
-        if budget.tokens < least or needed > free:
+        if budget < least or needed > num_free_blocks - reserved:
             break
-        # Where only the budget of prompts to be scored is used up, those behind may start.
-        if count := budget.take(seq, len(seq.token_ids) - seq.num_cached):
-            free -= needed
-            prefills[seq.seq_id] = count
-    return prefills
+        # Where only the budget of scored prompts is used up, later sequences may start.
+        if take(seq, len(seq.token_ids) - seq.num_cached):
+            num_free_blocks -= needed
+    return prefills, num_free_blocks
 
 
-def grant_drafts(
-    decodes: Iterable[Sequence], num_free_blocks: int, num_tokens: int, block_size: int
+def _grant_drafts(
+    decodes: Iterable[Sequence],
+    num_free_blocks: int,
+    num_tokens: int,
+    block_size: int,
+    num_blocks: dict[int, int],
 ) -> dict[int, int]:
-    """How many drafted tokens may be verified beside the next token of each sequence.
+    """Return the number of drafts to verify by sequence id; add their blocks to `num_blocks`.
 
-    Drafts take what nobody else needs: no sequence waits, or gives up a block, for another's.
-
-    Args:
-        decodes: Those that decode in the step, most deserving first, with a block for that.
-        num_free_blocks: What is left of them when the step has its own.
-        num_tokens: What is left of the step's budget.
-        block_size: Tokens per block.
-
-    Returns:
-        By sequence id, above 0.
+    Drafts take only blocks and tokens that are left over.
     """
     granted: dict[int, int] = {}
     for seq in decodes:
@@ -186,22 +179,23 @@ def grant_drafts(
             continue
         lacking = seq.num_lacking(wanted, block_size) - seq.num_lacking(0, block_size)
         if lacking > num_free_blocks:
-            # As many as there is room for in what it has.
             wanted, lacking = min(wanted, seq.num_spare(block_size)), 0
         if wanted > 0:
             granted[seq.seq_id] = wanted
             num_free_blocks -= lacking
             num_tokens -= wanted
+            if lacking:
+                num_blocks[seq.seq_id] = num_blocks.get(seq.seq_id, 0) + lacking
     return granted
 
 
 def _check(waiting: Seq[Sequence], running: Seq[Sequence], num_free_blocks: int) -> None:
     if num_free_blocks < 0:
-        raise ValueError(f"there can't be {num_free_blocks} free blocks")
+        raise ValueError(f"the number of free blocks must be 0 or more; got {num_free_blocks}")
     for seqs, status in ((waiting, SequenceStatus.WAITING), (running, SequenceStatus.RUNNING)):
         for seq in seqs:
             if seq.status is not status:
                 raise ValueError(
-                    f"sequence {seq.seq_id} is {seq.status.name.lower()}, and stands among those "
+                    f"sequence {seq.seq_id} is {seq.status.name.lower()}, but in the list of those "
                     f"that are {status.name.lower()}"
                 )

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from itertools import compress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ...bus.messages import RequestInfo, StepPlan, StepResult
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor
-
-if TYPE_CHECKING:
-    from .core import BatchingCore
+from .core import BatchingCore
 
 
 class Wait(NamedTuple):
-    """A request that waits, since when, and whether it had to give up its blocks for that."""
+    """A waiting request; `preempted`: it gave up its blocks to others."""
 
     info: RequestInfo
     since_ns: int
     preempted: bool = False
 
 
-class Step(NamedTuple):
-    """A plan whose result is not back: its span will say so much, besides its times.
+class StepSpan(NamedTuple):
+    """The span of a plan in flight.
 
     Attributes:
-        made_ns: When it was made.
-        requests: Traceparents of those in it that are recorded.
+        made_ns: When the plan was made.
+        requests: Traceparents of its requests that are recorded.
         attributes: Of the span.
     """
 
@@ -36,42 +34,38 @@ class Step(NamedTuple):
 
 
 class BatchingSpans:
-    """One span for each time that a request waits here, and spans of some steps.
+    """A span for each time that a recorded request waits here, and spans of some steps.
 
-    A step's span is the first of a trace of its own, linked to the requests that are in the step
-    and are recorded, and is recorded for their sake. There are no more of them than
-    `telemetry.steps_per_s`: with its links, one costs as much as many others.
-
-    Of requests that are not recorded nothing is kept.
+    A step's span begins a trace of its own, linked to the recorded requests in the step. Their rate
+    is at most `telemetry.steps_per_s`: with its links, one costs as much as many others.
     """
 
     def __init__(self, stage: Actor) -> None:
         self._stage = stage
         self._waiting: dict[str, Wait] = {}
-        # Sequences in the batch whose requests are recorded.
-        self._running: dict[int, RequestInfo] = {}
-        self._steps: dict[int, Step] = {}
+        self._running: dict[int, RequestInfo] = {}  # of recorded requests
+        self._steps: dict[int, StepSpan] = {}
         rate = stage.config.telemetry.steps_per_s
         self._pause_ns = int(1e9 / rate) if rate else 0
         self._next_step_ns = 0
 
     def clear(self) -> None:
-        """A new epoch: what waits and what is under way is gone."""
+        """Forget all requests and steps: a new epoch begins."""
         self._waiting.clear()
         self._running.clear()
         self._steps.clear()
 
     def arrived(self, info: RequestInfo, now: int) -> None:
-        """Some of a request's sequences have come."""
+        """Note that sequences of a request have come."""
         if self._stage.records(info.traceparent):
             self._waiting.setdefault(info.request_id, Wait(info, now))
 
     def ended(self, request_id: str) -> None:
-        """A request was cut short, and may never start."""
+        """Note that a request was cut short."""
         self._waiting.pop(request_id, None)
 
     def planned(self, plan: StepPlan, core: BatchingCore) -> None:
-        """A plan goes out: what it starts waits no longer, and what it preempts waits again."""
+        """Note a plan: sequences that it starts stop waiting, preempted ones wait again."""
         if not self._stage.tracing.enabled:
             return
         for cancel in plan.ended:
@@ -89,7 +83,7 @@ class BatchingSpans:
             self._note(plan, core)
 
     def step_done(self, result: StepResult) -> None:
-        """A result is back."""
+        """Note a result; record the span of its step."""
         if self._running:
             for seq_id in compress(result.seq_ids, result.finish_reasons):
                 self._running.pop(seq_id, None)
@@ -108,7 +102,7 @@ class BatchingSpans:
                 names.EPOCH: self._stage.epoch,
                 names.DEVICE_TIME_S: device_time_s,
                 **step.attributes,
-                **_became_of_drafts(result),
+                **_draft_counts(result),
             },
             links=step.requests,
             own=self._stage.tracing.begin(sampled=True),
@@ -137,11 +131,11 @@ class BatchingSpans:
             names.DECODE_TOKENS: decode,
             names.BLOCKS_FREE: core.cache.num_free_blocks(),
         }
-        self._steps[plan.step_id] = Step(plan.made_ns, requests, attributes)
+        self._steps[plan.step_id] = StepSpan(plan.made_ns, requests, attributes)
 
 
-def _became_of_drafts(result: StepResult) -> dict[str, int]:
-    """How many tokens were drafted, and how many of these accepted; nothing where none were."""
+def _draft_counts(result: StepResult) -> dict[str, int]:
+    """Return the number of drafted tokens and of accepted ones, if there are any."""
     if not result.drafts:
         return {}
     return {

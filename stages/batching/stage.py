@@ -1,4 +1,4 @@
-"""The batching stage's shell."""
+"""The actor of the batching stage."""
 
 from __future__ import annotations
 
@@ -26,22 +26,20 @@ from .spans import BatchingSpans
 
 
 class BatchingStage(Actor):
-    """Keeps the executor supplied with plans, one step ahead of its results."""
+    """Sends plans to the executor, one step ahead of its results."""
 
     name: ClassVar[str] = "batching"
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
-        # There when the executor has told its capacity for this epoch.
+        # None until the executor has sent its capacity for this epoch.
         self._core: BatchingCore | None = None
-        # The core of the last epoch and its executor: while that one lives, so does what its
-        # blocks hold, and requests that are resumed find their own beginning.
+        # The core of the last epoch and its executor's incarnation. If the same executor comes
+        # back, its blocks still hold their KV, and resumed requests find their prefixes.
         self._last: tuple[BatchingCore, str] | None = None
         self._executor = ""
-        # Who paused the lane does not want a failure to resume it.
-        self._paused = False
-        # The pause that is to be answered.
-        self._pausing = ""
+        self._paused = False  # survives a failure
+        self._pausing = ""  # operation id of the pause to answer
         self._spans = BatchingSpans(self)
 
     async def reset(self) -> None:
@@ -54,12 +52,11 @@ class BatchingStage(Actor):
         self._spans.clear()
 
     async def announce(self) -> None:
-        # Without the executor's capacity this stage is not ready, and says so by its silence.
         if self._core is not None:
             await super().announce()
 
     def waits_for(self) -> str:
-        return "the executor has not told its capacity"
+        return "the executor has not sent its capacity"
 
     def load(self) -> dict[str, int | float | str]:
         return dict(self._core.load()) if self._core is not None else {}
@@ -97,24 +94,23 @@ class BatchingStage(Actor):
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case StageReady() as ready:
-                await self._meet_executor(ready)
-            case Pause() | Resume() | FlushCache() as wish:
-                await self._obey(wish, envelope.operation_id)
+                await self._begin_epoch(ready)
+            case Pause() | Resume() | FlushCache() as request:
+                await self._control(request, envelope.operation_id)
             case body if self._core is None:
                 self.log.warning("message_before_capacity", type=type(body).__name__)
             case _:
                 self._take(self._core, envelope)
 
-    async def _obey(self, wish: Pause | Resume | FlushCache, operation_id: str) -> None:
-        """Does what someone outside wants; also between a failure and what follows."""
+    async def _control(self, request: Pause | Resume | FlushCache, operation_id: str) -> None:
+        """Handle an operator's request, also between a failure and the next epoch."""
         core = self._core or (self._last[0] if self._last is not None else None)
-        match wish:
+        match request:
             case Pause(in_flight):
                 await self._pause(in_flight, operation_id, core)
             case Resume():
                 self._paused = False
-                # Nobody will see the rest that a pause under way waits for.
-                await self._answer_pause()
+                await self._answer_pause()  # its wait for the last step is over
                 await self.answer(operation_id)
             case FlushCache():
                 if core is not None:
@@ -135,8 +131,7 @@ class BatchingStage(Actor):
         if core is not None:
             why = "generation was paused, and requests in flight were to end"
             core.interrupt(in_flight, why)
-        # An earlier pause is part of this one.
-        await self._answer_pause()
+        await self._answer_pause()  # an earlier one, included in this one
         self._pausing = operation_id
 
     def _take(self, core: BatchingCore, envelope: Envelope) -> None:
@@ -190,24 +185,24 @@ class BatchingStage(Actor):
         pausing, self._pausing = self._pausing, ""
         await self.answer(pausing)
 
-    async def _meet_executor(self, ready: StageReady) -> None:
+    async def _begin_epoch(self, ready: StageReady) -> None:
         if ready.capacity is None or self._core is not None:
             return
-        keeps_cache = self._last is not None and self._last[1] == ready.incarnation
-        if self._last is not None and keeps_cache:
-            self._core = self._last[0]
-        else:
-            self._core = BatchingCore(self.config.engine, ready.capacity)
-        if self._core.cache.weight_version != ready.capacity.weight_version:
-            # A failure came between a plan with new weights and its result.
-            self._core.cache.begin_weight_version(ready.capacity.weight_version)
-        self._core.paused = self._paused
-        self._core.lacks = ready.capacity.lacks
-        self._core.adapters.set(ready.capacity.adapters)
+        core, executor = self._last or (None, "")
+        keeps_cache = executor == ready.incarnation
+        if core is None or not keeps_cache:
+            core = BatchingCore(self.config.engine, ready.capacity)
+        if core.cache.weight_version != ready.capacity.weight_version:
+            # A failure came between the plan with new weights and its result.
+            core.cache.begin_weight_version(ready.capacity.weight_version)
+        core.paused = self._paused
+        core.lacks = ready.capacity.lacks
+        core.set_adapters(ready.capacity.adapters)
         self._executor = ready.incarnation
         self._last = None
+        self._core = core
         await self.announce()
-        # Admission must know that this replica takes part before anything can be sent to it.
+        # Admission must know of this replica before fairness sends it sequences.
         await self.flush(CONTROL["admission"])
-        places = self._core.limits.max_batch_size
-        await self.send(self.own(CREDITS), Credit(places, keeps_cache=keeps_cache))
+        credits = Credit(core.limits.max_batch_size, keeps_cache=keeps_cache)
+        await self.send(self.own(CREDITS), credits)

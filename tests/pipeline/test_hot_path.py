@@ -35,11 +35,10 @@ from ..stages.executor.plans import new_sequence, step_plan
 STEPS = 16
 """One for each place in a block, so that a block's cost is shared among its tokens."""
 
-INSTRUCTIONS_PER_SEQUENCE = 180
+INSTRUCTIONS_PER_SEQUENCE = 320
 INSTRUCTIONS_PER_STEP = 4_500
-BATCHING_PER_SEQUENCE = 45
-"""Of them, the most are for naming a block's tokens once it is full."""
-BATCHING_256_OVER_16 = 9
+BATCHING_PER_SEQUENCE = 200
+BATCHING_256_OVER_16 = 14
 ADMISSION_PER_REQUEST = 2_400
 TEXT_OF_A_TOKEN, STREAMING_A_TOKEN = 180, 560
 """In the pipeline, from the step's result to the client: at the end alone, and as it comes."""

@@ -1,4 +1,4 @@
-"""What every prefix cache must do, whichever way it finds tokens."""
+"""What every prefix cache must do, whatever its index."""
 
 from __future__ import annotations
 
@@ -32,10 +32,16 @@ def make_cache(request: pytest.FixtureRequest) -> MakeCache:
     return make
 
 
-def computed(cache: KVCacheManager, token_ids: list[int]) -> Lease:
-    """A lease that runs, with all of its tokens computed."""
+def started(cache: KVCacheManager, token_ids: list[int]) -> Lease:
+    """A lease with blocks for all of its tokens."""
     lease = Lease(token_ids)
     cache.start(lease, cache.match(lease).num_needed)
+    return lease
+
+
+def computed(cache: KVCacheManager, token_ids: list[int]) -> Lease:
+    """A lease with blocks, all of its tokens computed."""
+    lease = started(cache, token_ids)
     cache.commit(lease, len(token_ids))
     return lease
 
@@ -44,37 +50,35 @@ def match(cache: KVCacheManager, token_ids: list[int]) -> PrefixMatch:
     return cache.match(Lease(token_ids))
 
 
-# --- the interface of the public functions ---------------------------------------------------
+# --- blocks ----------------------------------------------------------------------------------
 
 
-def test_allocate_takes_blocks_for_all_tokens(make_cache: MakeCache) -> None:
+def test_a_start_takes_blocks_for_all_tokens(make_cache: MakeCache) -> None:
     cache = make_cache(8, 4)
-    allocation = cache.allocate(list(range(9)))
+    allocation = cache.start(Lease(list(range(9))), 3)
     assert len(set(allocation.block_ids)) == 3
-    assert allocation.cached_length == 0
-    assert allocation.copies == ()
+    assert (allocation.cached_length, allocation.copies) == (0, ())
     assert cache.num_free_blocks() == 5
 
 
-def test_tokens_inserted_are_found_and_whole_blocks_shared(make_cache: MakeCache) -> None:
+def test_computed_tokens_are_found_and_whole_blocks_shared(make_cache: MakeCache) -> None:
     cache = make_cache(8, 4)
-    first = cache.allocate(list(range(10)))
-    assert cache.allocate(list(range(10))).cached_length == 0, "nothing is computed yet"
-    cache.insert(list(range(10)), first.block_ids)
-    second = cache.allocate([*range(8), 50, 51])
-    assert second.cached_length == 8
+    first = started(cache, list(range(10)))
+    assert match(cache, list(range(10))).num_cached == 0, "nothing is computed yet"
+    cache.commit(first, 10)
+    second = started(cache, [*range(8), 50, 51])
     assert second.block_ids[:2] == first.block_ids[:2]
     assert second.block_ids[2] not in first.block_ids
-    assert cache.num_free_blocks() == 8 - 3 - 3 - 1
+    assert cache.num_free_blocks() == 8 - 3 - 1
 
 
-def test_deallocated_blocks_are_free_and_still_found(make_cache: MakeCache) -> None:
+def test_released_blocks_are_free_and_still_found(make_cache: MakeCache) -> None:
     cache = make_cache(4, 4)
-    first = cache.allocate(list(range(9)))
-    cache.insert(list(range(9)), first.block_ids)
-    cache.deallocate(first.block_ids)
+    first = computed(cache, list(range(9)))
+    block_ids = first.block_ids
+    cache.release(first)
     assert cache.num_free_blocks() == 4
-    assert cache.allocate(list(range(9))).block_ids[:2] == first.block_ids[:2]
+    assert started(cache, list(range(9))).block_ids[:2] == block_ids[:2]
 
 
 def test_flush_forgets_all_and_leaves_blocks_in_use_alone(make_cache: MakeCache) -> None:
@@ -95,30 +99,30 @@ def test_misuse_is_refused(make_cache: MakeCache) -> None:
         with pytest.raises(ValueError, match="at least one"):
             make_cache(*sizes)
     with pytest.raises(ValueError, match="at least one token"):
-        cache.allocate([])
-    block_ids = cache.allocate([1, 2, 3, 4]).block_ids
+        cache.start(Lease([]), 4)
+    lease = started(cache, [1, 2, 3, 4])
+    stale = Lease([1, 2, 3, 4, 5], block_ids=lease.block_ids)
     with pytest.raises(ValueError, match="without a block"):
-        cache.insert([1, 2, 3, 4, 5], block_ids)
-    cache.deallocate(block_ids)
+        cache.commit(stale, 5)
+    cache.release(lease)
     with pytest.raises(ValueError, match="freed twice"):
-        cache.deallocate(block_ids)
-    with pytest.raises(ValueError, match="nobody holds"):
-        cache.insert([1, 2, 3, 4], block_ids)
+        cache.release(stale)
+    with pytest.raises(ValueError, match="in a free block"):
+        cache.commit(stale, 4)
 
 
 def test_more_than_is_free_is_refused_and_takes_nothing(make_cache: MakeCache) -> None:
     cache = make_cache(3, 4)
-    cache.allocate([1])
+    started(cache, [1])
     with pytest.raises(OutOfBlocks, match="3 blocks are needed and 2 are free"):
-        cache.allocate(list(range(9)))
+        cache.start(Lease(list(range(9))), 3)
     assert cache.num_free_blocks() == 2
-    lease = Lease([7] * 8)
-    cache.start(lease, 2)
-    with pytest.raises(OutOfBlocks):
+    lease = started(cache, [7] * 8)
+    with pytest.raises(OutOfBlocks, match="1 block is needed and 0 are free"):
         cache.extend(lease)
 
 
-# --- what is found ---------------------------------------------------------------------------
+# --- matches ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 16])
@@ -129,7 +133,7 @@ def test_a_full_hit_leaves_one_token(make_cache: MakeCache, size: int) -> None:
     assert match(cache, list(range(40))).num_cached == 32
     again = computed(cache, list(range(64)))
     cache.release(again)
-    assert cache.match(again).num_cached == 63, "nor with a lease that knows its blocks"
+    assert cache.match(again).num_cached == 63, "nor with a lease that has been matched before"
     assert match(cache, [0]).num_cached == 0
 
 
@@ -183,13 +187,13 @@ def test_a_block_computed_twice_is_found_once(make_cache: MakeCache) -> None:
     cache = make_cache(8, 2)
     leases = twins(cache, [1, 2, 3, 4, 5])
     assert match(cache, [1, 2, 3, 4, 5, 6, 0]).num_cached == 6
-    assert match(cache, [1, 2, 3, 4, 5, 7, 0]).num_cached == 6, "behind the other's twin"
+    assert match(cache, [1, 2, 3, 4, 5, 7, 0]).num_cached == 6, "behind the other's equal block"
     cache.release(leases[0])
     cache.check([leases[1]])
     cache.check_index()
 
 
-def test_held_blocks_behind_a_free_one_are_not_counted_on(make_cache: MakeCache) -> None:
+def test_held_blocks_behind_a_free_one_do_not_count_as_shared(make_cache: MakeCache) -> None:
     cache = make_cache(8, 2)
     leases = twins(cache, [1, 2, 3])
     cache.release(leases[0])
@@ -197,7 +201,7 @@ def test_held_blocks_behind_a_free_one_are_not_counted_on(make_cache: MakeCache)
     assert match(cache, [1, 2, 3, 7, 8]) == PrefixMatch(4, 3, None)
 
 
-def test_what_was_computed_before_a_flush_never_comes_back(make_cache: MakeCache) -> None:
+def test_kv_from_before_a_flush_is_never_shared(make_cache: MakeCache) -> None:
     cache = make_cache(8, 2)
     old = computed(cache, [1, 2])
     cache.flush()
@@ -210,7 +214,7 @@ def test_what_was_computed_before_a_flush_never_comes_back(make_cache: MakeCache
     assert cache.next_run(old) is None
 
 
-def test_other_scopes_find_nothing_and_wait_for_nobody(make_cache: MakeCache) -> None:
+def test_other_scopes_find_nothing_and_name_another_next_run(make_cache: MakeCache) -> None:
     cache = make_cache(16, 4)
     mine = Lease(list(range(10)), MINE)
     cache.start(mine, 3)
@@ -233,7 +237,7 @@ def test_another_weight_version_finds_nothing(make_cache: MakeCache) -> None:
     assert cache.match(waiting).num_cached == 9
 
 
-def test_who_may_not_reuse_finds_nothing_and_is_found(make_cache: MakeCache) -> None:
+def test_a_lease_without_reuse_finds_nothing_and_is_found(make_cache: MakeCache) -> None:
     cache = make_cache(16, 4)
     computed(cache, list(range(6)))
     lease = Lease(list(range(10)))
@@ -269,12 +273,11 @@ def test_least_recently_freed_goes_first_and_leaves_before_roots(make_cache: Mak
     assert match(cache, [30, 31, 32, 33, 34]).num_cached == 4
 
 
-def test_blocks_that_nobody_can_find_go_first(make_cache: MakeCache) -> None:
+def test_blocks_outside_the_index_are_evicted_first(make_cache: MakeCache) -> None:
     cache = make_cache(4, 2)
     cache.release(computed(cache, [1, 2]))
-    never = cache.allocate([5, 5, 5])
-    cache.deallocate(never.block_ids)
-    cache.allocate([7] * 6)
+    cache.release(started(cache, [5, 5, 5]))
+    started(cache, [7] * 6)
     assert match(cache, [1, 2, 3]).num_cached == 2
 
 
@@ -282,7 +285,7 @@ def test_held_blocks_are_never_evicted(make_cache: MakeCache) -> None:
     cache = make_cache(4, 2)
     lease = computed(cache, [1, 2, 3, 4])
     for _ in range(3):
-        cache.deallocate(cache.allocate([8, 8, 8, 8]).block_ids)
+        cache.release(started(cache, [8, 8, 8, 8]))
     assert match(cache, [1, 2, 3, 4, 5]).num_cached == 4
     cache.check([lease])
 
@@ -291,11 +294,11 @@ def test_evicting_a_twin_leaves_the_other_holder_alone(make_cache: MakeCache) ->
     cache = make_cache(4, 2)
     leases = twins(cache, [1, 2, 3])
     cache.release(leases[0])
-    taken = cache.allocate([9, 9, 9, 9])
+    taken = started(cache, [9, 9, 9, 9])
     assert not set(taken.block_ids) & set(leases[1].block_ids)
     cache.check_index()
     leases[1].token_ids = [1, 2, 3, 7, 8]
-    cache.deallocate(taken.block_ids)
+    cache.release(taken)
     cache.extend(leases[1])
     cache.commit(leases[1], 5)
     cache.check([leases[1]])
@@ -314,7 +317,7 @@ def test_radix_finds_the_longest_of_many_continuations() -> None:
     cache.check_index()
 
 
-def test_radix_gives_the_name_to_whoever_computed_more_of_a_block() -> None:
+def test_radix_finds_the_block_with_the_most_computed_tokens() -> None:
     cache = RadixKVCache(8, 4)
     short, long = Lease([1, 2]), Lease([1, 2, 3])
     cache.start(short, 1)
@@ -329,7 +332,7 @@ def test_radix_puts_an_own_block_in_the_place_of_an_evicted_twin() -> None:
     cache = RadixKVCache(5, 2)
     leases = twins(cache, [1, 2, 3])
     cache.release(leases[0])
-    cache.deallocate(cache.allocate([9] * 6).block_ids)
+    cache.release(started(cache, [9] * 6))
     assert match(cache, [1, 2, 3, 7, 8]).num_cached == 0
     leases[1].token_ids = [1, 2, 3, 7, 8]
     cache.extend(leases[1])
@@ -337,7 +340,7 @@ def test_radix_puts_an_own_block_in_the_place_of_an_evicted_twin() -> None:
     assert match(cache, [1, 2, 3, 7, 8, 9]).num_cached == 5
 
 
-def test_block_hash_names_tokens_and_all_before() -> None:
+def test_a_block_hash_covers_its_tokens_and_all_before() -> None:
     assert compute_block_hash((300, 1)) == compute_block_hash([300, 1])
     assert compute_block_hash((300, 1)) != compute_block_hash((44, 1)), "300 is 44 modulo 256"
     assert compute_block_hash((1, 2), 5) != compute_block_hash((1, 2))

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from .lane import STOP, CacheType, Lane, expected
+from .replica import STOP, CacheType, FakeReplica, expected
 
 CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
 def test_what_is_computed_is_counted_once(cache_type: CacheType) -> None:
-    lane = Lane(cache_type=cache_type)
-    lane.add(list(range(10)), request_id="a", seq_ids=(1, 2, 3), max_tokens=5, stop=False)
-    lane.run()
-    done = lane.core.take_counters()
-    assert done.prefilled + done.decoded == lane.executor.num_computed
+    replica = FakeReplica(cache_type=cache_type)
+    replica.add(list(range(10)), request_id="a", seq_ids=(1, 2, 3), max_tokens=5, stop=False)
+    replica.run()
+    done = replica.core.take_counters()
+    assert done.prefilled + done.decoded == replica.executor.num_computed
     assert done.decoded == 3 * 4
     assert done.prefilled + done.cached == 3 * 10
     assert (done.misses, done.partial_hits, done.full_hits) == (1, 0, 2)
     assert (done.recomputed, done.wasted, done.preemptions, done.resumes) == (0, 0, 0, 0)
-    assert lane.core.take_counters().prefilled == 0, "taken once"
+    assert replica.core.take_counters().prefilled == 0, "taken once"
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
@@ -40,35 +40,35 @@ def test_what_is_found_of_a_prompt(
     cache_type: CacheType, prompt: list[int], found: tuple[int, int, int]
 ) -> None:
     """All of it is all but the last token, which is computed in any case."""
-    lane = Lane(cache_type=cache_type)
-    lane.add(list(range(10)), request_id="a", seq_ids=(1,), max_tokens=1)
-    lane.run()
-    assert lane.core.take_counters().misses == 1
-    lane.add(prompt, request_id="b", seq_ids=(2,), max_tokens=1)
-    lane.run()
-    done = lane.core.take_counters()
+    replica = FakeReplica(cache_type=cache_type)
+    replica.add(list(range(10)), request_id="a", seq_ids=(1,), max_tokens=1)
+    replica.run()
+    assert replica.core.take_counters().misses == 1
+    replica.add(prompt, request_id="b", seq_ids=(2,), max_tokens=1)
+    replica.run()
+    done = replica.core.take_counters()
     assert (done.misses, done.partial_hits, done.full_hits) == found
 
 
 def test_the_step_ahead_of_a_stop_token_is_wasted() -> None:
     # One that ends by itself, and not because it has all of its tokens.
     prompt = next([seed] for seed in range(50) if STOP in expected([seed], 8)[:7])
-    lane = Lane(steps_ahead=2)
-    lane.add(prompt, request_id="a", seq_ids=(1,), max_tokens=8)
-    lane.run()
-    assert lane.core.take_counters().wasted == 1
+    replica = FakeReplica(steps_ahead=2)
+    replica.add(prompt, request_id="a", seq_ids=(1,), max_tokens=8)
+    replica.run()
+    assert replica.core.take_counters().wasted == 1
 
 
 def test_preemption_counts_what_it_costs() -> None:
-    lane = Lane(num_blocks=8, block_size=4, max_batch_size=4, cache_type="paged")
+    replica = FakeReplica(num_blocks=8, block_size=4, max_batch_size=4, cache_type="paged")
     for seq_id in range(4):
         prompt = [seq_id + 10] * 3
-        lane.add(prompt, request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=16, stop=False)
-    lane.run()
-    done = lane.core.take_counters()
+        replica.add(prompt, request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=16, stop=False)
+    replica.run()
+    done = replica.core.take_counters()
     assert done.preemptions > 0
     assert done.resumes == done.preemptions, "each went on"
     assert done.recomputed > 0
     assert done.prefilled == 4 * 3 + done.recomputed
-    assert lane.core.cache.take_evicted() > 0
-    assert lane.core.cache.take_evicted() == 0, "taken once"
+    assert replica.core.cache.take_evicted() > 0
+    assert replica.core.cache.take_evicted() == 0, "taken once"

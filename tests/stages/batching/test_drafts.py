@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.messages import StepPlan, StepResult, VerifiedDraft
 
-from .lane import CacheType, Lane, RuleExecutor, expected
+from .replica import CacheType, FakeReplica, RuleExecutor, expected
 
 
 class DraftingExecutor(RuleExecutor):
@@ -43,11 +43,11 @@ class DraftingExecutor(RuleExecutor):
         return rows
 
 
-def drafting_lane(**settings: int | str) -> tuple[Lane, DraftingExecutor]:
-    lane = Lane(max_draft_tokens=3, **settings)  # type: ignore[arg-type]
-    core = lane.core
-    lane.executor = executor = DraftingExecutor(core.cache.num_blocks, core.limits.block_size)
-    return lane, executor
+def drafting_replica(**settings: int | str) -> tuple[FakeReplica, DraftingExecutor]:
+    replica = FakeReplica(max_draft_tokens=3, **settings)  # type: ignore[arg-type]
+    core = replica.core
+    replica.executor = executor = DraftingExecutor(core.cache.num_blocks, core.limits.block_size)
+    return replica, executor
 
 
 @pytest.mark.soak
@@ -84,7 +84,7 @@ def drafting_lane(**settings: int | str) -> tuple[Lane, DraftingExecutor]:
 def test_every_sequence_gets_its_tokens_whenever_drafts_rest(
     actions: list[tuple[str, int]], block_size: int, steps_ahead: int, cache_type: CacheType
 ) -> None:
-    lane, executor = drafting_lane(
+    replica, executor = drafting_replica(
         num_blocks=-(-120 // block_size),
         block_size=block_size,
         steps_ahead=steps_ahead,
@@ -100,42 +100,44 @@ def test_every_sequence_gets_its_tokens_whenever_drafts_rest(
                 seq_id, stop, length = len(wanted), which % 5 > 0, 1 + which % 31
                 wanted[seq_id] = expected(prompt, length, stop=stop)
                 ids = (seq_id,)
-                lane.add(prompt, request_id=f"r{seq_id}", seq_ids=ids, max_tokens=length, stop=stop)
+                replica.add(
+                    prompt, request_id=f"r{seq_id}", seq_ids=ids, max_tokens=length, stop=stop
+                )
             case "plan":
-                lane.plan()
+                replica.plan()
             case "retire":
-                lane.retire()
+                replica.retire()
             case "steps":
                 for _ in range(which % 12):
-                    lane.plan()
-                    lane.plan()
-                    lane.retire()
+                    replica.plan()
+                    replica.plan()
+                    replica.retire()
             case "rest":
                 executor.rest = which % 20
             case "retract":
                 # What was accepted in plans under way was not told, and comes again.
-                lane.retract()
-        lane.check()
+                replica.retract()
+        replica.check()
 
     for action, which in actions:
         do(action, which)
-    lane.run()
-    assert lane.core.idle
-    assert lane.outputs == wanted
+    replica.run()
+    assert replica.core.idle
+    assert replica.outputs == wanted
 
 
 def test_drafts_are_allowed_again_after_so_many_plans() -> None:
-    lane, executor = drafting_lane()
+    replica, executor = drafting_replica()
     for seq_id in range(3):
         prompt = [seq_id + 10] * 3
-        lane.add(prompt, request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=100, stop=False)
-    lane.plan()
-    lane.retire()
+        replica.add(prompt, request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=100, stop=False)
+    replica.plan()
+    replica.retire()
     executor.rest = 5
-    lane.plan()
-    lane.retire()
-    lane.log.clear()
+    replica.plan()
+    replica.retire()
+    replica.log.clear()
     for _ in range(8):
-        lane.plan()
-        lane.retire()
-    assert [bool(plan.num_drafts) for plan in lane.log] == [False] * 5 + [True] * 3
+        replica.plan()
+        replica.retire()
+    assert [bool(plan.num_drafts) for plan in replica.log] == [False] * 5 + [True] * 3

@@ -9,7 +9,7 @@ import pytest
 from nano_inference.bus.pooling import Pooling
 from nano_inference.store.board import LoadedAdapter
 
-from .lane import CacheType, Lane, expected, reported
+from .replica import CacheType, FakeReplica, expected, reported
 
 MEAN = Pooling("mean", True, 4)
 LAST = Pooling("last", True, 4)
@@ -18,9 +18,9 @@ CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
 
 
 def embed(
-    lane: Lane, seq_id: int, prompt: list[int], pooling: Pooling, *, adapter: str = ""
+    replica: FakeReplica, seq_id: int, prompt: list[int], pooling: Pooling, *, adapter: str = ""
 ) -> None:
-    lane.add(
+    replica.add(
         prompt,
         request_id=f"e{seq_id}",
         seq_ids=(seq_id,),
@@ -30,11 +30,11 @@ def embed(
     )
 
 
-def rows_of(lane: Lane, seq_id: int) -> list[int]:
+def rows_of(replica: FakeReplica, seq_id: int) -> list[int]:
     """How many tokens of a sequence each step computed."""
     return [
         count
-        for plan in lane.log
+        for plan in replica.log
         for each, count in zip(plan.seq_ids, plan.num_tokens, strict=True)
         if each == seq_id
     ]
@@ -46,100 +46,100 @@ def test_they_run_beside_others_and_end_with_their_prompt(
     cache_type: CacheType, steps_ahead: int
 ) -> None:
     rng = random.Random(1)
-    lane = Lane(cache_type=cache_type, steps_ahead=steps_ahead, num_blocks=40)
+    replica = FakeReplica(cache_type=cache_type, steps_ahead=steps_ahead, num_blocks=40)
     prompts = {
         seq_id: [rng.randrange(50) for _ in range(rng.randrange(1, 70))] for seq_id in range(30)
     }
     for seq_id, prompt in prompts.items():
         if seq_id % 3:
-            embed(lane, seq_id, prompt, (MEAN, LAST)[seq_id % 2])
+            embed(replica, seq_id, prompt, (MEAN, LAST)[seq_id % 2])
         else:
-            lane.add(prompt, request_id=f"g{seq_id}", seq_ids=(seq_id,))
-    lane.run()
-    lane.check()
-    assert lane.core.idle
-    assert sorted(lane.pooled) == [seq_id for seq_id in prompts if seq_id % 3]
-    assert lane.outputs == {
+            replica.add(prompt, request_id=f"g{seq_id}", seq_ids=(seq_id,))
+    replica.run()
+    replica.check()
+    assert replica.core.idle
+    assert sorted(replica.pooled) == [seq_id for seq_id in prompts if seq_id % 3]
+    assert replica.outputs == {
         seq_id: expected(prompt, 8) for seq_id, prompt in prompts.items() if not seq_id % 3
     }
-    report = reported(lane)
+    report = reported(replica)
     assert (report.sequences, sorted(report.ended)) == (30, list(prompts))
-    assert not {seq for step in report.steps for seq in step} & set(lane.pooled)
+    assert not {seq for step in report.steps for seq in step} & set(replica.pooled)
 
 
 def test_only_the_last_token_s_vector_begins_behind_a_cached_prefix() -> None:
-    lane = Lane()
+    replica = FakeReplica()
     prompt = list(range(20))
     for seq_id, pooling in enumerate((LAST, LAST, MEAN)):
-        embed(lane, seq_id, prompt, pooling)
-        lane.run()
-    assert [rows_of(lane, seq_id) for seq_id in range(3)] == [[20], [1], [20]]
+        embed(replica, seq_id, prompt, pooling)
+        replica.run()
+    assert [rows_of(replica, seq_id) for seq_id in range(3)] == [[20], [1], [20]]
 
 
 def test_what_can_t_be_cut_is_computed_in_one_step_and_in_order() -> None:
     """A step has 32 tokens: the second waits for the next one, and the third does not pass it."""
-    lane = Lane(num_blocks=64)
+    replica = FakeReplica(num_blocks=64)
     lengths = [20, 30, 5, 2, 32, 1]
     for seq_id, length in enumerate(lengths):
-        embed(lane, seq_id, [seq_id] * length, WHOLE)
-    lane.run()
-    assert [plan.seq_ids for plan in lane.log] == [(0,), (1,), (2, 3), (4,), (5,)]
-    assert [rows_of(lane, seq_id) for seq_id in range(6)] == [[length] for length in lengths]
-    assert lane.core.cache.num_cached_blocks() == 0, "there is no KV that others could find"
+        embed(replica, seq_id, [seq_id] * length, WHOLE)
+    replica.run()
+    assert [plan.seq_ids for plan in replica.log] == [(0,), (1,), (2, 3), (4,), (5,)]
+    assert [rows_of(replica, seq_id) for seq_id in range(6)] == [[length] for length in lengths]
+    assert replica.core.cache.num_cached_blocks() == 0, "there is no KV that others could find"
 
 
 def test_a_prompt_that_is_under_way_is_taken_back_paused_and_cancelled_like_any_other() -> None:
-    lane = Lane(max_tokens_per_batch=8)
+    replica = FakeReplica(max_tokens_per_batch=8)
     for seq_id in range(4):
-        embed(lane, seq_id, [seq_id] * 30, MEAN)
-    assert lane.plan()
-    lane.retract()
-    lane.check()
-    assert lane.plan()
-    lane.core.pause_sequences((0, 1))
-    lane.core.stop((2,))
-    lane.run()
-    assert lane.pooled == [3]
-    lane.core.resume_sequences((0, 1))
-    lane.run()
-    lane.check()
-    assert sorted(lane.pooled) == [0, 1, 3]
+        embed(replica, seq_id, [seq_id] * 30, MEAN)
+    assert replica.plan()
+    replica.retract()
+    replica.check()
+    assert replica.plan()
+    replica.core.pause_sequences((0, 1))
+    replica.core.stop((2,))
+    replica.run()
+    assert replica.pooled == [3]
+    replica.core.resume_sequences((0, 1))
+    replica.run()
+    replica.check()
+    assert sorted(replica.pooled) == [0, 1, 3]
 
 
 def test_new_weights_let_begun_prompts_begin_again_and_what_decodes_go_on() -> None:
-    lane = Lane(max_tokens_per_batch=8)
-    lane.add([1, 2, 3], request_id="g", seq_ids=(1,), max_tokens=30, stop=False)
-    embed(lane, 2, [4] * 30, MEAN)
+    replica = FakeReplica(max_tokens_per_batch=8)
+    replica.add([1, 2, 3], request_id="g", seq_ids=(1,), max_tokens=30, stop=False)
+    embed(replica, 2, [4] * 30, MEAN)
     for _ in range(3):
-        assert lane.plan()
-        lane.retire()
-    begun = sum(rows_of(lane, 2))
-    lane.core.change_weights(1, "keep")
-    lane.run()
-    lane.check()
+        assert replica.plan()
+        replica.retire()
+    begun = sum(rows_of(replica, 2))
+    replica.core.change_weights(1, "keep")
+    replica.run()
+    replica.check()
     assert 0 < begun < 30
-    assert sum(rows_of(lane, 2)) == begun + 30
-    (changed,) = [plan for plan in lane.log if plan.weight_version]
+    assert sum(rows_of(replica, 2)) == begun + 30
+    (changed,) = [plan for plan in replica.log if plan.weight_version]
     assert changed.finished == (2,)
-    assert lane.outputs[1] == expected([1, 2, 3], 30, stop=False)
+    assert replica.outputs[1] == expected([1, 2, 3], 30, stop=False)
 
 
 def test_new_weights_of_an_adapter_let_begun_prompts_begin_again_and_nothing_else() -> None:
-    lane = Lane(max_tokens_per_batch=12)
-    lane.core.adapters.set([LoadedAdapter("a", 1), LoadedAdapter("b", 1)])
-    lane.add([1, 2], request_id="g", seq_ids=(1,), max_tokens=30, stop=False, adapter="a")
-    embed(lane, 2, [4] * 30, MEAN, adapter="a")
-    embed(lane, 3, [5] * 30, MEAN, adapter="b")
+    replica = FakeReplica(max_tokens_per_batch=12)
+    replica.core.set_adapters([LoadedAdapter("a", 1), LoadedAdapter("b", 1)])
+    replica.add([1, 2], request_id="g", seq_ids=(1,), max_tokens=30, stop=False, adapter="a")
+    embed(replica, 2, [4] * 30, MEAN, adapter="a")
+    embed(replica, 3, [5] * 30, MEAN, adapter="b")
     for _ in range(2):
-        assert lane.plan()
-        lane.retire()
-    begun = sum(rows_of(lane, 2))
-    lane.core.change_adapter("a", 2, "keep")
-    lane.run()
-    lane.check()
+        assert replica.plan()
+        replica.retire()
+    begun = sum(rows_of(replica, 2))
+    replica.core.change_adapter("a", 2, "keep")
+    replica.run()
+    replica.check()
     assert begun > 0
-    assert [sum(rows_of(lane, seq_id)) for seq_id in (2, 3)] == [begun + 30, 30]
-    (changed,) = [plan for plan in lane.log if plan.adapters]
+    assert [sum(rows_of(replica, seq_id)) for seq_id in (2, 3)] == [begun + 30, 30]
+    (changed,) = [plan for plan in replica.log if plan.adapters]
     assert (changed.adapters, changed.finished) == ((("a", 2),), (2,))
-    assert lane.outputs[1] == expected([1, 2], 30, stop=False)
-    assert sorted(lane.pooled) == [2, 3]
+    assert replica.outputs[1] == expected([1, 2], 30, stop=False)
+    assert sorted(replica.pooled) == [2, 3]

@@ -89,7 +89,7 @@ def test_a_block_for_each_that_grows_is_not_given_to_those_that_wait() -> None:
 def test_the_last_gives_way_where_no_block_is_left_to_grow() -> None:
     running = [decoding(1, 17), decoding(2, 33), decoding(3, 40)]
     decision = schedule([Sequence(4, [1])], running, 0, LIMITS)
-    assert decision == SchedulerOutput((), (1, 2), (3,), {1: 1, 2: 1})
+    assert decision == SchedulerOutput((), (1, 2), (3,), {1: 1, 2: 1}, num_blocks={1: 1, 2: 1})
 
 
 def test_one_that_is_alone_and_out_of_blocks_gives_way_itself() -> None:
@@ -118,11 +118,13 @@ def test_who_is_at_its_limit_decodes_no_more() -> None:
 
 
 def test_a_sequence_in_the_wrong_list_is_refused() -> None:
-    with pytest.raises(ValueError, match="sequence 1 is running, and stands among those that are"):
+    with pytest.raises(
+        ValueError, match="sequence 1 is running, but in the list of those that are"
+    ):
         schedule([decoding(1, 10)], [], 100, LIMITS)
     with pytest.raises(ValueError, match="are running"):
         schedule([], [Sequence(1, [5])], 100, LIMITS)
-    with pytest.raises(ValueError, match="-1 free blocks"):
+    with pytest.raises(ValueError, match="must be 0 or more; got -1"):
         schedule([], [], -1, LIMITS)
 
 

@@ -11,7 +11,7 @@ from nano_inference.config import SamplingParams, SchedulerConfig
 from nano_inference.stages.batching import Sequence, schedule
 from nano_inference.stages.batching.schedule import MAX_SCORED_TOKENS
 
-from .lane import CacheType, Lane, expected
+from .replica import CacheType, FakeReplica, expected
 
 CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
 PROMPT = list(range(30))
@@ -49,47 +49,52 @@ def scored_positions(log: list[StepPlan]) -> dict[int, set[int]]:
 
 
 def test_the_first_sample_computes_all_though_the_cache_is_warm(cache_type: CacheType) -> None:
-    lane = Lane(cache_type=cache_type)
-    lane.add(PROMPT, request_id="before", seq_ids=(1,), max_tokens=2, stop=False)
-    lane.run()
-    lane.add(
+    replica = FakeReplica(cache_type=cache_type)
+    replica.add(PROMPT, request_id="before", seq_ids=(1,), max_tokens=2, stop=False)
+    replica.run()
+    replica.add(
         PROMPT, request_id="scored", seq_ids=(2, 3), max_tokens=2, stop=False, prompt_logprobs=1
     )
-    lane.run()
-    cached = {new.seq_id: new.num_cached for plan in lane.log for new in plan.new}
+    replica.run()
+    cached = {new.seq_id: new.num_cached for plan in replica.log for new in plan.new}
     assert cached == {1: 0, 2: 0, 3: len(PROMPT) - 1}
-    assert lane.outputs[2] == lane.outputs[3] == lane.outputs[1] == expected(PROMPT, 2, stop=False)
-    lane.check()
+    assert (
+        replica.outputs[2]
+        == replica.outputs[3]
+        == replica.outputs[1]
+        == expected(PROMPT, 2, stop=False)
+    )
+    replica.check()
 
 
 def test_siblings_wait_for_what_the_first_computes(cache_type: CacheType) -> None:
-    lane = Lane(cache_type=cache_type)
-    lane.add(
+    replica = FakeReplica(cache_type=cache_type)
+    replica.add(
         PROMPT, request_id="a", seq_ids=tuple(range(6)), max_tokens=1, stop=False, prompt_logprobs=0
     )
-    lane.run()
-    assert lane.executor.num_computed == len(PROMPT)
-    lane.add(PROMPT, request_id="later", seq_ids=(9,), max_tokens=1, stop=False)
-    lane.run()
-    assert lane.executor.num_computed == len(PROMPT) + 1, "others find it as well"
+    replica.run()
+    assert replica.executor.num_computed == len(PROMPT)
+    replica.add(PROMPT, request_id="later", seq_ids=(9,), max_tokens=1, stop=False)
+    replica.run()
+    assert replica.executor.num_computed == len(PROMPT) + 1, "others find it as well"
 
 
 def test_two_of_them_do_not_wait_for_each_other() -> None:
-    lane = Lane(max_tokens_per_batch=64)
+    replica = FakeReplica(max_tokens_per_batch=64)
     for name, seq_id in (("a", 1), ("b", 2)):
-        lane.add(PROMPT, request_id=name, seq_ids=(seq_id,), stop=False, prompt_logprobs=0)
-    assert lane.plan()
-    assert lane.log[0].seq_ids == (1, 2)
-    lane.run()
-    assert lane.outputs[1] == lane.outputs[2] == expected(PROMPT, 8, stop=False)
+        replica.add(PROMPT, request_id=name, seq_ids=(seq_id,), stop=False, prompt_logprobs=0)
+    assert replica.plan()
+    assert replica.log[0].seq_ids == (1, 2)
+    replica.run()
+    assert replica.outputs[1] == replica.outputs[2] == expected(PROMPT, 8, stop=False)
 
 
 def test_once_it_has_sampled_it_may_use_the_cache_again(cache_type: CacheType) -> None:
     """Ten blocks for two sequences that end with seven each: one is preempted."""
-    lane = Lane(num_blocks=10, cache_type=cache_type)
+    replica = FakeReplica(num_blocks=10, cache_type=cache_type)
     prompts = {1: [1, 2, 3, 4, 5], 2: [9, 8, 7, 6, 5]}
     for seq_id, prompt in prompts.items():
-        lane.add(
+        replica.add(
             prompt,
             request_id=str(seq_id),
             seq_ids=(seq_id,),
@@ -97,12 +102,12 @@ def test_once_it_has_sampled_it_may_use_the_cache_again(cache_type: CacheType) -
             stop=False,
             prompt_logprobs=2,
         )
-    lane.run()
-    again = [new for plan in lane.log for new in plan.new if new.num_generated]
+    replica.run()
+    again = [new for plan in replica.log for new in plan.new if new.num_generated]
     assert again, "one was to be preempted"
     assert any(new.num_cached for new in again)
     for seq_id, prompt in prompts.items():
-        assert lane.outputs[seq_id] == expected(prompt, 20, stop=False)
+        assert replica.outputs[seq_id] == expected(prompt, 20, stop=False)
 
 
 def test_preempted_before_it_has_sampled_it_starts_from_nothing() -> None:
@@ -174,13 +179,13 @@ def test_random_traces_score_every_position(
     ahead: int,
     cache_type: CacheType,
 ) -> None:
-    lane = Lane(num_blocks=num_blocks, steps_ahead=ahead, cache_type=cache_type)
+    replica = FakeReplica(num_blocks=num_blocks, steps_ahead=ahead, cache_type=cache_type)
     wanted: dict[int, int] = {}
     prompts: dict[int, tuple[list[int], int]] = {}
     for number, (length, samples, max_tokens, scored) in enumerate(requests):
         prompt = [number % 3, *range(length - 1)]
         seq_ids = tuple(range(10 * number, 10 * number + samples))
-        lane.add(
+        replica.add(
             prompt,
             request_id=str(number),
             seq_ids=seq_ids,
@@ -190,10 +195,10 @@ def test_random_traces_score_every_position(
         prompts |= dict.fromkeys(seq_ids, (prompt, max_tokens))
         if scored:
             wanted[seq_ids[0]] = length
-    lane.run()
-    lane.check()
+    replica.run()
+    replica.check()
     for seq_id, (prompt, max_tokens) in prompts.items():
-        assert lane.outputs[seq_id] == expected(prompt, max_tokens)
-    computed = scored_positions(lane.log)
+        assert replica.outputs[seq_id] == expected(prompt, max_tokens)
+    computed = scored_positions(replica.log)
     for seq_id, length in wanted.items():
         assert set(range(length)) <= computed[seq_id]

@@ -96,7 +96,7 @@ class Lane:
         `adapters`: of each, "" for none; no prompt has one when empty.
         """
         self.counts = Counts()
-        self.batching.adapters.set(self.executor.capacity().adapters)
+        self.batching.set_adapters(self.executor.capacity().adapters)
         answers = {
             self._add(prompt, max_tokens, adapter): Answer(prompt)
             for prompt, adapter in zip(prompts, adapters or [""] * len(prompts), strict=True)
@@ -144,7 +144,7 @@ class Lane:
         running = list(self.batching._running)
         if not running:
             return
-        self.batching._preempt((running[-1].seq_id,))
+        self.batching._give_up(running[-1])
         self.counts.preempted += 1
         if self._flush_every and self.counts.preempted % self._flush_every == 0:
             self.batching.cache.flush()

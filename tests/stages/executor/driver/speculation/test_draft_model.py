@@ -139,7 +139,7 @@ class DraftedLane(DraftingLane):
                 self.batching.absorb(result)
                 self._record(result)
             if running := list(self.batching._running):
-                self.batching._preempt((running[-1].seq_id,))
+                self.batching._give_up(running[-1])
                 self.preempted += 1
                 return True
         return went_on

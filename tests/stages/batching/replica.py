@@ -1,4 +1,4 @@
-"""A lane without a device: an executor that samples by rule, and drives the batching core."""
+"""A replica without a device: an executor that samples by rule, and drives the batching core."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class RuleExecutor:
         return [(seq_id, token, reason)]
 
 
-class Lane:
+class FakeReplica:
     """The batching core and a rule executor, with results that come back late."""
 
     def __init__(
@@ -242,7 +242,7 @@ class Lane:
         """The plans under way are lost, and with them all that the executor knew but its slots."""
         self.plans.clear()
         self.executor.forget()
-        self.core.retract()
+        self.core.forget_plans()
 
     def check(self) -> None:
         """All conservation checks, those that look through the whole cache included."""
@@ -255,12 +255,12 @@ class Lane:
                 pass
             if not self.retire():
                 return
-        raise AssertionError("the lane did not come to rest")
+        raise AssertionError("the replica did not come to rest")
 
 
-def reported(lane: Lane) -> Credit:
+def reported(replica: FakeReplica) -> Credit:
     """What fairness is told; there must be something."""
-    report = lane.core.take_report()
+    report = replica.core.take_report()
     assert report is not None
     return report
 

@@ -1,0 +1,107 @@
+"""Which waiting sequences may start, and which of them share a prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from itertools import islice
+
+from ...config import SchedulerConfig
+from .cache import KVCacheManager
+from .sequence import Sequence
+
+MOST_LOOKS = 2
+"""Waiting sequences examined per plan, in batches."""
+
+
+def startable(
+    waiting: Iterable[Sequence],
+    prefilling: Iterable[Sequence],
+    room: int,
+    cache: KVCacheManager,
+    limits: SchedulerConfig,
+) -> list[Sequence]:
+    """Return waiting sequences that may start, in order; set `num_cached` and `num_to_allocate`.
+
+    The search ends with the sequence that fills the step, and after `MOST_LOOKS` batches. A
+    sequence waits while another one computes tokens that both need, and siblings that come together
+    wait for the first of them: a shared prompt is computed once.
+
+    Args:
+        waiting: In order.
+        prefilling: Running sequences whose prompt is not computed.
+        room: Most sequences that may start.
+        cache: Holds their prefixes.
+        limits: The scheduler's.
+    """
+    chosen: list[Sequence] = []
+    num_blocks = num_tokens = 0
+    computing = {cache.next_run(seq.lease) for seq in prefilling}
+    for seq in islice(waiting, MOST_LOOKS * limits.max_batch_size):
+        if (
+            len(chosen) == room
+            or num_blocks >= cache.num_free_blocks()
+            or num_tokens >= limits.max_tokens_per_batch
+        ):
+            break
+        match = cache.match(seq.lease)
+        if match.next_run is not None:
+            if match.next_run in computing and seq.lease.may_reuse:
+                continue
+            computing.add(match.next_run)
+        seq.num_cached, seq.num_to_allocate = match.num_cached, match.num_needed
+        chosen.append(seq)
+        num_blocks += match.num_needed
+        num_tokens += len(seq.token_ids) - match.num_cached
+    return chosen
+
+
+def shared_prefills(
+    sources: Seq[Sequence],
+    waiting: Iterable[Sequence],
+    num_running: int,
+    cache: KVCacheManager,
+    limits: SchedulerConfig,
+) -> dict[int, list[Sequence]]:
+    """Return waiting sequences that share a prefill, by the id of the one that computes it.
+
+    A row that ends a prompt computes all that sequences with the same tokens need for a token of
+    their own. Without sharing, they would find the prompt in the cache when the step is back, and
+    get their first token one or two steps later, after computing the prompt's last token again.
+
+    Sequences that rank before others keep their place in line, and none takes a block that running
+    sequences may need in the next step.
+
+    Args:
+        sources: Sequences that compute the last of their tokens in the step and have their blocks.
+        waiting: In order, without sequences that start in the step.
+        num_running: Running sequences, with those that start.
+        cache: After the starts of the step.
+        limits: The scheduler's.
+    """
+    sources = [seq for seq in sources if not seq.pools and cache.is_current(seq.lease)]
+    shared: dict[int, list[Sequence]] = {}
+    if not sources:
+        return shared
+    num_free, best_rank = cache.num_free_blocks(), float("inf")
+    for seq in islice(waiting, MOST_LOOKS * limits.max_batch_size):
+        reserved = -(-num_running // limits.block_size)
+        if num_running == limits.max_batch_size or num_free <= reserved:
+            break
+        source = next((source for source in sources if _can_share(seq, source)), None)
+        if source is None:
+            best_rank = min(best_rank, seq.rank)
+        elif seq.rank <= best_rank:
+            shared.setdefault(source.seq_id, []).append(seq)
+            num_running += 1
+            num_free -= 1  # for the last partial block, or else for the next token
+    return shared
+
+
+def _can_share(seq: Sequence, source: Sequence) -> bool:
+    return (
+        seq.lease.may_reuse
+        and not (seq.started or seq.pools)
+        and seq.lease.scope == source.lease.scope
+        and seq.token_ids == source.token_ids
+    )

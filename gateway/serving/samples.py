@@ -57,7 +57,7 @@ class Unsent:
         await self._changed.wait()
 
 
-class Chunks(Unsent):
+class SampleChunks(Unsent):
     """The chunks of one sample, sent in batches. What they lack is in the sample's end."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ async def stream_sample(
     Raises:
         NanoInferenceError: The engine has failed. All earlier chunks were passed on.
     """
-    chunks = Chunks()
+    chunks = SampleChunks()
     return await stream_unsent(submissions, origin, request, chunks, partial(chunks.send_all, take))
 
 

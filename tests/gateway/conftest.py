@@ -1,4 +1,4 @@
-"""The application on an engine that is none, and a client of it."""
+"""The application on a fake engine, and clients of it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def config() -> Config:
-    # Most engines here make up texts, of which their tokens know nothing.
+    # Most fake engines invent texts that their tokens don't spell.
     settings = {"gateway.max_body_bytes": 4000, "gateway.message_format": "off"}
     return load_config(env={}, overrides=settings)
 
 
 @pytest.fixture
 async def connected(engine: FakeEngine, config: Config) -> AsyncIterator[dict[str, Any]]:
-    """Has the library of OpenAI, or of Anthropic, ask the application, and nothing twice."""
+    """Options of OpenAI's and Anthropic's client libraries, without retries."""
     transport = httpx2.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
     async with httpx2.AsyncClient(transport=transport) as http_client:
         yield {"api_key": "none", "max_retries": 0, "http_client": http_client}

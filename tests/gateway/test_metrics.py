@@ -1,4 +1,4 @@
-"""`/metrics`: what the process measures, on the gateway's own port."""
+"""`/metrics` on the gateway's own port."""
 
 from __future__ import annotations
 

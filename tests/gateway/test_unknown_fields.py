@@ -63,7 +63,7 @@ BLOCKS = [
 TENSOR = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["a"], "parameters": {}}
 
 OPEN = {"schema", "parameters", "input_schema", "input", "arguments"}
-"""Fields whose objects may have any fields: schemas, and what tools are called with."""
+"""Fields whose objects may have any fields: schemas and arguments."""
 
 CALLS: list[tuple[str, Body]] = [
     (

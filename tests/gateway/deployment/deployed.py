@@ -28,7 +28,7 @@ from ..fake import FakeBus, FakeEngine, completion, http_of, sample
 
 
 class ModelBus(FakeBus):
-    """The bus of one model; what is the deployment's is shared."""
+    """The bus of one model, with the deployment's store."""
 
     def __init__(self, whole: FakeBus | None = None, model: str = "") -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class ModelEngine(FakeEngine):
 
 
 class Deployment(FakeEngine):
-    """Stands for the client of a deployment, and for whoever runs its models.
+    """A fake client of a deployment, and of the manager of its models.
 
     Attributes:
         engines: Of all models that a gateway has asked for, the youngest of each.
@@ -144,7 +144,7 @@ class Front:
         self.server = HttpServer(self.app, config.gateway, measures, audit)
 
     async def seen(self) -> None:
-        """Has it look what models there are, however lately it did."""
+        """Read the registry at once."""
         await self.models._read()
 
     @asynccontextmanager

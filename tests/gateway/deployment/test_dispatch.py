@@ -143,8 +143,8 @@ async def test_the_query_names_the_model_of_calls_without_a_body(
 ) -> None:
     deployment.engines["org/large"].version = 7
     for path in ("/get_weight_version", "/model_info"):
-        told = await http.get(path, params={"model": "gpt-4o"})
-        assert told.json()["weight_version"] == "7"
+        answer = await http.get(path, params={"model": "gpt-4o"})
+        assert answer.json()["weight_version"] == "7"
         assert (await http.get(path)).json()["weight_version"] == "0"
         assert (await http.get(f"/models/gpt-4o{path}")).json()["weight_version"] == "7"
 

@@ -1,4 +1,4 @@
-"""One policy before several models: keys, limits, what may be said."""
+"""One policy for several models: keys, limits, guardrails."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_a_key_is_for_models_by_their_ids(keyed: Front, name: str) -> None
 async def test_unknown_models_are_not_revealed_without_a_key(
     keyed: Front, deployment: Deployment
 ) -> None:
-    """Neither that one is not loaded, and why, nor the names of those that there are."""
+    """Neither their states nor their names."""
     headers = await key(keyed, models=["small"])
     calls = [
         ("/v1/completions", "cold"),

@@ -1,4 +1,4 @@
-"""What a gateway answers of all models: lists, health, loading and unloading."""
+"""Endpoints about all models: lists, health, loading and unloading."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ async def test_the_gateway_is_not_ready_when_all_wanted_models_fail() -> None:
 
 async def test_anthropic_clients_list_all_models(http: httpx.AsyncClient) -> None:
     version = {"anthropic-version": "2023-06-01"}
-    told = (await http.get("/v1/models", headers=version)).json()
+    listed = (await http.get("/v1/models", headers=version)).json()
     cards = (await http.get("/v1/models")).json()["data"]
-    assert [each["id"] for each in told["data"]] == [each["id"] for each in cards]
-    assert {each["type"] for each in told["data"]} == {"model"}
+    assert [each["id"] for each in listed["data"]] == [each["id"] for each in cards]
+    assert {each["type"] for each in listed["data"]} == {"model"}
     one = (await http.get("/v1/models/gpt-4o", headers=version)).json()
     assert (one["type"], one["id"]) == ("model", "org/large")
     missing = await http.get("/v1/models/none", headers=version)

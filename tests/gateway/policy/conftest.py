@@ -61,5 +61,5 @@ def made(administration: Administration) -> Made:
 
 
 def bearer(key: dict[str, Any]) -> dict[str, str]:
-    """The header that brings a key."""
+    """The header with a key."""
     return {"Authorization": f"Bearer {key['key']}"}

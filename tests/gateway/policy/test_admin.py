@@ -1,4 +1,4 @@
-"""Administration over HTTP: what is made, changed and revoked, and what changes nothing."""
+"""Administration over HTTP."""
 
 from __future__ import annotations
 

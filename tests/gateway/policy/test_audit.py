@@ -56,7 +56,7 @@ class Audited:
         return await Made(self.administration)(*scopes, tenant="acme")
 
     async def text(self) -> str:
-        """All that stands in the log when it is closed."""
+        """The log's content after it was closed."""
         await self.policy.aclose()
         return self._path.read_text()
 
@@ -306,7 +306,7 @@ async def test_changes_have_a_line_with_their_administrator(gateway: Audited) ->
     assert {line["key_id"] for line in changes} == {admin["id"]}
     assert changes[1]["now"]["name"] == "newer"
     assert changes[2]["now"]["weight"] == 2.0
-    # What was refused is a call like any other; a route with a name in it is told without.
+    # A refused change is a call like any other; a route is recorded without its parameters.
     assert [line["status"] for line in lines if line["event"] == "call"][-2:] == [404, 400]
     assert lines[3]["route"] == "/admin/keys/{key_id}"
     secret = made["key"].removeprefix(f"ni-{made['id']}-")
@@ -346,7 +346,7 @@ def full_disk_for_the_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 async def test_calls_are_refused_while_lines_can_not_be_written(
     engine: FakeEngine, tmp_path: Path
 ) -> None:
-    """Nor can those of the other log, on a disk that is full."""
+    """The disk is full, also for the process's own log."""
     path = tmp_path / "audit"
     path.symlink_to("/dev/full")
     async with audited(engine, path, audit_when_full="refuse") as gateway:
@@ -373,7 +373,7 @@ async def test_calls_are_refused_while_lines_can_not_be_written(
             while not (await gateway.http.post(paths, json=body, headers=headers)).is_success:
                 await anyio.lowlevel.checkpoint()
         lines = await gateway.lines()
-    # Nothing of what was served is missing.
+    # Every served call has its line.
     assert [line["status"] for line in lines].count(200) == len(engine.requests)
 
 

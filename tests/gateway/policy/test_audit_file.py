@@ -1,4 +1,4 @@
-"""The file of the audit log: lines in order, whole or not at all, whatever happens around them."""
+"""The file of the audit log: lines in order, whole or not at all."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_full_disk_does_not_stop_serving(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_refuses_calls_if_the_settings_say_so(tmp_path: Path) -> None:
-    """Until there is room; then what was to be said until then stands there."""
+    """Until there is room; then the lines from before are written."""
     path, lost = tmp_path / "audit", list[int]()
     path.symlink_to(FULL)
     log = log_at(path, audit_when_full="refuse", lost=lost)
@@ -161,7 +161,7 @@ def test_a_full_disk_refuses_calls_if_the_settings_say_so(tmp_path: Path) -> Non
 
 
 def test_the_queue_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While nothing can be written, and nobody says so."""
+    """While writing blocks without an error."""
     path, lost, more = tmp_path / "audit", list[int](), 10
     log = log_at(path, audit_when_full="refuse", lost=lost)
     writing, append = threading.Event(), AuditFile.append
@@ -174,7 +174,7 @@ def test_the_queue_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with path.open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         log.write("call", {"n": 0})
-        # From here on the thread waits for the lock, and takes no more.
+        # From here on the thread waits for the lock.
         assert writing.wait(LIMIT_S)
         for number in range(1, MOST_WAITING):
             log.write("call", {"n": number})
@@ -194,7 +194,7 @@ def test_a_pipe_without_a_reader_does_not_block(tmp_path: Path) -> None:
 
 
 def until(holds: Any) -> None:
-    """What another thread does."""
+    """Wait until this holds, in another thread."""
     waited = threading.Event()
     for _ in range(LIMIT_S * 100):
         if holds():
@@ -219,8 +219,8 @@ def test_credentials_are_removed_from_every_field(tmp_path: Path) -> None:
     key, text = new_key(blank)
     token = "eyJhbGciOiJSUzI1NiJ9.eyJpc3MiOiJ4In0.c2ln"
     log = log_at(tmp_path / "audit", audit_text=True)
-    told = [f"my key is {text}, and {token}."]
-    log.write("call", {"call_id": text, "tenant": token}, {"prompt": lambda: told})
+    texts = [f"my key is {text}, and {token}."]
+    log.write("call", {"call_id": text, "tenant": token}, {"prompt": lambda: texts})
     log.close()
     written = (tmp_path / "audit").read_text()
     assert text[-43:] not in written

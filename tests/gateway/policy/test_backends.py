@@ -1,4 +1,4 @@
-"""Where a policy is kept: one suite for all backends, and what the file promises beyond."""
+"""Policy backends: one suite for all, and the promises of the file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DOCUMENT = PolicyDocument(
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work that makes guessing slow is not what is tested."""
+    """Without scrypt's cost, which isn't tested."""
     monkeypatch.setattr(policy_file, "_N", 2)
 
 
@@ -54,7 +54,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["file", "bus"])
 def open_one(request: pytest.FixtureRequest, path: Path) -> Open:
-    """Another one, of the same place."""
+    """Opens another backend of the same document."""
     record = MemoryPolicyRecord()
     config = PolicyConfig(backend=request.param, file=str(path), passphrase=PASSPHRASE)
     return lambda: open_backend(config, record)
@@ -152,7 +152,7 @@ async def test_the_file_is_encrypted_and_authenticated(path: Path) -> None:
     assert sorted(os.listdir(path.parent)) == ["policy", "policy.lock"]
     with pytest.raises(PolicyUnavailable, match="passphrase"):
         await FileBackend(str(path), PASSPHRASE + "!").read("")
-    # The same is written differently each time, and no byte of it can be changed.
+    # Each write differs, and a change of any byte is detected.
     stored = await backend.read("")
     assert stored is not None
     assert await backend.replace(stored.version, DOCUMENT)

@@ -1,4 +1,4 @@
-"""The block list: what reads alike is alike, and where a match begins depends on the text alone."""
+"""The block list: normalisation, and matches that don't depend on how a text is cut."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nano_inference.gateway.policy.block_list import (
     normalise,
 )
 
-# Letters that fold to others, to several or to nothing; marks; Hangul's parts; what makes words.
+# Letters that normalise to others, to several or to nothing; marks; Hangul's parts; word boundaries.
 ALPHABET = "abdefistBADS ßẞﬁİıſＡｂé\u0301\u0323\u0345\u00ad\u200d\u1100\u1161\u11a8가ﾞｶ1.\n"
 TEXTS = st.text(ALPHABET, max_size=60)
 CUTS = st.lists(st.integers(0, 60), max_size=8)
@@ -35,7 +35,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 
 
 def expected(block_list: BlockList, text: str) -> int | None:
-    """Where the first match begins, without any cleverness."""
+    """Where the first match begins, by brute force."""
     normaliser = Normaliser()
     normalised, origins = normaliser.push(text)
     rest, more = normaliser.finish()
@@ -49,12 +49,12 @@ def expected(block_list: BlockList, text: str) -> int | None:
 @given(TEXTS, CUTS)
 def test_normalising_does_not_depend_on_the_pieces(text: str, cuts: list[int]) -> None:
     whole, normaliser = Normaliser(), Normaliser()
-    told = [normaliser.push(piece) for piece in pieces_of(text, cuts)] + [normaliser.finish()]
+    in_pieces = [normaliser.push(piece) for piece in pieces_of(text, cuts)] + [normaliser.finish()]
     once = [whole.push(text), whole.finish()]
-    assert "".join(normalised for normalised, _ in told) == "".join(
+    assert "".join(normalised for normalised, _ in in_pieces) == "".join(
         normalised for normalised, _ in once
     )
-    assert [each for _, origins in told for each in origins] == [
+    assert [each for _, origins in in_pieces for each in origins] == [
         each for _, origins in once for each in origins
     ]
 
@@ -147,7 +147,7 @@ def test_a_match_may_begin_before_the_text(before: str, text: str, cuts: list[in
 def test_the_longest_match_is_held_back() -> None:
     scanner = Scanner(BlockList(["1234567890"], [], 1))
     scanner.push("abcdefghijklmnopqrstuvwxyz")
-    # And the last character, which a mark may follow.
+    # Also the last character, which a mark may follow.
     assert scanner.safe == 26 - 10 - 1
     scanner.finish()
     assert scanner.safe == 26

@@ -1,4 +1,4 @@
-"""What is blocked comes in and leaves through no interface, in a stream or in one piece."""
+"""Guardrails of every interface, for whole answers and streams."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHAT = [{"role": "user", "content": "a"}]
 
 
 class Interface(NamedTuple):
-    """One that has tokens made.
+    """An interface that generates tokens.
 
     Attributes:
         body: Of a call.
@@ -72,13 +72,13 @@ def tensor(name: str, datatype: str, value: Any) -> Json:
 
 
 def in_tensor(name: str, answer: Json) -> Any:
-    """The element of an output of KServe."""
+    """The only element of a KServe output."""
     (found,) = (each["data"] for each in answer["outputs"] if each["name"] == name)
     return found[0]
 
 
 def code_of(answer: httpx.Response) -> str:
-    """Of an error; of KServe's it stands in the header."""
+    """The code of an error; KServe has it in a header."""
     code: str = answer.headers.get("X-Error-Code") or answer.json()["error"]["code"]
     return code
 
@@ -191,7 +191,7 @@ async def caller(
 
 
 def saying(engine: FakeEngine, words: Words, *texts: str, every: int = 1) -> None:
-    """Has the engine answer so, each of `n` samples with one of the texts."""
+    """Set the engine's outputs: each of `n` samples is one of the texts."""
     said = [words.token_ids(text, add_special=False) for text in texts]
 
     def outputs(request: GenerateRequest) -> list[Output]:
@@ -208,7 +208,7 @@ def events(answer: httpx.Response) -> list[Json]:
 
 
 def strings(found: Any) -> Iterator[str]:
-    """All of them in a body, without ids, in which there may be any letters."""
+    """All strings of a body, without random ids."""
     if isinstance(found, str):
         yield re.sub("[0-9a-f]{16,}", "", found)
     elif isinstance(found, dict):
@@ -231,10 +231,10 @@ def token_lists(found: Any) -> Iterator[list[int]]:
             yield from token_lists(value)
 
 
-def streamed_text(interface: Interface, told: list[Json]) -> str:
+def streamed_text(interface: Interface, sent: list[Json]) -> str:
     if interface.path == "/generate":  # each event repeats what came before
-        return interface.delta(told[-1])
-    return "".join(map(interface.delta, told))
+        return interface.delta(sent[-1])
+    return "".join(map(interface.delta, sent))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -263,12 +263,12 @@ async def test_a_stream_ends_before_a_match(
     path = interface.stream_path or interface.path
     answer = await caller.post(path, json=interface.body | {"stream": True})
     assert answer.status_code == 200, answer.text
-    told = events(answer)
-    assert streamed_text(interface, told) == LEFT
-    reasons = [reason for event in told if (reason := interface.streamed_reason(event))]
+    sent = events(answer)
+    assert streamed_text(interface, sent) == LEFT
+    reasons = [reason for event in sent if (reason := interface.streamed_reason(event))]
     assert reasons == [REASONS.get(name, "content_filter")]
-    assert not any("bad" in each.lower() for event in told for each in strings(event))
-    token_ids = [ids for event in told for ids in token_lists(event)]
+    assert not any("bad" in each.lower() for event in sent for each in strings(event))
+    token_ids = [ids for event in sent for ids in token_lists(event)]
     if token_ids:
         joined = token_ids[-1] if interface.path == "/generate" else list(chain(*token_ids))
         assert words.text(joined, skip_special=True) == LEFT
@@ -320,8 +320,8 @@ async def test_each_sample_is_judged_by_itself(
     for stream in (False, True):
         body = {"prompt": "a", "n": 3, "stream": stream}
         answer = await caller.post("/v1/completions", json=body)
-        told = events(answer) if stream else [answer.json()]
-        found = [each for event in told for each in event["choices"]]
+        sent = events(answer) if stream else [answer.json()]
+        found = [each for event in sent for each in event["choices"]]
         texts = ["".join(each["text"] for each in found if each["index"] == i) for i in range(3)]
         assert texts == [LEFT, LONGER, LEFT]
         reasons = {each["index"]: each["finish_reason"] for each in found if each["finish_reason"]}
@@ -337,7 +337,7 @@ async def test_a_blocked_request_is_cancelled(
     await caller.post("/v1/completions", json={"prompt": "a", "stream": True})
     (request,) = engine.requests
     assert engine.last("cancel") == {"request_id": request.request_id}
-    # What it made until then is accounted for; nobody waits for more.
+    # Its tokens until then are counted.
     assert engine.ended == [request.request_id]
 
 
@@ -349,15 +349,15 @@ async def test_a_resumed_stream_ends_at_the_same_place(
     saying(engine, words, SAID, every=2)
     whole = await caller.post(interface.path, json=interface.body | {"stream": True})
     ids = [line[4:] for line in whole.text.splitlines() if line.startswith("id: ")]
-    told = events(whole)
-    assert len(ids) == len(told) + 1
+    sent = events(whole)
+    assert len(ids) == len(sent) + 1
     for number, event_id in enumerate(ids[:-1], 1):
         last = {"Last-Event-ID": event_id}
         rest = await caller.get(f"/v1/streams/{event_id.partition('.')[0]}", headers=last)
         assert rest.status_code == 200
         behind = events(rest)
-        assert streamed_text(interface, told[:number] + behind) == LEFT
-        reasons = map(interface.streamed_reason, told[:number] + behind)
+        assert streamed_text(interface, sent[:number] + behind) == LEFT
+        reasons = map(interface.streamed_reason, sent[:number] + behind)
         assert [reason for reason in reasons if reason] == ["content_filter"]
 
 
@@ -375,7 +375,7 @@ async def test_a_retrieved_response_ends_at_the_same_place(
 async def test_a_continued_response_contains_no_blocked_text(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
-    """What stands in the next prompt is what the client has had."""
+    """The next prompt contains the answer as the client received it."""
     saying(engine, words, SAID)
     made = (await caller.post("/v1/responses", json={"input": "a"})).json()
     body = {"input": "and then?", "previous_response_id": made["id"]}
@@ -391,14 +391,14 @@ async def test_a_background_response_ends_before_a_match(
     saying(engine, words, SAID)
     body = {"input": "a", "background": True, "stream": True}
     interface = INTERFACES["responses"]
-    told = events(await caller.post("/v1/responses", json=body))
-    assert streamed_text(interface, told) == LEFT
-    (where,) = {event["response"]["id"] for event in told if "response" in event}
+    sent = events(await caller.post("/v1/responses", json=body))
+    assert streamed_text(interface, sent) == LEFT
+    (where,) = {event["response"]["id"] for event in sent if "response" in event}
     found = (await caller.get(f"/v1/responses/{where}")).json()
     assert (interface.text(found), found["status"]) == (LEFT, "incomplete")
     again = events(await caller.get(f"/v1/responses/{where}", params={"stream": "true"}))
-    assert again == told
-    # Nobody waits for it, so the engine is told by whoever runs it, or by whoever reads it first.
+    assert again == sent
+    # The gateway that runs it cancels it, or the first reader does.
     assert "cancel" in engine.names
 
 
@@ -408,8 +408,8 @@ async def test_without_a_block_list_nothing_is_held_back(
     saying(engine, words, SAID)
     headers = bearer(await made())
     body = {"prompt": "bad", "stream": True}
-    told = events(await http.post("/v1/completions", json=body, headers=headers))
-    assert len(told) == len(words.token_ids(SAID))
+    sent = events(await http.post("/v1/completions", json=body, headers=headers))
+    assert len(sent) == len(words.token_ids(SAID))
     assert "cancel" not in engine.names
 
 

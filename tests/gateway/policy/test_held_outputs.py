@@ -109,7 +109,7 @@ def test_nothing_blocked_leaves(
             assert sample.logprobs == sample.ref_logprobs == was.logprobs[:number]
             assert len(sample.top_logprobs or ()) == number
             assert all(first < number for _, first in sample.weight_versions)
-        # What came in chunks is the same.
+        # The chunks contain the same.
         if was.token_ids:
             assert heard(released, index) == (sample.text, sample.token_ids)
     for chunk in released:
@@ -134,7 +134,7 @@ def test_the_result_does_not_depend_on_chunks(
 def test_text_after_a_match_changes_nothing(
     words: Words, answer: tuple[str, list[tuple[int, int]]], cuts: list[int], more: int
 ) -> None:
-    """The engine is told to end a request, and makes some tokens more before it does."""
+    """A cancelled engine generates some more tokens."""
     request = request_of()
     said = tokens_of(answer, words)
     (whole,) = end_of(passed(request, spoken(request, [said], words, cuts), words)).samples
@@ -146,17 +146,17 @@ def test_text_after_a_match_changes_nothing(
         assert ended == whole
 
 
-# Of JSON, and of JSON in JSON. None is the beginning of an escape that the next one completes.
+# Pieces of JSON, and of JSON in JSON. None begins an escape that the next piece completes.
 WRITTEN = ["b", "a", "d", "x" * 9, r"\u0062", r"\u0061", r"\u0041", r"\\u0061", r"\\u0064"]
 WRITTEN += [r"\"", r"\\", r"\ud83d\ude00", r"\\n", "ﬁ", r"\ufb01", "sh"]
 
 
 def read(text: str) -> list[str]:
-    """What JSON that is a text stands for, and what that does if it is JSON too."""
+    """A JSON string decoded once, and twice."""
     found = [text]
     while len(found) < 3:
         try:
-            # What JSON has around its texts is none of them.
+            # Quotes around strings are no part of them.
             inner = re.sub(r'(?<!\\)"', "'", found[-1])
             found.append(json.loads(f'"{inner}"', strict=False))
         except ValueError:
@@ -182,7 +182,7 @@ def test_blocked_text_in_escapes_does_not_leave(
     in_one_piece = msgspec.structs.replace(request, stream=False)
     outputs = spoken(in_one_piece, said, words, [])
     assert end_of(passed(in_one_piece, outputs, words)).samples == (sample,)
-    # What is JSON all the way down; of other text escapes are judged just the same.
+    # Valid JSON at both levels; escapes in other texts are judged as well.
     if len(read(text)) == 3 and not any(map(BLOCKED.blocks, read(text))):
         assert sample.text == text
 
@@ -251,13 +251,13 @@ def test_a_request_is_complete_when_no_sample_goes_on(words: Words) -> None:
     for chunk in good.chunks([1]):
         held.put(chunk)
     assert (held.blocked, held.complete) == (1, True)
-    # Nor need it be told when it has ended all by itself.
+    # No cancellation is needed once it has ended by itself.
     held.put(bad.chunks(range(40))[-1])
     assert not held.complete
 
 
 def test_a_blocked_token_is_no_alternative(words: Words) -> None:
-    """Not even as one that was likely too, neither in the answer nor in the prompt."""
+    """Neither in the answer nor in the prompt."""
     request = request_of(sampling=SamplingParams(logprobs=2, prompt_logprobs=2))
     blocked = BlockList(["the"], [], 1)
     (the,), (other, *_) = words.token_ids(" the"), words.token_ids("good")
@@ -313,7 +313,7 @@ def test_a_match_may_begin_before_the_answer(words: Words) -> None:
 
 
 def test_tokens_of_held_text_are_held(words: Words) -> None:
-    """While it may become a stop string, a text is not told, and its tokens are."""
+    """A possible stop string is held by streaming, while its tokens leave."""
     request = request_of(sampling=SamplingParams(stop=("badly done",)))
     said = Spoken(request, 0, words.token_ids("bad bad bad bad"), words)
     held = HeldOutputs(request, BlockList(["bad"], [], 1), words)
@@ -323,7 +323,7 @@ def test_tokens_of_held_text_are_held(words: Words) -> None:
 
 @pytest.mark.parametrize("cuts", [[], range(20)])
 def test_a_text_ends_before_its_stop_string(words: Words, cuts: Sequence[int]) -> None:
-    """Its tokens say more, of which nothing is blocked."""
+    """The tokens' text goes on, without a match."""
     request = request_of(sampling=SamplingParams(stop=("s of",)))
     blocked = BlockList([], [r"\bcat\b"], 256)
     said = [words.token_ids("two cats of mine")]

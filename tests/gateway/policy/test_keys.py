@@ -1,4 +1,4 @@
-"""Keys: who calls, and what he may."""
+"""API keys: authentication and authorisation."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from nano_inference.store.limits import Charge, Limit, LimitStore, Reservation
 
 from ...rig import mortal_server
 from ..fake import FakeEngine, chunk, http_of
-from ..told import Told
+from ..recorded import Recorded
 from .conftest import Made, bearer
 
 LIMIT_S = 30.0
@@ -38,19 +38,19 @@ class Place:
 
     def __init__(self, config: Config, limits: Sequence[LimitStore] = ()) -> None:
         self.engine, self.second = FakeEngine(), FakeEngine()
-        self.told = Told()
+        self.recorded = Recorded()
         self.limits = limits or [self.engine.bus.store.limits] * 2
         self.stores: list[PolicyStore] = []
         self.http: list[httpx.AsyncClient] = []
         for engine, own in zip((self.engine, self.second), self.limits, strict=True):
             engine.bus.store = replace(self.engine.bus.store, limits=own)
-            app = make_app(engine, config, self.told.measures)  # type: ignore[arg-type]
+            app = make_app(engine, config, self.recorded.measures)  # type: ignore[arg-type]
             self.stores.append(app.policy.store)
-            self.http.append(http_of(ObservedCalls(app, self.told.measures, [])))
+            self.http.append(http_of(ObservedCalls(app, self.recorded.measures, [])))
         self.administration = Administration(self.stores[0])
 
     async def key(self, *scopes: str, **fields: Any) -> dict[str, str]:
-        """The header of a new key, which both know."""
+        """The header of a new key, known to both gateways."""
         headers = bearer(await Made(self.administration)(*scopes, **fields))
         await self.refresh()
         return headers
@@ -70,7 +70,7 @@ class Place:
             )
 
     async def left(self, name: str, most: int, window_s: int = 60) -> int:
-        """What of a limit can still be taken."""
+        """The room left in a limit."""
         reservation = await self.limits[0].reserve([Charge(Limit(name, most, window_s), 0)])
         return reservation.rooms[0].left
 
@@ -98,7 +98,7 @@ async def test_two_gateways_grant_a_limit_once(place: Place) -> None:
     assert refusal(refused) == (429, "rate_limit_exceeded")
     assert 1 <= int(refused.headers["Retry-After"]) <= 61
     assert "100 calls a minute" in refused.json()["error"]["message"]
-    assert place.told.refused() == {"requests_per_minute": 900}
+    assert place.recorded.refused() == {"requests_per_minute": 900}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ async def test_tokens_are_reserved_and_committed(place: Place) -> None:
 async def test_a_disconnected_call_commits_its_most_tokens(
     place: Place, stream: bool, used: int
 ) -> None:
-    """Of a stream, what he has seen; of an answer in one piece nobody knows."""
+    """Of a stream, the tokens that were sent; of a whole answer, the most that it may have."""
     place.engine.outputs = lambda request: [chunk(request, (5, 6, 7), "five six")]
     limits = {"tokens_per_minute": 50, "max_in_flight": 1}
     headers = await place.key("generate", tenant="t", limits=limits)
@@ -175,7 +175,7 @@ async def test_a_disconnected_call_commits_its_most_tokens(
     await place.engine.until(lambda: bool(place.engine.requests))
     assert await place.left(f"key:{key_id}:tokens", 50) == 50 - 12
     assert refusal(await place.call(headers, gateway=1)) == (429, "rate_limit_exceeded")
-    assert place.told.refused() == {"max_in_flight": 1}
+    assert place.recorded.refused() == {"max_in_flight": 1}
     call.cancel()
     await asyncio.wait([call], timeout=LIMIT_S)
     await place.engine.until(lambda: bool(place.engine.left))
@@ -188,7 +188,7 @@ async def test_a_call_above_the_limit_has_no_retry_after(place: Place) -> None:
     refused = await place.call(headers, n=2)
     assert refusal(refused) == (400, "tokens_above_limit")
     assert "22 tokens" in refused.json()["error"]["message"]
-    assert place.told.refused() == {"tokens_per_minute": 1}
+    assert place.recorded.refused() == {"tokens_per_minute": 1}
     assert (await place.call(headers, n=1)).status_code == 200
     assert place.engine.requests[0].n == 1
 
@@ -205,7 +205,7 @@ async def test_all_keys_of_a_tenant_share_its_limit(place: Place) -> None:
     answers = [await place.call(keys[1], gateway=1) for _ in range(3)]
     assert [each.status_code for each in answers] == [200, 200, 429]
     assert "this tenant's limit of 4 calls" in answers[-1].json()["error"]["message"]
-    # What was refused by one limit is taken from no other.
+    # A call refused by one limit reserves nothing in another.
     assert answers[-1].headers["x-ratelimit-remaining-requests"] == "0"
     assert (await place.call(await place.key("generate", tenant="u"))).status_code == 200
 
@@ -228,7 +228,7 @@ class Away:
 
 @pytest.mark.parametrize("choice", ["closed", "open"])
 async def test_limits_that_can_not_be_counted(choice: str) -> None:
-    """As configured; who has no limits is not concerned."""
+    """The setting applies to callers with limits only."""
     overrides = {"policy.backend": "bus", "policy.limits_when_bus_fails": choice}
     away = cast(LimitStore, Away())
     place = Place(load_config(env={}, overrides=overrides), [away, away])
@@ -237,7 +237,7 @@ async def test_limits_that_can_not_be_counted(choice: str) -> None:
         assert answer.status_code == 200
     else:
         assert refusal(answer) == (503, "policy_unavailable")
-        assert place.told.refused() == {"limits_unavailable": 1}
+        assert place.recorded.refused() == {"limits_unavailable": 1}
     assert (await place.call(await place.key("generate"))).status_code == 200
     await place.aclose()
 
@@ -281,11 +281,11 @@ async def test_a_restart_of_redis_in_the_middle_grants_no_more(
 
 async def test_a_resumed_stream_reserves_nothing(place: Place) -> None:
     headers = await place.key("generate", limits={"requests_per_minute": 1})
-    told = await place.call(headers, stream=True)
-    event_id = next(line for line in told.text.splitlines() if line.startswith("id: "))[4:]
+    recorded = await place.call(headers, stream=True)
+    event_id = next(line for line in recorded.text.splitlines() if line.startswith("id: "))[4:]
     stream = f"/v1/streams/{event_id.partition('.')[0]}"
     again = await place.http[0].get(stream, headers=headers)
-    assert (again.status_code, again.text) == (200, told.text)
+    assert (again.status_code, again.text) == (200, recorded.text)
     assert refusal(await place.call(headers)) == (429, "rate_limit_exceeded")
 
 

@@ -24,7 +24,7 @@ NAMES = ("one", "two")
 def engine(engine: FakeEngine) -> FakeEngine:
     """Its model has two adapters."""
     adapters = tuple(LoadedAdapter(id=name, version=1) for name in NAMES)
-    engine.told = [report(adapters=adapters)]
+    engine.stage_reports = [report(adapters=adapters)]
     engine.outputs = interleaved
     return engine
 
@@ -110,7 +110,7 @@ CHATS = [
 async def test_an_unknown_model_is_refused_before_its_prompt(
     http: httpx.AsyncClient, made: Made, path: str, body: dict[str, Any]
 ) -> None:
-    """And to a key for some models, the others are not named."""
+    """The error doesn't name models that the key is not for."""
     anybody, limited = bearer(await made()), bearer(await made(models=["one"]))
     for headers, names in ((anybody, NAMES), (limited, ())):
         answer = await http.post(path, json=body | {"model": "none"}, headers=headers)

@@ -23,7 +23,7 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy import oidc
 from nano_inference.gateway.policy.backend import PolicyUnavailable
 from nano_inference.gateway.policy.keys import Unauthenticated
-from nano_inference.gateway.policy.oidc import IssuerKeys, Tokens, is_token, usable_keys
+from nano_inference.gateway.policy.oidc import IssuerKeys, TokenAuthenticator, is_token, usable_keys
 
 from ..fake import FakeEngine, http_of
 from .issuer import (
@@ -41,7 +41,7 @@ from .issuer import (
 
 
 class Clock:
-    """Stands still until it is told otherwise."""
+    """A clock that tests set."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -58,7 +58,7 @@ class Verifying:
         config = issuer.config(**settings)
         on_a_port = issuer.url != NOWHERE
         keys = IssuerKeys(config, self.clock) if on_a_port else NearKeys(issuer, config, self.clock)
-        self.tokens = Tokens(config, keys)
+        self.tokens = TokenAuthenticator(config, keys)
 
     async def refused(self, token: str) -> str:
         with pytest.raises(Unauthenticated) as caught:
@@ -151,7 +151,7 @@ async def test_leeway_allows_for_different_clocks(issuer: Issuer, verify: Verify
             {"oidc_scopes": {"nano:all": "generate weights"}},
             {"generate", "weights"},
         ),
-        # Somebody else's word for something else.
+        # The issuer's own meaning of a scope.
         ({"scope": "admin"}, {"oidc_scopes": {"admin": "read"}}, {"read"}),
         ({"roles": ["generate"]}, {"oidc_scopes_claim": "roles"}, {"generate"}),
         ({"realm": {"roles": ["read"]}}, {"oidc_scopes_claim": "realm.roles"}, {"read"}),
@@ -189,7 +189,7 @@ def test_an_unknown_scope_is_refused() -> None:
         oidc_issuer="https://a", oidc_audience="b", oidc_scopes={"x": "read generete"}
     )
     with pytest.raises(ConfigError, match="did you mean 'generate'"):
-        Tokens(config)
+        TokenAuthenticator(config)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ async def test_any_flaw_is_refused(issuer: Issuer, verify: Verify, flaw: str) ->
 
 async def test_a_cached_token_expires(issuer: Issuer) -> None:
     config, now_s = issuer.config(oidc_leeway_s=0.0), Clock()
-    tokens = Tokens(config, NearKeys(issuer, config, Clock()), now_s)
+    tokens = TokenAuthenticator(config, NearKeys(issuer, config, Clock()), now_s)
     claims = issuer.claims()
     now_s.now_s = claims["exp"] - 1
     token = issuer.token(claims)
@@ -265,7 +265,7 @@ async def test_the_cache_of_tokens_is_bounded(
 
 
 async def test_a_new_key_is_fetched(issuer: Issuer, verify: Verify) -> None:
-    """Once, however many ask for it, or for what is not there; and not again for a while."""
+    """Once for all callers, also for an unknown key; and not again for a while."""
     verifying = verify(oidc_refresh_s=60.0)
     await verifying.tokens.caller(issuer.token())
     issuer.keys["n"] = OTHER_RSA_KEY
@@ -282,7 +282,7 @@ async def test_a_new_key_is_fetched(issuer: Issuer, verify: Verify) -> None:
 
 
 async def test_a_withdrawn_key_is_refused(issuer: Issuer, verify: Verify) -> None:
-    """Of tokens that were known, too; nobody waits for it to be noticed."""
+    """Also for cached tokens; the keys are renewed in the background."""
     verifying = verify()
     token = issuer.token()
     await verifying.tokens.caller(token)
@@ -317,7 +317,7 @@ async def test_without_keys_every_token_is_refused(
     with pytest.raises(PolicyUnavailable, match=why):
         await verifying.tokens.caller(served.token())
     assert len(served.asked) == 1
-    # For a while nobody asks again, and then it is well.
+    # No other fetch for a while; then one succeeds.
     served.answer = None
     with pytest.raises(PolicyUnavailable, match=why):
         await verifying.tokens.caller(served.token())
@@ -327,13 +327,13 @@ async def test_without_keys_every_token_is_refused(
 
 
 @pytest.mark.parametrize(
-    "told",
+    "document",
     [{"jwks_uri": "ftp://a/keys"}, {"jwks_uri": 7}, {}],
 )
 async def test_a_discovery_document_without_keys_is_refused(
-    served: Issuer, verify: Verify, told: dict[str, Any]
+    served: Issuer, verify: Verify, document: dict[str, Any]
 ) -> None:
-    served.answer = lambda: JSONResponse({"issuer": served.url, **told})
+    served.answer = lambda: JSONResponse({"issuer": served.url, **document})
     with pytest.raises(PolicyUnavailable, match="names no place"):
         await verify(served).tokens.caller(served.token())
 
@@ -375,7 +375,7 @@ async def test_an_endless_answer_delays_no_known_key(
         assert (await verifying.tokens.caller(known)).key_id
     assert not any(task.done() for task in many)
     assert {"has no such key" in why for why in await asyncio.gather(*many)} == {True}
-    # One fetch for all of them; the next is not begun at once.
+    # One fetch for all of them.
     assert served.asked.count("/.well-known/openid-configuration") == 2
 
 

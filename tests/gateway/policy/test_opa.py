@@ -1,4 +1,4 @@
-"""An Open Policy Agent is asked about each prompt, and what it does not allow is refused."""
+"""An Open Policy Agent decides about each prompt; only allowed prompts are served."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATH = "/v1/completions"
 
 
 class Agent:
-    """Answers as it is told to, over a real connection.
+    """A fake agent on a real connection.
 
     Attributes:
         answer: The bytes that it sends.
@@ -35,7 +35,7 @@ class Agent:
     """
 
     def __init__(self) -> None:
-        self.answer = told({"result": True})
+        self.answer = http_response({"result": True})
         self.stays = True
         self.drops = b""
         self.asked: list[dict[str, Any]] = []
@@ -67,7 +67,7 @@ class Agent:
             writer.close()
 
     async def leave(self) -> None:
-        """Closes what is open."""
+        """Close the connections."""
         for writer in self._open.values():
             writer.close()
         await self.left()
@@ -78,7 +78,7 @@ class Agent:
         assert not open_still
 
 
-def told(body: Any, status: str = "200 OK", **headers: str) -> bytes:
+def http_response(body: Any, status: str = "200 OK", **headers: str) -> bytes:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(data)}\r\n{more}\r\n".encode() + data
@@ -97,7 +97,7 @@ async def agent() -> AsyncIterator[Agent]:
 
 @pytest.fixture
 def unused() -> int:
-    """A port on which nobody listens."""
+    """A port without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -155,7 +155,7 @@ NAMES = ("", "served", "other", "finetuned")
 
 
 def named(door: str, requested: str) -> tuple[str, dict[str, Any]] | None:
-    """A call that asks for a model by a name; None where the interface has no way to."""
+    """A call that names a model; None if the interface can't name it."""
     path, body = DOORS[door]
     if door.startswith("KServe"):
         is_model = requested not in ("", "finetuned")
@@ -177,9 +177,9 @@ CALLS = {
 async def test_every_interface_names_the_serving_model(
     engine: FakeEngine, agent: Agent, path: str, body: dict[str, Any], requested: str
 ) -> None:
-    """And the name that the caller gave."""
-    agent.answer = told({"result": False})
-    engine.told = [report(adapters=(LoadedAdapter(id="finetuned", version=1),))]
+    """With the name that the caller gave."""
+    agent.answer = http_response({"result": False})
+    engine.stage_reports = [report(adapters=(LoadedAdapter(id="finetuned", version=1),))]
     settings = {"policy.opa_url": agent.url, "policy.opa_timeout_s": 20}
     async with client_of(engine, load_config(env={}, overrides=settings | SERVED)) as http:
         await http.post(path, json=body)
@@ -202,7 +202,7 @@ async def test_one_of_several_models_is_named(
 ) -> None:
     deployment = Deployment()
     await deployment.put("served", aliases=("other",))
-    agent.answer = told({"result": False})
+    agent.answer = http_response({"result": False})
     front = Front(deployment, config)
     await front.seen()
     async with front.client() as http:
@@ -215,7 +215,7 @@ async def test_one_of_several_models_is_named(
 async def test_an_allowed_prompt_is_served(
     http: httpx.AsyncClient, agent: Agent, result: Any
 ) -> None:
-    agent.answer = told({"result": result, "decision_id": "1"})
+    agent.answer = http_response({"result": result, "decision_id": "1"})
     assert await code(http) == (200, "")
 
 
@@ -223,7 +223,7 @@ async def test_an_allowed_prompt_is_served(
 async def test_a_refused_prompt_is_refused(
     http: httpx.AsyncClient, agent: Agent, engine: FakeEngine, result: Any
 ) -> None:
-    agent.answer = told({"result": result})
+    agent.answer = http_response({"result": result})
     assert await code(http) == (400, "content_filter")
     answer = await http.post(PATH, json={"prompt": "hello", "stream": True})
     assert ("no way" in answer.text) == (isinstance(result, dict) and "reason" in result)
@@ -231,19 +231,19 @@ async def test_a_refused_prompt_is_refused(
 
 
 ELSE: dict[str, bytes] = {
-    "undefined": told({}),
-    "null": told({"result": None}),
-    "a word": told({"result": "true"}),
-    "a number": told({"result": 1}),
-    "a word within": told({"result": {"allow": "true"}}),
-    "no decision": told({"result": {"reason": "forgot"}}),
-    "a list": told({"result": [True]}),
-    "nothing": told(b""),
-    "no text": told(b"\xff\xfe"),
-    "no object": told(b"true"),
-    "a failure": told({"result": True}, "500 Internal Server Error"),
-    "a redirect": told({"result": True}, "302 Found", Location="/v1/data/other"),
-    "too much": told({"result": True, "more": "x" * MOST_BYTES}),
+    "undefined": http_response({}),
+    "null": http_response({"result": None}),
+    "a word": http_response({"result": "true"}),
+    "a number": http_response({"result": 1}),
+    "a word within": http_response({"result": {"allow": "true"}}),
+    "no decision": http_response({"result": {"reason": "forgot"}}),
+    "a list": http_response({"result": [True]}),
+    "nothing": http_response(b""),
+    "no text": http_response(b"\xff\xfe"),
+    "no object": http_response(b"true"),
+    "a failure": http_response({"result": True}, "500 Internal Server Error"),
+    "a redirect": http_response({"result": True}, "302 Found", Location="/v1/data/other"),
+    "too much": http_response({"result": True, "more": "x" * MOST_BYTES}),
     "half of it": b'HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n{"result": true}',
     "no HTTP": b"true\r\n\r\n",
     "it hangs up": b"",
@@ -280,7 +280,7 @@ async def test_a_silent_agent_refuses_the_call(engine: FakeEngine, agent: Agent)
 async def test_an_endless_answer_refuses_the_call(
     engine: FakeEngine, agent: Agent, beginning: bytes, piece: bytes
 ) -> None:
-    """And what it is not asked about is answered meanwhile."""
+    """Other calls are answered meanwhile."""
     agent.answer, agent.drops = beginning, piece
     overrides = {"policy.opa_url": agent.url, "policy.opa_timeout_s": 0.3}
     async with client_of(engine, load_config(env={}, overrides=overrides)) as http:
@@ -305,7 +305,7 @@ async def test_one_refused_prompt_refuses_the_call(
     http: httpx.AsyncClient, agent: Agent, engine: FakeEngine
 ) -> None:
     """Of fifty prompts, all that are asked about at a time are refused, and no more asked about."""
-    agent.answer = told({"result": False})
+    agent.answer = http_response({"result": False})
     assert await code(http, prompt=["hello"] * 50) == (400, "content_filter")
     assert len(agent.asked) <= AT_ONCE
     assert engine.requests == []

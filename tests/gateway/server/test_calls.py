@@ -1,4 +1,4 @@
-"""Each call is measured, and goes on with the trace that its client is in."""
+"""Observation of calls: trace, metrics, access log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from nano_inference.telemetry.instruments import (
 )
 
 from ..fake import FakeEngine, http_of, refused
-from ..told import Told, ids
+from ..recorded import Recorded, ids
 
 LIMIT_S = 20
 
@@ -54,13 +54,13 @@ async def observed(
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def recorded() -> Recorded:
+    return Recorded()
 
 
 @pytest.fixture
-async def http(engine: FakeEngine, told: Told) -> AsyncIterator[httpx.AsyncClient]:
-    async with observed(engine, told.measures) as client:
+async def http(engine: FakeEngine, recorded: Recorded) -> AsyncIterator[httpx.AsyncClient]:
+    async with observed(engine, recorded.measures) as client:
         yield client
 
 
@@ -101,12 +101,12 @@ async def test_a_failure_is_logged_with_its_call_id(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ASKED)
 async def test_a_call_s_span_is_between_its_client_and_its_requests(
-    http: httpx.AsyncClient, engine: FakeEngine, told: Told, path: str, stream: bool
+    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded, path: str, stream: bool
 ) -> None:
     headers = {"traceparent": CLIENT, "tracestate": "vendor=1"}
     body = ASKED[path] | {"stream": stream}
     assert (await http.post(path, json=body, headers=headers)).status_code == 200
-    (span,) = told.spans()
+    (span,) = recorded.spans()
     trace_id, span_id, parent_id = ids(span)
     assert (trace_id, parent_id) == (TRACE, SPAN)
     for trace in engine.traces:
@@ -140,11 +140,11 @@ async def test_a_call_s_span_is_between_its_client_and_its_requests(
     ],
 )
 async def test_without_a_valid_context_a_trace_begins(
-    http: httpx.AsyncClient, engine: FakeEngine, told: Told, given: list[str]
+    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded, given: list[str]
 ) -> None:
     headers = [("traceparent", each) for each in given] + [("tracestate", "vendor=1")]
     await http.post("/generate", json={"text": "a"}, headers=headers)
-    (span,) = told.spans()
+    (span,) = recorded.spans()
     trace_id, span_id, parent_id = ids(span)
     assert trace_id != TRACE
     assert parent_id == ""
@@ -153,14 +153,14 @@ async def test_without_a_valid_context_a_trace_begins(
     assert (trace.traceparent, trace.tracestate) == (f"00-{trace_id}-{span_id}-01", "")
 
 
-async def test_a_call_of_a_model_has_its_name(engine: FakeEngine, told: Told) -> None:
+async def test_a_call_of_a_model_has_its_name(engine: FakeEngine, recorded: Recorded) -> None:
     """Whichever of an engine's models it is."""
-    async with observed(engine, told.measures) as http:
+    async with observed(engine, recorded.measures) as http:
         ids = {"input_ids": [1, 2]}
         assert (await http.post("/v2/models/tiny.tokens/generate", json=ids)).status_code == 200
-    (span,) = told.spans()
+    (span,) = recorded.spans()
     assert (span.attributes or {})[names.REQUEST_MODEL] == "tiny.tokens"
-    assert told.values(MODEL_CALL_DURATION) == {("tiny.tokens", ""): 1}
+    assert recorded.values(MODEL_CALL_DURATION) == {("tiny.tokens", ""): 1}
 
 
 async def test_several_tracestate_headers_are_joined(
@@ -174,11 +174,11 @@ async def test_several_tracestate_headers_are_joined(
 
 
 async def test_an_unsampled_trace_is_not_recorded(
-    http: httpx.AsyncClient, engine: FakeEngine, told: Told
+    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded
 ) -> None:
     unsampled = CLIENT[:-1] + "0"
     await http.post("/generate", json={"text": "a"}, headers={"traceparent": unsampled})
-    assert told.spans() == []
+    assert recorded.spans() == []
     (trace,) = engine.traces
     assert trace is not None
     assert trace.traceparent == unsampled
@@ -187,10 +187,10 @@ async def test_an_unsampled_trace_is_not_recorded(
 async def test_an_unsampled_trace_is_passed_on(
     engine: FakeEngine,
 ) -> None:
-    told = Told(TelemetryConfig(trace_ratio=0.0))
-    async with observed(engine, told.measures) as http:
+    recorded = Recorded(TelemetryConfig(trace_ratio=0.0))
+    async with observed(engine, recorded.measures) as http:
         await http.post("/generate", json={"text": "a"})
-    assert told.spans() == []
+    assert recorded.spans() == []
     (trace,) = engine.traces
     assert trace is not None
     assert trace.is_valid
@@ -204,28 +204,33 @@ async def test_without_tracing_here_the_client_s_context_goes_on(engine: FakeEng
     assert [trace and trace.traceparent for trace in engine.traces] == [CLIENT, ""]
 
 
-async def test_probes_begin_no_traces(http: httpx.AsyncClient, told: Told) -> None:
+async def test_probes_begin_no_traces(http: httpx.AsyncClient, recorded: Recorded) -> None:
     await http.get("/health")
-    assert told.spans() == []
+    assert recorded.spans() == []
     await http.get("/health", headers={"traceparent": CLIENT})
-    (span,) = told.spans()
+    (span,) = recorded.spans()
     assert (span.name, ids(span)[2]) == ("GET /health", SPAN)
 
 
-async def test_unknown_paths_make_no_spans(http: httpx.AsyncClient, told: Told) -> None:
+async def test_unknown_paths_make_no_spans(http: httpx.AsyncClient, recorded: Recorded) -> None:
     await http.post("/nowhere", json={}, headers={"traceparent": CLIENT})
-    assert told.spans() == []
+    assert recorded.spans() == []
 
 
 @pytest.mark.parametrize(
     ("code", "status", "failed"), [("lane_failed", 500, True), ("invalid_top_p", 400, False)]
 )
 async def test_client_errors_are_no_span_errors(
-    http: httpx.AsyncClient, engine: FakeEngine, told: Told, code: str, status: int, failed: bool
+    http: httpx.AsyncClient,
+    engine: FakeEngine,
+    recorded: Recorded,
+    code: str,
+    status: int,
+    failed: bool,
 ) -> None:
     engine.outputs = refused(code)
     await http.post("/generate", json={"text": "a"})
-    (span,) = told.spans()
+    (span,) = recorded.spans()
     assert span.attributes is not None
     assert span.attributes[names.HTTP_STATUS] == status
     assert span.status.is_unset != failed
@@ -236,7 +241,7 @@ async def test_client_errors_are_no_span_errors(
 
 
 async def test_calls_are_counted_by_route_and_status(
-    http: httpx.AsyncClient, engine: FakeEngine, told: Told
+    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded
 ) -> None:
     for _ in range(2):
         await http.post("/generate", json={"text": "a"})
@@ -246,7 +251,7 @@ async def test_calls_are_counted_by_route_and_status(
     await http.post("/generate", json={"text": "a"}, headers={"Origin": "https://evil.example"})
     for path in ("/one", "/two"):
         await http.request("BREW", path)
-    assert told.values(HTTP_DURATION) == {
+    assert recorded.values(HTTP_DURATION) == {
         ("POST", "/generate", "200"): 2,
         ("POST", "/generate", "400"): 1,
         ("POST", "/generate", "403"): 1,
@@ -268,38 +273,40 @@ async def test_calls_are_counted_by_route_and_status(
     ],
 )
 async def test_parameters_in_a_path_make_no_routes(
-    engine: FakeEngine, told: Told, path: str, route: str
+    engine: FakeEngine, recorded: Recorded, path: str, route: str
 ) -> None:
-    app = make_app(engine, Config(), told.measures)  # type: ignore[arg-type]
+    app = make_app(engine, Config(), recorded.measures)  # type: ignore[arg-type]
     routes = [each.path for each in app.routes if isinstance(each, Route)]
-    async with http_of(ObservedCalls(app, told.measures, routes)) as http:
+    async with http_of(ObservedCalls(app, recorded.measures, routes)) as http:
         await http.get(path, headers={"traceparent": CLIENT})
-    assert [route for _, route, _ in told.values(HTTP_DURATION)] == [route]
-    assert [span.name for span in told.spans()] == ([f"GET {route}"] if route else [])
+    assert [route for _, route, _ in recorded.values(HTTP_DURATION)] == [route]
+    assert [span.name for span in recorded.spans()] == ([f"GET {route}"] if route else [])
 
 
 async def test_calls_in_flight_are_measured(
-    http: httpx.AsyncClient, engine: FakeEngine, told: Told
+    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded
 ) -> None:
     engine.outputs = lambda request: []
     calls = [asyncio.create_task(http.post("/generate", json={"text": "a"})) for _ in range(3)]
     await engine.until(lambda: len(engine.requests) == 3)
-    assert told.values(GATEWAY_IN_FLIGHT) == {(): 3}
+    assert recorded.values(GATEWAY_IN_FLIGHT) == {(): 3}
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    assert told.values(GATEWAY_IN_FLIGHT) == {(): 0}
-    assert told.values(HTTP_DURATION) == {("POST", "/generate", "499"): 3}, "nobody was answered"
+    assert recorded.values(GATEWAY_IN_FLIGHT) == {(): 0}
+    assert recorded.values(HTTP_DURATION) == {("POST", "/generate", "499"): 3}, (
+        "nobody was answered"
+    )
 
 
 # --- the access log -----------------------------------------------------------------------------
 
 
 async def logged(
-    engine: FakeEngine, told: Told, path: str, method: str = "POST", **given: Any
+    engine: FakeEngine, recorded: Recorded, path: str, method: str = "POST", **given: Any
 ) -> dict[str, Any]:
-    """The line of one call, without what differs each time."""
-    async with observed(engine, told.measures, access_log=True) as http:
+    """The line of one call, without its duration."""
+    async with observed(engine, recorded.measures, access_log=True) as http:
         with capture_logs() as lines:
             await http.request(method, path, **given)
     (line,) = [dict(line) for line in lines if line["event"] == "http_call"]
@@ -310,12 +317,14 @@ async def logged(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ASKED)
 async def test_a_line_has_tenant_and_usage_without_text(
-    engine: FakeEngine, told: Told, path: str, stream: bool
+    engine: FakeEngine, recorded: Recorded, path: str, stream: bool
 ) -> None:
     headers = {"X-Request-Id": "mine", "X-Tenant": "lab", "traceparent": CLIENT}
     requests = 1 if path == "/v1/chat/completions" else 2
-    line = await logged(engine, told, path, json=ASKED[path] | {"stream": stream}, headers=headers)
-    (span,) = told.spans()
+    line = await logged(
+        engine, recorded, path, json=ASKED[path] | {"stream": stream}, headers=headers
+    )
+    (span,) = recorded.spans()
     assert line.pop("sent_bytes") > 50
     assert line == {
         "event": "http_call",
@@ -333,15 +342,15 @@ async def test_a_line_has_tenant_and_usage_without_text(
     }
 
 
-async def test_a_probe_has_no_tenant(engine: FakeEngine, told: Told) -> None:
-    line = await logged(engine, told, "/health", "GET")
+async def test_a_probe_has_no_tenant(engine: FakeEngine, recorded: Recorded) -> None:
+    line = await logged(engine, recorded, "/health", "GET")
     assert (line["route"], line["status"], line["sent_bytes"]) == ("/health", 200, 0)
     assert not {"tenant", "prompt_tokens", "path", "complete"} & set(line)
 
 
-async def test_a_disconnect_is_logged(engine: FakeEngine, told: Told) -> None:
+async def test_a_disconnect_is_logged(engine: FakeEngine, recorded: Recorded) -> None:
     engine.outputs = lambda request: []
-    async with observed(engine, told.measures, access_log=True) as http:
+    async with observed(engine, recorded.measures, access_log=True) as http:
         with capture_logs() as lines:
             call = asyncio.create_task(http.post("/generate", json={"text": "a"}))
             await engine.until(lambda: len(engine.requests) == 1)
@@ -359,14 +368,14 @@ async def test_the_access_log_is_off_by_default(http: httpx.AsyncClient) -> None
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 async def test_clients_can_not_forge_lines(
-    engine: FakeEngine, told: Told, capsys: pytest.CaptureFixture[str], log_format: str
+    engine: FakeEngine, recorded: Recorded, capsys: pytest.CaptureFixture[str], log_format: str
 ) -> None:
-    """Nor fields, nor as long as he likes, in what he may choose: path, method, names."""
+    """Path, method and names can't add lines or fields, and are cut."""
     path = "/%0Aevent=faked%20status=200%1b[31m" + "x" * 5000
     before = structlog.get_config()
     try:
         setup_logging(TelemetryConfig(log_format=log_format))  # type: ignore[arg-type]
-        async with observed(engine, told.measures, access_log=True) as http:
+        async with observed(engine, recorded.measures, access_log=True) as http:
             headers = {"X-Request-Id": "a status=200 tenant=b", "X-Tenant": "lab status=500"}
             await http.request("BREW", path, headers=headers)
             await http.post("/generate", json={"text": "a"}, headers=headers)

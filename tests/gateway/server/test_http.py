@@ -1,4 +1,4 @@
-"""What is wrong with a call is said in one shape, with a code that stays."""
+"""Errors have one form and stable codes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
 
 
 async def test_a_missing_endpoint_comes_before_a_body_s_type(http: httpx.AsyncClient) -> None:
-    """What it would have to be, nobody can say."""
+    """The required type is unknown."""
     form = {"Content-Type": "multipart/form-data; boundary=x"}
     for path in ("/v1/files", "/v1/messages/batches", "/nowhere"):
         assert (await http.post(path, content=b"a=b", headers=form)).status_code == 404

@@ -1,4 +1,4 @@
-"""Work of many clients at once: they take turns, and the event loop goes on meanwhile."""
+"""Rounds: clients take turns, and the event loop goes on between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nano_inference.gateway.server.connections import MOST_IN_A_ROUND, Rounds
 
 
 async def do_all(rounds: Rounds, done: list[str], number: int) -> int:
-    """Lets the loop go on until so many are done; how often it had to."""
+    """Run the event loop until so many are done; return its iterations."""
     turns = 0
     async with asyncio.timeout(10):
         while len(done) < number:

@@ -1,4 +1,4 @@
-"""TLS at the gateway, with a real server and real handshakes."""
+"""TLS with a real server and real handshakes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from nano_inference.gateway.serving.measures import Measures
 
 from ...certificates import Authority, Issued
 from ..fake import FakeEngine
+from ..recorded import Recorded
 from ..served import Served, post, serve
-from ..told import Told
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -85,7 +85,7 @@ async def head(reader: asyncio.StreamReader) -> bytes:
 
 
 def copy(issued: Issued, place: Issued) -> None:
-    """Puts one in the place of another, as tools do that renew certificates: each file at once."""
+    """Replace a certificate, as renewal tools do: each file atomically."""
     for source, target in ((issued.key, place.key), (issued.certificate, place.certificate)):
         fresh = target.with_suffix(".new")
         fresh.write_bytes(source.read_bytes())
@@ -93,7 +93,7 @@ def copy(issued: Issued, place: Issued) -> None:
 
 
 async def test_calls_are_answered(authority: Authority, own: Issued) -> None:
-    """Several on one connection, one of them larger than what is decrypted at once."""
+    """Several calls on one connection, one larger than a decrypted record."""
     async with serving(authority, settings(own)) as served:
         reader, writer = await served.open(served.client())
         body = json.dumps({"text": "a" * 500_000, "stream": True}).encode()
@@ -128,10 +128,10 @@ def test_older_tls_versions_are_refused(own: Issued) -> None:
 async def test_client_certificates_are_required(
     tmp_path: Path, own: Issued, authority: Authority
 ) -> None:
-    told = Told()
+    recorded = Recorded()
     strangers = Authority(tmp_path / "strangers")
     config = settings(own, tls_client_ca=str(authority.file))
-    async with serving(authority, config, told.measures) as served:
+    async with serving(authority, config, recorded.measures) as served:
         reader, writer = await served.open(served.client(authority.issue("trainer")))
         writer.write(HEALTH)
         assert b" 200 " in await head(reader)
@@ -139,10 +139,10 @@ async def test_client_certificates_are_required(
             with pytest.raises((ssl.SSLError, ConnectionError)):
                 reader, writer = await served.open(served.client(wrong))
                 writer.write(HEALTH)
-                # The client is done with its part before the server has looked at it.
+                # The client finishes the handshake before the server has verified its certificate.
                 raise await reader.read() or ConnectionResetError
         await served.number(1)
-    assert told.refused() == {"handshake_failed": 2}
+    assert recorded.refused() == {"handshake_failed": 2}
 
 
 # --- files that change ---------------------------------------------------------------------------
@@ -213,27 +213,27 @@ def test_a_key_with_a_passphrase_is_refused(authority: Authority) -> None:
         Certificates(settings(authority.issue("locked", passphrase=b"s3cret")))
 
 
-# --- those who only begin ------------------------------------------------------------------------
+# --- handshakes ----------------------------------------------------------------------------------
 
 
 async def test_a_silent_handshake_times_out(authority: Authority, own: Issued) -> None:
-    told = Told()
-    async with serving(authority, settings(own), told.measures) as served:
+    recorded = Recorded()
+    async with serving(authority, settings(own), recorded.measures) as served:
         reader, _ = await served.open(None)
         await served.number(1)
         served.pass_s(14)
-        assert told.refused() == {}
+        assert recorded.refused() == {}
         served.pass_s(1)
         assert await reader.read() == b""
-    assert told.refused() == {"slow_head": 1}
+    assert recorded.refused() == {"slow_head": 1}
 
 
 async def test_handshakes_are_replaced_by_newcomers(
     authority: Authority, own: Issued, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nano_inference.gateway.server.limits.ACCEPTED_AT_ONCE", 1)
-    told = Told()
-    async with serving(authority, settings(own, max_connections=1), told.measures) as served:
+    recorded = Recorded()
+    async with serving(authority, settings(own, max_connections=1), recorded.measures) as served:
         silent = [await served.open(None) for _ in range(3)]
         await served.number(3)
         reader, writer = await served.open(served.client())
@@ -241,20 +241,20 @@ async def test_handshakes_are_replaced_by_newcomers(
         writer.write(HEALTH)
         assert b" 200 " in await head(reader)
         await served.number(3)
-        assert told.refused() == {"replaced": 1}
+        assert recorded.refused() == {"replaced": 1}
 
 
 async def test_broken_handshakes_leave_no_connection(
     authority: Authority, own: Issued, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Anywhere in the client's first words, in good order or not, and with nonsense behind them."""
+    """At any byte of the ClientHello, with an abort or an end, and with garbage after it."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     context = ssl.create_default_context(cafile=authority.file)
     with pytest.raises(ssl.SSLWantReadError):
         context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1").do_handshake()
     hello = outgoing.read()
-    told = Told()
-    async with serving(authority, settings(own), told.measures) as served:
+    recorded = Recorded()
+    async with serving(authority, settings(own), recorded.measures) as served:
         broken = 0
         for cut in range(1, len(hello) + 1, 7):
             for rest in (b"", bytes(range(256)), hello):
@@ -272,26 +272,26 @@ async def test_broken_handshakes_leave_no_connection(
         writer.write(HEALTH)
         assert b" 200 " in await head(reader)
         await served.number(1)
-        assert told.refused() == {"handshake_failed": broken}
+        assert recorded.refused() == {"handshake_failed": broken}
     assert not caplog.records
 
 
 async def test_plain_http_is_counted(authority: Authority, own: Issued) -> None:
-    told = Told()
-    async with serving(authority, settings(own), told.measures) as served:
+    recorded = Recorded()
+    async with serving(authority, settings(own), recorded.measures) as served:
         reader, writer = await served.open(None)
         writer.write(HEALTH)
         assert b"HTTP" not in await reader.read()
-    assert told.refused() == {"handshake_failed": 1}
+    assert recorded.refused() == {"handshake_failed": 1}
 
 
 async def test_a_refusal_is_read_before_the_end(authority: Authority, own: Issued) -> None:
     """Of a connection that is ended with an answer of its own."""
-    told = Told()
-    async with serving(authority, settings(own), told.measures) as served:
+    recorded = Recorded()
+    async with serving(authority, settings(own), recorded.measures) as served:
         reader, writer = await served.open(served.client())
         writer.write(b"nothing of HTTP\r\n\r\n")
         assert b" 400 " in await head(reader)
         served.pass_s(2)
         await served.number(0)
-    assert told.refused() == {"malformed": 1}
+    assert recorded.refused() == {"malformed": 1}

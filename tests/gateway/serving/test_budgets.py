@@ -52,7 +52,7 @@ async def arriving(engine: FakeEngine, ago_ns: int) -> AsyncIterator[httpx.Async
 async def test_the_shortest_budget_holds(
     engine: FakeEngine, header: str | None, field: float | None, budget_ns: int | None
 ) -> None:
-    """From the arrival on: of two requests of a call the second has less."""
+    """The budget counts from the call's arrival."""
     body = {"text": ["a", "b"]} | ({} if field is None else {"budget_ms": field})
     headers = {} if header is None else {BUDGET_HEADER: header}
     async with arriving(engine, 20 * 10**9) as http:
@@ -84,7 +84,7 @@ async def test_an_expired_call_is_refused_at_once(
 async def test_waiting_for_a_round_counts_against_the_budget(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many requests at once begin one after the other."""
+    """Requests that arrive together begin one after the other."""
     body = b'{"text": "a", "budget_ms": 60000}'
     async with serve(engine, GatewayConfig()) as served:
         assert (await (await served.connect(post(len(body), body))).answer())[0] == 200

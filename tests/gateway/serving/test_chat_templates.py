@@ -1,4 +1,4 @@
-"""Chat templates are strangers' programs: they run for a limited time, and what they do is said."""
+"""Chat templates are untrusted programs: their time is limited, and their failures are reported."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def model(tmp_path: Path) -> Model:
 
 
 async def refused(templates: ChatTemplates, turns: list[dict[str, Any]] | None = None) -> str:
-    """The code of an error that says something."""
+    """The code of an error with a message."""
     with pytest.raises(RequestError) as raised:
         async with asyncio.timeout(LIMIT_S):
             await templates.render(Conversation(turns=HELLO if turns is None else turns), TENANT)
@@ -130,7 +130,7 @@ async def test_looping_templates_of_one_tenant_hold_up_no_other(model: Model) ->
             await asyncio.sleep(0)
         rendered = await templates.render(Conversation(turns=HELLO), "other")
         assert rendered.token_ids
-        # Behind all of them it would be the last but one.
+        # In order of arrival it would have been last.
         assert sum(task.done() for task in looping) < 15
         assert set(await asyncio.gather(*looping)) == {"chat_template_failed"}
 
@@ -192,7 +192,7 @@ async def test_tools_are_refused_if_the_template_reads_none(model: Model) -> Non
 
 
 async def test_the_template_for_tools_is_chosen(model: Model) -> None:
-    """As Transformers chooses: where there are tools, and else the default."""
+    """As Transformers does: with tools, else the default."""
     templates = model.with_template("none of these")
     words = await model.words.get()
     words.tokenizer.chat_template = {
@@ -201,8 +201,8 @@ async def test_the_template_for_tools_is_chosen(model: Model) -> None:
     }
     plain = await templates.render(Conversation(turns=HELLO), TENANT)
     with_tools = await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)), TENANT)
-    told = [words.text(each.token_ids, skip_special=False) for each in (plain, with_tools)]
-    assert told == ["plain", "weather"]
+    shown = [words.text(each.token_ids, skip_special=False) for each in (plain, with_tools)]
+    assert shown == ["plain", "weather"]
     words.tokenizer.chat_template = {"default": "plain"}
     with pytest.raises(FieldError):
         await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)), TENANT)

@@ -1,4 +1,4 @@
-"""What becomes of a call when its connection closes, or its gateway is killed."""
+"""Durable calls whose connection closes, or whose gateway is killed."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_a_resumable_call_goes_on_for_its_grace(engine: FakeEngine) -> Non
     await kept.claim("name", "c", b"")
     await close(await connect(kept, "c", name="name"))
     assert cancelled(engine) == []
-    # And ends with the time.
+    # It ends after the grace.
     async with serving(Gateway(engine, SOON_S)) as soon:
         await soon.claim("other", "d", b"")
         await close(await connect(soon, "d", name="other"))
@@ -123,7 +123,7 @@ async def test_an_attached_call_goes_on(engine: FakeEngine) -> None:
 
 
 async def test_calls_of_a_killed_gateway_are_ended_by_another(engine: FakeEngine) -> None:
-    """Also those whose clients have shown nothing: none of them has been seen to leave."""
+    """Also without an idempotency key, since the disconnect was not seen."""
     killed = Gateway(engine, SOON_S)
     connection = await connect(killed, "c")
     async with serving(Gateway(engine, SOON_S)):
@@ -144,7 +144,7 @@ async def test_calls_of_a_stopped_gateway_go_on(engine: FakeEngine) -> None:
 async def test_a_call_refused_by_a_draining_gateway_can_be_resent(
     engine: FakeEngine,
 ) -> None:
-    """Of what has not begun nothing is kept: it may be sent again with its key at once."""
+    """A call that hasn't begun is deleted, so that its key can be used again at once."""
     kept = Gateway(engine, LATER_S)
     no = EngineError("no", code="shutting_down")
     await close(await connect(kept, "c"))

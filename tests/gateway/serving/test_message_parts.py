@@ -1,4 +1,4 @@
-"""A sample's message and its tokens are the same, however it comes."""
+"""A sample's message and tokens don't depend on how it is cut into chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nano_inference.bus.messages import RowFinish
 from nano_inference.bus.public import CompletionChunk, CompletionSample, GenerateRequest, Output
 from nano_inference.gateway.policy.block_list import BlockList
 from nano_inference.gateway.policy.held_outputs import HeldOutputs
-from nano_inference.gateway.serving.message_parts import MessageParts, NewParts, Record
+from nano_inference.gateway.serving.message_parts import MessageParts, NewParts, TokenRecord
 from nano_inference.text.messages import Delta, MessageFormat, Reading
 
 from ..fake import completion
@@ -64,12 +64,12 @@ def test_deltas_do_not_depend_on_chunks(
     end: RowFinish,
     min_tokens: int,
     cuts: list[int],
-    told: int,
+    shown: int,
 ) -> None:
     made = make(token_ids, stop, end, min_tokens)
     for form in (None, QWEN, LLAMA):
         wanted, parts = read(made, [], form)
-        for chunks in (made.chunks, made.chunks[:told], joined(made.chunks, cuts)):
+        for chunks in (made.chunks, made.chunks[:shown], joined(made.chunks, cuts)):
             found, again = read(made, chunks, form)
             assert found == wanted
             assert (again.calls, again.reasoning_tokens) == (parts.calls, parts.reasoning_tokens)
@@ -99,7 +99,7 @@ def test_a_record_leaves_once_its_text_is_certain(
 ) -> None:
     made = make(token_ids, stop, end)
     parts = MessageParts(WORDS, made.sampling, None, None, "seed")
-    certain, records = "", list[Record]()
+    certain, records = "", list[TokenRecord]()
     for taken, chunk in enumerate(made.chunks[:-1], 1):
         records += parts.add(chunk).records
         certain += chunk.text
@@ -108,7 +108,7 @@ def test_a_record_leaves_once_its_text_is_certain(
 
 
 def known(token_ids: list[int], chars: int) -> int:
-    """How many of these tokens say nothing but what stands within so many characters."""
+    """The number of tokens whose text lies within so many characters."""
     detokenizer = WORDS.detokenizer(skip_special=True)
     found, waiting, shown = 0, 0, ""
     for place, token_id in enumerate(token_ids, 1):
@@ -126,7 +126,7 @@ def known(token_ids: list[int], chars: int) -> int:
 
 
 def held(made: Made, literal: str) -> tuple[list[CompletionChunk], CompletionSample]:
-    """What a guardrail lets through."""
+    """The outputs that a guardrail lets through."""
     request = GenerateRequest(request_id="r")
     guarded = HeldOutputs(request, BlockList([literal], [], 1), WORDS)
     outputs: list[Output] = [*made.chunks, completion(request, made.sample)]
@@ -135,12 +135,12 @@ def held(made: Made, literal: str) -> tuple[list[CompletionChunk], CompletionSam
 
 
 def test_guardrails_judge_escapes_in_arguments() -> None:
-    """A call would be told without them. What was to become one is text."""
+    """A call's arguments are shown without escapes. A cut call is text."""
     made = make(ids(CALL.replace("é", r"fj\u006frd")), (), "stop")
     chunks, sample = held(made, "fjord")
     assert sample.finish_reason == "content_filter"
-    for told in (chunks, []):
-        found, parts = read(made._replace(sample=sample), told, QWEN)
+    for shown in (chunks, []):
+        found, parts = read(made._replace(sample=sample), shown, QWEN)
         assert whole(found.deltas) == ("", CALL.partition("é")[0] + "fj", [])
         assert parts.malformed == 0
 
@@ -173,7 +173,7 @@ def test_a_malformed_call_is_shown_as_written() -> None:
     text = f"a<tool_call>{SPECIAL[3]}</tool_call>b"
     found, parts = read(make(ids(text), (), "stop"), [], QWEN)
     assert (whole(found.deltas)[1], parts.malformed) == (text, 1)
-    # Cut off it is no call either, and nobody's mistake.
+    # A call that is cut off is no malformed call.
     text = text[:20]
     found, parts = read(make(ids(text)), [], QWEN)
     assert (whole(found.deltas)[1], parts.malformed) == (text, 0)

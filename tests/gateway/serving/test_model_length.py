@@ -1,4 +1,4 @@
-"""What a model takes is told as its executors know it, and no call asks for more."""
+"""The context length, as reported by the executors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..fake import FakeEngine, http_of, report
 
 SETTING = Config().engine.max_model_len
 OWN = 2048
-"""The bundled model's, as its files say."""
+"""The length in the bundled model's files."""
 HELLO = [{"role": "user", "content": "a"}]
 
 
@@ -28,8 +28,8 @@ def ids_tensor(name: str, ids: list[int]) -> dict[str, Any]:
     return {"name": name, "datatype": "INT64", "shape": [len(ids)], "data": ids}
 
 
-async def told(http: httpx.AsyncClient) -> set[int]:
-    """What the endpoints say."""
+async def reported_lengths(http: httpx.AsyncClient) -> set[int]:
+    """The lengths of all endpoints."""
     ids = (await http.post("/tokenize", json={"prompt": "a"})).json()
     return {
         (await http.get("/v1/models")).json()["data"][0]["max_model_len"],
@@ -60,8 +60,8 @@ async def told(http: httpx.AsyncClient) -> set[int]:
 async def test_all_endpoints_report_the_least_length(
     http: httpx.AsyncClient, engine: FakeEngine, reports: list[StageReport], length: int
 ) -> None:
-    engine.told = reports
-    assert await told(http) == {length}
+    engine.stage_reports = reports
+    assert await reported_lengths(http) == {length}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ async def test_the_length_of_an_unloaded_model_is_from_its_files(
 async def test_the_default_length_is_the_model_s(
     http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
-    engine.told = [executor("0", max_model_len=2048)]
+    engine.stage_reports = [executor("0", max_model_len=2048)]
     assert (await http.post(path, json=body)).status_code == 200
     assert engine.requests[0].sampling.max_tokens == 2048
 
@@ -128,7 +128,7 @@ LONG = [{"role": "user", "content": "98 + 25 = " * 1500}]
 async def test_too_long_a_prompt_is_refused_in_openai_s_words(
     engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
-    engine.told = [executor("0", max_model_len=2048)]
+    engine.stage_reports = [executor("0", max_model_len=2048)]
     async with http_of(make_app(engine, load_config(env={}))) as http:
         answer = await http.post(path, json=body)
     assert answer.status_code == 400

@@ -1,4 +1,4 @@
-"""Where a gateway may listen: for others than this machine's programs only with keys."""
+"""Addresses of a gateway: a public one needs keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Engine(FakeEngine):
 
 
 async def warnings_of(settings: dict[str, Any]) -> list[str]:
-    """What a gateway with these settings warns of when it has begun to listen."""
+    """The warnings of a gateway with these settings."""
     config = load_config(env={}, overrides=settings)
     with structlog.testing.capture_logs() as lines:
         async with asyncio.timeout(LIMIT_S):

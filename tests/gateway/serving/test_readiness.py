@@ -1,4 +1,4 @@
-"""A gateway that is to stop takes nothing new, says so, and lets what is under way end."""
+"""Draining: no new requests, not ready, and calls in flight end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_calls_in_flight_end_while_draining(
         await engine.until(lambda: len(engine.requests) == 1)
         readiness.draining = True
         drained = asyncio.create_task(calls.observer.idle())
-        # Somebody who asks meanwhile is no reason to wait longer, nor to end earlier.
+        # A probe meanwhile changes nothing.
         assert (await http.get("/health")).status_code == 503
         assert not drained.done()
         engine.goes_on.set()

@@ -1,4 +1,4 @@
-"""A question is asked once for all who ask it at a time."""
+"""A cached result is fetched once for concurrent readers."""
 
 from __future__ import annotations
 

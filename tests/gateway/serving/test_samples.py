@@ -1,4 +1,4 @@
-"""A sample's chunks are what has come of it, however its reader takes them."""
+"""A sample's chunks, for fast and slow readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import SamplingParams
-from nano_inference.gateway.serving.samples import MOST_UNSENT, Chunks
+from nano_inference.gateway.serving.samples import MOST_UNSENT, SampleChunks
 
 from ..fake import completion
 from ..made import chunk, told
@@ -20,8 +20,8 @@ REQUEST = GenerateRequest(request_id="r", sampling=SamplingParams(logprobs=2))
 
 
 async def taken(outputs: list[Output], held: anyio.Event | None = None) -> list[list[Output]]:
-    """What a reader gets that takes nothing more before it may."""
-    chunks, found = Chunks(), []
+    """The batches of a reader that blocks until `held` is set."""
+    chunks, found = SampleChunks(), []
 
     async def take(new: Sequence[Output]) -> None:
         found.append(list(new))
@@ -56,7 +56,7 @@ async def test_buffered_chunks_are_sent_together() -> None:
 
 
 async def test_the_buffer_is_bounded() -> None:
-    chunks, held = Chunks(), anyio.Event()
+    chunks, held = SampleChunks(), anyio.Event()
     full = chunk(REQUEST, 0, 0)
     number = MOST_UNSENT
     full = msgspec.structs.replace(
@@ -80,7 +80,7 @@ async def test_the_buffer_is_bounded() -> None:
             group.start_soon(chunks.send_all, take)
             group.start_soon(put_all)
             await anyio.wait_all_tasks_blocked()
-            # Two are being sent, one fills the room, and one is above it.
+            # Two are being sent, one fills the buffer, and one is above it.
             assert put == 4
             assert chunks.unsent == 2 * MOST_UNSENT
             held.set()

@@ -46,7 +46,7 @@ def test_the_developer_role_becomes_system(template: str, role: str) -> None:
 
 
 def test_ids_are_shortened_for_mistral() -> None:
-    """The result still names its call, and what was given is left as it is."""
+    """The result still names its call, and the input is unchanged."""
     _, assistant, tool = as_read_by(MISTRAL, TURNS)
     assert assistant["tool_calls"][0]["id"] == tool["tool_call_id"] == "789abcdef"
     short = [{"role": "tool", "content": "T", "tool_call_id": "a-1"}]

@@ -1,4 +1,4 @@
-"""How much a model is asked to reason, as the variables that its chat template reads."""
+"""Requests for reasoning, as variables of the chat template."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from .....bus.public import CompletionChunk, CompletionSample
 from .....text.messages import ToolCall
 from ....serving.logprobs import Scored, TokenNames
-from ....serving.message_parts import MessageParts, NewParts, Record
+from ....serving.message_parts import MessageParts, NewParts, TokenRecord
 from ..logprobs import chat_logprobs
 
 Answer = dict[str, Any]
@@ -30,7 +30,7 @@ class _Growth(NamedTuple):
 
     kind: Kind
     text: str = ""
-    tokens: tuple[Record, ...] = ()
+    tokens: tuple[TokenRecord, ...] = ()
     call: ToolCall | None = None
 
 
@@ -56,13 +56,13 @@ class OutputItems:
         self._names = names
         self._reads = reads
         # Tokens that no item has got yet, and how many came before.
-        self._unshown: list[Record] = []
+        self._unshown: list[TokenRecord] = []
         self._num_tokens = 0
         # The item that grows: what it is, how many of its kind there were, and what it has.
         self._kind: Kind | None = None
         self._number: Counter[Kind] = Counter()
         self._texts: list[str] = []
-        self._shown: list[Record] = []
+        self._shown: list[TokenRecord] = []
 
     @property
     def reasoning_tokens(self) -> int:
@@ -98,14 +98,14 @@ class OutputItems:
             for call in delta.calls:
                 yield _Growth("function_call", call=call)
 
-    def _tokens_to(self, place: int) -> list[Record]:
+    def _tokens_to(self, place: int) -> list[TokenRecord]:
         """Those that no item has got yet, up to one of the sample's."""
         number = place + 1 - self._num_tokens
         tokens, self._unshown = self._unshown[:number], self._unshown[number:]
         self._num_tokens += len(tokens)
         return tokens
 
-    def _tokens_of(self, text: str, tokens: list[Record]) -> tuple[Record, ...]:
+    def _tokens_of(self, text: str, tokens: list[TokenRecord]) -> tuple[TokenRecord, ...]:
         """The last of them that have this text. Those before are marks, and white space."""
         if not self._reads:
             return tuple(tokens)
@@ -150,7 +150,7 @@ class OutputItems:
             ItemEvent("response.content_part.added", self._place() | {"part": self._part()}),
         ]
 
-    def _text_delta(self, text: str, tokens: Sequence[Record]) -> ItemEvent:
+    def _text_delta(self, text: str, tokens: Sequence[TokenRecord]) -> ItemEvent:
         self._texts.append(text)
         self._shown += tokens
         told = self._place() | {"delta": text, "logprobs": self._logprobs(tokens)}
@@ -226,7 +226,7 @@ class OutputItems:
         logprobs = self._logprobs(self._shown)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
-    def _logprobs(self, tokens: Sequence[Record]) -> list[Answer]:
+    def _logprobs(self, tokens: Sequence[TokenRecord]) -> list[Answer]:
         if self._names is None:
             return []
         scored = [Scored(token.token_id, token.logprob, token.top) for token in tokens]

@@ -110,7 +110,7 @@ class StoredResponses:
             raise as_response_error(error, record.id) from None
         if isinstance(last, Completion):
             origin = Origin(record.tenant, TraceContext(), None, Account(), record.caller)
-            last = await self._submissions.told(origin, record.request(self._config), last)
+            last = await self._submissions.filtered_end(origin, record.request(self._config), last)
         answers = await self.answers(record)
         made = last.usage.completion_tokens if isinstance(last, Completion) else 0
         return await self.beside(made, partial(answers.known, kept, last))

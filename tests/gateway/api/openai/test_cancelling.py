@@ -20,7 +20,7 @@ from nano_inference.telemetry import TraceContext
 from ... import by_hand
 from ...fake import FakeEngine, completion
 from ...made import chunk, interleaved, told
-from .streamed import Told, events, stream_of
+from .streamed import Recorded, events, stream_of
 
 LIMIT_S = 20
 COMPLETIONS = "/v1/completions"
@@ -90,13 +90,13 @@ async def test_a_call_is_ended_at_any_gateway(
         answer = await other.request(method, url, headers=MINE)
         assert (answer.status_code, answer.json()["cancelled"]) == (200, True)
     begun = stream_of(call.result())
-    reasons = [each["reasons"] for each in Told(begun).choices.values()]
+    reasons = [each["reasons"] for each in Recorded(begun).choices.values()]
     assert reasons == [["abort"]] * len(prompts)
     # The second one was published before anybody could tell its gateway, and ended at once.
     assert len(engine.requests) <= 2
     published = len(engine.requests)
     again = stream_of(await other.get(f"/v1/streams/{call_id}", headers=MINE))
-    assert [each["reasons"] for each in Told(again).choices.values()] == reasons
+    assert [each["reasons"] for each in Recorded(again).choices.values()] == reasons
     assert len(engine.requests) == published
 
 

@@ -277,7 +277,7 @@ async def test_only_one_in_the_background_can_be_cancelled() -> None:
         asyncio.TaskGroup() as group,
     ):
         making = group.create_task(http.post(PATH, json=HELLO))
-        await engine.until(lambda: bool(engine.bus.results.told) or bool(engine.requests))
+        await engine.until(lambda: bool(engine.bus.results.last_outputs) or bool(engine.requests))
         where = f"{PATH}/{engine.requests[0].request_id}"
         assert (await http.get(where)).json()["status"] in ("queued", "in_progress")
         assert refusal(await http.post(f"{where}/cancel")) == ("invalid_request", None)

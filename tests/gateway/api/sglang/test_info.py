@@ -134,7 +134,7 @@ async def test_server_info_tells_what_is_in_use(
         "load_ns": 7,
         "kv_bytes": 100,
     }
-    engine.told = [told("executor", **facts), told("executor", lane="1", **facts)]
+    engine.stage_reports = [told("executor", **facts), told("executor", lane="1", **facts)]
     info = (await http.get("/server_info")).json()
     assert [info[name] for name in names] == ["cuda", "bfloat16", 128, True, 7, 200]
     assert (info["n_experts"], info["n_active_experts"], info["parameters"]) == (8, 2, 5)
@@ -142,7 +142,7 @@ async def test_server_info_tells_what_is_in_use(
 
 @pytest.mark.parametrize("path", ["/get_server_info", "/server_info"])
 async def test_server_info(http: httpx.AsyncClient, engine: FakeEngine, path: str) -> None:
-    engine.told = [
+    engine.stage_reports = [
         told("batching", kv_total=10, running=2),
         told("executor", deterministic=1),
         told("batching", lane="1", kv_total=5),
@@ -150,7 +150,7 @@ async def test_server_info(http: httpx.AsyncClient, engine: FakeEngine, path: st
     ]
     info = (await http.get(path)).json()
     assert info["enable_deterministic_inference"] is False
-    engine.told.pop()
+    engine.stage_reports.pop()
     assert (await http.get(path)).json()["enable_deterministic_inference"] is True
     assert info["max_total_num_tokens"] == 15 * 16
     assert (info["tp_size"], info["dp_size"], info["nnodes"]) == (1, 2, 1)
@@ -158,7 +158,7 @@ async def test_server_info(http: httpx.AsyncClient, engine: FakeEngine, path: st
 
 
 async def test_loads_by_lane(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    engine.told = [
+    engine.stage_reports = [
         told("admission", in_flight=5),
         told("admission", age_s=3.0, in_flight=9),
         told("batching", running=1),
@@ -174,7 +174,7 @@ async def test_loads_by_lane(http: httpx.AsyncClient, engine: FakeEngine) -> Non
 async def test_what_is_in_flight_here_counts_before_a_lane_tells_of_it(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
-    engine.told = [told("admission", in_flight=0), told("batching", running=0)]
+    engine.stage_reports = [told("admission", in_flight=0), told("batching", running=0)]
     totals: list[Any] = []
 
     def look(request: GenerateRequest) -> list[Any]:

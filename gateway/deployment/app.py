@@ -29,7 +29,7 @@ from ..server.http import EngineError
 from ..serving.durable_calls import watch_orphans
 from ..serving.lane_state import Readiness
 from ..serving.measures import Measures
-from .dispatch import ABORT, Dispatch, Entrance, OfModel
+from .dispatch import ABORT, Entrance, ModelDispatch, OfModel
 from .models import ModelApp, Models
 from .routes import ModelControl, deployment_routes
 
@@ -145,7 +145,7 @@ def _dispatched(
     engine: BusClient, config: Config, policy: Policy, models: Models
 ) -> list[PolicyRoute]:
     """Return the endpoints of every model, called without the model's own address."""
-    dispatch = Dispatch(models, config.gateway.max_body_bytes)
+    dispatch = ModelDispatch(models, config.gateway.max_body_bytes)
     # The table of routes is the same for every model.
     own = config.of_model(ModelConfig(id="any", path=config.engine.model_path))
     regions = Regions(config.gateway)

@@ -120,7 +120,7 @@ class OfModel(BaseRoute):
         await Handed(app)(scope, receive, send)
 
 
-class Dispatch:
+class ModelDispatch:
     """Hands calls without a model's own address to their models."""
 
     def __init__(self, models: Models, max_body_bytes: int) -> None:

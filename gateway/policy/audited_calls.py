@@ -56,7 +56,7 @@ class AuditedCalls(AuditedHeads):
                 words = None
             # Some interfaces have names of their own for the same engine.
             account.model = account.model or requests[0].model or self._default_model
-            _Prompts.of(account).add(requests, words)
+            _RecordedPrompts.of(account).add(requests, words)
         try:
             yield
         except NanoInferenceError as error:
@@ -74,7 +74,7 @@ class AuditedCalls(AuditedHeads):
         before: str,
     ) -> AsyncGenerator[Output, None]:
         """Yield all outputs. What a client received before it disconnects is recorded, too."""
-        answer = _Answer.of(origin.account).pieces.setdefault(request.request_id, {})
+        answer = _RecordedAnswer.of(origin.account).pieces.setdefault(request.request_id, {})
         async with aclosing(outputs):
             async for output in outputs:
                 if isinstance(output, Completion):
@@ -87,7 +87,7 @@ class AuditedCalls(AuditedHeads):
         """Write a line about requests that ended, or went to another gateway, outside a call."""
         caller, account = origin.caller, origin.account
         fields = {
-            "request_ids": list(_Answer.of(account).pieces),
+            "request_ids": list(_RecordedAnswer.of(account).pieces),
             **origin.trace.log_ids,
             "key_id": caller.key_id,
             "key_name": caller.name,
@@ -100,7 +100,7 @@ class AuditedCalls(AuditedHeads):
         self._log.write("background", fields, account.texts)
 
 
-class _Prompts:
+class _RecordedPrompts:
     """The prompts of a call; it may make more requests of the answers to earlier ones."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class _Prompts:
         self._words: Words | None = None
 
     @classmethod
-    def of(cls, account: Account) -> _Prompts:
+    def of(cls, account: Account) -> _RecordedPrompts:
         """Return those in a call's account."""
         found = account.texts.setdefault("prompt", cls())
         assert isinstance(found, cls)
@@ -128,7 +128,7 @@ class _Prompts:
         ]
 
 
-class _Answer:
+class _RecordedAnswer:
     """The answer to a call. `pieces`: texts by request, in the order in which requests began, and
     by sample."""
 
@@ -136,7 +136,7 @@ class _Answer:
         self.pieces: dict[str, dict[int, list[str]]] = {}
 
     @classmethod
-    def of(cls, account: Account) -> _Answer:
+    def of(cls, account: Account) -> _RecordedAnswer:
         """Return the one in a call's account."""
         found = account.texts.setdefault("answer", cls())
         assert isinstance(found, cls)

@@ -257,7 +257,7 @@ def _as_safe(address: str, issuer: str) -> bool:
     return address.startswith(("https://", issuer.partition("://")[0] + "://"))
 
 
-class _Known(NamedTuple):
+class _CachedCaller(NamedTuple):
     caller: Caller
     ends_s: float
     generation: int
@@ -268,7 +268,7 @@ def is_token(credential: str) -> bool:
     return credential.count(".") == 2
 
 
-class Tokens:
+class TokenAuthenticator:
     """Authenticates callers by their tokens."""
 
     def __init__(
@@ -292,7 +292,7 @@ class Tokens:
         self._now_s = now_s
         self._keys = keys or IssuerKeys(config, time.monotonic)
         # By the token's hash, since a token may be as good as a password.
-        self._known: dict[bytes, _Known] = {}
+        self._known: dict[bytes, _CachedCaller] = {}
 
     async def caller(self, token: str) -> Caller:
         """Return the caller that a token stands for.
@@ -338,7 +338,7 @@ class Tokens:
         while len(self._known) >= _MOST_KNOWN:
             del self._known[next(iter(self._known))]
         ends_s = claims["exp"] + self._config.oidc_leeway_s
-        self._known[digest] = _Known(caller, ends_s, generation)
+        self._known[digest] = _CachedCaller(caller, ends_s, generation)
         return caller
 
     async def aclose(self) -> None:

@@ -22,7 +22,7 @@ from .document import Guardrails, PolicyDocument
 from .guardrail import Guardrail
 from .keys import AllowedModels, Authenticate, RequireScope, caller_with, tenant_in, with_tenant
 from .limits import ReserveLimits
-from .oidc import Tokens, is_token
+from .oidc import TokenAuthenticator, is_token
 from .opa import OpenPolicyAgent
 from .store import BlockLists, PolicyStore, apply_weights_forever
 
@@ -54,7 +54,7 @@ class Policy:
         self._measures = measures
         self.store: PolicyStore | None = None
         self._lists: BlockLists | None = None
-        self._tokens = Tokens(own) if own.oidc_issuer else None
+        self._tokens = TokenAuthenticator(own) if own.oidc_issuer else None
         if own.backend != "off":
             self.store = PolicyStore(open_backend(own, engine.bus.store.policy), own.refresh_s)
             self._lists = BlockLists(self._read_guardrails, own.guardrail_max_match)

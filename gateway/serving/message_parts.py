@@ -14,7 +14,7 @@ from .measures import Measures
 from .words import Words, is_stop_token
 
 
-class ReadToken(NamedTuple):
+class TokenRecord(NamedTuple):
     """A generated token.
 
     Attributes:
@@ -41,7 +41,7 @@ class NewParts(NamedTuple):
     """
 
     deltas: list[Delta]
-    records: list[ReadToken]
+    records: list[TokenRecord]
     places: list[int]
 
     def add(self, delta: Delta, place: int) -> None:
@@ -60,11 +60,11 @@ class Addition(NamedTuple):
 
     kind: Literal["reasoning", "text", "call"]
     text: str = ""
-    tokens: tuple[ReadToken, ...] = ()
+    tokens: tuple[TokenRecord, ...] = ()
     call: ToolCall | None = None
 
 
-def additions(delta: Delta, tokens: tuple[ReadToken, ...] = ()) -> Iterator[Addition]:
+def additions(delta: Delta, tokens: tuple[TokenRecord, ...] = ()) -> Iterator[Addition]:
     """Yield the additions of a delta. Args: `tokens` are those of its text."""
     if delta.reasoning:
         yield Addition("reasoning", delta.reasoning)
@@ -251,7 +251,7 @@ class _Token(NamedTuple):
         stops: It ends the sample, and is no part of the text.
     """
 
-    record: ReadToken
+    record: TokenRecord
     name: str
     stops: bool = False
 
@@ -284,25 +284,27 @@ class _Tokens:
     ) -> None:
         """Add the next token. `stops`: it ends the sample, and is no part of its text."""
         if stops:
-            self._waiting.append(_Token(ReadToken(token_id, logprob, top, version, ""), "", stops))
+            self._waiting.append(
+                _Token(TokenRecord(token_id, logprob, top, version, ""), "", stops)
+            )
             return
         text = self._detokenizer.push((token_id,))
         # With new text, the character before it is complete, or never will be.
         self._incomplete = 0 if text else self._incomplete
         self._incomplete += self._detokenizer.incomplete
-        record = ReadToken(token_id, logprob, top, version, text)
+        record = TokenRecord(token_id, logprob, top, version, text)
         self._waiting.append(_Token(record, self._words.special_name(token_id)))
 
     def add_text(self, text: str) -> None:
         """Add certain text of the sample."""
         self.rest += text
 
-    def certain(self, *, ended: bool) -> list[tuple[ReadToken, str | None]]:
+    def certain(self, *, ended: bool) -> list[tuple[TokenRecord, str | None]]:
         """Return the tokens whose text is certain, each with the text for the reader; None for a
         token that is no part of the message."""
         if ended:
             self._finish()
-        found: list[tuple[ReadToken, str | None]] = []
+        found: list[tuple[TokenRecord, str | None]] = []
         text, at, cut = self.rest, 0, False
         while len(self._waiting) > (0 if ended else self._incomplete):
             token = self._waiting[0]

@@ -29,7 +29,7 @@ class Ticket:
     refused: bool = False
 
 
-class Places:
+class PlaceQueue:
     """A number of places, and the tickets that wait for them, in order of arrival by tenant.
 
     Tenants take turns. Methods return the tickets that were given a place or refused, with

@@ -85,7 +85,7 @@ class UnsentOutputs(Unsent):
         raise NotImplementedError
 
 
-class UnsentChunks(UnsentOutputs):
+class SampleChunks(UnsentOutputs):
     """The chunks of one sample. The end of the sample has what did not come in chunks."""
 
     def __init__(self, take: Take) -> None:
@@ -116,7 +116,7 @@ async def stream_sample(
     Raises:
         NanoInferenceError: The engine has failed. All earlier chunks were passed on.
     """
-    return await stream_unsent(submissions, origin, request, UnsentChunks(take))
+    return await stream_unsent(submissions, origin, request, SampleChunks(take))
 
 
 async def stream_unsent(

@@ -343,7 +343,9 @@ class Submissions:
                         _check(output)
                     yield output
 
-    async def told(self, origin: Origin, request: GenerateRequest, end: Completion) -> Output:
+    async def filtered_end(
+        self, origin: Origin, request: GenerateRequest, end: Completion
+    ) -> Output:
         """Filter the end of a request that was found on the bus."""
 
         async def found() -> AsyncGenerator[Output, None]:

@@ -9,7 +9,7 @@ import anyio
 
 from ..server.http import EngineError
 from .measures import Measures
-from .places import Places, Ticket
+from .places import PlaceQueue, Ticket
 
 RETRY_S = 5.0
 """`Retry-After` when too many requests wait."""
@@ -52,10 +52,10 @@ class WaitingCall:
 
 
 class Turns:
-    """The shell around `Places`: wakes the calls whose turn it is."""
+    """The shell around `PlaceQueue`: wakes the calls whose turn it is."""
 
     def __init__(self, places: int, max_waiting: int, measures: Measures) -> None:
-        self._places = Places(places, max_waiting)
+        self._places = PlaceQueue(places, max_waiting)
         self._measures = measures
         self._calls: dict[Ticket, WaitingCall] = {}
 

@@ -23,7 +23,7 @@ from nano_inference.config import Config, GatewayConfig, RequestError
 from nano_inference.gateway.app import make_app
 
 from ..gateway.fake import FakeEngine, completion, refused, sample
-from ..security.test_connections import serve
+from ..gateway.served import serve
 
 URL = "http://127.0.0.1:8000/v1"
 LIMIT_S = 20

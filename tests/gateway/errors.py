@@ -1,4 +1,4 @@
-"""What an answer says is wrong."""
+"""Errors of answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import httpx
 
 
 def error_of(response: httpx.Response, status: int) -> str:
-    """The code, of an answer in the shape that clients know."""
+    """Return the code of an error in OpenAI's form."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}

@@ -126,7 +126,7 @@ async def test_takers_who_race_take_no_more_and_lose_nothing(buses: Buses, kit: 
             took = await reserve(bus, (tokens, amount), (held, 1))
             if not took.granted:
                 continue
-            # Told here later than there, and less of it sooner: this is never above what is so.
+            # Recorded here later than there, and less of it sooner: this is never above what is so.
             taken, holding = taken + amount, holding + 1
             assert taken <= 1000
             assert holding <= 5

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...serving.logprobs import Scored, TokenNames
-from ...serving.message_parts import ReadToken
+from ...serving.message_parts import TokenRecord
 from ...serving.words import Words
 
-ListedToken = Scored | ReadToken
+ListedToken = Scored | TokenRecord
 
 
 class TextLogprobs:

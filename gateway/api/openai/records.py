@@ -225,9 +225,7 @@ class BegunCalls(Generic[R]):
         call_id, kept, wait_s = found.record.id, found.kept, _FIRST_LOOK_S
         number = len(found.record.request_ids)
         with anyio.move_on_after(PUBLISH_PATIENCE_S):
-            while (
-                len(kept.entries) < len(found.record.request_ids) and "cancelled" not in kept.marks
-            ):
+            while len(kept.entries) < number and "cancelled" not in kept.marks:
                 await anyio.sleep(wait_s)
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
                 kept = await self._kept.find(call_id) or kept

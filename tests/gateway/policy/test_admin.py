@@ -1,4 +1,4 @@
-"""Administration over HTTP: what is made, changed and revoked, and what changes nothing."""
+"""Administration over HTTP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from nano_inference.config import Config
 from nano_inference.gateway.app import ModelGatewayApp, make_app
 
-from ..fake import FakeEngine
+from ..fake import FakeEngine, http_of
 from .conftest import Made, bearer
 
 
@@ -51,9 +51,7 @@ async def test_other_gateways_take_a_revoked_key_no_more(
     admin: httpx.AsyncClient, made: Made, engine: FakeEngine, config: Config
 ) -> None:
     other = make_app(engine, config)
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(other), base_url="http://127.0.0.1"
-    ) as elsewhere:
+    async with http_of(other) as elsewhere:
         key = await made()
         assert (await elsewhere.get("/v1/models", headers=bearer(key))).status_code == 200
         await admin.delete(f"/admin/keys/{key['id']}")

@@ -17,9 +17,9 @@ from nano_inference.gateway.serving.account import Account
 from nano_inference.gateway.serving.origin import BUDGET_HEADER, MAX_BUDGET_MS
 from nano_inference.telemetry import TraceContext, now_ns
 
-from ...security.test_connections import post, serve
 from ..errors import error_of
-from ..fake import FakeEngine, refused
+from ..fake import FakeEngine, http_of, refused
+from ..served import post, serve
 
 MINUTE_NS = 60 * 10**9
 
@@ -33,8 +33,7 @@ async def arriving(engine: FakeEngine, ago_ns: int) -> AsyncIterator[httpx.Async
         arrival = ObservedCall(now_ns() - ago_ns, TraceContext(), Account())
         await app({**scope, "state": {"arrival": arrival}}, receive, send)
 
-    transport = httpx.ASGITransport(arrived)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+    async with http_of(arrived) as client:
         yield client
 
 
@@ -50,10 +49,10 @@ async def arriving(engine: FakeEngine, ago_ns: int) -> AsyncIterator[httpx.Async
         (str(int(MAX_BUDGET_MS) - 1000), None, 2**63),
     ],
 )
-async def test_the_shortest_of_what_is_given_holds(
+async def test_the_shortest_budget_holds(
     engine: FakeEngine, header: str | None, field: float | None, budget_ns: int | None
 ) -> None:
-    """From the arrival on: of two requests of a call the second has less."""
+    """The budget counts from the call's arrival."""
     body = {"text": ["a", "b"]} | ({} if field is None else {"budget_ms": field})
     headers = {} if header is None else {BUDGET_HEADER: header}
     async with arriving(engine, 20 * 10**9) as http:
@@ -71,7 +70,7 @@ async def test_the_shortest_of_what_is_given_holds(
     "given", [{BUDGET_HEADER: "0"}, {BUDGET_HEADER: "-5"}, {BUDGET_HEADER: "19999"}]
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_time_that_is_over_when_the_call_is_read(
+async def test_an_expired_call_is_refused_at_once(
     engine: FakeEngine, given: dict[str, str], stream: bool
 ) -> None:
     async with arriving(engine, 20 * 10**9) as http:
@@ -82,10 +81,10 @@ async def test_a_time_that_is_over_when_the_call_is_read(
     assert not engine.requests
 
 
-async def test_waiting_for_a_round_counts(
+async def test_waiting_for_a_round_counts_against_the_budget(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many requests at once begin one after the other."""
+    """Requests that arrive together begin one after the other."""
     body = b'{"text": "a", "budget_ms": 60000}'
     async with serve(engine, GatewayConfig()) as served:
         assert (await (await served.connect(post(len(body), body))).answer())[0] == 200
@@ -96,7 +95,7 @@ async def test_waiting_for_a_round_counts(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_time_that_is_over_in_the_pipeline(
+async def test_a_request_that_expires_in_the_pipeline(
     http: httpx.AsyncClient, engine: FakeEngine, stream: bool
 ) -> None:
     engine.outputs = refused("expired")
@@ -106,7 +105,7 @@ async def test_a_time_that_is_over_in_the_pipeline(
 
 
 @pytest.mark.parametrize("header", ["", "soon", "1e3", "inf", "nan", "1,5", "1" * 18, "0x10"])
-async def test_a_header_that_is_no_time(
+async def test_an_invalid_budget_header_is_refused(
     http: httpx.AsyncClient, engine: FakeEngine, header: str
 ) -> None:
     answer = await http.post("/generate", json={"text": "a"}, headers={BUDGET_HEADER: header})
@@ -120,7 +119,7 @@ async def test_a_header_that_is_no_time(
     ("field", "code"),
     [(1e300, "invalid_budget"), ("1000", "invalid_request"), ([1], "invalid_request")],
 )
-async def test_a_field_that_is_no_time(
+async def test_an_invalid_budget_field_is_refused(
     http: httpx.AsyncClient, engine: FakeEngine, field: object, code: str
 ) -> None:
     answer = await http.post("/generate", json={"text": "a", "budget_ms": field})

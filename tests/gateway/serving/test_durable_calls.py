@@ -1,4 +1,4 @@
-"""What becomes of a call when its connection closes, or its gateway is killed."""
+"""Durable calls whose connection closes, or whose gateway is killed."""
 
 from __future__ import annotations
 
@@ -96,19 +96,19 @@ async def test_a_call_ends_with_its_connection(engine: FakeEngine) -> None:
     assert cancelled(engine) == ["c"]
 
 
-async def test_one_whose_client_may_come_back_goes_on_for_a_while(engine: FakeEngine) -> None:
+async def test_a_resumable_call_goes_on_for_its_grace(engine: FakeEngine) -> None:
     kept = Gateway(engine, LATER_S)
     await kept.claim("name", "c", b"")
     await close(await connect(kept, "c", name="name"))
     assert cancelled(engine) == []
-    # And ends with the time.
+    # It ends after the grace.
     async with serving(Gateway(engine, SOON_S)) as soon:
         await soon.claim("other", "d", b"")
         await close(await connect(soon, "d", name="other"))
         await engine.until(lambda: cancelled(engine) == ["d"])
 
 
-async def test_one_that_is_attended_goes_on(engine: FakeEngine) -> None:
+async def test_an_attached_call_goes_on(engine: FakeEngine) -> None:
     async with serving(Gateway(engine, SOON_S)) as kept:
         attended = await connect(kept, "attended")
         # Many times as long as it would take.
@@ -122,8 +122,8 @@ async def test_one_that_is_attended_goes_on(engine: FakeEngine) -> None:
     assert "attended" in cancelled(engine)
 
 
-async def test_those_of_a_killed_gateway_are_ended_by_another(engine: FakeEngine) -> None:
-    """Also those whose clients have shown nothing: none of them has been seen to leave."""
+async def test_calls_of_a_killed_gateway_are_ended_by_another(engine: FakeEngine) -> None:
+    """Also without an idempotency key, since the disconnect was not seen."""
     killed = Gateway(engine, SOON_S)
     connection = await connect(killed, "c")
     async with serving(Gateway(engine, SOON_S)):
@@ -131,7 +131,7 @@ async def test_those_of_a_killed_gateway_are_ended_by_another(engine: FakeEngine
     await close(connection)
 
 
-async def test_those_of_a_gateway_that_is_stopped_go_on(engine: FakeEngine) -> None:
+async def test_calls_of_a_stopped_gateway_go_on(engine: FakeEngine) -> None:
     kept = Gateway(engine, SOON_S)
     connection = await connect(kept, "c")
     kept.stop()
@@ -141,10 +141,10 @@ async def test_those_of_a_gateway_that_is_stopped_go_on(engine: FakeEngine) -> N
         await engine.until(lambda: cancelled(engine) == ["c"])
 
 
-async def test_who_is_sent_away_by_a_gateway_that_drains_goes_to_another(
+async def test_a_call_refused_by_a_draining_gateway_can_be_resent(
     engine: FakeEngine,
 ) -> None:
-    """Of what has not begun nothing is kept: it may be sent again with its key at once."""
+    """A call that hasn't begun is deleted, so that its key can be used again at once."""
     kept = Gateway(engine, LATER_S)
     no = EngineError("no", code="shutting_down")
     await close(await connect(kept, "c"))
@@ -161,7 +161,7 @@ async def test_who_is_sent_away_by_a_gateway_that_drains_goes_to_another(
     assert await kept.claim("name", "e", b"") == "e"
 
 
-async def test_who_has_come_back_elsewhere_has_not_left(engine: FakeEngine) -> None:
+async def test_a_call_resumed_elsewhere_goes_on(engine: FakeEngine) -> None:
     """A connection that is dead is seen to be closed after its client has come back."""
     first, second = Gateway(engine, LATER_S), Gateway(engine, LATER_S)
     connection = await connect(first, "c")
@@ -173,7 +173,7 @@ async def test_who_has_come_back_elsewhere_has_not_left(engine: FakeEngine) -> N
     assert len(engine.requests) == 1
 
 
-async def test_the_last_connection_counts(engine: FakeEngine) -> None:
+async def test_a_call_ends_with_its_last_connection(engine: FakeEngine) -> None:
     """Two at one gateway, without any grace."""
     kept = Gateway(engine, 0)
     connection = await connect(kept, "c")
@@ -184,7 +184,7 @@ async def test_the_last_connection_counts(engine: FakeEngine) -> None:
     assert cancelled(engine) == ["c"]
 
 
-async def test_what_has_ended_is_not_cancelled(engine: FakeEngine) -> None:
+async def test_an_ended_call_is_not_cancelled(engine: FakeEngine) -> None:
     engine.outputs = interleaved
     kept = Gateway(engine, SOON_S)
     await (await connect(kept, "c"))
@@ -196,7 +196,7 @@ async def test_what_has_ended_is_not_cancelled(engine: FakeEngine) -> None:
     assert cancelled(engine) == ["d"]
 
 
-async def test_who_leaves_while_his_request_is_published_has_it_cancelled(
+async def test_a_disconnect_during_publishing_cancels_the_request(
     engine: FakeEngine,
 ) -> None:
     publishing, go = asyncio.Event(), asyncio.Event()

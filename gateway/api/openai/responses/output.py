@@ -17,7 +17,7 @@ from ....serving.message_parts import (
     Addition,
     MessageParts,
     NewParts,
-    ReadToken,
+    TokenRecord,
     additions,
     joined,
 )
@@ -65,13 +65,13 @@ class OutputItems:
         self._names = names
         self._reads = reads
         # Tokens that belong to no item yet, and how many came before.
-        self._unshown: list[ReadToken] = []
+        self._unshown: list[TokenRecord] = []
         self._num_tokens = 0
         # The open item: its kind, how many of each kind there were, its texts and tokens.
         self._kind: Kind | None = None
         self._number: Counter[Kind] = Counter()
         self._texts: list[str] = []
-        self._shown: list[ReadToken] = []
+        self._shown: list[TokenRecord] = []
 
     @property
     def reasoning_tokens(self) -> int:
@@ -105,7 +105,7 @@ class OutputItems:
             self._num_tokens += len(tokens)
             yield from additions(delta, self._tokens_of(delta.content, tokens))
 
-    def _tokens_of(self, text: str, tokens: list[ReadToken]) -> tuple[ReadToken, ...]:
+    def _tokens_of(self, text: str, tokens: list[TokenRecord]) -> tuple[TokenRecord, ...]:
         """Return the last tokens that have this text, without the marks and spaces before it."""
         if not self._reads:
             return tuple(tokens)
@@ -139,7 +139,7 @@ class OutputItems:
         yield self._item_event("added", self._item("in_progress", []))
         yield self._part_event("content_part.added", part=self._part())
 
-    def _text_delta(self, text: str, tokens: Sequence[ReadToken]) -> ItemEvent:
+    def _text_delta(self, text: str, tokens: Sequence[TokenRecord]) -> ItemEvent:
         self._texts.append(text)
         self._shown += tokens
         return self._part_event("output_text.delta", delta=text, logprobs=self._logprobs(tokens))
@@ -205,7 +205,7 @@ class OutputItems:
         logprobs = self._logprobs(self._shown)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
-    def _logprobs(self, tokens: Sequence[ReadToken]) -> list[Answer]:
+    def _logprobs(self, tokens: Sequence[TokenRecord]) -> list[Answer]:
         return [] if self._names is None else token_entries(tokens, self._names)
 
 

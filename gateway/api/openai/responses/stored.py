@@ -92,7 +92,7 @@ class StoredResponses:
         if isinstance(last, Completion):
             origin = Origin(record.tenant, TraceContext(), None, Account(), record.caller)
             request = record.request(services.config)
-            last = await services.submissions.told(origin, request, last)
+            last = await services.submissions.filtered_end(origin, request, last)
         writer = await self.writer(record)
         made = last.usage.completion_tokens if isinstance(last, Completion) else 0
         return await self.beside(made, partial(writer.known, kept, last))

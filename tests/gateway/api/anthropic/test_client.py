@@ -58,7 +58,7 @@ async def test_tokens_are_counted(client: AsyncAnthropic) -> None:
 async def test_models_have_anthropic_s_fields_and_pages(
     client: AsyncAnthropic, engine: FakeEngine
 ) -> None:
-    engine.told = [
+    engine.stage_reports = [
         StageReport(
             lane="0",
             stage="admission",

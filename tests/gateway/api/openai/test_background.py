@@ -19,8 +19,7 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving.lane_state import Readiness
 
 from ... import by_hand
-from ...conftest import client_of
-from ...fake import FakeEngine, refused
+from ...fake import FakeEngine, http_of, refused
 from ...made import TEXTS, interleaved, whole
 from .going import Going
 from .streamed import response_events
@@ -326,7 +325,7 @@ async def test_a_gateway_that_is_to_stop_takes_none(engine: FakeEngine) -> None:
     readiness = Readiness(engine)  # type: ignore[arg-type]
     app = make_app(engine, load_config(env={}), None, readiness)  # type: ignore[arg-type]
     readiness.draining = True
-    async with client_of(app) as http:
+    async with http_of(app) as http:
         for _ in range(2):
             answer = await http.post(PATH, json=BODY, headers=KEY)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")

@@ -18,10 +18,9 @@ from nano_inference.gateway.serving.samples import MOST_UNSENT
 from nano_inference.telemetry import TraceContext
 
 from ... import by_hand
-from ...conftest import client_of
-from ...fake import FakeEngine, completion
+from ...fake import FakeEngine, completion, http_of
 from ...made import chunk, interleaved, told
-from .streamed import Told, events, stream_of
+from .streamed import Recorded, events, stream_of
 
 LIMIT_S = 20
 COMPLETIONS = "/v1/completions"
@@ -91,13 +90,13 @@ async def test_a_call_is_ended_at_any_gateway(
         answer = await other.request(method, url, headers=MINE)
         assert (answer.status_code, answer.json()["cancelled"]) == (200, True)
     begun = stream_of(call.result())
-    reasons = [each["reasons"] for each in Told(begun).choices.values()]
+    reasons = [each["reasons"] for each in Recorded(begun).choices.values()]
     assert reasons == [["abort"]] * len(prompts)
     # The second one was published before anybody could tell its gateway, and ended at once.
     assert len(engine.requests) <= 2
     published = len(engine.requests)
     again = stream_of(await other.get(f"/v1/streams/{call_id}", headers=MINE))
-    assert [each["reasons"] for each in Told(again).choices.values()] == reasons
+    assert [each["reasons"] for each in Recorded(again).choices.values()] == reasons
     assert len(engine.requests) == published
 
 
@@ -149,7 +148,7 @@ async def test_what_a_client_does_not_read_waits_on_the_bus(
             await engine.until(lambda: len(engine.requests) == 1)
             await anyio.wait_all_tasks_blocked()
             assert MOST_UNSENT <= engine.taken <= MOST_UNSENT + 2
-            async with client_of(app) as another:
+            async with http_of(app) as another:
                 answer = await another.post(COMPLETIONS, json=TEXT, headers={"X-Tenant": "other"})
                 assert len(events(answer)) > 0
             assert engine.taken <= MOST_UNSENT + 2

@@ -17,9 +17,8 @@ from nano_inference.gateway.serving import prepared
 from nano_inference.gateway.serving.words import Words
 from nano_inference.text.messages import constraint_of
 
-from ...conftest import client_of
 from ...errors import invalid
-from ...fake import FakeEngine, refused
+from ...fake import FakeEngine, http_of, refused
 from ...saying import says
 from .test_refusals import refusal
 
@@ -50,7 +49,7 @@ def deep(levels: int) -> dict[str, Any]:
 
 @pytest.fixture
 async def http(engine: FakeEngine, calling: Config) -> AsyncIterator[AsyncClient]:
-    async with client_of(make_app(engine, calling)) as client:
+    async with http_of(make_app(engine, calling)) as client:
         yield client
 
 
@@ -233,7 +232,7 @@ async def test_a_model_of_which_nobody_knows_how_it_calls(
     engine: FakeEngine, calling: Config
 ) -> None:
     config = replace(calling, gateway=replace(calling.gateway, message_format="off"))
-    async with client_of(make_app(engine, config)) as http:
+    async with http_of(make_app(engine, config)) as http:
         answer = await http.post(PATH, json={"messages": HELLO, "tools": [TIME]})
         assert refusal(answer) == ("unsupported", "tools")
         assert "gateway.message_format" in answer.json()["error"]["message"]
@@ -330,7 +329,7 @@ async def test_the_field_of_reasoning_is_a_setting(
 ) -> None:
     engine.outputs = says(THOUGHT, words)
     config = replace(calling, gateway=replace(calling.gateway, reasoning_field="reasoning"))
-    async with client_of(make_app(engine, config)) as http:
+    async with http_of(make_app(engine, config)) as http:
         message = (await posted(http))["message"]
     assert message["reasoning"] == "It is north."
     assert "reasoning_content" not in message
@@ -394,7 +393,7 @@ async def test_a_call_with_a_key_is_the_same_at_another_gateway(
     headers = {"Idempotency-Key": "a", "X-Tenant": "t"}
     first = (await http.post(PATH, json=body, headers=headers)).json()
     assert first["choices"][0]["finish_reason"] == "tool_calls"
-    async with client_of(make_app(engine, calling)) as other:
+    async with http_of(make_app(engine, calling)) as other:
         assert (await other.post(PATH, json=body, headers=headers)).json() == first
     assert len(engine.requests) == 1
 
@@ -428,7 +427,7 @@ async def test_a_stream_goes_on_at_another_gateway_behind_each_event(
     message = message_of(whole)
     assert message[:2] == ("It is north.", "Cold.")
     assert [call["function"]["name"] for call in message[2]] == ["weather"]
-    async with client_of(make_app(engine, calling)) as other:
+    async with http_of(make_app(engine, calling)) as other:
         for place, (event_id, _) in enumerate(whole):
             answer = await other.get(
                 f"/v1/streams/{whole[0][1]['id']}",

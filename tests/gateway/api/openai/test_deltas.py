@@ -29,6 +29,7 @@ from nano_inference.telemetry.instruments import REASONING_TOKENS, TOOL_CALLS
 from nano_inference.text.messages import Delta, MessageFormat, ToolCall
 
 from ...fake import completion
+from ...recorded import Recorded
 from ...sampled import (
     BARE_CALL,
     CALL,
@@ -46,7 +47,6 @@ from ...sampled import (
     stops,
     tokens,
 )
-from ...told import Told
 from .streamed import choices
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream": True}
@@ -71,12 +71,12 @@ def chat(made: Made, **fields: Any) -> Call:
     return msgspec.structs.replace(call, **given)
 
 
-def answers(call: Call, told: Told | None = None, form: MessageFormat = QWEN) -> AnswerWriter:
+def answers(call: Call, told: Recorded | None = None, form: MessageFormat = QWEN) -> AnswerWriter:
     return AnswerWriter(call, [(5, 6)], [None], WORDS, form, told.measures if told else None)
 
 
 def whole(
-    made: Made, call: Call, told: Told | None = None, form: MessageFormat = QWEN
+    made: Made, call: Call, told: Recorded | None = None, form: MessageFormat = QWEN
 ) -> dict[str, Any]:
     ended = completion(GenerateRequest(), made.sample)
     (choice,) = answers(call, told, form).whole([ended])["choices"]
@@ -308,7 +308,7 @@ def test_texts_and_their_tokens_stay_together_under_stop_strings(
 
 def test_what_was_read_is_counted_once_in_an_answer() -> None:
     made = make(ids(THOUGHT + CALL + "98"), (), "stop")
-    told = Told()
+    told = Recorded()
     whole(made, chat(made), told)
     counted = told.values(TOOL_CALLS), told.values(REASONING_TOKENS)
     assert counted[0] == {("made",): 1, ("malformed",): 0}

@@ -22,8 +22,7 @@ from nano_inference.bus.public import (
 from nano_inference.config import load_config
 from nano_inference.gateway.app import make_app
 
-from ...conftest import client_of
-from ...fake import FakeEngine, refused
+from ...fake import FakeEngine, http_of, refused
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -138,7 +137,7 @@ async def test_a_bad_call_is_refused_by_its_field(
 
 async def test_too_many_inputs_are_refused(engine: FakeEngine) -> None:
     config = load_config(env={}, overrides={"gateway.max_prompts": 3})
-    async with client_of(make_app(engine, config)) as http:  # type: ignore[arg-type]
+    async with http_of(make_app(engine, config)) as http:  # type: ignore[arg-type]
         answer = await http.post(EMBEDDINGS, json={"input": ["a"] * 4})
         assert answer.json()["error"]["code"] == "too_many_prompts"
         assert (await http.post(EMBEDDINGS, json={"input": ["a"] * 3})).status_code == 200

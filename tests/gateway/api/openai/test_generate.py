@@ -11,9 +11,8 @@ from httpx import AsyncClient
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 
-from ...conftest import client_of
 from ...errors import invalid
-from ...fake import FakeEngine, refused
+from ...fake import FakeEngine, http_of, refused
 from ...made import LOGPROBS, TOKENS, interleaved, whole
 from ...serving.test_model_length import OWN
 from .streamed import choices, events
@@ -105,7 +104,7 @@ async def test_a_stream_is_the_answer_in_pieces(http: AsyncClient, engine: FakeE
 async def test_it_takes_no_tokenizer(engine: FakeEngine, tmp_path: Path) -> None:
     engine.outputs = whole
     config = load_config(env={}, overrides={"engine.model_path": str(tmp_path)})
-    async with client_of(make_app(engine, config)) as http:  # type: ignore[arg-type]
+    async with http_of(make_app(engine, config)) as http:  # type: ignore[arg-type]
         await posted(http, sampling_params={"logprobs": 1})
         body = {"token_ids": [7], "sampling_params": {"prompt_logprobs": 1}}
         assert refusal(await http.post(PATH, json=body))[0] == "unsupported"

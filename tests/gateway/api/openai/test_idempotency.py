@@ -14,7 +14,7 @@ from nano_inference.gateway.api.openai.records import keyed
 
 from ...fake import FakeEngine, refused
 from ...made import interleaved, whole
-from .streamed import Told, stream_of
+from .streamed import Recorded, stream_of
 
 LIMIT_S = 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -41,7 +41,7 @@ async def test_the_same_call_is_made_once(
         for client, each in ((http, asked), (other, again), (http, asked))
     ]
     assert len(engine.requests) == 1
-    told = [vars(Told(stream_of(each))) if stream else each.json() for each in answers]
+    told = [vars(Recorded(stream_of(each))) if stream else each.json() for each in answers]
     assert told[1:] == told[:1] * 2
 
 
@@ -72,7 +72,8 @@ async def test_two_at_once_are_one(
         go.set()
     assert len(engine.requests) == 1
     told = [
-        vars(Told(stream_of(each.result()))) if stream else each.result().json() for each in calls
+        vars(Recorded(stream_of(each.result()))) if stream else each.result().json()
+        for each in calls
     ]
     assert told[1:] == told[:1] * 3
 
@@ -159,7 +160,7 @@ async def test_a_stream_is_resumed_by_the_same_call_with_its_key(
     told = stream_of(await http.post(COMPLETIONS, json=body, headers=KEY))
     last = {"Last-Event-ID": told[1].event_id}
     rest = stream_of(await other.post(COMPLETIONS, json=body, headers=KEY | last))
-    assert vars(Told([*told[:2], *rest])) == vars(Told(told))
+    assert vars(Recorded([*told[:2], *rest])) == vars(Recorded(told))
     changed = await other.post(COMPLETIONS, json=body | {"seed": 1}, headers=KEY | last)
     assert changed.status_code == 422
     stranger = await other.post(

@@ -29,7 +29,7 @@ from nano_inference.gateway.serving.words import LazyWords, Words
 
 from ...fake import completion
 from ...made import cut, interleaved, told, whole
-from .streamed import Event, Told
+from .streamed import Event, Recorded
 
 LIMIT_S = 20
 PROMPTS = [(3, 4, 5), (8, 9)]
@@ -156,12 +156,12 @@ async def test_behind_each_event_comes_the_exact_rest(
     ]
     for pace in ([0], [1], [9], [2, 0, 0]):
         events = await client.read(outputs, pace)
-        wanted = vars(Told(events))
+        wanted = vars(Recorded(events))
         assert len({event.event_id for event in events}) == len(events)
         for number, event in enumerate(events, 1):
             for other_pace in ([0], [9]):
                 rest = await client.read(outputs, other_pace, after=event.event_id)
-                assert vars(Told([*events[:number], *rest])) == wanted
+                assert vars(Recorded([*events[:number], *rest])) == wanted
                 assert (rest[-1:] or events[-1:])[0].event_id == events[-1].event_id
 
 

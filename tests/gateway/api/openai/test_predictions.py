@@ -14,7 +14,7 @@ from nano_inference.bus.public import Completion, CompletionChunk, GenerateReque
 
 from ...fake import FakeEngine
 from ...made import interleaved, whole
-from .streamed import Told, response_events, stream_of
+from .streamed import Recorded, response_events, stream_of
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 PARTS: Any = [{"type": "text", "text": "five "}, {"type": "text", "text": "six"}]
@@ -175,7 +175,7 @@ async def test_a_stream_is_the_same_however_many_tokens_a_chunk_has(
     for outputs in (interleaved, together):
         engine.outputs = outputs
         answer = await http.post(path, json=body | options | {"return_weight_versions": True})
-        told = Told(stream_of(answer))
+        told = Recorded(stream_of(answer))
         found.append((told.choices, told.usages))
     assert found[0] == found[1]
 

@@ -23,8 +23,7 @@ from nano_inference.gateway.serving.measures import Measures
 from nano_inference.gateway.serving.message_parts import MessageParts, NewParts
 from nano_inference.gateway.serving.words import Words
 
-from ...conftest import client_of
-from ...fake import FakeEngine
+from ...fake import FakeEngine, http_of
 from ...made import TEXTS, whole
 from ...saying import says
 from .streamed import response_events
@@ -79,7 +78,7 @@ def config(calling: Config) -> Config:
 async def other(engine: FakeEngine, config: Config) -> AsyncIterator[AsyncClient]:
     """Another gateway on the same bus."""
     app = make_app(engine, config)
-    async with client_of(app) as client:
+    async with http_of(app) as client:
         yield client
 
 
@@ -475,7 +474,7 @@ async def test_a_model_of_which_nobody_knows_how_it_writes_has_no_tools(
 ) -> None:
     gateway = msgspec.structs.replace(calling.gateway, message_format="off")
     app = make_app(engine, msgspec.structs.replace(calling, gateway=gateway))
-    async with client_of(app) as http:
+    async with http_of(app) as http:
         assert refusal(await http.post(PATH, json=ASKED)) == ("unsupported", "tools")
         budget = {"input": "a", "thinking_token_budget": 5}
         assert refusal(await http.post(PATH, json=budget))[0] == "unsupported"

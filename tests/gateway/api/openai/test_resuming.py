@@ -11,7 +11,7 @@ from nano_inference.config import BusError
 
 from ...fake import FakeEngine, refused
 from ...made import interleaved, whole
-from .streamed import Told, events, stream_of
+from .streamed import Recorded, events, stream_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream": True}
@@ -43,7 +43,7 @@ async def test_another_gateway_goes_on_behind_each_event(
     """By GET, by the header, and by the same POST again, which publishes nothing."""
     engine.outputs = interleaved
     told = stream_of(await http.post(path, json=body, headers=MINE))
-    wanted, published = vars(Told(told)), len(engine.requests)
+    wanted, published = vars(Recorded(told)), len(engine.requests)
     answer_id = told[0].event_id.partition(".")[0]
     for number, event in enumerate(told, 1):
         last = {"Last-Event-ID": event.event_id} | MINE
@@ -54,9 +54,9 @@ async def test_another_gateway_goes_on_behind_each_event(
             await other.post(path, json=body, headers=last),
         ]
         for answer in answers:
-            assert vars(Told([*told[:number], *stream_of(answer)])) == wanted
+            assert vars(Recorded([*told[:number], *stream_of(answer)])) == wanted
     whole_again = stream_of(await other.get(f"/v1/streams/{answer_id}", headers=MINE))
-    assert vars(Told(whole_again)) == wanted
+    assert vars(Recorded(whole_again)) == wanted
     assert len(engine.requests) == published
 
 

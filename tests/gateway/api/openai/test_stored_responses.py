@@ -14,9 +14,8 @@ from nano_inference.config import BusError, Config, load_config
 from nano_inference.gateway.app import make_app
 
 from ... import by_hand
-from ...conftest import client_of
 from ...errors import invalid
-from ...fake import FakeEngine, completion, refused
+from ...fake import FakeEngine, completion, http_of, refused
 from ...made import TEXTS, cut, interleaved, whole
 from .going import Going
 from .streamed import response_event, response_events
@@ -262,7 +261,7 @@ async def test_one_ends_with_its_connection_and_tells_so(config: Config, stream:
             left.set()
     (request,) = engine.requests
     assert engine.names == ["cancel"]
-    async with client_of(app) as http:
+    async with http_of(app) as http:
         answer = await http.get(f"{PATH}/{request.request_id}?stream=true")
         assert response_events(answer)[-1]["response"]["status"] == "cancelled"
         assert (await got(http, request.request_id))["status"] == "cancelled"
@@ -277,7 +276,7 @@ async def test_only_one_in_the_background_can_be_cancelled() -> None:
         asyncio.TaskGroup() as group,
     ):
         making = group.create_task(http.post(PATH, json=HELLO))
-        await engine.until(lambda: bool(engine.bus.results.told) or bool(engine.requests))
+        await engine.until(lambda: bool(engine.bus.results.last_outputs) or bool(engine.requests))
         where = f"{PATH}/{engine.requests[0].request_id}"
         assert (await http.get(where)).json()["status"] in ("queued", "in_progress")
         assert refusal(await http.post(f"{where}/cancel")) == ("invalid_request", None)
@@ -366,7 +365,7 @@ async def test_the_conversation_so_far_precedes_the_input(
 
 async def test_what_has_not_ended_well_is_not_continued() -> None:
     engine = Going()
-    async with client_of(make_app(engine, load_config(env={}))) as http:  # type: ignore[arg-type]
+    async with http_of(make_app(engine, load_config(env={}))) as http:  # type: ignore[arg-type]
         begun = await posted(http, background=True)
         following = HELLO | {"previous_response_id": begun["id"]}
         for _ in range(2):

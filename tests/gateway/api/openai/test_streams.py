@@ -19,8 +19,7 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server.http import EventStream, SendEvent
 
 from ... import by_hand
-from ...conftest import client_of
-from ...fake import FakeEngine, completion, refused
+from ...fake import FakeEngine, completion, http_of, refused
 from ...made import LOGPROBS, TEXTS, TOKENS, cut, interleaved, told
 from .streamed import choices, events
 
@@ -253,7 +252,7 @@ async def test_what_came_while_a_client_did_not_read_is_one_chunk() -> None:
 async def test_events_have_no_ids_where_nobody_wants_them(engine: FakeEngine) -> None:
     engine.outputs = interleaved
     app = make_app(engine, load_config(env={}, overrides={"gateway.event_ids": False}))  # type: ignore[arg-type]
-    async with client_of(app) as client:
+    async with http_of(app) as client:
         text = (await client.post(COMPLETIONS, json=TEXT)).text
     assert text.endswith("data: [DONE]\n\n")
     assert all(part.startswith("data: ") for part in text.split("\n\n")[:-1])

@@ -19,8 +19,8 @@ from nano_inference.gateway.app import make_app
 from nano_inference.telemetry.instruments import TOOL_CALLS
 
 from ...fake import FakeEngine, completion
+from ...recorded import Recorded
 from ...sampled import CALL, ids, joined, make
-from ...told import Told
 from .streamed import Event, events, stream_of
 from .test_deltas import Sent, message_told, told_by
 
@@ -63,13 +63,13 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def told() -> Recorded:
+    return Recorded()
 
 
 @pytest.fixture
 async def gateways(
-    engine: FakeEngine, config: Config, told: Told
+    engine: FakeEngine, config: Config, told: Recorded
 ) -> AsyncIterator[list[AsyncClient]]:
     """Two on one bus."""
     engine.outputs = says
@@ -123,7 +123,7 @@ async def test_another_gateway_goes_on_behind_each_event(
         assert messages([*told[:number], *stream_of(rest)]) == wanted
 
 
-async def test_usage_and_metrics(gateways: list[AsyncClient], told: Told) -> None:
+async def test_usage_and_metrics(gateways: list[AsyncClient], told: Recorded) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}}
     whole = (await gateways[0].post(CHAT, json=HELLO)).json()["usage"]
     assert told.values(TOOL_CALLS) == {("made",): 4, ("malformed",): 0}

@@ -14,9 +14,8 @@ from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 
 from ... import by_hand
-from ...conftest import client_of
 from ...errors import error_of
-from ...fake import FakeEngine, completion, refused, sample
+from ...fake import FakeEngine, completion, http_of, refused, sample
 
 LIMIT_S = 20
 
@@ -142,7 +141,7 @@ async def test_without_a_tokenizer_only_that_is_refused_which_takes_one(
     engine: FakeEngine, tmp_path: Path
 ) -> None:
     config = load_config(env={}, overrides={"engine.model_path": str(tmp_path)})
-    async with client_of(make_app(engine, config)) as http:
+    async with http_of(make_app(engine, config)) as http:
         assert (await http.post("/generate", json={"text": "a"})).status_code == 200
         body = {"text": "a", "sampling_params": {"stop": "b"}}
         assert error_of(await http.post("/generate", json=body), 400) == "unsupported"

@@ -15,9 +15,8 @@ from nano_inference.gateway.serving import lane_state
 from nano_inference.store.board import StageReport
 from nano_inference.telemetry import TraceContext
 
-from ...conftest import client_of
 from ...errors import error_of
-from ...fake import FakeEngine, completion, refused
+from ...fake import FakeEngine, completion, http_of, refused
 
 
 def told(stage: str, lane: str = "0", age_s: float = 0.1, **load: int | str) -> StageReport:
@@ -36,7 +35,7 @@ def told(stage: str, lane: str = "0", age_s: float = 0.1, **load: int | str) -> 
 
 async def test_health(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_state, "ASKED_EVERY_S", 0.0)
-    async with client_of(make_app(engine, Config())) as http:
+    async with http_of(make_app(engine, Config())) as http:
         assert (await http.get("/health")).status_code == 200
         engine.why_not = "no process runs executor"
         answer = await http.get("/health")
@@ -51,7 +50,7 @@ async def test_health_does_not_ask_the_lanes_more_often_than_they_tell(
 ) -> None:
     """But what is released here is known at once."""
     monkeypatch.setattr(lane_state, "ASKED_EVERY_S", 3600.0)
-    async with client_of(make_app(engine, Config())) as http:
+    async with http_of(make_app(engine, Config())) as http:
         answers = await asyncio.gather(*(http.get("/health") for _ in range(20)))
         assert {answer.status_code for answer in answers} == {200}
         assert [name for name, _ in engine.calls] == ["trouble"]
@@ -84,7 +83,7 @@ async def test_health_generate_does_not_wait_for_ever(engine: FakeEngine) -> Non
     engine.outputs = lambda request: []
     engine.why_not = "batching reported last 9 s ago"
     config = load_config(env={}, overrides={"gateway.health_timeout_s": 0.01})
-    async with client_of(make_app(engine, config)) as http:
+    async with http_of(make_app(engine, config)) as http:
         answer = await http.get("/health_generate")
     assert error_of(answer, 503) == "not_ready"
     assert engine.why_not in answer.text
@@ -128,7 +127,7 @@ async def test_server_info_tells_what_is_in_use(http: AsyncClient, engine: FakeE
         "load_ns": 7,
         "kv_bytes": 100,
     }
-    engine.told = [told("executor", **facts), told("executor", lane="1", **facts)]
+    engine.stage_reports = [told("executor", **facts), told("executor", lane="1", **facts)]
     info = (await http.get("/server_info")).json()
     assert [info[name] for name in names] == ["cuda", "bfloat16", 128, True, 7, 200]
     assert (info["n_experts"], info["n_active_experts"], info["parameters"]) == (8, 2, 5)
@@ -136,7 +135,7 @@ async def test_server_info_tells_what_is_in_use(http: AsyncClient, engine: FakeE
 
 @pytest.mark.parametrize("path", ["/get_server_info", "/server_info"])
 async def test_server_info(http: AsyncClient, engine: FakeEngine, path: str) -> None:
-    engine.told = [
+    engine.stage_reports = [
         told("batching", kv_total=10, running=2),
         told("executor", deterministic=1),
         told("batching", lane="1", kv_total=5),
@@ -144,7 +143,7 @@ async def test_server_info(http: AsyncClient, engine: FakeEngine, path: str) -> 
     ]
     info = (await http.get(path)).json()
     assert info["enable_deterministic_inference"] is False
-    engine.told.pop()
+    engine.stage_reports.pop()
     assert (await http.get(path)).json()["enable_deterministic_inference"] is True
     assert info["max_total_num_tokens"] == 15 * 16
     assert (info["tp_size"], info["dp_size"], info["nnodes"]) == (1, 2, 1)
@@ -152,7 +151,7 @@ async def test_server_info(http: AsyncClient, engine: FakeEngine, path: str) -> 
 
 
 async def test_loads_by_lane(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.told = [
+    engine.stage_reports = [
         told("admission", in_flight=5),
         told("admission", age_s=3.0, in_flight=9),
         told("batching", running=1),
@@ -168,7 +167,7 @@ async def test_loads_by_lane(http: AsyncClient, engine: FakeEngine) -> None:
 async def test_what_is_in_flight_here_counts_before_a_lane_tells_of_it(
     http: AsyncClient, engine: FakeEngine
 ) -> None:
-    engine.told = [told("admission", in_flight=0), told("batching", running=0)]
+    engine.stage_reports = [told("admission", in_flight=0), told("batching", running=0)]
     totals: list[Any] = []
 
     def look(request: GenerateRequest) -> list[Any]:

@@ -28,7 +28,7 @@ from nano_inference.kserve.protobuf import METHODS
 from nano_inference.telemetry.instruments import HTTP_DURATION
 
 from ....certificates import Authority, Issued
-from ...told import Told, ids
+from ...recorded import Recorded, ids
 from .grpc_calls import (
     LIMIT_S,
     Client,
@@ -161,7 +161,7 @@ class ToldEngine(Engine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = Told()
+        self.told = Recorded()
         self.tracing = self.told.measures.tracing
         self.metrics = self.told.measures.metrics
 

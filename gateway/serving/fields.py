@@ -23,7 +23,7 @@ EMPTY: tuple[Any, ...] = (0, "", [], {})
 """Values that ask for nothing in any field, beside null."""
 
 
-class Refused(NamedTuple):
+class RefusedField(NamedTuple):
     """A known field that can't be obeyed.
 
     Attributes:
@@ -46,15 +46,15 @@ class _Known(NamedTuple):
 
     inner: Mapping[str, type | None]
     harmless: Collection[str]
-    refused: Mapping[str, Refused]
+    refused: Mapping[str, RefusedField]
 
 
 def read_part(given: Any, kind: type[T], where: str = "") -> T:
     """Read a body, or a part of it, as a struct.
 
     The struct may declare `HARMLESS` (names of fields that would not change an answer), `REFUSED`
-    (`Refused` by name) and `SAMPLING` (names of sampling parameters, which `read_sampling` reads).
-    Any other field is refused unless its value is empty; so it is in the structs of its fields.
+    (`RefusedField` by name) and `SAMPLING` (names of sampling parameters, for `read_sampling`). Any
+    other field is refused unless its value is empty; so it is in the structs of its fields.
 
     Args:
         where: The part's path in the body; "" for the body.

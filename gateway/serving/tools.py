@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
 from msgspec.structs import replace
 
 from ...config import shown
@@ -16,6 +17,12 @@ _DEEPEST = 100
 """Deepest nesting of a schema, since other code walks schemas by recursion."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class DirectCaller(msgspec.Struct, frozen=True, kw_only=True):
+    """The caller of a tool: the model itself, and not a program of it."""
+
+    type: Literal["direct"]
 
 
 def tools_of(given: Iterable[tuple[str, Tool]], schema: str = "parameters") -> tuple[Tool, ...]:

@@ -16,7 +16,7 @@ from ...config import Constraint, RequestError
 from .call_rules import CallRules, unsupported
 from .lark import SPACE, Grammar, answer_of, escaped, up_to, without
 from .message_format import MessageFormat, ReasoningSyntax
-from .regions import CONTENT, REASONING, Regions, region_template
+from .regions import CONTENT, REASONING, MessageRegions, region_template
 from .tools import ToolUse
 
 _NO_TOKENS: Mapping[str, int] = {}
@@ -102,7 +102,7 @@ def _reasoning_state(form: MessageFormat, opening: str) -> _State:
     """Return whether reasoning has begun at the end of the prompt."""
     if form.reasoning is None:
         return "closed"
-    regions = Regions(region_template(form.response_template, with_calls=False), opening)
+    regions = MessageRegions(region_template(form.response_template, with_calls=False), opening)
     # Any character, since a mark at the very end might still grow.
     pieces = [*regions.opening, *regions.feed("\0")]
     if regions.field in REASONING:

@@ -12,7 +12,7 @@ from transformers.utils.chat_parsing import parse_response
 from xxhash import xxh3_64_hexdigest
 
 from .message_format import MessageFormat
-from .regions import CALLS, CONTENT, REASONING, Piece, Regions, region_template
+from .regions import CALLS, CONTENT, REASONING, MessageRegions, RegionPiece, region_template
 from .tools import Tool
 
 # Errors of invalid JSON and templates.
@@ -95,9 +95,9 @@ class MessageReader:
         self._tools: list[Any] = [tool.as_templates_read() for tool in reading.tools]
         self._names = {tool.name for tool in reading.tools}
         self._template = region_template(form.response_template, with_calls=bool(reading.tools))
-        self._regions = Regions(self._template, reading.opening)
+        self._regions = MessageRegions(self._template, reading.opening)
         # The pieces of the open call; the prompt may have begun it.
-        self._call: list[Piece] = []
+        self._call: list[RegionPiece] = []
         for piece in self._regions.opening:
             if piece.field == CALLS:
                 self._call = [piece] if piece.kind == "open" else [*self._call, piece]
@@ -134,7 +134,7 @@ class MessageReader:
         self._count(pieces, 0)
         return reduce(_joined, self._untold + self._deltas(pieces, cut_off), Delta())
 
-    def _count(self, pieces: list[Piece], tokens: int) -> None:
+    def _count(self, pieces: list[RegionPiece], tokens: int) -> None:
         held = self._regions.held
         closed = bool(pieces) and pieces[-1].field in REASONING
         if self._regions.field in REASONING or (closed and not held):
@@ -145,11 +145,11 @@ class MessageReader:
         else:
             self._held_tokens = 0
 
-    def _deltas(self, pieces: list[Piece], cut_off: bool) -> list[Delta]:
+    def _deltas(self, pieces: list[RegionPiece], cut_off: bool) -> list[Delta]:
         deltas = [self._read(piece, cut_off) for piece in pieces]
         return [delta for delta in deltas if any(delta)]
 
-    def _read(self, piece: Piece, cut_off: bool) -> Delta:
+    def _read(self, piece: RegionPiece, cut_off: bool) -> Delta:
         if piece.field == CONTENT and piece.kind == "text":
             return Delta(content=piece.own)
         if piece.field in REASONING:

@@ -55,7 +55,7 @@ _MOST_LOOKS = 64
 """How often a whole call is parsed, to find out whether a mark stands in one of its strings."""
 
 
-class Piece(NamedTuple):
+class RegionPiece(NamedTuple):
     """A piece of the text.
 
     Attributes:
@@ -152,7 +152,7 @@ def _looks_back(field: dict[str, Any]) -> bool:
     return any(_LOOKS_BACK.search(pattern) for pattern in patterns)
 
 
-class _Body:
+class _CallText:
     """The text of a region of calls so far."""
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class _Body:
         return False
 
 
-class Regions:
+class MessageRegions:
     """The regions of one text.
 
     Attributes:
@@ -226,7 +226,7 @@ class Regions:
         self.field = self._outside
         # The opening mark of the region, and the text of its calls so far.
         self._mark = ""
-        self._body = _Body()
+        self._body = _CallText()
         # The unreported text from `_at` on, and before it the text for marks that look back.
         self._text = ""
         self._at = 0
@@ -238,7 +238,7 @@ class Regions:
         """Whether some text may be part of a mark."""
         return self._at < len(self._text)
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[RegionPiece]:
         """Add text; return the pieces that are certain."""
         if len(text) > _AT_ONCE_CHARS:
             places = range(0, len(text), _AT_ONCE_CHARS)
@@ -255,19 +255,19 @@ class Regions:
                 self._parser = self._new_parser(self._text) or self._parser
         return pieces
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[RegionPiece]:
         """End the text, and with it the open region."""
         return self._told(self._parser.finalize()[1], ended=True)
 
-    def _told(self, events: list[dict[str, Any]], *, ended: bool) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _told(self, events: list[dict[str, Any]], *, ended: bool) -> list[RegionPiece]:
+        pieces: list[RegionPiece] = []
         while not self._tell(events, pieces, ended):
             events = self._parser.feed(self._text[self._at :])
             if ended:
                 events += self._parser.finalize()[1]
         return pieces
 
-    def _tell(self, events: list[dict[str, Any]], pieces: list[Piece], ended: bool) -> bool:
+    def _tell(self, events: list[dict[str, Any]], pieces: list[RegionPiece], ended: bool) -> bool:
         """Returns False if a new parser has to go on with the unreported text."""
         for event in events:
             field = event["field"]
@@ -280,7 +280,7 @@ class Regions:
             elif event["type"] == "region_open":
                 found = self._fields[field].open_re.match(self._text, self._at)
                 pieces.append(self._piece("open", field, found.end() if found else self._at))
-                self.field, self._mark, self._body = field, pieces[-1].text, _Body()
+                self.field, self._mark, self._body = field, pieces[-1].text, _CallText()
             else:
                 closes = self._fields[field].close_re
                 found = closes and closes.match(self._text, self._at)
@@ -295,11 +295,13 @@ class Regions:
                 self.field = self._outside
         return True
 
-    def _piece(self, kind: Literal["open", "text", "close", "end"], field: str, end: int) -> Piece:
+    def _piece(
+        self, kind: Literal["open", "text", "close", "end"], field: str, end: int
+    ) -> RegionPiece:
         text = self._text[self._at : end]
         own = text if self._own_from <= self._at else text[self._own_from - self._at :]
         self._at = end
-        return Piece(kind, field, text, own)
+        return RegionPiece(kind, field, text, own)
 
     def _is_quoted(self) -> bool:
         """Return whether the closing mark of a call stands in one of its strings. The parser, which

@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from ....config import Int64
-from ...serving.fields import EMPTY, Refused
+from ...serving.fields import EMPTY, RefusedField
 from ...serving.sampling_fields import ANTHROPIC
+from ...serving.tools import DirectCaller
 
 Role = Literal["user", "assistant", "system"]
 Blocks = list[dict[str, Any]]
@@ -63,9 +64,9 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
 
     HARMLESS: ClassVar = _CACHE_MARK | {"output_format"}
     REFUSED: ClassVar = {
-        "context_management": Refused("prompts are taken whole"),
-        "mcp_servers": Refused("nothing is called from here"),
-        "speed": Refused(_ONE_SPEED, (*EMPTY, "standard")),
+        "context_management": RefusedField("prompts are taken whole"),
+        "mcp_servers": RefusedField("nothing is called from here"),
+        "speed": RefusedField(_ONE_SPEED, (*EMPTY, "standard")),
     }
 
     model: str = ""
@@ -84,11 +85,11 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     SAMPLING: ClassVar = ANTHROPIC
     HARMLESS: ClassVar = _CACHE_MARK | {"metadata"}
     REFUSED: ClassVar = CountBody.REFUSED | {
-        "container": Refused("nothing is executed"),
-        "diagnostics": Refused("nothing is compared with former calls"),
-        "inference_geo": Refused("it runs where it runs"),
-        "service_tier": Refused(_ONE_SPEED, (*EMPTY, "auto", "standard_only")),
-        "thread": Refused("conversations are sent whole, and none is kept"),
+        "container": RefusedField("nothing is executed"),
+        "diagnostics": RefusedField("nothing is compared with former calls"),
+        "inference_geo": RefusedField("it runs where it runs"),
+        "service_tier": RefusedField(_ONE_SPEED, (*EMPTY, "auto", "standard_only")),
+        "thread": RefusedField("conversations are sent whole, and none is kept"),
     }
 
     max_tokens: Int64 | None = None
@@ -99,7 +100,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     output_format: dict[str, Any] = {}
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
+class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True):
     """A message."""
 
     role: Role
@@ -128,12 +129,6 @@ class RedactedThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
 
     type: Literal["redacted_thinking"]
     data: str = ""
-
-
-class DirectCaller(msgspec.Struct, frozen=True, kw_only=True):
-    """The model itself, and not a program of it."""
-
-    type: Literal["direct"]
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,9 +10,9 @@ from ...server.http import FieldError
 from ...serving.chat_templates import Conversation, Turn
 from ...serving.fields import read_part
 from .bodies import (
+    AnthropicMessage,
     Blocks,
     CountBody,
-    Message,
     RedactedThinkingBlock,
     Role,
     TextBlock,
@@ -121,7 +121,7 @@ def _joined(messages: Blocks) -> list[_Said]:
     joined: list[_Said] = []
     for place, given in enumerate(messages):
         where = f"messages[{place}]"
-        message = read_part(given, Message, where)
+        message = read_part(given, AnthropicMessage, where)
         blocks = list(_blocks(message, f"{where}.content"))
         if joined and joined[-1].role == message.role != "system":
             joined[-1].blocks.extend(blocks)
@@ -130,7 +130,7 @@ def _joined(messages: Blocks) -> list[_Said]:
     return joined
 
 
-def _blocks(message: Message, where: str) -> Iterator[_Placed]:
+def _blocks(message: AnthropicMessage, where: str) -> Iterator[_Placed]:
     if isinstance(message.content, str):
         yield _Placed(TextBlock(type="text", text=message.content), where)
         return

@@ -21,7 +21,7 @@ from ...serving.tools import tool_call
 from ...serving.words import Words
 from .logprobs import ListedToken, TextLogprobs, token_entries
 from .positions import FINISHED, UNBEGUN
-from .requests import Call, Prompt
+from .requests import ChoicesCall, Prompt
 
 Answer = dict[str, Any]
 Spans = Sequence[tuple[int, int]]
@@ -30,7 +30,7 @@ _READING = 8
 """Cost of reading a token of a message, in tokens that are only listed."""
 
 
-class AnswerWriter:
+class ChoicesWriter:
     """Writes the answer to a call.
 
     Attributes:
@@ -41,7 +41,7 @@ class AnswerWriter:
 
     def __init__(
         self,
-        call: Call,
+        call: ChoicesCall,
         prompts: list[Prompt],
         texts: list[str | None],
         words: Words | None,
@@ -196,7 +196,7 @@ class Choice:
 
     def __init__(
         self,
-        answers: AnswerWriter,
+        answers: ChoicesWriter,
         prompt: int,
         sample: int,
         after: int = UNBEGUN,

@@ -30,13 +30,13 @@ from ...serving.prepared import of_tools, prepare
 from ...serving.services import Services
 from ...serving.submissions import AT_ONCE
 from ...serving.words import Words
-from .answers import Answer, AnswerWriter
+from .answers import Answer, ChoicesWriter
 from .errors import as_openai
 from .messages import conversation_of
 from .positions import Position, answer_of, read_position
-from .records import Attach, BegunCalls, Found, Keyed, keyed, last_event_id, unattached
+from .records import Attach, BegunCalls, Found, IdempotencyKey, keyed, last_event_id, unattached
 from .requests import (
-    Call,
+    ChoicesCall,
     ChoicesRecord,
     Prompt,
     read_chat,
@@ -52,7 +52,7 @@ _DONE = b"[DONE]"
 _SHORT_ANSWER = 4096
 
 
-class _Asked(NamedTuple):
+class _HttpCall(NamedTuple):
     """A call as it came.
 
     Attributes:
@@ -62,15 +62,15 @@ class _Asked(NamedTuple):
     request: Request
     tenant: str
     body: Body
-    key: Keyed | None
+    key: IdempotencyKey | None
 
 
-class _Running(NamedTuple):
+class _RunningChoices(NamedTuple):
     """A call whose answer is on its way."""
 
     origin: Origin
     record: ChoicesRecord
-    answers: AnswerWriter
+    answers: ChoicesWriter
     attach: Attach
 
 
@@ -124,18 +124,18 @@ class GenerationCalls:
         await self._services.durable.cancel(call_id)
         return JsonResponse({"id": call_id, "object": "stream.cancelled", "cancelled": True})
 
-    async def _asked(self, request: Request) -> _Asked:
+    async def _asked(self, request: Request) -> _HttpCall:
         body = await read_object(request, self._services.config.gateway.max_body_bytes)
         tenant = tenant_of(request)
-        return _Asked(request, tenant, body, keyed(request, tenant, body))
+        return _HttpCall(request, tenant, body, keyed(request, tenant, body))
 
-    async def _resumed(self, asked: _Asked, call: Call) -> Response | None:
+    async def _resumed(self, asked: _HttpCall, call: ChoicesCall) -> Response | None:
         """Resume the stream of a call that comes again with the id of its last event."""
         if not (call.stream and (event_id := last_event_id(asked.request))):
             return None
         return await self._resume(asked.request, answer_of(event_id), event_id, asked.key)
 
-    async def _answer(self, asked: _Asked, call: Call, prompts: list[Prompt]) -> Response:
+    async def _answer(self, asked: _HttpCall, call: ChoicesCall, prompts: list[Prompt]) -> Response:
         services, (request, tenant, _, key) = self._services, asked
         origin = origin_of(request, tenant, call.budget_ms, call.requested_model)
         words = await services.words.required() if call.needs_words else None
@@ -150,11 +150,11 @@ class GenerationCalls:
         if not call.stream and key is None:
             # No client knows the id of such an answer before it is there.
             attach = unattached
-        running = _Running(origin, record, await self._answers(record, words), attach)
+        running = _RunningChoices(origin, record, await self._answers(record, words), attach)
         return await self._respond(request, running)
 
     async def _resume(
-        self, request: Request, call_id: str, event_id: str, again: Keyed | None = None
+        self, request: Request, call_id: str, event_id: str, again: IdempotencyKey | None = None
     ) -> Response:
         tenant = tenant_of(request)
         found = await self._begun.find(call_id, tenant, caller_of(request), again)
@@ -175,25 +175,25 @@ class GenerationCalls:
         after = read_position(event_id, call.id, choices) if event_id else None
 
         answers = await self._answers(record, words)
-        running = _Running(origin, record, answers, self._begun.attach(found))
+        running = _RunningChoices(origin, record, answers, self._begun.attach(found))
         return await self._respond(request, running, after)
 
-    async def _answers(self, record: ChoicesRecord, words: Words | None) -> AnswerWriter:
+    async def _answers(self, record: ChoicesRecord, words: Words | None) -> ChoicesWriter:
         """Return the writer of the answer. Every gateway reads messages alike."""
         services = self._services
         reads = record.call.reading is not None
         form = await services.templates.message_format() if reads else None
-        return AnswerWriter(
+        return ChoicesWriter(
             record.call, record.prompts, record.texts, words, form, services.submissions.measures
         )
 
     async def _record(
         self,
-        call: Call,
+        call: ChoicesCall,
         prompts: list[Prompt],
         tenant: str,
         words: Words | None,
-        key: Keyed | None,
+        key: IdempotencyKey | None,
     ) -> ChoicesRecord:
         """Check all requests of a call, and return its record."""
         services = self._services
@@ -222,7 +222,7 @@ class GenerationCalls:
         )
 
     async def _respond(
-        self, request: Request, running: _Running, after: Position | None = None
+        self, request: Request, running: _RunningChoices, after: Position | None = None
     ) -> Response:
         if running.record.call.stream:
             return self._streamed(running, after)
@@ -233,7 +233,7 @@ class GenerationCalls:
 
         return await while_connected(request.receive, work)
 
-    async def _complete(self, running: _Running, attachment: Attachment | None) -> Answer:
+    async def _complete(self, running: _RunningChoices, attachment: Attachment | None) -> Answer:
         """Return the whole answer. The first error ends the other requests as well."""
         completions: dict[int, Completion] = {}
 
@@ -251,7 +251,7 @@ class GenerationCalls:
 
     async def _run(
         self,
-        running: _Running,
+        running: _RunningChoices,
         attachment: Attachment | None,
         take: Callable[[int, Output], Awaitable[None]],
     ) -> NanoInferenceError | None:
@@ -268,7 +268,7 @@ class GenerationCalls:
             return failure
         return None
 
-    def _streamed(self, running: _Running, after: Position | None) -> Response:
+    def _streamed(self, running: _RunningChoices, after: Position | None) -> Response:
         gateway = self._services.config.gateway
 
         async def produce(send_event: SendEvent) -> None:
@@ -291,7 +291,7 @@ class GenerationCalls:
         return stream
 
     async def _send_chunks(
-        self, running: _Running, chunks: Chunks, attachment: Attachment | None
+        self, running: _RunningChoices, chunks: Chunks, attachment: Attachment | None
     ) -> NanoInferenceError | None:
         """Send the chunks of all prompts as they come. Returns the error that ended them."""
 

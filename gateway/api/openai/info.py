@@ -151,7 +151,7 @@ def _check_vocabulary(token_ids: list[int], words: Words) -> None:
 # --- LoRA adapters ------------------------------------------------------------------------------
 
 
-class LoadBody(msgspec.Struct, frozen=True):
+class LoadAdapterBody(msgspec.Struct, frozen=True):
     """LoadLoRAAdapterRequest; `in_flight` is not vLLM's."""
 
     lora_name: str
@@ -160,7 +160,7 @@ class LoadBody(msgspec.Struct, frozen=True):
     in_flight: InFlight = "keep"
 
 
-class UnloadBody(msgspec.Struct, frozen=True):
+class UnloadAdapterBody(msgspec.Struct, frozen=True):
     """UnloadLoRAAdapterRequest; `in_flight` is not vLLM's."""
 
     lora_name: str
@@ -176,7 +176,7 @@ class AdapterCalls:
         self._served = services.served
 
     async def load(self, request: Request) -> Response:
-        body = read_part(await read_object(request, _MOST_BYTES), LoadBody)
+        body = read_part(await read_object(request, _MOST_BYTES), LoadAdapterBody)
         name = body.lora_name
         if not body.load_inplace and name in [each.id for each in await self._served.adapters()]:
             raise AdapterError(
@@ -189,7 +189,7 @@ class AdapterCalls:
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
     async def unload(self, request: Request) -> Response:
-        body = read_part(await read_object(request, _MOST_BYTES), UnloadBody)
+        body = read_part(await read_object(request, _MOST_BYTES), UnloadAdapterBody)
         await self._engine.unload_adapter(body.lora_name, in_flight=body.in_flight)
         await self._served.wait_for(body.lora_name, loaded=False)
         return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} removed successfully.")

@@ -11,7 +11,7 @@ from ...server.http import FieldError
 from ...serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ...serving.fields import read_part
 from ...serving.tools import tool_call
-from .bodies import ChatBody, Message, RefusalPart, TextPart, TokenizeBody, ToolCall
+from .bodies import CalledTool, ChatBody, OpenAIMessage, RefusalPart, TextPart, TokenizeBody
 
 _IMAGES = frozenset({"image", "image_url", "input_image"})
 
@@ -52,10 +52,10 @@ def turn_of(given: dict[str, Any], where: str) -> Turn:
     Raises:
         FieldError: It is invalid, or holds no text. `where` is its path in the body.
     """
-    return _as_read(read_part(given, Message, where), where)
+    return _as_read(read_part(given, OpenAIMessage, where), where)
 
 
-def _as_read(message: Message, where: str) -> Turn:
+def _as_read(message: OpenAIMessage, where: str) -> Turn:
     """As templates read it: text in one piece, calls' arguments as objects."""
     calls = [
         _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
@@ -105,7 +105,7 @@ def text_of(content: str | list[dict[str, Any]], where: str) -> str:
     return "\n".join(texts)
 
 
-def _call(call: ToolCall, where: str) -> dict[str, Any]:
+def _call(call: CalledTool, where: str) -> dict[str, Any]:
     """Return a tool call of the history, with its arguments as an object."""
     arguments: Any = call.function.arguments or {}
     if isinstance(arguments, str):

@@ -31,7 +31,7 @@ _FIRST_LOOK_S, _LONGEST_WAIT_S = 0.01, 0.2
 _KEY = re.compile(rf"[!-~]{{1,{MAX_KEY_LENGTH}}}")
 
 
-class Keyed(msgspec.Struct, frozen=True):
+class IdempotencyKey(msgspec.Struct, frozen=True):
     """The identity of a call with an idempotency key.
 
     Attributes:
@@ -68,7 +68,7 @@ class DurableRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     tenant: str
     call: CallHead
-    keyed: Keyed | None = None
+    keyed: IdempotencyKey | None = None
 
     @property
     def id(self) -> str:
@@ -136,7 +136,7 @@ class BegunCalls(Generic[R]):
         self._missing = missing
 
     async def find(
-        self, call_id: str, tenant: str, caller: Caller, again: Keyed | None = None
+        self, call_id: str, tenant: str, caller: Caller, again: IdempotencyKey | None = None
     ) -> Found[R]:
         """Find a call of a tenant, by a model that the caller may use.
 
@@ -237,7 +237,7 @@ def last_event_id(request: Request) -> str:
     return request.headers.get("last-event-id", "")
 
 
-def keyed(request: Request, tenant: str, body: Body) -> Keyed | None:
+def keyed(request: Request, tenant: str, body: Body) -> IdempotencyKey | None:
     """Return the identity of a call with an idempotency key; None without one.
 
     Raises:
@@ -255,10 +255,10 @@ def keyed(request: Request, tenant: str, body: Body) -> Keyed | None:
     model = request.scope.get("state", {}).get(MODEL)
     encoded = msgspec.json.encode(body, order="deterministic").hex()
     about = [request.url.path, encoded, *([model] if model else [])]
-    return Keyed(_digest(tenant, keys[0]), _digest(*about))
+    return IdempotencyKey(_digest(tenant, keys[0]), _digest(*about))
 
 
-def check_same(first: Keyed | None, again: Keyed) -> None:
+def check_same(first: IdempotencyKey | None, again: IdempotencyKey) -> None:
     """Raises RequestError (idempotency_key_reused) unless both are the same call."""
     if first != again:
         raise RequestError(

@@ -26,7 +26,7 @@ _ID_PREFIXES: dict[Kind, str] = {"completions": "cmpl-", "chat": "chatcmpl-", "g
 _LONGEST_NAME = 256
 
 
-class Call(CallHead, frozen=True, kw_only=True):
+class ChoicesCall(CallHead, frozen=True, kw_only=True):
     """A call, without its prompts.
 
     Attributes:
@@ -120,7 +120,7 @@ class ChoicesRecord(DurableRecord, frozen=True, kw_only=True):
         has_prompts: Whether the answer, or another gateway, may need the prompts.
     """
 
-    call: Call
+    call: ChoicesCall
     prompts: list[Prompt]
     texts: list[str | None]
     has_prompts: bool
@@ -146,7 +146,7 @@ class ChoicesRecord(DurableRecord, frozen=True, kw_only=True):
         return msgspec.json.encode(msgspec.structs.replace(self, prompts=prompts, texts=texts))
 
 
-def read_completion(body: Body, config: Config) -> tuple[Call, list[Prompt]]:
+def read_completion(body: Body, config: Config) -> tuple[ChoicesCall, list[Prompt]]:
     """Read a body of `/v1/completions`: the call, and its prompts.
 
     Raises:
@@ -166,7 +166,7 @@ def read_completion(body: Body, config: Config) -> tuple[Call, list[Prompt]]:
     sampling = _text_sampling(
         body, fields, 1 if scores_only else fields.max_tokens, top, prompt_top
     )
-    call = Call(
+    call = ChoicesCall(
         **_common(fields, config, "completions"),
         **_texts(fields),
         sampling=sampling,
@@ -178,7 +178,7 @@ def read_completion(body: Body, config: Config) -> tuple[Call, list[Prompt]]:
     return call, prompts
 
 
-def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[Call, ChatBody]:
+def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCall, ChatBody]:
     """Read a body of `/v1/chat/completions`: the call, and the fields of which the prompt is made.
 
     Args:
@@ -206,7 +206,7 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[Call, Cha
         logprobs,
         fields.prompt_logprobs,
     )
-    call = Call(
+    call = ChoicesCall(
         **_common(fields, config, "chat"),
         **_texts(fields),
         sampling=sampling,
@@ -223,7 +223,7 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[Call, Cha
     return call, fields
 
 
-def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Call, Prompt]:
+def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCall, Prompt]:
     """Read a body of `/inference/v1/generate`: the call, and its prompt.
 
     Args:
@@ -242,7 +242,7 @@ def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Call,
         )
     prompt_logprobs = sampling.prompt_logprobs is not None
     _check_stream(fields, prompt_logprobs, "sampling_params.prompt_logprobs")
-    call = Call(
+    call = ChoicesCall(
         **_common(fields, config, "generate"),
         n=own.n,
         sampling=sampling,

@@ -9,7 +9,7 @@ import msgspec
 from ....bus.public import Completion, CompletionChunk, Output
 from ...server.http import SendEvent
 from ...serving.samples import Unsent
-from .answers import Answer, AnswerWriter, Choice, all_samples, oldest_version, usage_of
+from .answers import Answer, Choice, ChoicesWriter, all_samples, oldest_version, usage_of
 from .positions import Position
 
 
@@ -21,7 +21,7 @@ class Chunks(Unsent):
     """
 
     def __init__(
-        self, answers: AnswerWriter, send: SendEvent, after: Position | None = None
+        self, answers: ChoicesWriter, send: SendEvent, after: Position | None = None
     ) -> None:
         """Args: `after` is the client's position in the stream, of which all outputs come again."""
         super().__init__()

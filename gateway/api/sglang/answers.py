@@ -24,7 +24,7 @@ from ...server.http import SendEvent
 from ...serving.samples import Unsent
 from ...serving.submissions import ENDED_EARLY
 from ...serving.words import Words, ends_with_stop_token, first_stop, free_of_stops, matched_stop
-from .requests import Wanted
+from .requests import PromptCall
 from .sync import VersionLabels
 
 Answer = dict[str, Any]
@@ -56,7 +56,7 @@ class PromptWriter:
         words: The tokenizer, where the answer needs it.
     """
 
-    def __init__(self, wanted: Wanted, words: Words | None, labels: VersionLabels) -> None:
+    def __init__(self, wanted: PromptCall, words: Words | None, labels: VersionLabels) -> None:
         self.wanted = wanted
         self.words = words
         self._labels = labels

@@ -27,7 +27,7 @@ from ...serving.submissions import AT_ONCE
 from ...serving.words import Words
 from .answers import Answer, PromptWriter, SampleEvents
 from .fields import read_sglang_object
-from .requests import Wanted, read_call
+from .requests import PromptCall, read_call
 from .sync import VersionLabels
 
 _DONE = b"[DONE]"
@@ -65,9 +65,9 @@ class Generation:
 
     # --- before -------------------------------------------------------------------------------
 
-    async def _writers(self, prompts: Iterator[Wanted], tenant: str) -> list[PromptWriter]:
+    async def _writers(self, prompts: Iterator[PromptCall], tenant: str) -> list[PromptWriter]:
         """Return the writer of each prompt's answer, with its request ready to submit."""
-        ready: list[Wanted] = []
+        ready: list[PromptCall] = []
         length = await self._submissions.length.get()
         for wanted in prompts:
             self._submissions.check_size(wanted.request, length)
@@ -89,7 +89,7 @@ class Generation:
                 await anyio.lowlevel.checkpoint()
         return writers
 
-    async def _answers(self, wanted: Wanted, words: Words | None) -> PromptWriter:
+    async def _answers(self, wanted: PromptCall, words: Words | None) -> PromptWriter:
         if words is None or not (wanted.needs_words or wanted.needs_token_ids):
             return PromptWriter(wanted, None, self._labels)
         if wanted.needs_token_ids:

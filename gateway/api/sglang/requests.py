@@ -19,7 +19,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 _SAMPLING = "sampling_params"
 
 
-class GenerateBody(msgspec.Struct, frozen=True):
+class SGLangBody(msgspec.Struct, frozen=True):
     """SGLang's GenerateReqInput; a list has one per prompt."""
 
     # They say how to route, log or trace a request, or which rank runs it.
@@ -54,7 +54,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
     budget_ms: float | None = None
 
 
-class SamplingBody(msgspec.Struct, frozen=True):
+class SGLangSampling(msgspec.Struct, frozen=True):
     """SGLang's SamplingParams, without those that the engine has."""
 
     SAMPLING: ClassVar = SGLANG
@@ -69,7 +69,7 @@ class SamplingBody(msgspec.Struct, frozen=True):
     ebnf: str | None = None
 
 
-class Sampling(NamedTuple):
+class PromptSampling(NamedTuple):
     """How a prompt is sampled.
 
     Attributes:
@@ -77,11 +77,11 @@ class Sampling(NamedTuple):
         params: The engine's.
     """
 
-    own: SamplingBody
+    own: SGLangSampling
     params: SamplingParams
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt of a call.
 
     Attributes:
@@ -122,7 +122,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         return self.logprob_start >= 0 and self.request.prompt is not None
 
 
-class Call(msgspec.Struct, frozen=True):
+class BatchCall(msgspec.Struct, frozen=True):
     """A call with all its prompts.
 
     Attributes:
@@ -132,13 +132,13 @@ class Call(msgspec.Struct, frozen=True):
         budget_ms: The time for all of them, from the call's arrival on.
     """
 
-    prompts: Iterator[Wanted]
+    prompts: Iterator[PromptCall]
     batch: bool
     stream: bool
     budget_ms: float | None
 
 
-def read_call(body: Body, max_prompts: int) -> Call:
+def read_call(body: Body, max_prompts: int) -> BatchCall:
     """Read a body.
 
     Args:
@@ -152,7 +152,7 @@ def read_call(body: Body, max_prompts: int) -> Call:
         # Of numbers it is one prompt.
         if isinstance(given, list) and not (given and isinstance(given[0], int)):
             _check_number(len(given), max_prompts)
-    fields = read_part(body, GenerateBody)
+    fields = read_part(body, SGLangBody)
     prompts, batch = read_prompts(fields.text, fields.input_ids)
     count = len(prompts)
     # An empty list has none for any prompt.
@@ -173,10 +173,10 @@ def read_call(body: Body, max_prompts: int) -> Call:
     )
     wanted = (_wanted(fields, *row) for row in columns)
     batch = batch or first.own.n > 1
-    return Call(_not_too_many(wanted, max_prompts), batch, fields.stream, fields.budget_ms)
+    return BatchCall(_not_too_many(wanted, max_prompts), batch, fields.stream, fields.budget_ms)
 
 
-def _not_too_many(prompts: Iterator[Wanted], max_prompts: int) -> Iterator[Wanted]:
+def _not_too_many(prompts: Iterator[PromptCall], max_prompts: int) -> Iterator[PromptCall]:
     samples = 0
     for wanted in prompts:
         samples += max(1, wanted.request.n)
@@ -193,12 +193,12 @@ def _check_number(prompts: int, max_prompts: int) -> None:
         )
 
 
-def _read_sampling(given: Body) -> Sampling:
-    own = read_part(given, SamplingBody, _SAMPLING)
+def _read_sampling(given: Body) -> PromptSampling:
+    own = read_part(given, SGLangSampling, _SAMPLING)
     constraint = _constraint(own)
     default = DEFAULT_MAX_NEW_TOKENS
     params = read_sampling(given, SGLANG, _SAMPLING, max_tokens=default, constraint=constraint)
-    return Sampling(own, params)
+    return PromptSampling(own, params)
 
 
 def read_prompts(
@@ -242,16 +242,16 @@ def _each(value: Any, name: str, count: int) -> list[Any]:
 
 
 def _wanted(
-    fields: GenerateBody,
+    fields: SGLangBody,
     prompt: str | tuple[int, ...],
     request_id: str,
-    sampling: Sampling,
+    sampling: PromptSampling,
     logprobs: bool,
     logprob_start: int,
     top_logprobs: int,
     extra_key: str,
     adapter: str | None,
-) -> Wanted:
+) -> PromptCall:
     start = logprob_start if logprobs else -1
     top = top_logprobs if logprobs else 0
     own, params = sampling
@@ -273,7 +273,7 @@ def _wanted(
         cache_salt=extra_key,
         model=adapter or "",
     )
-    return Wanted(
+    return PromptCall(
         request=request,
         scores_only=scores_only,
         logprobs=logprobs,
@@ -286,7 +286,7 @@ def _wanted(
     )
 
 
-def _constraint(params: SamplingBody) -> Constraint | None:
+def _constraint(params: SGLangSampling) -> Constraint | None:
     schema, regex, ebnf = params.json_schema, params.regex, params.ebnf
     found = {
         f"{_SAMPLING}.json_schema": Constraint(json_schema=schema) if schema else None,

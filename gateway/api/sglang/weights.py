@@ -139,7 +139,7 @@ class VersionBody(msgspec.Struct, frozen=True):
     abort_all_requests: bool = True
 
 
-class LoadBody(msgspec.Struct, frozen=True):
+class LoadLoraBody(msgspec.Struct, frozen=True):
     """LoadLoRAAdapterReqInput."""
 
     # The engine has no pool of adapters beside the loaded ones.
@@ -149,7 +149,7 @@ class LoadBody(msgspec.Struct, frozen=True):
     lora_path: str
 
 
-class UnloadBody(msgspec.Struct, frozen=True):
+class UnloadLoraBody(msgspec.Struct, frozen=True):
     """UnloadLoRAAdapterReqInput."""
 
     lora_name: str
@@ -267,13 +267,13 @@ class WeightCalls:
 
     async def load_adapter(self, request: Request) -> Response:
         """Load an adapter; a loaded one of that name gets new weights."""
-        body = await self._read(request, LoadBody, _MOST_ADAPTER_BYTES)
+        body = await self._read(request, LoadLoraBody, _MOST_ADAPTER_BYTES)
         loading = self._engine.load_adapter(body.lora_name, body.lora_path)
         return await self._adapter_outcome(loading, body.lora_name, loaded=True)
 
     async def unload_adapter(self, request: Request) -> Response:
         """Unload an adapter, after its requests in flight."""
-        name = (await self._read(request, UnloadBody, _MOST_ADAPTER_BYTES)).lora_name
+        name = (await self._read(request, UnloadLoraBody, _MOST_ADAPTER_BYTES)).lora_name
         return await self._adapter_outcome(self._engine.unload_adapter(name), name, loaded=False)
 
     async def _adapter_outcome(

@@ -43,7 +43,7 @@ from .requests import (
     conversation_of,
     read_response,
 )
-from .running import Background, run_response, send_outputs
+from .running import BackgroundResponses, run_response, send_outputs
 from .stored import StoredResponses, as_response_error
 
 _SOON_S = 0.05
@@ -51,7 +51,7 @@ _SOON_S = 0.05
 waits for a place is published later."""
 
 
-class _Running(NamedTuple):
+class _RunningResponse(NamedTuple):
     """A response that is written for a client.
 
     Attributes:
@@ -76,7 +76,7 @@ class ResponseCalls:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._background = Background(services, self._count)
+        self._background = BackgroundResponses(services, self._count)
         self._stored = StoredResponses(services, self._background)
         self.conversation_of: Callable[[str, str, Caller], Awaitable[list[Item]]] = (
             self._stored.conversation
@@ -125,7 +125,7 @@ class ResponseCalls:
             attach = partial(
                 services.durable.begun, record.id, record.encode(), [record.id], record.name
             )
-        return await self._respond(request, _Running(origin, writer, attach))
+        return await self._respond(request, _RunningResponse(origin, writer, attach))
 
     async def input_tokens(self, request: Request) -> Response:
         """Count the tokens of a response's prompt; the body is that of `create`."""
@@ -278,16 +278,16 @@ class ResponseCalls:
 
     async def _attached(
         self, request: Request, found: Found[ResponseRecord], after: int
-    ) -> _Running:
+    ) -> _RunningResponse:
         record = found.record
         fields = record.call.fields
         origin = origin_of(request, record.tenant, fields.budget_ms, fields.model)
 
-        return _Running(
+        return _RunningResponse(
             origin, await self._stored.writer(record), self._stored.attach(found), after
         )
 
-    async def _respond(self, request: Request, running: _Running) -> Response:
+    async def _respond(self, request: Request, running: _RunningResponse) -> Response:
         record = running.writer.record
         if record.call.fields.stream:
             return self._streamed(running)
@@ -309,7 +309,7 @@ class ResponseCalls:
 
         return await while_connected(request.receive, work)
 
-    def _streamed(self, running: _Running) -> Response:
+    def _streamed(self, running: _RunningResponse) -> Response:
         origin, writer, attach, after, retrieved = running
         record, gateway = writer.record, self._services.config.gateway
 

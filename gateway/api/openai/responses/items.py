@@ -12,8 +12,8 @@ from .....config import shown
 from ....server.http import FieldError
 from ....serving.chat_templates import Turn
 from ....serving.fields import read_part
-from ....serving.tools import tool_call
-from ..bodies import Message
+from ....serving.tools import DirectCaller, tool_call
+from ..bodies import OpenAIMessage
 from ..messages import text_of, turn_of
 
 Item = dict[str, Any]
@@ -23,12 +23,6 @@ call, of its output, or of the reasoning of a turn."""
 _LONGEST_ID = 128
 _LEFT_OUT = frozenset({"id", "status", "phase", "type"})
 """Fields of an item of an answer that chat templates ignore."""
-
-
-class DirectCaller(msgspec.Struct, frozen=True, kw_only=True):
-    """The model itself, and not a program of it."""
-
-    type: Literal["direct"]
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,20 +47,20 @@ class FunctionOutput(msgspec.Struct, frozen=True, kw_only=True):
     caller: DirectCaller | None = None
 
 
-class TextPart(msgspec.Struct, frozen=True, kw_only=True):
+class ReasoningPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of reasoning."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
+class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True):
     """The model's reasoning before a text or a call. Encrypted content can't be read."""
 
     HARMLESS: ClassVar = _LEFT_OUT
 
-    summary: list[TextPart] = []
-    content: list[TextPart] | None = None
+    summary: list[ReasoningPart] = []
+    content: list[ReasoningPart] | None = None
     encrypted_content: str | None = None
 
 
@@ -162,7 +156,7 @@ def _item(given: dict[str, Any], where: str) -> Item:
 def _message(given: dict[str, Any], where: str) -> Item:
     turn_of(message_of(given), where)
     fields = {
-        each: given[each] for each in Message.__struct_fields__ if given.get(each) is not None
+        each: given[each] for each in OpenAIMessage.__struct_fields__ if given.get(each) is not None
     }
     content = fields.get("content") or []
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -197,7 +191,7 @@ def _function_output(given: dict[str, Any], where: str) -> Item:
 
 
 def _reasoning(given: dict[str, Any], where: str) -> Item:
-    reasoning = read_part(given, Reasoning, where)
+    reasoning = read_part(given, ReasoningItem, where)
     parts = {"summary": reasoning.summary, "content": reasoning.content or []}
     return {
         name: [{"type": part.type, "text": part.text} for part in texts]

@@ -73,7 +73,7 @@ class NeverBegun(EngineError):
     """A stored response of which no request was submitted, and none will be."""
 
 
-class Failure(msgspec.Struct, frozen=True):
+class ResponseFailure(msgspec.Struct, frozen=True):
     """The error of a response that was never begun."""
 
     code: str
@@ -101,7 +101,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
     prompt: tuple[int, ...] = ()
     deadline_ns: int | None = None
     caller: Caller = ANYBODY
-    failure: Failure | None = None
+    failure: ResponseFailure | None = None
     reading: Reading | None = None
     constraint: Constraint | None = None
 
@@ -145,7 +145,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
 
     def failed(self, error: NanoInferenceError) -> ResponseRecord:
         """Return the record of the same response, which will never be begun."""
-        failure = Failure(error.code, error.message)
+        failure = ResponseFailure(error.code, error.message)
         return msgspec.structs.replace(self, prompt=(), constraint=None, failure=failure)
 
     def encode(self) -> bytes:

@@ -97,7 +97,7 @@ class Run:
         self.failure: NanoInferenceError | None = None
 
 
-class Background:
+class BackgroundResponses:
     """The responses that this gateway runs without a client, or has taken over.
 
     The record of a response has all that a gateway needs to run it. The gateway that began it stays

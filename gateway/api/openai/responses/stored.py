@@ -17,11 +17,11 @@ from ....server.http import EngineError, FieldError
 from ....serving.account import Account
 from ....serving.origin import Origin
 from ....serving.services import Services
-from ..records import Attach, BegunCalls, Found, Keyed
+from ..records import Attach, BegunCalls, Found, IdempotencyKey
 from .items import Item, answered
 from .output import UNENDED, Answer, ResponseWriter
 from .requests import ResponseRecord
-from .running import Background
+from .running import BackgroundResponses
 
 T = TypeVar("T")
 
@@ -41,13 +41,13 @@ _FIRST_LOOK_S, _LONGEST_WAIT_S = 0.01, 0.5
 class StoredResponses:
     """The responses of all gateways."""
 
-    def __init__(self, services: Services, background: Background) -> None:
+    def __init__(self, services: Services, background: BackgroundResponses) -> None:
         self._services = services
         self._background = background
         self._begun = BegunCalls(services.durable, ResponseRecord, unknown)
 
     async def find(
-        self, response_id: str, tenant: str, caller: Caller, again: Keyed | None = None
+        self, response_id: str, tenant: str, caller: Caller, again: IdempotencyKey | None = None
     ) -> Found[ResponseRecord]:
         """Find a stored response; see `BegunCalls.find`.
 

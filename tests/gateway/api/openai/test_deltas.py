@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from nano_inference.bus.messages import RowFinish
 from nano_inference.bus.public import CompletionChunk, GenerateRequest
 from nano_inference.config import Config
-from nano_inference.gateway.api.openai.answers import AnswerWriter, Choice, fitting, message_of
+from nano_inference.gateway.api.openai.answers import Choice, ChoicesWriter, fitting, message_of
 from nano_inference.gateway.api.openai.positions import FINISHED, UNBEGUN
 from nano_inference.gateway.api.openai.records import decode_record
 from nano_inference.gateway.api.openai.requests import (
-    Call,
+    ChoicesCall,
     ChoicesRecord,
     read_chat,
     read_completion,
@@ -61,9 +61,9 @@ class Sent(NamedTuple):
     position: int
 
 
-def chat(made: Made, **fields: Any) -> Call:
+def chat(made: Made, **fields: Any) -> ChoicesCall:
     """A call of a chat whose messages are read."""
-    body = {key: value for key, value in fields.items() if key not in Call.__struct_fields__}
+    body = {key: value for key, value in fields.items() if key not in ChoicesCall.__struct_fields__}
     body |= {key: fields[key] for key in ("logprobs", "n") if key in fields}
     call, _ = read_chat(HELLO | body, Config(), 1000)
     changed = {key: value for key, value in fields.items() if key not in body}
@@ -71,12 +71,14 @@ def chat(made: Made, **fields: Any) -> Call:
     return msgspec.structs.replace(call, **given)
 
 
-def answers(call: Call, told: Recorded | None = None, form: MessageFormat = QWEN) -> AnswerWriter:
-    return AnswerWriter(call, [(5, 6)], [None], WORDS, form, told.measures if told else None)
+def answers(
+    call: ChoicesCall, told: Recorded | None = None, form: MessageFormat = QWEN
+) -> ChoicesWriter:
+    return ChoicesWriter(call, [(5, 6)], [None], WORDS, form, told.measures if told else None)
 
 
 def whole(
-    made: Made, call: Call, told: Recorded | None = None, form: MessageFormat = QWEN
+    made: Made, call: ChoicesCall, told: Recorded | None = None, form: MessageFormat = QWEN
 ) -> dict[str, Any]:
     ended = completion(GenerateRequest(), made.sample)
     (choice,) = answers(call, told, form).whole([ended])["choices"]
@@ -85,7 +87,7 @@ def whole(
 
 def stream(
     made: Made,
-    call: Call,
+    call: ChoicesCall,
     chunks: Sequence[CompletionChunk],
     reads: list[bool],
     after: int = UNBEGUN,

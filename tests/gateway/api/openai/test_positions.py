@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.public import Completion, CompletionChunk, GenerateRequest, Output
 from nano_inference.config import Config, RequestError
-from nano_inference.gateway.api.openai.answers import AnswerWriter
+from nano_inference.gateway.api.openai.answers import ChoicesWriter
 from nano_inference.gateway.api.openai.positions import (
     FINISHED,
     UNBEGUN,
@@ -23,7 +23,7 @@ from nano_inference.gateway.api.openai.positions import (
     answer_of,
     read_position,
 )
-from nano_inference.gateway.api.openai.requests import Call, read_chat, read_completion
+from nano_inference.gateway.api.openai.requests import ChoicesCall, read_chat, read_completion
 from nano_inference.gateway.api.openai.streams import Chunks
 from nano_inference.gateway.serving.words import LazyWords, Words
 
@@ -55,12 +55,12 @@ async def words() -> Words:
     return await LazyWords(Config().engine.model_folder).required()
 
 
-def asked(name: str, n: int) -> tuple[Call, list[Any]]:
+def asked(name: str, n: int) -> tuple[ChoicesCall, list[Any]]:
     body = {"prompt": list(PROMPTS[0]), "stream": True, "n": n}
     return read_completion(body | SHAPES[name], Config())
 
 
-def chatted(name: str, n: int) -> tuple[Call, list[Any]]:
+def chatted(name: str, n: int) -> tuple[ChoicesCall, list[Any]]:
     body = {"messages": [{"role": "user", "content": "a"}], "stream": True, "n": n}
     return read_chat(body | CHATS[name], Config(), 8192)[0], [PROMPTS[0]]
 
@@ -96,7 +96,7 @@ def cancelled(request: GenerateRequest) -> list[Output]:
 class Client:
     """Reads a stream; of how many outputs come until it has read the next event, `pace` tells."""
 
-    def __init__(self, call: Call, prompts: list[Any], words: Words) -> None:
+    def __init__(self, call: ChoicesCall, prompts: list[Any], words: Words) -> None:
         self._call, self._prompts, self._words = call, prompts, words
 
     def requests(self) -> list[GenerateRequest]:
@@ -110,7 +110,7 @@ class Client:
         self, outputs: list[tuple[int, Output]], pace: Sequence[int], after: str = ""
     ) -> list[Event]:
         """Events behind one, or all of them."""
-        answers = AnswerWriter(self._call, self._prompts, [None] * len(self._prompts), self._words)
+        answers = ChoicesWriter(self._call, self._prompts, [None] * len(self._prompts), self._words)
         sent: list[Event] = []
         room = anyio.Semaphore(0)
 

@@ -12,7 +12,7 @@ from httpx import AsyncClient
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, load_config
-from nano_inference.gateway.api.openai.answers import AnswerWriter
+from nano_inference.gateway.api.openai.answers import ChoicesWriter
 from nano_inference.gateway.api.openai.requests import read_completion
 from nano_inference.gateway.api.openai.streams import Chunks
 from nano_inference.gateway.app import make_app
@@ -233,7 +233,7 @@ async def test_what_came_while_a_client_did_not_read_is_one_chunk() -> None:
         sent.append(json.loads(data))
         await reads.wait()
 
-    chunks = Chunks(AnswerWriter(call, prompts, ["a"], None), send)
+    chunks = Chunks(ChoicesWriter(call, prompts, ["a"], None), send)
     outputs = interleaved(call.request(0, 1, "a", "t"))
     with anyio.fail_after(LIMIT_S):
         async with anyio.create_task_group() as group:

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 
 from nano_inference.config import RequestError, SamplingParams
-from nano_inference.gateway.api.sglang.requests import Wanted, read_call
+from nano_inference.gateway.api.sglang.requests import PromptCall, read_call
 
 from ...errors import invalid
 
 MOST = 100
 
 
-def one(**body: Any) -> Wanted:
+def one(**body: Any) -> PromptCall:
     (wanted,), batch = read({"text": "a"} | body)
     assert not batch
     return wanted
 
 
-def read(body: dict[str, Any]) -> tuple[list[Wanted], bool]:
+def read(body: dict[str, Any]) -> tuple[list[PromptCall], bool]:
     """The prompts, and whether the answer is a list."""
     call = read_call(body, MOST)
     return list(call.prompts), call.batch
@@ -78,7 +78,7 @@ def test_when_the_tokenizer_is_needed() -> None:
     assert one(return_text_in_logprobs=True, return_logprob=True).needs_words
 
 
-def texts(prompts: list[Wanted]) -> list[str | None]:
+def texts(prompts: list[PromptCall]) -> list[str | None]:
     return [wanted.request.prompt for wanted in prompts]
 
 

@@ -155,7 +155,7 @@ def test_the_same_however_it_comes(
         assert not any(block.get("thinking") for block in whole["content"])
 
 
-def test_what_comes_at_once_is_one_event_of_each_block() -> None:
+def test_one_event_has_all_that_came_of_a_block() -> None:
     blocks = ContentBlocks(shows_thinking=True)
     one, two = (ToolCall(place, f"call_{place}", "add", "{}") for place in range(2))
     deltas = [

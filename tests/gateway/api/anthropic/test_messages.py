@@ -68,7 +68,7 @@ def events(answer: Response) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-async def test_an_answer_has_what_anthropic_s_has(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_an_answer_has_anthropic_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = await posted(http)
     (request,) = engine.requests
@@ -94,7 +94,7 @@ async def test_an_answer_has_what_anthropic_s_has(http: AsyncClient, engine: Fak
     "system",
     ["Be brief.", [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]],
 )
-async def test_a_conversation_is_what_openai_s_would_be(
+async def test_the_prompt_equals_openai_s(
     http: AsyncClient, engine: FakeEngine, config: Config, system: Any
 ) -> None:
     blocks = [{"type": "text", "text": "6"}, {"type": "text", "text": "+"}]
@@ -125,7 +125,9 @@ async def test_the_assistant_s_last_message_is_continued(
     assert (await prompt_of(engine, config)).endswith("That is 1")
 
 
-async def test_what_ended_it_is_told(http: AsyncClient, engine: FakeEngine, config: Config) -> None:
+async def test_the_stop_reason_is_reported(
+    http: AsyncClient, engine: FakeEngine, config: Config
+) -> None:
     words = await LazyWords(config.engine.model_folder).get()
     last = words.text(TOKENS[2:], skip_special=True)
     engine.outputs = whole
@@ -163,9 +165,7 @@ async def test_a_stream_s_events_come_in_order(http: AsyncClient, engine: FakeEn
     assert delta["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-async def test_what_was_not_told_in_chunks_comes_with_the_end(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_the_end_has_what_chunks_lacked(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = lambda request: [*cut(request), *whole(request)]
     found = events(await http.post(PATH, json=ASKED | {"stream": True}))
     texts = [data["delta"]["text"] for name, data in found if name == "content_block_delta"]
@@ -222,7 +222,7 @@ async def test_errors_have_anthropic_s_types(
         ),
     ],
 )
-async def test_what_reaches_no_endpoint_has_their_shape_too(
+async def test_errors_without_an_endpoint_have_anthropic_s_form(
     http: AsyncClient,
     method: str,
     path: str,
@@ -235,7 +235,7 @@ async def test_what_reaches_no_endpoint_has_their_shape_too(
     assert refusal(answer, status) == (kind, code, None)
 
 
-async def test_a_defect_of_ours_has_their_shape_too(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_internal_errors_have_anthropic_s_form(http: AsyncClient, engine: FakeEngine) -> None:
     def fails(request: GenerateRequest) -> list[Output]:
         raise ZeroDivisionError
 
@@ -244,7 +244,7 @@ async def test_a_defect_of_ours_has_their_shape_too(http: AsyncClient, engine: F
 
 
 @pytest.mark.parametrize("path", [PATH, COUNT])
-async def test_the_version_is_one_of_theirs_or_none(http: AsyncClient, path: str) -> None:
+async def test_the_version_must_be_known_or_absent(http: AsyncClient, path: str) -> None:
     body = {"messages": [HELLO]} | ({"max_tokens": 5} if path == PATH else {})
     for known in ("2023-06-01", "2026-10-21"):
         headers = {"anthropic-version": known, "anthropic-beta": "a-beta"}
@@ -300,7 +300,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "code", "param"), REFUSED)
-async def test_what_can_not_be_obeyed_is_refused_by_name(
+async def test_unsupported_fields_are_refused_by_name(
     http: AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
 ) -> None:
     answer = await http.post(PATH, json=ASKED | fields)
@@ -316,7 +316,7 @@ async def test_an_unknown_model_is_not_found(http: AsyncClient) -> None:
         assert refusal(answer, 404)[:2] == ("not_found_error", "unknown_model")
 
 
-async def test_what_is_no_json_is_malformed(http: AsyncClient) -> None:
+async def test_invalid_json_is_malformed(http: AsyncClient) -> None:
     for path in (PATH, COUNT):
         for body in (b"{", b"[]", b'{"messages": ' + b"[" * 100_000, b'{"system": "\xff"}'):
             answer = await http.post(path, content=body)
@@ -333,7 +333,7 @@ async def test_what_is_no_json_is_malformed(http: AsyncClient) -> None:
         {"cache_control": {"type": "ephemeral"}, "stop_sequences": None, "container": None},
     ],
 )
-async def test_what_asks_for_nothing_is_taken(
+async def test_fields_that_ask_for_nothing_are_accepted(
     http: AsyncClient, engine: FakeEngine, fields: dict[str, Any]
 ) -> None:
     plain = await posted(http)
@@ -342,7 +342,7 @@ async def test_what_asks_for_nothing_is_taken(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_is_one_request_less(engine: FakeEngine, stream: bool) -> None:
+async def test_disconnect_cancels_the_request(engine: FakeEngine, stream: bool) -> None:
     engine.outputs = cut
     app = make_app(engine, load_config(env={}))  # type: ignore[arg-type]
     left = anyio.Event()

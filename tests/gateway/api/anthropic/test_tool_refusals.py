@@ -104,7 +104,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize("path", [PATH, COUNT])
 @pytest.mark.parametrize(("fields", "code", "param"), REFUSED)
-async def test_the_place_is_told(
+async def test_refusals_name_the_path(
     http: AsyncClient,
     engine: FakeEngine,
     fields: dict[str, Any],
@@ -157,7 +157,7 @@ async def test_a_budget_is_less_than_all_tokens(http: AsyncClient) -> None:
         },
     ],
 )
-async def test_what_is_known_is_taken(http: AsyncClient, fields: dict[str, Any]) -> None:
+async def test_known_fields_are_accepted(http: AsyncClient, fields: dict[str, Any]) -> None:
     answer = await http.post(PATH, json=ASKED | fields)
     assert answer.status_code == 200, answer.text
 
@@ -177,7 +177,9 @@ async def test_a_constraint_that_can_not_be_kept_is_of_tools_where_there_are_any
     assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_constraint", param)
 
 
-async def test_a_model_of_which_nothing_is_known(http: AsyncClient, config: Config) -> None:
+async def test_an_unknown_message_format_refuses_tools_and_thinking(
+    http: AsyncClient, config: Config
+) -> None:
     template = "{{ messages[0].content }}{{ tools }}{{ enable_thinking }}"
     folder = config.engine.model_folder
     (folder / "chat_template.jinja").write_text(template)

@@ -86,7 +86,7 @@ async def status(http: AsyncClient, where: str, *wanted: str) -> dict[str, Any]:
         await anyio.sleep(0.01)
 
 
-async def test_it_answers_at_once_and_is_found_anywhere(engine: FakeEngine) -> None:
+async def test_a_background_response_is_answered_at_once(engine: FakeEngine) -> None:
     engine = Going()
     async with serving(engine) as http, serving(engine) as other:
         where = await begun(http)
@@ -98,7 +98,7 @@ async def test_it_answers_at_once_and_is_found_anywhere(engine: FakeEngine) -> N
     assert engine.names == []
 
 
-async def test_a_stream_of_one_may_be_left(engine: FakeEngine) -> None:
+async def test_disconnect_does_not_end_a_background_response(engine: FakeEngine) -> None:
     engine = Going()
     async with serving(engine) as http:
         house = House(engine)
@@ -136,7 +136,7 @@ async def test_a_stream_of_one_may_be_left(engine: FakeEngine) -> None:
     assert engine.names == []
 
 
-async def test_it_is_cancelled_at_any_gateway(engine: FakeEngine) -> None:
+async def test_any_gateway_cancels_a_response(engine: FakeEngine) -> None:
     """What it has until then stays, and again it is no error."""
     engine = Going()
     async with serving(engine) as http, serving(engine) as other:
@@ -150,7 +150,7 @@ async def test_it_is_cancelled_at_any_gateway(engine: FakeEngine) -> None:
         assert events[-1]["response"] == cancelled
 
 
-async def test_one_that_is_deleted_ends(engine: FakeEngine) -> None:
+async def test_deleting_ends_a_background_response(engine: FakeEngine) -> None:
     engine = Going()
     async with serving(engine) as http, serving(engine) as other:
         where = await begun(http)
@@ -160,7 +160,7 @@ async def test_one_that_is_deleted_ends(engine: FakeEngine) -> None:
             assert refusal(await client.get(where), 404)[0] == "unknown_response"
 
 
-async def test_one_that_has_ended_is_not_cancelled(engine: FakeEngine) -> None:
+async def test_an_ended_response_is_not_cancelled(engine: FakeEngine) -> None:
     engine.outputs = whole
     async with serving(engine) as http:
         where = await begun(http)
@@ -169,7 +169,7 @@ async def test_one_that_has_ended_is_not_cancelled(engine: FakeEngine) -> None:
     assert engine.names == []
 
 
-async def test_what_the_engine_refuses_is_its_answer(engine: FakeEngine) -> None:
+async def test_an_engine_s_refusal_fails_the_response(engine: FakeEngine) -> None:
     engine.outputs = refused("invalid_max_tokens", "because")
     async with serving(engine) as http:
         where = await begun(http)
@@ -186,7 +186,7 @@ ONE_PLACE = {"gateway.max_in_flight": 2}
 """For each tenant."""
 
 
-async def test_while_one_waits_its_client_does_not(engine: FakeEngine) -> None:
+async def test_a_waiting_background_response_is_answered(engine: FakeEngine) -> None:
     engine = Going()
     async with serving(engine, **ONE_PLACE) as http, serving(engine) as other:
         first = await begun(http)
@@ -208,7 +208,7 @@ async def test_while_one_waits_its_client_does_not(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("way", ["cancel", "delete"])
-async def test_one_that_waits_is_ended_before_it_begins(engine: FakeEngine, way: str) -> None:
+async def test_a_waiting_response_can_be_ended(engine: FakeEngine, way: str) -> None:
     engine = Going()
     async with serving(engine, **ONE_PLACE) as http, serving(engine) as other:
         first, second = [await begun(http) for _ in range(2)]
@@ -229,7 +229,7 @@ async def test_one_that_waits_is_ended_before_it_begins(engine: FakeEngine, way:
     assert ran - ended == {where.rpartition("/")[2] for where in (first, third)}
 
 
-async def test_one_for_which_there_is_no_room_is_refused(engine: FakeEngine) -> None:
+async def test_a_response_without_room_is_refused(engine: FakeEngine) -> None:
     engine = Going()
     async with serving(engine, **ONE_PLACE, **{"gateway.max_waiting": 1}) as http:
         await begun(http)
@@ -243,7 +243,7 @@ async def test_one_for_which_there_is_no_room_is_refused(engine: FakeEngine) -> 
         assert (await http.post(PATH, json=BODY, headers=KEY)).status_code == 200
 
 
-async def test_one_whose_time_is_over_before_it_began_has_failed(engine: FakeEngine) -> None:
+async def test_a_response_past_its_deadline_has_failed(engine: FakeEngine) -> None:
     engine = Going()
     async with serving(engine, **ONE_PLACE) as http, serving(engine) as other:
         await begun(http)
@@ -268,7 +268,7 @@ async def test_one_whose_time_is_over_before_it_began_has_failed(engine: FakeEng
 
 @pytest.mark.parametrize("grace_s", [0.1, 0])
 @pytest.mark.parametrize("stopped", [False, True])
-async def test_another_gateway_goes_on_with_what_waited(
+async def test_another_gateway_takes_over_a_waiting_response(
     engine: FakeEngine, grace_s: float, stopped: bool
 ) -> None:
     """Its gateway was killed, or stopped, before there was a place for it."""
@@ -293,7 +293,7 @@ async def test_another_gateway_goes_on_with_what_waited(
 
 
 @pytest.mark.parametrize("what", ["follow", "publish"])
-async def test_one_whose_bus_was_away_goes_on_when_it_is_back(
+async def test_a_response_goes_on_after_a_bus_outage(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(running, "_BUS_AWAY_S", 0.01)

@@ -101,7 +101,7 @@ async def test_a_call_is_ended_at_any_gateway(
 
 
 @pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("POST", "/cancel")])
-async def test_nobody_knows_a_call_of_another_id(http: AsyncClient, method: str, path: str) -> None:
+async def test_an_unknown_call_is_not_found(http: AsyncClient, method: str, path: str) -> None:
     answer = await http.request(method, f"/v1/streams/cmpl-0{path}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
 
@@ -113,7 +113,7 @@ async def test_nobody_knows_a_call_of_another_id(http: AsyncClient, method: str,
         ("/v1/responses", {"input": "a", "stream": True}, '"delta":"five"'),
     ],
 )
-async def test_what_a_client_does_not_read_waits_on_the_bus(
+async def test_unread_outputs_wait_on_the_bus(
     config: Config, path: str, body: dict[str, Any], told_as: str
 ) -> None:
     """Others are served meanwhile, and when it reads it gets all of it."""

@@ -33,7 +33,7 @@ async def prompt_of(http: AsyncClient, engine: FakeEngine, **fields: Any) -> str
     return words.text(engine.requests[-1].prompt_token_ids or (), skip_special=False)
 
 
-async def test_an_answer_has_what_openai_s_has(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = await posted(http, model="tiny")
     assert answer["id"].startswith("chatcmpl-")
@@ -57,9 +57,7 @@ async def test_an_answer_has_what_openai_s_has(http: AsyncClient, engine: FakeEn
     }
 
 
-async def test_what_was_cached_for_all_choices_is_not_more_than_the_prompt(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_cached_tokens_are_at_most_the_prompt(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     usage = (await posted(http, n=3))["usage"]
     assert usage["completion_tokens"] == 9
@@ -96,12 +94,14 @@ async def test_the_last_message_is_continued(http: AsyncClient, engine: FakeEngi
     assert prompt.endswith("<|im_start|>assistant\nIt is")
 
 
-async def test_no_turn_is_begun_when_nobody_wants_it(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_add_generation_prompt_false_begins_no_turn(
+    http: AsyncClient, engine: FakeEngine
+) -> None:
     prompt = await prompt_of(http, engine, add_generation_prompt=False)
     assert prompt.endswith("<|im_end|>\n")
 
 
-async def test_as_many_tokens_as_the_model_s_length_leaves(
+async def test_max_tokens_default_to_the_rest_of_the_context(
     http: AsyncClient, engine: FakeEngine
 ) -> None:
     await posted(http)
@@ -127,9 +127,7 @@ async def test_logprobs_with_and_without_the_likeliest(
             assert entry["top_logprobs"][0]["token"] == entry["token"]
 
 
-async def test_tokens_are_named_by_their_ids_when_that_is_asked_for(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_logprobs_can_name_tokens_by_id(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = await posted(http, logprobs=True, return_tokens_as_token_ids=True)
     named = [each["token"] for each in answer["choices"][0]["logprobs"]["content"]]
@@ -162,9 +160,7 @@ async def test_tokens_versions_and_scores_of_the_prompt(
     assert second[str(prompt[1])]["rank"] is None
 
 
-async def test_one_that_somebody_ended_has_what_was_made(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_an_aborted_answer_has_its_text_so_far(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = lambda request: [
         completion(request, told(request, 0, "abort"), status="cancelled")
     ]
@@ -193,7 +189,7 @@ async def test_lower_priorities_are_earlier(http: AsyncClient, engine: FakeEngin
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_engine_refuses_is_told_in_openai_s_words(
+async def test_engine_errors_have_openai_s_codes(
     http: AsyncClient,
     engine: FakeEngine,
     code: str,

@@ -74,7 +74,7 @@ def grammar_of(engine: FakeEngine) -> str:
 # --- what a model is told of, and kept to --------------------------------------------------------
 
 
-async def test_auto_tells_of_tools_and_keeps_the_model_to_nothing(
+async def test_auto_shows_tools_without_a_constraint(
     http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(CALL, words)
@@ -86,7 +86,7 @@ async def test_auto_tells_of_tools_and_keeps_the_model_to_nothing(
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
 
 
-async def test_none_tells_of_no_tools_and_looks_for_no_calls(
+async def test_none_shows_no_tools_and_parses_no_calls(
     http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(CALL, words)
@@ -116,7 +116,7 @@ async def test_without_tools_text_that_looks_like_a_call_is_text(
         ({"tool_choice": "none", "response_format": {"type": "json_object"}}, (), ("weather",)),
     ],
 )
-async def test_what_is_asked_is_a_grammar(
+async def test_choices_and_formats_are_grammars(
     http: AsyncClient,
     engine: FakeEngine,
     words: Words,
@@ -142,7 +142,7 @@ async def test_strict_arguments_are_a_grammar(
     assert "city" in grammar_of(engine)
 
 
-async def test_the_model_is_told_of_allowed_tools_alone(
+async def test_the_prompt_has_only_allowed_tools(
     http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(CALL, words)
@@ -192,7 +192,7 @@ TOOL_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "code", "param"), TOOL_REFUSALS)
-async def test_what_can_not_be_called_is_refused_by_its_field(
+async def test_invalid_tools_are_refused_by_field(
     http: AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
 ) -> None:
     answer = await http.post(PATH, json={"messages": HELLO} | fields)
@@ -200,7 +200,7 @@ async def test_what_can_not_be_called_is_refused_by_its_field(
     assert not engine.requests
 
 
-async def test_a_grammar_of_tools_that_admission_refuses_is_about_them(
+async def test_a_refused_grammar_of_tools_names_tools(
     http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = refused("invalid_constraint")
@@ -228,7 +228,7 @@ async def test_a_grammar_is_made_beside_the_event_loop(
     assert threading.current_thread() not in threads
 
 
-async def test_a_model_of_which_nobody_knows_how_it_calls(
+async def test_an_unknown_message_format_refuses_tools_and_reasoning(
     engine: FakeEngine, calling: Config
 ) -> None:
     config = replace(calling, gateway=replace(calling.gateway, message_format="off"))
@@ -253,7 +253,7 @@ THOUGHT = "<think>\nIt is north.\n</think>\n\nCold."
         ({"separate_reasoning": False}, {"content": THOUGHT}),
     ],
 )
-async def test_reasoning_is_separate_unless_somebody_wants_it_otherwise(
+async def test_reasoning_is_separate_by_default(
     http: AsyncClient,
     engine: FakeEngine,
     words: Words,
@@ -339,7 +339,7 @@ async def test_the_field_of_reasoning_is_a_setting(
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-async def test_a_turn_of_the_assistant_s_comes_back_as_it_was_written(
+async def test_a_message_handed_back_has_the_same_tokens(
     http: AsyncClient, engine: FakeEngine, words: Words, name: str
 ) -> None:
     """Its reasoning by either name; a rename lost it (vLLM 50624)."""
@@ -370,7 +370,7 @@ async def test_a_turn_that_was_cut_off_in_its_reasoning_comes_back(
     assert "<think>\nI\n</think>" in prompt_of(engine, words)
 
 
-async def test_tokenize_counts_what_a_prompt_would_have(
+async def test_tokenize_counts_a_prompt_s_tokens(
     http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(CALL, words)
@@ -450,7 +450,7 @@ async def test_a_stream_goes_on_at_another_gateway_behind_each_event(
     ],
 )
 @pytest.mark.parametrize("tools", [{}, {"tools": [WEATHER], "tool_choice": "required"}])
-async def test_a_constraint_has_reasoning_only_where_it_was_asked_for(
+async def test_a_constraint_allows_reasoning_only_on_request(
     http: AsyncClient,
     engine: FakeEngine,
     words: Words,

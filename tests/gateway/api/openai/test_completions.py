@@ -22,7 +22,7 @@ async def posted(http: AsyncClient, **fields: Any) -> dict[str, Any]:
     return found
 
 
-async def test_an_answer_has_what_openai_s_has(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = await posted(http)
     assert answer["id"].startswith("cmpl-")
@@ -125,7 +125,7 @@ async def test_tokens_and_back(http: AsyncClient) -> None:
     assert back.json() == {"prompt": text}
 
 
-async def test_what_is_told_of_the_tokenizer(http: AsyncClient) -> None:
+async def test_tokenizer_info(http: AsyncClient) -> None:
     found = (await http.get("/tokenizer_info")).json()
     assert found["eos_token"] == "<|endoftext|>"
     assert found["bos_token"] is None

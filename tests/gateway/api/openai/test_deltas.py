@@ -180,9 +180,7 @@ def test_the_same_streamed_resumed_anywhere_and_whole(
 
 
 @given(tokens, ends)
-def test_a_message_s_parts_come_in_the_order_that_it_has_them(
-    token_ids: list[int], end: RowFinish
-) -> None:
+def test_parts_keep_their_order(token_ids: list[int], end: RowFinish) -> None:
     """Whether or not much comes at once."""
     made = make(token_ids, (), end)
     call = chat(made)
@@ -199,7 +197,7 @@ PIECES = st.builds(
 
 
 @given(st.lists(PIECES.filter(any), max_size=8))
-def test_chunks_take_what_stands_in_order(deltas: list[Delta]) -> None:
+def test_a_chunk_holds_deltas_in_order(deltas: list[Delta]) -> None:
     def kinds(of: Sequence[Delta]) -> list[str]:
         return [kind for delta in of for kind, part in zip("rct", delta, strict=True) if part]
 
@@ -247,7 +245,7 @@ def test_a_message_with_calls_alone_has_no_content() -> None:
 
 
 @pytest.mark.parametrize("listed", [{}, LISTED])
-def test_reasoning_is_called_as_asked_or_left_out(listed: dict[str, Any]) -> None:
+def test_the_reasoning_field_is_configurable_or_left_out(listed: dict[str, Any]) -> None:
     made = make(ids(THOUGHT + "98"), (), "stop")
     for field, include in (("reasoning", True), ("reasoning_content", False)):
         call = chat(made, reasoning_field=field, include_reasoning=include, **listed)
@@ -308,7 +306,7 @@ def test_texts_and_their_tokens_stay_together_under_stop_strings(
     assert WORDS.text(told, skip_special=True).startswith(text)
 
 
-def test_what_was_read_is_counted_once_in_an_answer() -> None:
+def test_a_message_is_counted_once() -> None:
     made = make(ids(THOUGHT + CALL + "98"), (), "stop")
     told = Recorded()
     whole(made, chat(made), told)
@@ -323,7 +321,7 @@ def test_what_was_read_is_counted_once_in_an_answer() -> None:
 
 
 @pytest.mark.parametrize("continuous", [False, True])
-async def test_usage_tells_of_reasoning_in_all_choices(continuous: bool) -> None:
+async def test_usage_counts_reasoning_of_all_choices(continuous: bool) -> None:
     made = make(ids(THOUGHT + "98"), (), "stop")
     call = chat(made, n=2, usage=True, continuous_usage=continuous)
     sent: list[dict[str, Any]] = []

@@ -152,7 +152,7 @@ async def test_too_many_inputs_are_refused(engine: FakeEngine) -> None:
         ("overloaded", 429, "overloaded", None),
     ],
 )
-async def test_what_the_engine_refuses_is_told_by_openai_s_names(
+async def test_engine_errors_have_openai_s_names(
     code: str, status: int, told: str, param: str | None, client: AsyncOpenAI, engine: FakeEngine
 ) -> None:
     """The first error is the answer, and the other inputs end."""

@@ -35,7 +35,7 @@ async def posted(http: AsyncClient, **fields: Any) -> dict[str, Any]:
     return found
 
 
-async def test_an_answer_has_what_vllm_s_has(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_an_answer_has_vllm_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = await posted(http, request_id="mine")
     assert answer["request_id"] == "mine"
@@ -55,7 +55,7 @@ async def test_without_a_name_each_has_a_new_one(http: AsyncClient) -> None:
     assert (first["request_id"], second["request_id"]) == (first["id"], second["id"])
 
 
-async def test_without_a_length_it_may_have_what_the_model_has(
+async def test_max_tokens_defaults_to_the_model_s_length(
     http: AsyncClient, engine: FakeEngine
 ) -> None:
     await posted(http, sampling_params={})
@@ -140,7 +140,7 @@ async def test_it_takes_no_tokenizer(engine: FakeEngine, tmp_path: Path) -> None
         invalid("model", "model_not_found", model="other"),
     ],
 )
-async def test_what_can_not_be_obeyed_is_refused_by_name(
+async def test_unsupported_fields_are_refused_by_name(
     http: AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
 ) -> None:
     answer = await http.post(PATH, json={"token_ids": [5]} | fields)
@@ -157,7 +157,7 @@ async def test_what_can_not_be_obeyed_is_refused_by_name(
         ("invalid_token_ids", "token_ids"),
     ],
 )
-async def test_what_the_engine_refuses_is_named_as_it_was_sent(
+async def test_engine_errors_name_the_field_as_sent(
     http: AsyncClient, engine: FakeEngine, code: str, param: str
 ) -> None:
     engine.outputs = refused(code)

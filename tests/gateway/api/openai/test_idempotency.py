@@ -116,9 +116,7 @@ async def test_keys_are_bounded(http: AsyncClient, engine: FakeEngine, key: str)
     assert (await http.post(COMPLETIONS, json=TEXT, headers=twice)).status_code == 400
 
 
-async def test_what_was_refused_before_it_ran_may_be_sent_again(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_refused_call_may_be_repeated(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     late = await http.post(COMPLETIONS, json=TEXT, headers=KEY | {"X-Budget-Ms": "0"})
     assert (late.status_code, engine.requests) == (504, [])
@@ -126,9 +124,7 @@ async def test_what_was_refused_before_it_ran_may_be_sent_again(
     assert len(engine.requests) == 1
 
 
-async def test_an_error_of_the_engine_is_the_answer_to_the_next_one_as_well(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_repeated_call_gets_the_same_error(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = refused("lane_failed")
     answers = [await http.post(COMPLETIONS, json=TEXT, headers=KEY) for _ in range(2)]
     assert [each.json()["error"]["code"] for each in answers] == ["lane_failed"] * 2

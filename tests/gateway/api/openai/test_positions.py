@@ -199,7 +199,7 @@ def test_ids_of_many_choices_are_short() -> None:
         "cmpl-a.1e9.x", "x" * 200 + ".x.x", "cmpl-a.٣.x", "cmpl-a.9999999999.x",
     ],
 )  # fmt: skip
-def test_what_is_no_event_of_a_stream_is_refused(event_id: str) -> None:
+def test_an_invalid_event_id_is_refused(event_id: str) -> None:
     with pytest.raises(RequestError) as refusal:
         read_position(event_id, "cmpl-a", 2)
     assert refusal.value.code == "invalid_event_id"

@@ -85,7 +85,7 @@ async def test_a_prediction_reaches_the_engine_and_its_usage_the_client(
 
 
 @pytest.mark.parametrize("prediction", [None, {"type": "content", "content": ""}])
-async def test_who_predicts_nothing_is_told_of_drafts_only_where_there_were_any(
+async def test_draft_usage_without_a_prediction(
     http: AsyncClient, engine: FakeEngine, prediction: Any
 ) -> None:
     body = {"messages": HELLO, "prediction": prediction}
@@ -102,7 +102,7 @@ async def test_who_predicts_nothing_is_told_of_drafts_only_where_there_were_any(
     assert all(request.prediction is None for request in engine.requests)
 
 
-async def test_a_prediction_that_nothing_came_of_is_told_to_be_so(
+async def test_an_unused_prediction_has_usage_of_zero(
     http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = whole
@@ -138,7 +138,7 @@ async def test_wrong_shapes_are_refused_by_their_place(
     assert not engine.requests
 
 
-async def test_sglang_s_names_for_what_was_drafted(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_draft_counts_have_sglang_s_names(http: AsyncClient, engine: FakeEngine) -> None:
     def outputs(request: GenerateRequest) -> list[Output]:
         (end,) = whole(request)
         assert isinstance(end, Completion)

@@ -193,7 +193,7 @@ async def test_a_field_that_can_not_be_obeyed(
         b'{"messages": ' + b'{"a":' * 100_000,
     ],
 )
-async def test_what_is_no_json_is_malformed(
+async def test_invalid_json_is_malformed(
     http: AsyncClient, engine: FakeEngine, path: str, body: bytes
 ) -> None:
     assert refusal(await http.post(path, content=body)) == ("malformed", None)
@@ -252,7 +252,7 @@ async def test_tokens_that_are_none(
         {"stop": "", "top_k": -1, "logit_bias": {}, "best_of": None, "whatever": None},
     ],
 )
-async def test_what_asks_for_nothing_is_taken(
+async def test_fields_that_ask_for_nothing_are_accepted(
     http: AsyncClient, engine: FakeEngine, fields: dict[str, Any]
 ) -> None:
     answer = await http.post(CHAT, json={"messages": HELLO} | fields)

@@ -34,7 +34,7 @@ async def posted(http: AsyncClient, **fields: Any) -> dict[str, Any]:
     return found
 
 
-async def test_an_answer_has_what_openai_s_has(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = await posted(http, instructions="Be brief.", metadata={"a": "b"})
     (request,) = engine.requests
@@ -51,9 +51,7 @@ async def test_an_answer_has_what_openai_s_has(http: AsyncClient, engine: FakeEn
     assert (answer["instructions"], answer["metadata"]) == ("Be brief.", {"a": "b"})
 
 
-async def test_a_conversation_is_what_a_chat_s_would_be(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_the_prompt_equals_a_chat_s(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = (await posted(http))["output"]
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
@@ -75,7 +73,7 @@ async def test_a_conversation_is_what_a_chat_s_would_be(
     assert engine.requests[1].prompt_token_ids == engine.requests[2].prompt_token_ids
 
 
-async def test_what_ended_it_is_its_status(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_the_finish_reason_sets_the_status(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = lambda request: [completion(request)]
     answer = await posted(http)
     assert answer["status"] == "incomplete"
@@ -187,7 +185,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "code", "param"), REFUSED)
-async def test_what_can_not_be_obeyed_is_refused_by_name(
+async def test_unsupported_fields_are_refused_by_name(
     http: AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
 ) -> None:
     answer = await http.post(PATH, json={"input": "a"} | fields)
@@ -199,7 +197,7 @@ async def test_what_can_not_be_obeyed_is_refused_by_name(
     ("code", "param"),
     [("invalid_max_tokens", "max_output_tokens"), ("invalid_logprobs", "top_logprobs")],
 )
-async def test_what_the_engine_refuses_is_named_as_it_was_sent(
+async def test_engine_errors_name_the_field_as_sent(
     http: AsyncClient, engine: FakeEngine, code: str, param: str
 ) -> None:
     engine.outputs = refused(code)
@@ -208,7 +206,9 @@ async def test_what_the_engine_refuses_is_named_as_it_was_sent(
         assert refusal(answer) == (code, param)
 
 
-async def test_what_asks_for_nothing_is_taken(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_fields_that_ask_for_nothing_are_accepted(
+    http: AsyncClient, engine: FakeEngine
+) -> None:
     await posted(
         http,
         tools=[],

@@ -248,16 +248,14 @@ async def test_a_long_output_is_read_beside_the_others(
     assert threading.current_thread() not in threads
 
 
-async def test_a_call_that_is_none_is_text(
-    http: AsyncClient, engine: FakeEngine, words: Words
-) -> None:
+async def test_an_invalid_call_is_text(http: AsyncClient, engine: FakeEngine, words: Words) -> None:
     text = "<tool_call>\n{no call}\n</tool_call>"
     engine.outputs = says(text, words)
     (item,) = (await posted(http))["output"]
     assert (item["type"], item["content"][0]["text"]) == ("message", text)
 
 
-async def test_what_was_cut_is_incomplete(
+async def test_a_cut_output_is_incomplete(
     http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(f"<think>\n{THOUGHT}", words, reason="length")
@@ -436,7 +434,7 @@ ENFORCED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", ENFORCED)
-async def test_what_is_asked_of_the_output_is_one_grammar(
+async def test_tools_and_format_are_one_grammar(
     http: AsyncClient,
     other: AsyncClient,
     engine: FakeEngine,
@@ -457,7 +455,7 @@ async def test_what_is_asked_of_the_output_is_one_grammar(
     assert record.request(load_config(env={})).sampling == engine.requests[-1].sampling
 
 
-async def test_what_is_free_has_no_grammar(
+async def test_an_unconstrained_output_has_no_grammar(
     http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(OSLO, words)
@@ -469,9 +467,7 @@ async def test_what_is_free_has_no_grammar(
     assert told == [1, 0, 0, 1]
 
 
-async def test_a_model_of_which_nobody_knows_how_it_writes_has_no_tools(
-    engine: FakeEngine, calling: Config
-) -> None:
+async def test_an_unknown_message_format_refuses_tools(engine: FakeEngine, calling: Config) -> None:
     gateway = msgspec.structs.replace(calling.gateway, message_format="off")
     app = make_app(engine, msgspec.structs.replace(calling, gateway=gateway))
     async with http_of(app) as http:
@@ -484,7 +480,7 @@ async def test_a_model_of_which_nobody_knows_how_it_writes_has_no_tools(
     assert len(engine.requests) == 1
 
 
-async def test_a_format_has_reasoning_only_where_it_was_asked_for(
+async def test_a_format_allows_reasoning_only_on_request(
     http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says("{}", words)

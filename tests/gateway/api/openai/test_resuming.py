@@ -60,7 +60,7 @@ async def test_another_gateway_goes_on_behind_each_event(
     assert len(engine.requests) == published
 
 
-async def test_whoever_comes_back_publishes_what_was_not_published(
+async def test_resuming_publishes_unpublished_requests(
     http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     """The first gateway was killed when it had begun the first of two prompts."""
@@ -79,7 +79,7 @@ async def test_whoever_comes_back_publishes_what_was_not_published(
     assert {event.event_id for event in stream_of(answer)} >= {told[-1].event_id}
 
 
-async def test_an_error_comes_again_to_who_comes_back_behind_it(
+async def test_a_resumed_stream_repeats_the_error(
     http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     """The bus was away for a moment: what was told as an error is none any more."""
@@ -97,7 +97,7 @@ async def test_an_error_comes_again_to_who_comes_back_behind_it(
 
 
 @pytest.mark.parametrize("path", ["/v1/streams/cmpl-0", "/v1/streams/x%2Fy", "/v1/streams/%00"])
-async def test_a_stream_that_nobody_knows_is_not_found(http: AsyncClient, path: str) -> None:
+async def test_an_unknown_stream_is_not_found(http: AsyncClient, path: str) -> None:
     answer = await http.get(path)
     assert answer.status_code == 404
     error = answer.json()["error"]
@@ -145,7 +145,7 @@ async def test_an_event_of_no_stream_is_refused(
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_event_id")
 
 
-async def test_what_another_version_has_kept_is_not_found(
+async def test_records_of_another_version_are_not_found(
     http: AsyncClient, engine: FakeEngine
 ) -> None:
     for record in (b"", b"\xff", b"\x81\xa4call\x01"):

@@ -97,7 +97,7 @@ async def test_an_answer_s_id_ends_its_request(http: AsyncClient, engine: FakeEn
         await ended(call)
 
 
-async def test_the_tenant_is_what_the_header_says(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_the_header_names_the_tenant(http: AsyncClient, engine: FakeEngine) -> None:
     for path, body in CALLS:
         await http.post(path, json=body, headers={"X-Tenant": "mine"})
     assert [request.tenant for request in engine.requests] == ["mine"] * len(CALLS)

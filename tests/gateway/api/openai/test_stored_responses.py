@@ -53,7 +53,7 @@ async def got(http: AsyncClient, response_id: str, more: str = "") -> dict[str, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_any_gateway_tells_the_same_response(
+async def test_any_gateway_returns_the_same_response(
     http: AsyncClient, other: AsyncClient, engine: FakeEngine, stream: bool
 ) -> None:
     engine.outputs = interleaved if stream else whole
@@ -89,9 +89,7 @@ async def test_another_gateway_goes_on_behind_each_event(
     assert len(engine.requests) == 1
 
 
-async def test_one_without_a_stream_can_be_read_as_one(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_response_can_be_streamed_later(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     made = await posted(http)
     events = response_events(await http.get(f"{PATH}/{made['id']}?stream=true"))
@@ -99,7 +97,7 @@ async def test_one_without_a_stream_can_be_read_as_one(
     assert (delta, events[-1]["response"]) == (TEXT, made)
 
 
-async def test_one_that_failed_is_told_so_again(
+async def test_a_failed_response_stays_failed(
     http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     no = refused("lane_failed", "because")
@@ -122,7 +120,7 @@ async def test_one_that_failed_is_told_so_again(
     ]
 
 
-async def test_who_comes_back_behind_an_interruption_misses_nothing(
+async def test_resuming_behind_an_interruption_misses_nothing(
     http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     """The bus was away for a moment: the response has not failed by that."""
@@ -157,7 +155,7 @@ QUERIES = [
 
 
 @pytest.mark.parametrize(("query", "code", "param"), QUERIES)
-async def test_what_can_not_be_asked_is_refused_by_name(
+async def test_invalid_queries_are_refused_by_name(
     http: AsyncClient, engine: FakeEngine, query: str, code: str, param: str
 ) -> None:
     engine.outputs = whole
@@ -175,7 +173,7 @@ async def test_an_event_of_no_response_is_refused(http: AsyncClient, engine: Fak
         assert refusal(answer)[0] == "invalid_event_id"
 
 
-async def test_nobody_finds_what_is_not_his(
+async def test_other_tenants_and_keys_find_no_response(
     http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     """Another tenant's, what was not stored, what another version wrote, and what never was."""
@@ -199,7 +197,7 @@ async def test_nobody_finds_what_is_not_his(
     assert await engine.bus.store.calls.read(unstored["id"]) is None
 
 
-async def test_one_whose_results_are_gone_is_not_found(
+async def test_a_response_without_results_is_not_found(
     http: AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def gone(*_: Any, **__: Any) -> Any:
@@ -212,7 +210,7 @@ async def test_one_whose_results_are_gone_is_not_found(
     assert refusal(await http.get(f"{PATH}/{made['id']}"), 404)[0] == "unknown_response"
 
 
-async def test_it_is_kept_until_it_is_deleted(
+async def test_a_response_is_stored_until_it_is_deleted(
     http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = whole
@@ -249,7 +247,7 @@ async def test_the_same_call_with_its_key_is_made_once(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_ends_with_its_connection_and_tells_so(config: Config, stream: bool) -> None:
+async def test_disconnect_cancels_a_response(config: Config, stream: bool) -> None:
     engine = Going()
     app = make_app(engine, config)  # type: ignore[arg-type]
     left = anyio.Event()
@@ -267,7 +265,7 @@ async def test_one_ends_with_its_connection_and_tells_so(config: Config, stream:
         assert (await got(http, request.request_id))["status"] == "cancelled"
 
 
-async def test_only_one_in_the_background_can_be_cancelled() -> None:
+async def test_only_background_responses_can_be_cancelled() -> None:
     engine = Going()
     transport = httpx.ASGITransport(make_app(engine, load_config(env={})))  # type: ignore[arg-type]
     async with (
@@ -304,7 +302,7 @@ async def test_any_is_ended_as_a_stream_is(config: Config) -> None:
         assert await got(http, response_id) == made
 
 
-async def test_one_that_is_deleted_while_somebody_waits_for_it_is_told_to_him() -> None:
+async def test_a_waiting_client_gets_a_deleted_response() -> None:
     engine = Going()
     transport = httpx.ASGITransport(make_app(engine, load_config(env={})))  # type: ignore[arg-type]
     async with (
@@ -363,7 +361,7 @@ async def test_the_conversation_so_far_precedes_the_input(
     assert page["has_more"]
 
 
-async def test_what_has_not_ended_well_is_not_continued() -> None:
+async def test_a_failed_response_can_not_be_continued() -> None:
     engine = Going()
     async with http_of(make_app(engine, load_config(env={}))) as http:  # type: ignore[arg-type]
         begun = await posted(http, background=True)
@@ -378,7 +376,7 @@ async def test_what_has_not_ended_well_is_not_continued() -> None:
     assert len(engine.requests) == 1
 
 
-async def test_one_that_was_cut_by_its_length_is_continued(
+async def test_a_response_cut_by_its_length_can_be_continued(
     http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = lambda request: [completion(request)]
@@ -387,7 +385,7 @@ async def test_one_that_was_cut_by_its_length_is_continued(
     assert (await posted(http, previous_response_id=first["id"]))["status"] == "incomplete"
 
 
-async def test_what_is_kept_has_a_size(engine: FakeEngine) -> None:
+async def test_a_stored_conversation_is_bounded(engine: FakeEngine) -> None:
     engine.outputs = whole
     limits = {"bus.max_request_bytes": 700}
     transport = httpx.ASGITransport(

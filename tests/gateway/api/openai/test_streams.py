@@ -55,7 +55,7 @@ async def test_all_chunks_name_their_answer(http: AsyncClient, engine: FakeEngin
 
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETIONS, TEXT)])
-async def test_no_usage_unless_it_is_asked_for(
+async def test_usage_is_sent_only_on_request(
     http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any], options: Any
 ) -> None:
     engine.outputs = interleaved
@@ -124,9 +124,7 @@ async def test_a_chat_s_logprobs_come_with_its_tokens(
     assert [each["logprob"] for each in entries] == list(LOGPROBS)
 
 
-async def test_what_was_not_told_in_chunks_comes_with_the_end(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_the_end_has_what_chunks_lacked(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = lambda request: [
         *cut(request),
         completion(request, told(request, 0, "abort"), status="cancelled"),
@@ -151,9 +149,7 @@ async def test_an_error_in_mid_stream_is_an_event(http: AsyncClient, engine: Fak
     assert error["error"]["type"] == "server_error"
 
 
-async def test_a_client_that_goes_is_one_request_less(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_disconnect_cancels_the_request(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = cut
     app = make_app(engine, Config())
     left = asyncio.Event()
@@ -224,7 +220,7 @@ async def test_an_error_behind_a_comment_is_an_event(engine: FakeEngine) -> None
     assert text.endswith(b"data: [DONE]\n\n")
 
 
-async def test_what_came_while_a_client_did_not_read_is_one_chunk() -> None:
+async def test_unread_tokens_become_one_chunk() -> None:
     call, prompts = read_completion({"prompt": "a", "stream": True, "n": 2}, Config())
     sent: list[dict[str, Any]] = []
     reads = anyio.Event()
@@ -249,7 +245,7 @@ async def test_what_came_while_a_client_did_not_read_is_one_chunk() -> None:
     assert len(sent) == 3
 
 
-async def test_events_have_no_ids_where_nobody_wants_them(engine: FakeEngine) -> None:
+async def test_event_ids_can_be_switched_off(engine: FakeEngine) -> None:
     engine.outputs = interleaved
     app = make_app(engine, load_config(env={}, overrides={"gateway.event_ids": False}))  # type: ignore[arg-type]
     async with http_of(app) as client:

@@ -87,9 +87,7 @@ async def test_a_stream(http: AsyncClient, engine: FakeEngine) -> None:
     assert engine.requests[0].stream
 
 
-async def test_a_stream_of_a_batch_tells_whose_an_event_is(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_events_of_a_batch_have_an_index(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = spelled
     answer = await http.post("/generate", json={"input_ids": [[3], [4, 5]], "stream": True})
     last = {event["index"]: event["text"] for event in events(answer)}

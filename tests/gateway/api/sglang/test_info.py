@@ -112,7 +112,7 @@ async def test_weight_version(http: AsyncClient, path: str) -> None:
     assert (await http.get(path)).json() == {"weight_version": "0"}
 
 
-async def test_server_info_tells_what_is_in_use(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_server_info_has_the_settings_in_use(http: AsyncClient, engine: FakeEngine) -> None:
     """And null while no executor has told."""
     names = ("device", "dtype", "max_running_requests", "is_moe", "load_ns", "kv_bytes")
     info = (await http.get("/server_info")).json()
@@ -164,7 +164,7 @@ async def test_loads_by_lane(http: AsyncClient, engine: FakeEngine) -> None:
     assert (await http.get("/get_load")).json() == found
 
 
-async def test_what_is_in_flight_here_counts_before_a_lane_tells_of_it(
+async def test_loads_count_requests_that_no_lane_has_reported(
     http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.stage_reports = [told("admission", in_flight=0), told("batching", running=0)]

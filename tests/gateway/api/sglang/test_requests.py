@@ -151,6 +151,6 @@ def test_refusals(body: dict[str, Any], code: str, word: str) -> None:
     assert refused.value.code == code
 
 
-def test_what_asks_for_nothing_is_taken() -> None:
+def test_fields_that_ask_for_nothing_are_accepted() -> None:
     one(return_routed_experts=False, lora_path=None, image_data=[], session_id="s", no_logs=True)
     sampling(regex=None, custom_params={}, spaces_between_special_tokens=False)

@@ -116,7 +116,7 @@ class PromptWriter:
     def free_of_stops(self, token_ids: Sequence[int]) -> int:
         """Return the length of the text in which no stop string counts."""
         assert self.words is not None
-        sampling, skip = self.wanted.request.sampling, self.wanted.skip_special
+        sampling, skip = self.wanted.request.sampling, self.wanted.own.skip_special_tokens
         return free_of_stops(token_ids, sampling, self.words, skip_special=skip)
 
     def without_stop(self, text: str, free: int, *, ended: bool) -> str:
@@ -199,7 +199,7 @@ class PromptWriter:
         stopped = sample.finish_reason == "stop"
         if stopped and self.wanted.trim_stop and self._ends_with_stop_token(sample):
             token_ids = token_ids[:-1]
-        text = self.words.text(token_ids, skip_special=self.wanted.skip_special)
+        text = self.words.text(token_ids, skip_special=self.wanted.own.skip_special_tokens)
         if not self.wanted.trim_stop:
             return text
         return self.without_stop(text, self.free_of_stops(sample.token_ids), ended=True)
@@ -241,7 +241,7 @@ class Growing:
         wanted, words = writer.wanted, writer.words
         self._detokenizer = None
         if words is not None and not wanted.plain_text:
-            self._detokenizer = words.detokenizer(skip_special=wanted.skip_special)
+            self._detokenizer = words.detokenizer(skip_special=wanted.own.skip_special_tokens)
         self._shown = 0
         self._due_at = 1
 

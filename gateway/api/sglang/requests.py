@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from itertools import repeat
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -69,47 +69,44 @@ class SGLangSampling(msgspec.Struct, frozen=True):
     ebnf: str | None = None
 
 
-class PromptSampling(NamedTuple):
-    """How a prompt is sampled.
-
-    Attributes:
-        own: The parameters that concern the answer.
-        params: The engine's.
-    """
-
-    own: SGLangSampling
-    params: SamplingParams
-
-
 class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt of a call.
 
     Attributes:
         request: The request to submit.
+        own: The sampling parameters that concern the answer.
         scores_only: No tokens are wanted (max_new_tokens 0). The engine samples one all the same.
         logprobs: Whether logprobs are shown.
-        logprob_start: Where those of the prompt begin; -1 shows none.
-        top_logprobs: How many of the likeliest tokens are shown at each place.
+        logprob_start: The first place of the prompt's logprobs; -1 for none.
         token_texts: Whether logprobs come with the tokens' texts.
-        skip_special: Whether special tokens are left out of the text.
-        trim_stop: Whether what ended a generation is left out of the text.
-        interval_tokens: A stream has an event at every so many tokens at most.
     """
 
     request: GenerateRequest
+    own: SGLangSampling
     scores_only: bool
     logprobs: bool
     logprob_start: int
-    top_logprobs: int
     token_texts: bool
-    skip_special: bool
-    trim_stop: bool
-    interval_tokens: int
+
+    @property
+    def top_logprobs(self) -> int:
+        """How many of the likeliest tokens are shown at each place."""
+        return self.request.sampling.logprobs
+
+    @property
+    def trim_stop(self) -> bool:
+        """Whether the text ends before the stop token or string."""
+        return not self.own.no_stop_trim
+
+    @property
+    def interval_tokens(self) -> int:
+        """Fewest tokens between two events of a stream."""
+        return max(1, self.own.stream_interval)
 
     @property
     def plain_text(self) -> bool:
         """Whether the text is what the engine delivers."""
-        return self.skip_special and self.trim_stop
+        return self.own.skip_special_tokens and self.trim_stop
 
     @property
     def needs_words(self) -> bool:
@@ -172,7 +169,7 @@ def read_call(body: Body, max_prompts: int) -> BatchCall:
         strict=True,
     )
     wanted = (_wanted(fields, *row) for row in columns)
-    batch = batch or first.own.n > 1
+    batch = batch or first[0].n > 1
     return BatchCall(_not_too_many(wanted, max_prompts), batch, fields.stream, fields.budget_ms)
 
 
@@ -193,12 +190,12 @@ def _check_number(prompts: int, max_prompts: int) -> None:
         )
 
 
-def _read_sampling(given: Body) -> PromptSampling:
+def _read_sampling(given: Body) -> tuple[SGLangSampling, SamplingParams]:
     own = read_part(given, SGLangSampling, _SAMPLING)
     constraint = _constraint(own)
     default = DEFAULT_MAX_NEW_TOKENS
     params = read_sampling(given, SGLANG, _SAMPLING, max_tokens=default, constraint=constraint)
-    return PromptSampling(own, params)
+    return own, params
 
 
 def read_prompts(
@@ -245,7 +242,7 @@ def _wanted(
     fields: SGLangBody,
     prompt: str | tuple[int, ...],
     request_id: str,
-    sampling: PromptSampling,
+    sampling: tuple[SGLangSampling, SamplingParams],
     logprobs: bool,
     logprob_start: int,
     top_logprobs: int,
@@ -275,14 +272,11 @@ def _wanted(
     )
     return PromptCall(
         request=request,
+        own=own,
         scores_only=scores_only,
         logprobs=logprobs,
         logprob_start=start,
-        top_logprobs=top,
         token_texts=logprobs and fields.return_text_in_logprobs,
-        skip_special=own.skip_special_tokens,
-        trim_stop=not own.no_stop_trim,
-        interval_tokens=max(1, own.stream_interval),
     )
 
 

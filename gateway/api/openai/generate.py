@@ -140,7 +140,7 @@ class GenerationCalls:
         origin = origin_of(request, tenant, call.budget_ms, call.requested_model)
         words = await services.words.required() if call.needs_words else None
         record = await self._record(call, prompts, tenant, words, key)
-        services.submissions.check_priority(origin.caller, record.requests()[0])
+        services.submissions.check_priority(origin.caller, record.request(0))
         begun = None if key is None else await self._begun.claim(record, origin.caller)
         if begun is not None:
             return await self._again(request, origin, begun)
@@ -257,10 +257,9 @@ class GenerationCalls:
     ) -> NanoInferenceError | None:
         """Run all requests. Returns the error that ended them."""
         origin, record, answers, _ = running
+        requests = [record.request(place) for place in range(len(record.prompts))]
         try:
-            await self._services.submissions.run(
-                origin, record.requests(), take, attachment, answers.echoed
-            )
+            await self._services.submissions.run(origin, requests, take, attachment, answers.echoed)
         except NanoInferenceError as error:
             failure = of_tools(error, record.call.reading)
             if attachment is not None:

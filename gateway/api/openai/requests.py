@@ -93,10 +93,14 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         of_tokens = self.needs_prompt_ids or self.logprobs is not None or self.weight_versions
         return of_tokens or self.echo or self.reading is not None
 
+    def request_id(self, place: int, prompts: int) -> str:
+        """Return the id of the request for one of so many prompts."""
+        return self.id if prompts == 1 else f"{self.id}_{place}"
+
     def request(self, place: int, prompts: int, prompt: Prompt, tenant: str) -> GenerateRequest:
         """Return the request for one of so many prompts."""
         return GenerateRequest(
-            request_id=self.id if prompts == 1 else f"{self.id}_{place}",
+            request_id=self.request_id(place, prompts),
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=None if isinstance(prompt, str) else prompt,
             n=self.n,
@@ -127,18 +131,16 @@ class ChoicesRecord(DurableRecord, frozen=True, kw_only=True):
 
     @property
     def request_ids(self) -> list[str]:
-        return [request.request_id for request in self.requests()]
+        prompts = len(self.prompts)
+        return [self.call.request_id(place, prompts) for place in range(prompts)]
 
     @property
     def is_complete(self) -> bool:
         return self.has_prompts
 
-    def requests(self) -> list[GenerateRequest]:
-        """Return the requests of all prompts."""
-        return [
-            self.call.request(place, len(self.prompts), prompt, self.tenant)
-            for place, prompt in enumerate(self.prompts)
-        ]
+    def request(self, place: int) -> GenerateRequest:
+        """Return the request of a prompt."""
+        return self.call.request(place, len(self.prompts), self.prompts[place], self.tenant)
 
     def encode(self) -> bytes:
         prompts = self.prompts if self.has_prompts else [()] * len(self.prompts)

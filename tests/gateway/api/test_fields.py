@@ -16,7 +16,7 @@ from nano_inference.config import Config
 from nano_inference.config.sampling import PARAMETERS
 from nano_inference.gateway.api.anthropic.bodies import CountBody, MessagesBody
 from nano_inference.gateway.api.openai.bodies import BODIES
-from nano_inference.gateway.api.sglang.requests import SamplingBody
+from nano_inference.gateway.api.sglang.requests import SGLangSampling
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving.fields import read_part
 from nano_inference.gateway.serving.sampling_fields import (
@@ -34,7 +34,7 @@ INTERFACES: dict[str, Bodies] = {
     "openai": {**BODIES},
     "anthropic": {"messages": MessagesBody, "count_tokens": CountBody},
 }
-ALL = [kind for bodies in INTERFACES.values() for kind in bodies.values()] + [SamplingBody]
+ALL = [kind for bodies in INTERFACES.values() for kind in bodies.values()] + [SGLangSampling]
 
 
 def rows(document: str) -> list[tuple[str, str, str, str]]:

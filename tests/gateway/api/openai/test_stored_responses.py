@@ -14,7 +14,6 @@ from nano_inference.config import BusError, Config, load_config
 from nano_inference.gateway.app import make_app
 
 from ... import by_hand
-from ...errors import invalid
 from ...fake import FakeEngine, completion, http_of, refused
 from ...made import TEXTS, cut, interleaved, whole
 from .going import Going
@@ -141,16 +140,16 @@ async def test_resuming_behind_an_interruption_misses_nothing(
 
 
 QUERIES = [
-    invalid("stream", **("?stream=perhaps")),
-    invalid("starting_after", **("?starting_after=5")),
-    invalid("starting_after", **("?stream=true&starting_after=-1")),
-    invalid("starting_after", **("?stream=true&starting_after=x")),
-    invalid("x", "unsupported", **("?x=1")),
-    invalid("order", **("/input_items?order=up")),
-    invalid("limit", **("/input_items?limit=0")),
-    invalid("limit", **("/input_items?limit=101")),
-    invalid("after", **("/input_items?after=x")),
-    invalid("x", "unsupported", **("/input_items?x=1")),
+    ("?stream=perhaps", "invalid_request", "stream"),
+    ("?starting_after=5", "invalid_request", "starting_after"),
+    ("?stream=true&starting_after=-1", "invalid_request", "starting_after"),
+    ("?stream=true&starting_after=x", "invalid_request", "starting_after"),
+    ("?x=1", "unsupported", "x"),
+    ("/input_items?order=up", "invalid_request", "order"),
+    ("/input_items?limit=0", "invalid_request", "limit"),
+    ("/input_items?limit=101", "invalid_request", "limit"),
+    ("/input_items?after=x", "invalid_request", "after"),
+    ("/input_items?x=1", "unsupported", "x"),
 ]
 
 

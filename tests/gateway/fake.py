@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import Any
 
@@ -295,3 +295,15 @@ def http_of(app: Any, *, raise_app_exceptions: bool = True, **options: Any) -> h
     """A client of an ASGI application."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=raise_app_exceptions)
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", **options)
+
+
+def poster(path: str, body: dict[str, Any]) -> Callable[..., Awaitable[dict[str, Any]]]:
+    """Return a function that posts a body, with more fields, and returns a successful answer."""
+
+    async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+        answer = await http.post(path, json=body | fields)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    return posted

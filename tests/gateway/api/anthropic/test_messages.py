@@ -16,7 +16,7 @@ from nano_inference.gateway.serving.words import LazyWords
 
 from ... import by_hand
 from ...errors import invalid
-from ...fake import FakeEngine, completion, refused
+from ...fake import FakeEngine, completion, poster, refused
 from ...made import TEXTS, TOKENS, cut, interleaved, told, whole
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -32,11 +32,7 @@ def config() -> Config:
     return load_config(env={}, overrides={"gateway.message_format": "off"})
 
 
-async def posted(http: AsyncClient, **fields: Any) -> dict[str, Any]:
-    answer = await http.post(PATH, json=ASKED | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+posted = poster(PATH, ASKED)
 
 
 async def prompt_of(engine: FakeEngine, config: Config) -> str:

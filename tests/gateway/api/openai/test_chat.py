@@ -10,7 +10,7 @@ from httpx import AsyncClient
 from nano_inference.config import Config
 from nano_inference.gateway.serving.words import LazyWords
 
-from ...fake import FakeEngine, completion, refused
+from ...fake import FakeEngine, completion, poster, refused
 from ...made import LOGPROBS, TEXTS, TOKENS, told, whole
 from ...serving.test_model_length import OWN
 
@@ -18,12 +18,7 @@ PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "How much is 6 + 6?"}]
 
 
-async def posted(http: AsyncClient, **fields: Any) -> dict[str, Any]:
-    """The answer to a conversation."""
-    answer = await http.post(PATH, json={"messages": HELLO} | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+posted = poster(PATH, {"messages": HELLO})
 
 
 async def prompt_of(http: AsyncClient, engine: FakeEngine, **fields: Any) -> str:

@@ -7,19 +7,14 @@ from typing import Any
 import pytest
 from httpx import AsyncClient
 
-from ...fake import FakeEngine
+from ...fake import FakeEngine, poster
 from ...made import LOGPROBS, TEXTS, whole
 
 PATH = "/v1/completions"
 TEXT = "".join(TEXTS)
 
 
-async def posted(http: AsyncClient, **fields: Any) -> dict[str, Any]:
-    """The answer to a prompt."""
-    answer = await http.post(PATH, json={"prompt": "98 +"} | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+posted = poster(PATH, {"prompt": "98 +"})
 
 
 async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngine) -> None:

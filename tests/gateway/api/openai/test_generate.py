@@ -12,7 +12,7 @@ from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 
 from ...errors import invalid
-from ...fake import FakeEngine, http_of, refused
+from ...fake import FakeEngine, http_of, poster, refused
 from ...made import LOGPROBS, TOKENS, interleaved, whole
 from ...serving.test_model_length import OWN
 from .streamed import choices, events
@@ -27,12 +27,7 @@ def config() -> Config:
     return load_config(env={}, overrides={"gateway.max_body_bytes": 100_000})
 
 
-async def posted(http: AsyncClient, **fields: Any) -> dict[str, Any]:
-    """The answer to a prompt of three tokens."""
-    answer = await http.post(PATH, json={"token_ids": [7, 8, 9]} | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+posted = poster(PATH, {"token_ids": [7, 8, 9]})
 
 
 async def test_an_answer_has_vllm_s_fields(http: AsyncClient, engine: FakeEngine) -> None:

@@ -10,7 +10,7 @@ from httpx import AsyncClient
 from nano_inference.config import Config, load_config
 
 from ...errors import invalid
-from ...fake import FakeEngine, completion, refused
+from ...fake import FakeEngine, completion, poster, refused
 from ...made import LOGPROBS, TEXTS, cut, interleaved, told, whole
 from .streamed import response_events
 from .test_refusals import refusal
@@ -27,11 +27,7 @@ def config() -> Config:
     return load_config(env={}, overrides={"gateway.message_format": "off"})
 
 
-async def posted(http: AsyncClient, **fields: Any) -> dict[str, Any]:
-    answer = await http.post(PATH, json={"input": "hello"} | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+posted = poster(PATH, {"input": "hello"})
 
 
 async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngine) -> None:

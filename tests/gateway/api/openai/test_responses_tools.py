@@ -23,7 +23,7 @@ from nano_inference.gateway.serving.measures import Measures
 from nano_inference.gateway.serving.message_parts import MessageParts, NewParts
 from nano_inference.gateway.serving.words import Words
 
-from ...fake import FakeEngine, http_of
+from ...fake import FakeEngine, http_of, poster
 from ...made import TEXTS, whole
 from ...saying import says
 from .streamed import response_events
@@ -82,11 +82,7 @@ async def other(engine: FakeEngine, config: Config) -> AsyncIterator[AsyncClient
         yield client
 
 
-async def posted(http: AsyncClient, **fields: Any) -> dict[str, Any]:
-    answer = await http.post(PATH, json=ASKED | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+posted = poster(PATH, ASKED)
 
 
 def prompt_of(request: GenerateRequest, words: Words) -> str:

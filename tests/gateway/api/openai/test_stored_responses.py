@@ -14,7 +14,7 @@ from nano_inference.config import BusError, Config, load_config
 from nano_inference.gateway.app import make_app
 
 from ... import by_hand
-from ...fake import FakeEngine, completion, http_of, refused
+from ...fake import FakeEngine, completion, http_of, poster, refused
 from ...made import TEXTS, cut, interleaved, whole
 from .going import Going
 from .streamed import response_event, response_events
@@ -34,11 +34,7 @@ def config() -> Config:
     return load_config(env={})
 
 
-async def posted(http: AsyncClient, **fields: Any) -> dict[str, Any]:
-    answer = await http.post(PATH, json=HELLO | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+posted = poster(PATH, HELLO)
 
 
 async def got(http: AsyncClient, response_id: str, more: str = "") -> dict[str, Any]:

@@ -93,6 +93,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     }
 
     max_tokens: Int64 | None = None
+    stop_sequences: list[str] = []
     stream: bool = False
     priority: Int64 = 0
     budget_ms: float | None = None

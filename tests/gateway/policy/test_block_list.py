@@ -21,7 +21,7 @@ from nano_inference.gateway.policy.block_list import (
     normalise,
 )
 
-# Letters that normalise to others, to several or to nothing; marks; Hangul's parts; word boundaries.
+# Letters that normalise to others, to several or to nothing; marks; Hangul; word boundaries.
 ALPHABET = "abdefistBADS ßẞﬁİıſＡｂé\u0301\u0323\u0345\u00ad\u200d\u1100\u1161\u11a8가ﾞｶ1.\n"
 TEXTS = st.text(ALPHABET, max_size=60)
 CUTS = st.lists(st.integers(0, 60), max_size=8)

@@ -29,7 +29,7 @@ from ..server.http import EngineError
 from ..serving.durable_calls import watch_orphans
 from ..serving.lane_state import Readiness
 from ..serving.measures import Measures
-from .dispatch import ABORT, Entrance, ModelDispatch, OfModel
+from .dispatch import ABORT, Entrance, ModelDispatch, ModelPathRoute
 from .models import ModelApp, Models
 from .routes import ModelControl, deployment_routes
 
@@ -53,12 +53,12 @@ class DeploymentApp(GatewayApp):
         service = InferenceService(metrics=measures.metrics)
         kserve = KServe(service, Regions(config.gateway), control)
         make = partial(_model_app, models, config, policy, measures, readiness, kserve)
-        models.made_by(make, partial(_serve_kserve, service))
+        models.build_with(make, partial(_serve_kserve, service))
         add_packages(service, config)
         measures.watch(instruments.GATEWAY_WAITING, lambda: models.waiting)
         super().__init__(
             [
-                OfModel(models),
+                ModelPathRoute(models),
                 *gateway_routes(engine, config, policy, readiness, measures.metrics),
                 *deployment_routes(
                     engine, models, control, readiness, config.gateway.max_body_bytes

@@ -14,12 +14,11 @@ from ...pipeline.client import BusClient
 from ...pipeline.router import Router
 from ...store.registry import ModelRecord
 from ...telemetry import instruments
-from ..api.kserve import http_errors as kserve_http
+from ..api.kserve import http as kserve_http
+from ..api.kserve.http import kserve_routes
 from ..api.kserve.regions import Regions
 from ..api.kserve.repository import add_packages
-from ..api.kserve.routes import kserve_routes
-from ..api.kserve.service import InferenceService
-from ..api.kserve.shared import KServe
+from ..api.kserve.service import InferenceService, KServe
 from ..app import GatewayApp, Interfaces, InterfacesApp
 from ..endpoints import gateway_routes, probe_routes
 from ..policy.caller import Caller

@@ -32,7 +32,7 @@ from workloads import SHAPES
 from nano_inference.bus.messages import NewSequence, RequestInfo, SequenceSpec
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, wrap_model
-from nano_inference.stages.executor.runner.adapters import Adapter, AdapterLimits, adapter_of
+from nano_inference.stages.executor.runner.adapters.peft import Adapter, AdapterLimits, adapter_of
 
 KINDS = {"none": 0, "none again": 0, "1": 1, "8": 8, "8, one by one": 8}
 PROMPT, STEPS, WARM = 32, 96, 6
@@ -46,6 +46,8 @@ class Lane:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.rows = arguments.rows
+        if arguments.threads:
+            torch.set_num_threads(arguments.threads)
         dtype = getattr(torch, arguments.dtype)
         model = wrap_model(random_model(SHAPES[arguments.shape], dtype, arguments.device), 1024)
         self.core = ExecutorCore(
@@ -53,8 +55,6 @@ class Lane:
             model=model,
             num_blocks=self.rows * len(KINDS) * BLOCKS,
         )
-        if arguments.threads:
-            self.core.set_threads(arguments.threads)
         for number in range(8):
             self.core.adapters.put(self.adapter(f"a{number}", arguments.rank))
         self._turns = Turns(self.core)

@@ -99,14 +99,14 @@ class Lane:
         self._temperature = temperature
         # The first blocks are those that the prompts of all kinds have in common.
         own = BLOCKS - SHARED_BLOCKS
+        if threads:
+            torch.set_num_threads(threads)
         self.core = ExecutorCore(
             EngineConfig(
                 model_path=str(folder), block_size=BLOCK_SIZE, max_batch_size=rows * len(KINDS)
             ),
             num_blocks=rows * (SHARED_BLOCKS + len(KINDS) * own),
         )
-        if threads:
-            self.core.set_threads(threads)
         rng = random.Random(0)
         self._heads = [self._tokens(rng, CACHED) for _ in range(rows)]
         self._turns = Turns(self.core)
@@ -145,11 +145,11 @@ class Lane:
 
     def step(self, kind: str) -> tuple[float, float]:
         """Milliseconds of one step, and of its wait for masks."""
-        self.core.take_mask_waits_ns()
+        self.core.constraints.take_waits_ns()
         start = time.perf_counter()
         self._turns.run(kind, 1)
         took = time.perf_counter() - start
-        return took * 1e3, sum(self.core.take_mask_waits_ns()) / 1e6
+        return took * 1e3, sum(self.core.constraints.take_waits_ns()) / 1e6
 
     def _tokens(self, rng: random.Random, number: int) -> tuple[int, ...]:
         vocab_size = self.core.model.vocab_size

@@ -78,7 +78,7 @@ class Queue(Protocol):
     def push(self, request: AdmittedRequest, now_ns: int, /) -> None: ...
     def absorb(self, report: Credit, now_ns: int, /) -> list[Running]: ...
     def pop(self, now_ns: int, /) -> Dispatched | None: ...
-    def ask_to_pause(self, now_ns: int, /) -> list[tuple[str, Running]]: ...
+    def ask_to_pause(self, now_ns: int, /) -> list[Running]: ...
     def expire(self, now_ns: int, /) -> list[Cancel]: ...
 
 
@@ -105,13 +105,25 @@ class FixedOrder:
         self._credits -= 1
         rank, _, request = heapq.heappop(self._heap)
         message = Dispatch(
-            *(request.info, request.token_ids, request.sampling, request.sequences),
+            info=request.info,
+            token_ids=request.token_ids,
+            sampling=request.sampling,
+            sequences=request.sequences,
             priority=request.priority,
             rank=rank,
         )
-        return Dispatched("", message, request, 0, None, None, last=True, passed_by=(0, 0, 0))
+        return Dispatched(
+            replica="",
+            message=message,
+            request=request,
+            arrived_ns=0,
+            deadline_ns=None,
+            resumed=None,
+            last=True,
+            passed_by=(0, 0, 0),
+        )
 
-    def ask_to_pause(self, now_ns: int) -> list[tuple[str, Running]]:
+    def ask_to_pause(self, now_ns: int) -> list[Running]:
         return []
 
     def expire(self, now_ns: int) -> list[Cancel]:
@@ -300,7 +312,7 @@ class Simulation:
             self._serve(tenant, self._prices[0] * record.arrival.prompt)
             self.outcome.prompt_tokens += record.arrival.prompt
         if asked := self.queue.ask_to_pause(self.now_ns):
-            self.batching.pause_sequences(running.spec.seq_id for _, running in asked)
+            self.batching.pause_sequences(running.spec.seq_id for running in asked)
             if (report := self.batching.take_report()) is not None:
                 self.queue.absorb(report, self.now_ns)
                 self._dispatch()

@@ -86,7 +86,7 @@ def check(device: str) -> dict[str, Any]:
         for graphs in (True, False):
             ours = Ours(random_model(CHECKED, torch.float32, device).to(dtype), graphs=graphs)
             if graphs and device == "cuda":
-                assert ours.core.graphs, f"no graphs: {ours.core.without_graphs}"
+                assert ours.core.graphs, f"no graphs: {ours.core.off.get('graphs', '')}"
             outcomes[graphs] = outcome = ours.run(requests, work)
             own, short = distance(exact, requests, outcome)
             row = {"mean difference of logprobs from float32": own, "falls short by": short}
@@ -194,10 +194,10 @@ def measure(
     floor_ms = 1e3 * size / (bandwidth * 1e9)
     print(
         f"\nshape {shape}: {size / 1e9:.2f} GB per step, floor {floor_ms:.3f} ms; "
-        f"ours started in {ours.start_s:.1f} s, graphs: {ours.core.without_graphs or 'on'}"
+        f"ours started in {ours.start_s:.1f} s, graphs: {ours.core.off.get('graphs', '') or 'on'}"
     )
     found: dict[str, Any] = {"floor_ms": floor_ms, "start_s": ours.start_s, "left_out": []}
-    found["without_graphs"] = ours.core.without_graphs
+    found["without_graphs"] = ours.core.off.get("graphs", "")
     vocab_size = settings["vocab_size"]
     for name in names:
         workload = GPU_WORKLOADS[name]

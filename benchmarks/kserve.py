@@ -26,7 +26,7 @@ import numpy as np
 import tritonclient.grpc
 import tritonclient.http
 
-from nano_inference.cli.process_memory import spare_collector
+from nano_inference.cli.process import freeze_memory
 from nano_inference.config import load_config
 from nano_inference.gateway.api.kserve.served import Answer, ModelCall
 from nano_inference.gateway.gateway import Gateway
@@ -70,7 +70,7 @@ async def serve(connection: Connection, n_tensors: int) -> None:
     setup_logging(config.telemetry)
     async with Pipeline(config) as pipeline, Gateway(pipeline.client, config) as gateway:
         gateway.kserve.service.add(Identity(n_tensors))
-        spare_collector()
+        freeze_memory()
         connection.send((gateway.port, gateway.grpc_port))
         await asyncio.to_thread(connection.recv)
 

@@ -21,15 +21,15 @@ MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 """What of an executor's memory can be released by itself."""
 
 
-class Internal(msgspec.Struct, frozen=True, tag_field="type", array_like=True):
-    """A message between stages: on the wire an array that starts with its type."""
+class Internal(msgspec.Struct, frozen=True, tag=True, tag_field="type", array_like=True):
+    """A message between stages: on the wire an array that starts with the class's name."""
 
 
 class InternalPart(msgspec.Struct, frozen=True, array_like=True):
     """A piece of a message between stages: an array too, without a type of its own."""
 
 
-class Cancel(Internal, frozen=True, array_like=True, tag="cancel", tag_field="type"):
+class Cancel(Internal, frozen=True):
     """End a request early, with this status.
 
     It travels behind the request through the stages, each of which drops what it holds of it, and
@@ -60,13 +60,13 @@ class Cancel(Internal, frozen=True, array_like=True, tag="cancel", tag_field="ty
         return self.request_id if own else self.entry_id
 
 
-class StopSequences(Internal, frozen=True, array_like=True, tag="halt", tag_field="type"):
+class StopSequences(Internal, frozen=True):
     """Streaming to batching: these sequences met a stop string and need no more tokens."""
 
     seq_ids: tuple[int, ...]
 
 
-class Pause(Internal, frozen=True, array_like=True, tag="pause", tag_field="type"):
+class Pause(Internal, frozen=True):
     """To batching: plan no further steps. Answered when no step is under way any more.
 
     Here and below an answer goes out under the envelope's `operation_id`.
@@ -79,16 +79,16 @@ class Pause(Internal, frozen=True, array_like=True, tag="pause", tag_field="type
     in_flight: InFlight = "keep"
 
 
-class Resume(Internal, frozen=True, array_like=True, tag="resume", tag_field="type"):
+class Resume(Internal, frozen=True):
     """Go on after a Pause."""
 
 
-class CancelAll(Internal, frozen=True, array_like=True, tag="cancel_all", tag_field="type"):
+class CancelAll(Internal, frozen=True):
     """To admission: every request in flight ends with what it has. What is not yet taken from the
     queue is not in flight."""
 
 
-class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_field="type"):
+class UpdateWeights(Internal, frozen=True):
     """To the executor: fetch new weights, and put them in place between two steps.
 
     Steps go on while they are fetched. Answered when they are in place, or when they are refused.
@@ -116,7 +116,7 @@ class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_f
     prepare_as: str = ""
 
 
-class FinishUpdate(Internal, frozen=True, array_like=True, tag="finish", tag_field="type"):
+class FinishUpdate(Internal, frozen=True):
     """To the executor: put the weights in place that wait under this name, or drop them.
 
     Answered when they are in place, or dropped.
@@ -130,14 +130,14 @@ class FinishUpdate(Internal, frozen=True, array_like=True, tag="finish", tag_fie
     version: int | None = None
 
 
-class WeightsReady(Internal, frozen=True, array_like=True, tag="staged", tag_field="type"):
+class WeightsReady(Internal, frozen=True):
     """The executor to batching: new weights wait for the next plan to put them in place."""
 
     version: int
     in_flight: InFlight
 
 
-class JoinWeightsGroup(Internal, frozen=True, array_like=True, tag="join", tag_field="type"):
+class JoinWeightsGroup(Internal, frozen=True):
     """To the executor: join a torch.distributed group from which weights will be broadcast.
 
     Attributes:
@@ -157,17 +157,17 @@ class JoinWeightsGroup(Internal, frozen=True, array_like=True, tag="join", tag_f
     timeout_s: float
 
 
-class LeaveWeightsGroup(Internal, frozen=True, array_like=True, tag="part", tag_field="type"):
+class LeaveWeightsGroup(Internal, frozen=True):
     """To the executor: leave a group, if it is in it."""
 
     group: str
 
 
-class TellWeightVersion(Internal, frozen=True, array_like=True, tag="version", tag_field="type"):
+class TellWeightVersion(Internal, frozen=True):
     """To the executor: answer with the version of the weights in place."""
 
 
-class ReleaseMemory(Internal, frozen=True, array_like=True, tag="release", tag_field="type"):
+class ReleaseMemory(Internal, frozen=True):
     """To the executor: release memory once the steps under way are done.
 
     Answered when that is so. Until it is resumed no step runs, and requests wait. KV is computed
@@ -180,13 +180,13 @@ class ReleaseMemory(Internal, frozen=True, array_like=True, tag="release", tag_f
     tags: tuple[str, ...] = MEMORY_TAGS
 
 
-class ResumeMemory(Internal, frozen=True, array_like=True, tag="regain", tag_field="type"):
+class ResumeMemory(Internal, frozen=True):
     """To the executor: take memory again that was released; answered when it is there."""
 
     tags: tuple[str, ...] = MEMORY_TAGS
 
 
-class MemoryState(Internal, frozen=True, array_like=True, tag="memory", tag_field="type"):
+class MemoryState(Internal, frozen=True):
     """The executor to batching: what memory there is.
 
     Attributes:
@@ -198,7 +198,7 @@ class MemoryState(Internal, frozen=True, array_like=True, tag="memory", tag_fiel
     release: tuple[str, ...] = ()
 
 
-class LoadAdapter(Internal, frozen=True, array_like=True, tag="load_adapter", tag_field="type"):
+class LoadAdapter(Internal, frozen=True):
     """To the executor: read a LoRA adapter, and put it in place between two steps.
 
     Steps go on while it is read. Answered with its version when it is in place, or refused.
@@ -218,7 +218,7 @@ class LoadAdapter(Internal, frozen=True, array_like=True, tag="load_adapter", ta
     only_check: bool = False
 
 
-class UnloadAdapter(Internal, frozen=True, array_like=True, tag="unload_adapter", tag_field="type"):
+class UnloadAdapter(Internal, frozen=True):
     """To admission: let no request with this adapter in any more. Answered when none is in flight.
 
     To the executor, behind that: forget it. Answered when that is so; what still has it ends.
@@ -231,7 +231,7 @@ class UnloadAdapter(Internal, frozen=True, array_like=True, tag="unload_adapter"
     in_flight: InFlight = "keep"
 
 
-class AdapterReady(Internal, frozen=True, array_like=True, tag="adapter_ready", tag_field="type"):
+class AdapterReady(Internal, frozen=True):
     """The executor to batching: an adapter waits for the next plan to put it in place.
 
     Attributes:
@@ -243,11 +243,11 @@ class AdapterReady(Internal, frozen=True, array_like=True, tag="adapter_ready", 
     in_flight: InFlight
 
 
-class FlushCache(Internal, frozen=True, array_like=True, tag="flush", tag_field="type"):
+class FlushCache(Internal, frozen=True):
     """Forget all cached prefixes. Running sequences keep their blocks."""
 
 
-class Drain(Internal, frozen=True, array_like=True, tag="drain", tag_field="type"):
+class Drain(Internal, frozen=True):
     """Let nothing more in; what is still in flight after `timeout_ns` ends with an error.
 
     A second one may shorten the time.
@@ -256,13 +256,13 @@ class Drain(Internal, frozen=True, array_like=True, tag="drain", tag_field="type
     timeout_ns: int
 
 
-class UpdateFairness(Internal, frozen=True, array_like=True, tag="fairness", tag_field="type"):
+class UpdateFairness(Internal, frozen=True):
     """Replace the fairness stage's settings, as a whole."""
 
     config: FairnessConfig
 
 
-class LoadModel(Internal, frozen=True, array_like=True, tag="load", tag_field="type"):
+class LoadModel(Internal, frozen=True):
     """To whoever runs the models: load one. Answered when it is ready, or why it can't be.
 
     Attributes:
@@ -274,7 +274,7 @@ class LoadModel(Internal, frozen=True, array_like=True, tag="load", tag_field="t
     model: ModelConfig | None = None
 
 
-class UnloadModel(Internal, frozen=True, array_like=True, tag="unload", tag_field="type"):
+class UnloadModel(Internal, frozen=True):
     """To whoever runs the models: unload one. Answered when its processes have ended.
 
     It takes no more requests, and those that it has are answered first.
@@ -290,7 +290,7 @@ class UnloadModel(Internal, frozen=True, array_like=True, tag="unload", tag_fiel
     remove: bool = False
 
 
-class Reset(Internal, frozen=True, array_like=True, tag="reset", tag_field="type"):
+class Reset(Internal, frozen=True):
     """A new epoch begins: drop whatever belongs to older ones, then answer with StageReady.
 
     The epoch is that of the envelope.
@@ -347,21 +347,21 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
     drafts: bool = True
 
 
-class AdaptersChanged(Internal, frozen=True, array_like=True, tag="adapters", tag_field="type"):
+class AdaptersChanged(Internal, frozen=True):
     """The executor to admission, within an epoch: these are the adapters that it has now."""
 
     stage: str
     adapters: tuple[LoadedAdapter, ...]
 
 
-class StageStarted(Internal, frozen=True, array_like=True, tag="started", tag_field="type"):
+class StageStarted(Internal, frozen=True):
     """A stage is up and holds nothing. Sent to admission, which then begins a new epoch."""
 
     stage: str
     incarnation: str
 
 
-class StageReady(Internal, frozen=True, array_like=True, tag="ready", tag_field="type"):
+class StageReady(Internal, frozen=True):
     """The stage has dropped what is older than the envelope's epoch and takes part in it.
 
     The executor tells its capacity, and tells batching as well as admission.
@@ -372,11 +372,11 @@ class StageReady(Internal, frozen=True, array_like=True, tag="ready", tag_field=
     capacity: ReplicaCapacity | None = None
 
 
-class ServerRestarted(Internal, frozen=True, array_like=True, tag="server", tag_field="type"):
+class ServerRestarted(Internal, frozen=True):
     """A bus to admission: its server is not the one that it was, and may have lost messages."""
 
 
-class StageStopped(Internal, frozen=True, array_like=True, tag="stopped", tag_field="type"):
+class StageStopped(Internal, frozen=True):
     """A stage leaves in good order or has failed. What it held is lost to this epoch.
 
     Attributes:

@@ -129,7 +129,7 @@ DEFAULT_SCOPE = CacheScope()
 """The scope without tenant, salt and adapter."""
 
 
-class TokenizedRequest(Internal, frozen=True, array_like=True):
+class TokenizedRequest(Internal, frozen=True):
     """What admission has made of a valid request, up to the executor.
 
     Attributes:
@@ -144,9 +144,7 @@ class TokenizedRequest(Internal, frozen=True, array_like=True):
     sequences: tuple[SequenceSpec, ...]
 
 
-class AdmittedRequest(
-    TokenizedRequest, frozen=True, array_like=True, tag="admitted", tag_field="type"
-):
+class AdmittedRequest(TokenizedRequest, frozen=True):
     """A valid request: the sequences wait for their turn.
 
     Attributes:
@@ -159,7 +157,7 @@ class AdmittedRequest(
     prediction: tuple[int, ...] = ()
 
 
-class Dispatch(TokenizedRequest, frozen=True, array_like=True, tag="dispatch", tag_field="type"):
+class Dispatch(TokenizedRequest, frozen=True):
     """Some or all sequences of a request, sent to run. Each uses up one credit.
 
     Attributes:
@@ -174,9 +172,7 @@ class Dispatch(TokenizedRequest, frozen=True, array_like=True, tag="dispatch", t
     prediction: tuple[int, ...] = ()
 
 
-class PauseSequences(
-    Internal, frozen=True, array_like=True, tag="pause_sequences", tag_field="type"
-):
+class PauseSequences(Internal, frozen=True):
     """Pause these sequences. Sequences that have ended meanwhile are ignored.
 
     Batching keeps their tokens; their KV stays in the prefix cache until its blocks are needed.
@@ -185,16 +181,14 @@ class PauseSequences(
     seq_ids: tuple[int, ...]
 
 
-class ResumeSequences(
-    Internal, frozen=True, array_like=True, tag="resume_sequences", tag_field="type"
-):
+class ResumeSequences(Internal, frozen=True):
     """Resume paused sequences, ranked as in Dispatch. Each uses one credit."""
 
     seq_ids: tuple[int, ...]
     rank: int = 0
 
 
-class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="type"):
+class Credit(Internal, frozen=True):
     """Batching can take this many more sequences; and what it has done since it last said so.
 
     Attributes:
@@ -248,7 +242,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
     prediction: tuple[int, ...] = ()
 
 
-class StepPlan(Internal, frozen=True, array_like=True, tag="plan", tag_field="type"):
+class StepPlan(Internal, frozen=True):
     """One forward pass.
 
     The executor applies `finished`, `new`, `grown` and `copies` in this order, then runs the rows.
@@ -345,7 +339,7 @@ class VerifiedDraft(InternalPart, frozen=True, array_like=True):
     num_accepted: int
 
 
-class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="type"):
+class StepResult(Internal, frozen=True):
     """What one forward pass sampled. Rows that only prefilled are not in it.
 
     A sequence whose draft was accepted in part or whole is named once for each token that it got,
@@ -406,7 +400,7 @@ class RecoveryItem(InternalPart, frozen=True, array_like=True):
     prompt_token_ids: tuple[int, ...] = ()
 
 
-class Recover(Internal, frozen=True, array_like=True, tag="recover", tag_field="type"):
+class Recover(Internal, frozen=True):
     """Admission to streaming, in a new epoch: what have you of these requests?
 
     Each is answered with Recovered, or with RequestFinished when its terminal message is written.
@@ -427,14 +421,14 @@ class RecoveredSample(InternalPart, frozen=True, array_like=True):
     finished: bool
 
 
-class Recovered(Internal, frozen=True, array_like=True, tag="recovered", tag_field="type"):
+class Recovered(Internal, frozen=True):
     """Streaming to admission: go on behind these tokens. Samples that never began are not here."""
 
     entry_id: str
     samples: tuple[RecoveredSample, ...]
 
 
-class Fenced(Internal, frozen=True, array_like=True, tag="fenced", tag_field="type"):
+class Fenced(Internal, frozen=True):
     """Streaming to admission: the streams of these entries take nothing more in this epoch.
 
     The requests queue tells whose they are now: a larger epoch's, or outputs are missing there.
@@ -443,7 +437,7 @@ class Fenced(Internal, frozen=True, array_like=True, tag="fenced", tag_field="ty
     entry_ids: tuple[str, ...]
 
 
-class RequestFinished(Internal, frozen=True, array_like=True, tag="finished", tag_field="type"):
+class RequestFinished(Internal, frozen=True):
     """Streaming to admission: the request's terminal message has been written."""
 
     request_id: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .control import Internal
 
 
-class ScoreSample(Internal, frozen=True, array_like=True, tag="score", tag_field="type"):
+class ScoreSample(Internal, frozen=True):
     """Streaming to an executor: what does the reference model make of a finished sample?
 
     It is answered in the same epoch, with SampleScored.
@@ -24,7 +24,7 @@ class ScoreSample(Internal, frozen=True, array_like=True, tag="score", tag_field
     temperature: float
 
 
-class SampleScored(Internal, frozen=True, array_like=True, tag="scored", tag_field="type"):
+class SampleScored(Internal, frozen=True):
     """An executor to streaming: the logprobs of `ScoreSample.token_ids` from `start` on.
 
     They are empty where this executor has no reference model.

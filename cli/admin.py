@@ -1,107 +1,76 @@
-"""`nano-inference admin`: who may do what at the gateway."""
+"""`nano-inference admin`: keys, tenants and guardrails of the gateway's policy."""
 
 from __future__ import annotations
 
 import asyncio
+import getpass
 import re
 import sys
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import typer
 import yaml
-from rich.table import Table
 
-from ..config import ConfigError, parse_value
+from ..config import ConfigError, PolicyConfig, parse_value
 from ..gateway.policy.document import SCOPES
-from .administering import Administers, administering
-from .asking import failures_told
-from .options import Options, gathers, takes_asking_options
-from .terminal import harmless, one_line, stdout
+from .clients import ServerClient
+from .connection import connected, server_of
+from .options import AsJson, Options, argument, group, option, takes, takes_server_options
+from .requests import given
+from .terminal import date, failures_exit, harmless, one_line, print_json, stdout, table
+
+if TYPE_CHECKING:
+    from ..gateway.policy.administration import Administration, Changed
+
+    Admin = Administration | ServerClient
 
 T = TypeVar("T")
 
+app = group("""Administer the gateway's policy: keys, tenants, guardrails.
 
-def _typer(help_text: str) -> typer.Typer:
-    return typer.Typer(
-        help=help_text,
-        no_args_is_help=True,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-
-
-app = _typer("""Say who may do what at the gateway: keys, tenants, guardrails.
-
-    Without --url it works at the place itself where `policy.backend` keeps them, and needs no key:
+    Without --url it changes the backend that `policy.backend` names, and needs no key:
 
         export NANO_INFERENCE_POLICY__BACKEND=bus
 
         nano-inference admin keys create root --scope admin
 
-    With --url it asks a gateway, by a key with the scope "admin":
+    With --url it calls a gateway, with a key of the scope "admin":
 
         nano-inference admin keys list --url https://inference.example.org --api-key ...
 
-    docs/policy.md says what keys, scopes and limits do.
+    docs/policy.md describes keys, scopes and limits.
     """)
-keys = _typer("Keys: who may call, and what for.")
-tenants = _typer("What holds for all keys of a tenant together.")
-guardrails = _typer("What may stand in no prompt and in no answer.")
+keys = group("Keys: callers and their permissions.")
+tenants = group("Limits and weights of all keys of a tenant together.")
+guardrails = group("Texts that prompts and answers must not contain.")
 app.add_typer(keys, name="keys")
 app.add_typer(tenants, name="tenants")
 app.add_typer(guardrails, name="guardrails")
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-KeyId = Annotated[str, typer.Argument(metavar="ID", help="As `admin keys list` shows it.")]
-TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's name.")]
-Scopes = Annotated[
-    list[str] | None,
-    typer.Option("--scope", metavar="SCOPE", help=f"{', '.join(SCOPES)}. Repeatable."),
-]
-Tenant = Annotated[
-    str | None, typer.Option(help="Whose requests are made with it; else the key's name.")
-]
-MaxPriority = Annotated[
-    str | None,
-    typer.Option(metavar="N", help="Higher priorities are refused; 'none' for no limit."),
-]
-Models = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow-model", metavar="NAME", help="Only these models; 'none' for all. Repeatable."
-    ),
-]
-Requests = Annotated[
-    str | None, typer.Option("--requests-per-minute", metavar="N", help="'none' for no limit.")
-]
-Tokens = Annotated[
-    str | None, typer.Option("--tokens-per-minute", metavar="N", help="'none' for no limit.")
-]
-InFlight = Annotated[
-    str | None, typer.Option("--max-in-flight", metavar="N", help="'none' for no limit.")
-]
-Expires = Annotated[
-    str | None, typer.Option("--expires-in", metavar="TIME", help="As 30d, 12h, 90s; or 'none'.")
-]
-Weight = Annotated[str | None, typer.Option(metavar="W", help="Its share beside other tenants.")]
+KeyId = Annotated[str, argument("ID", "As `admin keys list` shows it.")]
+TenantName = Annotated[str, argument("TENANT", "The tenant's name.")]
+
+
+Requests = Annotated[str | None, option("--requests-per-minute", "'none' for no limit.", "N")]
+Tokens = Annotated[str | None, option("--tokens-per-minute", "'none' for no limit.", "N")]
+InFlight = Annotated[str | None, option("--max-in-flight", "'none' for no limit.", "N")]
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 
 
 class Changes(NamedTuple):
-    """What the options of a command say is to be.
-
-    Attributes:
-        fields: Of a key or a tenant, those that were given; None for "none".
-        limits: The same of limits.
-    """
+    """Changes of a key or a tenant; only given fields and limits, None for "none"."""
 
     fields: dict[str, Any]
     limits: dict[str, Any]
 
     def over(self, before: dict[str, Any]) -> dict[str, Any]:
-        """The fields, with all limits where some are given: those that are not stay.
+        """Return the fields, and if a limit is given all limits, with those of `before`.
 
         Raises:
             ConfigError: Nothing is given.
@@ -113,109 +82,127 @@ class Changes(NamedTuple):
         return self.fields | {"limits": before.get("limits", {}) | self.limits}
 
 
-_LIMITS = {
-    "requests_per_minute": Requests,
-    "tokens_per_minute": Tokens,
-    "max_in_flight": InFlight,
-}
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_TIME = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+def changes_of(
+    *,
+    scope: Annotated[
+        list[str] | None, option("--scope", f"{', '.join(SCOPES)}. Repeatable.", "SCOPE")
+    ] = None,
+    tenant: Annotated[
+        str | None, option("--tenant", "The tenant of its requests; default: the key's name.")
+    ] = None,
+    weight: Annotated[
+        str | None, option("--weight", "Its share relative to other tenants.", "W")
+    ] = None,
+    max_priority: Annotated[
+        str | None,
+        option("--max-priority", "Higher priorities are refused; 'none' for no limit.", "N"),
+    ] = None,
+    allow_model: Annotated[
+        list[str] | None,
+        option("--allow-model", "Only these models; 'none' for all. Repeatable.", "NAME"),
+    ] = None,
+    requests_per_minute: Requests = None,
+    tokens_per_minute: Tokens = None,
+    max_in_flight: InFlight = None,
+    expires_in: Annotated[
+        str | None, option("--expires-in", "As 30d, 12h, 90s; or 'none'.", "TIME")
+    ] = None,
+) -> Changes:
+    """Return the changes that options name. Raises ConfigError: a value is malformed."""
+    fields: dict[str, Any] = given({"scopes": scope, "tenant": tenant})
+    if allow_model is not None:
+        fields["models"] = None if allow_model == ["none"] else allow_model
+    if expires_in is not None:
+        fields["expires_in_s"] = _seconds(expires_in)
+    return Changes(
+        fields | _numbers(weight=weight, max_priority=max_priority),
+        _numbers(
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
+            max_in_flight=max_in_flight,
+        ),
+    )
+
+
+_LIMITS = ("max_priority", "requests_per_minute", "tokens_per_minute", "max_in_flight")
+_takes_key_options = takes(changes_of, "scope", "tenant", "allow_model", *_LIMITS, "expires_in")
 
 
 # --- keys ---------------------------------------------------------------------------------------
 
 
 @keys.command("list")
-@takes_asking_options
+@takes_server_options
 def list_keys(options: Options, as_json: AsJson = False) -> None:
-    """Show all keys, oldest first.
+    """Print all keys, oldest first.
 
     nano-inference admin keys list
     """
-    shown = _run(options, lambda admin: admin.keys())
+    found = _run(options, lambda admin: admin.keys())
     if as_json:
-        for key in shown:
-            _print_json(key)
-    elif shown:
-        stdout().print(_key_table(shown))
+        for key in found:
+            print_json(key)
+    elif found:
+        names = ("id", "name", "tenant", "scopes", "expires", "limits")
+        made = table(*names, fold=names)
+        for key in found:
+            expires = (
+                "never" if key["expires_ns"] is None else date(key["expires_ns"], seconds=False)
+            )
+            made.add_row(
+                key["id"],
+                one_line(key["name"]),
+                one_line(key["tenant"]),
+                " ".join(key["scopes"]),
+                "expired" if key["expired"] else expires,
+                _limits_text(key["limits"]),
+            )
+        stdout().print(made)
     else:
         typer.echo("no keys; make one with `nano-inference admin keys create NAME`")
 
 
-def _key_changes(
-    *,
-    scope: list[str] | None,
-    tenant: str | None,
-    max_priority: str | None,
-    allow_model: list[str] | None,
-    expires_in: str | None,
-    **limits: str | None,
-) -> Changes:
-    fields: dict[str, Any] = {"scopes": scope, "tenant": tenant}
-    fields = {name: value for name, value in fields.items() if value is not None}
-    if allow_model is not None:
-        fields["models"] = None if allow_model == ["none"] else allow_model
-    if max_priority is not None:
-        fields["max_priority"] = _number(max_priority)
-    if expires_in is not None:
-        fields["expires_in_s"] = _seconds(expires_in)
-    return Changes(fields, _numbers(limits))
-
-
-_takes_key_options = gathers(
-    {
-        "scope": Scopes,
-        "tenant": Tenant,
-        "max_priority": MaxPriority,
-        "allow_model": Models,
-        **_LIMITS,
-        "expires_in": Expires,
-    },
-    _key_changes,
-)
-
-
 @keys.command("create")
-@takes_asking_options
+@takes_server_options
 @_takes_key_options
 def create_key(
     options: Options,
     changes: Changes,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What you call it.")],
+    name: Annotated[str, argument("NAME", "A name of your choice.")],
     as_json: AsJson = False,
 ) -> None:
-    """Make a key, and print it: it is shown here and never again.
+    """Create a key, and print it; it can't be printed again.
 
     nano-inference admin keys create ci --scope generate --requests-per-minute 60 --expires-in 90d
     """
     body = {"name": name, "limits": changes.limits, **changes.fields}
     key = _run(options, lambda admin: admin.create_key(body))
     if as_json:
-        _print_json(key)
+        print_json(key)
         return
-    # The key alone, so that it can be put into a file.
+    # The key alone, so that it can be written to a file.
     sys.stderr.write(f"key {key['id']} of {key['tenant']!r}: {', '.join(key['scopes'])}\n")
     typer.echo(key["key"])
 
 
 @keys.command("change")
-@takes_asking_options
+@takes_server_options
 @_takes_key_options
 def change_key(
     options: Options,
     changes: Changes,
     key_id: KeyId,
-    name: Annotated[str | None, typer.Option(help="What you call it.")] = None,
+    name: Annotated[str | None, option("--name", "A name of your choice.")] = None,
 ) -> None:
-    """Change what is given of a key; the rest stays.
+    """Change the given properties of a key.
 
     nano-inference admin keys change 0d5c9f1e22ab --requests-per-minute none
     """
     if name is not None:
         changes.fields["name"] = name
-    changes.over({})  # before anybody is asked
+    changes.over({})  # refuses an empty change without a connection
 
-    async def change(admin: Administers) -> None:
+    async def change(admin: Admin) -> None:
         before = next((key for key in await admin.keys() if key["id"] == key_id), {})
         await admin.change_key(key_id, changes.over(before))
 
@@ -223,17 +210,16 @@ def change_key(
 
 
 @keys.command("revoke")
-@takes_asking_options
+@takes_server_options
 def revoke_key(
-    options: Options,
-    key_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="As `list` shows them.")],
+    options: Options, key_ids: Annotated[list[str], argument("ID...", "As `list` shows them.")]
 ) -> None:
-    """Take keys no more, within a second at all gateways.
+    """Revoke keys, within a second at all gateways.
 
     nano-inference admin keys revoke 0d5c9f1e22ab
     """
 
-    async def revoke(admin: Administers) -> None:
+    async def revoke(admin: Admin) -> None:
         for key_id in key_ids:
             await admin.revoke_key(key_id)
 
@@ -244,42 +230,38 @@ def revoke_key(
 
 
 @tenants.command("list")
-@takes_asking_options
+@takes_server_options
 def list_tenants(options: Options, as_json: AsJson = False) -> None:
-    """Show what is set for tenants.
+    """Print the settings of tenants.
 
     nano-inference admin tenants list
     """
-    shown = _run(options, lambda admin: admin.tenants())
+    found = _run(options, lambda admin: admin.tenants())
     if as_json:
-        _print_json(shown)
-    elif shown:
-        table = _table("tenant", "weight", "priority", "limits")
-        for name, each in shown.items():
-            weight, priority = _or_dash(each["weight"]), _or_dash(each["max_priority"])
-            table.add_row(one_line(name), weight, priority, _limits_text(each["limits"]))
-        stdout().print(table)
+        print_json(found)
+    elif found:
+        names = ("tenant", "weight", "priority", "limits")
+        made = table(*names, fold=names)
+        for name, each in found.items():
+            numbers = (each["weight"], each["max_priority"])
+            shown = ("-" if number is None else str(number) for number in numbers)
+            made.add_row(one_line(name), *shown, _limits_text(each["limits"]))
+        stdout().print(made)
     else:
         typer.echo("nothing is set for any tenant")
 
 
-def _tenant_changes(
-    *, weight: str | None, max_priority: str | None, **limits: str | None
-) -> Changes:
-    return Changes(_numbers({"weight": weight, "max_priority": max_priority}), _numbers(limits))
-
-
 @tenants.command("set")
-@takes_asking_options
-@gathers({"weight": Weight, "max_priority": MaxPriority, **_LIMITS}, _tenant_changes)
+@takes_server_options
+@takes(changes_of, "weight", *_LIMITS)
 def set_tenant(options: Options, changes: Changes, tenant: TenantName) -> None:
-    """Set what holds for a tenant; what is not given stays.
+    """Change the given settings of a tenant.
 
     nano-inference admin tenants set gold --weight 3 --tokens-per-minute 100000
     """
-    changes.over({})  # before anybody is asked
+    changes.over({})  # refuses an empty change without a connection
 
-    async def change(admin: Administers) -> None:
+    async def change(admin: Admin) -> None:
         before = (await admin.tenants()).get(tenant, {})
         await admin.set_tenant(tenant, before | changes.over(before))
 
@@ -287,9 +269,9 @@ def set_tenant(options: Options, changes: Changes, tenant: TenantName) -> None:
 
 
 @tenants.command("remove")
-@takes_asking_options
+@takes_server_options
 def remove_tenant(options: Options, tenant: TenantName) -> None:
-    """Let nothing hold for a tenant; its keys stay.
+    """Remove the settings of a tenant; its keys stay.
 
     nano-inference admin tenants remove gold
     """
@@ -297,23 +279,23 @@ def remove_tenant(options: Options, tenant: TenantName) -> None:
 
 
 @guardrails.command("show")
-@takes_asking_options
+@takes_server_options
 def show_guardrails(options: Options) -> None:
-    """Print what may not be said, as JSON.
+    """Print the forbidden texts, as JSON.
 
     nano-inference admin guardrails show
     """
-    shown = _run(options, lambda admin: admin.guardrails())
-    typer.echo(harmless(msgspec.json.format(msgspec.json.encode(shown)).decode()))
+    found = _run(options, lambda admin: admin.guardrails())
+    typer.echo(harmless(msgspec.json.format(msgspec.json.encode(found)).decode()))
 
 
 @guardrails.command("set")
-@takes_asking_options
+@takes_server_options
 def set_guardrails(
     options: Options,
-    file: Annotated[Path, typer.Argument(help="YAML or JSON, as `show` prints it; - reads stdin.")],
+    file: Annotated[Path, argument(None, "YAML or JSON, as `show` prints it; - reads stdin.")],
 ) -> None:
-    """Put what a file says in the place of what might not be said before.
+    """Replace the forbidden texts by those of a file.
 
     echo '{literals: [foo], patterns: ["b[a4]r"]}' | nano-inference admin guardrails set -
     """
@@ -321,26 +303,77 @@ def set_guardrails(
     _run(options, lambda admin: admin.set_guardrails(body))
 
 
-# --- what they share ----------------------------------------------------------------------------
+# --- shared -------------------------------------------------------------------------------------
 
 
-def _run(options: Options, act: Callable[[Administers], Awaitable[T]]) -> T:
-    async def work() -> T:
-        async with administering(options) as admin:
-            return await act(admin)
+def _run(options: Options, work: Callable[[Admin], Awaitable[T]]) -> T:
+    async def run() -> T:
+        async with _administration(options) as admin:
+            return await work(admin)
 
-    with failures_told():
-        return asyncio.run(work())
+    with failures_exit():
+        return asyncio.run(run())
 
 
-def _numbers(given: dict[str, str | None]) -> dict[str, float | None]:
-    """Those that were given; None for 'none', which takes one away."""
+@asynccontextmanager
+async def _administration(options: Options) -> AsyncIterator[Admin]:
+    """Connect to the server of --url, or to the backend that `policy.backend` names.
+
+    Raises:
+        NanoInferenceError: It can't be reached, or there is none.
+    """
+    config = options.client_config()
+    if options.url is not None:
+        async with ServerClient(server_of(options)) as server:
+            yield server
+        return
+    # These imports take time.
+    from ..gateway.policy.administration import Administration
+    from ..gateway.policy.backend import open_backend
+    from ..gateway.policy.store import PolicyStore
+
+    if config.policy.backend == "off":
+        raise ConfigError(
+            "policy.backend is 'off', so there are no keys; set it to 'bus' or 'file', here and "
+            "for the gateway, or name a server with --url"
+        )
+    with _audited(config.policy) as changed:
+        if config.policy.backend == "bus":
+            async with connected(config) as client:
+                backend = open_backend(config.policy, client.bus.store.policy)
+                yield Administration(PolicyStore(backend), changed)
+            return
+        store = PolicyStore(open_backend(config.policy, None))
+        try:
+            yield Administration(store, changed)
+        finally:
+            await store.aclose()
+
+
+@contextmanager
+def _audited(config: PolicyConfig) -> Iterator[Changed]:
+    """Open the audit log, if any, for changes by the command line."""
+    if not config.audit_file:
+        yield lambda what, of, now: None
+        return
+    from ..gateway.policy.audit import AuditLog
+
+    log = AuditLog(config)
+    log.open()
+    by = {"by": "command line", "user": getpass.getuser()}
+    try:
+        yield lambda what, of, now: log.write(what, by | {"changed": of, "now": now})
+    finally:
+        log.close()
+
+
+def _numbers(**given: str | None) -> dict[str, float | None]:
+    """Return the given numbers; None for 'none', which removes one."""
     return {name: _number(text) for name, text in given.items() if text is not None}
 
 
-def _number(text: str | None) -> float | None:
-    """A number; None for 'none'."""
-    if text is None or text == "none":
+def _number(text: str) -> float | None:
+    if text == "none":
         return None
     value = parse_value(text)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -348,8 +381,8 @@ def _number(text: str | None) -> float | None:
     return value
 
 
-def _seconds(text: str | None) -> float | None:
-    if text is None or text == "none":
+def _seconds(text: str) -> float | None:
+    if text == "none":
         return None
     if (found := _TIME.fullmatch(text)) is None:
         raise ConfigError(
@@ -371,43 +404,11 @@ def _read_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def _key_table(shown: list[dict[str, Any]]) -> Table:
-    table = _table("id", "name", "tenant", "scopes", "expires", "limits")
-    for key in shown:
-        table.add_row(
-            key["id"],
-            one_line(key["name"]),
-            one_line(key["tenant"]),
-            " ".join(key["scopes"]),
-            "expired" if key["expired"] else _when(key["expires_ns"]),
-            _limits_text(key["limits"]),
-        )
-    return table
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in names:
-        table.add_column(name, overflow="fold")
-    return table
-
-
 def _limits_text(limits: dict[str, Any]) -> str:
-    words = {"requests_per_minute": "req/min", "tokens_per_minute": "tok/min"}
-    words["max_in_flight"] = "in flight"
-    told = [f"{value} {words[name]}" for name, value in limits.items() if value is not None]
-    return ", ".join(told) or "-"
-
-
-def _or_dash(value: object) -> str:
-    return "-" if value is None else str(value)
-
-
-def _when(stamp_ns: int | None) -> str:
-    if stamp_ns is None:
-        return "never"
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(stamp_ns / 1e9))
-
-
-def _print_json(value: object) -> None:
-    typer.echo(msgspec.json.encode(value).decode())
+    units = {
+        "requests_per_minute": "req/min",
+        "tokens_per_minute": "tok/min",
+        "max_in_flight": "in flight",
+    }
+    given = [f"{value} {units[name]}" for name, value in limits.items() if value is not None]
+    return ", ".join(given) or "-"

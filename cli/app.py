@@ -1,50 +1,41 @@
-"""The command line: its commands, and how errors end."""
+"""The command line: its commands, and exit statuses of errors."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from ..config import NanoInferenceError
+from ..config import NanoInferenceError, shown
+from ..config.extras import advice
 from ..pipeline.supervisor import StageFailed
-from .adapters import app as adapters
-from .admin import app as admin
-from .cancel import cancel
-from .chat import chat
-from .complete import complete
+from . import admin, dlq, fairness, models, weights
+from .chat import cancel, chat, complete
 from .demo import demo
-from .dlq import app as dlq
 from .doctor import doctor
-from .embed import embed
-from .fairness import app as fairness
-from .gateway import gateway
-from .health import health
-from .models import app as models
+from .embed import embed, score
+from .options import option
 from .pull import pull
 from .run import run
-from .score import score
-from .serve import serve
-from .status import status
+from .serve import gateway, serve
+from .status import health, status
 from .submit import submit
 from .tail import tail
 from .terminal import PROGRAM, complain
 from .top import top
 from .trace import trace
 from .up import up
-from .usage import usage_sentence, wants_help
-from .weights import app as weights
 from .weights import flush_cache, pause, release_memory, resume, resume_memory
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+"""Exit status after Ctrl-C, as in shells."""
 
 app = typer.Typer(
     name=PROGRAM,
@@ -53,38 +44,42 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_LOOK, _START, _USE = "Look around", "Start a pipeline", "Use a running pipeline"
-_ASK = "Ask a server or a pipeline"
-app.command(rich_help_panel=_LOOK)(demo)
-app.command(rich_help_panel=_LOOK)(doctor)
-app.command(rich_help_panel=_START)(pull)
-app.command(rich_help_panel=_START)(serve)
-app.command(rich_help_panel=_START)(up)
-app.command(rich_help_panel=_START)(run)
-app.command(rich_help_panel=_START)(gateway)
-for _asking in (chat, complete, cancel):
-    app.command(rich_help_panel=_ASK)(_asking)
-app.add_typer(models, name="models", rich_help_panel=_ASK)
-app.command(rich_help_panel=_USE)(submit)
-app.command(rich_help_panel=_USE)(embed)
-app.command(rich_help_panel=_USE)(tail)
-_KEEP = "Keep a pipeline running"
-app.command(rich_help_panel=_KEEP)(status)
-app.command(rich_help_panel=_KEEP)(health)
-app.command(rich_help_panel=_KEEP)(top)
-app.command(rich_help_panel=_KEEP)(trace)
-app.add_typer(admin, name="admin", rich_help_panel=_KEEP)
-app.add_typer(dlq, name="dlq", rich_help_panel=_KEEP)
-app.add_typer(fairness, name="fairness", rich_help_panel=_KEEP)
-_TRAIN = "Train with it"
-app.add_typer(weights, name="weights", rich_help_panel=_TRAIN)
-app.add_typer(adapters, name="adapters", rich_help_panel=_TRAIN)
-app.command(rich_help_panel=_TRAIN)(score)
-app.command(rich_help_panel=_TRAIN)(pause)
-app.command(rich_help_panel=_TRAIN)(resume)
-app.command("flush-cache", rich_help_panel=_TRAIN)(flush_cache)
-app.command("release-memory", rich_help_panel=_TRAIN)(release_memory)
-app.command("resume-memory", rich_help_panel=_TRAIN)(resume_memory)
+_COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    "Look around": {"demo": demo, "doctor": doctor},
+    "Start a pipeline": {"pull": pull, "serve": serve, "up": up, "run": run, "gateway": gateway},
+    "Ask a server or a pipeline": {
+        "chat": chat,
+        "complete": complete,
+        "cancel": cancel,
+        "models": models.app,
+    },
+    "Use a running pipeline": {"submit": submit, "embed": embed, "tail": tail},
+    "Operate a pipeline": {
+        "status": status,
+        "health": health,
+        "top": top,
+        "trace": trace,
+        "admin": admin.app,
+        "dlq": dlq.app,
+        "fairness": fairness.app,
+    },
+    "Train with a pipeline": {
+        "weights": weights.app,
+        "adapters": weights.adapters,
+        "score": score,
+        "pause": pause,
+        "resume": resume,
+        "flush-cache": flush_cache,
+        "release-memory": release_memory,
+        "resume-memory": resume_memory,
+    },
+}
+for _panel, _commands in _COMMANDS.items():
+    for _name, _command in _commands.items():
+        if isinstance(_command, typer.Typer):
+            app.add_typer(_command, name=_name, rich_help_panel=_panel)
+        else:
+            app.command(_name, rich_help_panel=_panel)(_command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -97,10 +92,7 @@ def _print_version(wanted: bool) -> None:
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True
-        ),
+        bool, option("--version", "Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """An LLM inference engine for RL rollouts and serving, as a pipeline on a message bus.
@@ -115,29 +107,29 @@ def _root(
 
         nano-inference chat
 
-    Start a pipeline of several processes, and ask it from another terminal:
+    Start a pipeline of several processes, and send it requests from another terminal:
 
         nano-inference up
 
         nano-inference submit "98 + 25 ="
 
-    Each command explains itself: `nano-inference submit --help`.
+    Each command has its own help: `nano-inference submit --help`.
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
 @cache
-def _commands() -> TyperGroup:
-    """Made of `app` once; it takes a third of the time of a short command."""
-    commands = get_command(app)
-    assert isinstance(commands, TyperGroup)
-    return commands
+def _group() -> TyperGroup:
+    """Return `app` as Click's group; making it takes a third of the time of a short command."""
+    made = get_command(app)
+    assert isinstance(made, TyperGroup)
+    return made
 
 
 def prepare() -> None:
-    """Does ahead what the first command line costs beyond its own, such as imports."""
-    commands = _commands()
+    """Do one-time work of command lines, such as imports, before a fork."""
+    commands = _group()
     with commands.make_context(PROGRAM, ["run"]) as context:
         command = commands.get_command(context, "run")
         assert command is not None
@@ -145,17 +137,17 @@ def prepare() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns its exit status.
+    """Run a command line; return its exit status.
 
-    0: done. 1: it ran, and a request, a check or a stage failed. 2: it could not run, and one
-    sentence on standard error says why. 130: Ctrl-C.
+    0: success. 1: a request, a check or a stage failed. 2: the command could not run, and a
+    sentence on standard error has the reason. 130: Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
-        # A model may write any character; a terminal that can't show it must not end the program.
+        # A model may write characters that a terminal can't show.
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="replace")
     try:
-        result = _commands()(arguments, prog_name=PROGRAM, standalone_mode=False)
+        result = _group()(arguments, prog_name=PROGRAM, standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except BaseException as error:
@@ -166,12 +158,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _cause_of(error: BaseException) -> BaseException:
-    """The error itself, or out of a group the one that decides how the program ends."""
+    """Return the error itself, or of a group the one that decides the exit status."""
     if not isinstance(error, BaseExceptionGroup):
         return error
-    causes = [_cause_of(one) for one in error.exceptions]
-    deciding = (KeyboardInterrupt, typer.Exit, NanoInferenceError, BrokenPipeError)
-    for kind in deciding:
+    causes = [_cause_of(each) for each in error.exceptions]
+    for kind in (KeyboardInterrupt, typer.Exit, NanoInferenceError, BrokenPipeError):
         for cause in causes:
             if isinstance(cause, kind):
                 return cause
@@ -179,23 +170,87 @@ def _cause_of(error: BaseException) -> BaseException:
 
 
 def _status_of(error: BaseException) -> int | None:
-    """Says what went wrong; None for what is a bug, whose traceback is wanted."""
-    if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return INTERRUPTED
-    if isinstance(error, typer.Exit):
-        return error.exit_code
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    if isinstance(error, BrokenPipeError):
-        # Python flushes standard output again as it ends, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    if isinstance(error, NanoInferenceError):
-        complain(error.message)
-        return 1 if isinstance(error, StageFailed) else 2
-    if wants_help(error):
+    """Print the error, and return the exit status; None for a defect, which has a traceback."""
+    match error:
+        case KeyboardInterrupt() | typer.Abort():
+            return INTERRUPTED
+        case typer.Exit():
+            return error.exit_code
+        case SystemExit():
+            return error.code if isinstance(error.code, int) else int(error.code is not None)
+        case BrokenPipeError():
+            # Python flushes standard output again at exit, and would complain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        case NanoInferenceError():
+            complain(error.message)
+            return 1 if isinstance(error, StageFailed) else 2
+        case ModuleNotFoundError() if message := advice(error):
+            complain(message)
+            return 2
+    # A group without a command has printed its help. Typer doesn't export the class.
+    if type(error).__name__ == "NoArgsIsHelpError":
         return 0
-    if hasattr(error, "format_message"):  # typer's own, and click's
+    if hasattr(error, "format_message"):  # Typer's usage errors
         complain(usage_sentence(error))
         return 2
     return None
+
+
+# --- usage errors -------------------------------------------------------------------------------
+
+_NUMBERS = {"int_parsing": "a whole number", "float_parsing": "a number"}
+_BOUNDS = {"greater_than_equal": ("ge", "at least"), "less_than_equal": ("le", "at most")}
+
+
+def usage_sentence(error: Any) -> str:
+    """Return a usage error of Typer in our form, with the command's help.
+
+    Args:
+        error: An exception that has `format_message`.
+    """
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else PROGRAM
+    message = _of_value(error) or str(error.format_message())
+    sentence = f"{message[:1].lower()}{message[1:]}".rstrip(".")
+    sentence += _advice(error, context, command)
+    return f"{sentence}{' See' if sentence.endswith('?') else '; see'} '{command} --help'"
+
+
+def _of_value(error: Any) -> str:
+    """Return what the value of an option must be; "" for an error that is not about a value.
+
+    Typer parses values by pydantic, whose sentences do not name the option.
+    """
+    found: list[Any] = getattr(error.__cause__, "errors", list)()
+    param = getattr(error, "param", None)
+    if not found or param is None:
+        return ""
+    name, given = " / ".join(param.opts), shown(found[0].get("input"))
+    kind, limits = found[0]["type"], found[0].get("ctx", {})
+    if kind in _NUMBERS:
+        return f"{name} must be {_NUMBERS[kind]}; got {given}"
+    if kind in _BOUNDS:
+        limit, words = _BOUNDS[kind]
+        return f"{name} must be {words} {limits[limit]:g}; got {given}"
+    return f"{name}: {found[0]['msg'].removeprefix('Value error, ')}"
+
+
+def _advice(error: Any, context: Any, command: str) -> str:
+    """Return the probable correction; "" if unclear."""
+    if context is None:
+        return ""
+    if (option := getattr(error, "option_name", None)) is not None:
+        # An option before the subcommand.
+        for name, each in getattr(context.command, "commands", {}).items():
+            if any(option in param.opts for param in each.params):
+                return f"; it belongs behind a command, as '{command} {name} {option}'"
+        return ""
+    if not error.message.startswith("Got unexpected extra argument"):
+        return ""
+    params = context.command.params
+    if any(each.param_type_name == "argument" for each in params):
+        return "; a text with spaces needs quotes"
+    if any("--model" in each.opts for each in params):
+        return "; a model is given with --model"
+    return ""

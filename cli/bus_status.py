@@ -1,4 +1,4 @@
-"""One look at a pipeline from outside, in Redis, which answers when the pipeline does not."""
+"""The status of a pipeline, read from Redis, which answers even if the pipeline does not."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _OWN_NAME = "status"
 
 
 class BusStatus(PipelineStatus, frozen=True, kw_only=True):
-    """What one look at Redis showed, beyond what every look shows.
+    """The status of a pipeline, and of its Redis.
 
     Attributes:
         server: Name and version.
         prefix: First part of the keys.
-        last_taken_s: Seconds since an admission last asked for requests; None when none ever did.
+        last_taken_s: Seconds since an admission last read requests; None if none ever did.
         results: Completions in the shared results stream.
-        links: Messages that wait on each link that is carried over Redis, at most: a reader removes
-            what it has read a while later. Of lanes other than "0" the link's name follows the
-            lane's and a colon; of several models it begins with the model's and a colon.
+        links: Messages on each link over Redis, at most: a reader removes what it has read a while
+            later. Names are prefixed with the lane if that is not "0", and, in a deployment of
+            several, the model.
         connections: Connections to the server, by client name; "" for those without.
     """
 
@@ -41,40 +41,38 @@ class BusStatus(PipelineStatus, frozen=True, kw_only=True):
     connections: dict[str, int]
 
 
-async def look(config: Config, model: str | None = None) -> BusStatus:
-    """Takes one look at Redis, in a few round trips for each model.
+async def bus_status(config: Config, model: str | None = None) -> BusStatus:
+    """Read the status from Redis, in a few round trips per model.
 
     Args:
-        model: Only this one, by one of its names; all when None.
+        config: The settings.
+        model: One of several models, by one of its names; None for all.
 
     Raises:
-        BusError: Redis can't be reached, or refuses a command that can't be done without.
+        BusError: Redis can't be reached, or refuses a necessary command.
         RequestError: unknown_model.
     """
-    try:
-        async with connected(config) as client:
-            records = {} if config.bus.model else await client.bus.store.models.read()
-            chosen = None if model is None else await find_served(client, model)
-    except BusError as error:
-        raise unreachable(config.bus, error) from None
+    async with connected(config) as client:
+        records = {} if config.bus.model else await client.bus.store.models.read()
+        chosen = None if model is None else await find_served(client, model)
     if not records:
-        return await _look_at(config.bus)
+        return await _read(config.bus)
     states = {id: each.state for id, each in records.items() if chosen in (None, id)}
-    each = [await _look_at(replace(config.bus, model=id)) for id in states]
-    entrance = await _look_at(config.bus) if chosen is None else None
-    return _together(states, each, entrance)
+    each = [await _read(replace(config.bus, model=id)) for id in states]
+    deployment = await _read(config.bus) if chosen is None else None
+    return _together(states, each, deployment)
 
 
 def _together(
-    states: dict[str, ModelState], each: Sequence[BusStatus], entrance: BusStatus | None
+    states: dict[str, ModelState], each: Sequence[BusStatus], deployment: BusStatus | None
 ) -> BusStatus:
-    """What was seen of models, and of the entrance before them, as one."""
+    """Merge the status of each model, and of the deployment's requests stream."""
     lanes = [lane for status in each for lane in status.lanes]
     reason = reason_of(states, lanes)
     taken = [status.last_taken_s for status in each if status.last_taken_s is not None]
-    every = [*each, entrance] if entrance else list(each)
+    every = [*each, deployment] if deployment else list(each)
     return replace(
-        every[-1],  # of the server all say the same
+        every[-1],  # facts of the server are the same in all
         ready=not reason,
         reason=reason,
         waiting=sum(status.waiting for status in every),
@@ -91,9 +89,9 @@ def _together(
     )
 
 
-async def _look_at(config: BusConfig) -> BusStatus:
-    """One look at what a bus is of: a model, or the only one, or the entrance."""
-    # redis-py is loaded only here, so that `--help` stays fast.
+async def _read(config: BusConfig) -> BusStatus:
+    """Read the status of one model, or of a deployment's requests stream."""
+    # Importing redis-py takes time.
     from ..bus.redis.bus import RedisBus
 
     bus = RedisBus(config)
@@ -101,115 +99,86 @@ async def _look_at(config: BusConfig) -> BusStatus:
         lanes = lanes_of(await bus.store.board.read())
         names = sorted({lane.lane for lane in lanes} | set(await bus.lanes()))
         replicas = {lane.lane: 1 + replicas_of(lane.stages)[-1] for lane in lanes}
-        links_of = [
-            (name, link.name) for name in names for link in all_links(replicas.get(name, 1))
-        ]
+        links = [(name, link.name) for name in names for link in all_links(replicas.get(name, 1))]
     except BusError as error:
         raise unreachable(config, error) from None
     finally:
         await bus.aclose()
-    replies = await _ask(config, links_of)
-    info, length, dead, results, queue_length, pending, consumers, clients, *links = replies
-    # These two fail while no pipeline has ever run here and made the group.
+    keys = Keys(config.prefix, config.lane, config.model)
+    streams = [keys.requests, keys.dead, keys.results]
+    streams += [keys.link(name, lane) for lane, name in links]
+    queue_length, pending, consumers, info, clients, *lengths = await _replies(
+        config,
+        ("GET", keys.queue_length),
+        ("XPENDING", keys.requests, config.group),
+        ("XINFO", "CONSUMERS", keys.requests, config.group),
+        *(("XLEN", key) for key in streams),
+    )
+    length, dead, results, *waiting = map(int, lengths)
+    # These two fail until a pipeline has created the group.
     in_flight = 0 if isinstance(pending, Exception) else int(pending["pending"])
     idle_ms = [] if isinstance(consumers, Exception) else [int(c[b"idle"]) for c in consumers]
     reason = verdict(lanes)
     return BusStatus(
         ready=not reason,
         reason=reason,
-        url=_address(config),
+        url=redact(config.url),
         server=_server_name(info),
         prefix=config.prefix,
-        # What is answered is deleted, so the rest of the stream has not been taken. (Redis's own
-        # figure of that, the group's lag, is unknown once an entry was deleted unread.)
-        waiting=max(0, int(length) - in_flight),
+        # Answered entries are deleted, so the rest of the stream is not taken. (The group's lag is
+        # unknown once an entry was deleted unread.)
+        waiting=max(0, length - in_flight),
         in_flight=in_flight,
-        # Where no lane lives, nothing has begun.
-        queue_length=int(length if queue_length is None else queue_length),
-        dead_letters=int(dead),
+        # Without a lane nothing has begun.
+        queue_length=length if queue_length is None else int(queue_length),
+        dead_letters=dead,
         last_taken_s=min(idle_ms) / 1000 if idle_ms else None,
-        results=int(results),
+        results=results,
         lanes=lanes,
-        links=dict(zip(map(_link_name, links_of), map(int, links), strict=True)),
-        connections=_connections(clients),
+        links={
+            name if lane == "0" else f"{lane}:{name}": number
+            for (lane, name), number in zip(links, waiting, strict=True)
+        },
+        connections=clients,
     )
 
 
-def _address(config: BusConfig) -> str:
-    return redact(config.url)
+async def _replies(config: BusConfig, *commands: tuple[Any, ...]) -> list[Any]:
+    """Return the replies, and after the third INFO's fields and the connections by client name.
 
-
-def _link_name(link: tuple[str, str]) -> str:
-    lane, name = link
-    return name if lane == "0" else f"{lane}:{name}"
-
-
-async def _ask(config: BusConfig, links: list[tuple[str, str]]) -> list[Any]:
-    """The replies to what the board does not tell. `links`: (lane, name) of each."""
+    The second and the third may be errors.
+    """
     from redis import exceptions
 
     from ..store.redis.client import Server, execute_all, on_each
 
     server = Server(config.url, _OWN_NAME)
     redis = server.client(1)
-    keys = Keys(config.prefix, config.lane, config.model)
-    lengths = [keys.link(name, lane) for lane, name in links]
-    commands = [
-        ("XLEN", keys.requests),
-        ("XLEN", keys.dead),
-        ("XLEN", keys.results),
-        ("GET", keys.queue_length),
-        ("XPENDING", keys.requests, config.group),
-        ("XINFO", "CONSUMERS", keys.requests, config.group),
-        *(("XLEN", key) for key in lengths),
-    ]
+    info: dict[str, Any] = {}
+    names: Counter[str] = Counter()
     try:
         replies = await execute_all(redis, commands, raise_on_error=False)
-        extras = []
-        for command in (("INFO", "server"), ("CLIENT", "LIST")):
-            try:
-                extras.append(await on_each(redis, *command))
-            except exceptions.ResponseError:  # forbidden to this user; there is less to show
-                extras.append([])
+        try:
+            info, *_ = await on_each(redis, "INFO", "server")
+            # As one word, redis-py parses the reply.
+            for clients in await on_each(redis, "CLIENT LIST"):
+                names.update(fields.get("name", "") for fields in clients)
+        except exceptions.ResponseError:
+            pass  # forbidden to this user
     except (exceptions.RedisError, OSError) as error:
         raise unreachable(config, server.explain(error)) from None
     finally:
         await redis.aclose()
         await server.aclose()
-    for reply in (*replies[:4], *replies[6:]):
+    for reply in (replies[0], *replies[3:]):
         if isinstance(reply, Exception):
             raise server.explain(reply)
-    infos, clients = extras
-    return [infos[0] if infos else {}, *replies[:6], clients, *replies[6:]]
-
-
-def _server_name(info: Any) -> str:
-    fields = _fields(info)
-    for product, name in (("valkey_version", "Valkey"), ("redis_version", "Redis")):
-        if product in fields:
-            return f"{name} {fields[product]}"
-    return "unknown"
-
-
-def _fields(info: Any) -> dict[str, str]:
-    """The reply of INFO, parsed or not."""
-    if isinstance(info, dict):
-        return {_text(name): _text(value) for name, value in info.items()}
-    lines = (line.partition(":") for line in _text(info).splitlines())
-    return {name: value.strip() for name, _, value in lines}
-
-
-def _connections(lists: list[Any]) -> dict[str, int]:
-    """From each CLIENT LIST, parsed or a line of `name=value` fields for each connection."""
-    names: Counter[str] = Counter()
-    for clients in lists:
-        if not isinstance(clients, list):
-            lines = _text(clients).splitlines()
-            clients = [dict(field.partition("=")[::2] for field in line.split()) for line in lines]
-        names.update(_text(fields.get("name", "")) for fields in clients)
     del names[_OWN_NAME]
-    return dict(sorted(names.items()))
+    return [*replies[:3], info, dict(sorted(names.items())), *replies[3:]]
 
 
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+def _server_name(info: dict[str, Any]) -> str:
+    for product, name in (("valkey_version", "Valkey"), ("redis_version", "Redis")):
+        if product in info:
+            return f"{name} {info[product]}"
+    return "unknown"

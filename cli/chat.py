@@ -1,19 +1,19 @@
-"""`nano-inference chat`: a conversation, answered as it is generated."""
+"""`nano-inference chat`, `complete` and `cancel`: converse, continue a text, end a request."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Annotated, Any
 
 import msgspec
 import typer
-from msgspec.structs import replace
 
 from ..config import (
     BUNDLED_MODEL,
@@ -23,22 +23,17 @@ from ..config import (
     RequestError,
     nearest,
 )
-from .answerer import AskedCall, Place, ServedModel, Server, answerer_at, place_of
-from .asking import AnswerWriter, AskedModel, failures_told
-from .options import Options, takes_asking_options
-from .request_options import takes_wanted_options
-from .requests import Wanted
-from .terminal import complain, harmless
-
-MOST_TOKENS = 1024
-"""Of an answer, unless the options say otherwise."""
+from .clients import ServedModel, ToolCall, client_at
+from .connection import Place, Server, place_of
+from .options import AskedModel, Options, argument, option, takes, takes_server_options
+from .requests import Template, given, template
+from .terminal import AnswerWriter, complain, failures_exit, harmless
 
 COMMANDS = {
-    "/reset": "forgets what was said",
-    "/system": "TEXT behind it says what the model shall be from now on; nothing behind it takes "
-    "that back",
+    "/reset": "forgets the conversation",
+    "/system": "TEXT sets the system prompt; without TEXT it is removed",
     "/help": "prints this",
-    "/quit": "ends it, as Ctrl-D does",
+    "/quit": "ends the program, as Ctrl-D does",
 }
 
 DEMO_QUESTIONS = (
@@ -48,73 +43,32 @@ DEMO_QUESTIONS = (
 )
 """Questions that the bundled model answers."""
 
-Turn = dict[str, Any]
-"""A message, as OpenAI's interface has it."""
+Message = dict[str, Any]
+"""As in OpenAI's interface."""
 
 
-class Conversation:
-    """What was said, and what the model shall be.
-
-    Attributes:
-        system: What the model shall be; "" for nothing.
-    """
-
-    def __init__(self, system: str = "") -> None:
-        self.system = system
-        self._turns: list[Turn] = []
-
-    def asking(self, asked: Sequence[Turn]) -> list[Turn]:
-        """The messages that end with a question, or with results of tools."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self._turns, *asked]
-
-    def add(self, asked: Sequence[Turn], answer: str, calls: Sequence[AskedCall] = ()) -> None:
-        """A question was answered, perhaps by calls of tools."""
-        told: Turn = {"role": "assistant", "content": answer}
-        if calls:
-            told["tool_calls"] = list(map(_as_turn, calls))
-        self._turns += [*asked, told]
-
-    @property
-    def length(self) -> int:
-        """How many messages there are."""
-        return len(self._turns)
-
-    def cut(self, length: int) -> None:
-        """What came after so many messages was not said."""
-        del self._turns[length:]
-
-    def reset(self) -> None:
-        """Nothing was said; what the model shall be stays."""
-        self._turns.clear()
-
-
-@takes_asking_options
-@takes_wanted_options(max_tokens=MOST_TOKENS)
+@takes_server_options
+@takes(template)
 def chat(
     options: Options,
-    wanted: Wanted,
+    template: Template,
     system: Annotated[
-        str,
-        typer.Option(
-            "--system", metavar="TEXT", help="What the model shall be.", rich_help_panel="Requests"
-        ),
+        str, option("--system", "The system prompt.", "TEXT", rich_help_panel="Requests")
     ] = "",
     model: AskedModel = None,
     tools: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--tools",
-            metavar="FILE",
-            help="Tools that the model may call, as OpenAI's interface takes them, in JSON.",
+            "Tools that the model may call, as in OpenAI's interface, in JSON.",
+            "FILE",
             rich_help_panel="Requests",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
     """Talk with a model.
 
-    Of a server, or with --bus of a pipeline:
+    At a server, or with --bus at a pipeline:
 
         nano-inference serve                     (in another terminal)
 
@@ -122,48 +76,42 @@ def chat(
 
         nano-inference chat --url http://127.0.0.1:8000/v1 --system "Answer in one word."
 
-    Each line is a question, and the model is given all that was said before. Ctrl-C stops an
-    answer, of which what was said stays; Ctrl-D ends the program. A line that begins with / is a
-    command, such as /reset, /system TEXT, /help and /quit; with // it is a question that begins
-    with one. With --tools, of a server, a call of a tool is shown, and the next line is what comes
-    of it.
+    Each line is a question, and the model reads the whole conversation. Ctrl-C stops an answer and
+    keeps its text; Ctrl-D ends the program. A line that begins with / is a command, such as
+    /reset, /system TEXT, /help and /quit; with // it is a question that begins with one /. With
+    --tools, at a server, a tool call is printed, and the next line is its result.
 
-    On a pipe nothing but the answers is printed on standard output, and the exit status is 1 when
-    a question was refused or not answered well, or a call has no next line.
+    On a pipe, standard output has the answers alone, and the exit status is 1 when a question was
+    refused or failed, or a tool call has no next line.
     """
     place = place_of(options)
-    wanted = replace(wanted, chat=True, stream=True)
     known = _tools_of(tools, place) if tools is not None else []
-    _Chat(place, wanted, model, Conversation(system), known).run()
+    _Chat(place, template, model, system, known).run()
 
 
+@dataclass
 class _Chat:
-    """One run of the command. Each question has a connection of its own, so that nothing is kept
-    open while somebody thinks."""
+    """One run of the command. Each question has its own connection, so that none is open while the
+    user thinks."""
 
-    def __init__(
-        self,
-        place: Place,
-        wanted: Wanted,
-        model: str | None,
-        conversation: Conversation,
-        tools: list[Any],
-    ) -> None:
-        self._tools = tools
-        self._place = place
-        self._wanted = wanted
-        self._model = model
-        self._conversation = conversation
+    place: Place
+    template: Template
+    model: str | None
+    system: str
+    tools: list[Any]
+
+    def __post_init__(self) -> None:
+        self._messages: list[Message] = []
         self._ctrl_c = _CtrlC()
         self._on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._failed = False
 
     def run(self) -> None:
-        """Answers until the input ends.
+        """Answer until the input ends.
 
         Raises:
-            typer.Exit: A question was not answered well, and nobody was there to see it.
-            NanoInferenceError: There is nobody to ask.
+            typer.Exit: On a pipe, a question failed.
+            NanoInferenceError: Nothing answers.
         """
         if reconfigure := getattr(sys.stdin, "reconfigure", None):
             reconfigure(errors="replace")
@@ -172,33 +120,34 @@ class _Chat:
                 import readline  # noqa: F401  (gives `input` its line editing)
         with asyncio.Runner() as runner:
             opening: tuple[str, ...] = ()
-            with failures_told():
-                if self._on_terminal or self._model is None:
+            with failures_exit():
+                if self._on_terminal or self.model is None:
                     opening = runner.run(self._check())
-            if not self._on_terminal:
-                self._converse(runner)
-            else:
-                for line in opening:
+            if self._on_terminal:
+                for line in (
+                    *opening,
+                    f"model: {self.model or 'the default'}; /help for commands",
+                ):
                     _note(line)
-                _note(f"asking {self._model or 'the model'}; /help says what else there is")
                 with self._ctrl_c:
                     self._converse(runner)
-        if self._failed and not self._on_terminal:
-            raise typer.Exit(1)
+            else:
+                self._converse(runner)
+                if self._failed:
+                    raise typer.Exit(1)
 
     def _converse(self, runner: asyncio.Runner) -> None:
-        while (line := self._read()) is not None:
+        going_on = True
+        while going_on and (line := self._read()) is not None:
             text = line.strip()
             if text.startswith("/") and not text.startswith("//"):
-                if not self._obey(text):
-                    break
+                going_on = self._command(text)
             elif text:
-                question = text.removeprefix("/") if text.startswith("//") else text
-                if not self._ask(runner, question):
-                    break
+                question = text[1:] if text.startswith("//") else text
+                going_on = self._question(runner, question)
 
     def _read(self, prompt: str = "> ") -> str | None:
-        """The next line; None when there is none."""
+        """Return the next line; None at the end of the input."""
         if not self._on_terminal:
             return sys.stdin.readline() or None
         while True:
@@ -209,20 +158,20 @@ class _Chat:
                 return None
             except KeyboardInterrupt:
                 sys.stdout.write("\n")
-                _note("/quit or Ctrl-D ends it")
+                _note("/quit or Ctrl-D ends the program")
 
-    def _obey(self, text: str) -> bool:
-        """Does what a command says. False when it ends the conversation."""
+    def _command(self, text: str) -> bool:
+        """Run a command. Return False if it ends the conversation."""
         name, _, rest = text.partition(" ")
         match name:
             case "/quit" | "/exit":
                 return False
             case "/reset":
-                self._conversation.reset()
-                _note("nothing was said")
+                self._messages.clear()
+                _note("the conversation is forgotten")
             case "/system":
-                self._conversation.system = rest.strip()
-                _note("the model knows" if rest.strip() else "the model need not be anything")
+                self.system = rest.strip()
+                _note("the system prompt is set" if self.system else "no system prompt")
             case "/help":
                 for command, what in COMMANDS.items():
                     _note(f"{command} {what}")
@@ -231,26 +180,25 @@ class _Chat:
                 self._failed = True
         return True
 
-    def _ask(self, runner: asyncio.Runner, text: str) -> bool:
-        """One question, with all that is called for it. False where the input ends within."""
-        before = self._conversation.length
-        asked: list[Turn] | None = [{"role": "user", "content": text}]
-        while asked:
-            calls = self._answered(runner, asked)
+    def _question(self, runner: asyncio.Runner, text: str) -> bool:
+        """Ask a question and handle its tool calls. Return False if the input ends meanwhile."""
+        before = len(self._messages)
+        new: list[Message] | None = [{"role": "user", "content": text}]
+        while new:
+            calls = self._answered(runner, new)
             if calls is None:
-                # No call stays there without what came of it.
-                self._conversation.cut(before)
+                # A tool call must be followed by its result.
+                del self._messages[before:]
                 return True
-            asked = self._results(calls)
-        return asked is not None
+            new = self._results(calls)
+        return new is not None
 
-    def _answered(self, runner: asyncio.Runner, asked: list[Turn]) -> list[AskedCall] | None:
-        """Writes the answer, and gives the calls of tools that are a part of it; None where there
-        is none."""
-        calls: list[AskedCall] = []
+    def _answered(self, runner: asyncio.Runner, new: list[Message]) -> list[ToolCall] | None:
+        """Write the answer, and return its tool calls; None without an answer."""
+        calls: list[ToolCall] = []
         with AnswerWriter() as writer:
             try:
-                self._ctrl_c.run(runner, self._answer(asked, writer, calls))
+                self._ctrl_c.run(runner, self._answer(new, writer, calls))
             except asyncio.CancelledError:
                 _note("stopped")
                 if not writer.text:
@@ -262,12 +210,22 @@ class _Chat:
                 self._failed = True
                 complain(f"{error.message} ({error.code})")
                 return None
-        self._conversation.add(asked, writer.text, calls)
+        answer: Message = {"role": "assistant", "content": writer.text}
+        if calls:
+            answer["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in calls
+            ]
+        self._messages += [*new, answer]
         return calls
 
-    def _results(self, calls: list[AskedCall]) -> list[Turn] | None:
-        """What comes of calls of tools, by whoever sits here; None where the input ends."""
-        results: list[Turn] = []
+    def _results(self, calls: list[ToolCall]) -> list[Message] | None:
+        """Read the results of tool calls, one line each; None if the input ends."""
+        results: list[Message] = []
         for call in calls:
             _note(f"calls {harmless(call.name)} {harmless(call.arguments)}")
             result = self._read(f"{harmless(call.name)} > ")
@@ -280,34 +238,34 @@ class _Chat:
         return results
 
     async def _check(self) -> tuple[str, ...]:
-        """Set the model that requests name, and return the lines with which a terminal opens."""
-        async with answerer_at(self._place) as answerer:
-            self._model = self._model or await answerer.check() or None
-            models = await answerer.models() if self._on_terminal else []
-        served = (model for model in models if self._model in (None, model.id))
+        """Set the model that requests name, and return the opening lines for a terminal."""
+        async with client_at(self.place) as client:
+            self.model = await client.check() if self.model is None else self.model
+            self.model = self.model or None
+            models = await client.models() if self._on_terminal else []
+        served = (model for model in models if self.model in (None, model.id))
         return opening_of(next(served, None))
 
     async def _answer(
-        self, asked: list[Turn], writer: AnswerWriter, calls: list[AskedCall]
+        self, new: list[Message], writer: AnswerWriter, calls: list[ToolCall]
     ) -> None:
-        request = self._wanted.of_messages(self._conversation.asking(asked), max_tokens=MOST_TOKENS)
-        if self._tools:
-            request["tools"] = self._tools
-        if self._model is not None:
-            request["model"] = self._model
-        async with (
-            answerer_at(self._place) as answerer,
-            aclosing(answerer.ask(request)) as pieces,
-        ):
-            async for piece in pieces:
-                writer.reason(piece.reasoning)
-                writer.write(piece.text)
-                calls += piece.calls
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        request = self.template.of_messages([*system, *self._messages, *new])
+        request["stream"] = True
+        if self.tools:
+            request["tools"] = self.tools
+        if self.model is not None:
+            request["model"] = self.model
+        async with client_at(self.place) as client, aclosing(client.ask(request)) as parts:
+            async for part in parts:
+                writer.reason(part.reasoning)
+                writer.write(part.text)
+                calls += part.calls
 
 
 class _CtrlC:
-    """What Ctrl-C stops while this is entered: the line that is being typed or the answer that
-    comes, and never the program, however often and whenever it is pressed."""
+    """Within this context, Ctrl-C ends the line being typed or the current answer, and never the
+    program."""
 
     def __init__(self) -> None:
         self._typing = False
@@ -316,21 +274,11 @@ class _CtrlC:
     def __enter__(self) -> None:
         self._before = signal.signal(signal.SIGINT, self._pressed)
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         signal.signal(signal.SIGINT, self._before)
 
     def typed(self, prompt: str) -> str:
-        """A line from the terminal.
-
-        Raises:
-            EOFError: Ctrl-D.
-            KeyboardInterrupt: Ctrl-C.
-        """
+        """Return a line from the terminal. Raises EOFError, KeyboardInterrupt."""
         self._typing = True
         try:
             return input(prompt)
@@ -338,11 +286,7 @@ class _CtrlC:
             self._typing = False
 
     def run(self, runner: asyncio.Runner, answer: Coroutine[None, None, None]) -> None:
-        """Runs a coroutine to its end.
-
-        Raises:
-            asyncio.CancelledError: Ctrl-C.
-        """
+        """Run a coroutine to its end. Raises asyncio.CancelledError: Ctrl-C."""
 
         async def watched() -> None:
             self._answer = asyncio.current_task()
@@ -362,34 +306,110 @@ class _CtrlC:
 
 
 def opening_of(model: ServedModel | None) -> tuple[str, ...]:
-    """Return the lines with which a conversation opens: for the bundled model, what to try."""
-    # A gateway tells the setting, an executor the folder.
+    """Return the opening lines of a conversation: for the bundled model, what to try."""
+    # A gateway reports the setting, an executor the folder.
     bundled = (BUNDLED_MODEL, str(EngineConfig(model_path=BUNDLED_MODEL).model_folder))
     if model is None or model.root not in bundled:
         return ()
     return (
-        "this is a tiny demo model: it knows sums, JSON records and little stories; try",
+        "this is a tiny demo model: it was trained on sums, JSON records and little stories; try",
         *DEMO_QUESTIONS,
     )
 
 
 def _tools_of(path: Path, place: Place) -> list[Any]:
-    """Raises ConfigError: the file has none, or nobody would take them."""
+    """Raises ConfigError: the file has no tools, or the place takes none."""
     if not isinstance(place, Server):
-        raise ConfigError("--tools takes a server (--url); over the bus there are only texts")
+        raise ConfigError("--tools takes a server (--url); requests on a bus have no tools")
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--tools: {path} has no list of tools: {error}") from None
 
 
-def _as_turn(call: AskedCall) -> Turn:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
-
-
 def _note(text: str) -> None:
-    """A word of the program, which is no part of an answer."""
+    """Print a line of the program, on standard error."""
     sys.stdout.flush()
     sys.stderr.write(f"({text})\n")
     sys.stderr.flush()
+
+
+# --- complete and cancel --------------------------------------------------------------------------
+
+
+@takes_server_options
+@takes(template)
+def complete(
+    options: Options,
+    template: Template,
+    text: Annotated[
+        str | None, argument("TEXT", "The prompt; - or nothing reads standard input.")
+    ] = None,
+    model: AskedModel = None,
+) -> None:
+    """Continue a text, and print the continuation as it is generated.
+
+    At a server, or with --bus at a pipeline:
+
+        nano-inference complete "98 + 25 ="
+
+        nano-inference complete "98 + 25 =" --url http://127.0.0.1:8000/v1 --max-tokens 8
+
+        nano-inference complete < prompt.txt
+
+    Standard input is one prompt, without a final line break. Ctrl-C also cancels the request. The
+    exit status is 1 when the request was refused or failed.
+    """
+    place = place_of(options)
+    prompt = _read_stdin() if text in (None, "-") else text
+    request = template.of_text(prompt or "") | {"stream": True} | given({"model": model})
+
+    async def run(writer: AnswerWriter) -> None:
+        async with client_at(place) as client:
+            if name := await client.check():
+                request.setdefault("model", name)
+            async with aclosing(client.ask(request)) as parts:
+                async for part in parts:
+                    writer.write(part.text)
+
+    with failures_exit(), AnswerWriter() as writer:
+        asyncio.run(run(writer))
+
+
+def _read_stdin() -> str:
+    """Raises ConfigError: standard input is empty, or no text."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ConfigError("give a prompt, as an argument or on standard input")
+    try:
+        text = sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError:
+        raise ConfigError("standard input is not UTF-8 text") from None
+    if not text:
+        raise ConfigError("there is nothing on standard input; give a prompt")
+    return text
+
+
+@takes_server_options
+def cancel(
+    options: Options,
+    request_id: Annotated[str, argument("ID", "The request's id, or that of its answer.")],
+) -> None:
+    """Cancel a request that is in flight. Its client gets the answer so far.
+
+        nano-inference cancel chatcmpl-6c57ddeed9564f79a77b142870c43455
+
+        nano-inference cancel 1795185430038-0 --bus redis://127.0.0.1:6390
+
+    An unknown id, or one whose request has ended, is ignored: the exit status is 0 when the server
+    or the pipeline has received the cancellation.
+    """
+    if not request_id:
+        raise ConfigError("give the id of a request")
+    place = place_of(options)
+
+    async def run() -> None:
+        async with client_at(place) as client:
+            await client.cancel(request_id)
+
+    with failures_exit():
+        asyncio.run(run())

@@ -1,4 +1,4 @@
-"""The processes that `up` starts: as programs of their own, or as forks of one that is warm."""
+"""The processes that `up` starts: as forks of a warm process, or as programs of their own."""
 
 from __future__ import annotations
 
@@ -9,62 +9,103 @@ import signal
 import socket
 import subprocess
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Literal
 
 import anyio
 import anyio.abc
 
-from .fork_server import GO, MOST_BYTES, ROOM
-from .watchdog import Watchdog
+from ..config import split_role
 
+READY = b"ready"
+"""Sent once by a fork server, when everything is imported."""
 
-def python() -> list[str]:
-    """Runs a module. Without -P a `redis.py` in the working folder would be taken for redis."""
-    return [sys.executable, "-P", "-m"]
+GO = b"\n"
+"""Sent to a fork once the watchdog knows it: no fork runs whose parent was killed before."""
 
+MOST_BYTES = 1 << 16
+"""Size of a message."""
+
+ROOM = " " * 512
+"""The fork server's last argument, which the longer command lines of forks overwrite."""
+
+GRACE_S = 0.5
+"""Time for processes to exit in order, once the process that started them was killed."""
 
 _READ_BYTES = 1 << 16
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
+# The shell waits for the end of a pipe that only its parent holds open; until then the parent sends
+# what to kill. It kills even processes in one long call, such as loading a model.
+_WATCHDOG = """
+targets=' '
+while read -r word target; do
+    case $word in
+        +) targets="$targets$target " ;;
+        -) targets="${targets%%" $target "*} ${targets#*" $target "}" ;;
+    esac
+done
+sleep "$0"
+for target in $targets; do kill -s KILL -- "$target"; done
+"""
 
-class Child(ABC):
-    """A process of ours.
 
-    Its standard input takes the word to drain. It closes when this process ends in whatever way,
-    and the child then leaves. It has a session of its own, for Ctrl-C goes to this process alone,
+def python() -> list[str]:
+    """Return a command that runs a module. -P: a `redis.py` in the working folder is ignored."""
+    return [sys.executable, "-P", "-m"]
+
+
+class Watchdog:
+    """A shell that kills its targets once this process has ended, even by SIGKILL."""
+
+    def __init__(self, grace_s: float = GRACE_S) -> None:
+        """`grace_s`: from the end of this process to the kill."""
+        self._grace_s = grace_s
+        self._targets: set[int] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def add(self, target: int) -> None:
+        """Add a process, or with a negative number its process group."""
+        if target not in self._targets:
+            self._targets.add(target)
+            self._send("+", target)
+
+    def remove(self, target: int) -> None:
+        """Remove a target that has ended: its number may be used again."""
+        if target in self._targets and self._process is not None:
+            self._targets.remove(target)
+            self._send("-", target)
+
+    def close(self) -> None:
+        """End the shell, without killing targets."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _send(self, word: str, target: int) -> None:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", _WATCHDOG, str(self._grace_s)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,  # without Ctrl-C of the terminal
+            )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # the shell was killed
+            self._process.stdin.write(f"{word} {target}\n".encode())
+
+
+class Spawned:
+    """A child that was started as a program of its own.
+
+    Children drain when they read `DRAIN` on standard input, and exit when it closes, that is when
+    this process ends. They have sessions of their own, so that Ctrl-C stops this process alone,
     which stops the children in order.
     """
-
-    @property
-    @abstractmethod
-    def pid(self) -> int:
-        """The number of the process."""
-
-    @property
-    @abstractmethod
-    def returncode(self) -> int | None:
-        """What it ended with; a signal's number as a negative one, None while it runs."""
-
-    @abstractmethod
-    async def tell(self, word: bytes) -> None:
-        """Writes to its standard input; what has just ended is told nothing."""
-
-    @abstractmethod
-    def output(self) -> AsyncGenerator[bytes, None]:
-        """What it writes to standard output and standard error, until both are closed."""
-
-    @abstractmethod
-    def send_signal(self, number: signal.Signals) -> None:
-        """Sends it a signal, unless it has ended."""
-
-    @abstractmethod
-    async def wait(self) -> int:
-        """Waits for its end, and returns what it ended with."""
-
-
-class Spawned(Child):
-    """A program that has just been started."""
 
     def __init__(self, process: anyio.abc.Process) -> None:
         self._process = process
@@ -75,32 +116,33 @@ class Spawned(Child):
 
     @property
     def returncode(self) -> int | None:
+        """Exit status, or a signal's negative number; None while it runs."""
         return self._process.returncode
 
     async def tell(self, word: bytes) -> None:
+        """Write to its standard input, unless it has ended."""
         assert self._process.stdin is not None
-        try:
+        with suppress(anyio.BrokenResourceError):
             await self._process.stdin.send(word)
-        except anyio.BrokenResourceError:
-            return
 
     async def output(self) -> AsyncGenerator[bytes, None]:
+        """Yield standard output and standard error, until both are closed."""
         assert self._process.stdout is not None
         async for chunk in self._process.stdout:
             yield chunk
 
     def send_signal(self, number: signal.Signals) -> None:
-        try:
+        """Send a signal, unless it has ended."""
+        with suppress(ProcessLookupError):
             self._process.send_signal(number)
-        except ProcessLookupError:
-            return
 
     async def wait(self) -> int:
+        """Wait for its end, and return `returncode`."""
         return await self._process.wait()
 
 
 async def spawn(command: Sequence[str], environment: Mapping[str, str] | None) -> Spawned:
-    """Starts a program with this environment (None: this process's own)."""
+    """Start a program with this environment (None: this process's)."""
     process = await anyio.open_process(
         command,
         stdin=subprocess.PIPE,
@@ -112,22 +154,18 @@ async def spawn(command: Sequence[str], environment: Mapping[str, str] | None) -
     return Spawned(process)
 
 
-class Forked(Child):
-    """A fork of a fork server, which this process has adopted."""
+class Forked:
+    """A fork of a fork server, and a child of this process. See `Spawned`."""
 
     def __init__(self, pid: int, given: int, output: int) -> None:
-        """Args: its number, and our ends of its standard input and of its output."""
-        self._pid = pid
+        """Args: its process id, our ends of its standard input and of its output."""
+        self.pid = pid
         self._given, self._output = given, output
         self._status: int | None = None
         self._open = True
         self._waiting = anyio.Lock()
-        # Readable once the process has ended; and no other process can be meant by it.
+        # Readable once the process has ended, and never refers to another process.
         self._handle = os.pidfd_open(pid)
-
-    @property
-    def pid(self) -> int:
-        return self._pid
 
     @property
     def returncode(self) -> int | None:
@@ -140,10 +178,8 @@ class Forked(Child):
 
     async def tell(self, word: bytes) -> None:
         if self.returncode is None:
-            try:
+            with suppress(BrokenPipeError):
                 os.write(self._given, word)
-            except BrokenPipeError:
-                return
 
     async def output(self) -> AsyncGenerator[bytes, None]:
         try:
@@ -161,7 +197,7 @@ class Forked(Child):
             signal.pidfd_send_signal(self._handle, number)
 
     async def wait(self) -> int:
-        async with self._waiting:  # only one may wait for a descriptor
+        async with self._waiting:  # only one task may wait for a descriptor
             while (status := self.returncode) is None:
                 await anyio.wait_readable(self._handle)
             if self._open:
@@ -171,14 +207,17 @@ class Forked(Child):
         return status
 
 
+Child = Spawned | Forked
+
+
 class ForkServerLost(Exception):
-    """A fork server can't be had, or has ended."""
+    """A fork server can't be started, or has ended."""
 
 
 class ForkServer:
-    """Starts our commands as forks of a process that has imported what they need.
+    """Starts commands as forks of a process that has imported what they need.
 
-    It is started when it is needed first, and again when somebody has ended it.
+    The server is started at first use, and again if it was killed.
     """
 
     def __init__(
@@ -187,8 +226,7 @@ class ForkServer:
         environment: Mapping[str, str] | None,
         watchdog: Watchdog | None = None,
     ) -> None:
-        """Args: what it imports, the environment of all its forks (None: our own), and what ends
-        the server when this process is killed."""
+        """Args: its imports, the environment of all its forks (None: ours), the watchdog."""
         self._stages = stages
         self._watchdog = watchdog
         self._environment = environment
@@ -197,10 +235,10 @@ class ForkServer:
         self._connection: socket.socket
 
     async def start(self, arguments: Sequence[str]) -> Forked:
-        """Runs `nano-inference` with these arguments.
+        """Run `nano-inference` with these arguments.
 
         Raises:
-            ForkServerLost: It can't be had.
+            ForkServerLost: There is no server.
         """
         async with self._lock:
             if self._process is not None and self._process.poll() is not None:
@@ -213,33 +251,30 @@ class ForkServer:
                 self.close()
                 raise ForkServerLost(str(error)) from None
             except BaseException:
-                self.close()  # an answer to nobody may be on its way
+                self.close()  # an unread answer may be on its way
                 raise
 
     def close(self) -> None:
-        """Ends it; its forks go on."""
+        """End the server; its forks keep running."""
         if self._process is not None:
             self._connection.close()
             self._process.kill()
-            self._process.communicate()  # which closes the pipes
+            self._process.communicate()  # closes the pipes
             if self._watchdog is not None:
                 self._watchdog.remove(-self._process.pid)
             self._process = None
 
-    def _command(self, connection: int) -> list[str]:
-        """The program, which is given its end of the connection."""
-        return [*python(), "nano_inference.cli.fork_server", str(connection), *self._stages, ROOM]
-
     async def _open(self) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        module = "nano_inference.cli.fork_server"
         with theirs:
             number = theirs.fileno()
-            # Asyncio's own would have it watched; it ends unseen, or because we close.
+            # Not asyncio's subprocess: it would watch the process.
             self._process = subprocess.Popen(  # noqa: ASYNC220
-                self._command(number),
+                [*python(), module, str(number), *self._stages, ROOM],
                 pass_fds=[number],
-                # Pipes, as its forks will have: Python's files differ with what they are on.
-                # Nobody reads them. Where it fails, a program of its own is started, and tells.
+                # Pipes, as its forks have: Python's files depend on their kind. They are not read:
+                # if the server fails, the command is spawned, and prints the error.
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -267,7 +302,7 @@ class ForkServer:
             await child.tell(GO)
             return child
         except BaseException:
-            # If it has been started after all, it leaves.
+            # A fork that was started after all exits.
             os.close(given)
             os.close(output)
             raise
@@ -281,6 +316,53 @@ class ForkServer:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of what is forked for it, once who forked it has ended."""
+    """Make this process the parent of descendants whose parent has ended."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "orphans can't be adopted")
+        raise OSError(ctypes.get_errno(), "can't become a subreaper")
+
+
+class Forks:
+    """Starts children by their roles. Executors have a fork server of their own, since only they
+    import torch."""
+
+    def __init__(
+        self,
+        roles: Iterable[str],
+        start_method: Literal["forkserver", "spawn"],
+        environment: Mapping[str, str] | None,
+        say: Callable[[str], None],
+    ) -> None:
+        """Args: all roles, how to start them, their environment (None: ours), a printer."""
+        self._environment = environment
+        self._say = say
+        self._servers: dict[str, ForkServer] = {}
+        # Each child has a session, and so a process group, with all processes that it starts.
+        self._watchdog = Watchdog()
+        if start_method == "spawn" or sys.platform != "linux":
+            return
+        stages = dict.fromkeys(split_role(role)[0] for role in roles)
+        alone = ForkServer(("executor",), environment, self._watchdog)
+        others = [stage for stage in stages if stage != "executor"]
+        together = ForkServer(others, environment, self._watchdog)
+        self._servers = {stage: alone if stage == "executor" else together for stage in stages}
+
+    async def start(self, role: str, arguments: Sequence[str]) -> Child:
+        """Run `nano-inference` with these arguments, for this role."""
+        if server := self._servers.get(split_role(role)[0]):
+            try:
+                return await server.start(arguments)
+            except ForkServerLost as error:
+                self._say(f"{role} can't be forked ({error}); starting it as a program of its own")
+        child = await spawn([*python(), "nano_inference", *arguments], self._environment)
+        self._watchdog.add(-child.pid)
+        return child
+
+    def ended(self, child: Child) -> None:
+        """Forget a child that has ended."""
+        self._watchdog.remove(-child.pid)
+
+    def close(self) -> None:
+        """End the fork servers; children keep running."""
+        for server in self._servers.values():
+            server.close()
+        self._watchdog.close()

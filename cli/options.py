@@ -1,4 +1,4 @@
-"""Options that several commands share, and the settings that they add up to."""
+"""Options that several commands share, and the settings that they result in."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
-from enum import StrEnum
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 import typer
@@ -27,168 +26,102 @@ from ..config import (
     text_in,
 )
 from ..telemetry import setup_logging
-from .model_paths import check_model_path
+from .model_files import check_model_path
 
-_PANEL = "Settings"
+Command = Callable[..., None]
 
 _SETTING = re.compile(r"\s*(?P<name>\w+\.\w+)\s*=(?P<value>.*)", re.DOTALL)
 
 
-class Level(StrEnum):
-    """Severities of log lines."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
+def option(names: str, help: str, metavar: str | None = None, **more: Any) -> Any:
+    """Return a Typer option. Several names are separated by spaces."""
+    return typer.Option(*names.split(), help=help, metavar=metavar, **more)
 
 
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        help="YAML file with settings, by section.",
-        rich_help_panel=_PANEL,
-        show_default=False,
-    ),
-]
-BusUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--bus",
-        metavar="URL",
-        help="Redis or Valkey: redis://host:port, rediss://, unix://.",
-        rich_help_panel=_PANEL,
-        show_default=False,
-    ),
-]
-ServerUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--url",
-        metavar="URL",
-        help="A server, as http://127.0.0.1:8000, instead of a bus.",
-        rich_help_panel=_PANEL,
-        show_default=False,
-    ),
-]
+def argument(metavar: str, help: str) -> Any:
+    """Return a Typer argument."""
+    return typer.Argument(metavar=metavar, help=help)
+
+
+_setting = functools.partial(option, rich_help_panel="Settings")
 
 
 def _api_key(given: str | None) -> str | None:
-    """The key, or what stands in the file that the environment names."""
+    """Return the key, or the content of the file that the environment names."""
     variable = f"{API_KEY_VARIABLE}_FILE"
     if given is None and (file := os.environ.get(variable)):
         return text_in(Path(file), source=variable)
     return given
 
 
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key",
-        metavar="KEY",
-        envvar=API_KEY_VARIABLE,
-        callback=_api_key,
-        help="The key for that server; better in the environment, where others don't see it.",
-        rich_help_panel=_PANEL,
-        show_default=False,
-    ),
-]
-ModelPath = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="FOLDER",
-        help=f"Model folder in Transformers' format; {BUNDLED_MODEL!r} is the bundled model.",
-        rich_help_panel=_PANEL,
-        show_default=False,
-    ),
-]
-ReferencePath = Annotated[
-    str | None,
-    typer.Option(
-        "--reference",
-        metavar="FOLDER",
-        help="A second model, which stays as it is and scores what the first one makes.",
-        rich_help_panel=_PANEL,
-        show_default=False,
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="Any setting, as engine.max_batch_size=64. Repeatable.",
-        rich_help_panel=_PANEL,
-        show_default=False,
-    ),
-]
-LogLevel = Annotated[
-    Level | None,
-    typer.Option(
-        "--log-level",
-        help="Least severity that is printed.",
-        rich_help_panel=_PANEL,
-        case_sensitive=False,
-        show_default=False,
-    ),
-]
-Lane = Annotated[
-    str | None,
-    typer.Option(
-        "--lane", metavar="NAME", help="Only this lane; all when not given.", show_default=False
-    ),
-]
-ServedModel = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="NAME",
-        help="Of several models the one with this name, as `models` prints it.",
-        rich_help_panel=_PANEL,
-        show_default=False,
-    ),
+Lane = Annotated[str | None, option("--lane", "Only this lane; default: all.", "NAME")]
+AsJson = Annotated[bool, option("--json", "Print JSON.")]
+AskedModel = Annotated[
+    str | None, _setting("--model", "The model, as `models` prints it; default: the first.", "NAME")
 ]
 WithParent = Annotated[
-    bool,
-    typer.Option(
-        "--with-parent", hidden=True, help="Leave when standard input closes, as `up` wants."
-    ),
+    bool, option("--with-parent", "Exit when standard input closes.", hidden=True)
 ]
 
 
 class Options(msgspec.Struct, frozen=True):
-    """What was given of the options that set settings; None is what was not.
+    """Options of many commands; None if not given. Only the first three set no setting."""
 
-    Attributes:
-        url: Of a server, for commands that ask one; it sets nothing.
-        api_key: For that server.
-        bus: The bus's URL.
-        model: The model's folder.
-        reference: That of the reference model.
-        config_file: A YAML file.
-        settings: "section.setting=value" texts; they win over the other options.
-        log_level: One of `Level`.
-        served: The name of a model that is served; it sets nothing.
-    """
-
-    url: str | None = None
-    api_key: str | None = None
-    bus: str | None = None
-    model: str | None = None
-    reference: str | None = None
-    config_file: Path | None = None
-    settings: list[str] | None = None
-    log_level: str | None = None
-    served: str | None = None
+    url: Annotated[
+        str | None,
+        _setting("--url", "A server, as http://127.0.0.1:8000, instead of a bus.", "URL"),
+    ] = None
+    api_key: Annotated[
+        str | None,
+        _setting(
+            "--api-key",
+            "The key for that server; safer in the environment, hidden from other users.",
+            "KEY",
+            envvar=API_KEY_VARIABLE,
+            callback=_api_key,
+        ),
+    ] = None
+    served: Annotated[
+        str | None,
+        _setting("--model", "One of several models, by a name that `models` prints.", "NAME"),
+    ] = None
+    bus: Annotated[
+        str | None,
+        _setting("--bus", "Redis or Valkey: redis://host:port, rediss://, unix://.", "URL"),
+    ] = None
+    model: Annotated[
+        str | None,
+        _setting(
+            "--model",
+            f"Model folder in Transformers' format; {BUNDLED_MODEL!r} is the bundled model.",
+            "FOLDER",
+        ),
+    ] = None
+    reference: Annotated[
+        str | None,
+        _setting(
+            "--reference",
+            "A second, constant model, which scores what the first one generates.",
+            "FOLDER",
+        ),
+    ] = None
+    config_file: Annotated[
+        Path | None, _setting("--config", "YAML file with settings, by section.", "FILE")
+    ] = None
+    settings: Annotated[
+        list[str] | None,
+        _setting("--set", "A setting, as engine.max_batch_size=64. Repeatable.", "NAME=VALUE"),
+    ] = None
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"] | None,
+        _setting("--log-level", "Least level that is printed.", case_sensitive=False),
+    ] = None
 
     def config(self, **more: Any) -> Config:
-        """The settings of a command: its options over the environment over the file.
+        """Return the settings: options over the environment over the file.
 
         Args:
-            more: What the command itself decides, by dotted name; `settings` win over it.
+            more: The command's own values, by dotted name; `settings` take precedence.
 
         Raises:
             ConfigError: As `load_config`; also for a text without "=".
@@ -199,29 +132,27 @@ class Options(msgspec.Struct, frozen=True):
             check_model_path(config, self.model)
         return config
 
-    def adding(self, setting: str) -> Options:
-        """The same and one more of `settings`."""
-        return replace(self, settings=[*(self.settings or ()), setting])
-
     def client_config(self, least: str | None = "warning") -> Config:
-        """As `config`, for a command that talks to a pipeline in another process.
+        """Return the settings of a command that talks to a pipeline in another process.
 
-        Without any URL it is the one where `up` starts its server. Logging is set up.
+        Without a URL the bus is the one where `up` starts its server. Logging is set up.
 
         Args:
-            least: The least severity that is logged unless `log_level` asks otherwise, so that
-                log lines don't mix with the answers; None leaves it to the settings.
+            least: The least level without `log_level`, so that log lines don't mix with answers;
+                None for the level of the settings.
         """
         config = replace(self, log_level=self.log_level or least).config()
         setup_logging(config.telemetry)
         if config.bus.url != "memory":
             return config
         if self.bus is not None:
-            raise ConfigError("--bus memory has nobody else on it; give the URL that `up` printed")
+            raise ConfigError(
+                "--bus memory reaches no other process; give the URL that `up` printed"
+            )
         return replace(config, bus=replace(config.bus, url=DEFAULT_URL))
 
     def overrides(self, **more: Any) -> dict[str, Any]:
-        """What is set, by dotted name; `more` as in `config`.
+        """Return the settings that options set, by dotted name; `more` as in `config`.
 
         Raises:
             ConfigError: A text of `settings` has no "=".
@@ -230,113 +161,78 @@ class Options(msgspec.Struct, frozen=True):
             "bus.url": self.bus,
             "engine.model_path": self.model,
             "engine.reference_model_path": self.reference,
-            "telemetry.log_level": None if self.log_level is None else str(self.log_level),
+            "telemetry.log_level": self.log_level,
         }
         overrides = {name: value for name, value in named.items() if value is not None}
-        return overrides | more | dict(map(_setting, self.settings or ()))
+        return overrides | more | dict(map(_parsed, self.settings or ()))
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    """The name and the value of a "section.setting=value"."""
+def _parsed(text: str) -> tuple[str, Any]:
+    """Return the name and the value of a "section.setting=value"."""
     match = _SETTING.fullmatch(text)
     if match is None:
         # The rest is not quoted: it may be a password.
         name = re.match(r"[\w.]*", text)
         beginning = name.group()[:MOST_SHOWN] if name else ""
-        raise ConfigError(
-            f"--set takes section.setting=value; what begins with {beginning!r} is none"
-        )
+        raise ConfigError(f"--set takes section.setting=value, not a text with {beginning!r} first")
     return match["name"], parse_value(match["value"])
 
 
-_ANNOTATIONS = {
-    "url": ServerUrl,
-    "api_key": ApiKey,
-    "bus": BusUrl,
-    "model": ModelPath,
-    "reference": ReferencePath,
-    "config_file": ConfigFile,
-    "settings": Settings,
-    "log_level": LogLevel,
-    "served": ServedModel,
-}
+def takes(make: Callable[..., Any], *names: str) -> Callable[[Command], Command]:
+    """Give a command further options, after its own.
 
-CLIENT_OPTIONS = ("bus", "config_file", "settings", "log_level")
-"""The options of every command that talks to a running pipeline."""
-
-ENGINE_OPTIONS = ("bus", "model", "config_file", "settings", "log_level")
-"""The options of every command that runs a part of a pipeline."""
-
-
-def takes_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command these fields of `Options` as options, behind its own.
-
-    The command gets them together, as its first argument.
+    Args:
+        make: Takes the options as keywords. The command gets its result, as the parameter that is
+            annotated with its type.
+        names: The options, by name, out of those of `make`; all if empty.
     """
+    hints = get_type_hints(make, include_extras=True)
+    kind = hints.pop("return", make)
+    names = names or tuple(hints)
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command, eval_str=True)
-        _, *own = signature.parameters.values()
-        shared = [option(name, _ANNOTATIONS[name]) for name in names]
+    def decorate(command: Command) -> Command:
+        parameters = inspect.signature(command, eval_str=True).parameters
+        (holder,) = (each.name for each in parameters.values() if each.annotation is kind)
+        own = [each for each in parameters.values() if each.name != holder]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        more = [
+            inspect.Parameter(name, keyword, default=None, annotation=hints[name]) for name in names
+        ]
 
         @functools.wraps(command)
         def with_options(**values: Any) -> None:
-            options = Options(**{name: values.pop(name) for name in names})
-            command(options, **values)
+            command(**{holder: make(**{name: values.pop(name) for name in names})}, **values)
 
-        set_parameters(with_options, [*own, *shared])
+        # Typer reads the parameters from these two attributes.
+        with_options.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
+        with_options.__annotations__ = {each.name: each.annotation for each in [*own, *more]}
         return with_options
 
     return decorate
 
 
-def gathers(
-    annotations: Mapping[str, Any], make: Callable[..., Any]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command more options, behind its own, which it gets together, as its second argument.
+_CLIENT = ("bus", "config_file", "settings", "log_level")
 
-    The first are its `Options`, whose decorator stands above this one.
+takes_client_options = takes(Options, *_CLIENT)
+"""For commands that talk to a running pipeline."""
 
-    Args:
-        annotations: As Typer reads them, by name; all of them may be None.
-        make: Takes them by name, and gives what the command gets.
-    """
+takes_model_options = takes(Options, "served", *_CLIENT)
+"""The same, for one of several models."""
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        first, _, *own = inspect.signature(command, eval_str=True).parameters.values()
-        shared = [option(name, annotation) for name, annotation in annotations.items()]
+takes_server_options = takes(Options, "url", "api_key", *_CLIENT)
+"""For commands that talk to a server or to a pipeline."""
 
-        @functools.wraps(command)
-        def with_gathered(options: Options, **values: Any) -> None:
-            given = {name: values.pop(name) for name in annotations}
-            command(options, make(**given), **values)
+takes_status_options = takes(Options, "url", "api_key", "served", *_CLIENT)
+"""The same, for one of several models."""
 
-        set_parameters(with_gathered, [first, *own, *shared])
-        return with_gathered
+takes_gateway_options = takes(Options, "bus", "model", *_CLIENT[1:])
 
-    return decorate
+takes_engine_options = takes(Options, "reference", "bus", "model", *_CLIENT[1:])
+"""For commands that run stages."""
 
 
-def option(name: str, annotation: Any) -> inspect.Parameter:
-    """A parameter of a command that need not be given."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=None, annotation=annotation)
-
-
-def set_parameters(command: Callable[..., None], parameters: list[inspect.Parameter]) -> None:
-    """Has Typer take these for a command's parameters, in this order."""
-    # It reads them from these two.
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-
-
-takes_client_options = takes_options(*CLIENT_OPTIONS)
-
-takes_model_options = takes_options("served", *CLIENT_OPTIONS)
-"""Of commands that talk to a running pipeline, of several models to one of them."""
-
-takes_asking_options = takes_options("url", "api_key", *CLIENT_OPTIONS)
-"""Of commands that talk to a server or to a pipeline."""
-
-takes_looking_options = takes_options("url", "api_key", "served", *CLIENT_OPTIONS)
-"""Of commands that look at a running pipeline, over its bus or at a server."""
+def group(help: str) -> typer.Typer:
+    """Return a command with subcommands."""
+    return typer.Typer(
+        help=help, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
+    )

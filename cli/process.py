@@ -1,11 +1,16 @@
-"""What processes that serve share: how they begin, how long they run, how they stop."""
+"""Parts that long-running processes share: standard input, signals, memory, limits."""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import gc
 import os
 import resource
 import signal
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -14,61 +19,69 @@ import anyio
 
 from ..config.logger import get_logger
 from ..pipeline.pipeline import Pipeline
-from .process_memory import give_back_forever
-from .stdin import stdin_lines
 
 DRAIN = b"drain\n"
-"""What `up` writes to a child's standard input when the whole pipeline is to stop."""
+"""Sent by `up` to a child's standard input when the whole pipeline is to stop."""
+
+LOOK_S = 3.0
+
+IDLE_SHARE = 0.1
+"""Of a core's time: below it, a garbage collection does not delay the process's work."""
+
+WORTH_S = 0.3
+"""CPU time since the last garbage collection that makes another one worthwhile."""
+
+_READ_AHEAD = 256
+_READ_BYTES = 1 << 16
 
 
-class Told(NamedTuple):
-    """Why a process is to stop.
+class StopReason(NamedTuple):
+    """Why a process stops.
 
     Attributes:
-        asked: The signal, None where there was none.
-        words: What its parent has said. Without that and a signal, the parent is gone.
+        signal: None without one.
+        words: Sent by its parent. Without a word and a signal, the parent has ended.
     """
 
-    asked: signal.Signals | None
+    signal: signal.Signals | None
     words: list[bytes]
 
 
-async def until_told_to_stop(
+async def until_stopped(
     signals: AsyncIterator[signal.Signals],
-    *beside: Callable[[], Coroutine[Any, Any, None]],
+    *work: Callable[[], Coroutine[Any, Any, None]],
     with_parent: bool = False,
-) -> Told:
-    """Waits until this process is to stop. From then on a second signal kills at once.
+) -> StopReason:
+    """Wait until this process is to stop. After that, a second signal kills at once.
 
     Args:
-        signals: The first of them is what it waits for.
-        beside: What runs meanwhile; an error that it raises comes out.
-        with_parent: Whether its parent may tell it by its standard input, as `up` does.
+        signals: The first of them ends the wait.
+        work: Runs meanwhile; its errors are raised.
+        with_parent: Whether the parent may end it by standard input, as `up` does.
     """
     words: list[bytes] = []
-    asked: signal.Signals | None = None
+    number: signal.Signals | None = None
     async with anyio.create_task_group() as group:
-        for work in beside:
-            group.start_soon(work)
-        group.start_soon(give_back_forever)
+        for each in work:
+            group.start_soon(each)
+        group.start_soon(trim_memory_forever)
         if with_parent:
             group.start_soon(_hear_parent, words, group.cancel_scope)
-        asked = await anext(signals)
+        number = await anext(signals)
         group.cancel_scope.cancel()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return Told(asked, words)
+    return StopReason(number, words)
 
 
 async def _hear_parent(words: list[bytes], scope: anyio.CancelScope) -> None:
-    """Standard input is a pipe: one word comes when all is to stop, and it closes when the parent
-    dies."""
+    """Cancel when the parent sends a word on standard input, or dies, which closes it."""
     async for word in stdin_lines():
         if word:
             words.append(word)
             scope.cancel()
             return
-    # It read our logs too; a write to nobody would be an error.
+    # The parent also read our logs; without a reader, writing would be an error.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())
@@ -76,7 +89,7 @@ async def _hear_parent(words: list[bytes], scope: anyio.CancelScope) -> None:
 
 
 async def drain(pipeline: Pipeline, timeout_s: float | None = None) -> None:
-    """As `Pipeline.drain`, and says in the log how it ended."""
+    """Drain a pipeline, and log the result."""
     log = get_logger()
     if await pipeline.drain(timeout_s):
         log.info("stopped", brief="stopped")
@@ -84,22 +97,76 @@ async def drain(pipeline: Pipeline, timeout_s: float | None = None) -> None:
         log.error("stopped_undrained", lost="requests without an answer stay on the stream")
 
 
-def forbid_torch() -> None:
-    """Lets nothing in this process import torch, which only the executor uses.
+async def stdin_lines() -> AsyncIterator[bytes]:
+    """Yield the lines of standard input, without line ends; cancelling never blocks."""
+    loop = asyncio.get_running_loop()
+    lines: asyncio.Queue[bytes | None] = asyncio.Queue()
+    # Bounds the queue in the reader's thread.
+    room = threading.Semaphore(_READ_AHEAD)
 
-    Transformers would, as soon as admission and streaming load a tokenizer, merely because it is
-    installed. That takes longer than all else at the start of a process. Without torch, tokenizers
-    are the same, and Transformers knows how to do without.
+    def put(line: bytes | None) -> None:
+        room.acquire()
+        loop.call_soon_threadsafe(lines.put_nowait, line)
+
+    # A daemon thread: a blocking read from a terminal can't be cancelled, and Ctrl-C must not wait
+    # for it. It reads the descriptor, since a lock held on sys.stdin at exit is fatal.
+    threading.Thread(target=_read_lines, args=(put,), name="stdin", daemon=True).start()
+    while (line := await lines.get()) is not None:
+        room.release()
+        yield line
+
+
+def _read_lines(put: Callable[[bytes | None], None]) -> None:
+    rest = b""
+    try:
+        while chunk := os.read(0, _READ_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                put(line)
+        put(rest)
+        put(None)
+    except RuntimeError:
+        return  # the loop has ended
+
+
+def freeze_memory() -> None:
+    """Exclude the objects made so far from garbage collection, which stops everything."""
+    gc.collect()
+    gc.freeze()
+
+
+async def trim_memory_forever() -> None:
+    """Return memory to the system when the process is idle after work.
+
+    Otherwise much memory of ended requests stays: cycles wait for the collector, which runs when
+    more is allocated, and the allocator keeps free memory.
+    """
+    collected_s = used_s = 0.0
+    while True:
+        await anyio.sleep(LOOK_S)
+        before_s, used_s = used_s, time.process_time()
+        if used_s - before_s < IDLE_SHARE * LOOK_S and used_s - collected_s >= WORTH_S:
+            collected_s = used_s
+            gc.collect()
+            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+                trim(0)
+
+
+def forbid_torch() -> None:
+    """Make importing torch fail in this process.
+
+    With tokenizers, Transformers would import torch merely because it is installed, which takes
+    longer than the rest of a start. Tokenizers work the same without.
     """
     if "torch" not in sys.modules:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # so Python says that there is none
-        # It would advise to install it.
+        sys.modules["torch"] = None  # type: ignore[assignment]  # so that the import fails
+        # It would advise to install torch.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def raise_file_limit() -> None:
-    """Lets this process have as many open files, and so connections, as it may."""
+    """Raise the limit of open files, and so of connections, to the most that is allowed."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Some systems say "unlimited" and do not mean it.
+    # Some systems report "unlimited" and refuse it.
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

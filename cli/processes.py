@@ -1,12 +1,14 @@
-"""Processes that belong together: each is started again when it ends, and all are stopped."""
+"""Processes of one lane, or the gateway's: each is restarted when it ends, and all are stopped."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TextIO, cast
 
 import anyio
@@ -20,102 +22,138 @@ from ..bus.links import CONTROL
 from ..config import REPLICATED, BusError, Config, NanoInferenceError, split_role
 from ..pipeline.supervisor import RestartBudget, StageFailed
 from ..telemetry import LogOutput
-from .child_output import Line, Lines
-from .children import Child
-from .forks import Forks
+from .children import Child, Forks
 from .process import DRAIN
-from .terminal import PROGRAM
-from .waterfall import STAGE_STYLES
+from .terminal import PROGRAM, STAGE_STYLES
 
 GATEWAY = "gateway"
-"""The role of the process that is no stage."""
-
-STOPPING = "stopping: requests in flight may finish; a second Ctrl-C kills"
+"""The role of the process that runs no stage."""
 
 STOP_S = 10.0
-"""From SIGTERM to SIGKILL, for children that have nothing to drain."""
+"""From SIGTERM to SIGKILL, for children that need not drain."""
+
+MOST_LINE_BYTES = 1 << 16
+"""Shown bytes of a child's line. Our log lines are shorter (`telemetry.logs.MOST_LOG_BYTES`)."""
 
 _STYLES = {**STAGE_STYLES, GATEWAY: "white"}
-# What a child exits with when trying again would not help; see app.py.
+# Exit status of a child for which a restart is useless; see app.py.
 _CAN_NOT_START = 2
-# What it exits with when somebody told it to leave, by SIGTERM: before it could answer the signal,
-# or in good order.
-_LEFT = (-signal.SIGTERM, 0)
-# For telling admission that a process has ended.
-_TELL_S = 1.0
-# Of a sentence with which a command ends; see `terminal.complain`.
+# Exit statuses after SIGTERM: before and after the child handles it.
+_TERMINATED = (-signal.SIGTERM, 0)
+# Time limit for the message to admission that a process has ended.
+_REPORT_S = 1.0
+# Prefix of a command's last sentence; see `terminal.complain`.
 _COMPLAINT = f"{PROGRAM}: "
 
-
-async def kill_on_second(signals: AsyncIterator[signal.Signals], kill: Callable[[], None]) -> None:
-    """Kills when a signal comes once more."""
-    await anext(signals)
-    kill()
+# ESC starts a control sequence, an operating system command, or something shorter.
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?)?")
+_CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class CanNotStart(NanoInferenceError):
-    """A child has said why trying again would not help."""
+    """A child has printed why a restart is useless."""
+
+
+class Line(NamedTuple):
+    """A line of a child's output, without its end.
+
+    Attributes:
+        kept: Its beginning.
+        left_out: The number of further bytes.
+    """
+
+    kept: bytes
+    left_out: int
+
+    def __str__(self) -> str:
+        more = f"... ({self.left_out} more bytes left out)" if self.left_out else ""
+        return without_controls(self.kept.decode(errors="replace")) + more
+
+
+class Lines:
+    """Splits bytes into lines, with at most `most` bytes in memory."""
+
+    def __init__(self, most: int = MOST_LINE_BYTES) -> None:
+        self._most = most
+        self._kept = bytearray()
+        self._left_out = 0
+
+    def feed(self, chunk: bytes) -> Iterator[Line]:
+        """Yield the lines that end in these bytes."""
+        *ended, rest = chunk.split(b"\n")
+        for part in ended:
+            self._add(part)
+            yield self._take()
+        self._add(rest)
+
+    def end(self) -> Iterator[Line]:
+        """Yield the last line, if it has no end."""
+        if self._kept or self._left_out:
+            yield self._take()
+
+    def _add(self, part: bytes) -> None:
+        kept = part[: self._most - len(self._kept)]
+        self._kept += kept
+        self._left_out += len(part) - len(kept)
+
+    def _take(self) -> Line:
+        line = Line(bytes(self._kept), self._left_out)
+        self._kept.clear()
+        self._left_out = 0
+        return line
+
+
+def without_controls(text: str) -> str:
+    """Return a text without colours and control codes, so that it can't steer the terminal."""
+    return _CONTROLS.sub(" ", _ESCAPES.sub("", text)).rstrip(" ")
 
 
 class Printer:
-    """Writes what children print, and what is said of them, to standard error."""
+    """Writes lines of `up` and of its children to standard error."""
 
     def __init__(self, models: Sequence[str] = (), stream: TextIO | None = None) -> None:
-        """Args: where there are several models, their ids, for which there is a column then; where
-        to write (None: standard error)."""
-        # Drops lines rather than wait or fail: the pipeline is worth more than a line.
+        """Args: the ids of several models, which get a column; the output (None: stderr)."""
+        # Drops lines rather than wait or fail, since the pipeline is more important.
         output = LogOutput(
             stream or sys.stderr, lambda lines: f"up         {lines} lines were dropped\n"
         )
         self._console = Console(file=cast(TextIO, output), highlight=False, soft_wrap=True)
-        self._several = bool(models)
-        self._width = max(map(len, models), default=0)
+        self._width = max(map(len, models)) + 1 if models else 0
 
     def say(self, text: str, model: str = "") -> None:
-        """A line of ours."""
-        self._write(Text(f"{self._of(model)}up         ", style="bold") + Text(text))
+        """Write a line of `up`."""
+        self._console.print(Text(f"{model:<{self._width}}up         ", "bold") + Text(text))
 
     def line(self, model: str, role: str, line: Line) -> None:
-        """A line of a child."""
-        start = f"{self._of(model)}{role:<10} "
-        self._write(Text(start, style=_STYLES[split_role(role)[0]]) + Text(str(line)))
-
-    def _of(self, model: str) -> str:
-        return f"{model:<{self._width}} " if self._several else ""
-
-    def _write(self, text: Text) -> None:
-        self._console.print(text)
+        """Write a line of a child."""
+        start = f"{model:<{self._width}}{role:<10} "
+        self._console.print(Text(start, _STYLES[split_role(role)[0]]) + Text(str(line)))
 
 
-class Identity(NamedTuple):
-    """What processes are told to run as.
+@dataclass(eq=False)
+class Processes:
+    """Processes with a role each: those of a lane, the gateway's.
 
     Attributes:
-        config: The settings of these processes.
-        arguments: What makes each of them read the same.
-        metrics_ports: For each, in the order of their roles; none where there are no metrics.
+        config: Their settings.
+        roles: One for each process.
+        forks: Starts them.
+        printer: Prints their lines.
+        arguments: Options with which each of them reads the same settings.
+        metrics_ports: For each role; empty without metrics.
     """
 
     config: Config
-    arguments: tuple[str, ...] = ()
-    metrics_ports: tuple[int, ...] = ()
+    roles: Sequence[str]
+    forks: Forks
+    printer: Printer
+    arguments: Sequence[str] = ()
+    metrics_ports: Sequence[int] = ()
 
-
-class Processes:
-    """Some processes with a role each: those of a lane, the gateway's."""
-
-    def __init__(
-        self, identity: Identity, roles: Iterable[str], forks: Forks, printer: Printer
-    ) -> None:
-        self._config = identity.config
-        self._arguments = ("--with-parent", *identity.arguments)
-        self._metrics_ports = identity.metrics_ports
-        self.roles = tuple(roles)
-        self._model = identity.config.bus.model
-        self._forks = forks
-        self._printer = printer
+    def __post_init__(self) -> None:
+        self._model = self.config.bus.model
         self._children: dict[str, Child] = {}
-        # With which sentence each has ended.
+        # The last complaint of each child.
         self._complaints: dict[str, str] = {}
         # Replicas of which a stage has used up its restarts.
         self._given_up: set[int] = set()
@@ -123,15 +161,15 @@ class Processes:
 
     @property
     def pids(self) -> list[int]:
-        """Those that run."""
+        """The running processes."""
         return [child.pid for child in self._children.values() if child.returncode is None]
 
     async def run(self) -> None:
-        """Runs them until they are stopped.
+        """Run the processes until they are stopped.
 
         Raises:
-            StageFailed: A child has used up its restarts, and no replica can do without it.
-            CanNotStart: A child has said why it can't.
+            StageFailed: A child has used up its restarts, and no replica can replace it.
+            CanNotStart: A child has printed why it can't start.
         """
         try:
             async with anyio.create_task_group() as group:
@@ -141,13 +179,13 @@ class Processes:
             raise _first(failures) from None
 
     async def _keep_running(self, role: str) -> None:
-        budget = RestartBudget(role, self._config.pipeline)
+        budget = RestartBudget(role, self.config.pipeline)
         while not self._stopping:
             status = await self._run_once(role)
             if self._stopping:
                 return
-            if status in _LEFT:
-                self._say(f"{role} was told to leave; starting its successor")
+            if status in _TERMINATED:
+                self._say(f"{role} was terminated; starting its successor")
                 continue
             if status == _CAN_NOT_START:
                 raise CanNotStart(self._why_not(role))
@@ -155,81 +193,80 @@ class Processes:
                 wait_s = budget.failed(time.monotonic())
             except StageFailed as error:
                 self.give_up(role, error)
-                await self._tell_of_end(role)
+                await self._report_end(role)
                 return
-            self._say(f"{role} ended with status {status}; starting it again in {wait_s:g} s")
-            await self._tell_of_end(role)
+            self._say(f"{role} ended with status {status}; restarting it in {wait_s:g} s")
+            await self._report_end(role)
             await anyio.sleep(wait_s)
 
     def _why_not(self, role: str) -> str:
-        said = self._complaints.get(role, "")
-        if self._model and said:
-            return said
-        return f"the {role} stage can't start; it says why above"
+        complaint = self._complaints.get(role, "")
+        if self._model and complaint:
+            return complaint
+        return f"the {role} stage can't start; its reason is above"
 
     def give_up(self, role: str, error: StageFailed) -> None:
-        """Goes on without a replica, as long as there are others. Raises the error if not."""
+        """Continue without a replica, while there are others. Raises the error if not."""
         stage, replica = split_role(role)
         self._given_up.add(replica)
-        if stage not in REPLICATED or len(self._given_up) == self._config.pipeline.replicas:
+        if stage not in REPLICATED or len(self._given_up) == self.config.pipeline.replicas:
             raise error
-        self._say(f"{error.message}; the other replicas go on without it")
+        self._say(f"{error.message}; the other replicas continue without it")
 
-    async def _tell_of_end(self, role: str) -> None:
-        """Tells admission what a process that was killed could not: others take over its work."""
-        if self._config.pipeline.replicas == 1 or role == GATEWAY:
-            return  # nobody could; and its successor says that it has come
-        bus = open_bus(self._config.bus)
+    async def _report_end(self, role: str) -> None:
+        """Report to admission that a process has ended, so that other replicas take its work."""
+        if self.config.pipeline.replicas == 1 or role == GATEWAY:
+            return  # only a successor takes its work, and reports itself
+        bus = open_bus(self.config.bus)
         try:
-            with anyio.move_on_after(_TELL_S):
+            with anyio.move_on_after(_REPORT_S):
                 sender = bus.sender(CONTROL["admission"], "up")
                 await sender.send(StageStopped(role, "", "its process ended"))
                 await sender.flush()
         except BusError as error:
-            self._say(f"admission could not be told: {error.message}")
+            self._say(f"the end could not be reported to admission: {error.message}")
         finally:
-            with anyio.move_on_after(_TELL_S):
+            with anyio.move_on_after(_REPORT_S):
                 await bus.aclose()
 
     async def _run_once(self, role: str) -> int:
-        child = self._children[role] = await self._forks.start(role, self._command(role))
-        if self._stopping:  # while it was started
+        child = self._children[role] = await self.forks.start(role, self._command(role))
+        if self._stopping:  # meanwhile
             child.send_signal(signal.SIGTERM)
         lines = Lines()
         async with contextlib.aclosing(child.output()) as output:
             async for chunk in output:
                 for line in lines.feed(chunk):
                     self._print(role, line)
-                    await anyio.lowlevel.checkpoint()  # a flood of one leaves others their turn
+                    await anyio.lowlevel.checkpoint()  # one child's output must not delay others
         for line in lines.end():
             self._print(role, line)
         status = await child.wait()
-        self._forks.ended(child)
+        self.forks.ended(child)
         return status
 
     def _command(self, role: str) -> list[str]:
-        """The arguments of `nano-inference`."""
+        """Return the arguments of `nano-inference`."""
         if role == GATEWAY:
-            command = ["gateway", *self._arguments]
+            command = ["gateway", "--with-parent", *self.arguments]
         else:
             stage, replica = split_role(role)
-            command = ["run", *self._arguments, "--stages", stage]
+            command = ["run", "--with-parent", *self.arguments, "--stages", stage]
             if stage in REPLICATED:
                 command += ["--set", f"pipeline.replica={replica}"]
-        if self._metrics_ports:
-            number = self._metrics_ports[self.roles.index(role)]
+        if self.metrics_ports:
+            number = self.metrics_ports[self.roles.index(role)]
             command += ["--set", f"telemetry.metrics_port={number}"]
         return command
 
     async def stop(self, *, drain: bool = False) -> None:
-        """Ends them, the gateway first, which lets its calls end, then admission, while the others
-        work.
+        """Stop the gateway, which ends its calls, then admission, then the others.
 
         Args:
-            drain: Whether admission shall let requests in flight finish.
+            drain: Whether admission waits for requests in flight.
         """
         self._stopping = True
-        limit_s = self._config.pipeline.drain_timeout_s + STOP_S
+        limit_s = self.config.pipeline.drain_timeout_s + STOP_S
         await self._stop(GATEWAY, limit_s)
         await self._stop("admission", limit_s if drain else STOP_S, drain=drain)
         async with anyio.create_task_group() as group:
@@ -241,34 +278,31 @@ class Processes:
         if child is None:
             return
         if child.returncode is None:
-            await self._end(role, child, limit_s, drain=drain)
-        self._forks.ended(child)
-
-    async def _end(self, role: str, child: Child, limit_s: float, *, drain: bool) -> None:
-        if drain:
-            await child.tell(DRAIN)
-        else:
-            child.send_signal(signal.SIGTERM)
-        with anyio.move_on_after(limit_s):
-            await child.wait()
-            return
-        self._say(f"{role} does not stop; killing it")
-        child.send_signal(signal.SIGKILL)
-        await child.wait()
+            if drain:
+                await child.tell(DRAIN)
+            else:
+                child.send_signal(signal.SIGTERM)
+            with anyio.move_on_after(limit_s) as scope:
+                await child.wait()
+            if scope.cancelled_caught:
+                self._say(f"{role} does not stop; killing it")
+                child.send_signal(signal.SIGKILL)
+                await child.wait()
+        self.forks.ended(child)
 
     def kill(self) -> None:
-        """Ends all of them at once."""
+        """Kill all processes."""
         for child in self._children.values():
             child.send_signal(signal.SIGKILL)
 
     def _say(self, text: str) -> None:
-        self._printer.say(text, self._model)
+        self.printer.say(text, self._model)
 
     def _print(self, role: str, line: Line) -> None:
         text = str(line)
         if text.startswith(_COMPLAINT):
             self._complaints[role] = text.removeprefix(_COMPLAINT)
-        self._printer.line(self._model, role, line)
+        self.printer.line(self._model, role, line)
 
 
 def _first(failures: BaseExceptionGroup[NanoInferenceError]) -> NanoInferenceError:

@@ -1,65 +1,66 @@
-"""`nano-inference pull`: a model's folder, from a folder, a URL or a hub."""
+"""`nano-inference pull`: a model's folder, from a folder, a URL or a hub.
+
+It arrives whole and checked, and an interrupted pull continues where it stopped.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import filecmp
 import glob
+import hashlib
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Annotated
+from typing import Annotated, Literal, NamedTuple
+from urllib.parse import unquote, urlsplit, urlunsplit
 
-import typer
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+import httpx2
+from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-from ..config import ConfigError
-from .checks import check_folder
-from .fetching import Source, fetch, source_of
+from ..config import ConfigError, ModelError, shown
+from .model_files import MODELS, check_folder
+from .options import argument, option
 from .terminal import complain, stderr, stdout
+from .unpacking import unpack
 
-MODELS = Path("~/.cache/nano-inference/models")
-"""Where models are put, unless it is said."""
+_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+_SHA256 = re.compile(r"[0-9a-fA-F]{64}")
+_ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
+_TIMEOUT_S = 60.0
+# Second copies of weights, in formats of other libraries or that run code when loaded.
+_NOT_FROM_HUB = ["*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.py", "original/*"]
 
 
 def pull(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="A folder, or a GGUF file; the http(s) URL of an archive (.tar, .tar.gz, .zip) or "
+        argument(
+            "SOURCE",
+            "A folder, or a GGUF file; the http(s) URL of an archive (.tar, .tar.gz, .zip) or "
             "of one file; or a name on the Hugging Face hub, as org/name or org/name@revision.",
         ),
     ],
     to: Annotated[
-        Path | None,
-        typer.Option("--to", metavar="FOLDER", help=f"Where to put it; below {MODELS} by default."),
+        Path | None, option("--to", f"The new folder; default: below {MODELS}.", "FOLDER")
     ] = None,
     sha256: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--sha256",
-            metavar="HEX",
-            help="What the file at a URL has to be; may stand behind it, as #sha256=HEX.",
-            show_default=False,
+            "Checksum of the file at a URL; may also follow the URL, as #sha256=HEX.",
+            "HEX",
         ),
     ] = None,
     unverified: Annotated[
-        bool, typer.Option("--unverified", help="Take what a URL gives, whatever it is.")
+        bool, option("--unverified", "Accept a URL's file without a checksum.")
     ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Put it in the place of what is there.")
-    ] = False,
+    force: Annotated[bool, option("--force", "Replace an existing folder.")] = False,
 ) -> None:
-    """Bring a model's folder here, and print where it is.
+    """Bring a model's folder here, and print its path.
 
         nano-inference pull Qwen/Qwen2.5-0.5B-Instruct
 
@@ -69,8 +70,8 @@ def pull(
 
         nano-inference pull https://example.org/model.Q4_K_M.gguf#sha256=5f70…
 
-    What was cut off goes on where it stopped when the command is given again. The folder is there
-    only once all of it is, and what stood there before stays until then.
+    An interrupted pull continues when the command is repeated. The folder appears, or is replaced,
+    once it is complete.
     """
     found = source_of(source, sha256, unverified=unverified)
     target = (to or MODELS / found.name).expanduser().resolve()
@@ -79,7 +80,7 @@ def pull(
     try:
         _check_apart(found, target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(target):
+        with _locked(target):
             _check_replaced(target, force=force)
             _put(_fetched(found, target), target)
     except OSError as error:
@@ -90,15 +91,18 @@ def pull(
     stdout().print(str(target), soft_wrap=True)
 
 
+# --- the target ---------------------------------------------------------------------------------
+
+
 def _check_apart(source: Source, target: Path) -> None:
-    """Raises ConfigError: a folder would be copied into itself, or into the place of its own."""
+    """Raises ConfigError: a folder would be copied into itself or over itself."""
     place = Path(source.place)
     if source.kind == "folder" and (target.is_relative_to(place) or place.is_relative_to(target)):
         raise ConfigError(f"{place} and {target} are one folder, or one is within the other")
 
 
 def _check_replaced(target: Path, *, force: bool) -> None:
-    """Raises ConfigError: what is there has to stay."""
+    """Raises ConfigError: the target exists and must not be replaced."""
     if not target.exists():
         return
     if not target.is_dir():
@@ -106,25 +110,19 @@ def _check_replaced(target: Path, *, force: bool) -> None:
     if not force:
         raise ConfigError(f"{target} is there already; give --force to replace it, or --to")
     if not (target / "config.json").exists() and any(path.is_dir() for path in target.iterdir()):
-        # It was meant as the place for a model's folder, perhaps beside others.
+        # Probably meant as the parent of a model's folder.
         raise ConfigError(f"{target} holds folders and is no model's, so it is not replaced")
 
 
 def _fetched(source: Source, target: Path) -> Path:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
     console = stderr()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         return fetch(source, _beside(target, f"partial-{source.key}"), progress)
 
 
 def _put(folder: Path, target: Path) -> None:
-    """In the place of what may be there, which is gone only when the new one stands there."""
+    """Move a folder to the target. The old target is removed only after that."""
     old = _beside(target, "old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
@@ -136,17 +134,18 @@ def _put(folder: Path, target: Path) -> None:
 
 
 @contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Raises ConfigError: another process is at it."""
+def _locked(target: Path) -> Iterator[None]:
+    """Raises ConfigError: another process holds the lock."""
     path = _beside(target, "lock")
     while True:
         with path.open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise ConfigError(f"another pull to {target} is under way") from None
-            if not _is_at(lock, path):
-                continue  # its owner has removed it since it was opened, so it locks nothing
+                raise ConfigError(f"another pull to {target} is in progress") from None
+            # If its owner has removed it since it was opened, it locks nothing.
+            if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):
+                continue
             try:
                 yield
             finally:
@@ -154,13 +153,264 @@ def _alone(target: Path) -> Iterator[None]:
             return
 
 
-def _is_at(file: IO[str], path: Path) -> bool:
-    """Return whether an open file is the one at a path."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _beside(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.{what}")
+
+
+# --- the source ---------------------------------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """Where a model is.
+
+    Attributes:
+        kind: Of the place.
+        place: A path, a URL, or a name on the hub.
+        name: Name of its folder here.
+        check: SHA-256 of a URL's content, in hexadecimal; "" for none.
+        revision: On the hub; "" for the newest.
+    """
+
+    kind: Literal["folder", "url", "hub"]
+    place: str
+    name: str
+    check: str = ""
+    revision: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The place in messages, without parts of a URL that may be secrets."""
+        if self.kind != "url":
+            return self.place
+        parts = urlsplit(self.place)
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+    @property
+    def key(self) -> str:
+        """Distinguishes partial downloads of different sources."""
+        return hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:12]
+
+
+def source_of(text: str, sha256: str | None, *, unverified: bool) -> Source:
+    """Return the source of a SOURCE argument.
+
+    Raises:
+        ConfigError: It is none, or lacks a checksum.
+    """
+    if "://" in text:
+        return _url(text, sha256, unverified=unverified)
+    if sha256 is not None:
+        raise ConfigError("--sha256 is for URLs")
+    folder = Path(text).expanduser()
+    if text and folder.is_dir():
+        found = folder.resolve()
+        return Source("folder", str(found), found.name or "root")
+    if folder.suffix == ".gguf" and folder.is_file():
+        return Source("folder", str(folder.resolve()), folder.stem)
+    named = _HUB.fullmatch(text)
+    if named is None or folder.is_absolute() or text.startswith("."):
+        raise ConfigError(
+            f"{shown(text)} is no folder, no GGUF file, no http(s) URL and no name on the hub "
+            "(org/name)"
+        )
+    return Source("hub", named[1], named[1].replace("/", "--"), revision=named[2] or "")
+
+
+def _url(text: str, sha256: str | None, *, unverified: bool) -> Source:
+    url, _, fragment = text.partition("#")
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"{shown(text)} is no http(s) URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"{shown(text)} is no http(s) URL")
+    check = sha256 or fragment.removeprefix("sha256=")
+    if check and not _SHA256.fullmatch(check):
+        raise ConfigError(f"the SHA-256 is {shown(check)}; it has 64 hexadecimal digits")
+    if not check and not unverified:
+        raise ConfigError(
+            "without a checksum the file can't be verified; give it with --sha256, or give "
+            "--unverified"
+        )
+    file = unquote(parts.path.rpartition("/")[2])
+    suffix = _archive_suffix(file)
+    name = file.removesuffix(suffix) if suffix else Path(file).stem
+    if not (re.fullmatch(r"\w[\w.-]*", file) and name):
+        raise ConfigError(f"{shown(text)} names no file; give the URL of an archive or a file")
+    return Source("url", url, name, check.lower())
+
+
+def _archive_suffix(file: str) -> str:
+    return max((each for each in _ARCHIVES if file.lower().endswith(each)), key=len, default="")
+
+
+def fetch(source: Source, partial: Path, progress: Progress) -> Path:
+    """Bring a model's folder into `partial`, continuing an earlier attempt there.
+
+    Returns:
+        The folder: `partial` or one within.
+
+    Raises:
+        ModelError: It can't be fetched, or has the wrong checksum.
+    """
+    try:
+        match source.kind:
+            case "folder":
+                return _copied(Path(source.place), partial, progress)
+            case "url":
+                return _downloaded(source, partial, progress)
+            case "hub":
+                return _from_hub(source, partial)
+    except OSError as error:
+        raise ModelError(f"{source.shown} can't be put into {partial.parent}: {error}") from None
+
+
+def _copied(folder: Path, partial: Path, progress: Progress) -> Path:
+    """Copy a folder, or a file as if it were alone in its folder.
+
+    Files that are the same were copied by an earlier attempt.
+    """
+    files = [folder] if folder.is_file() else [f for f in folder.rglob("*") if f.is_file()]
+    task = progress.add_task("copying", total=sum(file.stat().st_size for file in files))
+
+    def copy(source: str, target: str) -> None:
+        if not (os.path.isfile(target) and filecmp.cmp(source, target)):
+            shutil.copy2(source, f"{target}.part")
+            os.replace(f"{target}.part", target)
+        progress.advance(task, os.path.getsize(target))
+
+    if folder.is_file():
+        partial.mkdir(parents=True, exist_ok=True)
+        copy(str(folder), str(partial / folder.name))
+    else:
+        shutil.copytree(folder, partial, copy_function=copy, dirs_exist_ok=True)
+    return partial
+
+
+def _downloaded(source: Source, partial: Path, progress: Progress) -> Path:
+    partial.mkdir(parents=True, exist_ok=True)
+    file_name = unquote(urlsplit(source.place).path.rpartition("/")[2])
+    file = partial / file_name
+    try:
+        _download(source, file, progress)
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        why = str(error) or type(error).__name__
+        raise ModelError(
+            f"{source.shown} can't be fetched: {why}; the same command continues where it stopped"
+        ) from None
+    if source.check:
+        with progress.open(file, "rb", description="checking") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()  # type: ignore[arg-type]
+        if found != source.check:
+            file.unlink()
+            raise ModelError(
+                f"{source.shown} has the wrong checksum: its SHA-256 is {found}, not {source.check}"
+            )
+    # No file of a URL has this name.
+    folder = partial / ".unpacked"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    if not _archive_suffix(file_name):
+        file.rename(folder / file_name)
+        return folder
+    try:
+        unpack(file, folder)
+    except ModelError:
+        shutil.rmtree(folder)
+        raise
+    inside = list(folder.iterdir())
+    # Most archives hold one folder.
+    return inside[0] if len(inside) == 1 and inside[0].is_dir() else folder
+
+
+def _download(source: Source, file: Path, progress: Progress) -> None:
+    """Download a file, continuing an earlier attempt if the server still has the same file."""
+    if file.exists():
+        return
+    url = source.place
+    part, tag_file = file.with_name(f"{file.name}.part"), file.with_name(f"{file.name}.tag")
+    tag = tag_file.read_text() if tag_file.exists() else ""
+    had = part.stat().st_size if part.exists() and tag else 0
+    headers = {"Accept-Encoding": "identity"}
+    if had:
+        headers |= {"Range": f"bytes={had}-", "If-Range": tag}
+    timeout = httpx2.Timeout(_TIMEOUT_S)
+    task = progress.add_task("downloading", total=None)
+
+    def check_hop(request: httpx2.Request) -> None:
+        if urlsplit(url).scheme == "https" and request.url.scheme != "https":
+            raise ModelError(f"{source.shown} leads to {request.url.host}, unencrypted")
+
+    hooks: dict[str, list[Callable[..., None]]] = {"request": [check_hop]}
+    with (
+        httpx2.Client(timeout=timeout, follow_redirects=True, event_hooks=hooks) as client,
+        client.stream("GET", url, headers=headers) as response,
+    ):
+        if had and response.status_code == httpx2.codes.RANGE_NOT_SATISFIABLE:
+            # As after a pull that was killed right after the last byte. The next one starts over.
+            tag_file.unlink()
+            raise httpx2.RemoteProtocolError("the partial file here is no beginning of it")
+        continued = response.status_code == httpx2.codes.PARTIAL_CONTENT
+        if not continued:
+            if not response.is_success:
+                raise ModelError(f"{source.shown} answers with status {response.status_code}")
+            had = 0
+            part.unlink(missing_ok=True)
+            tag_file.write_text(_tag(response))
+        length = response.headers.get("content-length")
+        total = had + int(length) if length is not None else None
+        progress.update(task, total=total, completed=had)
+        free, needed = shutil.disk_usage(part.parent).free, 0 if total is None else total - had
+        if needed > free:
+            raise ModelError(
+                f"{source.shown} has {needed} bytes, and {free} are free in {part.parent}"
+            )
+        with part.open("ab" if continued else "wb") as out:
+            for piece in response.iter_raw():
+                out.write(piece)
+                progress.advance(task, len(piece))
+    if total is not None and part.stat().st_size != total:
+        raise httpx2.RemoteProtocolError(f"{part.stat().st_size} of {total} bytes came")
+    part.rename(file)
+    tag_file.unlink(missing_ok=True)
+
+
+def _tag(response: httpx2.Response) -> str:
+    """Return the file's strong ETag, else its time of change."""
+    tag: str = response.headers.get("etag", "")
+    if tag and not tag.startswith("W/"):
+        return tag
+    return str(response.headers.get("last-modified", ""))
+
+
+def _from_hub(source: Source, partial: Path) -> Path:
+    """Download from a hub by its library, which resumes, and draws progress bars."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
+
+    try:
+        snapshot_download(
+            source.place,
+            revision=source.revision or None,
+            local_dir=partial,
+            ignore_patterns=_NOT_FROM_HUB,
+        )
+    except (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        httpx2.HTTPError,
+    ) as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"{source.place} can't be fetched from {constants.ENDPOINT}: {first_line:.300}; "
+            "HF_ENDPOINT names another hub, and HF_TOKEN a key for it"
+        ) from None
+    shutil.rmtree(partial / ".cache", ignore_errors=True)
+    return partial

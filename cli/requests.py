@@ -1,11 +1,12 @@
-"""From what the user gives `submit` to requests: a text, a file of lines, standard input."""
+"""Requests from options, a text, a file of lines, or standard input."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import yaml
@@ -21,91 +22,118 @@ from ..config import (
     parse_value,
     shown,
 )
-from .stdin import stdin_lines
+from .options import option
+from .process import stdin_lines
 
 DEFAULT_MAX_TOKENS = 64
 """Of an answer to one prompt."""
 
+CHAT_MAX_TOKENS = 1024
+"""Of an answer in a conversation."""
 
-class Submission(msgspec.Struct, frozen=True):
-    """A request to be sent, and what its answer is called where several are printed."""
-
-    label: str
-    request: dict[str, Any]
+_request = partial(option, rich_help_panel="Requests")
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """What the options say about requests; None where an option was not given."""
+class Template(dict[str, Any]):
+    """Fields of requests that options set, as in a GenerateRequest."""
 
-    chat: bool = False
-    n: int | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    sampling: dict[str, Any] = {}
-    priority: int | None = None
-    tenant: str | None = None
-    budget_s: float | None = None
-    stream: bool = False
-    model: str | None = None
-    prediction: str | None = None
+    def of_text(self, text: str, *, chat: bool = False) -> dict[str, Any]:
+        """Return the request for a prompt, by default greedy."""
+        if chat:
+            return self.of_messages([{"role": "user", "content": text}], DEFAULT_MAX_TOKENS)
+        return self._request({"prompt": text}, DEFAULT_MAX_TOKENS)
 
-    def __post_init__(self) -> None:
-        if self.budget_s is not None and not math.isfinite(self.budget_s):
-            raise ConfigError("--budget must be a number of seconds")
-
-    def of_text(self, text: str) -> dict[str, Any]:
-        """The request for a prompt. Greedy unless the options say otherwise."""
-        if self.chat:
-            messages = [{"role": "user", "content": text}]
-            return self.of_messages(messages, max_tokens=DEFAULT_MAX_TOKENS)
-        return self._request({"prompt": text}, max_tokens=DEFAULT_MAX_TOKENS)
-
-    def of_messages(self, messages: list[dict[str, Any]], *, max_tokens: int) -> dict[str, Any]:
-        """The request for a conversation. Greedy unless the options say otherwise; they also go
-        before `max_tokens`."""
+    def of_messages(
+        self, messages: list[dict[str, Any]], max_tokens: int = CHAT_MAX_TOKENS
+    ) -> dict[str, Any]:
+        """Return the request for a conversation, by default greedy."""
         return self._request({"messages": messages}, max_tokens)
 
-    def _request(self, asked: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-        sampling = {"temperature": 0.0, "max_tokens": max_tokens} | self._sampling()
-        return asked | {"sampling": sampling} | self._fields()
+    def _request(self, prompt: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+        sampling = {"temperature": 0.0, "max_tokens": max_tokens} | self.get("sampling", {})
+        return {**self, **prompt, "sampling": sampling}
 
     def of_object(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A request as it was written; options fill in what it leaves out."""
-        request = self._fields() | given
+        """Return a request given as an object, with options for its missing fields."""
+        request = {**self, **given}
         sampling = given.get("sampling", {})
-        if isinstance(sampling, dict) and (merged := self._sampling() | sampling):
+        if isinstance(sampling, dict) and (merged := self.get("sampling", {}) | sampling):
             request["sampling"] = merged
         return request
 
-    def _fields(self) -> dict[str, Any]:
-        budget_ns = None if self.budget_s is None else round(self.budget_s * 1e9)
-        fields = {
-            "n": self.n,
-            "priority": self.priority,
-            "tenant": self.tenant,
-            "budget_ns": budget_ns,
-            "model": self.model,
-            "prediction": self.prediction,
-        }
-        return {"stream": self.stream} | _given(fields)
 
-    def _sampling(self) -> dict[str, Any]:
-        fields = {
-            "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
-            "seed": self.seed,
-            "stop": list(self.stop) or None,
-        }
-        return _given(fields) | self.sampling
+def template(
+    *,
+    max_tokens: Annotated[
+        int | None,
+        _request(
+            "--max-tokens",
+            f"Most tokens per answer; default: {DEFAULT_MAX_TOKENS}, in `chat` {CHAT_MAX_TOKENS}.",
+        ),
+    ],
+    temperature: Annotated[
+        float | None, _request("--temperature -t", "0, the default, is greedy.")
+    ],
+    seed: Annotated[int | None, _request("--seed", "Makes samples reproducible.")],
+    stop: Annotated[
+        list[str] | None, _request("--stop", "End before this text. Repeatable.", "TEXT")
+    ],
+    sampling: Annotated[
+        list[str] | None,
+        _request(
+            "--sampling",
+            "Any sampling parameter, as top_p=0.9 or logprobs=3. Repeatable.",
+            "NAME=VALUE",
+        ),
+    ],
+    constraint: Annotated[
+        str | None,
+        _request(
+            "--constraint",
+            "A constraint on the answer, as regex='[0-9]+' or json_schema=@FILE.",
+            "KIND=VALUE",
+        ),
+    ],
+    prediction: Annotated[
+        str | None,
+        _request(
+            "--prediction", "The expected answer, or @FILE: a draft, if speculation is on.", "TEXT"
+        ),
+    ],
+    priority: Annotated[int | None, _request("--priority", "Higher runs first; default: 0.")],
+    tenant: Annotated[str | None, _request("--tenant", "Its tenant.", "NAME")],
+    budget: Annotated[float | None, _request("--budget", "Time limit of a request.", "SECONDS")],
+) -> Template:
+    """Return the options. Raises ConfigError: a value is malformed."""
+    if budget is not None and not math.isfinite(budget):
+        raise ConfigError("--budget must be a number of seconds")
+    parameters = {
+        "temperature": temperature,
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "stop": stop or None,
+        "constraint": constraint and parse_constraint(constraint),
+    }
+    fields = {
+        "sampling": given(parameters) | parse_sampling(sampling or ()) or None,
+        "prediction": prediction and text_or_file("--prediction", prediction),
+        "priority": priority,
+        "tenant": tenant,
+        "budget_ns": None if budget is None else round(budget * 1e9),
+    }
+    return Template(given(fields))
+
+
+def given(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def parse_sampling(texts: Iterable[str]) -> dict[str, Any]:
-    """Sampling parameters from "name=value" texts; values are read as YAML.
+    """Return sampling parameters from "name=value" texts, with YAML values.
 
     Raises:
-        ConfigError: A text is not of that form, or names no parameter.
+        ConfigError: A text has another form, or names no parameter.
     """
     known = SamplingParams.__struct_fields__
     fields: dict[str, Any] = {}
@@ -121,14 +149,13 @@ def parse_sampling(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_constraint(text: str) -> dict[str, Any]:
-    """What an answer has to be, from "kind=value", or "kind=@file" for what a file has.
+    """Return a constraint from "kind=value", or "kind=@file" for the content of a file.
 
-    The value of `json_schema` is JSON, that of `choice` a list as YAML has it ("[red, 12, yes]"),
-    whose words are texts whatever else YAML takes them for; all others are texts, and `json_object`
-    has none.
+    The value of `json_schema` is JSON, that of `choice` a YAML list whose items stay texts
+    ("[red, 12, yes]"), the others are texts, and `json_object` has none.
 
     Raises:
-        ConfigError: There is no such kind, or the value is none of it.
+        ConfigError: The kind is unknown, or the value malformed.
     """
     kind, equals, value = text.partition("=")
     known = Constraint.__struct_fields__
@@ -140,7 +167,7 @@ def parse_constraint(text: str) -> dict[str, Any]:
         return {kind: True}
     if not equals:
         raise ConfigError(f"--constraint takes {kind}=value, or {kind}=@file")
-    value = _text_or_file("--constraint", value)
+    value = text_or_file("--constraint", value)
     if kind == "choice":
         return {kind: _texts(value)}
     if kind != "json_schema":
@@ -151,16 +178,12 @@ def parse_constraint(text: str) -> dict[str, Any]:
         raise ConfigError(f"--constraint: the schema is no JSON object: {error}") from None
 
 
-def parse_prediction(text: str) -> str:
-    """What an answer may be, from the text itself, or "@file" for what a file has.
+def text_or_file(option: str, value: str) -> str:
+    """Return the text, or for "@file" the content of the file.
 
     Raises:
         ConfigError: The file can't be read.
     """
-    return _text_or_file("--prediction", text)
-
-
-def _text_or_file(option: str, value: str) -> str:
     if not value.startswith("@"):
         return value
     try:
@@ -172,7 +195,7 @@ def _text_or_file(option: str, value: str) -> str:
 def _texts(value: str) -> list[str]:
     """Raises ConfigError: it is no list of texts."""
     try:
-        # Of YAML's loaders the one that takes "yes", "12" and "null" for what they look like.
+        # This loader keeps "yes", "12" and "null" as texts.
         found = yaml.load(value, yaml.BaseLoader)
     except yaml.YAMLError:
         found = None
@@ -181,59 +204,66 @@ def _texts(value: str) -> list[str]:
     return found
 
 
-def _given(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
+class Submission(msgspec.Struct, frozen=True):
+    """A request, and the label of its answer among several."""
+
+    label: str
+    request: dict[str, Any]
 
 
-class LineReader:
-    """Turns lines into submissions, and knows where a line that can't be read stands."""
+class LineReader(msgspec.Struct):
+    """Turns lines into submissions; its errors name the line.
 
-    def __init__(self, name: str, wanted: Wanted, max_bytes: int, *, plain_prompts: bool) -> None:
-        """`plain_prompts`: a line that does not begin with "{" is a prompt as it stands; else
-        every line is JSON, an object (a GenerateRequest) or a string (a prompt)."""
-        self._name = name
-        self._wanted = wanted
-        self._max_bytes = max_bytes
-        self._plain_prompts = plain_prompts
-        self._number = 0
+    Attributes:
+        name: Of the file.
+        template: Fields that a line lacks.
+        max_bytes: Limit of a request's size.
+        chat: Whether the chat template is applied to prompts.
+        plain_prompts: A line without "{" at its start is a prompt as it stands; else every line is
+            JSON, an object (a GenerateRequest) or a string (a prompt).
+        number: Of the last line.
+    """
+
+    name: str
+    template: Template
+    max_bytes: int
+    chat: bool = False
+    plain_prompts: bool = False
+    number: int = 0
 
     def read(self, line: bytes) -> Submission | None:
-        """The request of the next line; None for an empty one.
+        """Return the request of the next line; None for an empty line.
 
         Raises:
-            RequestError: It is not a request; the message names the line.
+            RequestError: It is not a request.
         """
-        self._number += 1
+        self.number += 1
         line = line.strip()
         if not line:
             return None
-        given = self._decode(line)
-        if isinstance(given, str):
-            request = self._wanted.of_text(given)
-        elif isinstance(given, dict):
-            request = self._wanted.of_object(given)
+        is_prompt = self.plain_prompts and not line.startswith(b"{")
+        try:
+            content: object = line.decode() if is_prompt else msgspec.json.decode(line)
+        except (ValueError, RecursionError) as error:
+            # msgspec's errors and decoding errors are ValueErrors.
+            raise self._error(f"not valid JSON: {error}") from None
+        if isinstance(content, str):
+            request = self.template.of_text(content, chat=self.chat)
+        elif isinstance(content, dict):
+            request = self.template.of_object(content)
         else:
             raise self._error('a line is a request, as {"prompt": "…"}, or a prompt, as "…"')
-        checked = check_request(request, self._max_bytes)
+        checked = check_request(request, self.max_bytes)
         if isinstance(checked, Malformed):
             raise self._error(checked.message)
-        return Submission(checked.request_id or str(self._number), request)
-
-    def _decode(self, line: bytes) -> object:
-        try:
-            if self._plain_prompts and not line.startswith(b"{"):
-                return line.decode()
-            return msgspec.json.decode(line)
-        except (ValueError, RecursionError) as error:
-            # msgspec's errors are ValueErrors, and so is what undecodable text raises.
-            raise self._error(f"not valid JSON: {error}") from None
+        return Submission(checked.request_id or str(self.number), request)
 
     def _error(self, problem: str) -> RequestError:
-        return RequestError(f"{self._name}, line {self._number}: {problem}")
+        return RequestError(f"{self.name}, line {self.number}: {problem}")
 
 
 def read_file(path: Path, reader: LineReader) -> list[Submission]:
-    """All requests of a file, so that one bad line is found before anything is sent.
+    """Return all requests of a file, so that a malformed line is found before any is sent.
 
     Raises:
         ConfigError: The file can't be read, or holds no request.
@@ -250,7 +280,7 @@ def read_file(path: Path, reader: LineReader) -> list[Submission]:
 
 
 async def read_stdin(reader: LineReader) -> AsyncIterator[Submission]:
-    """Requests as their lines come. Raises RequestError at a line that is none."""
+    """Yield requests as their lines arrive. Raises RequestError: a line is not a request."""
     async for line in stdin_lines():
         if (submission := reader.read(line)) is not None:
             yield submission

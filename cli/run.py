@@ -1,4 +1,4 @@
-"""`nano-inference run`: stages in this process, until a signal says stop."""
+"""`nano-inference run`: stages in this process, until a signal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import aclosing
 from typing import Annotated
 
 import anyio
-import typer
 
 from ..bus.codec import encode_output
 from ..bus.public import Completion
@@ -18,22 +17,18 @@ from ..config.logger import get_logger
 from ..config.temporary import sweep
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import setup_logging
-from .model_paths import check_model_files
-from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
-from .process import DRAIN, drain, forbid_torch, until_told_to_stop
-from .process_memory import spare_collector
-from .stdin import stdin_lines
+from .model_files import check_model_files
+from .options import Options, WithParent, option, takes_engine_options
+from .process import DRAIN, drain, forbid_torch, freeze_memory, stdin_lines, until_stopped
 
-# Lines of standard input that are answered at the same time.
 _CONCURRENT_LINES = 256
 
 
-@takes_options("reference", *ENGINE_OPTIONS)
+@takes_engine_options
 def run(
     options: Options,
     stages: Annotated[
-        str,
-        typer.Option(help="The stages of this process, separated by commas.", metavar="NAMES"),
+        str, option("--stages", "The stages of this process, separated by commas.", "NAMES")
     ] = ",".join(STAGES),
     with_parent: WithParent = False,
 ) -> None:
@@ -46,12 +41,12 @@ def run(
 
         nano-inference run --bus redis://127.0.0.1:6379 --stages executor,batching
 
-    SIGTERM ends it in good order. With all five stages here, requests in flight may finish first.
-    With some of them it leaves at once: nothing is lost, and the requests go on as soon as another
-    process runs these stages. Ctrl-C lets requests in flight finish in either case.
+    On SIGTERM, a process with all five stages drains requests in flight. With some of them it exits
+    at once: no request is lost, and requests continue when another process runs these stages.
+    Ctrl-C drains in either case.
 
     Without Redis, it is a filter: requests as JSON lines on standard input, outputs as JSON lines
-    on standard output, done when the input ends:
+    on standard output, until the input ends:
 
         echo '{"prompt": "98 + 25 =", "sampling": {"temperature": 0}}' | nano-inference run
     """
@@ -63,7 +58,7 @@ def run(
     if "executor" in names:
         check_model_files(config, options.model)
     setup_logging(config.telemetry)
-    if not with_parent:  # which has done it
+    if not with_parent:  # the parent has done it
         sweep()
     if "executor" not in names:
         forbid_torch()
@@ -75,22 +70,21 @@ def run(
 
 async def _serve(config: Config, with_parent: bool) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        # A child may be started again while Redis is away; `up` has seen it before the first one.
+        # It may be restarted while Redis is away; `up` has checked it before the first start.
         async with Pipeline(config, wait_for_bus=with_parent) as pipeline:
-            spare_collector()
-            told = await until_told_to_stop(signals, pipeline.failed, with_parent=with_parent)
-            # By SIGTERM a process is replaced as often as stopped for good. When others have the
-            # rest of the stages it leaves at once, since a successor takes up what it held, and
-            # the sooner the better.
+            freeze_memory()
+            reason = await until_stopped(signals, pipeline.failed, with_parent=with_parent)
+            # SIGTERM often means that the process is replaced. If others have the rest of the
+            # stages it exits at once, since a successor takes over its requests.
             alone = set(config.pipeline.stages) == set(STAGES)
-            if alone or told.asked == signal.SIGINT or DRAIN.strip() in told.words:
+            if alone or reason.signal == signal.SIGINT or DRAIN.strip() in reason.words:
                 await drain(pipeline)
             else:
                 get_logger().info("leaving", brief="leaving")
 
 
 async def _filter(config: Config) -> None:
-    """Answers the lines of standard input; leaves when all are answered."""
+    """Answer the lines of standard input; return when all are answered."""
     limit = anyio.CapacityLimiter(_CONCURRENT_LINES)
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with Pipeline(config) as pipeline, anyio.create_task_group() as group:

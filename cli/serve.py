@@ -1,4 +1,4 @@
-"""`nano-inference serve`: five stages and HTTP in front of them, in this one process."""
+"""`nano-inference serve` and `gateway`: HTTP and gRPC, for a pipeline in this process or not."""
 
 from __future__ import annotations
 
@@ -6,66 +6,67 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Annotated
 
 import anyio
-import typer
+from msgspec.structs import replace
 
 from ..config import STAGES, Config
 from ..config.logger import get_logger
 from ..config.temporary import sweep
-from ..gateway.gateway import Gateway, check_ports
+from ..gateway.gateway import DEFAULT_PORT, Gateway, check_ports
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import LogOutput, setup_logging
-from .gateway import MOST_PORT, GrpcPort, Insecure, listening
-from .model_paths import check_model_files
-from .options import ENGINE_OPTIONS, Options, takes_options
-from .process import drain, raise_file_limit, until_told_to_stop
-from .process_memory import spare_collector
+from .connection import SERVE_PORT, connected
+from .model_files import check_model_files
+from .options import Options, WithParent, option, takes_engine_options, takes_gateway_options
+from .process import drain, forbid_torch, freeze_memory, raise_file_limit, until_stopped
+from .requests import given
 
-SERVE_PORT = 8000
-"""vLLM's, and that of many servers that speak OpenAI's interface."""
+MOST_PORT = 65_535
 
+port_option = partial(option, metavar="PORT", min=0, max=MOST_PORT)
 
-# `_tell` says so on standard output.
+GrpcPort = Annotated[
+    int | None, port_option("--grpc-port", "Serve KServe V2 over gRPC; default: gateway.grpc_port.")
+]
+
+Insecure = Annotated[
+    bool, option("--insecure", "Listen on addresses of other machines without keys.")
+]
+
+# `_announce` prints these to standard output.
 _SAID = ("gateway_listens", "ready")
 
 
-@takes_options("reference", *ENGINE_OPTIONS)
+@takes_engine_options
 def serve(
     options: Options,
     port: Annotated[
-        int | None,
-        typer.Option(
-            metavar="PORT",
-            min=0,
-            max=MOST_PORT,
-            help=f"Where it listens; else gateway.port, else {SERVE_PORT}.",
-        ),
+        int | None, port_option("--port", f"Port for HTTP; default: gateway.port, or {SERVE_PORT}.")
     ] = None,
     host: Annotated[
-        str | None,
-        typer.Option(help="The address on which it listens; else gateway.host.", metavar="ADDRESS"),
+        str | None, option("--host", "Address to listen on; default: gateway.host.", "ADDRESS")
     ] = None,
     grpc_port: GrpcPort = None,
     insecure: Insecure = False,
 ) -> None:
     """Serve a model over HTTP, all in this process.
 
-    Five stages, an in-memory bus and the gateway, without any other server:
+    Five stages, an in-memory bus and the gateway, without another server:
 
         nano-inference serve
 
         nano-inference serve --model ~/models/Qwen2.5-0.5B-Instruct --port 8000
 
-    It speaks OpenAI's interface (docs/openai.md), SGLang's (docs/gateway.md) and Triton's
-    (docs/kserve.md), with --grpc-port over gRPC as well. Unless there are keys (docs/policy.md),
-    whoever reaches the port may use all of it, so that it listens
-    on this machine only.
+    It has OpenAI's interface (docs/openai.md), SGLang's (docs/gateway.md) and Triton's
+    (docs/kserve.md), with --grpc-port also over gRPC. Without keys (docs/policy.md), every client
+    that reaches the port may use all of it, so it listens on this machine only.
 
-    On Ctrl-C or SIGTERM it is not ready any more and lets requests in flight finish, within
+    On Ctrl-C or SIGTERM it stops being ready and finishes requests in flight, within
     `pipeline.drain_timeout_s`; a second Ctrl-C ends it at once. With --bus requests go over Redis,
-    and a process that takes this one's place goes on with them.
+    and a successor of this process continues them.
     """
     config = options.config(**{"pipeline.stages": list(STAGES)})
     check_model_files(config, options.model)
@@ -87,28 +88,98 @@ async def _serve(config: Config) -> None:
             Gateway(pipeline.client, config) as gateway,
         ):
             get_logger().info("gateway_listens", **gateway.places)
-            # Until then there is nothing to drain, and signals end it as they end any program.
+            # Until it is ready there is nothing to drain, and signals end it.
             await pipeline.ready()
             signals = until_the_end.enter_context(
                 anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT)
             )
-            spare_collector()
-            _tell(config.engine.model_name, gateway, with_key=config.policy.knows_callers)
-            await until_told_to_stop(signals, pipeline.failed, gateway.failed)
+            freeze_memory()
+            _announce(config.engine.model_name, gateway, with_key=config.policy.knows_callers)
+            await until_stopped(signals, pipeline.failed, gateway.failed)
             end_s = time.monotonic() + config.pipeline.drain_timeout_s
             await gateway.drain(config.pipeline.drain_timeout_s)
-            # What remains ends with an error, of which the gateway still tells.
+            # Remaining requests end with an error, which the gateway still sends.
             await drain(pipeline, max(0.0, end_s - time.monotonic()))
 
 
-def _tell(model: str, gateway: Gateway, *, with_key: bool) -> None:
+def _announce(model: str, gateway: Gateway, *, with_key: bool) -> None:
     url, grpc = gateway.url, gateway.places.get("grpc")
     key = ' -H "Authorization: Bearer $NANO_INFERENCE_API_KEY"' if with_key else ""
     body = '{"prompt": "98 + 25 =", "temperature": 0}'
-    # Whoever read it first may have gone, or the disk may be full.
+    # The pipe may be closed, or the disk full.
     LogOutput(sys.stdout, lambda lines: "").write(
         f"{model!r} is served at {url}, OpenAI's interface at {url}/v1"
         f"{f', KServe V2 over gRPC at {grpc}' if grpc else ''}. Try it:\n\n"
         f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'\n\n"
         f"  nano-inference chat --url {url}/v1\n\n"
     )
+
+
+# --- gateway --------------------------------------------------------------------------------------
+
+
+@takes_gateway_options
+def gateway(
+    options: Options,
+    port: Annotated[
+        int | None,
+        port_option("--port", f"Port for HTTP; default: gateway.port, or {DEFAULT_PORT}."),
+    ] = None,
+    grpc_port: GrpcPort = None,
+    insecure: Insecure = False,
+    with_parent: WithParent = False,
+) -> None:
+    """Serve HTTP in front of a running pipeline.
+
+    It has the interface that RL trainers expect of an SGLang server (docs/gateway.md):
+
+        nano-inference gateway --bus redis://127.0.0.1:6379 --port 30000
+
+        curl 127.0.0.1:30000/generate -d '{"text": "98 + 25 ="}' -H 'content-type: application/json'
+
+    Give it the pipeline's model and settings, for its metadata and the tokenizer. On Ctrl-C or
+    SIGTERM it stops being ready and finishes calls in flight, within `pipeline.drain_timeout_s`; a
+    second Ctrl-C ends it at once.
+    """
+    config = options.client_config(least=None)
+    config = listening(config, port, DEFAULT_PORT, grpc_port=grpc_port, insecure=insecure)
+    if not with_parent:  # the parent has done both
+        check_ports(config, "--port", "--grpc-port")
+        sweep()
+    forbid_torch()
+    raise_file_limit()
+    anyio.run(_serve_gateway, config, with_parent)
+
+
+def listening(
+    config: Config,
+    port: int | None,
+    default: int,
+    host: str | None = None,
+    *,
+    grpc_port: int | None = None,
+    insecure: bool = False,
+) -> Config:
+    """Return the settings with ports for the gateway: of options, else of settings, else, for
+    HTTP, the default."""
+    fields = {"host": host, "grpc_port": grpc_port, "insecure": insecure or None}
+    fields["port"] = port or config.gateway.port or default
+    return replace(config, gateway=replace(config.gateway, **given(fields)))
+
+
+async def _serve_gateway(config: Config, with_parent: bool) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with (
+            # It may be restarted while Redis is away; `up` has checked it before the first start.
+            connected(
+                config, name="gateway", wait_for_bus=with_parent, with_metrics=True
+            ) as client,
+            Gateway(client, config) as running,
+        ):
+            freeze_memory()
+            places = " and ".join(running.places.values())
+            get_logger().info("gateway_listens", brief=f"listening at {places}", **running.places)
+            reason = await until_stopped(signals, running.failed, with_parent=with_parent)
+            # Without a parent there may be no bus any more.
+            if reason.signal is not None:
+                await running.drain(config.pipeline.drain_timeout_s)

@@ -1,37 +1,54 @@
-"""`nano-inference status`: whether a pipeline is ready, and what it does."""
+"""`nano-inference status` and `health`: the state of a pipeline, for people and for probes."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from typing import Annotated
+import socket
+from typing import Annotated, Any
+from urllib.parse import quote
 
-import msgspec
 import typer
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
-from ..config import DEFAULT_URL, BusError, Config
+from ..config import DEFAULT_URL, STAGES, BusError, Config, ConfigError, nearest, split_role
+from ..pipeline.health import LATE_S, LaneHealth, lanes_of, living_first, problem_of
+from ..pipeline.models import FACTS
 from ..pipeline.status import PipelineStatus
-from .answerer import DEFAULT_SERVER, Place, Server, named_server
-from .bus_status import look
-from .options import Options, takes_looking_options
-from .status_view import rendered
-from .terminal import stdout
+from ..store.board import STALE_AFTER_S, StageReport
+from .bus_status import BusStatus, bus_status
+from .clients import ServerClient, Unreachable
+from .connection import DEFAULT_SERVER, Place, Server, connected, named_server
+from .options import AsJson, Options, option, takes_status_options
+from .terminal import print_json, stdout
+
+_SHOWN_LINKS = 3
+# Shown by `nano-inference fairness show` and `nano-inference models`.
+_SHOWN_ELSEWHERE = ("settings", *FACTS)
+_DETAILS = frozenset(
+    {"credits", "set_aside", "plans", "steps", "open", "deterministic"}
+    | {"preemptions", "yields", "resumes"}
+)
+# Hidden while 0.
+_RARE = frozenset(("recovering", "paused"))
+_STYLES = {"ready": "green", "starting": "yellow", "waiting": "yellow", "draining": "yellow"}
 
 
-@takes_looking_options
+@takes_status_options
 def status(
     options: Options,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False,
+    as_json: AsJson = False,
     verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="Show the bus's links and clients, and all numbers."),
+        bool, option("--verbose -v", "Show the bus's links and clients, and all numbers.")
     ] = False,
 ) -> None:
-    """Show whether the pipeline is ready, what is in flight, and how its stages are.
+    """Show whether the pipeline is ready, the requests in flight, and its stages.
 
-    The exit status is 0 when every stage of at least one lane is there and ready, else 1, and a
-    sentence says why. It looks at Redis itself, so it works when the pipeline does not; what
-    `serve` runs is looked at through its port:
+    The exit status is 0 when every stage of at least one lane is ready, else 1, with the reason.
+    The status is read from Redis, so it works even if the pipeline does not; that of `serve` is
+    read from its port:
 
         nano-inference status
 
@@ -41,46 +58,311 @@ def status(
 
         watch nano-inference status
     """
-    found = asyncio.run(look_at(place_looked_at(options), options.served))
+    found = asyncio.run(status_at(status_place(options), options.served))
     if as_json:
-        sys.stdout.write(f"{msgspec.json.encode(found).decode()}\n")
+        print_json(found)
     else:
         stdout().print(rendered(found, verbose=verbose))
     if not found.ready:
         raise typer.Exit(1)
 
 
-def place_looked_at(options: Options, least: str = "warning") -> Place:
-    """The server or the bus that the options name, else the bus where `up` starts its server.
+def status_place(options: Options) -> Place:
+    """Return the server or the bus that the options name, else the default bus of `up`.
 
     Logging is set up.
 
-    Args:
-        options: Those of the command.
-        least: As `Options.client_config`, for a bus.
-
     Raises:
-        ConfigError: They name both, or what they name is none.
+        ConfigError: The options name both, or a malformed URL.
     """
-    return named_server(options) or options.client_config(least)
+    return named_server(options) or options.client_config()
 
 
-async def look_at(place: Place, model: str | None = None) -> PipelineStatus:
-    """Takes one look at a server or at a bus, as `look_at_server` and `look`."""
+async def status_at(place: Place, model: str | None = None) -> PipelineStatus:
+    """Return the status of a pipeline, or of one of its models, at a server or a bus."""
     if isinstance(place, Server):
-        # Who looks at a bus need not wait for this import.
-        from .server_status import look_at_server
-
-        return await look_at_server(place, model)
+        async with ServerClient(place) as client:
+            return await client.status(model)
     try:
-        return await look(place, model)
+        return await bus_status(place, model)
     except BusError as error:
         raise serving_elsewhere(place, error) from None
 
 
 def serving_elsewhere(config: Config, error: BusError) -> BusError:
-    """Adds how to look at what `serve` runs, for someone who has named no bus."""
+    """Return the error, for the default bus with advice for users of `serve`."""
     if config.bus.url != DEFAULT_URL:
         return error
     root = DEFAULT_SERVER.removesuffix("/v1")
-    return BusError(f"{error.message}; what `serve` runs is seen with --url {root}")
+    return BusError(f"{error.message}; for the status of `serve`, add --url {root}")
+
+
+def rendered(found: PipelineStatus, *, verbose: bool = False) -> Group:
+    """Return a status for people.
+
+    Args:
+        found: The status.
+        verbose: Add the bus, its clients, and all numbers of the stages.
+    """
+    parts: list[Table | Text] = [_overview(found, verbose=verbose)]
+    for lane in found.lanes:
+        parts.append(lane_table(lane, verbose=verbose))
+        for stage in lane.rivals:
+            warning = f"more than one process runs the {stage} stage of {lane_title(lane)}"
+            parts.append(Text(f"{warning}; give each pipeline a bus.lane of its own", "bold red"))
+    return Group(*parts)
+
+
+def facts_table(width: int) -> Table:
+    """Return an empty table of names, `width` columns wide, and facts."""
+    made = Table(box=None, show_header=False, pad_edge=False)
+    made.add_column(style="bold", no_wrap=True, width=width)
+    made.add_column(overflow="fold")
+    return made
+
+
+def total(lane: LaneHealth, stage: str, name: str) -> float:
+    """Return a number of a lane's stage, summed over replicas."""
+    values = (
+        report.load.get(name, 0)
+        for role, report in lane.stages.items()
+        if split_role(role)[0] == stage
+    )
+    return sum(value for value in values if isinstance(value, int | float))
+
+
+def _overview(found: PipelineStatus, *, verbose: bool) -> Table:
+    made = facts_table(9)
+    if found.ready:
+        count = sum(lane.ready for lane in found.lanes)
+        which = "" if len(found.lanes) == 1 else f", {count} of {len(found.lanes)} lanes"
+        state = Text(f"ready{which}", "bold green")
+    else:
+        state = Text(f"not ready: {found.reason}", "bold red")
+    rate = sum(total(lane, "streaming", "tokens_per_s") for lane in found.lanes)
+    counts = f"{found.in_flight:,} in flight, {rate:,.0f} tokens/s, {found.waiting:,} waiting"
+    made.add_row("pipeline", state)
+    made.add_row("requests", counts)
+    if found.dead_letters:
+        letters = f"{found.dead_letters:,} dead letters; see `nano-inference dlq list`"
+        made.add_row("", Text(letters, "bold red"))
+    if found.models:
+        made.add_row("models", ", ".join(f"{id} {state}" for id, state in found.models.items()))
+    made.add_row("at", found.url)
+    if isinstance(found, BusStatus):
+        if found.last_taken_s is not None and not found.ready:
+            made.add_row("", f"last read requests {duration(found.last_taken_s)} ago")
+        if verbose:
+            _add_bus(made, found)
+    return made
+
+
+def _add_bus(made: Table, found: BusStatus) -> None:
+    made.add_row("bus", f"{found.server}, prefix {found.prefix}")
+    made.add_row("queue", f"{found.queue_length:,} requests not started")
+    fullest = sorted(found.links.items(), key=lambda link: -link[1])[:_SHOWN_LINKS]
+    busy = [f"{name} ≤ {count}" for name, count in fullest if count]
+    made.add_row("links", ", ".join(busy) or "empty")
+    made.add_row("results", f"{found.results} kept in the shared stream")
+    clients = [
+        f"{name} ({count})" if count > 1 else name
+        for name, count in found.connections.items()
+        if name.startswith("client")
+    ]
+    # Connections of the stages are in the table below.
+    others = sum(
+        count
+        for name, count in found.connections.items()
+        if not name.startswith(("client", *STAGES))
+    )
+    if others:
+        clients.append(f"{others} other connection{'s' * (others > 1)}")
+    made.add_row("clients", ", ".join(clients) or "none")
+
+
+def lane_title(lane: LaneHealth) -> str:
+    """Return a lane's name, with its model if there are several."""
+    return f"model {lane.model}, lane {lane.lane}" if lane.model else f"lane {lane.lane}"
+
+
+def lane_table(lane: LaneHealth, *, verbose: bool = False) -> Table:
+    """Return the last reports of a lane's stages; `verbose`: with all numbers."""
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title=lane_title(lane) + (f", epoch {lane.epoch}" if verbose else ""),
+        title_justify="left",
+        title_style="bold",
+    )
+    for name in ("stage", "state", "for", "process", "heard", "load"):
+        fold, right = name in ("process", "load"), name in ("for", "heard")
+        made.add_column(
+            name,
+            no_wrap=not fold,
+            overflow="fold" if fold else "ellipsis",
+            justify="right" if right else "left",
+        )
+    for report in lane.stages.values():
+        late = report.age_s > LATE_S
+        state: str = "silent" if late else report.state
+        if report.process_state in ("stopped", "gone"):
+            state = report.process_state
+        made.add_row(
+            report.stage,
+            Text(state, _STYLES.get(state, "bold red")),
+            duration(report.since_s + report.age_s),
+            f"{report.pid}@{report.host}",
+            Text(f"{report.age_s:.1f} s", "bold red" if late else ""),
+            problem_of(report, lane.epoch).removeprefix(f"{report.stage} ")
+            or _load(report, verbose=verbose),
+        )
+    return made
+
+
+def _load(report: StageReport, *, verbose: bool) -> str:
+    load = {
+        name: value
+        for name, value in report.load.items()
+        if name not in _SHOWN_ELSEWHERE
+        and (verbose or (name not in _DETAILS and (value or name not in _RARE)))
+    }
+    texts: list[str] = []
+    if not verbose and (median_ms := load.pop("ttft_ms_p50", None)) is not None:
+        load.pop("ttft_ms_p95", None)
+        texts.append(f"first token {median_ms:,.0f} ms")
+    if "kv_total" in load:
+        free, total = load.pop("kv_free"), load.pop("kv_total")
+        cached = load.pop("kv_cached", 0)
+        texts.append(f"KV blocks {free} of {total} free, {cached} cached")
+    if "draft_tokens" in load:
+        counts = (load.pop("drafts", 0), load.pop("draft_tokens"), load.pop("accepted_tokens", 0))
+        texts.append(f"drafts: {drafts_line(*counts)}")
+    called = {"tokens_per_s": "tokens/s"}
+    texts[:0] = [
+        f"{called.get(name) or name.replace('_', ' ')} {value}" for name, value in load.items()
+    ]
+    return ", ".join(texts)
+
+
+def drafts_line(drafts: Any, draft_tokens: Any, accepted: Any) -> str:
+    """Return the share of accepted draft tokens, and the tokens of a step, as text."""
+    if not draft_tokens:
+        return "none yet"
+    share, tokens = accepted / draft_tokens, 1 + accepted / drafts
+    return f"{share:.0%} of their tokens accepted, {tokens:.1f} tokens a step"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as a whole number of a fitting unit, as "3 h"."""
+    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+# --- health ---------------------------------------------------------------------------------------
+
+
+@takes_status_options
+def health(
+    options: Options,
+    stage: Annotated[
+        list[str] | None, option("--stage", "Only this stage. Repeatable.", "NAME")
+    ] = None,
+    live: Annotated[bool, option("--live/--ready", "Check liveness or readiness.")] = False,
+    host: Annotated[
+        str | None, option("--host", "The host of the process; default: this one.")
+    ] = None,
+) -> None:
+    """Check the stages on this host: exit status 0 if they are healthy, else 1.
+
+    For probes such as Kubernetes' `exec`, in the container of the process:
+
+        nano-inference health --live
+
+        nano-inference health --ready --stage executor
+
+        nano-inference health --url http://127.0.0.1:8000
+
+    Live: the process has reported within the last seconds. Ready: each of its stages is in the
+    lane's current epoch; of several models, those of each that runs here. While Redis is
+    unreachable, a process counts as live, since a restart would not bring Redis back, and as not
+    ready. With --url the probes of a server are called, such as that of `serve`; they need no key.
+    """
+    if (server := named_server(options)) is not None:
+        if stage or host:
+            raise ConfigError("--stage and --host are for a bus; a server answers for all stages")
+        _check_server(server, options.served, live=live)
+        return
+    for name in stage or ():
+        if split_role(name)[0] not in STAGES:
+            raise ConfigError(f"there is no stage {name!r}{nearest(name, STAGES)}")
+    config = options.client_config("error")
+
+    async def reports() -> list[StageReport]:
+        async with connected(config, options.served) as client:
+            return await client.reports()
+
+    try:
+        found = asyncio.run(reports())
+    except BusError as error:
+        problem = serving_elsewhere(config, error).message
+        typer.echo(f"{'unknown' if live else 'not ready'}: {problem}")
+        raise typer.Exit(0 if live else 1) from None
+    here = host or socket.gethostname()
+    problems = [
+        problem
+        for model in sorted({report.model for report in found if report.host == here}) or [""]
+        for problem in _problems(
+            [report for report in found if report.model == model],
+            model=model,
+            lane=config.bus.lane,
+            host=here,
+            stages=stage or [],
+            live=live,
+        )
+    ]
+    typer.echo("\n".join(problems) if problems else "live" if live else "ready")
+    if problems:
+        raise typer.Exit(1)
+
+
+def _check_server(server: Server, model: str | None, *, live: bool) -> None:
+    """Raises typer.Exit with status 1: the probe fails, or nothing answers."""
+    word = "live" if live else "ready"
+    path = "/livez" if live else "/readyz"
+    if model is not None and not live:
+        path = f"/v2/models/{quote(model, safe='')}/ready"
+
+    async def probe() -> str:
+        async with ServerClient(server) as client:
+            return await client.probe(path)
+
+    try:
+        problem = asyncio.run(probe())
+    except Unreachable as error:
+        problem = error.message
+    typer.echo(f"not {word}: {problem}" if problem else word)
+    if problem:
+        raise typer.Exit(1)
+
+
+def _problems(
+    reports: list[StageReport], *, model: str, lane: str, host: str, stages: list[str], live: bool
+) -> list[str]:
+    """Return the problems of a model's stages on a host: of these, or of all there if empty."""
+    where = f"lane {lane}" + (f" of model {model}" if model else "") + f" on {host}"
+    # Of a process and its successor on the same host, the last one heard of.
+    here: dict[str, StageReport] = {}
+    for report in living_first(reports):
+        if (report.lane, report.host) == (lane, host):
+            here.setdefault(report.stage, report)
+    silent = f"not heard of for {STALE_AFTER_S:.0f} s"
+    problems = [f"the {name} stage of {where}: {silent}" for name in stages if name not in here]
+    if not here and not stages:
+        problems = [f"no stage of {where}: {silent}"]
+    if not live:
+        epochs = {each.lane: each.epoch for each in lanes_of(reports)}
+        checked = (here[name] for name in stages or here if name in here)
+        problems += filter(None, (problem_of(report, epochs[lane]) for report in checked))
+    return problems

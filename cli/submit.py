@@ -1,55 +1,57 @@
-"""`nano-inference submit`: sends requests to a running pipeline and prints the answers."""
+"""`nano-inference submit`: send requests to a running pipeline and print the answers."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import typer
-from msgspec.structs import replace
 
+from ..bus.codec import encode_output
 from ..bus.public import Completion, CompletionChunk
 from ..config import Config, ConfigError, NanoInferenceError
 from ..pipeline.client import BusClient
-from .answers import AnswerPrinter, ProgressLine
 from .connection import connected
-from .options import Options, takes_model_options
-from .request_options import (
-    AsJson,
-    Chat,
-    NoWait,
-    Prompts,
-    RequestFile,
-    Samples,
-    Trace,
-    takes_wanted_options,
-)
-from .requests import LineReader, Submission, Wanted, read_file, read_stdin
-from .terminal import complain
+from .options import Options, argument, option, takes, takes_model_options
+from .requests import LineReader, Submission, Template, given, read_file, read_stdin, template
+from .terminal import complain, harmless, stderr
+from .trace import Waterfall
 
 Source = Iterable[Submission] | AsyncIterator[Submission]
 
 PATIENCE_S = 10.0
-"""How long no answer at all is normal."""
+"""Time without an answer after which a hint is printed."""
 
 _CONCURRENT = 64
 
+_request = partial(option, rich_help_panel="Requests")
+_output = partial(option, rich_help_panel="Output")
+
 
 @takes_model_options
-@takes_wanted_options()
+@takes(template)
 def submit(
     options: Options,
-    wanted: Wanted,
-    texts: Prompts = None,
-    file: RequestFile = None,
-    chat: Chat = False,
-    n: Samples = None,
-    as_json: AsJson = False,
-    no_wait: NoWait = False,
-    trace: Trace = False,
+    template: Template,
+    texts: Annotated[
+        list[str] | None, argument("TEXT...", "Prompts; - reads lines of standard input.")
+    ] = None,
+    file: Annotated[Path | None, option("--file -f", "Requests, one per line.", "FILE")] = None,
+    chat: Annotated[bool, _request("--chat", "Apply the model's chat template to texts.")] = False,
+    n: Annotated[int | None, _request("--n -n", "Samples per prompt; default: 1.")] = None,
+    as_json: Annotated[bool, _output("--json", "Print each Completion as a line of JSON.")] = False,
+    no_wait: Annotated[
+        bool, _output("--no-wait", "Print entry ids, without waiting for answers.")
+    ] = False,
+    trace: Annotated[
+        bool, _output("--trace", "Draw the time in each stage, on standard error.")
+    ] = False,
 ) -> None:
     """Send requests to a running pipeline and print the answers.
 
@@ -63,10 +65,9 @@ def submit(
 
         nano-inference submit "98 + 25 =" --json --sampling logprobs=3 --sampling min_tokens=2
 
-    Many requests run at the same time, and each answer is printed when it is complete, behind
-    its request's id, or the number of its text or line. A line of a file is a request as JSON, or
-    a prompt as a JSON string. On standard input, a line that does not begin with `{` is a prompt
-    as it stands:
+    Many requests run concurrently. Each answer is printed when it is complete, after its request's
+    id, or the number of its text or line. A line of a file is a request as JSON, or a prompt as a
+    JSON string. On standard input, a line that does not begin with `{` is a prompt as it stands:
 
         nano-inference submit "98 + 25 =" "12 + 30 ="
 
@@ -74,97 +75,88 @@ def submit(
 
         seq 1 9 | sed 's/$/ + 5 =/' | nano-inference submit -
 
-    What a request leaves out is taken from the options that you give.
+    Options fill in the fields that a request lacks.
 
-    Answers go to standard output, all else to standard error. Ctrl-C cancels what is in flight.
-    The exit status is 1 when any request did not end well.
+    Answers go to standard output, messages to standard error. Ctrl-C cancels the requests in
+    flight. The exit status is 1 when any request failed.
     """
-    given = texts or []
-    one_text = len(given) == 1 and given != ["-"] and file is None
+    texts = texts or []
+    one_text = len(texts) == 1 and texts != ["-"] and file is None
     streams = one_text and not as_json and n in (None, 1)
-    wanted = replace(wanted, chat=chat, n=n, stream=streams, model=options.served)
-    printer = AnswerPrinter(as_json=as_json, trace=trace, labelled=not one_text)
-    _Submitting(options.client_config(), printer).run(given, file, wanted, no_wait=no_wait)
+    template |= given({"n": n, "stream": streams, "model": options.served})
+    printer = _Printer(as_json=as_json, trace=trace, labelled=not one_text)
+    config = options.client_config()
+    source = _source_of(texts, file, template, config.bus.max_request_bytes, chat=chat)
+    submitting = _Submitting(config, printer)
+    asyncio.run(submitting.publish(source) if no_wait else submitting.answer(source))
+    if printer.failed:
+        raise typer.Exit(1)
 
 
-def _source_of(texts: Sequence[str], file: Path | None, wanted: Wanted, max_bytes: int) -> Source:
-    """What is to be sent.
+def _source_of(
+    texts: Sequence[str], file: Path | None, template: Template, max_bytes: int, *, chat: bool
+) -> Source:
+    """Return the requests to send.
 
     Raises:
-        ConfigError: Nothing is, or the file can't be read.
+        ConfigError: There are none, or the file can't be read.
         RequestError: A line of the file is not a request.
     """
     if bool(texts) == (file is not None) or (len(texts) > 1 and "-" in texts):
         raise ConfigError("give prompts, or --file FILE, or - for standard input, and only one")
     if list(texts) == ["-"] or str(file) == "-":
-        return read_stdin(LineReader("standard input", wanted, max_bytes, plain_prompts=True))
+        name = "standard input"
+        return read_stdin(LineReader(name, template, max_bytes, chat=chat, plain_prompts=True))
     if file is not None:
-        return read_file(file, LineReader(str(file), wanted, max_bytes, plain_prompts=False))
+        return read_file(file, LineReader(str(file), template, max_bytes, chat=chat))
     return [
-        Submission(str(number), wanted.of_text(text)) for number, text in enumerate(texts, start=1)
+        Submission(str(number), template.of_text(text, chat=chat))
+        for number, text in enumerate(texts, 1)
     ]
 
 
 class _Submitting:
     """One run of the command.
 
-    It keeps to asyncio's own task groups: they cancel a task once, after which it can still tell
-    the pipeline that its request is not wanted any more.
+    It uses asyncio's task groups: they cancel a task once, so that it can still cancel its request.
     """
 
-    def __init__(self, config: Config, printer: AnswerPrinter) -> None:
+    def __init__(self, config: Config, printer: _Printer) -> None:
         self._config = config
         self._printer = printer
-        # One answer is printed as it comes, which is progress enough.
-        self._progress = ProgressLine(shown=printer.labelled)
         self._patience: asyncio.TimerHandle | None = None
-        self.failed = 0
-
-    def run(
-        self, texts: Sequence[str], file: Path | None, wanted: Wanted, *, no_wait: bool
-    ) -> None:
-        """Sends what is wanted and, unless `no_wait`, prints the answers.
-
-        Raises:
-            ConfigError, RequestError: As `_source_of`.
-            typer.Exit: A request did not end well.
-        """
-        source = _source_of(texts, file, wanted, self._config.bus.max_request_bytes)
-        asyncio.run(self.publish(source) if no_wait else self.answer(source))
-        if self.failed:
-            raise typer.Exit(1)
 
     async def publish(self, source: Source) -> None:
-        """Sends all requests and prints their entry ids, in order."""
+        """Send all requests and print their entry ids, in order."""
         async with connected(self._config) as client:
             async for submission in _each(source):
                 self._printer.line(await client.publish(submission.request))
 
     async def answer(self, source: Source) -> None:
-        """Sends all requests, some at a time, and prints what comes."""
+        """Send all requests, some at a time, and print the answers."""
         slots = asyncio.Semaphore(_CONCURRENT)
         unreadable: NanoInferenceError | None = None
         started = time.monotonic()
         async with connected(self._config) as client:
             loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(PATIENCE_S, self._grow_impatient)
+            self._patience = loop.call_later(PATIENCE_S, self._hint)
             try:
                 async with asyncio.TaskGroup() as group:
                     try:
                         async for submission in _each(source):
                             await slots.acquire()
-                            self._progress.sent()
+                            self._printer.sent()
                             task = group.create_task(self._answer_one(client, submission))
                             task.add_done_callback(lambda _: slots.release())
                     except NanoInferenceError as error:
-                        # What was sent before the unreadable line is still answered.
+                        # Requests before the malformed line are still answered.
                         unreadable = error
             finally:
                 self._patience.cancel()
-                self._progress.clear()
+                self._printer.clear()
         if unreadable is not None:
             raise unreadable
-        self._progress.summary(time.monotonic() - started)
+        self._printer.summary(time.monotonic() - started)
 
     async def _answer_one(self, client: BusClient, submission: Submission) -> None:
         async with aclosing(client.submit(submission.request)) as outputs:
@@ -174,29 +166,102 @@ class _Submitting:
                 if isinstance(output, CompletionChunk):
                     self._printer.chunk(output)
                 else:
-                    self._finish(submission, output)
+                    self._printer.completion(submission.label, output)
 
-    def _finish(self, submission: Submission, completion: Completion) -> None:
-        self._progress.clear()
-        self._printer.completion(submission.label, completion)
-        failed = completion.status != "done"
-        self.failed += failed
-        self._progress.answered(completion.usage.completion_tokens, failed=failed)
-
-    def _grow_impatient(self) -> None:
-        self._progress.clear()
+    def _hint(self) -> None:
+        self._printer.clear()
         complain(
             f"waiting: no answer for {PATIENCE_S:.0f} s; is `nano-inference up` running, and is "
             f"{self._config.bus.prefix!r} its bus.prefix? See `nano-inference status`"
         )
 
 
-async def _each(
-    source: Source,
-) -> AsyncIterator[Submission]:
+async def _each(source: Source) -> AsyncIterator[Submission]:
     if isinstance(source, AsyncIterator):
         async for submission in source:
             yield submission
     else:
         for submission in source:
             yield submission
+
+
+class _Printer:
+    """Prints answers as text or as JSON lines, and for several requests a progress line.
+
+    Attributes:
+        failed: The number of requests that failed.
+    """
+
+    def __init__(self, *, as_json: bool, trace: bool, labelled: bool) -> None:
+        """`labelled`: there are several requests."""
+        self._as_json = as_json
+        self._trace = trace
+        self._labelled = labelled
+        self._streamed = False
+        self._harmless = harmless if sys.stdout.isatty() else str
+        self._live = labelled and sys.stderr.isatty()
+        self._sent = self._answered = self._tokens = self.failed = 0
+
+    def line(self, text: str) -> None:
+        """Print one line, unbuffered."""
+        self._write(f"{text}\n")
+
+    def chunk(self, chunk: CompletionChunk) -> None:
+        """Print a piece of the only answer. Several answers are printed whole."""
+        if not (self._as_json or self._labelled):
+            self._streamed = True
+            self._write(chunk.text)
+
+    def completion(self, label: str, completion: Completion) -> None:
+        """Print the rest of an answer, its error, and its waterfall."""
+        self.clear()
+        if self._as_json:
+            self.line(encode_output(completion).decode())
+        elif self._streamed:
+            self.line("")
+        elif completion.status == "done" or completion.samples:
+            several = len(completion.samples) > 1
+            for sample in completion.samples:
+                names = [label] * self._labelled + [str(sample.sample_index)] * several
+                name = f"[{'.'.join(names)}] " if names else ""
+                self.line(f"{name}{sample.text.strip() if name else sample.text}")
+        if (error := completion.error) is not None:
+            where = f"[{label}] " if self._labelled else ""
+            complain(f"{where}{completion.status}: {error.message} ({error.code})")
+        if self._trace:
+            stderr().print(Waterfall(completion))
+        self._answered += 1
+        self._tokens += completion.usage.completion_tokens
+        self.failed += completion.status != "done"
+        self._progress()
+
+    def sent(self) -> None:
+        """Count a request that is sent."""
+        self._sent += 1
+        self._progress()
+
+    def clear(self) -> None:
+        """Remove the progress line."""
+        if self._live:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    def summary(self, seconds: float) -> None:
+        """Print the totals of several requests."""
+        if self._labelled:
+            failed = f", {self.failed} of them failed" if self.failed else ""
+            rate = self._tokens / max(seconds, 1e-9)
+            sys.stderr.write(
+                f"{self._answered} answered{failed}; "
+                f"{self._tokens} tokens in {seconds:.2f} s ({rate:,.0f} tokens/s)\n"
+            )
+
+    def _progress(self) -> None:
+        if self._live:
+            failed = f", {self.failed} failed" if self.failed else ""
+            sys.stderr.write(f"\r\x1b[K{self._answered} of {self._sent} answered{failed}")
+            sys.stderr.flush()
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(self._harmless(text))
+        sys.stdout.flush()

@@ -1,68 +1,145 @@
-"""What the commands share in writing to terminals and pipes."""
+"""Output to terminals and pipes, shared by the commands."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
+import msgspec
+import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
+
+from ..config import NanoInferenceError, RequestError
 
 PROGRAM = "nano-inference"
 
+STAGE_STYLES = {
+    "admission": "cyan",
+    "fairness": "magenta",
+    "batching": "yellow",
+    "executor": "green",
+    "streaming": "blue",
+}
+
 _CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+Failures = type[NanoInferenceError] | tuple[type[NanoInferenceError], ...]
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
 
 
 def stdout() -> Console:
-    """Standard output as it is now; prompts and answers in it are never read as markup."""
+    """Return a console for standard output that reads no markup in prompts and answers."""
     return Console(highlight=False, markup=False, emoji=False)
 
 
 def stderr() -> Console:
-    """The same for standard error."""
+    """Return the same for standard error."""
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def complain(sentence: str) -> None:
-    """One sentence on standard error, on one line however long it is; the exit status says the same
-    where standard error can't be written."""
+    """Write one sentence to standard error, on one line; ignore errors."""
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.write(f"{PROGRAM}: {' '.join(sentence.split())}\n")
         sys.stderr.flush()
 
 
-def milliseconds(nanoseconds: int) -> str:
-    """Two decimals below a second, else none are worth reading: "4.10", "12,345"."""
-    value = nanoseconds / 1e6
-    return f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
+@contextmanager
+def failures_exit(kinds: Failures = RequestError) -> Iterator[None]:
+    """Print why a request was refused or failed, and exit with status 1."""
+    try:
+        yield
+    except kinds as error:
+        complain(f"{error.message} ({error.code})")
+        raise typer.Exit(1) from None
+
+
+def print_json(value: object) -> None:
+    """Print a value as a line of JSON."""
+    typer.echo(msgspec.json.encode(value).decode())
+
+
+def table(*columns: str, right: Iterable[str] = (), fold: Iterable[str] = ()) -> Table:
+    """Return a table without lines.
+
+    Args:
+        columns: Their headings.
+        right: Columns aligned to the right.
+        fold: Columns that may wrap.
+    """
+    made = Table(box=None, pad_edge=False)
+    for name in columns:
+        made.add_column(
+            name,
+            justify="right" if name in right else "left",
+            no_wrap=name not in fold,
+            overflow="fold" if name in fold else "ellipsis",
+        )
+    return made
+
+
+def date(stamp_ns: int, *, seconds: bool = True) -> str:
+    """Return a date and time of this time zone."""
+    form = "%Y-%m-%d %H:%M:%S" if seconds else "%Y-%m-%d %H:%M"
+    return time.strftime(form, time.localtime(stamp_ns / 1e9))
 
 
 def harmless(text: str) -> str:
-    """The text without what a terminal would obey: a model may write escape sequences too."""
+    """Return the text without control characters: a model may write escape sequences too."""
     return text.translate(_CONTROL)
 
 
 def one_line(text: str) -> str:
-    """The text with its line ends made visible, and harmless."""
+    """Return the text with visible line ends, and harmless."""
     shown = text.strip().replace("\r\n", "\n").replace("\n", " ↵ ")
     return harmless(shown.replace("\t", " "))
 
 
 def cut(text: str, cells: int) -> str:
-    """The beginning of a text, at most so many columns wide, with "…" where it was cut."""
+    """Return the beginning of a text, at most `cells` columns wide, with "…" where it was cut."""
     line = Text(text, no_wrap=True)
     line.truncate(cells, overflow="ellipsis")
     return line.plain
 
 
-def cut_left(text: str, cells: int) -> str:
-    """The end of a text, at most so many columns wide, with "…" where it was cut."""
-    line = Text(text)
-    if line.cell_len <= cells:
-        return text
-    start = len(text)
-    width = 1
-    while start > 0 and (width := width + Text(text[start - 1]).cell_len) <= cells:
-        start -= 1
-    return f"…{text[start:]}"
+class AnswerWriter:
+    """Writes an answer to standard output as it arrives; leaving the context ends the line.
+
+    Attributes:
+        text: The text so far.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._reasoning = ""
+        self._on_terminal = sys.stdout.isatty()
+
+    def __enter__(self) -> AnswerWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.text or self._reasoning:
+            self._write("\n")
+
+    def reason(self, piece: str) -> None:
+        """Write a piece of the reasoning, which is no part of the answer: only on a terminal."""
+        if self._on_terminal and piece:
+            self._reasoning += harmless(piece)
+            self._write(f"{_DIM}{harmless(piece)}{_PLAIN}")
+
+    def write(self, piece: str) -> None:
+        """Write the next piece."""
+        if self._reasoning and piece:
+            self._write("\n" if self._reasoning.endswith("\n") else "\n\n")
+            self._reasoning = ""
+        self.text += piece
+        self._write(harmless(piece) if self._on_terminal else piece)
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()

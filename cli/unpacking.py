@@ -1,7 +1,7 @@
-"""Unpacks a model's archive, and trusts nothing in it.
+"""Unpacks a model's archive, which may be hostile.
 
-Only plain files and folders come out. A model needs no links, and with links an archive can write
-outside of its folder whatever checks its paths (CVE-2025-4517 of tarfile's own `data` filter).
+Only plain files and folders are accepted. A model needs no links, and with links an archive can
+write outside of its folder despite checks of its paths (CVE-2025-4517 of tarfile's `data` filter).
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ import unicodedata
 import zipfile
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol, cast
 
 from ..config import ModelError, shown
 
 MOST_MEMBERS = 10_000
-"""Files and folders of one archive. The largest models have a few hundred."""
+"""Files and folders in an archive. The largest models have a few hundred."""
 
 MOST_NAME_BYTES = 255
-"""Of a file's name, as file systems have it."""
+"""Length of a file's name, the limit of most file systems."""
 
 MOST_PATH_BYTES = 1024
 MOST_DEPTH = 16
-"""Folders within each other."""
+"""Nested folders."""
 
 MOST_RATIO = 50
-"""Bytes unpacked for each of the archive. Weights hardly shrink, and text to a tenth."""
+"""Unpacked bytes per byte of the archive. Weights hardly shrink, and text to a tenth."""
 
 _SLACK_BYTES = 64 << 20
-"""What small archives may have beyond that ratio."""
+"""Unpacked bytes of a small archive beyond that ratio."""
 
 _MOST_HEADER_BYTES = 32 << 20
-"""Between two files of a tar, and in all of a zip: what is read into memory to find files."""
+"""Read into memory between two files of a tar, or for all files of a zip."""
 
 _PIECE = 1 << 20
 
@@ -46,20 +47,20 @@ _BROKEN = (
     *(tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, lzma.LZMAError),
     *(EOFError, ValueError, RuntimeError),
 )
-"""What is raised by archives that are none, or broken, and by those that mean harm."""
+"""Raised for files that are no archives, for broken and for hostile archives."""
 
 
 class Refused(ValueError):
-    """An archive with something that no model needs."""
+    """An archive has content that no model needs."""
 
 
 class _Member(NamedTuple):
     """A file or a folder of an archive.
 
     Attributes:
-        path: As the archive has it.
-        is_folder: Else it is a plain file.
-        size: Of the file as it is declared, in bytes.
+        path: As in the archive.
+        is_folder: Whether it is a folder, else a plain file.
+        size: Declared size in bytes.
         content: None for a folder.
     """
 
@@ -70,7 +71,7 @@ class _Member(NamedTuple):
 
 
 class _Readable(Protocol):
-    """What is needed of a file, or of what decompresses one."""
+    """A file, or a decompressor."""
 
     def read(self, size: int = -1, /) -> bytes: ...
     def seek(self, offset: int, whence: int = 0, /) -> int: ...
@@ -78,14 +79,14 @@ class _Readable(Protocol):
 
 
 class _Headers:
-    """A file of which only so much may be read at a time, but for the members' contents."""
+    """A file with a limit on bytes read outside of the members' contents."""
 
     def __init__(self, file: _Readable) -> None:
         self._file = file
         self._left: int | None = _MOST_HEADER_BYTES
 
     def contents(self) -> None:
-        """What follows is content, whose size is checked elsewhere."""
+        """Content follows, whose size is checked elsewhere."""
         self._left = None
 
     def headers(self) -> None:
@@ -111,17 +112,17 @@ class _Headers:
         return True
 
     def close(self) -> None:
-        """Does nothing; whoever has opened the file closes it."""
+        """Do nothing: the opener closes the file."""
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpacks a tar or a zip into a folder that is empty.
+    """Unpack a tar or a zip into an empty folder.
 
     Args:
         archive: A zip by its suffix, else a tar, compressed or not.
 
     Raises:
-        ModelError: It is broken, has what no model needs, or would not fit.
+        ModelError: It is broken or hostile, or would not fit.
         OSError: The folder can't be written.
     """
     free = shutil.disk_usage(folder).free
@@ -132,31 +133,38 @@ def unpack(archive: Path, folder: Path) -> None:
             for member in _zipped(file) if is_zip else _tarred(file, writer):
                 writer.add(member)
     except _BROKEN as error:
-        # The next try has it anew.
+        # The next attempt downloads it again.
         archive.unlink()
         raise ModelError(f"{archive.name} can't be unpacked: {error}") from None
 
 
+@dataclass
 class _Writer:
-    """Writes members, within the bounds of one archive."""
+    """Writes members, within the bounds of one archive.
 
-    def __init__(self, folder: Path, free: int, most: int) -> None:
-        """Args: where to; how many bytes are free there; how many the archive may have."""
-        self._folder = folder
-        self._free = free
-        self._most = most
+    Attributes:
+        folder: The target.
+        free: Free bytes there.
+        most: Most bytes of the archive's content.
+    """
+
+    folder: Path
+    free: int
+    most: int
+
+    def __post_init__(self) -> None:
         self._members = 0
         self._declared = 0
         self._unpacked = 0
-        # Of each path as file systems may compare it: as it was first, and whether it is a folder.
+        # By path as file systems may compare it: the first spelling, and whether it is a folder.
         self._known: dict[tuple[str, ...], tuple[tuple[str, ...], bool]] = {}
 
     def add(self, member: _Member) -> None:
-        """Writes a member.
+        """Write a member.
 
         Raises:
-            Refused: It is what no model needs.
-            ModelError: There is no room for it.
+            Refused: No model needs it.
+            ModelError: The disk has too little space.
         """
         self._members += 1
         if self._members > MOST_MEMBERS:
@@ -170,13 +178,13 @@ class _Writer:
         if member.size < 0:
             raise Refused(f"{shown(member.path)} has a negative size")
         self._declared += member.size
-        if self._declared > self._free:
+        if self._declared > self.free:
             raise ModelError(
-                f"the archive holds {self._declared} bytes or more, and {self._free} are free in "
-                f"{self._folder}"
+                f"the archive holds {self._declared} bytes or more, and {self.free} are free in "
+                f"{self.folder}"
             )
         self._check(self._declared)
-        path = self._folder.joinpath(*parts)
+        path = self.folder.joinpath(*parts)
         if member.content is None:
             path.mkdir(parents=True, exist_ok=True)
             return
@@ -193,22 +201,22 @@ class _Writer:
         self.count(written)
 
     def count(self, size: int) -> None:
-        """Counts bytes that came out of the archive.
+        """Count unpacked bytes.
 
         Raises:
-            Refused: They are too many for its size.
+            Refused: They are too many for the archive's size.
         """
         self._unpacked += size
         self._check(self._unpacked)
 
     def _check(self, size: int) -> None:
-        if size > self._most:
+        if size > self.most:
             raise Refused(
                 f"it unpacks to {size} bytes or more, over {MOST_RATIO} times its own size"
             )
 
     def _enter(self, parts: tuple[str, ...], member: _Member) -> None:
-        """Raises Refused: the path is that of another file, on some file system at least."""
+        """Raises Refused: the path is another file's, at least on some file system."""
         for length in range(1, len(parts) + 1):
             own, is_folder = parts[:length], member.is_folder or length < len(parts)
             key = tuple(unicodedata.normalize("NFC", part).casefold() for part in own)
@@ -219,10 +227,10 @@ class _Writer:
 
 
 def _parts(path: str) -> tuple[str, ...]:
-    """The parts of a path, which stays in its folder and has a name on every file system.
+    """Return the parts of a path that stays in its folder and is valid on every file system.
 
     Raises:
-        Refused: It does not.
+        Refused: It is not.
     """
     parts = tuple(part for part in path.split("/") if part not in ("", "."))
     if path.startswith("/") or ".." in parts or "\\" in path or (parts and ":" in parts[0]):
@@ -251,13 +259,13 @@ def _tarred(file: IO[bytes], writer: _Writer) -> Iterator[_Member]:
                 headers.contents()
                 yield _Member(found.name, False, found.size, tar.extractfile(found))
                 headers.headers()
-        # Behind its end is what tells whether bytes were lost; tarfile does not look there.
+        # A checksum follows, which shows lost bytes; tarfile does not read it.
         while piece := stream.read(_PIECE):
             writer.count(len(piece))
 
 
 def _decompressed(file: IO[bytes]) -> IO[bytes]:
-    """What a compressed file holds, by its first bytes."""
+    """Return a decompressor by the first bytes, or the file itself."""
     start = file.read(6)
     file.seek(0)
     if start.startswith(b"\x1f\x8b"):

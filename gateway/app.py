@@ -14,11 +14,11 @@ from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
 from ..telemetry import instruments
 from .api import anthropic
-from .api.kserve import http_errors as kserve_http
+from .api.kserve import http as kserve_http
+from .api.kserve.http import kserve_routes
 from .api.kserve.regions import Regions
 from .api.kserve.repository import open_service
-from .api.kserve.routes import kserve_routes
-from .api.kserve.shared import KServe
+from .api.kserve.service import KServe
 from .api.openai import ModelInfoCalls, ResponseCalls, openai_routes
 from .api.sglang import sglang_routes
 from .endpoints import gateway_routes, single_model_routes

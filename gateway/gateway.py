@@ -19,7 +19,7 @@ from ..pipeline.client import BusClient
 
 if TYPE_CHECKING:
     from .api.kserve.grpc_server import GrpcServer
-    from .api.kserve.shared import KServe
+    from .api.kserve.service import KServe
     from .app import GatewayApp
     from .server.server import HttpServer
     from .serving.measures import Measures
@@ -237,6 +237,8 @@ def check_ports(
     Raises:
         ConfigError: As `place_of`, and for a port that is taken.
     """
+    import uvicorn  # noqa: F401  a missing extra is reported here, not by a child process
+
     place = place_of(config)
     gateway = config.gateway
     for port, option in ((gateway.port, http_option), (gateway.grpc_port, grpc_option)):

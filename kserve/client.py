@@ -1,4 +1,4 @@
-"""A client of models over gRPC, for asyncio."""
+"""An asyncio client of KServe models over gRPC."""
 
 from __future__ import annotations
 
@@ -6,84 +6,198 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic_ns
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
+import msgspec
+import numpy as np
 
-from .deadlines import deadline_params
-from .errors import KServeError, error_of, expired, stream_error
-from .keys import FINAL_PARAM, WANTS_FINAL_PARAM
-from .pool import BufferPool
-from .pool_slot import PoolSlot
+from ..config import NanoInferenceError
+from .grpc_codec import decode_infer_response, encode_infer_request
+from .parameters import (
+    CODE_KEY,
+    FINAL_PARAM,
+    RETRY_KEY,
+    STATUS_KEY,
+    WANTS_FINAL_PARAM,
+    deadline_params,
+)
+from .pool import BufferPool, PoolSlot
 from .protobuf import METHODS
-from .staging import Staged
-from .tensors import InferResponse, ModelSpec, NamedTensor, Parameters, TensorSpec
+from .tensors import (
+    Array,
+    InferRequest,
+    InferResponse,
+    ModelSpec,
+    ModelState,
+    NamedTensor,
+    Parameters,
+    RequestedOutput,
+    SharedMemory,
+    TensorError,
+    TensorSpec,
+    byte_size,
+    raw_bytes,
+)
 
 _FIRST_WAIT_S = 0.1
 _MOST_WAIT_S = 5.0
 
 _OPTIONS = (
-    # Tensors are as large as they are; a server says for itself how much it takes.
+    # The server limits the sizes that it accepts.
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # While gRPC waits before it connects again, a call that is sent again fails at once.
+    # While gRPC backs off before it connects again, retried calls fail at once.
     ("grpc.initial_reconnect_backoff_ms", int(_FIRST_WAIT_S * 500)),
     ("grpc.min_reconnect_backoff_ms", int(_MOST_WAIT_S * 1000)),
     ("grpc.max_reconnect_backoff_ms", int(_MOST_WAIT_S * 500)),
 )
 
-# Behind a request's deadline a server may still be writing its outputs into memory of ours, so the
-# call is left open for a moment in which it says that it has ended.
+# A server may still be writing outputs into the caller's memory when a request's deadline passes.
+# The call stays open for this long, in which the server reports the end.
 _GRACE_NS = 1_000_000_000
 
-# How long whoever leaves waits for a server that may be gone.
-_PARTING_NS = 1_000_000_000
+# The time to unregister each pool on exit, in case the server is gone.
+_EXIT_NS = 1_000_000_000
+
+_CODES = {
+    grpc.StatusCode.CANCELLED: "cancelled",
+    grpc.StatusCode.INVALID_ARGUMENT: "invalid_request",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "expired",
+    grpc.StatusCode.NOT_FOUND: "not_found",
+    grpc.StatusCode.PERMISSION_DENIED: "insufficient_scope",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "overloaded",
+    grpc.StatusCode.UNAUTHENTICATED: "invalid_api_key",
+    grpc.StatusCode.UNAVAILABLE: "unreachable",
+    grpc.StatusCode.UNIMPLEMENTED: "unsupported",
+}
+"""Codes of errors without one: of other servers, and of gRPC itself."""
+
+_STATUSES: dict[int, grpc.StatusCode] = {each.value[0]: each for each in grpc.StatusCode}
 
 
-class IndexedModel(NamedTuple):
-    """A model of a server's index.
+class KServeError(NanoInferenceError):
+    """A failed call.
 
     Attributes:
-        name: As it is called.
-        version: Which one.
-        ready: Whether a call would be served now.
-        reason: Why not.
+        code: The server's, or one for the status.
+        status: gRPC's.
+        retry_after_s: Seconds after which a retry is worthwhile; None if unknown.
     """
 
-    name: str
-    version: str
-    ready: bool
-    reason: str
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: grpc.StatusCode,
+        code: str = "",
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, code=code or _CODES.get(status, "internal_error"))
+        self.status = status
+        self.retry_after_s = retry_after_s
 
 
-class _Deadline:
-    """When a call's time is over, on this process's clock."""
+class StagedRequest:
+    """A request whose tensors are within its message, or in a slot of shared memory.
+
+    Attributes:
+        message: The ModelInferRequest.
+        writes: The server is to write outputs into the slot.
+    """
+
+    def __init__(
+        self,
+        request: InferRequest,
+        outputs: Sequence[str | NamedTensor],
+        slot: PoolSlot | None,
+        shared: bool,
+    ) -> None:
+        """Encode a request.
+
+        Args:
+            request: The request, without outputs.
+            outputs: As of `KServeClient.infer`.
+            slot: The same.
+            shared: Tensors go through the slot, not within the message.
+
+        Raises:
+            TensorError: A tensor has no datatype.
+            ValueError: The inputs don't fit the slot, or an output is to be put outside of it.
+        """
+        self._slot = slot
+        self._memory = slot if shared else None
+        self._places = {
+            each.name: _place(each, slot) for each in outputs if isinstance(each, NamedTensor)
+        }
+        self.writes = shared and bool(self._places)
+        names = [each if isinstance(each, str) else each.name for each in outputs]
+        wanted = [
+            RequestedOutput(name, self._places.get(name) if shared else None) for name in names
+        ]
+        self.message = encode_infer_request(
+            msgspec.structs.replace(request, outputs=tuple(wanted)),
+            None if self._memory is None else _stage(request.inputs, self._memory),
+        )
+
+    def set_budget(self, left_ns: int | None) -> None:
+        """Set the time that the request has."""
+        for name, value in deadline_params(left_ns or 0).items():
+            self.message.parameters[name].int64_param = value
+
+    def decode(self, message: Any) -> InferResponse:
+        """Decode a ModelInferResponse, and put each output in its place.
+
+        The arrays of outputs with a place are views of it. BYTES outputs are there as well, but
+        the response has copies, as no array can show them.
+
+        Raises:
+            RequestError: The message is malformed, or an output is larger than its place.
+        """
+        response = decode_infer_response(message, self._memory)
+        outputs = tuple(NamedTensor(each.name, self._placed(each)) for each in response.outputs)
+        return msgspec.structs.replace(response, outputs=outputs)
+
+    def _placed(self, tensor: NamedTensor) -> Array:
+        place = self._places.get(tensor.name)
+        if place is None or self._slot is None:
+            return tensor.data
+        if (size := byte_size(tensor)) > place.byte_size:
+            raise TensorError(
+                f"the output {tensor.name} has {size} bytes and its place {place.byte_size}; make "
+                "that larger"
+            )
+        if self._memory is None:
+            self._slot.write(place, raw_bytes(tensor))
+        if tensor.data.dtype == np.object_:
+            return tensor.data
+        return self._slot.array_at(place, tensor.data.shape, tensor.data.dtype)
+
+
+class _Attempts:
+    """The time limit of a call, and its attempts so far.
+
+    Attributes:
+        failed: Attempts that no server took.
+        registered: The call's region was registered again.
+    """
 
     def __init__(self, budget_ns: int) -> None:
-        self._at_ns = monotonic_ns() + budget_ns if budget_ns > 0 else None
-
-    def left_ns(self) -> int | None:
-        """What is left, more than none; None without a limit. Raises KServeError `expired`."""
-        if self._at_ns is None:
-            return None
-        left_ns = self._at_ns - monotonic_ns()
-        if left_ns <= 0:
-            raise expired()
-        return left_ns
-
-
-class _Tries:
-    """What has become of a call so far.
-
-    Attributes:
-        failed: How often nobody took it.
-        registered: Whether the server was told of the call's region again.
-    """
-
-    def __init__(self) -> None:
+        self._deadline_ns = monotonic_ns() + budget_ns if budget_ns > 0 else None
         self.failed = 0
         self.registered = False
+
+    def left_ns(self) -> int | None:
+        """Return the time left, above zero; None without a limit. Raises KServeError `expired`."""
+        if self._deadline_ns is None:
+            return None
+        left_ns = self._deadline_ns - monotonic_ns()
+        if left_ns <= 0:
+            raise KServeError(
+                "the call's time (budget_ns) was over before it could be sent; give it more",
+                status=grpc.StatusCode.DEADLINE_EXCEEDED,
+            )
+        return left_ns
 
 
 class KServeClient:
@@ -94,8 +208,8 @@ class KServeClient:
         answer = await client.infer("tiny", [text_tensor("text_input", "98 + 25 =")])
     ```
 
-    What fails raises KServeError, with the server's own code. A call that found nobody, or was
-    turned away by a server that stops, is sent again, with what is then left of its budget.
+    Failures raise KServeError with the server's code. A call that reached no server, or one that is
+    stopping, is sent again with the rest of its budget.
     """
 
     def __init__(
@@ -108,16 +222,16 @@ class KServeClient:
         retries: int = 4,
         timeout_s: float = 30.0,
     ) -> None:
-        """A client of the server at an address. Nothing is sent until it is used.
+        """Create a client. Nothing is sent until it is used.
 
         Args:
             address: Host and port, such as "127.0.0.1:8001".
             api_key: The caller's key; "" for none.
-            credentials: For TLS: `grpc.ssl_channel_credentials(...)`, which also takes a
-                certificate of the client's own. None for a connection without.
-            metadata: What else each call brings, such as `traceparent` or `x-tenant`.
+            credentials: For TLS: `grpc.ssl_channel_credentials(...)`, also with a client
+                certificate. None for plain text.
+            metadata: Sent with each call, such as `traceparent` or `x-tenant`.
             retries: How often a call is sent again.
-            timeout_s: How long everything but inference may take.
+            timeout_s: Time limit of all calls but inference.
         """
         keys = {"authorization": f"Bearer {api_key}"} if api_key else {}
         given = {name.lower(): value for name, value in (metadata or {}).items()}
@@ -131,23 +245,16 @@ class KServeClient:
 
     async def __aenter__(self) -> KServeClient:
         if self._credentials is None:
-            self._channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(self._address, _OPTIONS)
         else:
-            self._channel = grpc.aio.secure_channel(
-                self._address, self._credentials, options=_OPTIONS
-            )
+            self._channel = grpc.aio.secure_channel(self._address, self._credentials, _OPTIONS)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Has the server leave the pools' memory, if it answers; calls under way are cancelled."""
+    async def __aexit__(self, *error: object) -> None:
+        """Unregister the pools, if the server answers; calls in flight are cancelled."""
         for pool in list(self._pools):
             with suppress(KServeError):
-                await self.unregister(pool, budget_ns=_PARTING_NS)
+                await self.unregister(pool, budget_ns=_EXIT_NS)
         await self._channel.close()
 
     # --- inference ----------------------------------------------------------------------------
@@ -164,52 +271,42 @@ class KServeClient:
         id: str = "",
         version: str = "",
     ) -> InferResponse:
-        """Calls a model and waits for its one answer.
+        """Call a model and wait for its one response.
 
         Args:
             model: Its name.
-            inputs: Its tensors, in any memory. With a `slot` of a registered pool all of them go
-                through it: those that `slot.scratch` made as they are, others are copied there.
-            outputs: The outputs that are wanted, all when empty. A tensor that `slot.scratch` made
-                is where that output is to be put; the answer's tensor is then a view of it.
-            slot: Of a pool. Where that is not registered here, tensors go within the messages, and
-                outputs are copied to where they are to be put: slower, and otherwise the same.
-            budget_ns: How long it may take; 0 or less for no limit.
-            parameters: What the request says besides.
-            id: What it is called; the answer repeats it.
+            inputs: Tensors in any memory. With a `slot` of a registered pool all of them go
+                through it: those made by `slot.scratch` as they are, others are copied there.
+            outputs: The outputs to return; empty for all. A tensor made by `slot.scratch` is the
+                place of that output, and the response's tensor is a view of it.
+            slot: Of a pool. If the pool isn't registered here, tensors go within the messages, and
+                outputs are copied to their places: slower, otherwise the same.
+            budget_ns: Time limit; 0 or less for none.
+            parameters: Of the request.
+            id: Of the request; the response repeats it.
             version: Of the model; "" for any.
 
         Returns:
-            The answer. What lies in the slot is dead when that is released.
+            The response. Tensors in the slot end when it is released.
 
         Raises:
             KServeError: The server could not be reached, or refused or failed the call.
-            TensorError: A tensor has no datatype, or the answer can't be read.
-            ValueError: The inputs don't fit the slot, or an output is to be put elsewhere.
+            TensorError: A tensor has no datatype, or the response is malformed.
+            ValueError: The inputs don't fit the slot, or an output's place is outside of it.
         """
-        deadline = _Deadline(budget_ns)
-        staged = Staged(
-            model,
-            inputs,
-            outputs,
-            slot,
-            self._has(slot),
-            parameters=parameters,
-            id=id,
-            model_version=version,
-        )
-        tries = _Tries()
+        attempts = _Attempts(budget_ns)
+        request = _request(model, inputs, parameters, id, version)
+        staged = StagedRequest(request, outputs, slot, self._is_shared(slot))
         while True:
-            left_ns = self._brief(staged, deadline)
+            staged.set_budget(left_ns := attempts.left_ns())
             grace_ns = _GRACE_NS if staged.writes else 0
+            limit_ns = None if left_ns is None else left_ns + grace_ns
             try:
-                message = await self._call(
-                    "ModelInfer", staged.message, None if left_ns is None else left_ns + grace_ns
-                )
+                message = await self._call("ModelInfer", staged.message, limit_ns)
             except KServeError as error:
-                await self._before_next(error, tries, slot, deadline)
+                await self._prepare_retry(error, attempts, slot)
                 continue
-            return staged.taken(message)
+            return staged.decode(message)
 
     async def stream(
         self,
@@ -223,40 +320,31 @@ class KServeClient:
         id: str = "",
         version: str = "",
     ) -> AsyncGenerator[InferResponse, None]:
-        """Calls a model that may answer several times; yields each answer as it comes.
+        """Call a model that may respond several times; yield each response as it comes.
 
-        The arguments, and what it raises, are those of `infer`; outputs come within the messages.
-        When the caller stops before the end, the request is cancelled. A call is not sent again
-        once it was answered.
+        Arguments and errors are those of `infer`; outputs come within the messages. A caller that
+        stops early cancels the request. A call is not retried after its first response.
         """
-        deadline = _Deadline(budget_ns)
-        asked = {WANTS_FINAL_PARAM: True, **(parameters or {})}
-        staged = Staged(
-            model,
-            inputs,
-            outputs,
-            slot,
-            self._has(slot),
-            parameters=asked,
-            id=id,
-            model_version=version,
-        )
-        tries, begun = _Tries(), False
+        attempts, begun = _Attempts(budget_ns), False
+        parameters = {WANTS_FINAL_PARAM: True, **(parameters or {})}
+        request = _request(model, inputs, parameters, id, version)
+        staged = StagedRequest(request, outputs, slot, self._is_shared(slot))
         while True:
+            staged.set_budget(left_ns := attempts.left_ns())
             try:
-                async for response in self._answers(staged, self._brief(staged, deadline)):
+                async for response in self._responses(staged, left_ns):
                     begun = True
                     yield response
                 return
             except KServeError as error:
                 if begun:
                     raise
-                await self._before_next(error, tries, slot, deadline)
+                await self._prepare_retry(error, attempts, slot)
 
-    async def _answers(
-        self, staged: Staged, left_ns: int | None
+    async def _responses(
+        self, staged: StagedRequest, left_ns: int | None
     ) -> AsyncGenerator[InferResponse, None]:
-        """The answers of one stream, up to the last one."""
+        """The responses of one stream."""
         method = METHODS["ModelStreamInfer"]
         call = self._channel.stream_stream(
             method.path,
@@ -266,17 +354,17 @@ class KServeClient:
         try:
             await call.write(staged.message)
             await call.done_writing()
-            async for answer in call:
-                if answer.error_message:
-                    raise stream_error(answer)
-                response = staged.taken(answer.infer_response)
+            async for message in call:
+                if message.error_message:
+                    raise _stream_error(message)
+                response = staged.decode(message.infer_response)
                 is_last = response.parameters.get(FINAL_PARAM)
                 if response.outputs or not is_last:
                     yield response
                 if is_last:
                     return
         except grpc.aio.AioRpcError as error:
-            raise error_of(error) from None
+            raise _call_error(error) from None
         finally:
             call.cancel()
         raise KServeError(
@@ -285,42 +373,31 @@ class KServeClient:
             code="connection_lost",
         )
 
-    def _brief(self, staged: Staged, deadline: _Deadline) -> int | None:
-        """Tells a request how much time it has now, and returns it.
-
-        Raises:
-            KServeError: None is left, which must not be sent: it would mean no limit.
-        """
-        left_ns = deadline.left_ns()
-        for name, value in deadline_params(left_ns or 0).items():
-            staged.message.parameters[name].int64_param = value
-        return left_ns
-
-    async def _before_next(
-        self, error: KServeError, tries: _Tries, slot: PoolSlot | None, deadline: _Deadline
+    async def _prepare_retry(
+        self, error: KServeError, attempts: _Attempts, slot: PoolSlot | None
     ) -> None:
-        """Returns when a call that failed is worth sending again; raises its error if never."""
-        if error.code == "unknown_region" and slot is not None and not tries.registered:
-            # The server has been started anew, or it is another one behind the same address.
-            tries.registered = True
-            await self.register(slot.pool, budget_ns=deadline.left_ns())
+        """Return when a failed call is worth sending again; otherwise raise its error."""
+        if error.code == "unknown_region" and slot is not None and not attempts.registered:
+            # The server was restarted, or the address leads to another one.
+            attempts.registered = True
+            await self.register(slot.pool, budget_ns=attempts.left_ns())
             return
-        if error.status is not grpc.StatusCode.UNAVAILABLE or tries.failed >= self._retries:
+        if error.status is not grpc.StatusCode.UNAVAILABLE or attempts.failed >= self._retries:
             raise error
         wait_s = error.retry_after_s
         if wait_s is None:
-            wait_s = min(_FIRST_WAIT_S * 2**tries.failed, _MOST_WAIT_S)
-        left_ns = deadline.left_ns()
+            wait_s = min(_FIRST_WAIT_S * 2**attempts.failed, _MOST_WAIT_S)
+        left_ns = attempts.left_ns()
         if left_ns is not None and left_ns <= wait_s * 1e9:
             raise error
-        tries.failed += 1
+        attempts.failed += 1
         await asyncio.sleep(wait_s)
 
-    def _has(self, slot: PoolSlot | None) -> bool:
-        """Whether a slot lies in memory that was registered here."""
+    def _is_shared(self, slot: PoolSlot | None) -> bool:
+        """Whether a slot's pool is registered here."""
         return slot is not None and slot.pool in self._pools
 
-    # --- what there is ------------------------------------------------------------------------
+    # --- information --------------------------------------------------------------------------
 
     async def ready(self, model: str = "", version: str = "") -> bool:
         """Whether a call would be served now, of a model or of any. Raises KServeError."""
@@ -331,56 +408,53 @@ class KServeClient:
         return bool(answer.ready)
 
     async def metadata(self, model: str, version: str = "") -> ModelSpec:
-        """What a model takes and gives. Raises KServeError."""
-        told = await self._ask("ModelMetadata", name=model, version=version)
+        """Return a model's interface. Raises KServeError."""
+        found = await self._ask("ModelMetadata", name=model, version=version)
         config = (await self._ask("ModelConfig", name=model, version=version)).config
         optional = {each.name for each in config.input if each.optional}
+        inputs, outputs = (
+            tuple(
+                TensorSpec(each.name, each.datatype, tuple(each.shape), each.name in some)
+                for each in tensors
+            )
+            for tensors, some in ((found.inputs, optional), (found.outputs, ()))
+        )
         return ModelSpec(
-            name=told.name,
-            versions=tuple(told.versions),
-            platform=told.platform,
-            inputs=tuple(
-                TensorSpec(each.name, each.datatype, tuple(each.shape), each.name in optional)
-                for each in told.inputs
-            ),
-            outputs=tuple(
-                TensorSpec(each.name, each.datatype, tuple(each.shape)) for each in told.outputs
-            ),
+            name=found.name,
+            versions=tuple(found.versions),
+            platform=found.platform,
+            inputs=inputs,
+            outputs=outputs,
             decoupled=config.model_transaction_policy.decoupled,
         )
 
-    async def index(self, *, ready: bool = False) -> list[IndexedModel]:
-        """The server's models; with `ready` only those that are. Raises KServeError."""
+    async def index(self, *, ready: bool = False) -> list[ModelState]:
+        """Return the server's models; with `ready` only ready ones. Raises KServeError."""
         answer = await self._ask("RepositoryIndex", ready=ready)
         return [
-            IndexedModel(each.name, each.version, each.state == "READY", each.reason)
+            ModelState(each.name, each.version, each.state == "READY", each.reason)
             for each in answer.models
         ]
 
     async def register(self, pool: BufferPool, *, budget_ns: int | None = None) -> None:
-        """Has the server attach a pool's memory, under the pool's name, instead of any before.
+        """Register a pool's memory at the server, replacing a region of the pool's name.
 
         From then on calls with one of its slots go through it.
 
         Raises:
-            KServeError: The server does not, or is on another machine.
+            KServeError: The server refuses it, or is on another machine.
             ValueError: The pool is not in shared memory.
         """
         if not pool.use_shm:
             raise ValueError(f"the pool {pool.name} is not in shared memory; make one that is")
-        await self._ask(
-            "SystemSharedMemoryRegister",
-            budget_ns,
-            name=pool.name,
-            key=pool.key,
-            byte_size=pool.n_bytes,
-        )
+        fields = {"name": pool.name, "key": pool.key, "byte_size": pool.n_bytes}
+        await self._ask("SystemSharedMemoryRegister", budget_ns, **fields)
         self._pools.add(pool)
 
     async def unregister(self, pool: BufferPool, *, budget_ns: int | None = None) -> None:
-        """Has the server leave a pool's memory; nothing happens when it has not attached it.
+        """Unregister a pool's memory; idempotent.
 
-        Calls with one of its slots go within the messages afterwards. Raises KServeError.
+        Afterwards calls with one of its slots go within the messages. Raises KServeError.
         """
         self._pools.discard(pool)
         await self._ask("SystemSharedMemoryUnregister", budget_ns, name=pool.name)
@@ -401,7 +475,65 @@ class KServeClient:
         try:
             return await call(message, timeout=_seconds(limit_ns), metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise error_of(error) from None
+            raise _call_error(error) from None
+
+
+def _request(
+    model: str, inputs: Iterable[NamedTensor], parameters: Parameters | None, id: str, version: str
+) -> InferRequest:
+    return InferRequest(
+        model_name=model,
+        model_version=version,
+        id=id,
+        parameters=parameters or {},
+        inputs=tuple(inputs),
+    )
+
+
+def _place(output: NamedTensor, slot: PoolSlot | None) -> SharedMemory:
+    offset = None if slot is None else slot.offset_of(output.data)
+    if slot is None or offset is None:
+        raise ValueError(f"{output.name} is to be put where the slot has not made it with scratch")
+    return SharedMemory(slot.pool.name, output.data.nbytes, offset)
+
+
+def _stage(tensors: Sequence[NamedTensor], slot: PoolSlot) -> list[SharedMemory]:
+    """Copy inputs that are outside a slot into it, and return the places of all."""
+    offsets = [slot.offset_of(each.data) for each in tensors]
+    outside = [index for index, offset in enumerate(offsets) if offset is None]
+    raws = [raw_bytes(tensors[index]) for index in outside]
+    buffers = slot.scratch([(len(raw), np.uint8) for raw in raws])
+    for index, buffer, raw in zip(outside, buffers, raws, strict=True):
+        buffer[:] = np.frombuffer(raw, np.uint8)
+        offsets[index] = slot.offset_of(buffer)
+    return [
+        SharedMemory(slot.pool.name, byte_size(tensor), offset or 0)
+        for tensor, offset in zip(tensors, offsets, strict=True)
+    ]
+
+
+def _call_error(error: grpc.aio.AioRpcError) -> KServeError:
+    trailers = dict(error.trailing_metadata() or ())
+    retry_after_s = None
+    with suppress(KeyError, ValueError):
+        retry_after_s = max(0.0, float(trailers[RETRY_KEY]))
+    return KServeError(
+        error.details() or f"the call ended with {error.code().name}",
+        status=error.code(),
+        code=str(trailers.get(CODE_KEY, "")),
+        retry_after_s=retry_after_s,
+    )
+
+
+def _stream_error(message: Any) -> KServeError:
+    """The error in a ModelStreamInferResponse."""
+    found = message.infer_response.parameters
+    number = found[STATUS_KEY].int64_param if STATUS_KEY in found else -1
+    return KServeError(
+        message.error_message,
+        status=_STATUSES.get(number, grpc.StatusCode.UNKNOWN),
+        code=found[CODE_KEY].string_param if CODE_KEY in found else "",
+    )
 
 
 def _seconds(ns: int | None) -> float | None:

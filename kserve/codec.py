@@ -1,34 +1,30 @@
-"""Requests and answers to and from the messages of gRPC. Nothing here waits, or reads a clock.
+"""Codec of tensors, requests and responses as JSON and HTTP bodies, shared in parts by gRPC's.
 
-Where a tensor's elements are is looked for in this order: in shared memory, in the raw contents, in
-the typed contents. The messages may be those of `protobuf.py` or another library's of the same
-fields. An array that was decoded is read-only, and a view wherever that can be.
+An HTTP body is JSON, then the tensors' binary data; with such data the header `HEADER` gives the
+length of the JSON. A decoded array is read-only; one of binary data is a view of the body.
+
+FP16 and BF16 have no JSON form. Numbers that aren't finite are written `NaN`, `Infinity` and
+`-Infinity`, as Triton does and its clients read, though JSON has none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict, Unpack
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NoReturn, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 
-from ..config import RequestError, shown
-from .checks import check_not_classified, check_parameters, checked_name, counted
-from .elements import MAX_ELEMENTS, MAX_STRINGS, array_of, byte_size, raw_bytes, read_only
-from .memory import (
+from ..config import RequestError, shown, told_of
+from .parameters import (
     MEMORY_PARAMS,
-    TensorMemory,
+    byte_count,
+    check_tensor_parameters,
     memory_of,
     memory_params,
-    read_tensor,
-    write_tensor,
-)
-from .protobuf import (
-    ModelConfigResponse,
-    ModelInferRequest,
-    ModelInferResponse,
-    ModelMetadataResponse,
-    RepositoryIndexResponse,
 )
 from .tensors import (
     DTYPES,
@@ -43,351 +39,490 @@ from .tensors import (
     SharedMemory,
     TensorError,
     TensorSpec,
+    array_of,
+    check_size,
     checked_datatype,
+    checked_name,
     element_count,
+    raw_bytes,
+    read_only,
 )
 
-_CONTENTS: dict[Datatype, str] = {
-    "BOOL": "bool_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
-"""The field of the typed contents for each datatype that has one."""
+MAX_TENSORS = 1024
+"""The most inputs, and the most outputs, of a request or a response."""
 
-_WIDE: dict[str, np.dtype[Any]] = {
-    "uint_contents": DTYPES["UINT32"],
-    "int_contents": DTYPES["INT32"],
-}
+Json = dict[str, Any]
+
+T = TypeVar("T")
 
 
-class ModelIndex(NamedTuple):
-    """A line of a repository's index; `reason` says why a model is not ready."""
+class TensorMemory(Protocol):
+    """Shared-memory regions by their registered names."""
 
-    name: str
-    ready: bool = True
-    version: str = "1"
-    reason: str = ""
+    def read(self, place: SharedMemory) -> Array:
+        """Return a place's bytes, uint8 `[byte_size]`. Raises RequestError."""
 
-
-class RequestFields(TypedDict, total=False):
-    """What a request says besides its inputs, all of which may be left out.
-
-    Attributes:
-        requested_outputs: The outputs wanted, by name or with the memory for each; none for all.
-        id: What the answer repeats.
-        model_version: Which version; "" for any.
-        parameters: What else there is to say.
-    """
-
-    requested_outputs: Iterable[RequestedOutput | str]
-    id: str
-    model_version: str
-    parameters: Parameters | None
+    def write(self, place: SharedMemory, data: bytes | memoryview) -> None:
+        """Write bytes at a place. Raises RequestError."""
 
 
-def decode_infer_request(message: Any, memory: TensorMemory | None = None) -> InferRequest:
-    """What a ModelInferRequest asks.
-
-    Args:
-        message: The message.
-        memory: What reads its inputs in shared memory; None where there is none.
-
-    Raises:
-        RequestError: It is not well-formed, or a region can't be read.
-    """
-    for each in message.inputs:
-        check_parameters(each.name, _parameters(each.parameters), MEMORY_PARAMS)
-    return InferRequest(
-        model_name=message.model_name,
-        model_version=message.model_version,
-        id=message.id,
-        parameters=_parameters(message.parameters),
-        inputs=_tensors(message.inputs, message.raw_input_contents, memory),
-        outputs=tuple(map(_requested_output, counted(message.outputs))),
-    )
+def check_tensor_count(tensors: Sequence[T]) -> Sequence[T]:
+    """Return the tensors. Raises TensorError if there are more than `MAX_TENSORS`."""
+    if len(tensors) > MAX_TENSORS:
+        raise TensorError(f"there are {len(tensors)} tensors; at most {MAX_TENSORS} are accepted")
+    return tensors
 
 
-def encode_infer_request(
-    model_name: str, inputs: Sequence[NamedTensor], **fields: Unpack[RequestFields]
-) -> Any:
-    """A ModelInferRequest that has its inputs in its raw contents.
-
-    Args:
-        model_name: Which model.
-        inputs: Its inputs.
-        fields: What it says besides.
-
-    Raises:
-        TensorError: The protocol can't carry it.
-    """
-    message = _request(model_name, **fields)
-    for tensor in inputs:
-        _describe(message.inputs.add(), tensor)
-        message.raw_input_contents.append(bytes(raw_bytes(tensor)))
-    return message
-
-
-def encode_infer_request_shm(
-    model_name: str,
-    inputs: Sequence[NamedTensor],
-    region: str,
-    offsets: Sequence[int],
-    **fields: Unpack[RequestFields],
-) -> Any:
-    """A ModelInferRequest all of whose inputs are in shared memory; it carries no elements.
-
-    Args:
-        model_name: Which model.
-        inputs: Its inputs, which the caller has put there as `elements.raw_bytes` has them.
-        region: Where they are, by the name under which the server knows it.
-        offsets: For each input its place in the region, in bytes.
-        fields: What it says besides.
-
-    Raises:
-        TensorError: The protocol can't carry it.
-        ValueError: There is not one offset for each input.
-    """
-    message = _request(model_name, **fields)
-    for tensor, offset in zip(inputs, offsets, strict=True):
-        described = message.inputs.add()
-        _describe(described, tensor)
-        place = SharedMemory(region, byte_size(tensor), offset)
-        _set_parameters(described.parameters, memory_params(place))
-    return message
-
-
-def decode_infer_response(message: Any, memory: TensorMemory | None = None) -> InferResponse:
-    """What a ModelInferResponse says.
-
-    Args:
-        message: The message.
-        memory: What reads the outputs that were put into shared memory.
-
-    Raises:
-        RequestError: It is not well-formed, or has an output in shared memory that can't be read.
-    """
-    return InferResponse(
-        model_name=message.model_name,
-        model_version=message.model_version,
-        id=message.id,
-        outputs=_tensors(message.outputs, message.raw_output_contents, memory),
-        parameters=_parameters(message.parameters),
-    )
-
-
-def encode_infer_response(
-    response: InferResponse,
-    requested: Iterable[RequestedOutput] = (),
-    memory: TensorMemory | None = None,
-) -> Any:
-    """The ModelInferResponse of an answer, whose outputs are put where each was wanted.
-
-    Those in shared memory stand behind the others: Triton's client takes an output's place among
-    all outputs for its place in `raw_output_contents`.
-
-    Args:
-        response: The answer.
-        requested: What the client has asked of outputs.
-        memory: What writes those that it wants in shared memory.
-
-    Raises:
-        RequestError: An output is larger than its place, or a region can't be written.
-    """
-    message = ModelInferResponse(
-        model_name=response.model_name, model_version=response.model_version, id=response.id
-    )
-    _set_parameters(message.parameters, response.parameters)
-    places = {each.name: each.memory for each in requested}
-    for tensor in sorted(response.outputs, key=lambda each: places.get(each.name) is not None):
-        described = message.outputs.add()
-        _describe(described, tensor)
-        if (place := places.get(tensor.name)) is None:
-            message.raw_output_contents.append(bytes(raw_bytes(tensor)))
-        else:
-            filled = write_tensor(tensor, place, memory)
-            _set_parameters(described.parameters, memory_params(filled))
-    return message
-
-
-def encode_model_metadata(spec: ModelSpec) -> Any:
-    """The ModelMetadataResponse of a model."""
-    message = ModelMetadataResponse(name=spec.name, versions=spec.versions, platform=spec.platform)
-    for described, tensors in ((message.inputs, spec.inputs), (message.outputs, spec.outputs)):
-        for each in tensors:
-            described.add(name=each.name, datatype=each.datatype, shape=each.shape)
-    return message
-
-
-def encode_model_config(spec: ModelSpec) -> Any:
-    """The ModelConfigResponse of a model. It tells nothing of batches: a dimension for them is one
-    of the shape."""
-    message = ModelConfigResponse()
-    config = message.config
-    config.name, config.platform, config.backend = spec.name, spec.platform, spec.platform
-    config.model_transaction_policy.decoupled = spec.decoupled
-    for each in spec.inputs:
-        config.input.add(
-            name=each.name, data_type=_data_type(each), dims=each.shape, optional=each.optional
-        )
-    for each in spec.outputs:
-        config.output.add(name=each.name, data_type=_data_type(each), dims=each.shape)
-    return message
-
-
-def encode_repository_index(
-    models: Iterable[str | tuple[str, bool] | ModelIndex] | Mapping[str, bool],
-) -> Any:
-    """The RepositoryIndexResponse of models: of names, all of which are ready, or of names and
-    whether each is."""
-    message = RepositoryIndexResponse()
-    entries = models.items() if isinstance(models, Mapping) else models
-    for entry in entries:
-        each = ModelIndex(entry) if isinstance(entry, str) else ModelIndex(*entry)
-        state = "READY" if each.ready else "UNAVAILABLE"
-        message.models.add(name=each.name, version=each.version, state=state, reason=each.reason)
-    return message
-
-
-def _tensors(
-    described: Sequence[Any], raw: Sequence[bytes], memory: TensorMemory | None
-) -> tuple[NamedTensor, ...]:
-    places = [
-        memory_of(checked_name(each.name), _parameters(each.parameters))
-        for each in counted(described)
-    ]
-    # Triton's server sends one for each output, empty for those in shared memory; its client, and
-    # the protocol, one for each that is not.
-    inline = places.count(None)
-    if len(raw) not in {0, inline, len(places)}:
-        raise TensorError(
-            f"there are {len(raw)} raw contents for {inline} tensors outside shared memory; "
-            "send one for each, in their order, or typed contents for all"
-        )
-    contents = _raw_contents(raw, places)
-    return tuple(
-        _tensor(each, place, content, memory)
-        for each, place, content in zip(described, places, contents, strict=True)
-    )
-
-
-def _raw_contents(
-    raw: Sequence[bytes], places: Sequence[SharedMemory | None]
-) -> Iterator[bytes | None]:
-    """For each tensor its raw contents, each of which is a copy that is made here."""
-    if not raw or len(raw) == len(places):
-        yield from raw or (None for _ in places)
-        return
-    following = iter(raw)
-    for place in places:
-        yield next(following) if place is None else None
-
-
-def _tensor(
-    described: Any, place: SharedMemory | None, raw: bytes | None, memory: TensorMemory | None
+def decode_tensor(
+    described: Any,
+    place: SharedMemory | None,
+    memory: TensorMemory | None,
+    raw: bytes | memoryview | None,
+    typed: Callable[[Any, Datatype], Array],
 ) -> NamedTensor:
+    """Return a received tensor, from shared memory, raw bytes or typed elements.
+
+    Args:
+        described: Has `name`, `datatype` and `shape`.
+        place: Its place in shared memory; None if it is inline.
+        memory: Reads it there; None if there is no shared memory.
+        raw: Its bytes; None if it has none.
+        typed: Returns its elements in the codec's own form.
+
+    Raises:
+        RequestError: The tensor is malformed, or its region can't be read.
+    """
     name, shape = described.name, tuple(described.shape)
     datatype = checked_datatype(name, described.datatype)
     if place is not None:
-        data = read_tensor(name, datatype, shape, place, memory)
-    elif raw is not None:
-        data = array_of(name, datatype, shape, raw)
-    else:
-        data = _typed(name, datatype, shape, described.contents)
-    return NamedTensor(name, data)
+        check_size(name, datatype, shape, place.byte_size)
+        raw = _present(name, memory).read(place).data
+    if raw is not None:
+        return NamedTensor(name, array_of(name, datatype, shape, raw))
+    return NamedTensor(name, typed(described, datatype))
 
 
-def _typed(name: str, datatype: Datatype, shape: tuple[int, ...], contents: Any) -> Array:
-    field = _CONTENTS.get(datatype)
-    if field is None:
-        raise TensorError(f"{datatype} has no typed contents; send {shown(name)} raw")
-    if any(each.name != field for each, _ in contents.ListFields()):
-        raise TensorError(f"{shown(name)} is {datatype}; of its typed contents fill {field} alone")
-    elements = getattr(contents, field)
-    count = element_count(name, shape, MAX_STRINGS if datatype == "BYTES" else MAX_ELEMENTS)
-    if len(elements) != count:
-        raise TensorError(
-            f"{shown(name)} of shape {shown(list(shape))} has {len(elements)} elements in {field}; "
-            f"it needs {count}"
-        )
-    wide = np.fromiter(elements, _WIDE.get(field, DTYPES[datatype]), count)
-    return read_only(_narrow(name, datatype, wide).reshape(shape))
+def requested_output(
+    name: str, parameters: Mapping[str, object], known: Collection[str] = MEMORY_PARAMS
+) -> RequestedOutput:
+    """Return a received output request.
 
-
-def _narrow(name: str, datatype: Datatype, wide: Array) -> Array:
-    narrow = wide.astype(DTYPES[datatype], copy=False)
-    if narrow is not wide and not np.array_equal(narrow, wide):
-        raise TensorError(f"an element of {shown(name)} does not fit {datatype}")
-    return narrow
-
-
-def _requested_output(described: Any) -> RequestedOutput:
-    name = checked_name(described.name)
-    parameters = _parameters(described.parameters)
-    check_not_classified(name, parameters)
-    check_parameters(name, parameters, MEMORY_PARAMS)
+    Raises:
+        RequestError: It is malformed, or has an unknown parameter.
+    """
+    check_tensor_parameters(checked_name(name), parameters, known)
     return RequestedOutput(name, memory_of(name, parameters))
 
 
-def _request(
-    model_name: str,
-    *,
-    requested_outputs: Iterable[RequestedOutput | str] = (),
-    id: str = "",
-    model_version: str = "",
-    parameters: Parameters | None = None,
-) -> Any:
-    message = ModelInferRequest(model_name=model_name, model_version=model_version, id=id)
-    _set_parameters(message.parameters, parameters or {})
-    for each in requested_outputs:
-        wanted = RequestedOutput(each) if isinstance(each, str) else each
-        described = message.outputs.add(name=wanted.name)
-        if wanted.memory is not None:
-            _set_parameters(described.parameters, memory_params(wanted.memory))
-    return message
+def describe_output(
+    tensor: NamedTensor, place: SharedMemory | None, memory: TensorMemory | None
+) -> tuple[Json, Mapping[str, str | int] | None]:
+    """Return an output's description, and the parameters of its place; None if it is inline.
+
+    An output with a place is written there. The parameters give the bytes that it fills.
+
+    Raises:
+        RequestError: The output is larger than its place, or its region can't be written.
+    """
+    if place is None:
+        return describe_tensor(tensor), None
+    data = raw_bytes(tensor)
+    if len(data) > place.byte_size:
+        raise TensorError(
+            f"the output {shown(tensor.name)} has {len(data)} bytes, and its place in shared "
+            f"memory {place.byte_size}; name a larger one, or request it within the response"
+        )
+    filled = place._replace(byte_size=len(data))
+    _present(tensor.name, memory).write(filled, data)
+    return describe_tensor(tensor), memory_params(filled)
 
 
-def _describe(described: Any, tensor: NamedTensor) -> None:
-    described.name, described.datatype = tensor.name, tensor.datatype
-    described.shape.extend(tensor.shape)
+def describe_tensor(tensor: NamedTensor | TensorSpec) -> Json:
+    """Return a tensor's name, datatype and shape."""
+    return {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
 
 
-def _parameters(given: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    found = {}
-    for name, parameter in given.items():
-        choice = parameter.WhichOneof("parameter_choice")
-        if choice is None:
-            raise RequestError(f"the parameter {shown(name)} has no value; leave it out or set one")
-        found[name] = getattr(parameter, choice)
+def describe_response(response: InferResponse) -> Json:
+    """Return a response without its outputs and parameters; the id is left out if empty."""
+    found = {"model_name": response.model_name, "model_version": response.model_version}
+    return found | {"id": response.id} if response.id else found
+
+
+def model_metadata(spec: ModelSpec) -> Json:
+    """Return a model's metadata, which are also the fields of ModelMetadataResponse."""
+    return {
+        "name": spec.name,
+        "versions": list(spec.versions),
+        "platform": spec.platform,
+        "inputs": [describe_tensor(each) for each in spec.inputs],
+        "outputs": [describe_tensor(each) for each in spec.outputs],
+    }
+
+
+def model_config(spec: ModelSpec) -> Json:
+    """Return Triton's configuration of a model: also which inputs are optional, and `decoupled`.
+
+    A batch is a dimension of the shape, so there is no batch size.
+    """
+
+    def configured(tensor: TensorSpec) -> Json:
+        # Triton's configuration alone calls BYTES STRING.
+        kind = "STRING" if tensor.datatype == "BYTES" else tensor.datatype
+        return {"name": tensor.name, "data_type": f"TYPE_{kind}", "dims": tensor.shape}
+
+    return {
+        "name": spec.name,
+        "platform": spec.platform,
+        "backend": spec.platform,
+        "max_batch_size": 0,
+        "input": [configured(each) | {"optional": each.optional} for each in spec.inputs],
+        "output": [configured(each) for each in spec.outputs],
+        "model_transaction_policy": {"decoupled": spec.decoupled},
+    }
+
+
+def _present(name: str, memory: TensorMemory | None) -> TensorMemory:
+    if memory is None:
+        raise TensorError(f"{shown(name)} is in shared memory, and there is none here")
+    return memory
+
+
+# --- elements as JSON -----------------------------------------------------------------------------
+
+_JSON_TYPES: dict[Datatype, set[type]] = {
+    "BOOL": {bool, int},
+    "FP32": {int, float},
+    "FP64": {int, float},
+    "BYTES": {str},
+}
+"""The Python types of decoded elements; of the other datatypes only `int`."""
+
+
+def json_to_array(name: str, datatype: Datatype, shape: Sequence[int], data: object) -> Array:
+    """Return elements that came as JSON as a read-only array.
+
+    Args:
+        name: Of the tensor.
+        datatype: Of the elements.
+        shape: The received shape, unchecked.
+        data: Decoded JSON: a flat list, row by row, or lists nested as the shape.
+
+    Raises:
+        TensorError: They don't fit.
+    """
+    _check_has_json(name, datatype)
+    count = element_count(name, datatype, shape)
+    flat = _flat(data, shape)
+    if flat is None or len(flat) != count:
+        raise TensorError(
+            f"the data of {shown(name)} is not a list of {count} elements, nor lists in lists of "
+            f"the shape {shown(list(shape))}"
+        )
+    allowed = _JSON_TYPES.get(datatype, {int})
+    if set(map(type, flat)) - allowed:
+        _refuse(name, datatype, next(each for each in flat if type(each) not in allowed))
+    if datatype == "BYTES":
+        found = np.empty(count, dtype=np.object_)
+        try:
+            found[:] = [each.encode() for each in flat]
+        except UnicodeEncodeError:
+            raise TensorError(f"{shown(name)} has a text that is not valid Unicode") from None
+    elif DTYPES[datatype].kind == "f":
+        found = _floats(name, datatype, flat)
+    else:
+        found = _integers(name, datatype, flat)
+    return read_only(found.reshape(shape))
+
+
+def array_to_json(tensor: NamedTensor) -> list[Any]:
+    """Return a tensor's elements, row by row, as JSON can hold them; BYTES as text.
+
+    Raises:
+        TensorError: They have no JSON form; binary data has one.
+    """
+    _check_has_json(tensor.name, tensor.datatype)
+    flat: list[Any] = tensor.data.reshape(-1).tolist()
+    if tensor.datatype != "BYTES":
+        return flat
+    try:
+        return [each.decode() if isinstance(each, bytes) else str(each) for each in flat]
+    except UnicodeDecodeError:
+        raise TensorError(
+            f"{shown(tensor.name)} has bytes that are not text in UTF-8, which JSON can't hold; "
+            "request it as binary data (`binary_data`)"
+        ) from None
+
+
+def json_elements(tensor: NamedTensor) -> msgspec.Raw:
+    """Return `array_to_json`, encoded. Raises TensorError."""
+    finite = tensor.data.dtype.kind != "f" or bool(np.isfinite(tensor.data).all())
+    return _encode(array_to_json(tensor), finite)
+
+
+def json_parameters(parameters: Parameters) -> msgspec.Raw:
+    """Return parameters, encoded."""
+    floats = [each for each in parameters.values() if isinstance(each, float)]
+    return _encode(dict(parameters), all(map(math.isfinite, floats)))
+
+
+def read_json(text: bytes | memoryview) -> Any:
+    """Return decoded JSON, in which numbers may be `NaN`, `Infinity` and `-Infinity`.
+
+    Raises:
+        ValueError: It is malformed; the text says why.
+    """
+    try:
+        try:
+            return msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            text = bytes(text)
+            if b"NaN" not in text and b"Infinity" not in text:
+                raise
+        return json.loads(text.decode(), parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _encode(value: object, finite: bool) -> msgspec.Raw:
+    # msgspec writes null for numbers that aren't finite.
+    if finite:
+        return msgspec.Raw(msgspec.json.encode(value))
+    return msgspec.Raw(json.dumps(value, separators=(",", ":")).encode())
+
+
+def _finite(text: str) -> float:
+    found = float(text)
+    if not math.isfinite(found):
+        raise ValueError(f"the number {shown(text)} is out of range")
     return found
 
 
-def _set_parameters(parameters: Any, given: Parameters) -> None:
-    for name, value in given.items():
-        parameter = parameters[name]
-        if isinstance(value, bool):
-            parameter.bool_param = value
-        elif isinstance(value, str):
-            parameter.string_param = value
-        elif isinstance(value, float):
-            parameter.double_param = value
-        elif -(2**63) <= value < 2**63:
-            parameter.int64_param = value
-        elif 0 < value < 2**64:
-            parameter.uint64_param = value
-        else:
-            raise TensorError(
-                f"the parameter {shown(name)} is {shown(value)}, which no 64 bits hold"
+def _flat(data: object, shape: Sequence[int]) -> list[Any] | None:
+    """All elements, row by row; None if nested lists have another shape."""
+    if not isinstance(data, list):
+        return None
+    if not data or not isinstance(data[0], list):
+        return data
+    level: list[Any] = [data]
+    for size in shape:
+        if any(not isinstance(each, list) or len(each) != size for each in level):
+            return None
+        level = list(chain.from_iterable(level))
+    return level
+
+
+def _integers(name: str, datatype: Datatype, flat: list[Any]) -> Array:
+    dtype = DTYPES[datatype]
+    low, high = 0, 1
+    if datatype != "BOOL":
+        low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    if flat and (min(flat) < low or max(flat) > high):
+        _refuse(name, datatype, next(each for each in flat if not low <= each <= high))
+    return np.array(flat, dtype=dtype)
+
+
+def _floats(name: str, datatype: Datatype, flat: list[Any]) -> Array:
+    try:
+        wide = np.array(flat, dtype=np.float64)
+    except OverflowError:
+        _refuse(name, datatype, max(flat, key=abs))
+    with np.errstate(over="ignore"):
+        found = wide.astype(DTYPES[datatype])
+    overflown = np.isinf(found) & np.isfinite(wide)
+    if overflown.any():
+        _refuse(name, datatype, float(wide[overflown][0]))
+    return found
+
+
+def _refuse(name: str, datatype: Datatype, element: object) -> NoReturn:
+    kind = "text" if datatype == "BYTES" else datatype
+    raise TensorError(f"an element of {shown(name)} is {shown(element)}, which is not {kind}")
+
+
+def _check_has_json(name: str, datatype: Datatype) -> None:
+    if datatype in ("FP16", "BF16"):
+        raise TensorError(
+            f"{shown(name)} is {datatype}, which JSON can't hold; use binary data (`binary_data`)"
+        )
+
+
+# --- HTTP bodies ----------------------------------------------------------------------------------
+
+HEADER = "Inference-Header-Content-Length"
+"""The header of a body with binary data: the length of its JSON in bytes."""
+
+BINARY_DATA_PARAM = "binary_data"
+BINARY_DATA_SIZE_PARAM = "binary_data_size"
+BINARY_DATA_OUTPUT_PARAM = "binary_data_output"
+
+_INPUT_PARAMS = MEMORY_PARAMS | {BINARY_DATA_SIZE_PARAM}
+_OUTPUT_PARAMS = MEMORY_PARAMS | {BINARY_DATA_PARAM}
+
+Values = dict[str, bool | int | float | str]
+
+
+class _Input(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: Values | None = None
+    data: Any = msgspec.UNSET
+
+
+class _Output(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    parameters: Values | None = None
+
+
+class _Request(msgspec.Struct, forbid_unknown_fields=True):
+    inputs: list[_Input]
+    # KServe's own client names the model here as well.
+    model_name: str | None = None
+    id: str | None = None
+    parameters: Values | None = None
+    outputs: list[_Output] | None = None
+
+
+def decode_http_request(
+    model_name: str,
+    model_version: str,
+    body: bytes | memoryview,
+    header_length: int | None = None,
+    memory: TensorMemory | None = None,
+) -> InferRequest:
+    """Decode the body of an `infer` request.
+
+    Args:
+        model_name: The model, from the path.
+        model_version: Its version; "" for any.
+        body: The whole body.
+        header_length: The value of `HEADER`; None if it was not sent.
+        memory: Reads inputs in shared memory; None if there is none.
+
+    Raises:
+        RequestError: The body is malformed, or a region can't be read.
+    """
+    view = memoryview(body)
+    length = len(view) if header_length is None else header_length
+    if header_length is not None and not 0 < length <= len(view):
+        raise RequestError(
+            f"{HEADER} is {shown(length)}, and the body has {len(view)} bytes; it must be the "
+            "length of the JSON at the beginning, and there must be some"
+        )
+    found = _read(view[:length])
+    if found.model_name not in {None, model_name}:
+        raise RequestError(
+            f"the body is for the model {shown(found.model_name)}, and the path for "
+            f"{shown(model_name)}; leave out model_name"
+        )
+    for each in found.inputs:
+        check_tensor_parameters(each.name, each.parameters or {}, _INPUT_PARAMS)
+    parameters = found.parameters or {}
+    binary_outputs = _flag(parameters, BINARY_DATA_OUTPUT_PARAM, default=False)
+    parameters.pop(BINARY_DATA_OUTPUT_PARAM, None)
+    return InferRequest(
+        model_name=model_name,
+        model_version=model_version,
+        id=found.id or "",
+        parameters=parameters,
+        inputs=_tensors(found.inputs, view[length:], memory),
+        outputs=tuple(
+            requested_output(each.name, each.parameters or {}, _OUTPUT_PARAMS)._replace(
+                binary=_flag(each.parameters or {}, BINARY_DATA_PARAM, default=binary_outputs)
             )
+            for each in check_tensor_count(found.outputs or [])
+        ),
+        binary_outputs=binary_outputs,
+    )
 
 
-def _data_type(tensor: TensorSpec) -> str:
-    return "TYPE_STRING" if tensor.datatype == "BYTES" else f"TYPE_{tensor.datatype}"
+def encode_http_response(
+    response: InferResponse,
+    requested: Iterable[RequestedOutput] = (),
+    binary_outputs: bool = False,
+    memory: TensorMemory | None = None,
+) -> tuple[list[bytes | memoryview], int | None]:
+    """Encode a response as a body.
+
+    Args:
+        response: The response.
+        requested: The request's outputs.
+        binary_outputs: Outputs that the request doesn't name are binary data.
+        memory: Writes outputs that were requested in shared memory.
+
+    Returns:
+        The parts of the body in order, and the value of `HEADER`, None without binary data.
+
+    Raises:
+        RequestError: An output is larger than its place, was requested as JSON and has no JSON
+            form, or a region can't be written.
+    """
+    by_name = {each.name: each for each in requested}
+    outputs: list[Json] = []
+    binary: list[bytes | memoryview] = []
+    for tensor in response.outputs:
+        output = by_name.get(tensor.name, RequestedOutput(tensor.name, binary=binary_outputs))
+        described, parameters = describe_output(tensor, output.memory, memory)
+        if parameters is None and output.binary:
+            binary.append(raw_bytes(tensor))
+            parameters = {BINARY_DATA_SIZE_PARAM: len(binary[-1])}
+        described |= {"parameters": parameters} if parameters else {"data": json_elements(tensor)}
+        outputs.append(described)
+    head = describe_response(response) | {"outputs": outputs}
+    if response.parameters:
+        head["parameters"] = json_parameters(response.parameters)
+    text = msgspec.json.encode(head)
+    return [text, *binary], len(text) if binary else None
+
+
+def _read(head: memoryview) -> _Request:
+    try:
+        read = read_json(head)
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}", code="malformed") from None
+    try:
+        return msgspec.convert(read, _Request)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"the body: {told_of(error)}") from None
+
+
+def _tensors(
+    described: Sequence[_Input], binary: memoryview, memory: TensorMemory | None
+) -> tuple[NamedTensor, ...]:
+    found = []
+    for each in check_tensor_count(described):
+        name, parameters = checked_name(each.name), each.parameters or {}
+        raw = None
+        if (given := parameters.get(BINARY_DATA_SIZE_PARAM)) is not None:
+            size = byte_count(name, BINARY_DATA_SIZE_PARAM, given)
+            if size > len(binary):
+                raise TensorError(
+                    f"{shown(name)} has {size} bytes of binary data; {len(binary)} are left. "
+                    f"{HEADER} must have the length of the JSON alone"
+                )
+            raw, binary = binary[:size], binary[size:]
+        place = memory_of(name, parameters)
+        ways = (place is not None) + (raw is not None) + (each.data is not msgspec.UNSET)
+        if ways != 1:
+            raise TensorError(
+                f"{shown(name)} must have its elements in one way: in shared memory, as binary "
+                f"data ({BINARY_DATA_SIZE_PARAM}), or in `data`; it has {ways}"
+            )
+        found.append(decode_tensor(each, place, memory, raw, _typed))
+    if binary:
+        raise TensorError(
+            f"{len(binary)} bytes of binary data are left that belong to no tensor; give the size "
+            f"of each by {BINARY_DATA_SIZE_PARAM}"
+        )
+    return tuple(found)
+
+
+def _typed(described: _Input, datatype: Datatype) -> Array:
+    return json_to_array(described.name, datatype, described.shape, described.data)
+
+
+def _flag(parameters: Values, name: str, *, default: bool) -> bool:
+    given = parameters.get(name, default)
+    if not isinstance(given, bool):
+        raise RequestError(f"{name} is {shown(given)}; it must be true or false")
+    return given

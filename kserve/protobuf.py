@@ -1,7 +1,7 @@
-"""The messages of gRPC, made from `inference.proto`.
+"""The gRPC messages of `inference.proto`.
 
-They live in a pool of descriptors of their own: another library in the process that has the same
-names, as Triton's client does, would otherwise make protobuf refuse one of the two.
+They have a descriptor pool of their own: protobuf refuses a second library with the same names, as
+Triton's client has, in one pool.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
 
 SERVICE = "inference.GRPCInferenceService"
-"""The service's full name; the path of a method is "/SERVICE/METHOD"."""
-
-_PACKAGE = "inference"
+"""The full name of the service; a method's path is "/SERVICE/METHOD"."""
 
 
 class Method(NamedTuple):
@@ -23,9 +21,9 @@ class Method(NamedTuple):
 
     Attributes:
         name: As in `inference.proto`.
-        request: The class of what a client sends.
-        response: The class of what it gets.
-        streams: Whether many of both may go over one call.
+        request: The class of its requests.
+        response: The class of its responses.
+        streams: Requests and responses are streams.
     """
 
     name: str
@@ -38,25 +36,19 @@ class Method(NamedTuple):
         return f"/{SERVICE}/{self.name}"
 
 
-def _load() -> descriptor_pool.DescriptorPool:
-    pool = descriptor_pool.DescriptorPool()
-    described = (files(__package__) / "inference.binpb").read_bytes()
-    for each in descriptor_pb2.FileDescriptorSet.FromString(described).file:
-        pool.Add(each)
-    return pool
-
-
-_POOL = _load()
+_POOL = descriptor_pool.DescriptorPool()
+for _file in descriptor_pb2.FileDescriptorSet.FromString(
+    (files(__package__) / "inference.binpb").read_bytes()
+).file:
+    _POOL.Add(_file)
 
 
 def message(name: str) -> Any:
-    """The class of a message of `inference.proto`, such as "ModelInferRequest".
+    """Return the class of a message of `inference.proto`, such as "ModelInferRequest".
 
-    Its type is not known to type checkers, since it is made here. Raises KeyError for a name that
-    is not there.
+    Its type is made here, so type checkers don't know it. Raises KeyError for an unknown name.
     """
-    found = _POOL.FindMessageTypeByName(f"{_PACKAGE}.{name}")
-    return message_factory.GetMessageClass(found)
+    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"inference.{name}"))
 
 
 METHODS: dict[str, Method] = {
@@ -68,11 +60,7 @@ METHODS: dict[str, Method] = {
     )
     for each in _POOL.FindServiceByName(SERVICE).methods
 }
-"""All methods of the service by their names."""
+"""All methods of the service by name."""
 
 ModelInferRequest = message("ModelInferRequest")
 ModelInferResponse = message("ModelInferResponse")
-ModelStreamInferResponse = message("ModelStreamInferResponse")
-ModelMetadataResponse = message("ModelMetadataResponse")
-ModelConfigResponse = message("ModelConfigResponse")
-RepositoryIndexResponse = message("RepositoryIndexResponse")

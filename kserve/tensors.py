@@ -1,4 +1,7 @@
-"""Tensors by name, and what is asked and answered with them: what both codecs read and write."""
+"""Named tensors, the requests and responses made of them, and their elements as bytes.
+
+Bytes are little endian, row by row; an element of BYTES is its length in four bytes, then itself.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ Datatype = Literal[
     "FP64",
     "BYTES",
 ]
-"""What the elements of a tensor are, as the protocol names it."""
+"""The type of a tensor's elements, by the protocol's name."""
 
 DATATYPES: tuple[Datatype, ...] = get_args(Datatype)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 Parameters = Mapping[str, bool | int | float | str]
-"""What a request, a tensor or an answer says besides its tensors."""
+"""Named values of a request, a tensor or a response."""
 
 DTYPES: dict[Datatype, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -53,16 +56,25 @@ DTYPES: dict[Datatype, np.dtype[Any]] = {
     "FP64": np.dtype("<f8"),
     "BYTES": np.dtype(np.object_),
 }
-"""The array's dtype for each datatype; an element of BYTES is a Python `bytes`."""
+"""The numpy dtype of each datatype; an element of BYTES is a Python `bytes`."""
 
 _DATATYPES: dict[np.dtype[Any], Datatype] = {dtype: name for name, dtype in DTYPES.items()}
 
 MAX_DIMENSIONS = 32
 MAX_NAME_LENGTH = 256
 
+MAX_ELEMENTS = 1 << 40
+"""The most elements of one tensor; numpy can address as many of any datatype."""
+
+MAX_STRINGS = 1 << 20
+"""The most elements of a BYTES tensor. Each becomes a Python object, which takes ten times the
+memory of a short element's bytes."""
+
+_LENGTH_BYTES = 4
+
 
 class TensorError(RequestError):
-    """A tensor is none, or not the one that was meant."""
+    """A tensor is malformed, or isn't the one that the model takes."""
 
     code = "invalid_tensor"
 
@@ -71,9 +83,8 @@ class NamedTensor(NamedTuple):
     """A tensor and its name.
 
     Attributes:
-        name: As the model calls it.
-        data: Its elements, of a dtype of `DTYPES`. Who gets one must not change it: the memory may
-            be somebody else's.
+        name: The model's name of the tensor.
+        data: Elements of a dtype in `DTYPES`. Read only: the memory may belong to another owner.
     """
 
     name: str
@@ -81,8 +92,14 @@ class NamedTensor(NamedTuple):
 
     @property
     def datatype(self) -> Datatype:
-        """Raises TensorError when the protocol has none for the array's dtype."""
-        return datatype_of(self.data)
+        """The protocol's datatype. Raises TensorError if it has none for the array's dtype."""
+        found = _DATATYPES.get(self.data.dtype.newbyteorder("<"))
+        if found is None:
+            raise TensorError(
+                f"an array of {self.data.dtype} has no datatype here; convert it to one of "
+                f"{', '.join(DATATYPES)}"
+            )
+        return found
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -90,19 +107,19 @@ class NamedTensor(NamedTuple):
 
 
 def text_tensor(name: str, *texts: str | bytes) -> NamedTensor:
-    """A tensor of texts: BYTES `[number of texts]`, in UTF-8."""
+    """Return a BYTES tensor `[len(texts)]` of texts in UTF-8."""
     data = np.empty(len(texts), np.object_)
     data[:] = [text.encode() if isinstance(text, str) else text for text in texts]
     return NamedTensor(name, data)
 
 
 class SharedMemory(NamedTuple):
-    """A piece of a registered region: where a tensor is, or is to be put.
+    """A tensor's place in a registered shared-memory region.
 
     Attributes:
-        region: The name under which it was registered.
-        byte_size: How many bytes.
-        offset: From the region's beginning.
+        region: The name that the region was registered under.
+        byte_size: Size in bytes.
+        offset: Bytes from the region's beginning.
     """
 
     region: str
@@ -111,12 +128,12 @@ class SharedMemory(NamedTuple):
 
 
 class RequestedOutput(NamedTuple):
-    """An output that a client wants.
+    """An output that a client requests.
 
     Attributes:
         name: Of the output.
-        memory: Where to put it; None to have it in the answer.
-        binary: Over HTTP: whether it is wanted behind the JSON, as bytes.
+        memory: Where the server writes it; None for within the response.
+        binary: Over HTTP: as bytes behind the JSON.
     """
 
     name: str
@@ -125,16 +142,16 @@ class RequestedOutput(NamedTuple):
 
 
 class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client asks of a model, however it came.
+    """A request to a model, from any transport.
 
     Attributes:
-        model_name: Which model.
-        model_version: Which version; "" for any.
-        id: What the client calls the request; the answer repeats it.
-        parameters: What it says besides, such as `timeout_ns`.
-        inputs: Its tensors, in the order given.
-        outputs: Those that it wants; empty for all.
-        binary_outputs: Over HTTP: whether outputs that are not named are wanted as bytes.
+        model_name: The model.
+        model_version: Its version; "" for any.
+        id: The client's id of the request; the response repeats it.
+        parameters: Such as `timeout_ns`.
+        inputs: Tensors, in the order given.
+        outputs: Requested outputs; empty for all.
+        binary_outputs: Over HTTP: outputs that are not named come as bytes.
     """
 
     model_name: str
@@ -146,19 +163,19 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     binary_outputs: bool = False
 
     def input(self, name: str) -> Array | None:
-        """The input of that name; None when it was not given."""
+        """Return an input's array; None if it was not given."""
         return next((each.data for each in self.inputs if each.name == name), None)
 
 
 class InferResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model answers.
+    """A model's response.
 
     Attributes:
-        model_name: Which model.
+        model_name: The model.
         model_version: Its version.
         id: The request's.
-        outputs: The tensors.
-        parameters: What it says besides, such as `triton_final_response`.
+        outputs: Tensors.
+        parameters: Such as `triton_final_response`.
     """
 
     model_name: str
@@ -168,21 +185,18 @@ class InferResponse(msgspec.Struct, frozen=True, kw_only=True):
     parameters: Parameters = msgspec.field(default_factory=dict)
 
     def output(self, name: str) -> Array:
-        """The output of that name. Raises KeyError when the answer has none."""
-        for each in self.outputs:
-            if each.name == name:
-                return each.data
-        raise KeyError(name)
+        """Return an output's array. Raises KeyError if the response has no such output."""
+        return {each.name: each.data for each in self.outputs}[name]
 
 
 class TensorSpec(NamedTuple):
-    """What a model takes or gives.
+    """An input or output of a model.
 
     Attributes:
         name: Of the tensor.
         datatype: Of its elements.
-        shape: A dimension of -1 may be any.
-        optional: Of an input: whether it may be left out.
+        shape: -1 is any size.
+        optional: The input may be left out.
     """
 
     name: str
@@ -192,16 +206,16 @@ class TensorSpec(NamedTuple):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client has to know of a model to call it.
+    """A model's interface.
 
     Attributes:
-        name: As it is called.
-        inputs: What it takes.
-        outputs: What it gives.
-        versions: Those that there are.
-        platform: What runs it.
-        decoupled: Whether it may answer one request several times (`ModelStreamInfer`).
-        allowed_as: The model of which a caller's key must be for this one; "" for itself.
+        name: Of the model.
+        inputs: Its inputs.
+        outputs: Its outputs.
+        versions: Available versions.
+        platform: The server software.
+        decoupled: It may send several responses to one request (`ModelStreamInfer`).
+        allowed_as: The model that a caller's key must allow; "" for this one.
     """
 
     name: str
@@ -213,27 +227,29 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     allowed_as: str = ""
 
 
-def datatype_of(data: Array) -> Datatype:
-    """The datatype of an array.
+class ModelState(NamedTuple):
+    """Readiness of a model's version; `reason` says why it isn't ready."""
 
-    Raises:
-        TensorError: The protocol has none for its dtype.
-    """
-    found = _DATATYPES.get(data.dtype.newbyteorder("<"))
-    if found is None:
+    name: str
+    version: str
+    ready: bool
+    reason: str
+
+
+# --- checks of received tensors -------------------------------------------------------------------
+
+
+def checked_name(name: str) -> str:
+    """Return a received tensor's name. Raises TensorError if it is empty or too long."""
+    if not 0 < len(name) <= MAX_NAME_LENGTH:
         raise TensorError(
-            f"an array of {data.dtype} has no datatype here; convert it to one of "
-            f"{', '.join(DATATYPES)}"
+            f"a tensor is named {shown(name)}; a name has 1 to {MAX_NAME_LENGTH} characters"
         )
-    return found
+    return name
 
 
 def checked_datatype(name: str, given: object) -> Datatype:
-    """A datatype that came from outside.
-
-    Raises:
-        TensorError: It is none.
-    """
+    """Return a received datatype. Raises TensorError if it is unknown."""
     if given not in DTYPES:
         raise TensorError(
             f"the datatype of {shown(name)} is {shown(given)}; it must be one of "
@@ -242,21 +258,127 @@ def checked_datatype(name: str, given: object) -> Datatype:
     return given
 
 
-def element_count(name: str, shape: Sequence[int], max_elements: int) -> int:
-    """How many elements a tensor of a shape that came from outside has; nothing is made of it.
+def element_count(name: str, datatype: Datatype, shape: Sequence[int]) -> int:
+    """Return the number of elements of a received shape, before anything is allocated for it.
 
     Raises:
-        TensorError: A dimension is negative, there are too many of them, or too many elements.
+        TensorError: A dimension is negative, there are too many dimensions, or too many elements.
     """
     if len(shape) > MAX_DIMENSIONS or any(each < 0 for each in shape):
         raise TensorError(
             f"the shape of {shown(name)} is {shown(list(shape[: MAX_DIMENSIONS + 1]))}; it must "
             f"have at most {MAX_DIMENSIONS} dimensions, none of them negative"
         )
-    # One that holds nothing must not be huge in its other dimensions: numpy can't shape it.
-    if math.prod(each for each in shape if each) > max_elements:
+    most = MAX_STRINGS if datatype == "BYTES" else MAX_ELEMENTS
+    # Numpy can't represent huge dimensions beside a zero, so zeros don't count here.
+    if math.prod(each for each in shape if each) > most:
         raise TensorError(
-            f"a tensor {shown(name)} of shape {shown(list(shape))} has more than {max_elements} "
-            "elements, which is more than is taken here; send less at a time"
+            f"a tensor {shown(name)} of {datatype} {shown(list(shape))} has more than {most} "
+            "elements, the limit; send less at a time"
         )
     return math.prod(shape)
+
+
+def check_size(name: str, datatype: Datatype, shape: Sequence[int], size: int) -> int:
+    """Check a received size in bytes against the shape, before any byte is read.
+
+    Returns:
+        The number of elements.
+
+    Raises:
+        TensorError: Size and shape don't fit.
+    """
+    count = element_count(name, datatype, shape)
+    needed = count * (_LENGTH_BYTES if datatype == "BYTES" else DTYPES[datatype].itemsize)
+    if size < needed or (size > needed and datatype != "BYTES"):
+        least = "at least " if datatype == "BYTES" else ""
+        raise TensorError(
+            f"{shown(name)} of {datatype} {shown(list(shape))} has {size} bytes; it needs "
+            f"{least}{needed}"
+        )
+    return count
+
+
+# --- elements as bytes ----------------------------------------------------------------------------
+
+
+def raw_bytes(tensor: NamedTensor) -> bytes | memoryview:
+    """Return a tensor's elements as bytes; a view of the array where possible.
+
+    Raises:
+        TensorError: The dtype has no datatype, or an element of BYTES is neither `bytes` nor `str`
+            (which is encoded as UTF-8).
+    """
+    datatype = tensor.datatype
+    if datatype == "BYTES":
+        return b"".join(
+            part
+            for each in _encoded(tensor)
+            for part in (len(each).to_bytes(_LENGTH_BYTES, "little"), each)
+        )
+    data = np.ascontiguousarray(tensor.data, dtype=DTYPES[datatype])
+    return data.reshape(-1).view(np.uint8).data
+
+
+def byte_size(tensor: NamedTensor) -> int:
+    """Return the length of `raw_bytes`, without a copy. Raises TensorError."""
+    if tensor.datatype == "BYTES":
+        return sum(_LENGTH_BYTES + len(each) for each in _encoded(tensor))
+    return tensor.data.nbytes
+
+
+def array_of(name: str, datatype: Datatype, shape: Sequence[int], raw: bytes | memoryview) -> Array:
+    """Return received bytes as a read-only array.
+
+    The array is a view, which need not be aligned for its dtype; of BYTES it is a copy.
+
+    Raises:
+        TensorError: Bytes and shape don't fit.
+    """
+    count = check_size(name, datatype, shape, len(raw))
+    if datatype == "BYTES":
+        return _strings(name, count, raw).reshape(shape)
+    if datatype == "BOOL" and count and np.frombuffer(raw, np.uint8).max() > 1:
+        raise TensorError(f"{shown(name)} is BOOL, but a byte of it is neither 0 nor 1")
+    return read_only(np.frombuffer(raw, DTYPES[datatype]).reshape(shape))
+
+
+def read_only(data: Array) -> Array:
+    """Return the same array, not writeable."""
+    data.flags.writeable = False
+    return data
+
+
+def _strings(name: str, count: int, raw: bytes | memoryview) -> Array:
+    found = np.empty(count, dtype=np.object_)
+    position = 0
+    for place in range(count):
+        begin = position + _LENGTH_BYTES
+        position = begin + int.from_bytes(raw[position:begin], "little")
+        if begin > len(raw) or position > len(raw):
+            raise TensorError(
+                f"{shown(name)} ends within its element {place} of {count}: each is its length in "
+                "4 bytes, little endian, and then itself"
+            )
+        found[place] = bytes(raw[begin:position])
+    if position != len(raw):
+        raise TensorError(
+            f"{shown(name)} has {len(raw) - position} bytes more than its {count} elements"
+        )
+    return read_only(found)
+
+
+def _encoded(tensor: NamedTensor) -> list[bytes]:
+    """The elements of a BYTES tensor, text in UTF-8."""
+    elements = tensor.data.reshape(-1).tolist()
+    try:
+        encoded = [each.encode() if isinstance(each, str) else each for each in elements]
+    except UnicodeEncodeError:
+        raise TensorError(f"{shown(tensor.name)} has a text that is not valid Unicode") from None
+    for each in encoded:
+        if not isinstance(each, bytes):
+            raise TensorError(
+                f"{shown(tensor.name)} is BYTES, but an element of it is {shown(each)}; each must "
+                "be `bytes`, or text"
+            )
+    return encoded

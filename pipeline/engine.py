@@ -31,7 +31,7 @@ from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
 from ..stages.executor.changes.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.runner.adapters import (
+from ..stages.executor.runner.adapters.peft import (
     adapter_of,
     check_adapter_id,
     next_version,
@@ -481,7 +481,7 @@ class InferenceEngine:
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
         """Return the loaded adapters: id, version, folder, rank and size."""
-        return self._executor.adapters.told()
+        return self._executor.adapters.describe()
 
     # --- cache and shutdown -------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from ..config import EngineConfig, ModelError, shown
 from ..stages.executor.driver.logprobs import scale_logits
 from ..stages.executor.runner.attention.backend import QKV, AttentionBackend
 from ..stages.executor.runner.attention.choose import choose_backend
-from ..stages.executor.runner.attention.probe import probe_mask
+from ..stages.executor.runner.attention.interface import probe_mask
 from ..stages.executor.runner.batch import Rows
 from ..stages.executor.runner.fast_modules.modules import FastModules
 from ..stages.executor.runner.fixed_tiles import FixedTiles, require_cpu

@@ -31,18 +31,18 @@ class LazyHeap(Generic[T]):
         """Entries, dead ones included."""
         return len(self._entries)
 
-    def alive(self) -> Iterator[tuple[Any, T]]:
-        """Yield (key, item) of all living entries, in no order."""
-        return ((key, item) for key, number, item in self._entries if self._is_alive(number, item))
+    def alive(self) -> Iterator[tuple[Any, int, T]]:
+        """Yield (key, number, item) of all living entries, in no order."""
+        return (entry for entry in self._entries if self._is_alive(*entry[1:]))
 
-    def push(self, key: Any, item: T) -> int:
-        """Add an item; return the number of its entry."""
-        number = next(self._numbers)
-        heapq.heappush(self._entries, (key, number, item))
-        if len(self._entries) > self._compact_at:
-            self._entries = [entry for entry in self._entries if self._is_alive(*entry[1:])]
+    def push(self, key: Any, item: T, number: int = 0) -> int:
+        """Add an item; return the number of its entry. `number`: to put an entry back."""
+        if len(self._entries) >= self._compact_at:
+            self._entries = list(self.alive())
             heapq.heapify(self._entries)
             self._compact_at = 2 * len(self._entries) + LEFTOVERS_KEPT
+        number = number or next(self._numbers)
+        heapq.heappush(self._entries, (key, number, item))
         return number
 
     def first(self) -> tuple[Any, T] | None:

@@ -61,6 +61,15 @@ SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024)
 # The buckets of OpenTelemetry's conventions.
 TOKENS = tuple(float(4**power) for power in range(14))
 
+
+def _seconds(name: str, description: str, *attributes: str) -> Instrument:
+    return _histogram(name, "s", description, SECONDS, *attributes)
+
+
+def _step_seconds(name: str, description: str, *attributes: str) -> Instrument:
+    return _histogram(name, "s", description, STEP_SECONDS, *attributes)
+
+
 # Attributes of the gen_ai metrics that have one value in each process.
 _GEN_AI = (names.OPERATION, names.PROVIDER, names.REQUEST_MODEL)
 
@@ -68,83 +77,50 @@ REQUESTS = _counter(
     "nano.requests", "{request}", "Requests that ended.", names.STATUS, names.ERROR_TYPE
 )
 MODEL_ROUTES = _counter(
-    "nano.model.routes", "{request}", "Requests routed to each model.", names.REQUEST_MODEL
+    "nano.model.routes", "{request}", "Requests routed to models.", names.REQUEST_MODEL
 )
 MOE_REQUESTS = _counter(
-    "nano.moe.requests", "{request}", "Requests admitted for a MoE model.", names.REQUEST_MODEL
+    "nano.moe.requests", "{request}", "Requests for MoE models.", names.REQUEST_MODEL
 )
-REQUEST_DURATION = _histogram(
-    "gen_ai.server.request.duration",
-    "s",
-    "Time from admission to the last token.",
-    SECONDS,
-    *(*_GEN_AI, names.ERROR_TYPE),
+REQUEST_DURATION = _seconds(
+    "gen_ai.server.request.duration", "Admission to last token.", *_GEN_AI, names.ERROR_TYPE
 )
-TIME_TO_FIRST_TOKEN = _histogram(
-    "gen_ai.server.time_to_first_token",
-    "s",
-    "Time from admission to the first token.",
-    SECONDS,
-    *(*_GEN_AI, names.PRIORITY),
+TIME_TO_FIRST_TOKEN = _seconds(
+    "gen_ai.server.time_to_first_token", "Admission to first token.", *_GEN_AI, names.PRIORITY
 )
-QUEUE_DURATION = _histogram(
-    "nano.request.queue.duration",
-    "s",
-    "Time from admission until a request's first sample is in a step.",
-    SECONDS,
-    names.PRIORITY,
+QUEUE_DURATION = _seconds(
+    "nano.request.queue.duration", "Time from admission to a request's first step.", names.PRIORITY
 )
-PREFILL_DURATION = _histogram(
-    "nano.request.prefill.duration",
-    "s",
-    "Time from a request's first step to the end of the step with its first token.",
-    SECONDS,
-    names.PRIORITY,
+PREFILL_DURATION = _seconds(
+    "nano.request.prefill.duration", "Time from the first step to the first token.", names.PRIORITY
 )
-DECODE_DURATION = _histogram(
-    "nano.request.decode.duration",
-    "s",
-    "Time from a request's first token to the end of the step with its last token.",
-    SECONDS,
-    names.PRIORITY,
+DECODE_DURATION = _seconds(
+    "nano.request.decode.duration", "Time from the first to the last token.", names.PRIORITY
 )
-TIME_PER_OUTPUT_TOKEN = _histogram(
-    "gen_ai.server.time_per_output_token",
-    "s",
-    "Mean time per token of a request after its first token.",
-    SECONDS,
-    *_GEN_AI,
+TIME_PER_OUTPUT_TOKEN = _seconds(
+    "gen_ai.server.time_per_output_token", "Mean time per token after the first.", *_GEN_AI
 )
-TOKEN_INTERVAL = _histogram(
-    "nano.token.interval",
-    "s",
-    "Time between two tokens of a sample: one value per step and distinct length in it.",
-    SECONDS,
-)
+TOKEN_INTERVAL = _seconds("nano.token.interval", "Time between two tokens of a sample.")
 TOKEN_USAGE = _histogram(
     "gen_ai.client.token.usage",
     "{token}",
-    "Tokens of prompts and of answers.",
+    "Tokens of prompts and answers.",
     TOKENS,
-    *(*_GEN_AI, names.TOKEN_TYPE),
+    *_GEN_AI,
+    names.TOKEN_TYPE,
 )
 WAITING = _gauge("nano.requests.waiting", "{request}", "Requests on the stream that no lane holds.")
-PENDING = _gauge(
-    "nano.requests.pending", "{request}", "Requests held by any lane and not yet answered."
-)
+PENDING = _gauge("nano.requests.pending", "{request}", "Requests that lanes hold.")
 DEAD_LETTERS = _gauge("nano.requests.dead", "{request}", "Dead letters that are kept.")
 CONSTRAINTS = _counter(
     "nano.constraints",
     "{request}",
-    "Requests with a constraint, accepted or refused.",
-    *(names.CONSTRAINT, names.ERROR_TYPE),
-)
-CONSTRAINT_COMPILE = _histogram(
-    "nano.constraint.compile.duration",
-    "s",
-    "Time to compile a constraint. Other requests are not delayed.",
-    STEP_SECONDS,
+    "Requests with constraints.",
     names.CONSTRAINT,
+    names.ERROR_TYPE,
+)
+CONSTRAINT_COMPILE = _step_seconds(
+    "nano.constraint.compile.duration", "Time to compile a constraint.", names.CONSTRAINT
 )
 DEAD_LETTERED = _counter(
     "nano.requests.buried", "{request}", "Requests moved to the dead letters.", names.ERROR_TYPE
@@ -152,49 +128,32 @@ DEAD_LETTERED = _counter(
 QUEUE_LENGTH = _gauge(
     "nano.queue.length",
     "{request}",
-    "Requests on the stream and in all lanes of which no sample has started.",
+    "Requests of which no sample has started, on the stream and in lanes.",
 )
 IN_FLIGHT = _gauge("nano.requests.in_flight", "{request}", "Requests that this lane holds.")
-REPLAYS = _counter(
-    "nano.requests.replayed", "{request}", "Requests replayed after the failure of a stage."
-)
-EPOCHS = _counter(
-    "nano.epochs", "{epoch}", "Epochs: restarts of the lane after a stage came, failed or left."
-)
-RECONNECTS = _counter(
-    "nano.bus.reconnects", "{reconnect}", "Times that the connection to Redis was restored."
-)
+REPLAYS = _counter("nano.requests.replayed", "{request}", "Requests replayed after a failure.")
+EPOCHS = _counter("nano.epochs", "{epoch}", "Restarts of the lane.")
+RECONNECTS = _counter("nano.bus.reconnects", "{reconnect}", "Reconnects to Redis.")
 QUEUE_DEPTH = _gauge("nano.queue.depth", "{request}", "Requests that wait in fairness.")
-QUEUE_WAIT = _histogram(
-    "nano.queue.wait", "s", "Time in fairness until all samples of a request could run.", SECONDS
-)
+QUEUE_WAIT = _seconds("nano.queue.wait", "Time of a request in fairness.")
 RUNNING = _gauge("nano.sequences.running", "{sequence}", "Samples in the batch.")
 SEQUENCES_WAITING = _gauge(
-    "nano.sequences.waiting",
-    "{sequence}",
-    "Dispatched samples that wait for KV blocks or a place in a step.",
+    "nano.sequences.waiting", "{sequence}", "Samples that wait for KV blocks or a step."
 )
 BATCH_SIZE = _histogram("nano.batch.size", "{sequence}", "Samples in a step.", SEQUENCES)
-SCHEDULE_TIME = _histogram("nano.step.schedule_time", "s", "Time to plan a step.", STEP_SECONDS)
-DEVICE_TIME = _histogram(
-    "nano.step.device_time", "s", "Time of a step on the device.", STEP_SECONDS
-)
-MASK_WAIT = _histogram(
-    "nano.step.mask_wait",
-    "s",
-    "Time that the logits of a step wait for the masks of constraints.",
-    STEP_SECONDS,
+SCHEDULE_TIME = _step_seconds("nano.step.schedule_time", "Time to plan a step.")
+DEVICE_TIME = _step_seconds("nano.step.device_time", "Time of a step on the device.")
+MASK_WAIT = _step_seconds(
+    "nano.step.mask_wait", "Time that logits wait for the masks of constraints."
 )
 PREFILLED = _counter("nano.tokens.prefilled", "{token}", "Prompt tokens computed.")
 DECODED = _counter("nano.tokens.decoded", "{token}", "Rows of steps that made one token each.")
 CACHED = _counter("nano.tokens.cached", "{token}", "Prompt tokens found in the prefix cache.")
 RECOMPUTED = _counter(
-    "nano.tokens.recomputed",
-    "{token}",
-    "Prefilled tokens that were computed again after a preemption or a failure.",
+    "nano.tokens.recomputed", "{token}", "Tokens prefilled again after preemptions and failures."
 )
 WASTED = _counter(
-    "nano.tokens.wasted", "{token}", "Tokens computed one step ahead for a sample that had ended."
+    "nano.tokens.wasted", "{token}", "Tokens computed ahead for samples that had ended."
 )
 # Named as vLLM's `vllm:spec_decode_*`.
 DRAFTS = _counter("nano.spec_decode.num_drafts", "{draft}", "Drafts verified.", names.DRAFT_SOURCE)
@@ -202,45 +161,30 @@ DRAFT_TOKENS = _counter(
     "nano.spec_decode.num_draft_tokens", "{token}", "Tokens of these drafts.", names.DRAFT_SOURCE
 )
 ACCEPTED_TOKENS = _counter(
-    "nano.spec_decode.num_accepted_tokens",
-    "{token}",
-    "Draft tokens accepted, which needed no step of their own.",
-    names.DRAFT_SOURCE,
+    "nano.spec_decode.num_accepted_tokens", "{token}", "Draft tokens accepted.", names.DRAFT_SOURCE
 )
 ACCEPTED_TOKENS_PER_POS = _counter(
     "nano.spec_decode.num_accepted_tokens_per_pos",
     "{token}",
-    "Draft tokens accepted, by their position in the draft, from 0.",
-    *(names.DRAFT_SOURCE, names.DRAFT_POSITION),
+    "Draft tokens accepted, by position.",
+    names.DRAFT_SOURCE,
+    names.DRAFT_POSITION,
 )
 PREFIX_LOOKUPS = _counter(
-    "nano.prefix.lookups",
-    "{sequence}",
-    "Prefix cache lookups, one per sample, by result.",
-    names.PREFIX_RESULT,
+    "nano.prefix.lookups", "{sequence}", "Prefix cache lookups of samples.", names.PREFIX_RESULT
 )
-PREFIX_HITS = _counter(
-    "nano.prefix.hits",
-    "{sequence}",
-    "Prefix cache lookups that found a part of the prompt; `nano.tokens.cached` has its tokens.",
-)
+PREFIX_HITS = _counter("nano.prefix.hits", "{sequence}", "Prefix cache lookups with a hit.")
 KV_TOTAL = _gauge("nano.kv.blocks", "{block}", "KV blocks.")
 KV_USED = _gauge("nano.kv.blocks.used", "{block}", "KV blocks of running samples.")
 KV_CACHED = _gauge("nano.kv.blocks.cached", "{block}", "KV blocks in the prefix cache.")
 KV_EVICTED = _counter("nano.kv.blocks.evicted", "{block}", "Cached KV blocks evicted.")
-PREEMPTIONS = _counter(
-    "nano.preemptions", "{sequence}", "Samples preempted: their KV blocks were freed."
-)
-RESUMES = _counter("nano.resumes", "{sequence}", "Samples resumed after a preemption or a failure.")
+PREEMPTIONS = _counter("nano.preemptions", "{sequence}", "Samples preempted.")
+RESUMES = _counter("nano.resumes", "{sequence}", "Samples resumed.")
 FAIRNESS_PREEMPTIONS = _counter(
-    "nano.fairness.preemptions", "{sequence}", "Samples paused for a higher priority."
+    "nano.fairness.preemptions", "{sequence}", "Samples paused for a priority."
 )
-FAIRNESS_YIELDS = _counter(
-    "nano.fairness.yields", "{sequence}", "Samples paused at the end of their timeslice."
-)
-FAIRNESS_RESUMES = _counter(
-    "nano.fairness.resumes", "{sequence}", "Samples resumed after either pause."
-)
+FAIRNESS_YIELDS = _counter("nano.fairness.yields", "{sequence}", "Timeslices that ended.")
+FAIRNESS_RESUMES = _counter("nano.fairness.resumes", "{sequence}", "Samples resumed after either.")
 FAIRNESS_TOKENS = _counter(
     "nano.fairness.tokens", "{token}", "Tokens generated, by priority.", names.PRIORITY
 )
@@ -254,72 +198,51 @@ ATTENTION_BACKEND = _gauge(
 ATTENTION_LAYERS = _counter(
     "nano.attention.layers",
     "{layer}",
-    "Layers of steps by attention back end, with full attention or a window.",
-    *(names.BACKEND, names.LAYER_KIND),
+    "Layers of steps, by back end and attention.",
+    names.BACKEND,
+    names.LAYER_KIND,
 )
 WEIGHT_BEHIND = _gauge(
-    "nano.weight.behind",
-    "{version}",
-    "Version that a restarted executor lacks; 0 if none.",
+    "nano.weight.behind", "{version}", "Version that a restarted executor lacks; 0 if none."
 )
 WEIGHT_STALENESS = _histogram(
     "nano.weight.staleness",
     "{version}",
-    "Weight updates since the oldest token of a sample, at its end.",
+    "Age of a sample's oldest token, in updates.",
     (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64),
 )
 WEIGHT_UPDATES = _counter("nano.weight.updates", "{update}", "Weight updates.", names.ERROR_TYPE)
-WEIGHT_FETCH = _histogram("nano.weight.fetch.duration", "s", "Time to fetch new weights.", SECONDS)
+WEIGHT_FETCH = _seconds("nano.weight.fetch.duration", "Time to fetch weights.")
 ADAPTERS = _gauge("nano.adapter.loaded", "{adapter}", "Adapters loaded.")
 ADAPTER_CHANGES = _counter(
-    "nano.adapter.changes",
-    "{change}",
-    "Adapters loaded, replaced or unloaded.",
-    names.ERROR_TYPE,
+    "nano.adapter.changes", "{change}", "Changes of adapters.", names.ERROR_TYPE
 )
-ADAPTER_LOAD = _histogram(
-    "nano.adapter.load.duration", "s", "Time to read and check an adapter.", SECONDS
-)
+ADAPTER_LOAD = _seconds("nano.adapter.load.duration", "Time to read and check an adapter.")
 STAGE_READY = _gauge("nano.stage.ready", "1", "1 if the stage is ready, 0 if not.", names.STAGE)
-HTTP_DURATION = _histogram(
+HTTP_DURATION = _seconds(
     "http.server.request.duration",
-    "s",
     "Time of the gateway's calls.",
-    SECONDS,
-    *(names.HTTP_METHOD, names.HTTP_ROUTE, names.HTTP_STATUS),
+    names.HTTP_METHOD,
+    names.HTTP_ROUTE,
+    names.HTTP_STATUS,
 )
 GATEWAY_IN_FLIGHT = _gauge("nano.gateway.in_flight", "{request}", "Calls of the gateway in flight.")
-GATEWAY_WAITING = _gauge(
-    "nano.gateway.waiting",
-    "{request}",
-    "Prompts that wait in the gateway for a place in the pipeline.",
-)
+GATEWAY_WAITING = _gauge("nano.gateway.waiting", "{request}", "Prompts that wait in the gateway.")
 GATEWAY_CONNECTIONS = _gauge("nano.gateway.connections", "{connection}", "Open connections.")
 GATEWAY_REFUSED = _counter(
-    "nano.gateway.refused",
-    "{refusal}",
-    "Calls and connections that the gateway refused or cut off, by limit or check.",
-    names.GATEWAY_REASON,
+    "nano.gateway.refused", "{refusal}", "Refused calls and connections.", names.GATEWAY_REASON
 )
 TOOL_CALLS = _counter(
-    "nano.gateway.tool_calls",
-    "{call}",
-    "Tool calls of models, readable or malformed.",
-    names.CALL_OUTCOME,
+    "nano.gateway.tool_calls", "{call}", "Tool calls of models.", names.CALL_OUTCOME
 )
-REASONING_TOKENS = _counter(
-    "nano.gateway.reasoning_tokens", "{token}", "Generated tokens that are reasoning."
-)
-MODEL_CALL_DURATION = _histogram(
+REASONING_TOKENS = _counter("nano.gateway.reasoning_tokens", "{token}", "Reasoning tokens.")
+MODEL_CALL_DURATION = _seconds(
     "nano.gateway.model.duration",
-    "s",
     "Time of calls to KServe models.",
-    SECONDS,
-    *(names.REQUEST_MODEL, names.ERROR_TYPE),
+    names.REQUEST_MODEL,
+    names.ERROR_TYPE,
 )
-AUDIT_LOST = _counter(
-    "nano.gateway.audit.lost", "{line}", "Audit log lines that could not be written."
-)
+AUDIT_LOST = _counter("nano.gateway.audit.lost", "{line}", "Audit log lines not written.")
 LOG_DROPPED = _counter("nano.log.dropped", "{line}", "Log lines not written.", names.LOG_REASON)
 
 INSTRUMENTS: tuple[Instrument, ...] = tuple(

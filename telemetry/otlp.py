@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from struct import Struct
 from struct import error as StructError
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
@@ -72,15 +72,6 @@ class SendError(Exception):
         self.retryable = retryable
 
 
-class Transport(Protocol):
-    """A connection to a receiver."""
-
-    def send(self, body: bytes, timeout_s: float) -> None:
-        """Send an ExportTraceServiceRequest. Raises SendError."""
-
-    def close(self) -> None: ...
-
-
 class HttpTransport:
     """OTLP over HTTP, with protobuf bodies."""
 
@@ -99,6 +90,7 @@ class HttpTransport:
         self._url = url
 
     def send(self, body: bytes, timeout_s: float) -> None:
+        """Send an ExportTraceServiceRequest. Raises SendError."""
         content = body if self._compress is None else self._compress(body)
         try:
             response = self._client.post(self._url, content=content, timeout=timeout_s)
@@ -153,6 +145,9 @@ class GrpcTransport:
 
     def close(self) -> None:
         self._channel.close()
+
+
+Transport = HttpTransport | GrpcTransport
 
 
 def transport_to(endpoint: str, config: TelemetryConfig) -> Transport:

@@ -14,8 +14,8 @@ import socket
 import sys
 
 from nano_inference.cli.app import main as run_command
-from nano_inference.cli.children import ForkServer
-from nano_inference.cli.fork_server import MOST_BYTES, serve
+from nano_inference.cli.children import MOST_BYTES, ForkServer
+from nano_inference.cli.fork_server import serve
 
 SERVERS = 2
 """As many as `up` starts."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TextIO
 
-from nano_inference.cli.forks import Forks
-from nano_inference.cli.processes import GATEWAY, Identity, Printer, Processes
+from nano_inference.cli.children import Forks
+from nano_inference.cli.processes import GATEWAY, Printer, Processes
 from nano_inference.config import Config, all_roles
 
 
@@ -22,4 +22,4 @@ def processes_of(
     printer = Printer(stream=stream)
     method = config.pipeline.start_method
     forks = forks or Forks(roles, method, environment, printer.say)
-    return Processes(Identity(config), roles, forks, printer)
+    return Processes(config, roles, forks, printer)

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Self
 
-from nano_inference.cli.children import adopt_orphans
-from nano_inference.cli.fork_server import GO, MOST_BYTES, READY, ROOM, import_stages, serve
+from nano_inference.cli.children import GO, MOST_BYTES, READY, ROOM, adopt_orphans
+from nano_inference.cli.fork_server import import_stages, serve
 from nano_inference.config import STAGES
 
 LIMIT_S = 120.0

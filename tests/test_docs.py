@@ -87,7 +87,8 @@ def test_error_codes_are_all_listed() -> None:
     text = (ROOT / "docs" / "errors.md").read_text()
     listed = set(re.findall(r"`([a-z_]+)`", text))
     used = set()
-    for room in ("bus", "cli", "config", "gateway", "kserve", "pipeline", "stages"):
+    rooms = ("bus", "cli", "config", "gateway", "kserve", "pipeline", "stages", "store", "text")
+    for room in rooms:
         for path in (ROOT / room).rglob("*.py"):
             used |= codes_in(ast.parse(path.read_text()))
     used |= {f"invalid_{name}" for name in RANGES}

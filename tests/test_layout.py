@@ -13,7 +13,7 @@ import pytest
 from nano_inference import SamplingParams
 from nano_inference.bus.public import FinishReason
 from nano_inference.bus.weights import IN_FLIGHT
-from nano_inference.cli.waterfall import STAGE_STYLES
+from nano_inference.cli.terminal import STAGE_STYLES
 from nano_inference.config import STAGES
 from nano_inference.config.sampling import PARAMETERS, RANGES
 from nano_inference.pipeline.supervisor import actor_class

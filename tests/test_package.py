@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable
+from importlib.metadata import packages_distributions
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +21,7 @@ import nano_inference.kserve
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("*.py", "*.c", "*.h", "*.proto", "*.binpb")
+USERS = ("serve", "kserve", "embedded", "gguf", "grpc")
 OUTSIDE = {"tests", "benchmarks", "examples", "docs", "deploy", "build"}
 
 
@@ -55,12 +59,74 @@ def test_wheel_holds_the_tree(tmp_path: Path) -> None:
     assert inside == tree()
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+
+
+def names_of(requirements: Iterable[str]) -> set[str]:
+    """The packages of requirements, in lower case with hyphens."""
+    names = {re.split(r"[\[<>=;, ]", each)[0] for each in requirements}
+    return {name.lower().replace("_", "-") for name in names} - {"nano-inference"}
+
+
 def test_constraints_name_every_dependency() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
-    names = {re.split(r"[\[<>]", line)[0].lower() for line in wanted}
-    pinned = (ROOT / "constraints.txt").read_text().lower().splitlines()
-    assert names <= {line.split("==")[0] for line in pinned}
+    wanted = names_of([*PROJECT["dependencies"], *chain(*EXTRAS.values())])
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    assert wanted <= names_of(line for line in lines if "==" in line)
+
+
+def test_each_imported_package_is_declared() -> None:
+    """Of the product; torch brings triton, and gRPC's stubs protobuf's `google`."""
+    modules: set[str] = set()
+    for name in tree():
+        if name.endswith(".py"):
+            path = ROOT / name.removeprefix("nano_inference/")
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    modules |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                    modules.add(node.module.partition(".")[0])
+    modules -= {*sys.stdlib_module_names, "opentelemetry", "nano_inference", "triton"}
+    packages = packages_distributions()
+    imported = {module: names_of(packages[module]) for module in modules}
+    declared = names_of([*PROJECT["dependencies"], *chain(*(EXTRAS[name] for name in USERS))])
+    assert {module for module, names in imported.items() if not names & declared} == set()
+
+
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Missing())
+"""
+OPTIONAL = {"cryptography", "google", "grpc", "jwt", "ml_dtypes", "re2", "starlette", "uvicorn"}
+
+
+def without_extras(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(names=OPTIONAL) + program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_engine_needs_no_extra() -> None:
+    ran = without_extras(
+        "from nano_inference import InferenceEngine\n"
+        "with InferenceEngine() as engine:\n"
+        "    print(len(engine.generate(['98 + 25 ='])))"
+    )
+    assert (ran.returncode, ran.stdout.strip()) == (0, "1"), ran.stderr
+
+
+def test_a_missing_extra_is_named() -> None:
+    command = "from nano_inference.cli.app import main\nsys.exit(main(['serve', '--port', '0']))"
+    ran = without_extras(command)
+    assert ran.returncode == 2
+    assert "pip install 'nano-inference[serve]'" in ran.stderr
 
 
 @pytest.mark.parametrize("package", [nano_inference, nano_inference.kserve])

@@ -39,7 +39,7 @@ class Ours(worker.Engine):
         )
         self.engine = Timed(config)
         executor = self.engine._executor
-        reason = executor.without_kernels
+        reason = executor.off.get("kernels", "")
         self.version = f"nano-inference ({reason or kernels_of(executor.model)})"
         weights = sum(p.nbytes for p in executor.model.module.parameters())
         cache = (*executor.cache.keys, *executor.cache.values)

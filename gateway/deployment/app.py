@@ -14,12 +14,11 @@ from ...pipeline.client import BusClient
 from ...pipeline.router import Router
 from ...store.registry import ModelRecord
 from ...telemetry import instruments
-from ..api.kserve import http_errors as kserve_http
+from ..api.kserve import http as kserve_http
+from ..api.kserve.http import kserve_routes
 from ..api.kserve.regions import Regions
 from ..api.kserve.repository import add_packages
-from ..api.kserve.routes import kserve_routes
-from ..api.kserve.service import InferenceService
-from ..api.kserve.shared import KServe
+from ..api.kserve.service import InferenceService, KServe
 from ..app import GatewayApp, Interfaces, InterfacesApp
 from ..endpoints import gateway_routes, probe_routes
 from ..policy.caller import Caller
@@ -29,7 +28,7 @@ from ..server.http import EngineError
 from ..serving.durable_calls import watch_orphans
 from ..serving.lane_state import Readiness
 from ..serving.measures import Measures
-from .dispatch import ABORT, Entrance, ModelDispatch, OfModel
+from .dispatch import ABORT, Entrance, ModelDispatch, ModelPathRoute
 from .models import ModelApp, Models
 from .routes import ModelControl, deployment_routes
 
@@ -53,12 +52,12 @@ class DeploymentApp(GatewayApp):
         service = InferenceService(metrics=measures.metrics)
         kserve = KServe(service, Regions(config.gateway), control)
         make = partial(_model_app, models, config, policy, measures, readiness, kserve)
-        models.made_by(make, partial(_serve_kserve, service))
+        models.build_with(make, partial(_serve_kserve, service))
         add_packages(service, config)
         measures.watch(instruments.GATEWAY_WAITING, lambda: models.waiting)
         super().__init__(
             [
-                OfModel(models),
+                ModelPathRoute(models),
                 *gateway_routes(engine, config, policy, readiness, measures.metrics),
                 *deployment_routes(
                     engine, models, control, readiness, config.gateway.max_body_bytes

@@ -86,7 +86,7 @@ class _Fields(msgspec.Struct):
     previous_response_id: msgspec.Raw = msgspec.Raw(b'""')
 
 
-class Handed(Response):
+class ForwardedResponse(Response):
     """A response by a model's application, which then counts the call as its own."""
 
     def __init__(self, app: ModelApp) -> None:
@@ -100,7 +100,7 @@ class Handed(Response):
             await self._app.app(scope, receive, send)
 
 
-class OfModel(BaseRoute):
+class ModelPathRoute(BaseRoute):
     """Matches every call that came by a model's own address."""
 
     def __init__(self, models: Models) -> None:
@@ -117,7 +117,7 @@ class OfModel(BaseRoute):
             # Only a caller that may read learns which models there are, and their state.
             await request.app.chain.enter(request, "read")
             app = await model_for(self._models, request, name)
-        await Handed(app)(scope, receive, send)
+        await ForwardedResponse(app)(scope, receive, send)
 
 
 class ModelDispatch:
@@ -135,14 +135,14 @@ class ModelDispatch:
         name = names.model or request.query_params.get("model", "")
         request.scope["state"][NAMED_MODEL] = name
         if names.previous_response_id and not name:
-            return Handed(await self._models.of_call(names.previous_response_id))
-        return Handed(await model_for(self._models, request, name))
+            return ForwardedResponse(await self._models.of_call(names.previous_response_id))
+        return ForwardedResponse(await model_for(self._models, request, name))
 
     async def by_id(self, request: Request) -> Response:
         """Hand a call about another call to the other call's model."""
         params = request.path_params
         call_id = params.get("stream") or params["response_id"]
-        return Handed(await self._models.of_call(call_id))
+        return ForwardedResponse(await self._models.of_call(call_id))
 
     async def abort(self, request: Request) -> Response:
         """Hand an abort to the named model, or to the one with this request."""
@@ -150,12 +150,12 @@ class ModelDispatch:
         name: Any = found.get("model") or request.query_params.get("model", "")
         rid = found.get("rid")
         if name or not isinstance(rid, str) or not rid:
-            return Handed(await self._models.find(name if isinstance(name, str) else ""))
+            return ForwardedResponse(await self._models.find(name if isinstance(name, str) else ""))
         here = [app for app in self._models.apps if app.interfaces.submissions.has(rid)]
         if len(here) == 1:
-            return Handed(here[0])
+            return ForwardedResponse(here[0])
         if "weights" not in caller_of(request).scopes:
-            return Handed(await self._models.find())
+            return ForwardedResponse(await self._models.find())
         # Another gateway submitted it, so that only the lanes of its model can find it.
         allowed = caller_of(request).models
         for app in self._models.apps:

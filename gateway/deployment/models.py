@@ -104,7 +104,7 @@ class Models:
         self._make: Callable[[ModelRecord, BusClient], ModelApp]
         self._changed: Callable[[ModelApp, bool], None]
 
-    def made_by(
+    def build_with(
         self,
         make: Callable[[ModelRecord, BusClient], ModelApp],
         changed: Callable[[ModelApp, bool], None],
@@ -148,14 +148,14 @@ class Models:
             return self._find(name)
         except UnknownModel:
             # It may have just been added.
-            await self.look()
+            await self.refresh()
             return self._find(name)
 
     async def loaded(self, name: str = "") -> ModelApp:
         """As `find`, of a model that takes requests. Raises also: model_not_loaded."""
         app = await self.find(name)
         if app.trouble():
-            await self.look()
+            await self.refresh()
             app = await self.find(name)
         if trouble := app.trouble():
             raise EngineError(
@@ -198,7 +198,7 @@ class Models:
                 troubles.append(trouble)
         return "; ".join(troubles[:_MOST_TROUBLES])
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Read the registry. While the bus is away, nothing changes."""
         try:
             await self._recent.get()
@@ -211,7 +211,7 @@ class Models:
         """Read the registry periodically. Returns when the bus was closed."""
         while True:
             try:
-                await self.look()
+                await self.refresh()
             except ChannelClosed:
                 return
             await self._close_idle()

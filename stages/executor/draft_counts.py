@@ -1,4 +1,4 @@
-"""What became of drafts: since it was last told, and of the last ones."""
+"""Counts of verified drafts: since the last report, and of the last thousand."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import NamedTuple
 from ...bus.messages import VerifiedDraft
 
 _LAST = 1000
-"""Drafts that `load` tells of."""
+"""Drafts that `load` reports."""
 
 
 class SourceCounts(NamedTuple):
-    """Of one source.
+    """Counts of one source.
 
     Attributes:
-        drafts: How many drafts were verified.
-        draft_tokens: The tokens of these.
-        accepted: Those of them that were what was sampled.
-        accepted_at: `[positions]`, the same by their place in the draft.
+        drafts: Verified drafts.
+        draft_tokens: Their tokens.
+        accepted: Accepted tokens.
+        accepted_at: `[positions]`, accepted tokens by position in the draft.
     """
 
     source: str
@@ -30,29 +30,29 @@ class SourceCounts(NamedTuple):
 
 
 class DraftCounts:
-    """Counts drafts as results tell of them; a draft costs one addition to a table."""
+    """Counts drafts of results, with one addition per draft."""
 
     def __init__(self, sources: Iterable[str]) -> None:
-        """`sources`: of which there may be drafts."""
+        """`sources`: the names of all sources."""
         self._sources = tuple(sources)
-        # By source, how often so many tokens were drafted and so many of these accepted.
+        # By source: (tokens, accepted tokens) of drafts.
         self._new: dict[str, Counter[tuple[int, int]]] = self._nothing()
         self._last: deque[tuple[int, int]] = deque(maxlen=_LAST)
 
     def add(self, drafts: Iterable[VerifiedDraft]) -> None:
-        """Drafts were verified."""
+        """Count drafts."""
         for draft in drafts:
             became = draft.num_tokens, draft.num_accepted
             self._new.setdefault(draft.source, Counter())[became] += 1
             self._last.append(became)
 
     def take(self) -> list[SourceCounts]:
-        """Of each source what has come since this was last asked, also where that is nothing."""
+        """Return the counts of each source since the last call."""
         new, self._new = self._new, self._nothing()
         return [_counts_of(source, found) for source, found in new.items()]
 
     def load(self) -> dict[str, int]:
-        """Of the last thousand drafts: how many there were, their tokens, and those accepted."""
+        """Return drafts, tokens and accepted tokens of the last thousand drafts."""
         return {
             "drafts": len(self._last),
             "draft_tokens": sum(tokens for tokens, _ in self._last),

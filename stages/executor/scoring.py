@@ -1,19 +1,149 @@
-"""The executor stage's scoring by the reference model: one pass at a time, between steps."""
+"""Scoring by a reference model, which never changes: the logprobs of samples of the lane's model.
+
+A sample is scored when it has ended, in one pass over prompt and completion, or in several passes
+if it exceeds a step's tokens. The result is that of `InferenceEngine.score`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from ...bus.links import CONTROL
+from ...bus.messages import NewSequence, RequestInfo, SequenceSpec, StepPlan
 from ...bus.scoring import SampleScored, ScoreSample
+from ...config import EngineConfig, ModelError, SamplingParams
 from ..actor import Actor
-from .reference import ReferenceModel
+from .core import ExecutorCore
+from .runner.model import load_model
+
+
+class ReferenceModel:
+    """The reference model, with KV for one sequence of full length, or several shorter ones.
+
+    All methods run on the thread of the lane's model, between its steps.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Load it, before the lane's model is, whose KV takes the remaining memory.
+
+        Args:
+            config: The lane's settings, used but for the model's folder.
+
+        Raises:
+            ModelError: It can't be loaded.
+        """
+        # It never decodes, so it needs neither graphs nor drafts.
+        own = msgspec.structs.replace(
+            config,
+            model_path=config.reference_model_path,
+            reference_model_path="",
+            speculation="off",
+            cuda_graphs="off",
+        )
+        try:
+            model = load_model(own)
+        except ModelError as error:
+            raise ModelError(f"the reference model: {error.message}") from error
+        blocks = -(-model.max_model_len // config.block_size)
+        self._core = ExecutorCore(own, model=model, num_blocks=blocks)
+        self._most_tokens = config.max_tokens_per_batch
+        self._most_samples = self._core.max_batch_size
+
+    def check_fits(self, core: ExecutorCore) -> None:
+        """Raises ModelError if it can't score all samples of the lane's model."""
+        own, other = self._core.model, core.model
+        if own.vocab_size < other.vocab_size:
+            raise ModelError(
+                f"the reference model has {own.vocab_size} tokens and the scored model has "
+                f"{other.vocab_size}; give one with the same tokenizer"
+            )
+        if own.max_model_len < other.max_model_len:
+            raise ModelError(
+                f"the reference model takes {own.max_model_len} tokens and the scored model "
+                f"makes up to {other.max_model_len}; set max_model_len to {own.max_model_len}"
+            )
+
+    def close(self) -> None:
+        """Free weights and KV; the object is unusable then."""
+        self._core.close()
+
+    def score(self, samples: Sequence[ScoreSample]) -> Iterator[tuple[SampleScored, ...]]:
+        """Score samples lazily: each next result runs a pass.
+
+        Yields:
+            For each pass, the completed samples, perhaps none. End one iteration before another.
+
+        Raises:
+            ModelError: The model's output is broken.
+        """
+        for some in self._together(samples):
+            yield from self._score_together(some)
+
+    def _together(self, samples: Sequence[ScoreSample]) -> Iterator[list[ScoreSample]]:
+        """Batches of samples that fit one pass, or a single longer one."""
+        some: list[ScoreSample] = []
+        tokens = blocks = 0
+        size, room = self._core.cache.block_size, self._core.cache.num_blocks
+        for sample in samples:
+            own_tokens = len(sample.token_ids)
+            own_blocks = -(-own_tokens // size)
+            fits = tokens + own_tokens <= self._most_tokens and blocks + own_blocks <= room
+            if some and not (fits and len(some) < self._most_samples):
+                yield some
+                some, tokens, blocks = [], 0, 0
+            some.append(sample)
+            tokens, blocks = tokens + own_tokens, blocks + own_blocks
+        if some:
+            yield some
+
+    def _score_together(self, samples: Sequence[ScoreSample]) -> Iterator[tuple[SampleScored, ...]]:
+        self._core.reset()
+        new, block = [], 0
+        for seq_id, sample in enumerate(samples):
+            stop = block - (-len(sample.token_ids) // self._core.cache.block_size)
+            new.append(_sequence(seq_id, sample, range(block, stop)))
+            block = stop
+        logprobs: list[list[float]] = [[] for _ in samples]
+        longest = max(len(sample.token_ids) for sample in samples)
+        # Only a single sample is longer than a pass.
+        for start in range(0, longest, self._most_tokens):
+            counts = [min(len(seq.token_ids) - start, self._most_tokens) for seq in new]
+            result = self._core.execute(_plan(() if start else new, counts))
+            for prompt in result.prompt_logprobs:
+                logprobs[prompt.seq_id] += prompt.logprobs
+            is_last = start + self._most_tokens >= longest
+            yield tuple(map(_scored, samples, logprobs)) if is_last else ()
+
+
+def _sequence(seq_id: int, sample: ScoreSample, blocks: range) -> NewSequence:
+    """A sample as a prompt with logprobs; the sampled token behind it is not used."""
+    sampling = SamplingParams(
+        max_tokens=1, ignore_eos=True, temperature=sample.temperature, prompt_logprobs=0
+    )
+    num_tokens = len(sample.token_ids)
+    info = RequestInfo(sample.request_id, sample.entry_id, "", 1, False, (), num_tokens, "", "", 0)
+    spec = SequenceSpec(seq_id, 0, 0)
+    return NewSequence(seq_id, sample.token_ids, 0, 0, tuple(blocks), sampling, spec, info)
+
+
+def _plan(new: Sequence[NewSequence], counts: Sequence[int]) -> StepPlan:
+    """A plan of the next tokens of sequences 0, 1 and so on."""
+    rows = tuple(range(len(counts)))
+    return StepPlan(1, tuple(new), rows, tuple(counts), (), (), (), (), 0)
+
+
+def _scored(sample: ScoreSample, logprobs: Sequence[float]) -> SampleScored:
+    """`logprobs`: of all tokens but the first."""
+    wanted = tuple(logprobs[sample.start - 1 :])
+    return SampleScored(sample.request_id, sample.entry_id, sample.sample_index, wanted)
 
 
 class Scoring:
-    """The samples that wait to be scored, and who scores them."""
+    """The queue of samples to score, one pass at a time, between steps."""
 
     def __init__(
         self,
@@ -21,19 +151,19 @@ class Scoring:
         reference: ReferenceModel | None,
         on_torch: Callable[..., Awaitable[Any]],
     ) -> None:
-        """`on_torch` calls a function on the thread that has the models."""
+        """`on_torch` calls a function on the torch thread."""
         self._stage = stage
         self._reference = reference
         self._on_torch = on_torch
-        # Each with the epoch in which it was asked for.
+        # (epoch, sample)
         self._asked: asyncio.Queue[tuple[int, ScoreSample]] = asyncio.Queue()
 
     def ask(self, sample: ScoreSample) -> None:
-        """Scores a sample when its turn comes, unless a new epoch begins before that."""
+        """Queue a sample; a new epoch drops it."""
         self._asked.put_nowait((self._stage.epoch, sample))
 
     async def score_forever(self) -> None:
-        """Scores what is asked for, and tells streaming."""
+        """Score queued samples, and send the results to streaming."""
         while True:
             asked = [await self._asked.get()]
             while not self._asked.empty():
@@ -41,22 +171,22 @@ class Scoring:
             epoch = self._stage.epoch
             samples = [sample for asked_in, sample in asked if asked_in == epoch]
             if self._reference is None:
-                await self._tell(tuple(map(_unscored, samples)), epoch)
+                await self._send(tuple(map(_unscored, samples)), epoch)
                 continue
             passes = self._reference.score(samples)
             while epoch == self._stage.epoch:
                 scored = await self._on_torch(next, passes, None)
                 if scored is None:
                     break
-                await self._tell(scored, epoch)
+                await self._send(scored, epoch)
 
     def close(self) -> None:
-        """Gives up the reference model; to be called on its thread."""
+        """Free the reference model; on its thread."""
         if self._reference is not None:
             self._reference.close()
             self._reference = None
 
-    async def _tell(self, scored: tuple[SampleScored, ...], epoch: int) -> None:
+    async def _send(self, scored: tuple[SampleScored, ...], epoch: int) -> None:
         for sample in scored:
             await self._stage.send(CONTROL["streaming"], sample, epoch=epoch)
 

@@ -1,8 +1,9 @@
-"""The executor stage's spans: one for each time that a request is in the batch, with its parts."""
+"""The executor stage's spans: one for each stay of a request in the batch, with its parts."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from itertools import compress
 
 from ...bus.messages import NewSequence, RequestInfo, StepPlan, StepResult
@@ -12,55 +13,47 @@ from ...text.grammar import kind_of
 from ..actor import Actor
 
 
+@dataclass(slots=True)
 class Execution:
-    """A request's stay in the executor; after a preemption it has another one."""
+    """A request's stay in the batch; after a preemption there is another one.
 
-    __slots__ = (
-        "accepted",
-        "constraint",
-        "drafted",
-        "first_token_ns",
-        "info",
-        "open",
-        "resumed",
-        "start_ns",
-        "tokens",
-    )
+    Attributes:
+        open: Its sequences in the batch.
+    """
 
-    def __init__(self, info: RequestInfo, constraint: Constraint | None, start_ns: int) -> None:
-        self.info = info
-        self.constraint = constraint
-        self.start_ns = start_ns
-        self.resumed = False
-        self.first_token_ns = 0
-        self.tokens = 0
-        self.drafted = self.accepted = 0
-        # Its sequences that are in the batch.
-        self.open: set[int] = set()
+    info: RequestInfo
+    constraint: Constraint | None
+    start_ns: int
+    resumed: bool = False
+    first_token_ns: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    open: set[int] = field(default_factory=set)
 
 
 class ExecutorSpans:
-    """Follows the sequences of requests that are recorded.
+    """Tracks the sequences of sampled requests.
 
-    No Python runs for each row of a step: rows are counted and searched by what is built in, and
-    only while any request in the batch is recorded.
+    No Python code runs per row of a step: built-in types count and search the rows, and only while
+    a request in the batch is sampled.
     """
 
     def __init__(self, stage: Actor) -> None:
         self._stage = stage
         self._of_sequence: dict[int, Execution] = {}
         self._of_request: dict[str, Execution] = {}
-        # Tokens so far of every sequence in the batch, and of whom the first one is looked for.
+        # Tokens of every sequence in the batch; sampled sequences without a token.
         self._tokens: Counter[int] = Counter()
         self._without_token: set[int] = set()
 
     def clear(self) -> None:
-        """A new epoch. What is in the batch goes on in another slice, when it is sent again."""
+        """Begin an epoch. The requests in the batch return in another slice."""
         for seq_id in list(self._of_sequence):
             self._close(seq_id, now_ns())
 
     def step(self, plan: StepPlan, result: StepResult) -> None:
-        """A plan was carried out; what it ended comes before what it began."""
+        """Handle the end of a step: ended sequences before new ones."""
         for seq_id in plan.finished if self._of_sequence else ():
             self._close(seq_id, result.start_ns)
         for new in plan.new:

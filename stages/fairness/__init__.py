@@ -1,7 +1,7 @@
-"""The fairness stage: who may run next, and who must pause."""
+"""The fairness stage: which sequences run next, and which must pause."""
 
-from .core import FairnessCore
-from .outcome import Counts, Dispatched
-from .replicas import Replica, Running, choose_replica
+from .core import Counts, Dispatched, FairnessCore
+from .queue import Running
+from .replicas import Replica, choose_replica
 
 __all__ = ["Counts", "Dispatched", "FairnessCore", "Replica", "Running", "choose_replica"]

@@ -1,4 +1,4 @@
-"""How fast the device can be, as far as was seen."""
+"""The shortest time that a request can take."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from math import ceil
 from ...config import SamplingParams
 
 WINDOW = 256
-"""Reports after which the fastest step of before begins to be forgotten."""
+"""Reports per window; the fastest step of the last two windows counts."""
 
 CAUTION = 0.5
-"""A step may take so much of the fastest that was seen lately: an emptier batch is faster."""
+"""Factor on the fastest step, since steps of an emptier batch are faster."""
 
 
 class FastestStep:
-    """The fastest step lately, from which follows what certainly can't be done in time.
+    """The fastest recent step, a lower bound on the time of requests.
 
-    A sequence gains at most one token with each step, and as many more as may be drafted for it.
+    A sequence gains at most one token per step, and as many more as may be drafted for it.
     """
 
     def __init__(self, max_draft_tokens: int = 0) -> None:
-        """`max_draft_tokens`: of a sequence in one step; 0 where nothing is drafted."""
+        """`max_draft_tokens`: of a sequence in one step; 0 without speculation."""
         self._max_draft_tokens = max_draft_tokens
         self._now_ns = self._before_ns = 0
         self._seen = 0
 
     def add(self, step_ns: int) -> None:
-        """A step took this long."""
+        """Add the duration of a step."""
         if self._seen == WINDOW:
             self._before_ns, self._now_ns, self._seen = self._now_ns, 0, 0
         self._seen += 1
@@ -34,12 +34,12 @@ class FastestStep:
 
     @property
     def least_step_ns(self) -> float:
-        """What the shortest step may take; 0 as long as nothing was seen."""
+        """The shortest time of a step; 0 before the first."""
         seen = [step_ns for step_ns in (self._now_ns, self._before_ns) if step_ns]
         return CAUTION * min(seen, default=0)
 
     def least_ns(self, sampling: SamplingParams) -> float:
-        """What a sample may take at the least; 0 as long as no step was seen."""
+        """Return the shortest time of a sample; 0 before the first step."""
         drafted = self._max_draft_tokens
         if sampling.max_draft_tokens is not None:
             drafted = min(drafted, sampling.max_draft_tokens)
@@ -47,6 +47,6 @@ class FastestStep:
 
 
 def least_tokens(sampling: SamplingParams) -> int:
-    """Tokens that a sample has at the least."""
+    """Return the fewest tokens that a sample can have."""
     may_stop = sampling.stop_token_ids or sampling.stop
     return max(1, sampling.min_tokens) if may_stop else sampling.max_tokens

@@ -1,100 +1,90 @@
-"""What runs: on each replica its credits, its sequences, and which of them should pause."""
+"""Replicas as fairness sees them: credits, running sequences, cached prefixes, speed."""
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
-from ...bus.messages import SequenceSpec
-from .locality import PrefixChain, PrefixIndex
-from .order import LEFTOVERS_KEPT
-from .tenants import Waiting
+from ...bus.messages import CacheScope
+from ..lazy_heap import LazyHeap
+from .queue import Running
 
 MOST_UNCOUNTED = 64
 """Steps that may be noted before their tokens are counted."""
 
+CHUNK_TOKENS = 64
+"""Tokens between two prefixes that are compared."""
+
+MOST_CHUNKS = 64
+"""Chunks compared of a prompt."""
 
 KEPT_SHARE = 1 / 8
-"""Of the free KV, how much those may have that paused at the end of their time slice.
+"""Share of the free KV for sequences that paused at the end of their time slice.
 
-Measured with benchmarks/fairness_sim.py where the cache is short: with a half they lose so much of
-it that the replica needs 4.5 % more time, with a quarter 1.1 %, with an eighth 0.1 %.
+Measured with benchmarks/fairness_sim.py on a short cache: at a half, so much KV is evicted that the
+replica needs 4.5 % more time, at a quarter 1.1 %, at an eighth 0.1 %.
 """
 
 
-class Running:
-    """A sequence that was dispatched, until batching says that it is gone.
+def prefix_chain(token_ids: tuple[int, ...], scope: CacheScope) -> tuple[int, ...]:
+    """Return one hash for each full chunk of a prompt, which covers all chunks before it."""
+    hashes: list[int] = []
+    value = hash(scope)
+    for number in range(min(len(token_ids) // CHUNK_TOKENS, MOST_CHUNKS)):
+        start = number * CHUNK_TOKENS
+        value = hash((value, token_ids[start : start + CHUNK_TOKENS]))
+        hashes.append(value)
+    return tuple(hashes)
 
-    Attributes:
-        level: The effective priority with which it was dispatched; running adds nothing to it.
-        charged: Prompt tokens charged in advance, until batching tells how many it took.
-        started: Its first step has been planned.
-        num_tokens: Prompt and generated tokens.
-        in_slice: Tokens since it was dispatched.
-        preemptions: How often it had to pause for a higher priority.
-        leaving: It was asked to pause, at `asked_ns`, when it had `asked_tokens`.
-        preempted: It was told for a higher priority, not at the end of its time slice.
-        behind: It is resumed behind what its tenant has waiting then, else before it.
-        paused_ns: When it paused.
+
+class PrefixIndex:
+    """The prefixes last sent to one replica; the least recently used are forgotten first.
+
+    A guess: the replica may have evicted a prefix or not have computed it yet. A wrong guess costs
+    a cache hit, never a wrong answer.
     """
 
-    __slots__ = (
-        "arrived_ns",
-        "asked_ns",
-        "asked_tokens",
-        "behind",
-        "charged",
-        "deadline_ns",
-        "flow",
-        "in_slice",
-        "leaving",
-        "level",
-        "num_tokens",
-        "order",
-        "paused_ns",
-        "preempted",
-        "preemptions",
-        "request",
-        "spec",
-        "started",
-    )
+    def __init__(self, most_tokens: int = 1 << 20) -> None:
+        self._most = max(1, most_tokens // CHUNK_TOKENS)
+        self._known: OrderedDict[int, None] = OrderedDict()
 
-    def __init__(self, spec: SequenceSpec, waiting: Waiting) -> None:
-        self.request = waiting.request
-        self.spec = spec
-        self.flow = waiting.flow
-        self.arrived_ns = waiting.arrived_ns
-        self.deadline_ns = waiting.deadline_ns
-        self.level = 0.0
-        self.order = 0
-        self.charged = 0
-        self.started = False
-        self.num_tokens = len(waiting.request.token_ids) + len(spec.generated)
-        self.in_slice = 0
-        self.preemptions = 0
-        self.leaving = False
-        self.asked_ns = 0
-        self.asked_tokens = 0
-        self.preempted = False
-        self.behind = False
-        self.paused_ns = 0
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def match(self, prefixes: tuple[int, ...]) -> int:
+        """Return the number of leading tokens that are probably cached."""
+        for number, value in enumerate(prefixes):
+            if value not in self._known:
+                return number * CHUNK_TOKENS
+        return len(prefixes) * CHUNK_TOKENS
+
+    def clear(self) -> None:
+        """Forget all: the replica has lost its cache."""
+        self._known.clear()
+
+    def add(self, prefixes: tuple[int, ...]) -> None:
+        """Add prefixes that the replica is about to compute."""
+        for value in prefixes:
+            self._known[value] = None
+            self._known.move_to_end(value)
+        while len(self._known) > self._most:
+            self._known.popitem(last=False)
 
 
 class Replica:
-    """One batching stage and its executor, as fairness sees it.
+    """One batching stage and its executor.
 
     Attributes:
         credits: Sequences that it can take.
-        running: Those that it has, by id.
-        paused: Those that are paused, by id; batching keeps them.
-        due: Those whose own time slice is used up.
-        made_since_change: Tokens made that no slice which has ended is counted against; no more
-            than a slice of each sequence.
-        num_leaving: Those that were asked to pause and have not yet.
-        paused_tokens: Tokens of those that are paused, or were asked to be.
-        kv_free: Tokens for which KV was free, when it last said so.
+        running: Its running sequences, by id.
+        paused: Its paused sequences, by id; batching keeps them.
+        due: Running sequences whose own time slice is used up.
+        made_since_change: Tokens made that have not ended a slice yet; at most a slice for each
+            sequence.
+        num_leaving: Running sequences that were asked to pause.
+        paused_tokens: Tokens of sequences that are paused, or were asked to.
+        kv_free: Tokens for which KV is free, as last reported.
         prefixes: What its prefix cache probably holds.
     """
 
@@ -111,12 +101,7 @@ class Replica:
         self.prefixes = prefixes if prefixes is not None else PrefixIndex()
         self._tenants: Counter[str] = Counter()
         self._steps: list[tuple[int, ...]] = []
-        self._victims: list[tuple[float, int, Running]] = []
-
-    @property
-    def load(self) -> int:
-        """Sequences that it has."""
-        return len(self.running)
+        self._victims: LazyHeap[Running] = LazyHeap(self._is_victim)
 
     def serves_others(self, tenant: str) -> bool:
         """Whether sequences of other tenants run here."""
@@ -128,60 +113,58 @@ class Replica:
         return any(running.request.info.request_id == request_id for running in here)
 
     def start(self, running: Running, level: float, order: int, *, preemptible: bool) -> None:
-        """A sequence is dispatched to this replica; `order` grows with each one."""
-        seq_id = running.spec.seq_id
+        """Add a sequence that is dispatched here; `order` grows with each one."""
+        running.replica = self.name
         running.level = level
         running.order = order
         running.in_slice = 0
         running.leaving = False
-        if self.paused.pop(seq_id, None) is not None:
+        running.victim = 0
+        if self.paused.pop(running.spec.seq_id, None) is not None:
             self.paused_tokens -= running.num_tokens
-        self.running[seq_id] = running
+        self.running[running.spec.seq_id] = running
         self._tenants[running.request.tenant] += 1
         if preemptible:
-            heapq.heappush(self._victims, _as_victim(running))
-            if len(self._victims) > 2 * len(self.running) + LEFTOVERS_KEPT:
-                self._victims = [victim for victim in self._victims if self._is_victim(victim)]
-                heapq.heapify(self._victims)
+            self._add_victim(running)
 
-    def configure(self, preemptible: Callable[[Running], bool]) -> None:
-        """Who may be told to pause is to be looked at anew."""
-        self._victims = [
-            _as_victim(running) for running in self.running.values() if preemptible(running)
-        ]
-        heapq.heapify(self._victims)
+    def configure(self, is_preemptible: Callable[[Running], bool]) -> None:
+        """Decide anew which sequences may be preempted."""
+        self._victims.clear()
+        for running in filter(is_preemptible, self.running.values()):
+            self._add_victim(running)
         self.due.clear()
 
     def note_steps(self, steps: Iterable[tuple[int, ...]]) -> bool:
-        """Notes the sequences that gained a token in each step; whether it is time to count."""
+        """Note the sequences that gained a token in each step; return whether to count them."""
         self._steps += steps
         return len(self._steps) >= MOST_UNCOUNTED
 
     def counted(self) -> Iterator[tuple[Running, int]]:
-        """How many tokens each sequence has gained since this was last asked."""
+        """Yield the number of tokens that each sequence has gained since the last call."""
         if not self._steps:
             return
         tokens = Counter(chain.from_iterable(self._steps))
         self._steps.clear()
         for seq_id, number in tokens.items():
-            running = self.running.get(seq_id)
-            if running is not None:
+            if (running := self.running.get(seq_id)) is not None:
                 yield running, number
 
-    def ask(self, running: Running, now_ns: int, *, preempted: bool, behind: bool) -> None:
-        """A sequence is asked to pause."""
-        running.behind = behind
+    def ask_to_pause(
+        self, running: Running, now_ns: int, *, preempted: bool = False, behind: bool = False
+    ) -> None:
+        """Note that a sequence is asked to pause."""
         running.leaving = True
         running.asked_ns = now_ns
+        running.asked_tokens = running.num_tokens
         running.preempted = preempted
         running.preemptions += preempted
+        running.behind = behind
         self.num_leaving += 1
-        running.asked_tokens = running.num_tokens
         self.paused_tokens += running.asked_tokens
         self.due.pop(running.spec.seq_id, None)
 
     def pause(self, seq_id: int, now_ns: int) -> Running | None:
-        """A sequence is paused; returns it, None if it is not one of those that run here."""
+        """Move a running sequence to the paused ones; None if it doesn't run here."""
         running = self._remove(seq_id)
         if running is not None:
             running.paused_ns = now_ns
@@ -190,27 +173,28 @@ class Replica:
         return running
 
     def end(self, seq_id: int) -> Running | None:
-        """A sequence is gone for good: it ran, or else it was paused."""
+        """Remove a running or paused sequence; None if there is none."""
         if (running := self._remove(seq_id)) is None:
             running = self.paused.pop(seq_id, None)
             if running is not None:
                 self.paused_tokens -= running.num_tokens
         return running
 
-    def keeps(self, running: Running, before: int) -> bool:
-        """Whether the KV of a sequence would probably still be cached when it is resumed.
+    def keeps_kv(self, running: Running, before: int) -> bool:
+        """Whether a sequence's KV would probably still be cached when it is resumed.
 
-        `before`: Tokens of what runs before that. They, and those of all that are paused, may take
-        `KEPT_SHARE` of what is free; the rest is for what runs, which grows and is replaced.
+        Args:
+            running: The sequence.
+            before: Tokens of requests that run before it is resumed. They and all paused sequences
+                may take `KEPT_SHARE` of the free KV; running sequences grow into the rest.
         """
         own = running.num_tokens
         return self.paused_tokens + own + before <= KEPT_SHARE * (self.kv_free + own)
 
     def lowest(self) -> Running | None:
-        """The sequence to pause first for a higher priority: of those that may be, the lowest."""
-        while self._victims and not self._is_victim(self._victims[0]):
-            heapq.heappop(self._victims)
-        return self._victims[0][2] if self._victims else None
+        """Return the preemptible sequence with the lowest level, the last dispatched of equals."""
+        found = self._victims.first()
+        return found[1] if found is not None else None
 
     def _remove(self, seq_id: int) -> Running | None:
         running = self.running.pop(seq_id, None)
@@ -225,25 +209,25 @@ class Replica:
                 self.paused_tokens -= running.asked_tokens
         return running
 
-    def _is_victim(self, entry: tuple[float, int, Running]) -> bool:
-        _, order, running = entry
-        there = self.running.get(running.spec.seq_id) is running
-        return there and running.order == -order and not running.leaving
+    def _add_victim(self, running: Running) -> None:
+        running.victim = self._victims.push((running.level, -running.order), running)
+
+    def _is_victim(self, number: int, running: Running) -> bool:
+        runs_here = self.running.get(running.spec.seq_id) is running
+        return runs_here and running.victim == number and not running.leaving
 
 
-def _as_victim(running: Running) -> tuple[float, int, Running]:
-    """Of equals the last one dispatched goes first: it has the least to lose."""
-    return running.level, -running.order, running
+def choose_replica(replicas: Iterable[Replica], prefixes: tuple[int, ...]) -> Replica | None:
+    """Return the replica for a request; None if none has room.
 
-
-def choose_replica(replicas: Iterable[Replica], chain: PrefixChain) -> Replica | None:
-    """Where a request goes: of the replicas with room, that with the longest matching prefix.
-
-    Of several the one with the least load, then the one with the most room.
+    Of the replicas with room, the longest matching prefix decides, then the fewest running
+    sequences, then the most room.
     """
     able = [replica for replica in replicas if replica.credits > 0]
     if len(able) < 2:
         return able[0] if able else None
-    return max(
-        able, key=lambda replica: (replica.prefixes.match(chain), -replica.load, replica.credits)
-    )
+
+    def merit(replica: Replica) -> tuple[int, int, int]:
+        return replica.prefixes.match(prefixes), -len(replica.running), replica.credits
+
+    return max(able, key=merit)

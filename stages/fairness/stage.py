@@ -1,9 +1,8 @@
-"""The fairness stage's shell."""
+"""The actor of the fairness stage."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import ClassVar
 
 import msgspec
@@ -21,35 +20,29 @@ from ...telemetry import (
     priority_label,
 )
 from ..actor import Actor, StageContext, budget_of, deadline_of
-from .core import FairnessCore
-from .locality import PrefixIndex
-from .outcome import Counts, Dispatched
-from .replicas import Running
+from .core import Counts, Dispatched, FairnessCore
+from .queue import Running
 
 
 class FairnessStage(Actor):
-    """Queues what admission lets in; dispatches as batching gives credits.
-
-    For what goes first and finds no room it asks running sequences to pause.
-    """
+    """Queues admitted requests, dispatches sequences for credits, and pauses running ones."""
 
     name: ClassVar[str] = "fairness"
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
-        self._settings = self.config.fairness
-        self._replicas = self.config.pipeline.replicas
         engine = self.config.engine
-        self._max_draft_tokens = engine.max_draft_tokens if engine.speculation != "off" else 0
-        self._core = self._new_core({})
+        self._core = FairnessCore(
+            self.config.fairness,
+            replicas=self.config.pipeline.replicas,
+            max_draft_tokens=engine.max_draft_tokens if engine.speculation != "off" else 0,
+        )
         # Cancellations that wait for the first replica.
         self._early: list[Cancel] = []
         self._measured = Counts()
 
     async def reset(self) -> None:
-        before = self._core
-        self._core = self._new_core(before.prefixes())
-        self._core.counts = before.counts
+        self._core.reset()
         self._early.clear()
 
     async def handle(self, envelope: Envelope) -> None:
@@ -63,7 +56,6 @@ class FairnessStage(Actor):
             case Cancel() as cancel:
                 await self._pass_on(self._core.cancel(cancel))
             case UpdateFairness(config):
-                self._settings = config
                 self._core.configure(config)
                 self.log.info("fairness_updated", **msgspec.structs.asdict(config))
             case other:
@@ -72,11 +64,11 @@ class FairnessStage(Actor):
     async def tick(self) -> None:
         while (dispatched := self._core.pop(now_ns())) is not None:
             await self._send(dispatched)
-        asked: dict[str, tuple[int, ...]] = {}
-        for replica, running in self._core.ask_to_pause(now_ns()):
-            asked[replica] = (*asked.get(replica, ()), running.spec.seq_id)
+        asked: dict[str, list[int]] = {}
+        for running in self._core.ask_to_pause(now_ns()):
+            asked.setdefault(running.replica, []).append(running.spec.seq_id)
         for replica, seq_ids in asked.items():
-            await self.send(_dispatch_to(replica), PauseSequences(seq_ids))
+            await self.send(_dispatch_to(replica), PauseSequences(tuple(seq_ids)))
         early, self._early = self._early, []
         for cancel in (*early, *self._core.expire(now_ns())):
             await self._pass_on(cancel)
@@ -93,32 +85,23 @@ class FairnessStage(Actor):
             "preemptions": counts.preemptions,
             "yields": counts.yields,
             "resumes": counts.resumes,
-            "settings": msgspec.json.encode(self._settings).decode(),
+            "settings": msgspec.json.encode(core.config).decode(),
         }
 
     async def measure(self) -> None:
         counts, before = self._core.counts, self._measured
         self.metrics.record(instruments.QUEUE_DEPTH, self._core.num_queued)
-        for instrument, number in (
-            (instruments.FAIRNESS_PREEMPTIONS, counts.preemptions - before.preemptions),
-            (instruments.FAIRNESS_YIELDS, counts.yields - before.yields),
-            (instruments.FAIRNESS_RESUMES, counts.resumes - before.resumes),
-        ):
-            self.metrics.record(instrument, number)
+        self.metrics.record(
+            instruments.FAIRNESS_PREEMPTIONS, counts.preemptions - before.preemptions
+        )
+        self.metrics.record(instruments.FAIRNESS_YIELDS, counts.yields - before.yields)
+        self.metrics.record(instruments.FAIRNESS_RESUMES, counts.resumes - before.resumes)
         for priority, tokens in counts.tokens.items():
             labels = {names.PRIORITY: priority_label(priority)}
             self.metrics.record(
                 instruments.FAIRNESS_TOKENS, tokens - before.tokens[priority], labels
             )
         self._measured = copy.deepcopy(counts)
-
-    def _new_core(self, prefixes: Mapping[str, PrefixIndex]) -> FairnessCore:
-        return FairnessCore(
-            self._settings,
-            replicas=self._replicas,
-            prefixes=prefixes,
-            max_draft_tokens=self._max_draft_tokens,
-        )
 
     async def _pass_on(self, cancel: Cancel) -> None:
         replicas = self._core.replicas_of(cancel.request_id)
@@ -141,7 +124,7 @@ class FairnessStage(Actor):
 
     def _trace_dispatch(self, dispatched: Dispatched, trace: TraceContext) -> None:
         other_priorities, other_tenants, own = dispatched.passed_by
-        passed_by: dict[str, int] = {
+        passed_by = {
             names.PASSED_BY_PRIORITIES: other_priorities,
             names.PASSED_BY_TENANTS: other_tenants,
             names.PASSED_BY_OWN: own,
@@ -159,7 +142,7 @@ class FairnessStage(Actor):
         self._trace(names.FAIRNESS_YIELD, running, running.asked_ns, {names.YIELD_REASON: reason})
 
     def _trace(self, name: str, running: Running, start_ns: int, attributes: Attributes) -> None:
-        """A span of its own: until a sequence asked to pause did, or while it was paused."""
+        """Record a span of a sequence: until it paused, or while it was paused."""
         info = running.request.info
         if not self.records(info.traceparent):
             return
@@ -175,5 +158,5 @@ class FairnessStage(Actor):
 
 
 def _dispatch_to(replica: str) -> Link:
-    """The link to a replica, which has the role of its batching stage for a name."""
+    """Return the link to a replica, whose name is the role of its batching stage."""
     return at(DISPATCH, split_role(replica)[1])

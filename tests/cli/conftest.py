@@ -1,27 +1,35 @@
-"""A running pipeline behind a real server, and the commands in this process."""
+"""Builders of these tests: a pipeline on a real server, a gateway, and commands."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import socket
 import sys
+import time
 import uuid
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, NamedTuple
 
+import httpx
+import msgspec
 import pytest
 import structlog
+import torch  # noqa: F401  (before a command that forbids it, in this process)
 from anyio.from_thread import start_blocking_portal
 
+from nano_inference import BusClient, Gateway
 from nano_inference.cli.app import main
-from nano_inference.config import Config, load_config
+from nano_inference.config import Config, GatewayConfig, load_config
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.telemetry import setup_logging
 
+LIMIT_S = 60.0
+
 
 class Ran(NamedTuple):
-    """What a command did."""
+    """A command's exit status and output."""
 
     status: int
     stdout: str
@@ -31,9 +39,31 @@ class Ran(NamedTuple):
 Run = Callable[..., Ran]
 
 
+def assert_refused(ran: Ran, *hints: str) -> None:
+    """Check that a command was refused with one sentence."""
+    assert (ran.status, ran.stdout) == (2, ""), ran
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("nano-inference: ")
+    for hint in hints:
+        assert hint in line
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    end_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def until_ready(run: Run) -> None:
+    """Stages report about once a second."""
+    eventually(lambda: run("status").status == 0)
+
+
 @contextlib.contextmanager
 def _logging_as_before() -> Iterator[None]:
-    """Takes back what is done to the logs inside: their end is a capture that ends too."""
+    """Restore logging at the end: it writes to a capture that ends too."""
     root = logging.getLogger()
     configured, handlers, level = structlog.get_config(), root.handlers[:], root.level
     yield
@@ -42,11 +72,8 @@ def _logging_as_before() -> Iterator[None]:
 
 
 @pytest.fixture
-def run(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Run]:
-    """Runs a command line in this process, as on a pipe without colour."""
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Run a command line in this process, as on a pipe without colour."""
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
 
@@ -61,7 +88,7 @@ def run(
 
 @contextlib.contextmanager
 def serving(redis_url: str) -> Iterator[Config]:
-    """The settings of a pipeline that runs in another thread, on keys of its own."""
+    """Run a pipeline in another thread, on keys of its own; yield its settings."""
     config = load_config(
         env={},
         overrides={
@@ -72,7 +99,7 @@ def serving(redis_url: str) -> Iterator[Config]:
         },
     )
     with start_blocking_portal() as portal, contextlib.ExitStack() as stack:
-        with _logging_as_before():  # the stages keep what is set while they start
+        with _logging_as_before():  # the stages keep the logging of their start
             setup_logging(config.telemetry)
             stack.enter_context(portal.wrap_async_context_manager(Pipeline(config)))
         yield config
@@ -80,9 +107,39 @@ def serving(redis_url: str) -> Iterator[Config]:
 
 @pytest.fixture(scope="session")
 def served(redis_url: str) -> Iterator[Config]:
-    """A pipeline that all tests share, so they leave it as it was."""
+    """A pipeline that all tests share, and leave unchanged."""
     with serving(redis_url) as config:
         yield config
+
+
+@contextlib.asynccontextmanager
+async def _gateway(config: Config) -> AsyncIterator[Gateway]:
+    async with BusClient.connect(config.bus) as client, Gateway(client, config) as gateway:
+        yield gateway
+
+
+@contextlib.contextmanager
+def gateway_of(served: Config, **sections: object) -> Iterator[str]:
+    """Run a gateway in front of a pipeline, with these sections of its settings; yield its URL."""
+    config = msgspec.structs.replace(served, **{"gateway": GatewayConfig(), **sections})
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(_gateway(config)) as gateway,
+    ):
+        yield gateway.url
+
+
+@pytest.fixture(scope="session")
+def url(served: Config) -> Iterator[str]:
+    """A gateway in front of the pipeline that all tests share."""
+    with gateway_of(served) as url:
+        yield url
+
+
+@pytest.fixture(params=["url", "bus"])
+def place(request: pytest.FixtureRequest, on_served: Config, url: str) -> list[str]:
+    """Options that name a server or the bus. Without --url, commands use the environment's bus."""
+    return ["--url", f"{url}/v1"] if request.param == "url" else []
 
 
 @pytest.fixture
@@ -94,7 +151,7 @@ def on_served(served: Config, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 @pytest.fixture
 def on_nobody(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Commands without --bus talk to a server that no pipeline has; gives the keys' prefix."""
+    """Commands without --bus talk to a bus without a pipeline; its prefix."""
     prefix = f"nobody-{uuid.uuid4().hex[:8]}"
     use_bus(monkeypatch, redis_url, prefix)
     return prefix
@@ -115,6 +172,43 @@ def program() -> list[str]:
 
 
 def use_bus(monkeypatch: pytest.MonkeyPatch, url: str, prefix: str) -> None:
-    """Sets the environment that the commands, and programs started from here, read."""
+    """Set the bus in the environment of commands and programs."""
     monkeypatch.setenv("NANO_INFERENCE_BUS__URL", url)
     monkeypatch.setenv("NANO_INFERENCE_BUS__PREFIX", prefix)
+
+
+def type_in(monkeypatch: pytest.MonkeyPatch, text: str | bytes) -> None:
+    """Make standard input a pipe with a text."""
+    content = text.encode() if isinstance(text, str) else text
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+class Paused:
+    """A context without generation, and at its start without requests in flight."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def __enter__(self) -> None:
+        wait_until(self._url, in_flight=False)
+        self._call("pause_generation", {"mode": "in_place"})
+
+    def __exit__(self, *error: object) -> None:
+        self._call("continue_generation", {})
+
+    def _call(self, path: str, body: dict[str, Any]) -> None:
+        httpx.post(f"{self._url}/{path}", json=body, timeout=LIMIT_S).raise_for_status()
+
+
+async def post(url: str, body: dict[str, Any]) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=LIMIT_S) as client:
+        return await client.post(url, json=body)
+
+
+def wait_until(url: str, *, in_flight: bool) -> None:
+    """Wait until a request is in flight, or none is."""
+
+    def requests() -> int:
+        return int(httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_total_reqs"])
+
+    eventually(lambda: bool(requests()) == in_flight)

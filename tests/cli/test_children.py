@@ -18,6 +18,7 @@ import pytest_asyncio
 from nano_inference.cli.children import (
     Child,
     Forked,
+    Forks,
     ForkServer,
     ForkServerLost,
     Spawned,
@@ -25,7 +26,6 @@ from nano_inference.cli.children import (
     spawn,
 )
 from nano_inference.cli.fork_server import why_not
-from nano_inference.cli.forks import Forks
 from nano_inference.cli.process import DRAIN
 
 pytestmark = [
@@ -77,7 +77,7 @@ def method(request: pytest.FixtureRequest, server: ForkServer) -> ForkServer | N
     return server if request.param == "forked" else None
 
 
-async def test_it_writes_and_ends_as_the_program_does(method: ForkServer | None) -> None:
+async def test_output_and_exit_status_are_the_programs(method: ForkServer | None) -> None:
     child = await start(method, ["--version"])
     assert (await text_of(child)).startswith("nano-inference ")
     assert await child.wait() == child.returncode == 0
@@ -106,7 +106,7 @@ def pipes_of(pid: int) -> set[str]:
     return {each for each in opened if each.startswith("pipe:")}
 
 
-async def test_it_is_ours_and_seen_by_its_name(
+async def test_a_child_has_its_own_session_and_title(
     method: ForkServer | None, waiting: list[str]
 ) -> None:
     child = await start(method, waiting)
@@ -127,14 +127,14 @@ async def test_it_is_ours_and_seen_by_its_name(
     assert child.returncode == -signal.SIGKILL
 
 
-async def test_the_word_to_drain_reaches_it(method: ForkServer | None, running: list[str]) -> None:
+async def test_a_child_drains_when_told(method: ForkServer | None, running: list[str]) -> None:
     child = await start(method, running)
     await child.tell(DRAIN)
     assert "stopped" in await text_of(child)
     assert await child.wait() == 0
 
 
-async def test_those_who_wait_all_learn_of_the_end(server: ForkServer, waiting: list[str]) -> None:
+async def test_all_waiters_return_at_the_end(server: ForkServer, waiting: list[str]) -> None:
     child = await start(server, waiting)
     ends = [asyncio.create_task(child.wait()) for _ in range(3)]
     await asyncio.sleep(0)
@@ -152,7 +152,7 @@ async def test_many_are_forked_at_a_time(server: ForkServer) -> None:
         assert len({child.pid for child in children}) == 8
 
 
-async def test_a_killed_fork_server_takes_nobody_with_it(running: list[str]) -> None:
+async def test_forks_survive_a_killed_fork_server(running: list[str]) -> None:
     forks = ForkServer(["fairness"], None)
     try:
         before = await start(forks, running)
@@ -169,7 +169,7 @@ async def test_a_killed_fork_server_takes_nobody_with_it(running: list[str]) -> 
         forks.close()
 
 
-async def test_what_has_threads_is_not_forked() -> None:
+async def test_a_process_with_threads_is_not_forked() -> None:
     assert why_not() == "" or "threads" in why_not()
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
@@ -181,7 +181,7 @@ async def test_what_has_threads_is_not_forked() -> None:
         thread.join()
 
 
-async def test_where_nothing_can_be_forked_a_program_is_started() -> None:
+async def test_without_a_fork_server_a_program_is_spawned() -> None:
     broken = ForkServer(["nonsense"], None)
     with pytest.raises(ForkServerLost):
         await start(broken, ["--version"])
@@ -196,7 +196,7 @@ async def test_where_nothing_can_be_forked_a_program_is_started() -> None:
     assert "fairness can't be forked" in told[0]
 
 
-async def test_a_fork_whose_parent_ends_before_it_is_watched_never_begins(
+async def test_a_fork_whose_parent_ends_before_go_exits(
     server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by SIGKILL right after the fork: its standard input is closed without a word."""

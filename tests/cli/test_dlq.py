@@ -14,8 +14,7 @@ from nano_inference.bus.public import ErrorInfo, GenerateRequest
 from nano_inference.config import BusConfig
 from nano_inference.store.redis.keys import Keys
 
-from .conftest import Run
-from .test_errors import assert_refused
+from .conftest import Run, assert_refused
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nano_inference.cli import checks
+from nano_inference.cli import doctor as checks
 from nano_inference.config import BUNDLED_MODEL, BusConfig, Config
 from nano_inference.stages.executor.runner import device
 from nano_inference.text import gguf
@@ -17,7 +17,7 @@ from ..gguf_files import nothing, write_gguf
 from .conftest import Run
 
 
-def test_this_environment_is_well() -> None:
+def test_this_environment_passes() -> None:
     assert checks.check_python().state == "ok"
     assert checks.check_packages().state == "ok"
     assert next(checks.check_torch()).state == "ok"
@@ -41,7 +41,7 @@ def test_redis_that_answers(redis_url: str) -> None:
     assert "round trip" in check.found
 
 
-def test_redis_that_is_down(closed_port: int) -> None:
+def test_redis_down(closed_port: int) -> None:
     check = checks.check_bus(BusConfig(url=f"redis://127.0.0.1:{closed_port}"))
     assert check.state == "fail"
     assert "--bus" in check.advice
@@ -130,13 +130,13 @@ def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "download it again" in check.advice
 
 
-def test_a_device_that_is_not_there() -> None:
+def test_a_missing_device_fails() -> None:
     found = list(checks.check_torch("xpu:7"))
     assert [(check.name, check.state) for check in found] == [("torch", "ok"), ("device", "fail")]
-    assert "'xpu:7' is not there; here" in found[1].found
+    assert "'xpu:7' is missing; here" in found[1].found
 
 
-def test_a_device_on_which_no_test_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_device_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_TESTED", frozenset())
     monkeypatch.setattr(device, "resolve_device", lambda name: torch.device("mps"))
     monkeypatch.setattr(device, "devices_here", lambda: {"mps": 1})

@@ -12,8 +12,7 @@ import pytest
 from nano_inference.cli.fairness import changed
 from nano_inference.config import Config, ConfigError, FairnessConfig
 
-from .conftest import Run
-from .test_errors import assert_refused
+from .conftest import Run, assert_refused
 
 
 def in_force(run: Run) -> dict[str, object]:
@@ -36,7 +35,7 @@ def on_fresh(run: Run, on_served: Config) -> Iterator[Config]:
     assert run("fairness", "set", *changes).status == 0
 
 
-def test_show_is_what_was_configured(run: Run, on_fresh: Config) -> None:
+def test_show_prints_the_configured_settings(run: Run, on_fresh: Config) -> None:
     assert in_force(run) == msgspec.to_builtins(on_fresh.fairness)
     shown = run("fairness", "show").stdout.splitlines()
     assert shown[0].split() == ["setting", "lane", "0"]
@@ -47,7 +46,7 @@ def test_show_is_what_was_configured(run: Run, on_fresh: Config) -> None:
     assert list(rows) == list(FairnessConfig.__struct_fields__)
 
 
-def test_set_changes_what_is_named_and_nothing_else(run: Run, on_fresh: Config) -> None:
+def test_set_changes_only_the_named_settings(run: Run, on_fresh: Config) -> None:
     ran = run("fairness", "set", "max_timeslice_tokens=64", "tenant_weights.gold=3", "--json")
     assert ran.status == 0, ran.stderr
     wanted = FairnessConfig(max_timeslice_tokens=64, tenant_weights={"gold": 3.0})
@@ -85,11 +84,11 @@ def test_the_code_of_a_refusal_is_stable() -> None:
     assert refused.value.code == "invalid_config"
 
 
-def test_nobody_to_ask(run: Run, on_nobody: str) -> None:
-    assert_refused(run("fairness", "show"), "no fairness stage of a pipeline has been heard of")
+def test_without_a_pipeline(run: Run, on_nobody: str) -> None:
+    assert_refused(run("fairness", "show"), "no fairness stage of a pipeline reports")
 
 
-def test_a_lane_that_is_not_there(run: Run, on_fresh: Config) -> None:
+def test_an_unknown_lane_is_refused(run: Run, on_fresh: Config) -> None:
     refused = run("fairness", "set", "aging_s=3", "--lane", "west")
-    assert_refused(refused, "no fairness stage of lane west has been heard of")
+    assert_refused(refused, "no fairness stage of lane west reports")
     assert in_force(run)["aging_s"] == 2.0

@@ -79,11 +79,11 @@ def test_models_as_json_have_their_numbers(run: Run) -> None:
 
 
 @pytest.mark.parametrize("command", ["load", "unload", "remove"])
-def test_nobody_loads_where_there_is_no_manager(run: Run, command: str) -> None:
+def test_loading_needs_a_manager(run: Run, command: str) -> None:
     refused(run("models", command, "a"), "no process loads and unloads models here")
 
 
-def test_what_can_not_be_meant(run: Run) -> None:
+def test_contradictory_options_are_refused(run: Run) -> None:
     refused(run("models", "load", "c", "--alias", "x"), "--path")
     refused(run("models", "--json", "load", "c"), "give options behind `load`")
     refused(run("models", "load"), "missing argument", "models load --help")
@@ -94,7 +94,7 @@ def test_what_can_not_be_meant(run: Run) -> None:
 # --- requests ---------------------------------------------------------------------------------
 
 
-def test_requests_are_sent_to_the_model_that_is_named(run: Run) -> None:
+def test_requests_go_to_the_named_model(run: Run) -> None:
     for name, answered in (("b", "b"), ("first", "a")):
         ran = run("submit", "1 =", "--json", "--max-tokens", "2", "--model", name)
         assert json.loads(ran.stdout)["model"] == answered
@@ -106,7 +106,7 @@ def test_requests_are_sent_to_the_model_that_is_named(run: Run) -> None:
     assert ran.status == 0
 
 
-def test_scores_are_those_of_the_model_that_is_named(
+def test_scores_are_those_of_the_named_model(
     run: Run, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     file = tmp_path_factory.mktemp("score") / "given.jsonl"
@@ -176,7 +176,7 @@ def test_health_asks_the_models_that_run_here(run: Run) -> None:
     assert run("health", "--live", "--model", "b").stdout == "live\n"
     ran = run("health", "--ready", "--host", "elsewhere")
     assert ran.status == 1
-    assert "on elsewhere was heard of" in ran.stdout
+    assert "on elsewhere: not heard of" in ran.stdout
 
 
 # --- dead letters -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ LIMIT_S = 60
 PROGRAM = """
 import anyio
 import os
-from nano_inference.cli import process_memory
+from nano_inference.cli import process as process_memory
 
 def resident_bytes():
     with open("/proc/self/statm") as file:
@@ -31,10 +31,10 @@ def burst():
         node.itself, node.data = node, bytearray(200)
 
 async def main():
-    process_memory.spare_collector()
+    process_memory.freeze_memory()
     resident = resident_bytes
     async with anyio.create_task_group() as group:
-        group.start_soon(process_memory.give_back_forever)
+        group.start_soon(process_memory.trim_memory_forever)
         await anyio.sleep(0)
         start = resident()
         import gc
@@ -51,7 +51,7 @@ anyio.run(main)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-def test_what_a_burst_has_left_is_given_back() -> None:
+def test_memory_is_trimmed_after_a_burst() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         capture_output=True,

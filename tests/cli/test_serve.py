@@ -1,40 +1,36 @@
-"""`serve`: a model over HTTP in one process, and how it stops."""
+"""serve, and the gateway in a process of its own, beside a pipeline and as part of `up`."""
 
 from __future__ import annotations
 
 import json
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from openai import APIConnectionError, OpenAI
+
+from nano_inference.config import Config
 
 from ..commands import Command
-from .conftest import Run
-from .test_errors import assert_refused
-from .test_gateway import (
+from .conftest import Run, assert_refused
+from .servers import (
+    BODY,
     COMMENTS,
     LIMIT_S,
+    free_port,
+    free_ports,
+    served,
     stopped_in_mid_stream,
     text_over_grpc,
     wait_until_healthy,
 )
-from .test_up import free_port
 
 ASKED = {"prompt": "98 + 25 =", "temperature": 0}
-
-
-@contextmanager
-def served(folder: Path, *options: str) -> Iterator[tuple[Command, str]]:
-    """The program, ready, and where it answers."""
-    port = free_port()
-    with Command("serve", "--port", str(port), *options, log=folder / "log") as process:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_healthy(process, url)
-        yield process, url
 
 
 @pytest.mark.slow
@@ -113,3 +109,145 @@ def test_taken_port_is_found_before_anything_starts(run: Run, command: str, opti
         )
         ran = run(command, option, str(port), *beside)
     assert_refused(ran, f"port {port} is taken; choose another with {option}")
+
+
+# --- gateway --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_beside_a_pipeline(on_served: Config, tmp_path: Path) -> None:
+    port = free_port()
+    with Command("gateway", "--port", str(port), *COMMENTS, log=tmp_path / "log") as gateway:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_healthy(gateway, url)
+        answer = httpx.post(f"{url}/generate", json=BODY, timeout=LIMIT_S).json()
+        assert answer["text"] == " 123"
+        info = httpx.get(f"{url}/server_info").json()
+        assert info["port"] == port
+        assert 'http_route="/generate"' in httpx.get(f"{url}/metrics").text
+        stopped_in_mid_stream(gateway, url, signal.SIGINT)
+    log = (tmp_path / "log").read_text()
+    assert "gateway_listens" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.slow
+def test_a_stream_goes_on_at_another_gateway_when_its_own_is_killed(
+    on_served: Config, tmp_path: Path
+) -> None:
+    body = {"prompt": "Story about Tom:", "max_tokens": 300, "ignore_eos": True, "seed": 3}
+    with ExitStack() as stack:
+        urls, gateways = [], []
+        for name in ("first", "second"):
+            port = free_port()
+            gateway = Command("gateway", "--port", str(port), log=tmp_path / name)
+            gateways.append(stack.enter_context(gateway))
+            urls.append(f"http://127.0.0.1:{port}/v1")
+        for gateway, url in zip(gateways, urls, strict=True):
+            wait_until_healthy(gateway, url.removesuffix("/v1"))
+        lines: list[str] = []
+        with (
+            pytest.raises(httpx.TransportError),
+            httpx.stream(
+                "POST", f"{urls[0]}/completions", json=body | {"stream": True}, timeout=LIMIT_S
+            ) as answer,
+        ):
+            for line in answer.iter_lines():
+                lines.append(line)
+                if len(lines) == 9:
+                    gateways[0].kill()
+        begun, last_id = told(lines)
+        assert 0 < len(begun) < 300
+        rest = httpx.get(
+            f"{urls[1]}/streams/{last_id.partition('.')[0]}",
+            headers={"Last-Event-ID": last_id},
+            timeout=LIMIT_S,
+        )
+        assert rest.status_code == 200, rest.text
+        assert rest.text.endswith("data: [DONE]\n\n")
+        whole = httpx.post(f"{urls[1]}/completions", json=body, timeout=LIMIT_S).json()
+    assert begun + told(rest.text.split("\n"))[0] == whole["choices"][0]["text"]
+
+
+@pytest.mark.slow
+def test_responses_go_on_at_another_gateway_when_their_own_is_killed(
+    on_served: Config, tmp_path: Path
+) -> None:
+    """One whose client comes back to its stream, and one in the background without a place yet."""
+    body: dict[str, Any] = {"model": "tiny", "input": "Tell me of Tom.", "max_output_tokens": 500}
+    more = {"ignore_eos": True, "seed": 3}
+    # A tenant has one place, and the second gateway soon goes on with what the first one had.
+    limits = ["--set", "gateway.max_in_flight=2", "--set", "gateway.resume_grace_s=5"]
+    with ExitStack() as stack:
+        clients, gateways = [], []
+        for name in ("first", "second"):
+            port = free_port()
+            gateway = Command("gateway", "--port", str(port), *limits, log=tmp_path / name)
+            gateways.append(stack.enter_context(gateway))
+            url = f"http://127.0.0.1:{port}"
+            wait_until_healthy(gateways[-1], url)
+            made = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S)
+            clients.append(stack.enter_context(made))
+        first, second = (client.responses for client in clients)
+        events = []
+        with pytest.raises(APIConnectionError):
+            for event in first.create(**body, extra_body=more, stream=True):
+                events.append(event)
+                if len(events) == 8:
+                    begun = first.create(**body, extra_body=more, background=True)
+                    gateways[0].kill()
+        assert second.retrieve(begun.id).status == "queued"
+        response_id, last = events[0].response.id, events[-1].sequence_number
+        for event in second.retrieve(response_id, stream=True, starting_after=last):
+            assert event.sequence_number == events[-1].sequence_number + 1
+            events.append(event)
+        whole = events[-1].response
+        text = "".join(each.delta for each in events if each.type == "response.output_text.delta")
+        assert (whole.status, whole.output_text) == ("incomplete", text)
+        assert second.retrieve(response_id) == whole
+        end = time.monotonic() + LIMIT_S
+        while (answer := second.retrieve(begun.id)).status in ("queued", "in_progress"):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert (answer.status, answer.output_text) == ("incomplete", text)
+        following = second.create(model="tiny", input="And?", previous_response_id=response_id)
+        assert following.usage.input_tokens > 400
+
+
+def told(lines: list[str]) -> tuple[str, str]:
+    """The text of a stream's whole events, and the id of the last one."""
+    text, last_id = "", ""
+    for named, data, end in zip(lines[::3], lines[1::3], lines[2::3], strict=False):
+        assert (named[:4], data[:6], end) == ("id: ", "data: ", "")
+        last_id = named[4:]
+        if data != "data: [DONE]":
+            text += json.loads(data[6:])["choices"][0]["text"]
+    return text, last_id
+
+
+@pytest.mark.slow
+def test_as_part_of_up(tmp_path: Path) -> None:
+    port, grpc_port, metrics_port = free_port(), free_port(), free_ports(6)
+    command = ["up", "--port", str(free_port()), "--gateway", str(port)]
+    command += ["--grpc-port", str(grpc_port)]
+    command += ["--set", f"telemetry.metrics_port={metrics_port}", *COMMENTS]
+    with Command(*command, log=tmp_path / "log") as up:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_healthy(up, url)
+        answer = httpx.post(f"{url}/generate", json=BODY, timeout=LIMIT_S).json()
+        assert answer["text"] == " 123"
+        assert text_over_grpc(grpc_port) == b" 123"
+        # Behind those of the five stages.
+        shown = httpx.get(f"http://127.0.0.1:{metrics_port + 5}/metrics").text
+        (count,) = (
+            line
+            for line in shown.splitlines()
+            if line.startswith("http_server_request_duration_seconds_count")
+            and 'http_route="/generate"' in line
+        )
+        assert 'http_response_status_code="200"' in count
+        assert count.endswith(" 1.0")
+        stopped_in_mid_stream(up, url, signal.SIGTERM)
+    log = (tmp_path / "log").read_text()
+    assert "starting six processes" in log
+    assert "Traceback" not in log

@@ -1,13 +1,17 @@
-"""`trace`: a request's spans out of a file, on the terminal, as a page, and for Jaeger."""
+"""trace on the terminal, as a page, and for Jaeger; the waterfall of a Completion."""
 
 from __future__ import annotations
 
 import json
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from nano_inference.bus.public import Completion, ErrorInfo, StageTime, Timings
+from nano_inference.cli.trace import Waterfall
 from nano_inference.config import TelemetryConfig
 from nano_inference.telemetry import TraceContext, names, setup_tracing
 
@@ -40,8 +44,7 @@ def file(tmp_path: Path) -> Path:
     second.span("executor", root, at(6), at(9), of("executor"), own=executor)
     second.span("prefill", executor, at(6), at(7), of("executor"))
     second.span(
-        *("streaming", root, at(7), at(10), of("streaming") | {"text": "<script>"}),
-        error="expired",
+        *("streaming", root, at(7), at(10), of("streaming") | {"text": "<script>"}), error="expired"
     )
     second.span(
         "step", TraceContext(), at(6), at(7), {names.BATCH_SIZE: 3}, links=[root.traceparent]
@@ -55,16 +58,16 @@ def file(tmp_path: Path) -> Path:
 WATERFALL = """\
 request r-1   10.00 ms
 trace   {trace}   6 spans, 2 processes
-                                                              start ms   took ms
-admission      ████▌                                              0.00      1.00
-  fairness         ▐████████▌                                     1.00      2.00
-  replay                         █████████                        4.00      2.00
-    replayed                              ▲                       6.00
-  executor                                █████████████▌          6.00      3.00
-    prefill                               ████▌                   6.00      1.00
-  streaming                                   ▐█████████████      7.00      3.00
+                                                               start ms  took ms
+admission     ████▊                                                0.00     1.00
+  fairness        ▕█████████▏                                      1.00     2.00
+  replay                        ▕█████████▎                        4.00     2.00
+    replayed                              ▲                        6.00
+  executor                                ▐█████████████▎          6.00     3.00
+    prefill                               ▐███▉                    6.00     1.00
+  streaming                                   ▕██████████████      7.00     3.00
     error: expired
-steps that were recorded beside it: 1, of 3 to 3 sequences
+recorded steps: 1, of 3 to 3 sequences
 """
 
 
@@ -82,7 +85,7 @@ def test_a_waterfall_on_the_terminal(run: Run, file: Path) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["17-0", "the trace"])
-def test_a_request_is_found_by_other_ids_too(run: Run, file: Path, wanted: str) -> None:
+def test_a_request_is_found_by_entry_and_trace_id(run: Run, file: Path, wanted: str) -> None:
     wanted = trace_id_of(file) if wanted == "the trace" else wanted
     done = run("trace", wanted, "--set", f"telemetry.trace_file={file}")
     assert done.stdout.startswith("request r-1 ")
@@ -106,7 +109,7 @@ class Page(HTMLParser):
         self.words += [data.strip()] if data.strip() else []
 
 
-def test_a_page_that_needs_nothing_beside_it(run: Run, file: Path, tmp_path: Path) -> None:
+def test_the_page_is_self_contained(run: Run, file: Path, tmp_path: Path) -> None:
     target = tmp_path / "trace.html"
     done = run("trace", "r-1", "--file", str(file), "--html", str(target))
     assert (done.status, done.stdout) == (0, "")
@@ -122,7 +125,7 @@ def test_a_page_that_needs_nothing_beside_it(run: Run, file: Path, tmp_path: Pat
     assert page.tags.count("details") == 7, "six spans and a step"
 
 
-def test_what_jaeger_loads_from_disk(run: Run, file: Path, tmp_path: Path) -> None:
+def test_jaeger_file(run: Run, file: Path, tmp_path: Path) -> None:
     target = tmp_path / "trace.json"
     assert run("trace", "r-1", "--file", str(file), "--jaeger", str(target)).status == 0
     (trace,) = json.loads(target.read_text())["data"]
@@ -155,10 +158,118 @@ def test_what_jaeger_loads_from_disk(run: Run, file: Path, tmp_path: Path) -> No
         (("r-1", "--file", "FILE", "--html", "/nowhere/x.html"), "can't be written"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_sentence(
+def test_an_error_is_one_sentence(
     run: Run, file: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     done = run("trace", *(str(file) if each == "FILE" else each for each in arguments))
     assert done.status == 2
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+# --- waterfall of a Completion --------------------------------------------------------------------
+
+
+def completion(*stages: tuple[str, float, float], first: float, end: float) -> Completion:
+    return Completion(
+        request_id="1763645212345-0",
+        entry_id="1763645212345-0",
+        status="done",
+        timings=Timings(
+            received_ns=BEGIN,
+            first_token_ns=at(first),
+            finished_ns=at(end),
+            stages=tuple(
+                StageTime(stage=name, start_ns=at(start), end_ns=at(stop))
+                for name, start, stop in stages
+            ),
+        ),
+        trace_id="4bf92f3577b34da6a3ce929d0e0e4736",
+    )
+
+
+ORDINARY = completion(
+    ("admission", 0, 0.42),
+    ("fairness", 0.42, 0.47),
+    ("batching", 0.47, 0.93),
+    ("executor", 0.93, 11.8),
+    ("streaming", 2.2, 12.34),
+    first=4.1,
+    end=12.34,
+)
+
+
+def drawn(shown: Completion, width: int = 80, encoding: str = "utf-8") -> list[str]:
+    class Pipe(StringIO):
+        @property
+        def encoding(self) -> str:  # type: ignore[override]
+            return encoding
+
+    out = Pipe()
+    Console(file=out, width=width, color_system=None).print(Waterfall(shown))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_at_80_columns() -> None:
+    assert drawn(ORDINARY) == [
+        "request 1763645212345-0 done   total 12.34 ms   first token 4.10 ms",
+        "trace   4bf92f3577b34da6a3ce929d0e0e4736",
+        "                                                               start ms  took ms",
+        "admission    █▋                                                    0.00     0.42",
+        "fairness      ▕                                                    0.42     0.05",
+        "batching      ▕█▋                                                  0.47     0.46",
+        "executor        ▐█████████████████████████████████████████▉        0.93    10.87",
+        "streaming            ▐███████████████████████████████████████      2.20    10.14",
+        "first token                 ▲                                      4.10",
+    ]
+
+
+def test_narrow() -> None:
+    lines = drawn(ORDINARY, width=50)
+    assert lines[:2] == ["request 1763645212345-0 done", "total 12.34 ms   first token 4.10 ms"]
+    assert max(map(len, lines)) <= 50
+
+
+def test_ascii() -> None:
+    lines = drawn(ORDINARY, encoding="ascii")
+    assert all(line.isascii() for line in lines)
+    assert lines[3].split() == ["admission", "##", "0.00", "0.42"]
+    assert lines[-1].split() == ["first", "token", "^", "4.10"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_every_stage_shows_however_short(width: int) -> None:
+    shown = completion(
+        ("admission", 0, 0),
+        ("fairness", 5_000, 5_000.001),
+        ("batching", 99_999.999, 100_000),
+        ("executor", 100_000, 100_000),
+        first=100_000,
+        end=100_000,
+    )
+    rows = drawn(shown, width=width)[3:]
+    assert [len(row.split()) for row in rows[:4]] == [4, 4, 4, 4]
+    assert max(map(len, rows)) <= width
+
+
+@pytest.mark.parametrize(("encoding", "mark"), [("utf-8", "▏"), ("ascii", "|")])
+def test_times_that_are_all_the_same(encoding: str, mark: str) -> None:
+    rows = drawn(completion(("admission", 0, 0), first=0, end=0), encoding=encoding)[3:]
+    assert rows[0].split() == ["admission", mark, "0.00", "0.00"]
+
+
+def test_clocks_that_disagree_stay_within_the_line() -> None:
+    rows = drawn(completion(("admission", -5, 1), ("executor", 3, 2), first=1, end=2))[3:]
+    assert max(map(len, rows)) <= 80
+    assert rows[1].split()[-2:] == ["8.00", "-1.00"]
+
+
+def test_refused_request_has_no_stages() -> None:
+    refused = Completion(
+        request_id="a",
+        entry_id="1-0",
+        status="error",
+        error=ErrorInfo(code="invalid_n", message="n is 0"),
+        timings=Timings(finished_ns=BEGIN),
+    )
+    assert drawn(refused) == ["request a error", "no stage has recorded a time"]

@@ -110,7 +110,7 @@ TWICE = [
 
 
 @pytest.mark.parametrize(("entries", "words"), [*NO_FILES, *BAD_NAMES, *TWICE])
-def test_what_no_model_needs_is_refused(
+def test_a_hostile_member_is_refused(
     folder: Path, tmp_path: Path, entries: list[tarfile.TarInfo], words: str
 ) -> None:
     with pytest.raises(ModelError, match=words):
@@ -134,7 +134,7 @@ def test_links_through_long_names_write_nothing_outside(folder: Path, tmp_path: 
         (["a/b", "A/B"], 0, "is there twice"),
     ],
 )
-def test_a_zip_is_held_to_the_same(
+def test_zips_have_the_same_checks(
     folder: Path, tmp_path: Path, names: list[str], mode: int, words: str
 ) -> None:
     with pytest.raises(ModelError, match=words):
@@ -148,7 +148,7 @@ def test_folders_may_be_named_again(folder: Path, tmp_path: Path) -> None:
     assert (folder / "m/n/config.json").read_bytes() == bytes(5)
 
 
-def test_so_many_files_are_no_model(
+def test_too_many_files_are_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unpacking, "MOST_MEMBERS", 10)
@@ -181,7 +181,7 @@ def test_a_bomb_is_not_unpacked(
     assert written <= 5, "none of it was written"
 
 
-def test_what_does_not_fit_is_kept_for_when_it_does(folder: Path, tmp_path: Path) -> None:
+def test_an_archive_that_does_not_fit_is_kept(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as tar:
         tar.fileobj.write(entry("model.safetensors", size=1 << 60).tobuf())  # type: ignore[union-attr]

@@ -8,17 +8,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from nano_inference.cli.watchdog import Watchdog
+from nano_inference.cli.children import Watchdog
 
 LIMIT_S = 60
 PROGRAM = """
 import subprocess, sys
-sys.path.insert(0, sys.argv[1])
-from watchdog import Watchdog
+from nano_inference.cli.children import Watchdog
 
 watchdog = Watchdog(grace_s=0)
 sleeping = [subprocess.Popen(["sleep", "1000"], start_new_session=True) for _ in range(3)]
@@ -33,12 +31,8 @@ sys.stdin.read()
 @pytest.fixture
 def sleeping() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A process that watches the first and the last of three others, and these."""
-    folder = str(Path(__file__).parents[2] / "cli")
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, folder],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout is not None
         others = [int(each) for each in parent.stdout.readline().split()]

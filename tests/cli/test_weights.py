@@ -1,4 +1,4 @@
-"""Weights, pauses and the prefix cache by the command line, on a running pipeline."""
+"""Weights, pauses, the prefix cache and adapters, on a running pipeline."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from nano_inference.config import Config, EngineConfig
 from nano_inference.pipeline import client
 
 from .. import oracle
-from .conftest import Run, serving
-from .test_errors import assert_refused
+from ..stages.executor.runner.adapters.making import make_adapter
+from .conftest import Run, assert_refused, eventually, serving
 
 MODEL = EngineConfig().model_folder
 
@@ -75,7 +76,7 @@ def test_a_checkpoint_folder_and_back(
         ("resume-memory",),
     ],
 )
-def test_a_lane_that_is_not_there(run: Run, on_served: Config, command: tuple[str, ...]) -> None:
+def test_an_unknown_lane_is_refused(run: Run, on_served: Config, command: tuple[str, ...]) -> None:
     assert_refused(run(*command, "--lane", "b"), "no lane 'b' lives here; living lanes: 0")
 
 
@@ -95,7 +96,7 @@ def test_a_part_of_the_weights(run: Run, on_served: Config, tmp_path: Path) -> N
     assert run("submit", "98 + 25 =").stdout.strip() == "123"
 
 
-def test_what_can_not_be_taken_changes_nothing(run: Run, on_served: Config, tmp_path: Path) -> None:
+def test_bad_weights_change_nothing(run: Run, on_served: Config, tmp_path: Path) -> None:
     before = version(run)
     nowhere = run("weights", "update", "--folder", str(tmp_path / "nowhere"))
     assert_refused(nowhere, "can't be read: No such file or directory")
@@ -105,9 +106,7 @@ def test_what_can_not_be_taken_changes_nothing(run: Run, on_served: Config, tmp_
     assert version(run) == before
 
 
-def test_while_paused_nothing_is_generated_and_weights_may_change(
-    run: Run, on_served: Config
-) -> None:
+def test_weights_may_change_during_a_pause(run: Run, on_served: Config) -> None:
     before = version(run)
     for mode in ("keep", "retract", "abort"):
         assert run("pause", "--in-flight", mode).status == 0
@@ -120,7 +119,7 @@ def test_while_paused_nothing_is_generated_and_weights_may_change(
     assert version(run) == before + 3
 
 
-def test_memory_goes_and_comes_back(run: Run, on_served: Config) -> None:
+def test_memory_is_released_and_resumed(run: Run, on_served: Config) -> None:
     before = version(run)
     assert run("release-memory", "--tag", "kv_cache").status == 0
     assert run("submit", "98 + 25 =", "--budget", "0.05").status == 1
@@ -134,15 +133,43 @@ def test_memory_goes_and_comes_back(run: Run, on_served: Config) -> None:
     assert version(run) == before + 1
 
 
-def test_memory_that_is_none(run: Run, on_nobody: str) -> None:
+def test_an_unknown_memory_tag_is_refused(run: Run, on_nobody: str) -> None:
     assert_refused(run("release-memory", "--tag", "gpu"), "'gpu' is not one of")
 
 
-def test_nobody_to_ask(run: Run, on_nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_pipeline(run: Run, on_nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "ANSWER_S", 0.2)
     update = run("weights", "update", "--folder", "x", "--timeout", "0.1")
     assert_refused(update, "did not answer within")
 
 
-def test_a_mode_that_is_none(run: Run, on_nobody: str) -> None:
+def test_an_unknown_pause_mode_is_refused(run: Run, on_nobody: str) -> None:
     assert_refused(run("pause", "--in-flight", "forget"), "'forget' is not one of")
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("adapter")
+    model = AutoModelForCausalLM.from_pretrained(EngineConfig().model_folder)
+    make_adapter(model, 0, made, r=2)
+    return made
+
+
+def listed(run: Run) -> list[list[str]]:
+    ran = run("adapters", "list")
+    assert ran.status == 0, ran.stderr
+    return [line.split() for line in ran.stdout.splitlines()[1:]]
+
+
+def test_an_adapter_is_loaded_replaced_and_unloaded(
+    run: Run, on_served: Config, adapter: Path
+) -> None:
+    assert_refused(run("adapters", "load", "a", str(adapter / "nowhere")), "adapter_config.json")
+    assert run("adapters", "load", "a", str(adapter)).stdout == "1\n"
+    assert run("adapters", "load", "a", str(adapter), "--version", "7").stdout == "7\n"
+    eventually(lambda: [row[:3] for row in listed(run)] == [["a", "7", "2"]])
+    assert run("adapters", "unload", "a").status == 0
+    assert_refused(run("adapters", "unload", "a"), "no adapter 'a' is loaded")

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ..cli.test_serve import served
-from ..cli.test_up import free_port
+from ..cli.servers import free_port, served
 from .environments import environment, node_folder
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))

@@ -19,7 +19,7 @@ from nano_inference.kserve.protobuf import METHODS
 from nano_inference.pipeline.client import BusClient
 from nano_inference.store.process_state import identity_of
 
-from .api.kserve.grpc_calls import Client
+from .api.kserve.calls import Client
 from .fake import report
 
 LIMIT_S = 30

@@ -32,11 +32,11 @@ PARAMETERS: st.SearchStrategy[Parameters] = st.dictionaries(
 
 
 class Memory:
-    """Shared memory that is only a region of this process, "region".
+    """A region of this process, named "region", in place of shared memory.
 
     Attributes:
-        data: What is in it.
-        reads: What was read of it.
+        data: Its bytes.
+        reads: Places that were read.
     """
 
     def __init__(self, size: int = 1 << 16) -> None:
@@ -93,7 +93,7 @@ def elements(data: Array) -> list[Any] | bytes:
 
 
 def assert_same(found: tuple[NamedTensor, ...], given: tuple[NamedTensor, ...]) -> None:
-    """They are the same bit by bit, and who gets them can't change them."""
+    """The tensors are equal bit by bit, and read-only."""
     assert [(each.name, each.datatype, each.shape) for each in found] == [
         (each.name, each.datatype, each.shape) for each in given
     ]

@@ -1,61 +1,51 @@
-"""A server over gRPC that answers with what it is sent, and fails as it is told to."""
+"""A gRPC server that answers with its inputs, and fails on demand."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
 from nano_inference.config import NanoInferenceError
-from nano_inference.kserve.codec import (
-    decode_infer_request,
-    encode_infer_response,
-    encode_model_config,
-    encode_model_metadata,
-    encode_repository_index,
-)
+from nano_inference.kserve.grpc_codec import decode_infer_request, encode_infer_response
 from nano_inference.kserve.protobuf import METHODS, SERVICE, message
 from nano_inference.kserve.shared_memory import SharedMemoryRegistry
-from nano_inference.kserve.tensors import InferResponse, ModelSpec, TensorSpec
+from nano_inference.kserve.tensors import InferResponse
 
-SPEC = ModelSpec(
-    name="echo",
-    inputs=(TensorSpec("a", "FP32", (-1,)), TensorSpec("b", "BYTES", (-1,), optional=True)),
-    outputs=(TensorSpec("a", "FP32", (-1,)), TensorSpec("b", "BYTES", (-1,))),
-    decoupled=True,
-)
+Server = TypeVar("Server", bound="EchoServer")
 
 
 class Failure(NamedTuple):
-    """How a call ends that fails."""
+    """How a call fails."""
 
     status: grpc.StatusCode
-    text: str = "it is told to fail"
+    text: str = "it fails on demand"
     code: str = ""
     retry_after: str = ""
 
     @property
     def trailers(self) -> tuple[tuple[str, str], ...]:
-        told = {"nano-inference-code": self.code, "retry-after": self.retry_after}
-        return tuple((key, value) for key, value in told.items() if value)
+        trailers = {"nano-inference-code": self.code, "retry-after": self.retry_after}
+        return tuple((key, value) for key, value in trailers.items() if value)
 
 
 class EchoServer:
-    """The methods of the service that a client of ours calls.
+    """The methods that our client calls.
 
     Attributes:
-        received: The messages of all calls.
-        metadata: What came with each.
-        left_s: How long each call of inference may take by its deadline; None without one.
-        failures: Of the next calls of inference, one each.
-        regions: What was registered.
-        hangs: Calls of inference do not end.
-        cancelled: A call of inference was cancelled.
-        on_call: What happens when one has come.
-        answers: What a stream answers to a request; None for what it was sent, and then the end.
+        received: Messages of all calls.
+        metadata: Metadata of each.
+        left_s: Seconds to the deadline of each inference call; None without one.
+        failures: Failures of the next inference calls, one each.
+        regions: Registered regions.
+        hangs: Inference calls do not end.
+        cancelled: An inference call was cancelled.
+        on_call: Called for each inference call.
+        answers: A stream's responses to a request; None for its inputs, and then the end.
     """
 
     def __init__(self) -> None:
@@ -110,26 +100,18 @@ class EchoServer:
             finally:
                 self.cancelled.set()
 
-    async def _tell(self, request: Any, context: Any) -> Any:
+    async def _answer(self, name: str, request: Any, context: Any) -> Any:
         """Everything but inference."""
         self.received.append(request)
-        match type(request).DESCRIPTOR.name:
-            case "ServerReadyRequest":
-                return message("ServerReadyResponse")(ready=True)
-            case "ModelReadyRequest":
-                return message("ModelReadyResponse")(ready=request.name == "echo")
-            case "ModelMetadataRequest":
-                return encode_model_metadata(SPEC)
-            case "ModelConfigRequest":
-                return encode_model_config(SPEC)
-            case "RepositoryIndexRequest":
-                return encode_repository_index([("echo", True), ("other", False)])
-            case "SystemSharedMemoryRegisterRequest":
+        fields: dict[str, Any] = {}
+        match name:
+            case "ServerReady":
+                fields = {"ready": True}
+            case "SystemSharedMemoryRegister":
                 self.regions.register(request.name, request.key, request.offset, request.byte_size)
-                return message("SystemSharedMemoryRegisterResponse")()
-            case "SystemSharedMemoryUnregisterRequest":
+            case "SystemSharedMemoryUnregister":
                 self.regions.unregister(request.name)
-                return message("SystemSharedMemoryUnregisterResponse")()
+        return METHODS[name].response(**fields)
 
     def handler(self) -> Any:
         handlers = {}
@@ -141,17 +123,18 @@ class EchoServer:
             if method.streams:
                 handlers[method.name] = grpc.stream_stream_rpc_method_handler(self._stream, **codec)
             else:
-                behaviour = self._infer if method.name == "ModelInfer" else self._tell
+                answer = partial(self._answer, method.name)
+                behaviour = self._infer if method.name == "ModelInfer" else answer
                 handlers[method.name] = grpc.unary_unary_rpc_method_handler(behaviour, **codec)
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 
 @asynccontextmanager
 async def echo_server(
-    credentials: grpc.ServerCredentials | None = None,
-) -> AsyncIterator[EchoServer]:
-    """One on a free port."""
-    echo, server = EchoServer(), grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+    credentials: grpc.ServerCredentials | None = None, kind: type[Server] = EchoServer
+) -> AsyncIterator[Server]:
+    """A server on a free port."""
+    echo, server = kind(), grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
     server.add_generic_rpc_handlers((echo.handler(),))
     place = "127.0.0.1:0"
     port = (
@@ -173,7 +156,7 @@ def streamed(response: Any) -> Any:
 
 
 def final() -> Any:
-    """An answer without outputs that says that it is the last one."""
+    """An empty response that marks the end."""
     response = message("ModelInferResponse")(model_name="echo")
     response.parameters["triton_final_response"].bool_param = True
     return streamed(response)

@@ -1,4 +1,4 @@
-"""The client: what it sends, what it makes of answers and errors, and when it tries again."""
+"""The client: requests, responses, errors and retries."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ import numpy as np
 import pytest
 
 from nano_inference.kserve import client as client_module
-from nano_inference.kserve.client import KServeClient
-from nano_inference.kserve.errors import KServeError
+from nano_inference.kserve.client import KServeClient, KServeError
 from nano_inference.kserve.pool import BufferPool
 from nano_inference.kserve.protobuf import message
-from nano_inference.kserve.staging import Staged
 from nano_inference.kserve.tensors import InferResponse, NamedTensor, TensorError
 
 from ..certificates import Authority
 from ..rig import load
-from .echo_server import SPEC, EchoServer, Failure, echo_server, final, streamed
+from .echo_server import EchoServer, Failure, echo_server, final, streamed
 
 LIMIT_S = 30
 HOUR_NS = 3600 * 10**9
@@ -32,16 +30,20 @@ TEXTS = NamedTensor("b", np.array([b"some", b"", b"bytes"], dtype=np.object_))
 BOTH = [FLOATS, TEXTS]
 
 
+class Echo(EchoServer):
+    """A server, and a client of it."""
+
+    client: KServeClient
+
+
 @pytest.fixture
-async def echo() -> AsyncIterator[EchoServer]:
-    async with asyncio.timeout(LIMIT_S), echo_server() as server:
+async def echo() -> AsyncIterator[Echo]:
+    async with (
+        asyncio.timeout(LIMIT_S),
+        echo_server(kind=Echo) as server,
+        KServeClient(server.address) as server.client,
+    ):
         yield server
-
-
-@pytest.fixture
-async def client(echo: EchoServer) -> AsyncIterator[KServeClient]:
-    async with KServeClient(echo.address) as opened:
-        yield opened
 
 
 class Clock:
@@ -67,7 +69,7 @@ def check_same(response: InferResponse, wanted: list[NamedTensor]) -> None:
         np.testing.assert_array_equal(made, data)
 
 
-def budgets(echo: EchoServer) -> list[int | None]:
+def budgets(echo: Echo) -> list[int | None]:
     """What each call of inference said about its time."""
     return [
         each.parameters["timeout_ns"].int64_param if "timeout_ns" in each.parameters else None
@@ -75,11 +77,11 @@ def budgets(echo: EchoServer) -> list[int | None]:
     ]
 
 
-# --- what is sent, and what comes ----------------------------------------------------------------
+# --- requests and responses -----------------------------------------------------------------------
 
 
-async def test_tensors_go_within_the_messages(client: KServeClient, echo: EchoServer) -> None:
-    response = await client.infer(
+async def test_tensors_go_within_the_messages(echo: Echo) -> None:
+    response = await echo.client.infer(
         "echo", BOTH, id="it", version="1", outputs=["b", "a"], parameters={"x": 1, "y": "z"}
     )
     assert (response.model_name, response.id) == ("echo", "it")
@@ -91,27 +93,25 @@ async def test_tensors_go_within_the_messages(client: KServeClient, echo: EchoSe
 
 
 @pytest.mark.parametrize("budget_ns", [0, -1, -(10**20)])
-async def test_no_budget_is_no_deadline(
-    client: KServeClient, echo: EchoServer, budget_ns: int
-) -> None:
-    await client.infer("echo", BOTH, budget_ns=budget_ns)
-    await client.infer("echo", BOTH)
+async def test_no_budget_is_no_deadline(echo: Echo, budget_ns: int) -> None:
+    await echo.client.infer("echo", BOTH, budget_ns=budget_ns)
+    await echo.client.infer("echo", BOTH)
     assert budgets(echo) == [None, None]
     assert echo.left_s == [None, None]
 
 
-async def test_a_budget_goes_along_less_what_the_client_held_it(
-    client: KServeClient, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
+async def test_time_in_the_client_is_deducted_from_the_budget(
+    echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
-    stage = client_module.Staged
+    stage = client_module.StagedRequest
 
-    def long_stage(*args: Any, **said: Any) -> Staged:
+    def long_stage(*args: Any) -> Any:
         clock.wait(2)
-        return stage(*args, **said)
+        return stage(*args)
 
-    monkeypatch.setattr(client_module, "Staged", long_stage)
-    await client.infer("echo", BOTH, budget_ns=5 * HOUR_NS)
+    monkeypatch.setattr(client_module, "StagedRequest", long_stage)
+    await echo.client.infer("echo", BOTH, budget_ns=5 * HOUR_NS)
     (sent_ns,), (left_s,) = budgets(echo), echo.left_s
     assert sent_ns is not None
     assert 3 * HOUR_NS - LIMIT_S * 10**9 < sent_ns <= 3 * HOUR_NS
@@ -120,7 +120,7 @@ async def test_a_budget_goes_along_less_what_the_client_held_it(
     assert left_s * 1e9 < 1.02 * sent_ns
 
 
-async def test_who_calls_and_what_else_goes_along(echo: EchoServer) -> None:
+async def test_calls_carry_the_key_and_the_metadata(echo: Echo) -> None:
     metadata = {"traceparent": "00-1-2-01"}
     async with KServeClient(echo.address, api_key="ni-key", metadata=metadata) as client:
         await client.infer("echo", BOTH)
@@ -129,16 +129,6 @@ async def test_who_calls_and_what_else_goes_along(echo: EchoServer) -> None:
         assert each["authorization"] == "Bearer ni-key"
         assert each["traceparent"] == "00-1-2-01"
     assert len(echo.metadata) == 2
-
-
-async def test_what_a_server_tells_of_its_models(client: KServeClient) -> None:
-    assert await client.ready()
-    assert await client.ready("echo")
-    assert not await client.ready("other")
-    assert await client.metadata("echo") == SPEC
-    found = {each.name: (each.version, each.ready) for each in await client.index()}
-    assert found["echo"][1]
-    assert not found["other"][1]
 
 
 async def test_tls_with_certificates_of_both(tmp_path: Path) -> None:
@@ -179,19 +169,19 @@ ERRORS = [
 
 @pytest.mark.parametrize(("failure", "code"), ERRORS)
 async def test_an_error_keeps_its_meaning_and_is_not_tried_again(
-    client: KServeClient, echo: EchoServer, failure: Failure, code: str
+    echo: Echo, failure: Failure, code: str
 ) -> None:
     echo.failures = [failure, failure]
     with pytest.raises(KServeError, match=failure.text) as caught:
-        await client.infer("echo", BOTH)
+        await echo.client.infer("echo", BOTH)
     assert (caught.value.status, caught.value.code) == (failure.status, code)
     with pytest.raises(KServeError) as streaming:
-        _ = [each async for each in client.stream("echo", BOTH)]
+        _ = [each async for each in echo.client.stream("echo", BOTH)]
     assert (streaming.value.status, streaming.value.code) == (failure.status, code)
     assert len(echo.received) == 2
 
 
-async def test_nobody_is_there() -> None:
+async def test_an_unreachable_server_is_an_error() -> None:
     address = f"127.0.0.1:{load('chaos_rig').free_port()}"
     async with asyncio.timeout(LIMIT_S), KServeClient(address, retries=1) as client:
         with pytest.raises(KServeError) as caught:
@@ -204,12 +194,10 @@ async def test_nobody_is_there() -> None:
     )
 
 
-async def test_a_call_that_hangs_ends_with_its_deadline(
-    client: KServeClient, echo: EchoServer
-) -> None:
+async def test_a_call_that_hangs_ends_with_its_deadline(echo: Echo) -> None:
     echo.hangs = True
     with pytest.raises(KServeError) as caught:
-        await client.infer("echo", BOTH, budget_ns=10**8)
+        await echo.client.infer("echo", BOTH, budget_ns=10**8)
     assert (caught.value.code, caught.value.status) == (
         "expired",
         grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -217,13 +205,11 @@ async def test_a_call_that_hangs_ends_with_its_deadline(
     await echo.cancelled.wait()
 
 
-async def test_a_call_that_its_caller_leaves_is_cancelled(
-    client: KServeClient, echo: EchoServer
-) -> None:
+async def test_cancelling_the_caller_cancels_the_call(echo: Echo) -> None:
     echo.hangs = True
     begun = asyncio.Event()
     echo.on_call = begun.set
-    calling = asyncio.create_task(client.infer("echo", BOTH))
+    calling = asyncio.create_task(echo.client.infer("echo", BOTH))
     await begun.wait()
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -234,13 +220,13 @@ async def test_a_call_that_its_caller_leaves_is_cancelled(
 # --- again ---------------------------------------------------------------------------------------
 
 
-async def test_what_is_sent_again_has_only_the_time_that_is_left(
-    client: KServeClient, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
+async def test_a_retry_has_the_rest_of_the_budget(
+    echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
     echo.failures = [UNAVAILABLE, UNAVAILABLE]
     echo.on_call = lambda: clock.wait(2)
-    check_same(await client.infer("echo", BOTH, budget_ns=5 * HOUR_NS), BOTH)
+    check_same(await echo.client.infer("echo", BOTH, budget_ns=5 * HOUR_NS), BOTH)
     first, second, third = (each or 0 for each in budgets(echo))
     for before, after in ((first, second), (second, third)):
         assert 2 * HOUR_NS <= before - after < 2 * HOUR_NS + LIMIT_S * 10**9
@@ -248,14 +234,14 @@ async def test_what_is_sent_again_has_only_the_time_that_is_left(
     assert 0 < deadlines[2] < deadlines[1] < deadlines[0]
 
 
-async def test_a_budget_that_is_used_up_is_not_sent_as_none(
-    client: KServeClient, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
+async def test_an_expired_budget_is_not_sent_as_no_limit(
+    echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
     echo.failures = [UNAVAILABLE]
     echo.on_call = lambda: clock.wait(2)
     with pytest.raises(KServeError) as caught:
-        await client.infer("echo", BOTH, budget_ns=HOUR_NS)
+        await echo.client.infer("echo", BOTH, budget_ns=HOUR_NS)
     assert (caught.value.code, caught.value.status) == (
         "expired",
         grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -263,15 +249,15 @@ async def test_a_budget_that_is_used_up_is_not_sent_as_none(
     assert len(echo.received) == 1
 
 
-async def test_it_tries_as_often_as_it_is_told_and_no_longer_than_it_may(
-    echo: EchoServer,
+async def test_retries_are_limited_by_number_and_budget(
+    echo: Echo,
 ) -> None:
     async with KServeClient(echo.address, retries=1) as client:
         echo.failures = [UNAVAILABLE] * 3
         with pytest.raises(KServeError) as caught:
             await client.infer("echo", BOTH)
         assert (caught.value.code, len(echo.received)) == ("shutting_down", 2)
-        # Nobody waits for a time that the call does not have.
+        # A wait beyond the budget fails at once.
         echo.failures = [UNAVAILABLE._replace(retry_after="1000")]
         with pytest.raises(KServeError) as hopeless:
             await client.infer("echo", BOTH, budget_ns=100 * 10**9)
@@ -290,12 +276,10 @@ def answer(number: int, *, last: bool = False) -> object:
 
 
 @pytest.mark.parametrize("end", ["empty", "last"])
-async def test_a_stream_gives_each_answer_and_ends(
-    client: KServeClient, echo: EchoServer, end: str
-) -> None:
+async def test_a_stream_gives_each_answer_and_ends(echo: Echo, end: str) -> None:
     echo.answers = [answer(0), answer(1), answer(2, last=end == "last")]
     echo.answers += [final()] if end == "empty" else []
-    async with aclosing(client.stream("echo", BOTH, budget_ns=HOUR_NS, outputs=["a"])) as made:
+    async with aclosing(echo.client.stream("echo", BOTH, budget_ns=HOUR_NS, outputs=["a"])) as made:
         numbers = [each.outputs[0].data[0] async for each in made]
     assert numbers == [0, 1, 2]
     (sent,) = echo.of("ModelInferRequest")
@@ -303,24 +287,24 @@ async def test_a_stream_gives_each_answer_and_ends(
     assert 0 < sent.parameters["timeout_ns"].int64_param <= HOUR_NS
 
 
-async def test_a_stream_that_breaks_off_says_so(client: KServeClient, echo: EchoServer) -> None:
+async def test_a_broken_stream_is_an_error(echo: Echo) -> None:
     echo.answers = [answer(0)]
     numbers = []
     with pytest.raises(KServeError) as caught:
-        async for each in client.stream("echo", BOTH):
+        async for each in echo.client.stream("echo", BOTH):
             numbers.append(each.outputs[0].data[0])
     assert (numbers, caught.value.code) == ([0], "connection_lost")
     assert len(echo.received) == 1, "what was answered is not asked again"
 
 
-async def test_the_error_of_a_request_on_a_stream(client: KServeClient, echo: EchoServer) -> None:
+async def test_the_error_of_a_request_on_a_stream(echo: Echo) -> None:
     failed = message("ModelStreamInferResponse")(error_message="no such model")
     failed.infer_response.id = "it"
     failed.infer_response.parameters["nano-inference-code"].string_param = "model_not_found"
     failed.infer_response.parameters["grpc-status"].int64_param = 5
     echo.answers = [failed]
     with pytest.raises(KServeError, match="no such model") as caught:
-        _ = [each async for each in client.stream("echo", BOTH)]
+        _ = [each async for each in echo.client.stream("echo", BOTH)]
     assert (caught.value.code, caught.value.status) == (
         "model_not_found",
         grpc.StatusCode.NOT_FOUND,
@@ -328,28 +312,24 @@ async def test_the_error_of_a_request_on_a_stream(client: KServeClient, echo: Ec
     # Triton says neither.
     echo.answers = [message("ModelStreamInferResponse")(error_message="no")]
     with pytest.raises(KServeError) as bare:
-        _ = [each async for each in client.stream("echo", BOTH)]
+        _ = [each async for each in echo.client.stream("echo", BOTH)]
     assert (bare.value.code, bare.value.status) == ("internal_error", grpc.StatusCode.UNKNOWN)
 
 
-async def test_a_stream_is_begun_again_before_its_first_answer(
-    client: KServeClient, echo: EchoServer
-) -> None:
+async def test_a_stream_is_retried_before_its_first_response(echo: Echo) -> None:
     echo.failures = [UNAVAILABLE]
-    made = [each async for each in client.stream("echo", BOTH, budget_ns=HOUR_NS)]
+    made = [each async for each in echo.client.stream("echo", BOTH, budget_ns=HOUR_NS)]
     (response,) = made
     check_same(response, BOTH)
     first, second = (each or 0 for each in budgets(echo))
     assert 0 < second < first
 
 
-async def test_a_stream_that_its_caller_leaves_is_cancelled(
-    client: KServeClient, echo: EchoServer
-) -> None:
-    async with aclosing(client.stream("echo", BOTH)) as made:
+async def test_cancelling_the_reader_cancels_the_stream(echo: Echo) -> None:
+    async with aclosing(echo.client.stream("echo", BOTH)) as made:
         await anext(made)
         echo.hangs = True
-        left = client.stream("echo", BOTH)
+        left = echo.client.stream("echo", BOTH)
         waiting = asyncio.ensure_future(anext(left))
         while len(echo.received) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -369,16 +349,14 @@ def make_pool(shared: bool) -> BufferPool:
 
 
 @SHARED
-async def test_all_tensors_go_through_a_slot(
-    client: KServeClient, echo: EchoServer, shared: bool
-) -> None:
+async def test_all_tensors_go_through_a_slot(echo: Echo, shared: bool) -> None:
     with make_pool(shared) as pool:
         if shared:
-            await client.register(pool)
+            await echo.client.register(pool)
         slot = await pool.acquire_slot()
         given, place, texts = slot.scratch([(6, np.float32), (8, np.float32), (100, np.uint8)])
         given[:] = FLOATS.data
-        response = await client.infer(
+        response = await echo.client.infer(
             "echo",
             [NamedTensor("a", given), TEXTS],
             outputs=[NamedTensor("a", place), NamedTensor("b", texts)],
@@ -398,63 +376,57 @@ async def test_all_tensors_go_through_a_slot(
             made[0]
 
 
-async def test_a_pool_that_was_given_back_is_not_used(
-    client: KServeClient, echo: EchoServer
-) -> None:
+async def test_an_unregistered_pool_is_not_used(echo: Echo) -> None:
     with make_pool(True) as pool:
-        await client.register(pool)
+        await echo.client.register(pool)
         assert list(echo.regions.status()) == [pool.name]
-        await client.unregister(pool)
+        await echo.client.unregister(pool)
         slot = await pool.acquire_slot()
-        check_same(await client.infer("echo", BOTH, slot=slot), BOTH)
+        check_same(await echo.client.infer("echo", BOTH, slot=slot), BOTH)
         (sent,) = echo.of("ModelInferRequest")
         assert len(sent.raw_input_contents) == 2
-        await client.register(pool)
-        await client.__aexit__(None, None, None)
+        await echo.client.register(pool)
+        await echo.client.__aexit__(None, None, None)
         assert not echo.regions.status(), "whoever leaves gives back what it had attached"
-        await client.__aenter__()
+        await echo.client.__aenter__()
 
 
-async def test_a_server_that_has_forgotten_a_pool_is_told_again(
-    client: KServeClient, echo: EchoServer
-) -> None:
+async def test_a_forgotten_pool_is_registered_again_once(echo: Echo) -> None:
     forgotten = Failure(grpc.StatusCode.NOT_FOUND, code="unknown_region")
     with make_pool(True) as pool:
-        await client.register(pool)
+        await echo.client.register(pool)
         slot = await pool.acquire_slot()
-        # As it is when one has been started in another's place.
+        # As after a restart.
         echo.regions.unregister()
         echo.failures = [UNAVAILABLE, forgotten]
-        check_same(await client.infer("echo", BOTH, slot=slot), BOTH)
+        check_same(await echo.client.infer("echo", BOTH, slot=slot), BOTH)
         echo.failures = [forgotten, forgotten]
         with pytest.raises(KServeError) as caught:
-            await client.infer("echo", BOTH, slot=slot)
+            await echo.client.infer("echo", BOTH, slot=slot)
         assert caught.value.code == "unknown_region", "once is enough"
         assert len(echo.of("SystemSharedMemoryRegisterRequest")) == 3
 
 
 @SHARED
-async def test_an_output_is_not_put_where_it_has_no_room(
-    client: KServeClient, shared: bool
-) -> None:
+async def test_an_output_larger_than_its_place_is_refused(echo: Echo, shared: bool) -> None:
     with make_pool(shared) as pool:
         if shared:
-            await client.register(pool)
+            await echo.client.register(pool)
         slot = await pool.acquire_slot()
         (place,) = slot.scratch([((5,), np.float32)])
         with pytest.raises((TensorError, KServeError)) as caught:
-            await client.infer("echo", [FLOATS], outputs=[NamedTensor("a", place)], slot=slot)
+            await echo.client.infer("echo", [FLOATS], outputs=[NamedTensor("a", place)], slot=slot)
         assert caught.value.code == "invalid_tensor"
 
 
-async def test_what_can_not_be(client: KServeClient) -> None:
+async def test_impossible_calls_are_refused(echo: Echo) -> None:
     with make_pool(False) as inline, make_pool(True) as pool:
         with pytest.raises(ValueError, match="not in shared memory"):
-            await client.register(inline)
-        await client.register(pool)
+            await echo.client.register(inline)
+        await echo.client.register(pool)
         slot = await pool.acquire_slot()
         elsewhere = NamedTensor("a", np.zeros(8, np.float32))
         with pytest.raises(ValueError, match="scratch"):
-            await client.infer("echo", BOTH, outputs=[elsewhere], slot=slot)
+            await echo.client.infer("echo", BOTH, outputs=[elsewhere], slot=slot)
         with pytest.raises(ValueError):  # noqa: PT011  (the pool's own)
-            await client.infer("echo", [NamedTensor("a", np.zeros(1 << 16))], slot=slot)
+            await echo.client.infer("echo", [NamedTensor("a", np.zeros(1 << 16))], slot=slot)

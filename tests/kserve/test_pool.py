@@ -1,4 +1,4 @@
-"""A pool's slots have one owner at a time, who waits gets his turn, and arrays end with them."""
+"""Slots have one owner at a time, are assigned in FIFO order, and end with their arrays."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from nano_inference.config import NanoInferenceError
 from nano_inference.config.temporary import SHARED_MEMORY, sweep
-from nano_inference.kserve.pool import BufferPool, PoolAcquireTimeout
-from nano_inference.kserve.pool_slot import PoolSlot
-from nano_inference.kserve.slot_queue import SlotQueue, Waiter
+from nano_inference.kserve.pool import BufferPool, PoolAcquireTimeout, PoolSlot, SlotQueue, Waiter
 from nano_inference.kserve.tensors import SharedMemory, TensorError
 
 from ..programs import Program, run
@@ -49,10 +48,10 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-# --- who gets slots ----------------------------------------------------------------------------
+# --- acquiring and releasing ----------------------------------------------------------------------
 
 
-async def test_slots_are_given_and_given_back(pool: BufferPool) -> None:
+async def test_slots_are_acquired_and_released(pool: BufferPool) -> None:
     first, second = await pool.acquire_slot(), pool.acquire_slot_blocking(3)
     assert (pool.n_slots, pool.slot_bytes, pool.free_slots) == (8, 1000, 4)
     assert (first.offset, first.n_bytes) == (0, 1000)
@@ -67,7 +66,7 @@ async def test_slots_are_given_and_given_back(pool: BufferPool) -> None:
     assert pool.free_slots == 8
 
 
-async def test_what_is_given_back_twice_is_an_error(pool: BufferPool) -> None:
+async def test_a_second_release_is_an_error(pool: BufferPool) -> None:
     slot = await pool.acquire_slot()
     pool.release_slot(slot)
     other = await pool.acquire_slot()
@@ -86,15 +85,15 @@ async def test_what_is_given_back_twice_is_an_error(pool: BufferPool) -> None:
 async def test_a_span_larger_than_the_pool_is_refused_at_once(pool: BufferPool) -> None:
     held = await pool.acquire_slot(8)
     for span in (9, 0, -1):
-        with pytest.raises(ValueError, match="can never be had"):
+        with pytest.raises(ValueError, match="can never be free"):
             await pool.acquire_slot(span)
-        with pytest.raises(ValueError, match="can never be had"):
+        with pytest.raises(ValueError, match="can never be free"):
             pool.acquire_slot_blocking(span)
     assert pool.waiting == 0
     pool.release_slot(held)
 
 
-async def test_who_comes_later_waits_even_if_there_are_slots_for_him(pool: BufferPool) -> None:
+async def test_the_queue_is_strictly_fifo(pool: BufferPool) -> None:
     held = await pool.acquire_slot(5)
     many = asyncio.create_task(pool.acquire_slot(4))
     await settle()
@@ -106,8 +105,8 @@ async def test_who_comes_later_waits_even_if_there_are_slots_for_him(pool: Buffe
     assert (first.offset, second.offset) == (0, 4000)
 
 
-async def test_a_deadline_takes_its_waiter_out_of_the_line(pool: BufferPool) -> None:
-    """Before the error, so that nobody waits for who has left."""
+async def test_a_waiter_leaves_the_queue_at_its_deadline(pool: BufferPool) -> None:
+    """Before the error, so that the next waiter is served."""
     held = await pool.acquire_slot(5)
     before_ns = time.monotonic_ns()
     deadline_ns = time.time_ns() + 50_000_000
@@ -130,7 +129,7 @@ async def test_a_deadline_takes_its_waiter_out_of_the_line(pool: BufferPool) -> 
     pool.release_slot(held)
 
 
-async def test_a_deadline_that_is_over_is_none_for_free_slots(pool: BufferPool) -> None:
+async def test_free_slots_are_acquired_after_the_deadline(pool: BufferPool) -> None:
     slots = [await pool.acquire_slot(4, PAST_NS), pool.acquire_slot_blocking(4, PAST_NS)]
     with pytest.raises(PoolAcquireTimeout):
         await pool.acquire_slot(1, PAST_NS)
@@ -141,7 +140,7 @@ async def test_a_deadline_that_is_over_is_none_for_free_slots(pool: BufferPool) 
     assert pool.free_slots == 8
 
 
-async def test_who_is_cancelled_as_he_is_served_gives_his_slots_on(pool: BufferPool) -> None:
+async def test_a_waiter_cancelled_while_served_passes_its_slots_on(pool: BufferPool) -> None:
     held = await pool.acquire_slot(8)
     first, second = (asyncio.create_task(pool.acquire_slot(8)) for _ in range(2))
     await settle()
@@ -153,8 +152,8 @@ async def test_who_is_cancelled_as_he_is_served_gives_his_slots_on(pool: BufferP
     assert (pool.free_slots, pool.waiting) == (8, 0)
 
 
-def test_who_can_not_come_any_more_holds_up_nobody() -> None:
-    """Neither one whose event loop was closed, nor a coroutine that nobody awaits any more."""
+def test_dead_waiters_do_not_block_the_queue() -> None:
+    """A waiter of a closed event loop, or an abandoned coroutine."""
     pool = BufferPool(8, 4, use_shm=False)
     held = pool.acquire_slot_blocking(4)
     coroutines = [pool.acquire_slot(4), pool.acquire_slot(3)]
@@ -181,7 +180,7 @@ def test_who_can_not_come_any_more_holds_up_nobody() -> None:
     pool.close()
 
 
-async def test_who_waits_for_a_pool_that_is_closed_hears_of_it(pool: BufferPool) -> None:
+async def test_closing_wakes_waiters_with_an_error(pool: BufferPool) -> None:
     held = await pool.acquire_slot(8)
     array = held.scratch(4, np.int64)
     waiting = asyncio.create_task(pool.acquire_slot())
@@ -204,27 +203,8 @@ async def test_who_waits_for_a_pool_that_is_closed_hears_of_it(pool: BufferPool)
 # --- 64 tasks ----------------------------------------------------------------------------------
 
 
-class RecordedQueue(SlotQueue):
-    """Which also keeps who came and who was served, in order."""
-
-    def __init__(self, n_slots: int) -> None:
-        super().__init__(n_slots)
-        self.came: list[Waiter] = []
-        self.served: list[Waiter] = []
-
-    def ask(self, span: int) -> Waiter:
-        waiter = super().ask(span)
-        self.came.append(waiter)
-        return waiter
-
-    def _serve(self) -> list[Waiter]:
-        served = super()._serve()
-        self.served += served
-        return served
-
-
 class User:
-    """One who takes slots, fills them, and looks whether they are still his.
+    """Acquires slots, fills them, and checks that no other owner writes them.
 
     Attributes:
         came_to: "took", "timeout" or "cancelled".
@@ -269,13 +249,12 @@ ACTIONS = st.tuples(st.sampled_from(["end", "cancel", "wait"]), st.integers(0, U
 def test_64_tasks_with_random_spans_deadlines_and_cancellations(
     n_slots: int, spans: list[int], impatient: set[int], actions: list[tuple[str, int]]
 ) -> None:
-    """Never two owners, strictly in turn, and nobody is forgotten."""
+    """There are never two owners, and every task ends."""
     users: list[User] = []
     cancelled: set[int] = set()
 
     async def play() -> None:
         with BufferPool(16 * n_slots, n_slots, use_shm=False) as pool:
-            queue = pool._queue = RecordedQueue(n_slots)
             # A deadline that is over is one that passes while others come and go.
             users.extend(
                 User(number, min(span, n_slots), PAST_NS if number in impatient else 0)
@@ -295,10 +274,7 @@ def test_64_tasks_with_random_spans_deadlines_and_cancellations(
             async with asyncio.timeout(LIMIT_S):
                 ended = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(each, asyncio.CancelledError | None) for each in ended), ended
-            places = {waiter: place for place, waiter in enumerate(queue.came)}
-            order = [places[waiter] for waiter in queue.served]
-            assert order == sorted(order)
-            assert (pool.free_slots, pool.waiting, pool._wakes) == (n_slots, 0, {})
+            assert (pool.free_slots, pool.waiting) == (n_slots, 0)
 
     asyncio.run(play())
     for user in users:
@@ -360,7 +336,7 @@ def test_threads_and_event_loops_share_a_pool(pool: BufferPool) -> None:
     assert (pool.free_slots, pool.waiting) == (8, 0)
 
 
-# --- arrays in slots ---------------------------------------------------------------------------
+# --- arrays in slots --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -368,18 +344,6 @@ async def slot(pool: BufferPool) -> AsyncIterator[PoolSlot]:
     """One in the middle, of 2000 bytes."""
     with await pool.acquire_slot(), await pool.acquire_slot(2) as found:
         yield found
-
-
-async def test_arrays_lie_beside_one_another(slot: PoolSlot) -> None:
-    a, b, c = slot.scratch([((2, 3), np.float32), (5, ml_dtypes.bfloat16), ((), np.dtype("<i8"))])
-    d = slot.scratch([2, 2], "u1")
-    assert [each.shape for each in (a, b, c, d)] == [(2, 3), (5,), (), (2, 2)]
-    assert [each.dtype for each in (a, b, c, d)] == [np.float32, ml_dtypes.bfloat16, "i8", "u1"]
-    assert [slot.offset_of(each) for each in (a, b, c, d)] == [1000, 1024, 1040, 1048]
-    assert all(each.flags.aligned and each.flags.writeable for each in (a, b, c, d))
-    for number, each in enumerate((a, b, c, d)):
-        each[...] = number
-    assert [set(each.ravel().tolist()) for each in (a, b, c, d)] == [{0}, {1}, {2}, {3}]
 
 
 SPECS = st.lists(
@@ -429,11 +393,11 @@ async def test_all_arrays_of_a_list_are_made_or_none(slot: PoolSlot) -> None:
         with pytest.raises(ValueError, match=r"left; acquire more|below 0|Python objects"):
             slot.scratch(list(specs))
     assert slot.offset_of(slot.scratch(2000, np.uint8)) == slot.offset
-    with pytest.raises(ValueError, match="1 bytes are wanted of a slot that has 0 left"):
+    with pytest.raises(ValueError, match="1 bytes were requested of a slot with 0 left"):
         slot.scratch(1, np.uint8)
 
 
-async def test_arrays_are_dead_after_the_release(pool: BufferPool) -> None:
+async def test_arrays_end_with_the_release(pool: BufferPool) -> None:
     slot = await pool.acquire_slot(8)
     array, other = slot.scratch([((3, 4), np.float32), (5, np.int64)])
     array[...], other[...] = 1, 2
@@ -460,7 +424,7 @@ async def test_arrays_are_dead_after_the_release(pool: BufferPool) -> None:
             use()
 
 
-async def test_a_view_of_a_dead_array_shows_what_is_there_by_then() -> None:
+async def test_a_view_of_an_ended_array_keeps_the_memory_mapped() -> None:
     """It can't be found; but the memory stays mapped for it, behind the pool's end too."""
     pool = BufferPool(1 << 20)
     with await pool.acquire_slot() as slot:
@@ -477,7 +441,7 @@ async def test_a_view_of_a_dead_array_shows_what_is_there_by_then() -> None:
     assert (view == 3).all()
 
 
-async def test_parts_of_a_slot_end_with_it(pool: BufferPool, slot: PoolSlot) -> None:
+async def test_subslots_end_with_their_slot(pool: BufferPool, slot: PoolSlot) -> None:
     first = slot.scratch(8, np.uint8)
     part, rest = slot.subslot(100), slot.subslot(1892)
     a, b = part.scratch(100, np.uint8), rest.scratch(1892, np.uint8)
@@ -487,7 +451,7 @@ async def test_parts_of_a_slot_end_with_it(pool: BufferPool, slot: PoolSlot) -> 
     for full in (slot, part, rest, inner):
         with pytest.raises(ValueError, match="0 left"):
             full.scratch(1, np.uint8)
-    with pytest.raises(ValueError, match="is none"):
+    with pytest.raises(ValueError, match="0 or more"):
         slot.subslot(-1)
     free = pool.free_slots
     for _ in range(2):
@@ -501,7 +465,7 @@ async def test_parts_of_a_slot_end_with_it(pool: BufferPool, slot: PoolSlot) -> 
         part.scratch(0, np.uint8)
 
 
-async def test_where_an_array_lies(pool: BufferPool, slot: PoolSlot) -> None:
+async def test_offset_of_an_array(pool: BufferPool, slot: PoolSlot) -> None:
     array = slot.scratch((4, 5), np.int32)
     assert slot.offset_of(array[1:]) == 1020
     assert slot.offset_of(array.reshape(-1).view(np.uint8)[3:]) == 1003
@@ -530,13 +494,11 @@ async def test_a_slot_is_memory_within_its_bounds(pool: BufferPool, slot: PoolSl
     ):
         with pytest.raises(TensorError, match="not within the slot"):
             slot.read(outside)
-    with pytest.raises(TensorError, match="to be put into"):
+    with pytest.raises(TensorError, match="don't fit"):
         slot.write(SharedMemory(pool.name, 2, 1000), b"123")
 
 
-async def test_an_array_over_a_place_that_somebody_else_has_filled(
-    pool: BufferPool, slot: PoolSlot
-) -> None:
+async def test_array_at_a_filled_place(pool: BufferPool, slot: PoolSlot) -> None:
     slot.write(SharedMemory(pool.name, 16, 1000), np.arange(4, dtype="<i4").view(np.uint8))
     array = slot.array_at(SharedMemory(pool.name, 16, 1000), (2, 2), np.int32)
     assert array.tolist() == [[0, 1], [2, 3]]
@@ -552,7 +514,7 @@ async def test_an_array_over_a_place_that_somebody_else_has_filled(
     assert array.shape == (0,)
 
 
-# --- the memory --------------------------------------------------------------------------------
+# --- the memory -------------------------------------------------------------------------------
 
 
 def ours() -> set[str]:
@@ -574,7 +536,7 @@ def test_a_pool_makes_and_removes_its_memory() -> None:
     assert not any(path.exists() for path in paths)
 
 
-def test_a_pool_within_the_process_makes_none() -> None:
+def test_a_private_pool_makes_no_object() -> None:
     before = ours()
     with BufferPool(1000, use_shm=False) as first, BufferPool(1000, use_shm=False) as second:
         assert first.key == second.key == ""
@@ -583,14 +545,14 @@ def test_a_pool_within_the_process_makes_none() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (7, 8), (100, 0), (-8, 8)])
-def test_a_slot_has_a_byte(sizes: tuple[int, int]) -> None:
+def test_an_empty_slot_is_refused(sizes: tuple[int, int]) -> None:
     before = ours()
     with pytest.raises(ValueError, match="slots"):
         BufferPool(*sizes)
     assert not ours() - before
 
 
-def test_more_than_there_is_shared_memory_for_is_refused_and_nothing_stays() -> None:
+def test_too_much_shared_memory_is_refused_without_leftovers() -> None:
     before = ours()
     with pytest.raises(OSError, match="enlarge /dev/shm"):
         BufferPool(1 << 60)
@@ -614,7 +576,7 @@ def test_an_exception_ends_the_memory_with_its_process(tmp_path: Path) -> None:
     assert not (SHARED_MEMORY / ran.stdout.strip()[1:]).exists()
 
 
-def test_a_child_does_not_remove_what_is_its_parents(tmp_path: Path) -> None:
+def test_a_fork_does_not_remove_its_parents_object(tmp_path: Path) -> None:
     code = """
 child = os.fork()
 if child == 0:
@@ -633,7 +595,7 @@ print(os.path.exists("/dev/shm" + pool.key), flush=True)
     assert not (SHARED_MEMORY / key[1:]).exists()
 
 
-def test_what_a_killed_process_leaves_is_swept(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text(MAKER + "sys.stdin.read()")
     with Program(tmp_path / "code.py") as program:
         path = SHARED_MEMORY / program.output.readline().strip()[1:]
@@ -642,5 +604,97 @@ def test_what_a_killed_process_leaves_is_swept(tmp_path: Path) -> None:
         program.send_signal(signal.SIGKILL)
         program.wait(LIMIT_S)
     assert path.exists(), "this is what is to be swept"
-    with BufferPool(1000):  # whoever makes the next one does it
+    with BufferPool(1000):  # the next pool sweeps
         assert not path.exists()
+
+
+# --- the queue ------------------------------------------------------------------------------------
+
+
+N_SLOTS = 7
+
+
+class Played(RuleBasedStateMachine):
+    """Some ask, some leave with and without slots, some give theirs back, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = SlotQueue(N_SLOTS)
+        self.line: list[Waiter] = []  # in the order in which they came
+        self.owners: list[Waiter | None] = [None] * N_SLOTS
+
+    def given(self, served: list[Waiter]) -> None:
+        assert served == self.line[: len(served)], "strictly in turn"
+        del self.line[: len(served)]
+        for waiter in served:
+            assert waiter.first is not None
+            slots = slice(waiter.first, waiter.first + waiter.span)
+            assert self.owners[slots] == [None] * waiter.span, "never two owners"
+            self.owners[slots] = [waiter] * waiter.span
+
+    def free(self, waiter: Waiter) -> None:
+        self.owners = [None if each is waiter else each for each in self.owners]
+
+    def holding(self) -> list[Waiter]:
+        return list(dict.fromkeys(each for each in self.owners if each is not None))
+
+    @rule(span=st.integers(1, N_SLOTS))
+    def ask(self, span: int) -> None:
+        waiter = self.queue.enter(span, lambda: None)
+        self.line.append(waiter)
+        if waiter.first is not None:
+            self.given([waiter])
+
+    @rule(data=st.data())
+    def leave_the_line(self, data: st.DataObject) -> None:
+        if self.line:
+            waiter = data.draw(st.sampled_from(self.line))
+            self.line.remove(waiter)
+            self.given(self.queue.leave(waiter))
+            assert self.queue.leave(waiter) == [], "the second time nothing happens"
+
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        if holding := self.holding():
+            waiter = data.draw(st.sampled_from(holding))
+            self.free(waiter)
+            self.given(self.queue.leave(waiter))
+            assert self.queue.leave(waiter) == []
+
+    @invariant()
+    def it_adds_up(self) -> None:
+        assert self.queue.free_slots == self.owners.count(None)
+        assert list(self.queue.waiting) == self.line
+
+    @invariant()
+    def the_first_of_the_line_waits_for_good_reason(self) -> None:
+        if self.line:
+            span = self.line[0].span
+            runs = [self.owners[at : at + span] for at in range(N_SLOTS - span + 1)]
+            assert [None] * span not in runs
+
+    def teardown(self) -> None:
+        """Once all slots are released, every waiter was served."""
+        while holding := self.holding():
+            for waiter in holding:
+                self.free(waiter)
+                self.given(self.queue.leave(waiter))
+        assert self.line == []
+
+
+TestPlayed = Played.TestCase
+TestPlayed.settings = settings(max_examples=60, stateful_step_count=60)
+
+
+@pytest.mark.parametrize("span", [-1, 0, N_SLOTS + 1])
+def test_an_impossible_span_is_refused(span: int) -> None:
+    queue = SlotQueue(N_SLOTS)
+    with pytest.raises(ValueError, match="can never be free"):
+        queue.enter(span, lambda: None)
+    assert not queue.waiting
+
+
+@pytest.mark.parametrize("n_slots", [0, -3])
+def test_no_slots_are_refused(n_slots: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        SlotQueue(n_slots)

@@ -1,4 +1,4 @@
-"""The messages are those of Triton's clients, and can be in one process with theirs."""
+"""The messages are Triton's, in one process with those of its client."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def fields_of(found: Any) -> dict[str, tuple[int, int, bool, object]]:
 
 
 @pytest.mark.parametrize("name", sorted(OURS))
-def test_each_field_is_theirs(name: str) -> None:
+def test_each_field_is_tritons(name: str) -> None:
     ours, theirs = fields_of(message(name).DESCRIPTOR), fields_of(THEIRS[name])
     assert ours.items() <= theirs.items()
     if name in service_pb2.DESCRIPTOR.message_types_by_name:
         assert ours == theirs
 
 
-def test_each_of_their_calls_is_here() -> None:
+def test_each_method_of_triton_exists() -> None:
     theirs = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
     assert [(each.name, each.input_type.name, each.server_streaming) for each in theirs] == [
         (each.name, each.request.DESCRIPTOR.name, each.streams) for each in METHODS.values()
@@ -52,7 +52,7 @@ def test_each_of_their_calls_is_here() -> None:
     assert len(METHODS) == 20
 
 
-def test_what_is_read_is_what_is_written_down(tmp_path: Path) -> None:
+def test_the_descriptor_file_matches_the_proto(tmp_path: Path) -> None:
     """`make proto` after a change of `inference.proto`."""
     made = tmp_path / "made.binpb"
     command = ["-m", "grpc_tools.protoc", "-I", "kserve", f"--descriptor_set_out={made}"]

@@ -1,4 +1,4 @@
-"""What is not taken, with what code, and that nothing large is made of it first."""
+"""Malformed requests are refused with a code before anything large is allocated."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from nano_inference.config import RequestError
-from nano_inference.kserve.checks import MAX_TENSORS
-from nano_inference.kserve.codec import decode_infer_request, encode_infer_response
-from nano_inference.kserve.elements import MAX_STRINGS
-from nano_inference.kserve.http_codec import decode_http_request, encode_http_response
+from nano_inference.kserve.codec import MAX_TENSORS, decode_http_request, encode_http_response
+from nano_inference.kserve.grpc_codec import decode_infer_request, encode_infer_response
 from nano_inference.kserve.protobuf import ModelInferRequest
 from nano_inference.kserve.tensors import (
+    MAX_STRINGS,
     InferResponse,
     NamedTensor,
     RequestedOutput,
@@ -94,7 +93,7 @@ def refused(read: Callable[[], object], most_bytes: int = 1 << 20) -> RequestErr
 
 @pytest.mark.parametrize("shape", SHAPES_OF_NOTHING)
 @pytest.mark.parametrize("datatype", ["FP32", "BYTES", "BOOL"])
-def test_a_shape_that_is_not_that_of_its_elements(shape: list[int], datatype: str) -> None:
+def test_shape_and_elements_must_fit(shape: list[int], datatype: str) -> None:
     raw = {"FP32": b"\0" * 8, "BYTES": b"\0" * 8, "BOOL": b"\0\1"}[datatype]
     field = {"FP32": "fp32_contents", "BYTES": "bytes_contents", "BOOL": "bool_contents"}[datatype]
     elements: list[Any] = {"FP32": [1.0, 2.0], "BYTES": [b"", b""], "BOOL": [True, False]}[datatype]
@@ -134,10 +133,10 @@ def test_a_shape_that_is_not_that_of_its_elements(shape: list[int], datatype: st
         (b"\xff\xff\xff\xffabc", [1], "ends within its element 0 of 1"),
         (b"\2\0\0\0ab\1\0", [2], "ends within its element 1 of 2"),
         (b"\1\0\0\0a\0", [1], "1 bytes more than its 1 elements"),
-        (bytes(4 * MAX_STRINGS + 4), [MAX_STRINGS + 1], "at most 1048576"),
+        (bytes(4 * MAX_STRINGS + 4), [MAX_STRINGS + 1], "more than 1048576"),
     ],
 )
-def test_strings_that_are_not_what_they_say(raw: bytes, shape: list[int], said: str) -> None:
+def test_malformed_strings_are_refused(raw: bytes, shape: list[int], said: str) -> None:
     made = message(shape, [raw], "BYTES")
     # Protobuf hands out a copy of all that was sent.
     error = refused(lambda: decode_infer_request(made), len(raw) + (1 << 20))
@@ -146,7 +145,7 @@ def test_strings_that_are_not_what_they_say(raw: bytes, shape: list[int], said: 
 
 
 @pytest.mark.parametrize("datatype", ["FP32", "BYTES", "BOOL"])
-def test_a_tensor_without_elements_may_not_be_huge_otherwise(datatype: str) -> None:
+def test_an_empty_tensor_with_huge_dimensions_is_refused(datatype: str) -> None:
     described = {"name": "a", "shape": [0, 2**62, 2**62], "datatype": datatype}
     binary = body({**described, "parameters": {"binary_data_size": 0}})
     ways: list[Callable[[], object]] = [
@@ -187,19 +186,19 @@ def test_a_tensor_without_elements_may_not_be_huge_otherwise(datatype: str) -> N
     ],
     ids=lambda made: str(made).replace("\n", " ")[:100],
 )
-def test_messages_that_make_no_sense(made: Any) -> None:
+def test_malformed_messages_are_refused(made: Any) -> None:
     memory = Memory()
     assert refused(lambda: decode_infer_request(made, memory)).code == "invalid_tensor"
     assert not memory.reads
 
 
-def test_some_raw_contents_but_not_of_all() -> None:
+def test_raw_contents_must_be_of_all_tensors() -> None:
     made = message([2], [b"\0" * 8])
     made.inputs.add(name="b", datatype="FP32", shape=[2]).contents.fp32_contents.extend([1, 2])
     assert "1 raw contents for 2" in refused(lambda: decode_infer_request(made)).message
 
 
-def test_too_many_tensors() -> None:
+def test_too_many_tensors_are_refused() -> None:
     made = ModelInferRequest(model_name="model")
     for _ in range(MAX_TENSORS + 1):
         made.inputs.add(name="a", datatype="INT8", shape=[0])
@@ -212,13 +211,13 @@ def test_too_many_tensors() -> None:
         decode_http_request("m", "", wanted)
 
 
-def test_a_parameter_without_a_value() -> None:
+def test_a_parameter_without_a_value_is_refused() -> None:
     made = message([2], [b"\0" * 8])
     made.parameters["sequence"].SetInParent()
     assert refused(lambda: decode_infer_request(made)).code == "invalid_request"
 
 
-def test_shared_memory_where_there_is_none() -> None:
+def test_shared_memory_without_any_is_refused() -> None:
     made = message([2], [], parameters=in_memory())
     assert "there is none here" in refused(lambda: decode_infer_request(made)).message
     placed = body(one(datatype="FP32", data=None, parameters=in_memory()))
@@ -226,7 +225,7 @@ def test_shared_memory_where_there_is_none() -> None:
     assert "there is none here" in refused(lambda: decode_http_request("m", "", placed)).message
 
 
-def test_classification() -> None:
+def test_classification_is_refused() -> None:
     made = message([2], [b"\0" * 8])
     made.outputs.add(name="b").parameters["classification"].int64_param = 3
     assert refused(lambda: decode_infer_request(made)).code == "unsupported"
@@ -291,33 +290,31 @@ def test_classification() -> None:
     ],
     ids=lambda given: repr(given)[:100],
 )  # fmt: skip
-def test_bodies_that_make_no_sense(given: bytes, header: int | None, code: str) -> None:
+def test_malformed_bodies_are_refused(given: bytes, header: int | None, code: str) -> None:
     with pytest.raises(RequestError) as caught:
         decode_http_request("m", "", given, header, Memory())
     assert caught.value.code == code
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 2**70])
-def test_binary_data_of_another_size(size: int) -> None:
-    head = {"name": "a", "shape": [2], "datatype": "INT8"}
-    made = body({**head, "parameters": {"binary_data_size": size}})
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        *(({"data": None, "parameters": {"binary_data_size": n}}, "") for n in (0, 1, 3, 2**70)),
+        ({}, "2 bytes of binary data are left"),
+        ({"parameters": {"binary_data_size": 2}}, "it has 2"),
+    ],
+)
+def test_binary_data_must_fit_its_tensors(more: dict[str, Any], why: str) -> None:
+    described = one(**more)
+    if "data" in more:
+        del described["data"]
+    made = body(described)
     error = refused(lambda: decode_http_request("m", "", made + b"ab", len(made)))
     assert error.code == "invalid_tensor"
+    assert why in error.message
 
 
-def test_binary_data_that_belongs_to_nobody() -> None:
-    made = body(one())
-    error = refused(lambda: decode_http_request("m", "", made + b"ab", len(made)))
-    assert "2 bytes of binary data are left" in error.message
-
-
-def test_binary_data_and_json_at_once() -> None:
-    made = body(one(parameters={"binary_data_size": 2}))
-    error = refused(lambda: decode_http_request("m", "", made + b"ab", len(made)))
-    assert "it has 2" in error.message
-
-
-def test_an_output_that_is_larger_than_its_place() -> None:
+def test_a_written_output_must_fit_its_place() -> None:
     memory = Memory()
     response = InferResponse(model_name="m", outputs=(NamedTensor("b", np.ones(2)),))
     wanted = [RequestedOutput("b", SharedMemory("region", 15))]
@@ -329,7 +326,7 @@ def test_an_output_that_is_larger_than_its_place() -> None:
     assert not memory.data.any()
 
 
-def test_a_region_that_is_not_there() -> None:
+def test_an_unknown_region_is_refused() -> None:
     memory = Memory()
     response = InferResponse(model_name="m", outputs=(NamedTensor("b", np.ones(2)),))
     wanted = [RequestedOutput("b", SharedMemory("other", 16))]
@@ -350,7 +347,16 @@ def test_a_region_that_is_not_there() -> None:
     ],
     ids=lambda data: str(data.dtype),
 )
-def test_arrays_that_are_no_tensors(data: Any) -> None:
+def test_arrays_without_a_datatype_are_refused(data: Any) -> None:
     response = InferResponse(model_name="m", outputs=(NamedTensor("b", data),))
     assert refused(lambda: encode_infer_response(response)).code == "invalid_tensor"
     assert refused(lambda: encode_http_response(response, (), True)).code == "invalid_tensor"
+
+
+@pytest.mark.parametrize(
+    "data", [np.array([b"\xff"], dtype=np.object_), np.zeros(1, dtype=np.float16)]
+)
+def test_outputs_without_a_json_form_are_refused_with_advice(data: Any) -> None:
+    response = InferResponse(model_name="m", outputs=(NamedTensor("b", data),))
+    assert "binary_data" in refused(lambda: encode_http_response(response)).message
+    assert encode_http_response(response, binary_outputs=True)[1] is not None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from multiprocessing.shared_memory import SharedMemory as PythonMemory
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +22,12 @@ from hypothesis import strategies as st
 from nano_inference.config import RequestError
 from nano_inference.config.temporary import SHARED_MEMORY
 from nano_inference.kserve import shared_memory
-from nano_inference.kserve.buffers import WarmBuffers
-from nano_inference.kserve.shared_memory import Region, SharedMemoryRegistry
+from nano_inference.kserve.shared_memory import (
+    Region,
+    SharedMemoryRegistry,
+    WarmBuffers,
+    copy_by_two,
+)
 from nano_inference.kserve.tensors import SharedMemory
 
 from ..programs import run
@@ -38,7 +44,10 @@ class Object:
     Attributes:
         key: Its name.
         path: Where Linux shows it.
+        registry: Where the test registers it.
     """
+
+    registry: SharedMemoryRegistry
 
     def __init__(self, size: int = SIZE, *, mode: int = 0o600, full: bool = True) -> None:
         self.key = f"/nano-test-{secrets.token_hex(8)}"
@@ -59,16 +68,17 @@ class Object:
 
 
 @pytest.fixture(params=[0o600, 0o666], ids=["own", "others may write"])
-def there(request: pytest.FixtureRequest) -> Iterator[Object]:
-    """One that is copied through a mapping, and one that is not."""
-    found = Object(mode=request.param)
-    yield found
-    found.path.unlink()
+def there(request: pytest.FixtureRequest, registry: SharedMemoryRegistry) -> Iterator[Object]:
+    """An object that is copied through a mapping, and one that is not."""
+    made = Object(mode=request.param)
+    made.registry = registry
+    yield made
+    made.path.unlink()
 
 
 @pytest.fixture
 def registry() -> Iterator[SharedMemoryRegistry]:
-    """With a limit of three; what it has opened it must have closed at the end."""
+    """A registry of at most three regions, which closes every descriptor."""
     before = open_objects()
     found = SharedMemoryRegistry(max_regions=3)
     yield found
@@ -77,7 +87,7 @@ def registry() -> Iterator[SharedMemoryRegistry]:
 
 
 def open_objects() -> int:
-    """How many descriptors this process has of shared memory."""
+    """Number of this process's descriptors of shared memory."""
     links = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # that of the list itself
@@ -89,77 +99,78 @@ def refused(code: str, why: str | None = None) -> pytest.RaisesExc[RequestError]
     return pytest.RaisesExc(RequestError, match=why, check=lambda error: error.code == code)
 
 
-def test_what_is_written_is_in_the_object_and_read_again(
-    there: Object, registry: SharedMemoryRegistry
-) -> None:
-    registry.register("all", there.key, 0, SIZE)
-    registry.register("part", there.key[1:], PAGE + 7, 1000)  # the slash may be left out
+def test_written_bytes_are_in_the_object_and_read_back(there: Object) -> None:
+    there.registry.register("all", there.key, 0, SIZE)
+    there.registry.register("part", there.key[1:], PAGE + 7, 1000)  # the slash may be left out
     before = there.data()
-    registry.write(SharedMemory("part", 10, 100), b"0123456789")
+    there.registry.write(SharedMemory("part", 10, 100), b"0123456789")
     after = before[: PAGE + 107] + b"0123456789" + before[PAGE + 117 :]
     assert there.data() == after
-    assert registry.read(SharedMemory("part", 12, 99)).tobytes() == after[PAGE + 106 : PAGE + 118]
-    assert registry.read(SharedMemory("all", SIZE)).tobytes() == after
-    registry.write(SharedMemory("all", 20, 5), np.frombuffer(b"four", np.uint8))
+    assert (
+        there.registry.read(SharedMemory("part", 12, 99)).tobytes()
+        == after[PAGE + 106 : PAGE + 118]
+    )
+    assert there.registry.read(SharedMemory("all", SIZE)).tobytes() == after
+    there.registry.write(SharedMemory("all", 20, 5), np.frombuffer(b"four", np.uint8))
     assert there.data() == after[:5] + b"four" + after[9:], "a piece may be larger than what is put"
-    registry.write(SharedMemory("all", SIZE), memoryview(before))
+    there.registry.write(SharedMemory("all", SIZE), memoryview(before))
     assert there.data() == before
 
 
-def test_what_is_read_is_a_copy(there: Object, registry: SharedMemoryRegistry) -> None:
-    registry.register("all", there.key, 0, SIZE)
+def test_read_bytes_are_a_copy(there: Object) -> None:
+    there.registry.register("all", there.key, 0, SIZE)
     before = there.data()
-    data = registry.read(SharedMemory("all", SIZE))
+    data = there.registry.read(SharedMemory("all", SIZE))
     assert (data.dtype, data.shape, data.flags.writeable) == (np.uint8, (SIZE,), False)
     there.fill(bytes(SIZE))
-    registry.unregister("all")
+    there.registry.unregister("all")
     assert data.tobytes() == before
 
 
-def test_nothing_is_read_and_written(there: Object, registry: SharedMemoryRegistry) -> None:
-    registry.register("all", there.key, 0, SIZE)
+def test_zero_bytes_are_read_and_written(there: Object) -> None:
+    there.registry.register("all", there.key, 0, SIZE)
     before = there.data()
-    assert registry.read(SharedMemory("all", 0, SIZE)).shape == (0,)
-    registry.write(SharedMemory("all", 0, SIZE), b"")
+    assert there.registry.read(SharedMemory("all", 0, SIZE)).shape == (0,)
+    there.registry.write(SharedMemory("all", 0, SIZE), b"")
     assert there.data() == before
 
 
-def test_status_tells_what_is_registered(there: Object, registry: SharedMemoryRegistry) -> None:
-    registry.register("a", there.key, 0, SIZE)
-    registry.register("b", there.key[1:], 8, 16)
+def test_status_lists_regions(there: Object) -> None:
+    there.registry.register("a", there.key, 0, SIZE)
+    there.registry.register("b", there.key[1:], 8, 16)
     a, b = Region(there.key, 0, SIZE), Region(there.key[1:], 8, 16)
-    assert registry.status() == {"a": a, "b": b}
-    assert registry.status("b") == {"b": b}
+    assert there.registry.status() == {"a": a, "b": b}
+    assert there.registry.status("b") == {"b": b}
     with refused("unknown_region", "'c'"):
-        registry.status("c")
+        there.registry.status("c")
 
 
-def test_to_register_again_replaces(there: Object, registry: SharedMemoryRegistry) -> None:
+def test_registering_again_replaces_a_region(there: Object) -> None:
     other = Object(100)
-    registry.register("a", there.key, 0, SIZE)
+    there.registry.register("a", there.key, 0, SIZE)
     opened = open_objects()
-    registry.register("a", other.key, 10, 50)
+    there.registry.register("a", other.key, 10, 50)
     assert open_objects() == opened
-    assert registry.status() == {"a": Region(other.key, 10, 50)}
+    assert there.registry.status() == {"a": Region(other.key, 10, 50)}
     with refused("invalid_region"):
-        registry.register("a", "/nano-test-nothing", 0, 1)
-    assert registry.read(SharedMemory("a", 50)).tobytes() == other.data()[10:60]
+        there.registry.register("a", "/nano-test-nothing", 0, 1)
+    assert there.registry.read(SharedMemory("a", 50)).tobytes() == other.data()[10:60]
     other.path.unlink()
-    # What has no name any more is still there for who has opened it.
-    assert registry.read(SharedMemory("a", 1)).tolist() == [10]
+    # An unlinked object stays while it is open.
+    assert there.registry.read(SharedMemory("a", 1)).tolist() == [10]
 
 
-def test_to_unregister_is_idempotent(there: Object, registry: SharedMemoryRegistry) -> None:
+def test_unregister_is_idempotent(there: Object) -> None:
     for name in "abc":
-        registry.register(name, there.key, 0, SIZE)
+        there.registry.register(name, there.key, 0, SIZE)
     for _ in range(2):
-        registry.unregister("b")
-        assert list(registry.status()) == ["a", "c"]
+        there.registry.unregister("b")
+        assert list(there.registry.status()) == ["a", "c"]
     with refused("unknown_region", "'b'"):
-        registry.read(SharedMemory("b", 1))
+        there.registry.read(SharedMemory("b", 1))
     for _ in range(2):
-        registry.unregister()
-        assert registry.status() == {}
+        there.registry.unregister()
+        assert there.registry.status() == {}
     assert there.path.exists()
 
 
@@ -179,28 +190,22 @@ def test_to_unregister_is_idempotent(there: Object, registry: SharedMemoryRegist
         ("r", "\ud800", 0, 1, "no Unicode"),
         ("r", "/{key}-other", 0, 1, "there is no shared memory object"),
         ("r", "é" * 250, 0, 1, "can't be opened"),
-        ("r", "/{key}", -1, 10, "is none"),
-        ("r", "/{key}", 0, 0, "is none"),
-        ("r", "/{key}", 0, -1, "is none"),
+        ("r", "/{key}", -1, 10, "not possible"),
+        ("r", "/{key}", 0, 0, "not possible"),
+        ("r", "/{key}", 0, -1, "not possible"),
         ("r", "/{key}", 0, SIZE + 1, "too few"),
         ("r", "/{key}", SIZE, 1, "too few"),
-        ("r", "/{key}", 1, 2**63 - 1, "is none"),
-        ("r", "/{key}", 2**64 - 1, 2, "is none"),
-        ("r", "/{key}", 10**400, 1, "is none"),
+        ("r", "/{key}", 1, 2**63 - 1, "not possible"),
+        ("r", "/{key}", 2**64 - 1, 2, "not possible"),
+        ("r", "/{key}", 10**400, 1, "not possible"),
     ],
 )
-def test_what_can_not_be_registered(
-    there: Object,
-    registry: SharedMemoryRegistry,
-    name: str,
-    key: str,
-    offset: int,
-    byte_size: int,
-    why: str,
+def test_impossible_regions_are_refused(
+    there: Object, name: str, key: str, offset: int, byte_size: int, why: str
 ) -> None:
     with refused("invalid_region", why):
-        registry.register(name, key.replace("{key}", there.key[1:]), offset, byte_size)
-    assert registry.status() == {}
+        there.registry.register(name, key.replace("{key}", there.key[1:]), offset, byte_size)
+    assert there.registry.status() == {}
 
 
 def test_only_shared_memory_is_opened(registry: SharedMemoryRegistry, tmp_path: Path) -> None:
@@ -219,44 +224,40 @@ def test_only_shared_memory_is_opened(registry: SharedMemoryRegistry, tmp_path: 
             path.rmdir() if path.is_dir() else path.unlink()
 
 
-def test_there_is_a_limit(there: Object, registry: SharedMemoryRegistry) -> None:
+def test_the_number_of_regions_is_limited(there: Object) -> None:
     for name in "abc":
-        registry.register(name, there.key, 0, SIZE)
+        there.registry.register(name, there.key, 0, SIZE)
     with refused("invalid_region", "3 regions"):
-        registry.register("d", there.key, 0, SIZE)
-    registry.register("c", there.key, 1, 1)  # instead of another
-    registry.unregister("a")
-    registry.register("d", there.key, 0, SIZE)
-    assert list(registry.status()) == ["b", "c", "d"]
+        there.registry.register("d", there.key, 0, SIZE)
+    there.registry.register("c", there.key, 1, 1)  # instead of another
+    there.registry.unregister("a")
+    there.registry.register("d", there.key, 0, SIZE)
+    assert list(there.registry.status()) == ["b", "c", "d"]
 
 
 @pytest.mark.parametrize(
     "place",
     [(-1, 5), (5, -5), (0, 101), (100, 1), (2**63, 1), (1, 2**63), (-(2**70), 2**70 + 5)],
 )
-def test_a_piece_outside_of_its_region_is_refused(
-    there: Object, registry: SharedMemoryRegistry, place: tuple[int, int]
-) -> None:
-    registry.register("r", there.key, 50, 100)
+def test_a_place_outside_its_region_is_refused(there: Object, place: tuple[int, int]) -> None:
+    there.registry.register("r", there.key, 50, 100)
     before = there.data()
     outside = SharedMemory("r", place[1], place[0])
     with refused("invalid_region"):
-        registry.read(outside)
+        there.registry.read(outside)
     with refused("invalid_region"):
-        registry.write(outside, b"")
+        there.registry.write(outside, b"")
     with refused("invalid_region", "more room"):
-        registry.write(SharedMemory("r", 5, 0), b"123456")
+        there.registry.write(SharedMemory("r", 5, 0), b"123456")
     assert there.data() == before
 
 
-def test_an_object_that_was_made_smaller_is_refused(
-    there: Object, registry: SharedMemoryRegistry
-) -> None:
-    registry.register("r", there.key, 0, SIZE)
+def test_a_shrunk_object_is_refused(there: Object) -> None:
+    there.registry.register("r", there.key, 0, SIZE)
     os.truncate(there.path, 3 * PAGE)
     for action in (
-        lambda place: registry.read(place),
-        lambda place: registry.write(place, bytes(place.byte_size)),
+        lambda place: there.registry.read(place),
+        lambda place: there.registry.write(place, bytes(place.byte_size)),
     ):
         action(SharedMemory("r", 3 * PAGE))
         for outside in (SharedMemory("r", SIZE), SharedMemory("r", 1, 3 * PAGE)):
@@ -265,10 +266,10 @@ def test_an_object_that_was_made_smaller_is_refused(
     assert there.path.stat().st_size == 3 * PAGE
 
 
-def test_who_makes_it_smaller_in_the_middle_ends_no_process(
+def test_shrinking_during_a_copy_is_an_error_and_no_signal(
     registry: SharedMemoryRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where somebody else could do that: what is mapped would be gone, and the signal kill us."""
+    """In objects that other users can shrink; touching a mapping would be SIGBUS."""
     there = Object(mode=0o666)
     registry.register("r", there.key, 0, SIZE)
     seen = os.stat(there.path)
@@ -282,7 +283,7 @@ def test_who_makes_it_smaller_in_the_middle_ends_no_process(
 
 
 @pytest.mark.parametrize(("mode", "others"), [(0o600, False), (0o620, True), (0o602, True)])
-def test_only_what_nobody_else_can_make_smaller_is_touched(
+def test_only_objects_that_no_other_user_can_shrink_are_mapped(
     registry: SharedMemoryRegistry, monkeypatch: pytest.MonkeyPatch, mode: int, others: bool
 ) -> None:
     there = Object(mode=mode)
@@ -318,7 +319,7 @@ def test_holes_are_read_as_zeros_and_stay_holes(registry: SharedMemoryRegistry) 
     there.path.unlink()
 
 
-def test_where_there_is_no_memory_for_a_hole_is_an_error(
+def test_no_memory_for_a_hole_is_an_error(
     registry: SharedMemoryRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = Object(full=False)
@@ -337,8 +338,8 @@ def test_where_there_is_no_memory_for_a_hole_is_an_error(
     there.path.unlink()
 
 
-def test_an_object_stays_its_makers(tmp_path: Path) -> None:
-    """Python's own SharedMemory removes at its end what it had only opened."""
+def test_a_clients_object_is_not_removed(tmp_path: Path) -> None:
+    """Python's own SharedMemory removes at exit objects that it only opened."""
     there = Object()
     ran = run(
         f"""
@@ -357,7 +358,7 @@ print(registry.read(SharedMemory("kept", 3)).tolist())
     there.path.unlink()
 
 
-def test_tritons_own_helpers(registry: SharedMemoryRegistry) -> None:
+def test_tritons_shared_memory_utilities(registry: SharedMemoryRegistry) -> None:
     key = f"nano-test-{secrets.token_hex(8)}"
     handle = triton.create_shared_memory_region("r", key, 4096)
     try:
@@ -376,24 +377,11 @@ def test_tritons_own_helpers(registry: SharedMemoryRegistry) -> None:
     assert not (SHARED_MEMORY / key).exists()
 
 
-def test_reading_again_takes_the_same_memory(there: Object) -> None:
-    buffers = WarmBuffers()
-    registry = SharedMemoryRegistry(buffers=buffers)
-    registry.register("r", there.key, 0, SIZE)
-    first = registry.read(SharedMemory("r", SIZE))
-    address = first.ctypes.data
-    del first
-    second = registry.read(SharedMemory("r", SIZE))
-    assert second.ctypes.data == address
-    assert second.tobytes() == there.data()
-    registry.unregister()
-
-
-def test_a_region_is_not_taken_away_while_it_is_copied(
-    registry: SharedMemoryRegistry, there: Object, monkeypatch: pytest.MonkeyPatch
+def test_a_region_stays_attached_during_a_copy(
+    there: Object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry.register("r", there.key, 0, SIZE)
-    registry.register("other", there.key, 0, SIZE)
+    there.registry.register("r", there.key, 0, SIZE)
+    there.registry.register("other", there.key, 0, SIZE)
     copying, go_on, gone = threading.Event(), threading.Event(), threading.Event()
     really = shared_memory._Attached.copy_out
 
@@ -407,18 +395,18 @@ def test_a_region_is_not_taken_away_while_it_is_copied(
     read: list[bytes] = []
 
     def take() -> None:
-        read.append(registry.read(SharedMemory("r", SIZE)).tobytes())
+        read.append(there.registry.read(SharedMemory("r", SIZE)).tobytes())
 
     def take_away() -> None:
-        registry.unregister("r")
+        there.registry.unregister("r")
         gone.set()
 
     threads = [threading.Thread(target=take), threading.Thread(target=take_away)]
     threads[0].start()
     assert copying.wait(30)
     threads[1].start()
-    registry.read(SharedMemory("other", SIZE))  # others need not wait
-    while "r" in registry.status():
+    there.registry.read(SharedMemory("other", SIZE))  # others need not wait
+    while "r" in there.registry.status():
         pass
     assert not gone.is_set()
     go_on.set()
@@ -428,7 +416,7 @@ def test_a_region_is_not_taken_away_while_it_is_copied(
     assert read == [there.data()]
 
 
-def test_many_threads_use_regions_that_come_and_go(there: Object) -> None:
+def test_threads_use_regions_that_come_and_go(there: Object) -> None:
     registry = SharedMemoryRegistry()
     errors: list[BaseException] = []
 
@@ -473,7 +461,7 @@ WRITES = st.lists(
     mode=st.sampled_from([0o600, 0o666]),
     full=st.booleans(),
 )
-def test_regions_are_what_is_in_their_object(
+def test_regions_show_their_object(
     size: int,
     start: int,
     writes: list[tuple[str, int, bytes]],
@@ -505,16 +493,126 @@ def test_regions_are_what_is_in_their_object(
         there.path.unlink()
 
 
-def test_objects_of_python(registry: SharedMemoryRegistry) -> None:
-    """As most clients make theirs: all of it is a hole until it is written."""
-    memory = PythonMemory(create=True, size=SIZE)
-    try:
-        registry.register("r", memory.name, 0, SIZE)
-        assert memory.buf is not None
-        memory.buf[:3] = b"abc"
-        assert registry.read(SharedMemory("r", 5)).tobytes() == b"abc\0\0"
-        registry.write(SharedMemory("r", SIZE), b"z" * SIZE)
-        assert bytes(memory.buf[:SIZE]) == b"z" * SIZE
-    finally:
-        memory.close()
-        memory.unlink()
+# --- buffers --------------------------------------------------------------------------------------
+
+
+BUFFER = 256 << 10
+
+
+def test_memory_is_reused() -> None:
+    buffers = WarmBuffers()
+    first = buffers.take(BUFFER)
+    address = first.ctypes.data
+    del first
+    assert buffers.idle_bytes == BUFFER
+    again = buffers.take(BUFFER - 100)
+    assert again.ctypes.data == address
+    assert again.shape == (BUFFER - 100,)
+    assert buffers.idle_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda array: array[5:],
+        lambda array: array[8:16].view(np.float32).reshape(2, 1),
+        lambda array: memoryview(array)[7:],
+        lambda array: np.frombuffer(array.data, np.int64),
+    ],
+)
+def test_memory_with_a_live_view_is_not_reused(look: Callable[[Any], Any]) -> None:
+    buffers = WarmBuffers()
+    first = buffers.take(BUFFER)
+    first[:] = 7
+    view = look(first)
+    del first
+    buffers.take(BUFFER)[:] = 1
+    assert set(bytes(view)) == {7}
+    assert buffers.idle_bytes == BUFFER, "the second one's alone"
+    del view
+    assert buffers.idle_bytes == 2 * BUFFER
+
+
+def test_no_more_is_kept_than_allowed() -> None:
+    buffers = WarmBuffers(max_idle_bytes=3 * BUFFER)
+    taken = [buffers.take(BUFFER) for _ in range(5)]
+    taken.append(buffers.take(4 * BUFFER))
+    taken.clear()
+    assert buffers.idle_bytes == 3 * BUFFER
+
+
+def test_small_buffers_are_not_kept() -> None:
+    buffers = WarmBuffers()
+    assert [buffers.take(size).shape for size in (0, 1, 1000)] == [(0,), (1,), (1000,)]
+    assert (buffers.idle_bytes, buffers.used_bytes) == (0, 0)
+
+
+def test_no_more_is_in_use_than_allowed() -> None:
+    buffers = WarmBuffers(max_used_bytes=BUFFER + 100)
+    large, small = buffers.take(BUFFER), buffers.take(100)
+    view = large[5:]
+    del large
+    for size in (1, BUFFER, 10**15):
+        with pytest.raises(RequestError, match="leaves no room") as caught:
+            buffers.take(size)
+        assert caught.value.code == "overloaded"
+    assert buffers.used_bytes == BUFFER + 100
+    del small
+    buffers.take(100)
+    del view
+    assert buffers.used_bytes == 0
+    buffers.take(BUFFER)
+
+
+def test_the_garbage_collector_may_run_during_take() -> None:
+    """Which is on the same thread, so that to wait for the lock would be for ever."""
+    buffers = WarmBuffers()
+    circle: list[object] = [buffers.take(BUFFER)]
+    circle.append(circle)
+    gone = weakref.ref(circle[0])
+    del circle
+    with buffers._lock:
+        gc.collect()
+        assert gone() is None
+    assert (buffers.idle_bytes, buffers.used_bytes) == (BUFFER, 0)
+
+
+def test_an_impossible_size_is_a_memory_error() -> None:
+    buffers = WarmBuffers()
+    with pytest.raises(MemoryError, match="not available"):
+        buffers.take(1 << 61)
+    assert buffers.used_bytes == 0
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+COPIES = [0, 1, 1 << 20, (4 << 20) - 1, 4 << 20, (9 << 20) + 12345]
+
+
+@pytest.mark.parametrize("size", COPIES)
+def test_every_byte_is_copied(size: int) -> None:
+    source = np.random.default_rng(1).integers(0, 256, size, np.uint8)
+    target = np.zeros(size, np.uint8)
+    copy_by_two(target, source)
+    assert np.array_equal(target, source)
+
+
+def test_a_busy_helper_is_not_awaited() -> None:
+    free = threading.Event()
+    busy = shared_memory._copy_helper.submit(free.wait, 30)
+    source = np.arange(5 << 20, dtype=np.uint32).view(np.uint8)
+    target = np.zeros_like(source)
+    copy_by_two(target, source)
+    assert not busy.done()
+    free.set()
+    assert busy.result()
+    assert np.array_equal(target, source)
+
+
+def test_errors_are_raised() -> None:
+    source = np.zeros(8 << 20, np.uint8)
+    target = np.zeros(8 << 20, np.uint8)
+    target.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        copy_by_two(target, source)

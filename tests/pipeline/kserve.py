@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nano_inference.config import Config
-from nano_inference.gateway.api.kserve.models.lane import Lane
+from nano_inference.gateway.api.kserve.models.backend import EngineBackend
 from nano_inference.gateway.api.kserve.repository import open_service
 from nano_inference.gateway.api.kserve.service import InferenceService
 from nano_inference.gateway.policy.chain import PolicyChain
@@ -31,9 +31,11 @@ from nano_inference.pipeline.client import BusClient
 from nano_inference.telemetry import TraceContext
 
 
-def lane_of(client: BusClient, config: Config, policy: PolicyChain | None = None) -> Lane:
-    """What the models have in common."""
-    return Lane(*_parts(client, config, policy))
+def backend_of(
+    client: BusClient, config: Config, policy: PolicyChain | None = None
+) -> EngineBackend:
+    """Return what the engine's models share."""
+    return EngineBackend(*_parts(client, config, policy))
 
 
 def service_of(
@@ -73,7 +75,7 @@ def tensor(name: str, found: Any) -> NamedTensor:
     return NamedTensor(name, np.array(found if isinstance(found, Sequence) else [found], dtype))
 
 
-def asked(
+def infer_request(
     model: str,
     /,
     outputs: Sequence[str] = (),
@@ -93,7 +95,7 @@ def arrays(response: InferResponse) -> dict[str, Array]:
     return {each.name: each.data for each in response.outputs}
 
 
-def told(response: InferResponse) -> dict[str, Any]:
+def as_lists(response: InferResponse) -> dict[str, Any]:
     """All outputs as lists; texts as `str`."""
     found = {}
     for name, data in arrays(response).items():

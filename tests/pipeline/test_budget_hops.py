@@ -33,7 +33,7 @@ from nano_inference.kserve import (
     NamedTensor,
     text_tensor,
 )
-from nano_inference.kserve.deadlines import TIMEOUT_NS_PARAM
+from nano_inference.kserve.parameters import TIMEOUT_NS_PARAM
 from nano_inference.pipeline.client import BusClient
 from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.batching.core import BatchingCore

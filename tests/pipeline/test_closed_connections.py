@@ -22,9 +22,9 @@ from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import Dispatch, StepPlan, StepResult
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.server.connections import Connection
-from nano_inference.kserve.codec import encode_infer_request
+from nano_inference.kserve.grpc_codec import encode_infer_request
 from nano_inference.kserve.protobuf import METHODS
-from nano_inference.kserve.tensors import NamedTensor
+from nano_inference.kserve.tensors import InferRequest, NamedTensor
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.batching.sequence import Sequence
@@ -240,7 +240,9 @@ async def test_a_call_over_grpc_that_is_cancelled_frees_its_blocks_within_a_step
         NamedTensor("stream", np.array([stream])),
     ]
     sampling = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
-    asked = encode_infer_request(shared.config.engine.model_name, inputs, parameters=sampling)
+    name = shared.config.engine.model_name
+    request = InferRequest(model_name=name, inputs=tuple(inputs), parameters=sampling)
+    asked = encode_infer_request(request)
     async with (
         Gateway(shared.client, config) as gateway,
         grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel,

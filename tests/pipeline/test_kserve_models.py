@@ -18,7 +18,7 @@ from nano_inference.gateway.api.kserve.service import InferenceService
 
 from . import reference
 from .conftest import config_maker
-from .kserve import arrays, asked, origin, service_of, stream, told
+from .kserve import arrays, as_lists, infer_request, origin, service_of, stream
 
 LIMIT_S = 60
 LENGTH = 256
@@ -67,7 +67,7 @@ async def test_texts_are_those_of_the_pipeline(
     pipeline: Pipeline, service: InferenceService
 ) -> None:
     wanted = await direct(pipeline)
-    request = asked(
+    request = infer_request(
         "tiny",
         text_input=PROMPT,
         sampling_parameters=SAMPLED,
@@ -80,7 +80,7 @@ async def test_texts_are_those_of_the_pipeline(
     async with asyncio.timeout(LIMIT_S):
         response = await service.infer_once(origin(), request)
     assert (response.id, response.model_name) == ("mine", "tiny")
-    found = told(response)
+    found = as_lists(response)
     assert found["text_output"] == [PROMPT + each.text for each in wanted.samples]
     assert found["finish_reason"] == [each.finish_reason for each in wanted.samples]
     assert found["num_input_tokens"] == [len(prompt_ids())]
@@ -99,7 +99,7 @@ async def test_token_ids_come_with_all_that_is_known_of_them(
 ) -> None:
     """Rows are as long as the longest sample."""
     wanted = await direct(pipeline, sampling={**SAMPLING, "max_tokens": 60})
-    request = asked(
+    request = infer_request(
         "tiny.tokens", input_ids=prompt_ids(), sampling_parameters=SAMPLED | {"max_tokens": 60}
     )
     async with asyncio.timeout(LIMIT_S):
@@ -126,7 +126,7 @@ async def test_scores_are_those_of_the_pipeline(
 ) -> None:
     completion_ids = [21, 22, 40]
     (wanted,) = await pipeline.score([prompt_ids()], [completion_ids])
-    request = asked("tiny.score", prompt_ids=prompt_ids(), completion_ids=completion_ids)
+    request = infer_request("tiny.score", prompt_ids=prompt_ids(), completion_ids=completion_ids)
     async with asyncio.timeout(LIMIT_S):
         found = arrays(await service.infer_once(origin(), request))
     assert found["logprobs"].tolist() == list(wanted.logprobs)
@@ -143,7 +143,9 @@ async def test_the_best_sample_is_the_one_that_the_reference_model_finds_the_lik
     scored = await pipeline.score([prompt_ids()] * 3, token_ids)
     means = [np.float32(np.mean(np.float32(each.ref_logprobs))) for each in scored]
     sampling = {name: value for name, value in SAMPLED.items() if name != "n"}
-    request = asked("tiny.best_of", input_ids=prompt_ids(), best_of=3, sampling_parameters=sampling)
+    request = infer_request(
+        "tiny.best_of", input_ids=prompt_ids(), best_of=3, sampling_parameters=sampling
+    )
     async with asyncio.timeout(LIMIT_S):
         found = arrays(await service.infer_once(origin(), request))
     assert found["scores"].tolist() == means
@@ -158,19 +160,19 @@ async def test_streams_say_the_same_in_pieces(
     pipeline: Pipeline, service: InferenceService
 ) -> None:
     wanted = await direct(pipeline)
-    asked_texts = asked(
+    asked_texts = infer_request(
         "tiny",
         text_input=PROMPT,
         stream=True,
         sampling_parameters=SAMPLED,
         outputs=["text_output", "finish_reason", "num_input_tokens", "num_output_tokens"],
     )
-    asked_tokens = asked(
+    asked_tokens = infer_request(
         "tiny.tokens", input_ids=prompt_ids(), stream=True, sampling_parameters=SAMPLED
     )
     async with asyncio.timeout(LIMIT_S):
-        texts = [told(each) for each in await stream(service, asked_texts)]
-        tokens = [told(each) for each in await stream(service, asked_tokens)]
+        texts = [as_lists(each) for each in await stream(service, asked_texts)]
+        tokens = [as_lists(each) for each in await stream(service, asked_tokens)]
     assert len(texts) > 1
     assert len(tokens) > 1
     for index, sample in enumerate(wanted.samples):
@@ -186,13 +188,13 @@ async def test_streams_say_the_same_in_pieces(
 
 
 async def test_statistics_and_times_are_counted(service: InferenceService) -> None:
-    request = asked("tiny", text_input=PROMPT)
+    request = infer_request("tiny", text_input=PROMPT)
     with pytest.raises(RequestError):
-        await service.infer_once(origin(), asked("tiny", text_input=""))
+        await service.infer_once(origin(), infer_request("tiny", text_input=""))
     async with asyncio.timeout(LIMIT_S):
         await service.infer_once(origin(), request)
     found = service.statistics.model("tiny")
     assert (found.success.count, found.fail.count) == (1, 1)
     assert 0 < found.compute.ns < found.success.ns
     assert found.queue.ns + found.compute.ns == found.success.ns
-    assert await service.is_ready("tiny.score")
+    assert await service.trouble("tiny.score") == ""

@@ -336,7 +336,7 @@ async def test_a_stage_that_is_told_to_leave_is_replaced_and_every_stream_goes_o
         unchanged = {name for name in STAGES if after[name].pid == before[name].pid}
         assert unchanged == set(STAGES) - {stage}
     log = house.log.read_text()[said_before:]
-    assert f"{stage} was told to leave; starting its successor" in log
+    assert f"{stage} was terminated; starting its successor" in log
     assert "ended with status" not in log, "leaving in good order is no failure"
 
 

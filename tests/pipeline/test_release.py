@@ -24,7 +24,7 @@ from nano_inference.bus.control import MemoryTag
 from nano_inference.bus.messages import StepPlan
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.stages.batching.core import BatchingCore
-from nano_inference.stages.executor.changes.updates import WeightUpdates
+from nano_inference.stages.executor.changes.shell import StagedChanges
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.stages.executor.stage import ExecutorStage, _on_torch
@@ -247,7 +247,7 @@ async def test_a_release_outlives_the_failure_of_batching(
     before = exact._actors["batching"]
     with monkeypatch.context() as patch:
         # A successor knows what is released from the first word that it hears of the executor.
-        patch.setattr(WeightUpdates, "_tell_batching", silence)
+        patch.setattr(StagedChanges, "_send_batching", silence)
         break_once(patch, BatchingCore, "plan", after=1)
         await exact.client.flush_cache()
         await until(lambda: exact._actors["batching"] is not before)

@@ -21,7 +21,7 @@ from nano_inference import (
 )
 from nano_inference.bus.messages import Envelope
 from nano_inference.bus.scoring import SampleScored
-from nano_inference.stages.executor.reference import ReferenceModel
+from nano_inference.stages.executor.scoring import ReferenceModel
 from nano_inference.stages.streaming.stage import StreamingStage
 
 from . import reference

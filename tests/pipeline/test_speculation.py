@@ -84,9 +84,7 @@ def speculate(monkeypatch: pytest.MonkeyPatch, source: DraftSource) -> None:
 
     def make(
         config: EngineConfig, table: SequenceTable, constraints: Constraints, *_: Any, **__: Any
-    ) -> Speculator | None:
-        if config.speculation == "off":
-            return None
+    ) -> Speculator:
         return Speculator(table, constraints, [source], VerifyAll())
 
     monkeypatch.setattr(core, "make_speculator", make)

@@ -20,7 +20,7 @@ from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusError
 from nano_inference.pipeline import client as client_module
 from nano_inference.pipeline import update_together
-from nano_inference.stages.executor.changes.updates import WeightUpdates
+from nano_inference.stages.executor.changes.shell import StagedChanges
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.weights.transports import SharedWeights, WeightsGroup
 from nano_inference.stages.executor.stage import ExecutorStage
@@ -57,8 +57,8 @@ class Several:
         return found
 
     @property
-    def updates(self) -> list[WeightUpdates]:
-        return [stage._updates for stage in self.executors]
+    def updates(self) -> list[StagedChanges]:
+        return [stage._changes for stage in self.executors]
 
     @property
     def versions(self) -> list[int]:
@@ -123,7 +123,7 @@ async def several(request: pytest.FixtureRequest) -> AsyncIterator[Several]:
         yield found
 
 
-def fails(update: WeightUpdates, monkeypatch: pytest.MonkeyPatch) -> None:
+def fails(update: StagedChanges, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next fetch, and only that one."""
     original = update._fetch
 

@@ -15,7 +15,7 @@ from nano_inference.bus import Outcome
 from nano_inference.bus.links import CONTROL
 from nano_inference.config import load_config
 from nano_inference.pipeline.pipeline import Pipeline
-from nano_inference.stages.executor.changes.updates import WeightUpdates
+from nano_inference.stages.executor.changes.shell import StagedChanges
 
 LIMIT_S = 60.0
 
@@ -41,9 +41,9 @@ class Executor:
         replies.answer = count  # type: ignore[method-assign]
 
     @property
-    def updates(self) -> WeightUpdates:
-        updates = vars(self._stage)["_updates"]
-        assert isinstance(updates, WeightUpdates)
+    def updates(self) -> StagedChanges:
+        updates = vars(self._stage)["_changes"]
+        assert isinstance(updates, StagedChanges)
         return updates
 
     async def tell(self, operation: Any) -> str:

@@ -28,10 +28,9 @@ from nano_inference.gateway.gateway import Gateway
 from nano_inference.kserve.protobuf import ModelInferRequest, ModelInferResponse
 from nano_inference.kserve.tensors import DATATYPES
 
-from ..cli.test_serve import served as serving
-from ..cli.test_up import free_port
-from ..gateway.api.kserve.grpc_calls import Client, Engine, Failed, Stream, until
-from ..gateway.api.kserve.served import Echo
+from ..cli.servers import free_port
+from ..cli.servers import served as serving
+from ..gateway.api.kserve.calls import Client, Echo, Engine, Failed, Stream, until
 from ..resident import resident_bytes
 from .mutations.kserve import (
     ANYTHING,
@@ -149,7 +148,7 @@ async def at_rest(gateway: Gateway, before: Held) -> None:
     """Waits until nothing of any call is left, and asserts that what is held has not grown."""
     calls = gateway._grpc._calls  # type: ignore[union-attr]
     limits = gateway._server.limits
-    await until(lambda: not len(calls.endings) and not limits.held_bytes)
+    await until(lambda: not len(calls.in_flight) and not limits.held_bytes)
     # What happens to be on its way differs by a few; a leak of one for each call is hundreds.
     await until(lambda: files() <= before.files + 5)
     await until(lambda: len(asyncio.all_tasks()) <= before.tasks + 5)

@@ -23,7 +23,7 @@ OWNER = """
 import os, sys, tempfile, torch
 os.environ["TMPDIR"] = sys.argv[2]
 tempfile.tempdir = None
-from nano_inference.cli.embedded import embedded_server
+from nano_inference.cli.up import embedded_server
 from nano_inference.config.temporary import temporary_folder
 from nano_inference.stages.executor.runner.weights.transports import SharedWeights
 tensors = {name: torch.ones(1000) for name in "ab"}

@@ -15,7 +15,7 @@ from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.messages import CacheScope
 from nano_inference.config import AdmissionConfig
 from nano_inference.stages.admission.core import AdmissionCore
-from nano_inference.stages.fairness.locality import prefix_chain
+from nano_inference.stages.fairness.replicas import prefix_chain
 
 from ..byte_tokenizers import TEMPLATE, byte_tokenizer
 

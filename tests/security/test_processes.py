@@ -24,9 +24,8 @@ from nano_inference.bus import Malformed, MemoryBus
 from nano_inference.bus.codec import check_request, decode_request
 from nano_inference.bus.control import StageStopped
 from nano_inference.bus.messages import Envelope
-from nano_inference.cli.child_output import MOST_LINE_BYTES, Lines, fit_to_show
-from nano_inference.cli.children import Child, Forked, spawn
-from nano_inference.cli.forks import Forks
+from nano_inference.cli.children import Child, Forked, Forks, spawn
+from nano_inference.cli.processes import MOST_LINE_BYTES, Lines, without_controls
 from nano_inference.cli.up import _child_environment
 from nano_inference.config import MOST_TEXT, Config, PipelineConfig, TelemetryConfig, load_config
 from nano_inference.pipeline.supervisor import StageFailed, supervise
@@ -117,8 +116,10 @@ def test_lines_are_the_same_however_they_arrive(chunks: list[bytes], most: int) 
 @settings(deadline=None)
 @given(st.text())
 def test_what_is_shown_steers_no_terminal(text: str) -> None:
-    assert not set(fit_to_show(text)) & {chr(code) for code in (*range(9), *range(11, 32), 127)}
-    assert fit_to_show("plain \tüλ") == "plain \tüλ"
+    assert not set(without_controls(text)) & {
+        chr(code) for code in (*range(9), *range(11, 32), 127)
+    }
+    assert without_controls("plain \tüλ") == "plain \tüλ"
 
 
 # --- what a child imports ---------------------------------------------------------------------
@@ -159,12 +160,12 @@ async def test_a_child_imports_nothing_from_the_working_folder(
     try:
         async with asyncio.timeout(LIMIT_S):
             command = [*processes._command(role), "--help"]
-            child = await processes._forks.start(role, command)
+            child = await processes.forks.start(role, command)
             assert isinstance(child, Forked) == (method == "forkserver" and ON_LINUX)
             shown = b"".join([chunk async for chunk in child.output()]).decode()
             assert await child.wait() == 0, shown
     finally:
-        processes._forks.close()
+        processes.forks.close()
     assert "planted" not in shown
     assert "--with-parent" not in shown
     assert "Usage: nano-inference" in shown

@@ -19,15 +19,11 @@ from nano_inference.bus.control import UpdateWeights
 from nano_inference.bus.weights import GroupWeights, SharedMemoryWeights, TensorMeta
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor.changes.arguments import check_arguments
-from nano_inference.stages.executor.changes.parts import WeightParts
-from nano_inference.stages.executor.runner.weights.limits import WeightLimits, limits_of
-from nano_inference.stages.executor.runner.weights.transports import (
-    Background,
-    folder,
-    layout,
-    read_folder,
-)
-from nano_inference.stages.executor.runner.weights.transports.folder import stamp_of
+from nano_inference.stages.executor.changes.core import WeightParts
+from nano_inference.stages.executor.runner.weights.checks import WeightLimits, limits_of
+from nano_inference.stages.executor.runner.weights.transports import folder, layout
+from nano_inference.stages.executor.runner.weights.transports.background import Background
+from nano_inference.stages.executor.runner.weights.transports.folder import read_folder, stamp_of
 from nano_inference.stages.executor.runner.weights.transports.shared_memory import (
     read_shared_memory,
 )

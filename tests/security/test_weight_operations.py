@@ -70,7 +70,7 @@ BAD: list[tuple[Any, str]] = [
     (folder("x" * 5000), "4096 bytes"),
     (folder("/tmp/" + "y" * 300), "can't be read"),
     (folder("a\0b"), "NUL"),
-    (folder("a\ud800b"), "is no path"),
+    (folder("a\ud800b"), "is not Unicode"),
     (folder(""), "is empty"),
     (folder("x", version=1 << 64), "version"),
     (folder("x", timeout_s=math.nan), "timeout_s"),
@@ -110,10 +110,10 @@ BAD: list[tuple[Any, str]] = [
     (memory(TensorMeta("x", "float32", (1 << 40,))), "bytes"),
     (memory(TensorMeta("x", "float32", (0,) * 100_000)), "has the shape"),
     (memory(TensorMeta("x", "float32", (10**4000,))), "has the shape"),
-    (memory(NORM, name="../../etc/passwd"), "names no shared memory"),
-    (memory(NORM, name="a\0b"), "names no shared memory"),
-    (memory(NORM, name="\ud800"), "names no shared memory"),
-    (memory(NORM, name="s" * 2_000_000), "names no shared memory"),
+    (memory(NORM, name="../../etc/passwd"), "is no name of shared memory"),
+    (memory(NORM, name="a\0b"), "is no name of shared memory"),
+    (memory(NORM, name="\ud800"), "is no name of shared memory"),
+    (memory(NORM, name="s" * 2_000_000), "is no name of shared memory"),
     (ReleaseMemory(("gpu" * 1_000_000,)), "there is no memory"),
 ]
 
@@ -157,8 +157,8 @@ async def test_what_nobody_thought_of_is_an_answer_too(
         raise error
 
     package = "nano_inference.stages.executor"
-    monkeypatch.setattr(f"{package}.changes.updates.fetch", fail)
-    monkeypatch.setattr(f"{package}.changes.updates.stamp_of", fail)
+    monkeypatch.setattr(f"{package}.changes.shell.fetch", fail)
+    monkeypatch.setattr(f"{package}.changes.shell.stamp_of", fail)
     transports = f"{package}.runner.weights.transports"
     monkeypatch.setattr(f"{transports}.group.await_port", fail, raising=False)
     outcome = await executor.ask(operation)

@@ -37,7 +37,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
     return [json.loads(line) for line in captured.err.splitlines()]
 
 
-def test_json_lines_with_what_was_bound(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_have_bound_fields(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(TelemetryConfig())
     structlog.get_logger().bind(stage="admission").info("refused", request_id="r1")
     (line,) = lines(capsys)
@@ -56,7 +56,7 @@ def test_less_severe_lines_are_left_out(capsys: pytest.CaptureFixture[str]) -> N
     assert [line["event"] for line in lines(capsys)] == ["loud"]
 
 
-def test_person_reads_one_brief_line_where_a_program_reads_fields(
+def test_text_is_brief_and_json_has_fields(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def logged(**settings: Any) -> str:
@@ -81,7 +81,7 @@ def test_person_reads_one_brief_line_where_a_program_reads_fields(
     assert "brief" not in objects[1]
 
 
-def test_program_that_asks_for_nothing_reads_nothing(
+def test_without_setup_nothing_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     structlog.reset_defaults()
@@ -135,7 +135,7 @@ def output_to(file: int) -> Iterator[LogOutput]:
         yield LogOutput(stream, lambda lines: f"{lines} dropped\n")
 
 
-def test_a_full_disk_costs_lines_and_nothing_else() -> None:
+def test_a_full_disk_only_drops_lines() -> None:
     before = dropped_lines[UNWRITABLE]
     with open("/dev/full", "w") as stream:
         output = LogOutput(stream, str)
@@ -145,7 +145,7 @@ def test_a_full_disk_costs_lines_and_nothing_else() -> None:
     assert dropped_lines[UNWRITABLE] == before + 4
 
 
-def test_a_pipe_that_nobody_reads_any_more_costs_lines_and_nothing_else() -> None:
+def test_a_closed_pipe_only_drops_lines() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     before = dropped_lines[UNWRITABLE]
@@ -154,7 +154,7 @@ def test_a_pipe_that_nobody_reads_any_more_costs_lines_and_nothing_else() -> Non
     assert dropped_lines[UNWRITABLE] == before + 1
 
 
-def test_a_full_pipe_is_not_waited_for_and_what_it_lacks_is_told() -> None:
+def test_a_full_pipe_drops_lines_and_reports_their_number() -> None:
     reading, writing = os.pipe()
     with output_to(writing) as output:
         lines = 0
@@ -172,7 +172,7 @@ def test_a_full_pipe_is_not_waited_for_and_what_it_lacks_is_told() -> None:
     assert torn == whole[-1] or torn.startswith(str(len(whole)))
 
 
-def test_lines_are_in_order_and_whole_behind_one_that_was_torn() -> None:
+def test_lines_after_a_torn_line_are_whole() -> None:
     reading, writing = os.pipe()
     with output_to(writing) as output:
         output.write("x" * (1 << 20) + "\n")
@@ -183,7 +183,7 @@ def test_lines_are_in_order_and_whole_behind_one_that_was_torn() -> None:
     assert had.decode() == "\n1 dropped\nthe next\n"
 
 
-def test_a_log_that_can_be_written_again_says_what_it_lacks(
+def test_the_first_line_after_an_outage_has_the_number_of_dropped_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open("/dev/full", "w") as stream:
@@ -213,7 +213,7 @@ def test_lines_of_one_event_are_limited_and_the_others_counted() -> None:
     assert rate.admits("a")
 
 
-def test_what_a_client_can_repeat_does_not_fill_the_log(
+def test_repeated_lines_are_suppressed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
@@ -237,9 +237,7 @@ def test_what_a_client_can_repeat_does_not_fill_the_log(
     assert last["event"] == "something_else"
 
 
-def test_lines_that_a_setting_asks_for_are_not_limited(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_lines_that_a_setting_enables_are_not_limited(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(TelemetryConfig(log_level="debug"))
     for _ in range(2 * MOST_LINES):
         structlog.get_logger().info("http_call")

@@ -43,24 +43,19 @@ from nano_inference.store.registry import ModelRecord
 from nano_inference.telemetry import Metrics, instruments, setup_metrics
 from nano_inference.telemetry.instruments import INSTRUMENTS
 
+from ..cli.servers import free_port
 from ..stages.executor.models import make_model
 from ..stages.executor.runner.adapters.making import make_adapter
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60
 FOUR_TOKENS = {"max_tokens": 4, "ignore_eos": True}
-# What batching reports of a request with its credits, and fairness then tells once a second.
-# Whatever it serves.
+# Of the process, without labels of its model.
 OF_A_PROCESS = "nano_log_"
-TOLD_LAST = "nano_fairness_tokens_total"
+# Batching reports it with credits, and fairness then once a second.
+REPORTED_LAST = "nano_fairness_tokens_total"
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def config_with(port: int, **settings: object) -> Config:
@@ -107,9 +102,8 @@ async def speculating() -> AsyncIterator[Pipeline]:
         yield running
 
 
-async def told_of_drafts(pipeline: Pipeline, least: int = 0) -> Scraped:
-    """What is there once so many drafted tokens are told of, and of each source something; told
-    once a second, one number after the other."""
+async def scraped_drafts(pipeline: Pipeline, least: int = 0) -> Scraped:
+    """Wait for the metrics of drafts: `least` drafted tokens, and some of each source."""
     names = [
         f"nano_spec_decode_num_{name}_total"
         for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
@@ -131,7 +125,7 @@ async def told_of_drafts(pipeline: Pipeline, least: int = 0) -> Scraped:
 
 
 async def scraped_when(pipeline: Pipeline, name: str, least: float, but: str = "") -> Scraped:
-    """What is there once a metric, less that in `but`, has come so far; told once a second."""
+    """Wait until a metric, less that in `but`, has reached a value."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             scraped = await asyncio.to_thread(Scraped, pipeline.config.telemetry.metrics_port)
@@ -140,7 +134,7 @@ async def scraped_when(pipeline: Pipeline, name: str, least: float, but: str = "
             await asyncio.sleep(0.05)
 
 
-async def test_a_running_pipeline_shows_what_it_did(pipeline: Pipeline) -> None:
+async def test_metrics_of_a_running_pipeline(pipeline: Pipeline) -> None:
     prompt = "Ana has 12 + 30 cats and Ben has 7 + 5. "
     sampling = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
     for _ in range(2):
@@ -188,7 +182,7 @@ async def test_a_running_pipeline_shows_what_it_did(pipeline: Pipeline) -> None:
     assert value("nano_moe_requests_total", gen_ai_request_model="tiny") == 0
 
 
-async def test_replicas_are_told_apart() -> None:
+async def test_metrics_are_split_by_replica() -> None:
     config = config_with(free_port(), **{"pipeline.replicas": 2, "engine.max_batch_size": 2})
     async with Pipeline(config) as running:
         requests = [{"prompt": f"{i} + 1 =", "sampling": FOUR_TOKENS} for i in range(8)]
@@ -202,7 +196,7 @@ async def test_replicas_are_told_apart() -> None:
         await scraped_when(running, "nano_stage_ready", 7)
 
 
-async def test_models_are_told_apart(redis_url: str) -> None:
+async def test_metrics_are_split_by_model(redis_url: str) -> None:
     """What each has served, and everything else that is measured of its processes."""
     prefix = f"test-{uuid.uuid4().hex[:12]}"
     shared = {"bus.url": redis_url, "bus.prefix": prefix}
@@ -239,13 +233,9 @@ async def test_requests_for_models_with_experts_are_counted(tmp_path: Path) -> N
         assert scraped.value("nano_moe_requests_total", **labels) == 1
 
 
-async def test_requests_are_told_apart_by_their_priority(pipeline: Pipeline) -> None:
+async def test_metrics_are_split_by_priority(pipeline: Pipeline) -> None:
     for priority in (2, 77, 78):
-        request = {
-            "prompt": "1 =",
-            "priority": priority,
-            "sampling": FOUR_TOKENS,
-        }
+        request = {"prompt": "1 =", "priority": priority, "sampling": FOUR_TOKENS}
         assert (await pipeline.complete(request)).status == "done"
     scraped = await scraped_when(pipeline, "nano_request_decode_duration_seconds_count", 5)
     for family in (
@@ -304,9 +294,7 @@ async def route_one(config: BusConfig, metrics: Metrics) -> None:
         await Router(client.bus, metrics).route_once()
 
 
-async def test_drafts_are_counted_as_requests_are_told(
-    pipeline: Pipeline, speculating: Pipeline
-) -> None:
+async def test_drafts_are_counted_as_in_usage(pipeline: Pipeline, speculating: Pipeline) -> None:
     """How many are worth while is the machine's business; that all count them alike is not."""
     sampling = {"temperature": 0, "max_tokens": 64, "ignore_eos": True}
     accepted = drafted = 0
@@ -319,7 +307,7 @@ async def test_drafts_are_counted_as_requests_are_told(
         accepted += done.usage.accepted_prediction_tokens
         drafted += done.usage.rejected_prediction_tokens + done.usage.accepted_prediction_tokens
     # What was verified one step ahead, behind the end of a sample, is told of no request.
-    scraped = await told_of_drafts(speculating, drafted)
+    scraped = await scraped_drafts(speculating, drafted)
     assert scraped.value("nano_spec_decode_num_accepted_tokens_total") >= accepted
     without = await asyncio.to_thread(Scraped, pipeline.config.telemetry.metrics_port)
     assert not [name for name in without.families if "spec_decode" in name]
@@ -343,12 +331,12 @@ async def test_every_instrument_is_shown(
         assert (await http.post("/generate", json=body)).status_code == 200
         text = {"text_input": "1 + 1 ="}
         assert (await http.post("/v2/models/tiny/generate", json=text)).status_code == 200
-        await scraped_when(pipeline, TOLD_LAST, 1)
+        await scraped_when(pipeline, REPORTED_LAST, 1)
         scraped = await scraped_when(pipeline, "nano_gateway_connections", 1)
     calls = "http_server_request_duration_seconds_count"
     assert scraped.value(calls, http_route="/generate", http_response_status_code="200") == 2
     assert scraped.value("nano_model_routes_total", gen_ai_request_model="tiny") == 1
-    drafting = await told_of_drafts(speculating)
+    drafting = await scraped_drafts(speculating)
     families = scraped.families.keys() | drafting.families.keys()
     missing = {
         each.name
@@ -372,14 +360,14 @@ def queries() -> list[tuple[str, str]]:
     return found
 
 
-async def test_dashboard_and_alerts_ask_for_what_there_is(
+async def test_queries_of_dashboard_and_alerts_find_metrics(
     pipeline: Pipeline, speculating: Pipeline
 ) -> None:
     await pipeline.complete({"prompt": "1 + 1 =", "sampling": FOUR_TOKENS})
     await pipeline.client.update_weights(FolderWeights(str(EngineConfig().model_folder)))
-    await scraped_when(pipeline, TOLD_LAST, 1)
+    await scraped_when(pipeline, REPORTED_LAST, 1)
     samples = (await scraped_when(pipeline, "nano_kv_blocks", 1)).samples()
-    samples |= (await told_of_drafts(speculating)).samples()
+    samples |= (await scraped_drafts(speculating)).samples()
     asked = [
         (where, name)
         for where, query in queries()
@@ -444,7 +432,7 @@ async def test_off_by_default_and_then_nothing_listens() -> None:
     metrics.shutdown()
 
 
-async def test_a_taken_port_is_told() -> None:
+async def test_a_taken_port_is_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -316,7 +316,7 @@ def tracing_to(*exporters: SpanExporter) -> Tracing:
     return Tracing(TracerProvider(resource=HERE), [SimpleSpanProcessor(each) for each in exporters])
 
 
-def test_the_encoder_writes_what_opentelemetry_s_writes() -> None:
+def test_the_encoder_writes_the_same_as_opentelemetrys() -> None:
     kept, exporter = Kept(), InMemorySpanExporter()
     make_rich_spans(tracing_to(kept, ReadableExporter(exporter, HERE)))
     theirs = trace_encoder.encode_spans(exporter.get_finished_spans())
@@ -352,7 +352,7 @@ def test_a_span_that_protobuf_cannot_hold_is_left_out_alone() -> None:
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_a_receiver_that_is_away_holds_up_no_end_and_is_one_line(
+def test_an_unreachable_receiver_does_not_delay_shutdown_and_is_one_line(
     protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Nothing listens on port 1.
@@ -368,7 +368,7 @@ def test_a_receiver_that_is_away_holds_up_no_end_and_is_one_line(
     assert not caplog.records
 
 
-def test_the_last_spans_are_not_waited_for_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_export_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nano_inference.telemetry.tracing.SHUTDOWN_MS", 0)
     ended = threading.Event()
 
@@ -415,7 +415,7 @@ def test_only_retryable_errors_are_retried_and_an_outage_is_two_lines(
     assert lines[0]["reason"] == "status 400"
 
 
-def test_what_is_buffered_until_it_is_exported_is_bounded_by_the_variables_or_by_us(
+def test_the_buffer_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")
@@ -437,7 +437,7 @@ def test_what_is_buffered_until_it_is_exported_is_bounded_by_the_variables_or_by
     assert 4 <= len(exporter.get_finished_spans()) <= 8
 
 
-def test_a_file_gives_back_what_was_made(tmp_path: Path) -> None:
+def test_spans_are_read_back_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "traces.jsonl"
     config = TelemetryConfig(trace_file=str(path), service_name="s")
     tracing = setup_tracing(config, "here-1")
@@ -468,7 +468,7 @@ def test_a_file_gives_back_what_was_made(tmp_path: Path) -> None:
     assert len(list(read_spans(path))) == 1, "a line that was cut off is left out"
 
 
-def test_a_file_is_otlp_json_that_the_protocol_knows(tmp_path: Path) -> None:
+def test_a_file_is_otlp_json(tmp_path: Path) -> None:
     """Held against the protobuf definition, in which JSON has ids in base64 and not in hex."""
     path = tmp_path / "traces.jsonl"
     tracing = setup_tracing(TelemetryConfig(trace_file=str(path), service_name="s"), "here-1")
@@ -498,6 +498,6 @@ def test_processes_share_a_file(tmp_path: Path) -> None:
     assert len(found) == 600, "no line was torn"
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_an_unwritable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trace_file"):
         setup_tracing(TelemetryConfig(trace_file=str(tmp_path)), "here")

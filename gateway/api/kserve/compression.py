@@ -1,7 +1,7 @@
-"""Compressed bodies, as Triton's clients offer them: by gzip, or by deflate, which is zlib's.
+"""Bodies compressed by gzip or deflate (zlib's format), as Triton's clients send them.
 
-What is unpacked has the limits of any body, and is counted among all bodies piece by piece, so that
-little that becomes much is refused before it is there.
+A decompressed body has the limits of any body. It is counted piece by piece, so that a small body
+that expands a lot is refused before it is in memory.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from starlette.datastructures import Headers
 from ....config import RequestError, shown
 
 CODINGS = {"gzip": 31, "deflate": 15}
-"""Each with what zlib calls its window and its frame."""
+"""Content codings, each with zlib's `wbits`."""
 
-# Unpacked and counted at a time, and taken for it.
 _PIECE_BYTES = 1 << 20
-# Answers are large, and their clients wait.
+# Responses are large, and clients wait for them.
 _LEVEL = 1
 
 
 def coding_of(headers: Headers) -> str:
-    """What a body is compressed by; "" when it is not.
+    """Return the coding of a request's body; "" for none.
 
     Raises:
         RequestError: unsupported_media_type.
@@ -44,33 +43,33 @@ def coding_of(headers: Headers) -> str:
 
 
 def wanted_coding(headers: Headers) -> str:
-    """What the answer is to be compressed by; "" when it is not to be.
+    """Return the coding of the response's body; "" for none.
 
-    Who wants that names one coding. Many libraries name all that they know without being asked, and
-    tensors that come compressed take ten times as long.
+    Only a client that accepts exactly one coding gets it: many libraries list all that they know,
+    and compressed tensors take ten times as long.
     """
-    named = [
-        each.strip().lower() for each in ",".join(headers.getlist("accept-encoding")).split(",")
-    ]
-    return named[0] if len(named) == 1 and named[0] in CODINGS else ""
+    given = ",".join(headers.getlist("accept-encoding")).strip().lower()
+    return given if given in CODINGS else ""
 
 
-async def unpacked(body: bytes, coding: str, max_bytes: int, hold: Callable[[int], None]) -> bytes:
-    """A compressed body as it was before.
+async def decompressed(
+    body: bytes, coding: str, max_bytes: int, hold: Callable[[int], None]
+) -> bytes:
+    """Return a decompressed body.
 
     Args:
-        body: What has come.
+        body: The received body.
         coding: One of `CODINGS`.
-        max_bytes: The most that it may hold.
-        hold: Told of so many bytes more, before the next ones are made; what it raises ends it.
+        max_bytes: The most bytes of the result.
+        hold: Called with each piece's size before the next one is made; its errors end the work.
 
     Raises:
         RequestError: malformed, request_too_large.
     """
     pieces: list[bytes] = []
     size = 0
-    unpacking = _pieces(body, coding)
-    while piece := await anyio.to_thread.run_sync(next, unpacking, b""):
+    following = _pieces(body, coding)
+    while piece := await anyio.to_thread.run_sync(next, following, b""):
         size += len(piece)
         if size > max_bytes:
             raise RequestError(
@@ -84,32 +83,32 @@ async def unpacked(body: bytes, coding: str, max_bytes: int, hold: Callable[[int
 
 
 def _pieces(body: bytes, coding: str) -> Iterator[bytes]:
-    unpacking = zlib.decompressobj(CODINGS[coding])
+    stream = zlib.decompressobj(CODINGS[coding])
     view = memoryview(body)
+    why = ""
     try:
         for begin in range(0, len(view), _PIECE_BYTES):
-            left: bytes | memoryview = view[begin : begin + _PIECE_BYTES]
+            rest: bytes | memoryview = view[begin : begin + _PIECE_BYTES]
             more = True
             while more:
-                piece = unpacking.decompress(left, _PIECE_BYTES)
+                piece = stream.decompress(rest, _PIECE_BYTES)
                 if piece:
                     yield piece
-                left = unpacking.unconsumed_tail
-                # Of a full piece some may be left in there that no input stands for any more.
-                more = bool(left) or len(piece) == _PIECE_BYTES
-            if unpacking.unused_data:
-                raise _malformed(coding, "something follows its end")
+                rest = stream.unconsumed_tail
+                # After a full piece zlib may hold output for which no input is left.
+                more = bool(rest) or len(piece) == _PIECE_BYTES
+            if stream.unused_data:
+                why = "something follows its end"
+                break
     except zlib.error as error:
-        raise _malformed(coding, str(error)) from None
-    if not unpacking.eof:
-        raise _malformed(coding, "it is cut off")
+        why = str(error)
+    if why or not stream.eof:
+        raise RequestError(
+            f"the body can't be unpacked by {coding}: {why or 'it is cut off'}", code="malformed"
+        )
 
 
-def _malformed(coding: str, why: str) -> RequestError:
-    return RequestError(f"the body can't be unpacked by {coding}: {why}", code="malformed")
-
-
-def packed(parts: Sequence[bytes | memoryview], coding: str) -> bytes:
-    """A body's parts as one that is compressed, by one of `CODINGS`. To be called in a thread."""
-    packing = zlib.compressobj(_LEVEL, zlib.DEFLATED, CODINGS[coding])
-    return b"".join([*map(packing.compress, parts), packing.flush()])
+def compress(parts: Sequence[bytes | memoryview], coding: str) -> bytes:
+    """Return a body's parts, joined and compressed. Call it in a thread."""
+    stream = zlib.compressobj(_LEVEL, zlib.DEFLATED, CODINGS[coding])
+    return b"".join([*map(stream.compress, parts), stream.flush()])

@@ -1,28 +1,72 @@
-"""The gRPC server. Whoever imports this imports gRPC, which takes a while and starts threads."""
+"""The gRPC server. Importing this imports gRPC, which takes long and starts threads.
+
+A call takes the same way as over HTTP: observer → policy's head → the message → limits → its
+method. Each request of a stream is a call of its own, with its prompts, its tokens and its end.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import grpc
+from anyio.abc import TaskGroup
+from google.protobuf.message import Message
+from starlette.requests import Request
+from starlette.types import Scope
 
-from ....config import ConfigError, GatewayConfig
+from ....config import ConfigError, GatewayConfig, NanoInferenceError, RequestError
+from ....config.logger import get_logger
+from ....kserve.grpc_codec import decode_infer_request, encode_infer_response
+from ....kserve.parameters import CODE_KEY, FINAL_PARAM, STATUS_KEY, WANTS_FINAL_PARAM
+from ....kserve.protobuf import METHODS, SERVICE, Method
+from ....kserve.tensors import InferRequest, InferResponse
+from ...policy.caller import ROUTE
 from ...policy.chain import PolicyChain
+from ...policy.document import Needed
+from ...server.calls import CALL_HEADER, ObservedCall
 from ...server.connections import LINGER_S
-from ...server.http import DEFAULT_RETRY_S, EngineError
+from ...server.http import DEFAULT_RETRY_S, ERROR_CODE, EngineError, call_id_of
 from ...server.limits import ConnectionLimits
 from ...server.server import HttpServer
 from ...server.tls import Certificates
 from ...serving.lane_state import Readiness
-from .grpc_calls import GrpcCalls
-from .grpc_methods import GrpcMethods
-from .shared import KServe
+from ...serving.origin import Origin, origin_of, tenant_of
+from .grpc_connection import (
+    GrpcConnection,
+    GrpcFailure,
+    OpenScopes,
+    WaitingCalls,
+    failure_of,
+    scope_of,
+)
+from .http import LITTLE_BYTES
+from .operations import OPERATIONS, Operation, OperationCall
+from .regions import RequestMemory
+from .service import KServe
+
+MOST_AT_ONCE = 64
+"""Concurrent requests of one stream; the next one is read when one of them has ended."""
 
 _MAX_INT32 = 2**31 - 1
 _MAX_METADATA_BYTES = 1 << 16
-# Clients may ask so often whether the connection is alive, calls under way or not.
+# Clients may send keepalive pings this often, with or without calls in flight.
 _LEAST_PING_MS = 10_000
+
+_TRACED = ("generate", "weights", "admin")
+"""Scopes whose calls begin a trace; other calls are polled."""
+
+_OPERATIONS = {each.method: each for each in OPERATIONS}
+
+Send = Callable[[Message], Awaitable[None]]
+
+Outcome = tuple[GrpcFailure | None, dict[str, str]]
+"""A call's failure, and its trailers."""
 
 
 class GrpcServer:
@@ -40,28 +84,31 @@ class GrpcServer:
         config: GatewayConfig,
         http: HttpServer,
     ) -> None:
-        """Args: what it serves, what each call has to pass, whether it takes requests, the
-        gateway's settings, and the server beside it, with which it shares who observes calls, how
-        many there may be, and the certificates."""
+        """Args: the served models, the chain that calls pass, the gateway's readiness and settings,
+        and the HTTP server, with which it shares observer, limits and certificates."""
         self.port = 0
         self._config = config
         self._certificates = http.certificates
-        self._calls = GrpcCalls(GrpcMethods(kserve, readiness), policy, config, http)
+        self._calls = GrpcCalls(kserve, policy, readiness, config, http)
         self._server = grpc.aio.server(options=_options(config, http.most))
         self._server.add_generic_rpc_handlers((self._calls.handler,))
 
     def listen(self, address: str) -> None:
-        """Takes the port; what comes there waits for `start`.
+        """Bind the port; connections wait for `start`.
 
         Args:
-            address: Of this machine, an IP address.
+            address: An IP address of this machine.
 
         Raises:
-            ConfigError: The port can't be had.
+            ConfigError: The port is not available.
         """
         host = f"[{address}]" if ":" in address else address
+        place = f"{host}:{self._config.grpc_port}"
         try:
-            self.port = self._listen(f"{host}:{self._config.grpc_port}")
+            if self._certificates is None:
+                self.port = self._server.add_insecure_port(place)
+            else:
+                self.port = self._server.add_secure_port(place, _credentials(self._certificates))
         except RuntimeError:
             raise ConfigError(
                 f"the gateway can't listen on {self._config.host} port {self._config.grpc_port}, "
@@ -70,35 +117,329 @@ class GrpcServer:
             ) from None
 
     async def start(self) -> None:
-        """Serves from then on."""
+        """Start serving."""
         await self._server.start()
 
     def drain(self) -> None:
-        """Ends streams when what was asked for on them is answered; others may be begun at another
-        gateway. Calls that have begun go on."""
+        """End each stream when its requests are answered. Calls that have begun go on."""
         self._calls.waiting.streams.close(_stopping())
 
     async def aclose(self, leave_s: float) -> None:
-        """Takes nothing new. Calls under way have so many seconds, and are then told to go."""
+        """Stop accepting calls; those in flight are ended after so many seconds."""
         self.drain()
         stopped = anyio.Event()
 
         async def end_late() -> None:
             with anyio.move_on_after(leave_s):
                 await stopped.wait()
-            self._calls.endings.close(_stopping())
+            self._calls.in_flight.close(_stopping())
 
         async with anyio.create_task_group() as group:
             group.start_soon(end_late)
             await self._server.stop(leave_s + LINGER_S)
             stopped.set()
 
-    def _listen(self, place: str) -> int:
-        if self._certificates is None:
-            port: int = self._server.add_insecure_port(place)
-            return port
-        port = self._server.add_secure_port(place, _credentials(self._certificates))
-        return port
+
+@dataclass
+class GrpcCalls:
+    """Handles calls. The fields are as of `GrpcServer`.
+
+    Attributes:
+        in_flight: Calls in flight.
+        waiting: Calls that wait for a message.
+        handler: Gives gRPC the handler of each method.
+    """
+
+    kserve: KServe
+    policy: PolicyChain
+    readiness: Readiness
+    config: GatewayConfig
+    http: HttpServer
+
+    def __post_init__(self) -> None:
+        self.in_flight = OpenScopes()
+        self.waiting = WaitingCalls(self.http.limits.max_requests, self.http.connections.count)
+        # Streams for all methods, which is the same on the wire: the handler reads the message when
+        # the call may go on, and limits the time of the response.
+        handlers = {
+            name: grpc.stream_stream_rpc_method_handler(partial(self._handle, method))
+            for name, method in METHODS.items()
+        }
+        self.handler = grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    async def _handle(self, method: Method, unused: Any, context: Any) -> None:
+        connection = GrpcConnection(context, method, self.config, self.waiting)
+        serve = self._serve_stream if method.streams else self._serve_unary
+        failure, trailers = await serve(connection)
+        context.set_trailing_metadata(tuple(trailers.items()))
+        if failure is not None:
+            try:
+                await context.abort(failure.code, failure.details, context.trailing_metadata())
+            except grpc.aio.InternalError:
+                # The client, or gRPC because of a message's size, has ended the call.
+                return
+
+    # --- unary calls ----------------------------------------------------------------------------
+
+    async def _serve_unary(self, connection: GrpcConnection) -> Outcome:
+        operation = _OPERATIONS.get(connection.method.name)
+        needed = "generate" if operation is None else operation.needed
+        scope = self._scope(connection)
+
+        async def answer() -> None:
+            with self.in_flight.open():
+                request = await self._entered(scope, needed)
+                message, size = await connection.request()
+                # Health checks have no limit, as over HTTP.
+                with nullcontext() if needed == "nothing" else self.http.limits.entered() as held:
+                    if held is not None:
+                        held.add(size)
+                    if operation is None:
+                        response = await self._infer(request, message)
+                    else:
+                        response = await self._run(operation, request, message)
+                    await connection.send(response)
+
+        with self._observed(scope, needed) as call:
+            failure = await self._attempt(call, scope, answer)
+            call.account.sent_bytes = connection.sent_bytes
+        trailers = {CALL_HEADER: call.name} | call.account.headers
+        lowered = {name.lower(): value for name, value in trailers.items()}
+        return failure, lowered if failure is None else lowered | failure.trailers()
+
+    async def _run(self, operation: Operation, request: Request, message: Any) -> Message:
+        name = getattr(message, "name", "") or getattr(message, "model_name", "")
+        version = getattr(message, "version", "")
+        call = OperationCall(self.kserve, self.readiness, request, name, version, message)
+        found = await operation.run(call)
+        if isinstance(found, str):
+            found = not found
+        elif operation.field == "regions":
+            found = {each["name"]: each for each in found}
+        fields = {operation.field: found} if operation.field else found or {}
+        return METHODS[operation.method].response(**fields)
+
+    async def _infer(self, request: Request, message: Any) -> Message:
+        origin, memory = self._origin(request)
+        decoded = await _decode(message, memory)
+        response = await self.kserve.service.infer_once(origin, decoded)
+        return await _encode(response, decoded, memory)
+
+    # --- streams --------------------------------------------------------------------------------
+
+    async def _serve_stream(self, connection: GrpcConnection) -> Outcome:
+        async def serve(message: Any, size: int, send: Send) -> None:
+            scope = self._scope(connection)
+            with self._observed(scope, "generate") as call:
+
+                async def send_counted(answer: Message) -> None:
+                    await send(answer)
+                    call.account.sent_bytes += answer.ByteSize()
+
+                async def answer() -> None:
+                    request = await self._entered(scope, "generate")
+                    with self.http.limits.entered() as held:
+                        held.add(size)
+                        await self._infer_stream(request, message, send_counted)
+
+                failure = await self._attempt(call, scope, answer)
+                if failure is not None:
+                    await send_counted(_error_message(message.id, failure))
+
+        scope = self._scope(connection)
+        failure: GrpcFailure | None = None
+        try:
+            await self._entered(scope, "generate")
+        except NanoInferenceError as error:
+            # A refused stream is observed as one call; otherwise each of its requests is.
+            with self._observed(scope, "generate") as call:
+                failure = _failed(call, scope, error)
+        else:
+            stream = InferStream(connection, serve, self._responds_in_order)
+            try:
+                with self.in_flight.open():
+                    await stream.run()
+            except NanoInferenceError as error:
+                failure = failure_of(error)
+        return failure, {} if failure is None else failure.trailers()
+
+    async def _infer_stream(self, request: Request, message: Any, send: Send) -> None:
+        """Send a model's responses to one request of a stream.
+
+        Raises:
+            NanoInferenceError: The request failed, perhaps after some responses.
+        """
+        origin, memory = self._origin(request)
+        decoded = await _decode(message, memory)
+        service = self.kserve.service
+        many = service.spec(decoded.model_name, decoded.model_version).decoupled
+
+        async def respond(response: InferResponse, final: bool = not many) -> None:
+            encoded = await _encode(response, decoded, memory)
+            encoded.parameters[FINAL_PARAM].bool_param = final
+            await send(METHODS["ModelStreamInfer"].response(infer_response=encoded))
+
+        await service.infer(origin, decoded, respond, many=many)
+        if many and decoded.parameters.get(WANTS_FINAL_PARAM) is True:
+            await respond(InferResponse(model_name=decoded.model_name, id=decoded.id), True)
+
+    def _responds_in_order(self, message: Any) -> bool:
+        """Whether the response to a request waits for those to earlier requests of the stream.
+
+        So it does in Triton for models with one response, as few clients set request ids.
+        """
+        try:
+            spec = self.kserve.service.spec(message.model_name, message.model_version)
+        except RequestError:
+            return True
+        return not spec.decoupled
+
+    # --- both -----------------------------------------------------------------------------------
+
+    def _origin(self, request: Request) -> tuple[Origin, RequestMemory]:
+        """Raises RequestError: invalid_tenant, invalid_budget."""
+        tenant = tenant_of(request)
+        return origin_of(request, tenant, None), RequestMemory(self.kserve.regions, tenant)
+
+    def _scope(self, connection: GrpcConnection) -> Scope:
+        scheme = "https" if self.config.tls_certificate else "http"
+        return scope_of(connection.context, connection.method.path, scheme)
+
+    def _observed(self, scope: Scope, needed: Needed) -> Any:
+        scope["state"][ROUTE] = (scope["path"], needed)
+        return self.http.calls.observer.observed(scope, scope["path"], traced=needed in _TRACED)
+
+    async def _entered(self, scope: Scope, needed: Needed) -> Request:
+        """A call that the policy admits by its head."""
+        request = Request(scope)
+        await self.policy.enter(request, needed)
+        return request
+
+    async def _attempt(
+        self, call: ObservedCall, scope: Scope, work: Callable[[], Awaitable[None]]
+    ) -> GrpcFailure | None:
+        """Do a call's work, and record how it ended. Returns its failure."""
+        try:
+            await work()
+        except Exception as error:  # noqa: BLE001  # gRPC would send its text to the client
+            return _failed(call, scope, error)
+        call.status = 200
+        call.account.complete = True
+        return None
+
+
+@dataclass
+class InferStream:
+    """Serves the requests of one stream concurrently.
+
+    Attributes:
+        connection: The stream's messages.
+        serve: Answers a message of so many bytes, also with an error; raises NanoInferenceError if
+            a response could not be sent.
+        in_order: Whether the responses to a message wait for those to earlier such messages.
+    """
+
+    connection: GrpcConnection
+    serve: Callable[[Any, int, Send], Awaitable[None]]
+    in_order: Callable[[Any], bool]
+
+    def __post_init__(self) -> None:
+        self._room = anyio.Semaphore(MOST_AT_ONCE)
+        self._sending = anyio.Lock()
+        self._last: anyio.Event | None = None
+        self._failure: NanoInferenceError | None = None
+
+    async def run(self) -> None:
+        """Return when the client has sent its last request and has all responses.
+
+        Raises:
+            NanoInferenceError: Sending failed; or reading, and all that was read is answered.
+        """
+        unread: NanoInferenceError | None = None
+        async with anyio.create_task_group() as group:
+            try:
+                while (found := await self.connection.next_request(self._is_idle)) is not None:
+                    await self._room.acquire()
+                    message, size = found
+                    before, done = None, anyio.Event()
+                    if self.in_order(message):
+                        before, self._last = self._last, done
+                    group.start_soon(self._serve_one, message, size, before, done, group)
+            except NanoInferenceError as error:
+                unread = error
+        if failure := self._failure or unread:
+            raise failure
+
+    def _is_idle(self) -> bool:
+        return self._room.value == MOST_AT_ONCE
+
+    async def _serve_one(
+        self,
+        message: Any,
+        size: int,
+        before: anyio.Event | None,
+        done: anyio.Event,
+        group: TaskGroup,
+    ) -> None:
+        async def send(answer: Message) -> None:
+            if before is not None:
+                await before.wait()
+            async with self._sending:
+                await self.connection.send(answer)
+
+        try:
+            await self.serve(message, size, send)
+        except NanoInferenceError as error:
+            self._failure = self._failure or error
+            group.cancel_scope.cancel()
+        finally:
+            done.set()
+            self._room.release()
+
+
+def _failed(call: ObservedCall, scope: Scope, error: Exception) -> GrpcFailure:
+    """Record a call's error, logged unless the client caused it. Returns the failure."""
+    log = get_logger().bind(path=scope["path"], call_id=call_id_of(scope))
+    if isinstance(error, NanoInferenceError):
+        scope["state"][ERROR_CODE] = error.code
+        failure = failure_of(error)
+        if failure.status >= 500:
+            log.warning("grpc_call_failed", code=error.code, error=error.message)
+    else:
+        log.error("grpc_handler_failed", exc_info=error)
+        failure = failure_of(NanoInferenceError("the gateway has failed; its log says where"))
+    call.status = failure.status
+    call.account.complete = True
+    return failure
+
+
+def _error_message(request_id: str, failure: GrpcFailure) -> Message:
+    """A stream's response to a request that failed; other requests go on."""
+    return METHODS["ModelStreamInfer"].response(
+        error_message=failure.details,
+        infer_response={
+            "id": request_id,
+            "parameters": {
+                CODE_KEY: {"string_param": failure.error.code},
+                STATUS_KEY: {"int64_param": failure.code.value[0]},
+            },
+        },
+    )
+
+
+async def _decode(message: Any, memory: RequestMemory) -> InferRequest:
+    """Decode a request, in a thread if it has tensors in shared memory, which are copied."""
+    if not any(each.parameters for each in message.inputs):
+        return decode_infer_request(message, memory)
+    return await anyio.to_thread.run_sync(decode_infer_request, message, memory)
+
+
+async def _encode(response: InferResponse, request: InferRequest, memory: RequestMemory) -> Any:
+    """Encode a response, in a thread if it is large."""
+    encode = partial(encode_infer_response, response, request.outputs, memory)
+    if sum(each.data.nbytes for each in response.outputs) <= LITTLE_BYTES:
+        return encode()
+    return await anyio.to_thread.run_sync(encode)
 
 
 def _stopping() -> EngineError:
@@ -110,50 +451,47 @@ def _stopping() -> EngineError:
 
 
 def _options(config: GatewayConfig, most: ConnectionLimits) -> list[tuple[str, Any]]:
-    """gRPC's, by their names in grpc/impl/channel_arg_names.h."""
+    """gRPC's options, by their names in grpc/impl/channel_arg_names.h."""
+
+    def milliseconds(seconds: float) -> int:
+        return max(1, int(seconds * 1000))
+
     return [
-        # Another server that has the port is told of, rather than sharing it.
+        # Binding a port that another server has is an error.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", min(config.max_body_bytes, _MAX_INT32)),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.max_allowed_incoming_connections", most.connections),
-        # Of one connection. Clients keep back what is beyond that, and would not be told.
+        # Of one connection. Clients hold back calls beyond it, which would get no error.
         ("grpc.max_concurrent_streams", most.requests + most.connections),
-        ("grpc.server_handshake_timeout_ms", _ms(config.head_timeout_s)),
-        ("grpc.max_connection_idle_ms", _ms(config.keep_alive_s)),
-        # Whoever does not answer to that has gone.
-        ("grpc.keepalive_time_ms", _ms(config.send_timeout_s)),
+        ("grpc.server_handshake_timeout_ms", milliseconds(config.head_timeout_s)),
+        ("grpc.max_connection_idle_ms", milliseconds(config.keep_alive_s)),
+        # A client that doesn't answer the ping has gone.
+        ("grpc.keepalive_time_ms", milliseconds(config.send_timeout_s)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _LEAST_PING_MS),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _LEAST_PING_MS),
     ]
 
 
-def _ms(seconds: float) -> int:
-    return max(1, int(seconds * 1000))
-
-
 def _credentials(certificates: Certificates) -> Any:
-    """Of handshakes, each of which has the certificate that is in place by then."""
+    """Server credentials that use the current certificate for each handshake."""
     given = certificates.pem
 
+    def configuration() -> Any:
+        key, chain, client_ca = certificates.pem
+        return grpc.ssl_server_certificate_configuration([(key, chain)], client_ca or None)
+
     def changed() -> Any:
+        # Runs on one of gRPC's threads. `Certificates` reads the files.
         nonlocal given
-        # On a thread of gRPC's. It is `Certificates` that looks at the files.
         if certificates.pem is given:
             return None
         given = certificates.pem
-        return _configuration(certificates)
+        return configuration()
 
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(certificates),
-        changed,
-        require_client_authentication=bool(certificates.pem.client_ca),
+        configuration(), changed, require_client_authentication=bool(given.client_ca)
     )
-
-
-def _configuration(certificates: Certificates) -> Any:
-    key, chain, client_ca = certificates.pem
-    return grpc.ssl_server_certificate_configuration([(key, chain)], client_ca or None)

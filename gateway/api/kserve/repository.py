@@ -1,4 +1,4 @@
-"""The models of a gateway: those of its lanes, and those that other packages have."""
+"""The models of a gateway: those of its engine, and those of other packages."""
 
 from __future__ import annotations
 
@@ -12,26 +12,23 @@ from ...serving.lane_state import Readiness
 from ...serving.measures import Measures
 from ...serving.submissions import Submissions
 from ...serving.words import LazyWords
+from .models.backend import EngineBackend
 from .models.best_of import POOL_BYTES, POOL_SLOTS, BestOfModel
-from .models.embed import EmbedModel
-from .models.lane import Lane
-from .models.score import ScoreModel
-from .models.text import TextModel
-from .models.tokens import TokensModel
+from .models.engine_models import EmbedModel, ScoreModel, TextModel, TokensModel
 from .served import ServedModel
 from .service import InferenceService
 
 ENTRY_POINTS = "nano_inference.kserve_models"
-"""The group in which a package registers a function that takes a ModelContext and gives models,
-under the name that `gateway.models` then has."""
+"""The entry-point group of packages with models. An entry's name is the name in `gateway.models`;
+its function takes a ModelContext and returns models."""
 
 
 class ModelContext(NamedTuple):
-    """What a package's function makes its models of.
+    """What a package's models may use.
 
     Attributes:
-        service: The models that there are; what asks one of them asks by `infer` or `infer_once`,
-            with the origin of the call that it serves, so that limits and time hold.
+        service: The served models. A model calls another one by `infer` or `infer_once` with its
+            own call's origin, so that limits and deadline hold.
         config: The gateway's settings.
     """
 
@@ -48,56 +45,40 @@ def open_service(
     *,
     packages: bool = True,
 ) -> InferenceService:
-    """The service with all models that there are.
-
-    Args:
-        packages: Whether those of packages are among them.
+    """Return the service of an engine's models, and of packages' models if `packages`.
 
     Raises:
-        ConfigError: `gateway.models` names what nobody has, or what can't be used.
+        ConfigError: `gateway.models` names an unknown package, or a name is taken.
     """
     service = InferenceService(metrics=measures.metrics)
-    add_lane(service, Lane(submissions, config, words, readiness), config.engine.model_aliases)
+    backend = EngineBackend(submissions, config, words, readiness)
+    pool = BufferPool(POOL_BYTES, POOL_SLOTS, use_shm=False, name="best_of")
+    models: list[ServedModel] = [
+        TextModel(backend),
+        TokensModel(backend),
+        ScoreModel(backend),
+        EmbedModel(backend),
+        BestOfModel(service, backend, pool),
+    ]
+    for model in models:
+        suffix = model.spec.name.removeprefix(backend.name)
+        service.add(model, [f"{alias}{suffix}" for alias in config.engine.model_aliases])
     if packages:
         add_packages(service, config)
     return service
 
 
-def add_lane(service: InferenceService, lane: Lane, aliases: Iterable[str] = ()) -> None:
-    """Serves the models that a lane offers, under other names of it as well.
-
-    Raises:
-        ConfigError: There is another model of such a name.
-    """
-    pool = BufferPool(POOL_BYTES, POOL_SLOTS, use_shm=False, name="best_of")
-    offered: list[ServedModel] = [
-        TextModel(lane),
-        TokensModel(lane),
-        ScoreModel(lane),
-        EmbedModel(lane),
-        BestOfModel(service, lane, pool),
-    ]
-    for model in offered:
-        behind = model.spec.name.removeprefix(lane.name)
-        service.add(model, [f"{alias}{behind}" for alias in aliases])
-
-
 def add_packages(service: InferenceService, config: Config) -> None:
-    """Serves the models that `gateway.models` names.
+    """Serve the models that `gateway.models` names.
 
     Raises:
-        ConfigError: It names what nobody has, or what can't be used.
+        ConfigError: It names an unknown package, or a model's name is taken.
     """
     for name in config.gateway.models:
-        for model in _made(name, ModelContext(service, config)):
+        known = {each.name: each for each in metadata.entry_points(group=ENTRY_POINTS)}
+        if (found := known.get(name)) is None:
+            there = nearest(name, known) if known else "; no installed package has any"
+            raise ConfigError(f"gateway.models names {name!r}{there}")
+        models: Iterable[ServedModel] = found.load()(ModelContext(service, config))
+        for model in models:
             service.add(model)
-
-
-def _made(name: str, context: ModelContext) -> Iterable[ServedModel]:
-    """The models of a package."""
-    known = {each.name: each for each in metadata.entry_points(group=ENTRY_POINTS)}
-    if (found := known.get(name)) is None:
-        there = nearest(name, known) if known else "; no installed package has any"
-        raise ConfigError(f"gateway.models names {name!r}{there}")
-    models: Iterable[ServedModel] = found.load()(context)
-    return models

@@ -1,61 +1,60 @@
-"""What a model has to do to be served."""
+"""The protocol of a served model."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ....kserve.tensors import InferRequest, ModelSpec, NamedTensor
 from ...serving.origin import Origin
 
 Answer = Callable[[Sequence[NamedTensor]], Awaitable[None]]
-"""Sends an answer, which has the model's outputs, or those of them that there are so far."""
+"""Sends a response with the model's outputs, or with those available so far."""
 
 
+@dataclass(slots=True)
 class ModelCall:
     """A call of a model.
 
     Attributes:
-        request: What is asked, which fits the model's `spec`.
-        origin: Who asks, and until when.
-        many: Whether several answers may be sent; else it is exactly one.
-        compute_ns: How long something was computed for it, as far as its model knows.
+        request: The request, which fits the model's `spec`.
+        origin: The caller and the deadline.
+        many: Several responses may be sent; otherwise exactly one.
+        compute_ns: Compute time, as far as the model knows it.
     """
 
-    __slots__ = ("compute_ns", "many", "origin", "request")
-
-    def __init__(self, request: InferRequest, origin: Origin, *, many: bool = False) -> None:
-        self.request = request
-        self.origin = origin
-        self.many = many
-        self.compute_ns: int | None = None
+    request: InferRequest
+    origin: Origin
+    many: bool = False
+    compute_ns: int | None = None
 
     def computed(self, ns: int) -> None:
-        """Something was computed for it for so long; what runs side by side counts once."""
+        """Record compute time; concurrent work counts once."""
         self.compute_ns = max(ns, self.compute_ns or 0)
 
 
 class ServedModel(Protocol):
-    """A model that clients can call by its name.
+    """A model that clients call by its name.
 
     Attributes:
-        spec: What it takes and gives.
+        spec: Its interface.
     """
 
     spec: ModelSpec
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        """Sends one answer, or several to a call that takes many, and returns behind the last.
+        """Send one response, or several to a call that takes many, and return after the last.
 
-        Cancelling it ends whatever it has begun.
+        Cancellation ends everything that the call has begun.
 
         Raises:
-            NanoInferenceError: It can't be done.
+            NanoInferenceError: The call failed.
         """
 
     async def trouble(self) -> str:
-        """Why a request would not be served now, in one sentence; "" when it would.
+        """Return why a request would not be served now, in one sentence; "" if it would.
 
         Raises:
-            BusError: Nobody can tell.
+            BusError: It is unknown.
         """

@@ -1,66 +1,167 @@
-"""Models and their calls, however these come."""
+"""The models of a gateway, called the same way from every transport."""
 
 from __future__ import annotations
 
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 import msgspec
+from starlette.requests import Request
 
-from ....config import ConfigError, RequestError, shown
-from ....kserve.deadlines import budget_of
+from ....config import ConfigError, NanoInferenceError, RequestError, shown
+from ....kserve.parameters import budget_of
 from ....kserve.tensors import (
     InferRequest,
     InferResponse,
     ModelSpec,
+    ModelState,
     NamedTensor,
+    Parameters,
     RequestedOutput,
     TensorError,
-    TensorSpec,
 )
-from ....telemetry import Metrics, now_ns
+from ....telemetry import Metrics, instruments, names, now_ns
 from ...policy.caller import ANYBODY, Caller
 from ...server.http import EngineError
 from ...serving.origin import Origin
+from .regions import Regions
 from .served import ModelCall, ServedModel
-from .statistics import Statistics
 
-_FIRST_WORD_S = 0.1
+# Beyond its deadline a call may still report how far the engine came.
+_GRACE_S = 0.1
 
 Respond = Callable[[InferResponse], Awaitable[None]]
 
 
-class ModelState(NamedTuple):
-    """How a model is: `reason` says why it is not ready."""
+class ModelRepository(Protocol):
+    """Loads and unloads models."""
 
-    name: str
-    version: str
-    ready: bool
-    reason: str
+    async def load(self, request: Request, model: str) -> object:
+        """Load a model for a call. Raises NanoInferenceError if that fails."""
+
+    async def unload(self, request: Request, model: str) -> object:
+        """Unload a model. Raises as `load`."""
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+class ModelStatistics:
+    """Calls of one model since the gateway was started.
+
+    Attributes:
+        success: Count and total time of successful calls, from arrival to end.
+        fail: The same of failed calls.
+        queue: Of successful calls, the time before any computation.
+        compute: The time after that.
+        last_ns: Arrival of the last call, since the Unix epoch; 0 before the first.
+    """
+
+    __slots__ = ("compute", "fail", "last_ns", "queue", "success")
+
+    def __init__(self) -> None:
+        self.success, self.fail, self.queue, self.compute = (
+            {"count": 0, "ns": 0} for _ in range(4)
+        )
+        self.last_ns = 0
+
+    def add(self, total_ns: int, compute_ns: int | None, *, failed: bool = False) -> None:
+        """Record the end of a call.
+
+        Args:
+            total_ns: Its duration.
+            compute_ns: The computed part; None for all of it.
+            failed: It has failed.
+        """
+        total_ns = max(0, total_ns)
+        computed_ns = total_ns if compute_ns is None else min(compute_ns, total_ns)
+        if failed:
+            durations = [(self.fail, total_ns)]
+        else:
+            durations = [
+                (self.success, total_ns),
+                (self.queue, total_ns - computed_ns),
+                (self.compute, computed_ns),
+            ]
+        for duration, ns in durations:
+            duration["count"] += 1
+            duration["ns"] += ns
+
+    def to_json(self, name: str, version: str) -> dict[str, Any]:
+        """Return the fields of Triton's ModelStatistics."""
+        nothing = {"count": 0, "ns": 0}
+        return {
+            "name": name,
+            "version": version,
+            "last_inference": self.last_ns // 1_000_000,
+            "inference_count": self.success["count"],
+            "execution_count": self.success["count"],
+            "inference_stats": {
+                "success": self.success,
+                "fail": self.fail,
+                "queue": self.queue,
+                # Tensors are read and written while other calls are computed.
+                "compute_input": nothing,
+                "compute_infer": self.compute,
+                "compute_output": nothing,
+                "cache_hit": nothing,
+                "cache_miss": nothing,
+            },
+            "batch_stats": [],
+        }
+
+
+class Statistics:
+    """Calls of all models of a gateway."""
+
+    def __init__(self, metrics: Metrics | None = None) -> None:
+        """Args: `metrics` records calls, too; None for the statistics alone."""
+        self._models: dict[str, ModelStatistics] = {}
+        self._metrics = metrics or Metrics()
+
+    def model(self, name: str) -> ModelStatistics:
+        """Return a model's statistics."""
+        return self._models.setdefault(name, ModelStatistics())
+
+    @contextmanager
+    def measured(self, name: str, call: ModelCall) -> Iterator[None]:
+        """Record a call of a model."""
+        found, begun_ns = self.model(name), now_ns()
+        found.last_ns = begun_ns
+        code = "cancelled"
+        try:
+            yield
+            code = ""
+        except NanoInferenceError as error:
+            code = error.code
+            raise
+        except Exception:
+            code = "internal_error"
+            raise
+        finally:
+            total_ns = now_ns() - begun_ns
+            found.add(total_ns, call.compute_ns, failed=bool(code))
+            labels = {names.REQUEST_MODEL: name, names.ERROR_TYPE: code}
+            self._metrics.record(instruments.MODEL_CALL_DURATION, total_ns / 1e9, labels)
+
+
+# --- models ---------------------------------------------------------------------------------------
 
 
 class InferenceService:
     """The models of a gateway.
 
     Attributes:
-        statistics: Of all their calls.
+        statistics: Of all calls.
     """
 
     def __init__(self, models: Iterable[ServedModel] = (), metrics: Metrics | None = None) -> None:
-        """Args: `metrics` is where calls are told, beside the statistics; None for nowhere.
+        """Args: `metrics` records calls beside the statistics; None for the statistics alone.
 
         Raises:
-            ConfigError: Two models have one name.
+            ConfigError: Two models have the same name.
         """
         self._models: dict[str, ServedModel] = {}
         self._aliases: dict[str, str] = {}
@@ -69,10 +170,10 @@ class InferenceService:
             self.add(model)
 
     def add(self, model: ServedModel, aliases: Iterable[str] = ()) -> None:
-        """Serves one more, under other names as well.
+        """Serve a model, also under its aliases.
 
         Raises:
-            ConfigError: There is one of such a name.
+            ConfigError: One of the names is taken.
         """
         name = model.spec.name
         for each in (name, *aliases):
@@ -85,55 +186,38 @@ class InferenceService:
         self._aliases.update(dict.fromkeys(aliases, name))
 
     def remove(self, name: str) -> None:
-        """Serves a model no longer, where there is one of that name. Calls under way go on."""
+        """Stop serving a model, if there is one of that name. Calls in flight go on."""
         if self._models.pop(name, None) is not None:
-            kept = {alias: of for alias, of in self._aliases.items() if of != name}
-            self._aliases = kept
+            self._aliases = {alias: of for alias, of in self._aliases.items() if of != name}
 
     @property
     def models(self) -> list[tuple[ServedModel, list[str]]]:
-        """All of them, each with its other names."""
+        """All models, each with its aliases."""
         return [
             (model, [alias for alias, of in self._aliases.items() if of == name])
             for name, model in self._models.items()
         ]
 
-    def allows(self, caller: Caller, name: str) -> bool:
-        """Whether a caller may use the model of a name, if there is one.
-
-        What asks the engine of another model, as `M.tokens` asks that of `M`, takes a key for
-        that one.
-        """
-        model = self._models.get(self._aliases.get(name, name))
-        asked = model.spec.allowed_as or model.spec.name if model else name
-        return caller.models is None or asked in caller.models
-
-    def check_allowed(self, caller: Caller, name: str) -> None:
-        """Raises RequestError `model_not_found` when a caller may not use the model of a name."""
-        if not self.allows(caller, name):
-            raise _not_found(shown(name))
-
     def specs(self, name: str = "", version: str = "", caller: Caller = ANYBODY) -> list[ModelSpec]:
-        """Of the model of a name, or with "" of all that a caller may use.
-
-        Raises:
-            RequestError: model_not_found, also when he may not use it.
-        """
+        """Return the models that a caller may use, or only the one of a name. Raises as `spec`."""
         if name:
             return [self.spec(name, version, caller)]
-        return [each.spec for each in self._models.values() if self.allows(caller, each.spec.name)]
+        return [each.spec for each in self._models.values() if _allows(caller, each.spec)]
 
     def spec(self, name: str, version: str = "", caller: Caller = ANYBODY) -> ModelSpec:
-        """A model's. Raises RequestError `model_not_found`, also when a caller may not use it."""
-        self.check_allowed(caller, name)
-        return self._model(name, version).spec
+        """Return a model's interface.
 
-    async def is_ready(self, name: str, version: str = "") -> bool:
-        """Whether a request would be served now. Raises as `spec`, or BusError."""
-        return not await self._model(name, version).trouble()
+        Raises:
+            RequestError: model_not_found: there is no such model, or the caller may not use it.
+        """
+        return self._model(name, version, caller).spec
+
+    async def trouble(self, name: str, version: str = "") -> str:
+        """Return why a request would not be served now; "" if it would. Raises BusError too."""
+        return await self._model(name, version).trouble()
 
     async def states(self, names: Collection[str] | None = None) -> list[ModelState]:
-        """How all models are, or those of some names. Raises BusError."""
+        """Return the states of all models, or of some. Raises BusError."""
         wanted = None if names is None else {self._aliases.get(each, each) for each in names}
         return [
             ModelState(name, version, not trouble, trouble)
@@ -146,39 +230,38 @@ class InferenceService:
     async def infer(
         self, origin: Origin, request: InferRequest, respond: Respond, *, many: bool = False
     ) -> None:
-        """Runs a request, and hands each answer on.
+        """Run a request, and pass on each response.
 
         Args:
-            origin: Who asks, and how much time the call has that it came with.
-            request: What is asked; its parameters may leave it less time.
-            respond: Takes each answer, with the outputs that are wanted, in the order wanted.
-            many: Whether there may be several; else it is exactly one.
+            origin: The caller and the call's deadline.
+            request: The request; its parameters may shorten the deadline.
+            respond: Takes each response, with the requested outputs in the requested order.
+            many: Several responses may be sent; otherwise exactly one.
 
         Raises:
-            NanoInferenceError: It can't be done.
+            NanoInferenceError: The call failed.
         """
-        model = self._model(request.model_name, request.model_version)
+        model = self._model(request.model_name, request.model_version, origin.caller)
         spec = model.spec
-        self.check_allowed(origin.caller, spec.name)
-        # Of one that others are asked for, it is the first.
+        # A model that calls others keeps the name of the first one.
         origin.account.model = origin.account.model or spec.name
         origin = origin._replace(requested_model=origin.requested_model or request.model_name)
         _check_parameters(spec, request, many=many)
-        request = msgspec.structs.replace(request, inputs=checked_inputs(spec, request.inputs))
-        wanted = wanted_outputs(spec, request.outputs)
-        origin = _within(origin, request.parameters)
+        request = msgspec.structs.replace(request, inputs=_checked_inputs(spec, request.inputs))
+        requested = _requested_names(spec, request.outputs)
+        origin = _with_deadline(origin, request.parameters)
 
         async def answer(outputs: Sequence[NamedTensor]) -> None:
-            made = {each.name: each for each in outputs}
-            chosen = tuple(made[name] for name in wanted if name in made)
+            by_name = {each.name: each for each in outputs}
+            chosen = tuple(by_name[name] for name in requested if name in by_name)
             await respond(InferResponse(model_name=spec.name, id=request.id, outputs=chosen))
 
         call = ModelCall(request, origin, many=many)
-        with self.statistics.measured(spec.name, call), _in_time(origin):
+        with self.statistics.measured(spec.name, call), _time_limit(origin):
             await model.infer(call, answer)
 
     async def infer_once(self, origin: Origin, request: InferRequest) -> InferResponse:
-        """As `infer`, of which the one answer is returned."""
+        """Run a request, and return its one response. Raises as `infer`."""
         found: list[InferResponse] = []
 
         async def respond(response: InferResponse) -> None:
@@ -188,39 +271,56 @@ class InferenceService:
         (response,) = found
         return response
 
-    def _model(self, name: str, version: str) -> ServedModel:
+    def _model(self, name: str, version: str = "", caller: Caller = ANYBODY) -> ServedModel:
         model = self._models.get(self._aliases.get(name, name))
-        if model is None or (version and version not in model.spec.versions):
-            what = f"{shown(name)} of version {shown(version)}" if model else shown(name)
-            raise _not_found(what)
-        return model
+        what = shown(name)
+        if model is not None and _allows(caller, model.spec):
+            if version in ("", *model.spec.versions):
+                return model
+            what += f" of version {shown(version)}"
+        raise RequestError(
+            f"there is no model {what}; the repository's index lists the models",
+            code="model_not_found",
+        )
 
 
-def _not_found(what: str) -> RequestError:
-    return RequestError(
-        f"there is no model {what}; the repository's index lists those that there are",
-        code="model_not_found",
-    )
+class KServe(NamedTuple):
+    """What the interface serves.
+
+    Attributes:
+        service: The models.
+        regions: Shared memory that clients have registered.
+        repository: Loads and unloads models; None if there is a single, fixed one.
+    """
+
+    service: InferenceService
+    regions: Regions
+    repository: ModelRepository | None = None
+
+
+def _allows(caller: Caller, spec: ModelSpec) -> bool:
+    """Whether a caller's key allows a model, or the model that it forwards to."""
+    return caller.models is None or (spec.allowed_as or spec.name) in caller.models
 
 
 def _check_parameters(spec: ModelSpec, request: InferRequest, *, many: bool) -> None:
-    """Raises RequestError for a parameter with the name of an input."""
+    """Raise RequestError for a parameter with the name of an input."""
     for tensor in spec.inputs:
         if tensor.name in request.parameters:
-            one = "; this call has one answer, so for several call ModelStreamInfer or POST "
-            one += f"/v2/models/{spec.name}/generate_stream"
+            advice = "; this call has one answer, so for several call ModelStreamInfer or POST "
+            advice += f"/v2/models/{spec.name}/generate_stream"
             raise RequestError(
                 f"{tensor.name} is an input of {spec.name}, and no parameter; send it among the "
                 f"inputs as {tensor.datatype} {list(tensor.shape)}"
-                + (one if spec.decoupled and not many else "")
+                + (advice if spec.decoupled and not many else "")
             )
 
 
-def checked_inputs(spec: ModelSpec, inputs: Sequence[NamedTensor]) -> tuple[NamedTensor, ...]:
-    """The inputs of a request, which are those of the model.
+def _checked_inputs(spec: ModelSpec, inputs: Sequence[NamedTensor]) -> tuple[NamedTensor, ...]:
+    """A request's inputs, checked.
 
     Raises:
-        TensorError: One is missing, not known, there twice, or not of the model's type or shape.
+        TensorError: One is missing, unknown, duplicate, or has another datatype or shape.
     """
     given: dict[str, NamedTensor] = {}
     known = {each.name: each for each in spec.inputs}
@@ -231,7 +331,14 @@ def checked_inputs(spec: ModelSpec, inputs: Sequence[NamedTensor]) -> tuple[Name
                 f"{spec.name} has no input {shown(tensor.name)}, or it is there twice; its inputs "
                 f"are {', '.join(known)}"
             )
-        _check_fits(spec, expected, tensor)
+        fits = len(tensor.shape) == len(expected.shape) and all(
+            there in (-1, here) for there, here in zip(expected.shape, tensor.shape, strict=True)
+        )
+        if tensor.datatype != expected.datatype or not fits:
+            raise TensorError(
+                f"{spec.name} takes {tensor.name} as {expected.datatype} {list(expected.shape)}, "
+                f"where -1 is any number, and not as {tensor.datatype} {shown(list(tensor.shape))}"
+            )
         given[tensor.name] = tensor
     for name, expected in known.items():
         if name not in given and not expected.optional:
@@ -239,44 +346,29 @@ def checked_inputs(spec: ModelSpec, inputs: Sequence[NamedTensor]) -> tuple[Name
     return tuple(given.values())
 
 
-def wanted_outputs(spec: ModelSpec, outputs: Sequence[RequestedOutput]) -> tuple[str, ...]:
-    """The names of the outputs that a client wants, in its order; all where it names none.
+def _requested_names(spec: ModelSpec, outputs: Sequence[RequestedOutput]) -> tuple[str, ...]:
+    """The names of the requested outputs, in the client's order; all if it names none.
 
     Raises:
         TensorError: The model has no such output, or it is there twice.
     """
     known = [each.name for each in spec.outputs]
-    names = [each.name for each in outputs]
-    for place, name in enumerate(names):
-        if name not in known or name in names[:place]:
+    found = [each.name for each in outputs]
+    for index, name in enumerate(found):
+        if name not in known or name in found[:index]:
             raise TensorError(
                 f"{spec.name} has no output {shown(name)}, or it is there twice; its outputs are "
                 f"{', '.join(known)}"
             )
-    return tuple(names or known)
-
-
-def _check_fits(spec: ModelSpec, expected: TensorSpec, tensor: NamedTensor) -> None:
-    shape = tensor.shape
-    fits = len(shape) == len(expected.shape) and all(
-        there in (-1, here) for there, here in zip(expected.shape, shape, strict=True)
-    )
-    if tensor.datatype != expected.datatype or not fits:
-        raise TensorError(
-            f"{spec.name} takes {tensor.name} as {expected.datatype} {list(expected.shape)}, where "
-            f"-1 is any number, and not as {tensor.datatype} {shown(list(shape))}"
-        )
+    return tuple(found or known)
 
 
 @contextmanager
-def _in_time(origin: Origin) -> Iterator[None]:
-    """Ends what takes longer than a call may. The engine sees to its own part, and has the first
-    word, since it knows how far it came."""
+def _time_limit(origin: Origin) -> Iterator[None]:
+    """Cancel what exceeds a call's deadline, after the engine's own limit."""
     left_ns = origin.left_ns
-    if left_ns is None:
-        yield
-        return
-    with anyio.move_on_after(max(0, left_ns) / 1e9 + _FIRST_WORD_S) as scope:
+    delay_s = None if left_ns is None else max(0, left_ns) / 1e9 + _GRACE_S
+    with anyio.move_on_after(delay_s) as scope:
         yield
     if scope.cancelled_caught:
         raise EngineError(
@@ -285,8 +377,8 @@ def _in_time(origin: Origin) -> Iterator[None]:
         )
 
 
-def _within(origin: Origin, parameters: Mapping[str, bool | int | float | str]) -> Origin:
-    """A call's origin, with the time that a request of it has."""
+def _with_deadline(origin: Origin, parameters: Parameters) -> Origin:
+    """A call's origin with the deadline of its request, if that is earlier."""
     budget = budget_of(parameters)
     if budget is None:
         return origin

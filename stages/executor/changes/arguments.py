@@ -1,6 +1,6 @@
-"""What the messages about weights may say, looked at before anything is done for one.
+"""Checks of the arguments of control messages, before any work begins.
 
-What takes a look at each tensor, or at what is there, is checked where it is read.
+Tensors and files are checked where they are read.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from ....bus.control import (
     FinishUpdate,
     JoinWeightsGroup,
     LeaveWeightsGroup,
+    LoadAdapter,
     ReleaseMemory,
     ResumeMemory,
     TellWeightVersion,
+    UnloadAdapter,
     UpdateWeights,
 )
 from ....bus.weights import (
@@ -26,8 +28,8 @@ from ....bus.weights import (
     check_in_flight,
 )
 from ....config import WeightsError, shown
-from ..runner.weights.limits import WeightLimits
-from ..runner.weights.transports import BACKENDS, host_and_port
+from ..runner.weights.checks import WeightLimits
+from ..runner.weights.transports.group import BACKENDS, host_and_port
 
 Operation = (
     UpdateWeights
@@ -37,13 +39,15 @@ Operation = (
     | TellWeightVersion
     | ReleaseMemory
     | ResumeMemory
+    | LoadAdapter
+    | UnloadAdapter
 )
 
 LONGEST_WAIT_S = 86_400.0
-"""A day: nobody waits longer for weights, and clocks and sockets can count so far."""
+"""One day: within the range of clocks and sockets."""
 
 LARGEST_VERSION = 1 << 62
-"""That can be asked for. Counting goes on behind it, and any program can hold the numbers."""
+"""The largest version that a message may name; counting from there still fits 64 bits."""
 
 _LONGEST_NAME = 256
 _LONGEST_PATH_BYTES = 4096  # Linux's
@@ -52,10 +56,10 @@ _LARGEST_WORLD = 1 << 16
 
 
 def check_arguments(operation: Operation, limits: WeightLimits) -> None:
-    """Takes as long for any message.
+    """Check the arguments of an operation, in constant time.
 
     Raises:
-        WeightsError: An argument is none that could be obeyed; the message names it.
+        WeightsError: An argument is invalid; the error names it.
     """
     match operation:
         case UpdateWeights():
@@ -72,10 +76,12 @@ def check_arguments(operation: Operation, limits: WeightLimits) -> None:
             _check_join(operation)
         case LeaveWeightsGroup():
             _check_name("group", operation.group)
+        case LoadAdapter() | UnloadAdapter():
+            check_in_flight(operation.in_flight)
 
 
 def _check_version(version: int | None) -> None:
-    """Raises WeightsError for one that is too large; whether it is large enough, others know."""
+    """Raises WeightsError for a version that is too large."""
     if version is not None and version > LARGEST_VERSION:
         raise WeightsError(
             f"version is {shown(version)}; give a number up to {LARGEST_VERSION}, or none"
@@ -87,11 +93,11 @@ def check_path(path: str) -> None:
     if not path:
         raise WeightsError("the path of the weights is empty; name a folder or a file")
     if "\0" in path:
-        raise WeightsError(f"the path {shown(path)} holds a NUL, which no path does")
+        raise WeightsError(f"the path {shown(path)} has a NUL byte")
     try:
         size = len(os.fsencode(path))
     except UnicodeEncodeError:
-        raise WeightsError(f"{shown(path)} is no path, for it is not Unicode") from None
+        raise WeightsError(f"the path {shown(path)} is not Unicode") from None
     if size > _LONGEST_PATH_BYTES:
         raise WeightsError(
             f"the path {shown(path)} has {size} bytes; it may have {_LONGEST_PATH_BYTES} bytes"
@@ -110,8 +116,8 @@ def _check_source(source: WeightsSource | StagedWeights, limits: WeightLimits) -
             limits.check_tensors(len(tensors))
             if len(segments) > len(tensors):
                 raise WeightsError(
-                    f"{len(tensors)} tensors are said to lie in {len(segments)} segments; name "
-                    "only those where some lie"
+                    f"{len(tensors)} tensors are in {len(segments)} segments; name only "
+                    "segments with a tensor"
                 )
         case GroupWeights(group, tensors):
             _check_name("group", group)
@@ -144,8 +150,8 @@ def _check_join(wish: JoinWeightsGroup) -> None:
         host = ""
     if not host or "\0" in host or len(host) > _LONGEST_HOST:
         raise WeightsError(
-            f"{shown(wish.address)} names no host; give an address, or a name whose labels have "
-            "up to 63 characters"
+            f"{shown(wish.address)} has no valid host; give an address, or a name whose "
+            "labels have up to 63 characters"
         )
 
 

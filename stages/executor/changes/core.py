@@ -1,27 +1,32 @@
-"""Weight updates and releases of memory, decided: an event and the time in, effects out."""
+"""Staged changes of weights, adapters and memory, decided: events and time in, effects out."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import NamedTuple
 
 import msgspec
+from torch import Tensor
 
 from ....bus.control import (
+    AdapterReady,
     FinishUpdate,
     JoinWeightsGroup,
     LeaveWeightsGroup,
+    LoadAdapter,
     ReleaseMemory,
     ResumeMemory,
     TellWeightVersion,
+    UnloadAdapter,
     UpdateWeights,
+    WeightsReady,
 )
-from ....bus.weights import GroupWeights, InFlight, LocalWeights, StagedWeights
-from ....config import WeightsError
+from ....bus.weights import GroupWeights, LocalWeights, StagedWeights
+from ....config import AdapterError, WeightsError, shown
 from ....store.in_place import WeightsInPlace
-from ..runner.weights.limits import WeightLimits
+from ..runner.weights.checks import UNLIMITED, WeightLimits
 from .arguments import Operation, check_arguments
 from .effects import (
     Answer,
@@ -35,133 +40,128 @@ from .effects import (
     Join,
     Leave,
     Log,
-    MakeReady,
+    Origin,
+    PublishAdapters,
+    ReadRecord,
+    Remember,
+    Restore,
     Result,
-    Resume,
+    ResumeTags,
+    SendBatching,
     SendMemory,
-    SendReady,
     SkipBroadcast,
+    Stage,
+    StageAdapter,
 )
-from .parts import Origin, WeightParts
-from .succession import Succession
 
 _SECOND_NS = 1_000_000_000
 
 _LEAST_FETCH_S = 0.001
-"""What an update has for its fetching that has waited for its turn to the last moment."""
+"""The time to fetch that remains for an update that waited for its turn to the last moment."""
+
+_WEIGHTS = ""
+"""Key of the weights among staged changes; adapters have their ids."""
 
 
-class _Unanswered(NamedTuple):
-    """What somebody asks for, and the id under which he waits for the answer."""
-
-    operation: Operation
-    operation_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A part of an update that waits until nothing else is fetched."""
+class _Turn(NamedTuple):
+    """A part of an update that waits until no other source is fetched."""
 
     ticket: int
     update: UpdateWeights
     deadline_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """Weights that wait for `FinishUpdate`, and are dropped when that does not come in time."""
+class _Prepared(NamedTuple):
+    """Weights that wait for `FinishUpdate`, until a deadline."""
 
     update: UpdateWeights
     fetched: Fetched
     deadline_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """Weights that wait for a plan, and whose operation is answered when its step is done."""
+class _Staged(msgspec.Struct, frozen=True):
+    """A change that waits for a plan. Its operation is answered when the plan's step is done."""
 
     ticket: int
     version: int
-    in_flight: InFlight
-    origin: Origin | None
+    message: WeightsReady | AdapterReady
+    origin: Origin | None = None
 
 
-class UpdatesCore:
-    """All that an executor knows of its weight updates and releases of memory.
+class ChangesCore:
+    """An executor's state of weight updates, adapter changes and releases of memory.
 
-    An update has three steps. The tensors are fetched while plans run. Batching is told, and its
-    next plan says that they be put in place; only it can tell which KV is older. When that plan's
-    step is done, whoever asked gets the answer.
+    A change has three steps. The tensors are read and checked while plans run, and staged. Batching
+    receives a message, and its next plan puts the change in place; only batching can tell which KV
+    is older. When that plan's step is done, the operation is answered.
 
-    An update may come in parts, which are fetched and kept until `StagedWeights` asks for all. One
-    that other executors make as well is fetched, checked and kept until `FinishUpdate`, so that it
-    can still be given up when another executor refuses it.
+    An update may come in parts, which are fetched and kept until `StagedWeights` asks for all. An
+    update that other executors make as well is fetched, checked and kept until `FinishUpdate`, so
+    that it can be dropped when another executor refuses it.
 
-    Memory is released like weights are put in place: batching is told, plans no more steps, and
-    its next plan says it. Only batching can tell whose KV that is.
+    Memory is released likewise: batching receives a message, plans no more steps, and its next
+    plan releases the memory.
 
-    1. One source is fetched at a time. Parts wait for their turn, in order; anything else is
-       refused while weights are fetched, are prepared or wait for a plan.
+    1. One source of weights is fetched at a time. Parts wait for their turn, in order; other
+       updates are refused while weights are fetched, prepared or staged. Each adapter has one
+       change at a time.
     2. The version rises when a step is done that ran with the new weights, and never before.
-    3. What fails leaves weights, version and what waits as they were; but parts of an update are
-       dropped when one of them fails, since they will never be all.
-    4. Each operation is answered once. What is under way when the stage ends is answered then.
+    3. A failure leaves weights, version and waiting changes as they were; but the parts of an
+       update are dropped when one of them fails, since they can't become complete.
+    4. Each operation is answered once. Open operations are answered when the stage ends.
 
-    Each method is an event and returns what is to be done, in this order.
+    Each method is an event and returns effects, in order.
+
+    Attributes:
+        fetching: The ticket whose tensors are being fetched.
     """
 
     def __init__(self, limits: WeightLimits) -> None:
-        """Args: what an update may bring at most."""
+        """Args: the most that an update may bring."""
         self._limits = limits
         self._version = 0
         self._tickets = count(1)
-        self._unanswered: dict[int, _Unanswered] = {}
+        # By ticket: open operations and the ids of their answers.
+        self._open: dict[int, tuple[Operation, str]] = {}
         self._effects: list[Effect] = []
-        # Whose tensors are on their way, and parts that wait until they are here.
-        self._fetching: int | None = None
+        self.fetching: int | None = None
+        # Parts that wait until no weights are fetched.
         self._turns: deque[_Turn] = deque()
         self._parts = WeightParts()
         self._prepared: _Prepared | None = None
-        # An update that was given up while it was still fetched.
-        self._given_up = ""
-        # A prepared update that is made ready.
+        # An update that was dropped while it was still fetched.
+        self._dropped = ""
+        # The ticket of a prepared update that is being staged.
         self._finishing: int | None = None
-        self._ready: _Ready | None = None
-        # Changes of memory, the first of which is under way; whether batching is to release it.
+        self._staged: dict[str, _Staged] = {}
+        # Adapters that are read, by ticket, and those in place.
+        self._reading: dict[int, str] = {}
+        self._adapters: frozenset[str] = frozenset()
+        # Tickets of memory changes, the first of which runs; whether batching is to release it.
         self._memory: deque[int] = deque()
         self._releasing = False
         self._succession = Succession()
 
-    # --- what others may know -----------------------------------------------------------------
+    # --- state for others ---------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """Of the weights that made the last step."""
+        """Of the weights of the last step."""
         return self._version
 
     @property
     def behind(self) -> int:
-        """The version that the lane had when this executor joined it without; else 0."""
+        """The lane's version when this executor joined without it; else 0."""
         return self._succession.behind
 
     @property
     def unanswered(self) -> tuple[str, ...]:
-        """The ids of operations that are not answered, oldest first."""
-        return tuple(waiting.operation_id for waiting in self._unanswered.values())
-
-    @property
-    def fetching(self) -> bool:
-        """Whether tensors are on their way."""
-        return self._fetching is not None
-
-    @property
-    def waiting_parts(self) -> int:
-        """How many wait for their turn to be fetched."""
-        return len(self._turns)
+        """The ids of open operations, oldest first."""
+        return tuple(operation_id for _, operation_id in self._open.values())
 
     @property
     def prepared(self) -> str:
-        """The name of the update that waits for `FinishUpdate`; "" when none does."""
+        """The name of the update that waits for `FinishUpdate`; "" if none does."""
         return self._prepared.update.prepare_as if self._prepared is not None else ""
 
     def next_deadline_ns(self) -> int | None:
@@ -174,9 +174,9 @@ class UpdatesCore:
     # --- events: operations, and the stage ----------------------------------------------------
 
     def begin(self, operation: Operation, operation_id: str, now_ns: int) -> list[Effect]:
-        """Somebody asks for something, and waits for the answer under this id."""
+        """Begin an operation, to be answered under this id."""
         ticket = next(self._tickets)
-        self._unanswered[ticket] = _Unanswered(operation, operation_id)
+        self._open[ticket] = operation, operation_id
         try:
             self._begin(ticket, operation, now_ns)
         except WeightsError as error:
@@ -184,20 +184,14 @@ class UpdatesCore:
         return self._go_on(now_ns)
 
     def begin_epoch(self, leader: str) -> list[Effect]:
-        """An admission begins an epoch; this executor takes part once all of it is done."""
+        """Begin an epoch of an admission; this executor takes part once the effects are done."""
         return self._succession.begin_epoch(leader)
 
     def epoch_begun(self, version: int, now_ns: int) -> list[Effect]:
-        """This executor takes part. Batching has forgotten what it was told.
-
-        Args:
-            version: Of the weights in place.
-            now_ns: The time.
-        """
+        """Take part. Batching has lost all earlier messages. `version`: of the weights in place."""
         self._effects.append(SendMemory())
         self._in_place(version)
-        if self._ready is not None:
-            self._effects.append(SendReady(self._ready.version, self._ready.in_flight))
+        self._effects += [SendBatching(staged.message) for staged in self._staged.values()]
         return self._go_on(now_ns)
 
     def step_done(
@@ -208,67 +202,80 @@ class UpdatesCore:
         changed: bool,
         pending: bool,
         refused: WeightsError | None = None,
+        adapters: Iterable[tuple[str, int]] = (),
     ) -> list[Effect]:
-        """A step is done.
+        """Handle the end of a step.
 
         Args:
-            version: Of the weights that made it.
+            version: Of the weights of the step.
             now_ns: The time.
-            changed: Its plan had weights put in place. Batching went by it already, and may have
-                heard of the memory that there was before since.
+            changed: Whether its plan put weights in place. Batching assumed so already, and may
+                have received an older state of the memory since.
             pending: Whether memory waits to be released.
             refused: Why those weights could not be put in place.
+            adapters: Ids and versions that the plan put in place; version 0 is an unload.
         """
         self._in_place(version)
         if refused is not None:
             self._not_in_place(refused)
         if changed:
             self._effects.append(SendMemory())
+        if adapters:
+            self._adapters_in_place(adapters)
         if self._releasing and not pending:
             self._answer(self._memory[0])
         return self._go_on(now_ns)
 
+    def adapters_loaded(self, ids: Iterable[str]) -> None:
+        """Note the adapters in place."""
+        self._adapters = frozenset(ids)
+
     def weights_lost(self, error: WeightsError, now_ns: int) -> list[Effect]:
-        """A plan's weights could not be put in place, and none are: a new epoch is to begin."""
+        """Handle a failed write that leaves no weights in place; a new epoch is to begin."""
         self._not_in_place(error)
         return self._go_on(now_ns)
 
     def tick(self, now_ns: int) -> list[Effect]:
-        """Time has passed."""
+        """Handle deadlines."""
         return self._go_on(now_ns)
 
     def close(self) -> list[Effect]:
-        """The stage ends: what will not be done any more is answered."""
-        error = WeightsError(
-            "the executor stopped before it was done; it starts again with all its memory and the "
-            "weights of model_path, as version 0",
+        """Answer all open operations, since the stage ends."""
+        weights_error = WeightsError(
+            "the executor stopped during the operation; it restarts with all its memory and "
+            "the weights of model_path, as version 0",
             code="weights_interrupted",
+        )
+        adapter_error = AdapterError(
+            "the executor stopped during the operation; list its adapters",
+            code="adapter_interrupted",
         )
         self._turns.clear()
         self._memory.clear()
-        self._prepared = self._ready = None
-        for ticket in list(self._unanswered):
-            self._answer(ticket, error)
+        self._prepared = None
+        self._staged.clear()
+        for ticket, (operation, _) in list(self._open.items()):
+            self._answer(ticket, adapter_error if is_of_adapter(operation) else weights_error)
         return self._take_effects()
 
     def done(self, job: Job, result: Result, now_ns: int) -> list[Effect]:
-        """What takes its time has ended, or failed and changed nothing that is in place."""
-        if job.ticket not in self._unanswered:
+        """Handle the end of a job. A failed one has changed nothing in place."""
+        if job.ticket not in self._open:
             return []  # it was answered when the stage ended
-        if isinstance(job, Resume):
-            self._effects.append(SendMemory())  # of what failed a part may be there
+        if isinstance(job, ResumeTags):
+            self._effects.append(SendMemory())  # a part of a failed one may be there
         try:
             if isinstance(result, WeightsError):
                 raise result
-            self._go_on_with(job, result, now_ns)
+            self._continue(job, result, now_ns)
         except WeightsError as error:
             self._answer(job.ticket, error)
         return self._go_on(now_ns)
 
-    # --- events: what the lane remembers ------------------------------------------------------
+    # --- events: the lane's record ------------------------------------------------------------
 
     def record_read(self, record: WeightsInPlace | None) -> list[Effect]:
-        """What the lane has, as far as it is known."""
+        """Handle the lane's record; None if unknown."""
         return self._succession.read(record)
 
     def restored(self, weights: WeightsInPlace) -> list[Effect]:
@@ -276,13 +283,11 @@ class UpdatesCore:
         self._version = weights.version
         fields: dict[str, object] = {"version": weights.version, "folder": weights.folder}
         origin = Origin(weights.folder, weights.stamp)
-        return [
-            Log("weights_restored", fields),
-            *self._succession.put_in_place(weights.version, origin),
-        ]
+        recorded = self._succession.put_in_place(weights.version, origin)
+        return [Log("weights_restored", fields), *recorded]
 
     def not_restored(self, weights: WeightsInPlace, why: str) -> list[Effect]:
-        """The lane's weights can't be had."""
+        """The lane's weights can't be restored."""
         return self._succession.fall_behind(weights.version, why)
 
     # --- operations ---------------------------------------------------------------------------
@@ -310,10 +315,12 @@ class UpdatesCore:
                 self._memory.append(ticket)
                 if len(self._memory) == 1:
                     self._change_memory(ticket)
+            case LoadAdapter() | UnloadAdapter():
+                self._change_adapter(ticket, operation)
 
     def _begin_update(self, ticket: int, update: UpdateWeights, now_ns: int) -> None:
         if not update.part_of:
-            busy = self._fetching, self._prepared, self._finishing, self._ready
+            busy = self.fetching, self._prepared, self._finishing, self._staged.get(_WEIGHTS)
             if any(holder is not None for holder in busy):
                 self._skip(update)
                 raise _busy()
@@ -321,22 +328,36 @@ class UpdatesCore:
             return
         if isinstance(update.source, LocalWeights):
             raise WeightsError(
-                "a state dict of this process can't be a part of an update, since it may change "
-                "until the others come; pass all tensors at once"
+                "a state dict of this process can't be a part of an update, since it may "
+                "change before the other parts come; pass all tensors at once"
             )
-        deadline_ns = now_ns + int(update.timeout_s * _SECOND_NS)
-        self._turns.append(_Turn(ticket, update, deadline_ns))
+        self._turns.append(_Turn(ticket, update, _deadline_ns(update, now_ns)))
 
     def _fetch(self, ticket: int, update: UpdateWeights) -> None:
-        self._fetching = ticket
+        self.fetching = ticket
         if isinstance(update.source, StagedWeights):
-            # Now that all are there, what could not be converted by itself can be.
+            # All parts are there, so those that need each other can be converted.
             tensors, origin = self._parts.take(update.source)
             self._effects.append(Combine(ticket, update, tensors, origin))
         else:
             self._effects.append(Fetch(ticket, update))
 
-    def _go_on_with(self, job: Job, result: Result, now_ns: int) -> None:
+    def _change_adapter(self, ticket: int, operation: LoadAdapter | UnloadAdapter) -> None:
+        id = operation.adapter
+        if id in self._reading.values() or id in self._staged:
+            raise AdapterError(
+                f"a change of the adapter {shown(id)} is in progress; wait for its end",
+                code="adapter_busy",
+            )
+        if isinstance(operation, LoadAdapter):
+            self._reading[ticket] = id
+            self._effects.append(StageAdapter(ticket, operation))
+        elif id in self._adapters:
+            self._stage(id, _Staged(ticket, 0, AdapterReady(id, 0, operation.in_flight)))
+        else:
+            raise AdapterError(f"no adapter {shown(id)} is loaded", code="adapter_not_found")
+
+    def _continue(self, job: Job, result: Result, now_ns: int) -> None:
         match job, result:
             case Fetch(ticket, update) | Combine(ticket, update), Fetched() as fetched:
                 self._received(ticket, update, fetched)
@@ -344,12 +365,22 @@ class UpdatesCore:
                 self._keep_part(ticket, update, fetched)
             case Check(ticket, update, fetched), _:
                 self._prepare(ticket, update, fetched, now_ns)
-            case MakeReady(), int(version):
-                self._made_ready(job, version)
+            case Stage(ticket, update, fetched), int(version):
+                message = WeightsReady(version, update.in_flight)
+                origin = fetched.origin if fetched.covers else None
+                self._release(ticket)
+                self._stage(_WEIGHTS, _Staged(ticket, version, message, origin))
+            case StageAdapter(ticket, load), int(version):
+                if load.only_check:
+                    self._answer(ticket, version=version)
+                else:
+                    self._release(ticket)
+                    ready = AdapterReady(load.adapter, version, load.in_flight)
+                    self._stage(load.adapter, _Staged(ticket, version, ready))
             case BeginRelease(), True:
                 self._releasing = True
                 self._effects.append(SendMemory())
-            case ((Join() | BeginRelease() | Resume()), _):
+            case ((Join() | BeginRelease() | ResumeTags()), _):
                 self._answer(job.ticket)
             case _:
                 raise TypeError(f"{type(job).__name__} can't result in {type(result).__name__}")
@@ -360,7 +391,7 @@ class UpdatesCore:
         elif update.part_of or update.prepare_as:
             self._effects.append(Check(ticket, update, fetched))
         else:
-            self._make_ready(ticket, update, fetched, update.version)
+            self._begin_stage(ticket, update, fetched, update.version)
 
     def _keep_part(self, ticket: int, update: UpdateWeights, fetched: Fetched) -> None:
         self._parts.add(update.part_of, fetched.tensors, fetched.origin, self._limits)
@@ -368,10 +399,9 @@ class UpdatesCore:
 
     def _prepare(self, ticket: int, update: UpdateWeights, fetched: Fetched, now_ns: int) -> None:
         self._succession.check(fetched.covers)
-        if update.prepare_as == self._given_up:
-            raise WeightsError("the update was given up", code="weights_incomplete")
-        deadline_ns = now_ns + int(update.timeout_s * _SECOND_NS)
-        self._prepared = _Prepared(update, fetched, deadline_ns)
+        if update.prepare_as == self._dropped:
+            raise WeightsError("the update was cancelled", code="weights_incomplete")
+        self._prepared = _Prepared(update, fetched, _deadline_ns(update, now_ns))
         self._answer(ticket)
 
     def _finish(self, ticket: int, finish: FinishUpdate) -> None:
@@ -382,67 +412,74 @@ class UpdatesCore:
                 self._answer(ticket)
                 return
             self._finishing = ticket
-            self._make_ready(ticket, prepared.update, prepared.fetched, finish.version)
+            self._begin_stage(ticket, prepared.update, prepared.fetched, finish.version)
         elif finish.version is None:
-            fetching = self._operation(self._fetching) if self._fetching is not None else None
+            fetching = self._open[self.fetching][0] if self.fetching is not None else None
             if isinstance(fetching, UpdateWeights) and fetching.prepare_as == finish.prepared:
-                # Others may be given up meanwhile that were refused at once.
-                self._given_up = finish.prepared
+                # Updates that were refused at once may be dropped meanwhile.
+                self._dropped = finish.prepared
             self._answer(ticket)
         else:
             raise WeightsError(
-                "the weights that this executor had prepared are not there any more: it was "
-                "started anew, or was not told in time to put them in place; send them again",
+                "the prepared weights are gone: the executor was restarted, or FinishUpdate "
+                "came too late; send the weights again",
                 code="weights_incomplete",
             )
 
-    def _make_ready(
+    def _begin_stage(
         self, ticket: int, update: UpdateWeights, fetched: Fetched, version: int | None
     ) -> None:
         self._succession.check(fetched.covers)
         if version is None and self.behind:
-            version = self.behind + 1  # a number that the lane has had means other weights
-        self._effects.append(MakeReady(ticket, update, fetched, version))
+            version = self.behind + 1  # the lane used the numbers up to there for other weights
+        self._effects.append(Stage(ticket, update, fetched, version))
 
-    def _made_ready(self, job: MakeReady, version: int) -> None:
-        origin = job.fetched.origin if job.fetched.covers else None
-        self._ready = _Ready(job.ticket, version, job.update.in_flight, origin)
-        self._let_go(job.ticket)
-        self._effects.append(SendReady(version, job.update.in_flight))
+    def _stage(self, key: str, staged: _Staged) -> None:
+        self._staged[key] = staged
+        self._effects.append(SendBatching(staged.message))
 
     def _in_place(self, version: int) -> None:
-        """These weights made a step. It may be one of the epoch before, that is told late."""
+        """Weights of this version made a step, perhaps one of an earlier epoch."""
         self._version = max(self._version, version)
-        ready = self._ready
-        if ready is not None and version >= ready.version:
-            self._ready = None
+        staged = self._staged.get(_WEIGHTS)
+        if staged is not None and version >= staged.version:
+            del self._staged[_WEIGHTS]
             self._effects.append(Log("weights_in_place", {"version": version}))
-            self._effects += self._succession.put_in_place(version, ready.origin)
-            self._answer(ready.ticket)
+            self._effects += self._succession.put_in_place(version, staged.origin)
+            self._answer(staged.ticket)
 
     def _not_in_place(self, error: WeightsError) -> None:
-        """Those that wait for a plan were dropped when it came."""
-        if (ready := self._ready) is not None:
-            self._ready = None
-            self._answer(ready.ticket, error)
+        """Staged weights were dropped when their plan came."""
+        if (staged := self._staged.pop(_WEIGHTS, None)) is not None:
+            self._answer(staged.ticket, error)
+
+    def _adapters_in_place(self, adapters: Iterable[tuple[str, int]]) -> None:
+        self._effects.append(PublishAdapters())
+        for id, version in adapters:
+            staged = self._staged.get(id)
+            if staged is not None and staged.version == version:
+                del self._staged[id]
+                event = "adapter_in_place" if version else "adapter_unloaded"
+                self._effects.append(Log(event, {"adapter": id, "version": version}))
+                self._answer(staged.ticket, version=version)
 
     def _change_memory(self, ticket: int) -> None:
-        match self._operation(ticket):
+        match self._open[ticket][0]:
             case ReleaseMemory(tags):
                 self._effects.append(BeginRelease(ticket, tags))
             case ResumeMemory(tags):
-                self._effects.append(Resume(ticket, tags))
+                self._effects.append(ResumeTags(ticket, tags))
 
     def _skip(self, update: UpdateWeights) -> None:
-        """What it broadcasts is received by nobody, and must not be taken for what comes later."""
+        """Skip a group's broadcast that no executor receives."""
         if isinstance(update.source, GroupWeights):
             self._effects.append(SkipBroadcast(update.source.group))
 
-    # --- their order and their end ------------------------------------------------------------
+    # --- order and end ------------------------------------------------------------------------
 
     def _go_on(self, now_ns: int) -> list[Effect]:
-        """What every event ends with: turns and deadlines."""
-        while self._turns and self._fetching is None:
+        """Handle turns and deadlines, at the end of every event."""
+        while self._turns and self.fetching is None:
             turn = self._turns.popleft()
             left_s = max((turn.deadline_ns - now_ns) / _SECOND_NS, _LEAST_FETCH_S)
             try:
@@ -455,31 +492,32 @@ class UpdatesCore:
             self._answer(turn.ticket, _busy())
         if self._prepared is not None and self._prepared.deadline_ns <= now_ns:
             self._prepared = None
-            reason = "nobody asked for them"
+            reason = "FinishUpdate did not come in time"
             self._effects.append(Log("prepared_weights_dropped", {"reason": reason}, warning=True))
         return self._take_effects()
-
-    def _operation(self, ticket: int) -> Operation:
-        """One that is not answered."""
-        return self._unanswered[ticket].operation
 
     def _take_effects(self) -> list[Effect]:
         effects, self._effects = self._effects, []
         return effects
 
-    def _answer(self, ticket: int, error: WeightsError | None = None) -> None:
-        """The end of an operation: gives up what it holds."""
-        operation, operation_id = self._unanswered.pop(ticket)
-        if error is not None and ticket == self._fetching and _is_part(operation):
-            self._parts.drop()  # they will never be all
-        self._let_go(ticket)
-        answer = Answer(operation, operation_id, self._version, self.behind, error)
-        self._effects.append(answer)
+    def _answer(self, ticket: int, error: WeightsError | None = None, *, version: int = 0) -> None:
+        """End an operation and free its resources."""
+        operation, operation_id = self._open.pop(ticket)
+        is_part = isinstance(operation, UpdateWeights) and bool(operation.part_of)
+        if error is not None and ticket == self.fetching and is_part:
+            self._parts.drop()  # they can't become complete
+        self._release(ticket)
+        if is_of_adapter(operation):
+            self._effects.append(Answer(operation, operation_id, version, error=error))
+        else:
+            answer = Answer(operation, operation_id, self._version, self.behind, error)
+            self._effects.append(answer)
 
-    def _let_go(self, ticket: int) -> None:
-        """Whoever waits for what this operation has may have it."""
-        if ticket == self._fetching:
-            self._fetching = None
+    def _release(self, ticket: int) -> None:
+        """Free the resources of an operation, for the next ones."""
+        self._reading.pop(ticket, None)
+        if ticket == self.fetching:
+            self.fetching = None
         if ticket == self._finishing:
             self._finishing = None
         if self._memory and ticket == self._memory[0]:
@@ -489,11 +527,162 @@ class UpdatesCore:
                 self._change_memory(self._memory[0])
 
 
-def _is_part(operation: Operation) -> bool:
-    return isinstance(operation, UpdateWeights) and bool(operation.part_of)
+def is_of_adapter(operation: Operation) -> bool:
+    """Whether an operation changes an adapter."""
+    return isinstance(operation, LoadAdapter | UnloadAdapter)
+
+
+def _deadline_ns(update: UpdateWeights, now_ns: int) -> int:
+    return now_ns + int(update.timeout_s * _SECOND_NS)
 
 
 def _busy() -> WeightsError:
     return WeightsError(
         "a weight update is under way already; wait until it is in place", code="weights_busy"
     )
+
+
+# --- parts of an update -------------------------------------------------------------------------
+
+
+class WeightParts:
+    """The parts of one update: those of the last update's name."""
+
+    def __init__(self) -> None:
+        self._update, self._parts = "", 0
+        self._tensors: dict[str, Tensor] = {}
+        self._origin: Origin | None = None
+        # An upper bound: a tensor that came again counts twice.
+        self._num_bytes = 0
+
+    def add(
+        self,
+        update: str,
+        tensors: Mapping[str, Tensor],
+        origin: Origin | None = None,
+        limits: WeightLimits = UNLIMITED,
+    ) -> None:
+        """Keep a part. A tensor that comes again replaces the earlier one.
+
+        Raises:
+            WeightsError: All parts together exceed the limits.
+        """
+        if update != self._update:
+            self.drop()
+            self._update = update
+        self._parts += 1
+        self._origin = origin if self._parts == 1 else None
+        self._tensors.update(tensors)
+        self._num_bytes += _held(tensors)
+        if self._num_bytes > limits.num_bytes:
+            self._num_bytes = _held(self._tensors)
+        limits.check_tensors(len(self._tensors))
+        limits.check_bytes(self._num_bytes)
+
+    def take(self, staged: StagedWeights) -> tuple[Mapping[str, Tensor], Origin | None]:
+        """Return all tensors of an update, and their origin if they share one; keep nothing.
+
+        Raises:
+            WeightsError: Some parts are missing.
+        """
+        parts = self._parts if staged.update == self._update else 0
+        tensors, origin = self._tensors, self._origin
+        self.drop()
+        if not parts or parts != staged.parts:
+            raise WeightsError(
+                f"{parts} of the update's {staged.parts} parts have come; send all of them again",
+                code="weights_incomplete",
+            )
+        return tensors, origin
+
+    def drop(self) -> None:
+        """Keep nothing."""
+        self._update, self._parts, self._tensors, self._origin = "", 0, {}, None
+        self._num_bytes = 0
+
+
+def _held(tensors: Mapping[str, Tensor]) -> int:
+    """The bytes that these tensors keep allocated; several may be views of one storage."""
+    storages = [tensor.untyped_storage() for tensor in tensors.values()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+# --- succession ---------------------------------------------------------------------------------
+
+
+class Succession:
+    """Records this executor's weights for its successor, and compares with its predecessor's.
+
+    The store keeps the lane's newest weights, and the admission under which they were in place.
+    While that admission lives, so does the lane, and a new executor must have those weights. A
+    later admission may have begun a new lane, with the weights of `engine.model_path`.
+
+    Attributes:
+        behind: The lane's version when this executor joined without it; 0 otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.behind = 0
+        # The last admission; the version and origin of this executor's own weights.
+        self._leader = ""
+        self._own: tuple[int, Origin | None] = 0, None
+
+    def put_in_place(self, version: int, origin: Origin | None) -> list[Effect]:
+        """New weights are in place. `origin`: of all of them, if they came in one update."""
+        self._own, self.behind = (version, origin), 0
+        return [self._record()]
+
+    def begin_epoch(self, leader: str) -> list[Effect]:
+        """Begin an epoch of an admission.
+
+        At the first one the lane's record is read, unless this executor has had an update: then a
+        new admission gets a record of that.
+        """
+        if leader == self._leader:
+            return []
+        first, self._leader = not self._leader, leader
+        if self._own[0]:
+            return [self._record()]
+        return [ReadRecord()] if first else []
+
+    def read(self, record: WeightsInPlace | None) -> list[Effect]:
+        """Handle the lane's record; None if unknown."""
+        if record is None:
+            return []
+        if record.leader == self._leader:
+            return [Restore(record)]
+        reason = "the lane was restarted; its earlier weights are not restored"
+        fields: dict[str, object] = {"before": record.version, "reason": reason}
+        return [Log("weights_of_model_path", fields, warning=True)]
+
+    def fall_behind(self, version: int, why: str) -> list[Effect]:
+        """The lane's weights can't be restored: this executor serves those that it loaded."""
+        self.behind = version
+        reason = f"{why}; this executor serves the weights of model_path until they are updated"
+        fields: dict[str, object] = {"version": 0, "of_the_lane": version, "reason": reason}
+        return [Log("weights_behind", fields, warning=True)]
+
+    def check(self, covers: bool) -> None:
+        """Check that new weights may be put in place. `covers`: they replace every parameter.
+
+        Raises:
+            WeightsError: They would mix with weights that the trainer doesn't expect here.
+        """
+        if self.behind and not covers:
+            raise WeightsError(
+                "this executor was restarted with the weights of model_path, not version "
+                f"{self.behind}, which a partial update needs; send all weights in one update",
+                code="weights_behind",
+            )
+
+    def _record(self) -> Remember:
+        version, origin = self._own
+        folder, stamp = origin or ("", "")
+        return Remember(
+            WeightsInPlace(version=version, leader=self._leader, folder=folder, stamp=stamp)
+        )
+
+
+def supersedes(new: WeightsInPlace, record: WeightsInPlace | None) -> bool:
+    """Whether to replace a record: another replica may be ahead, if an update failed here."""
+    return record is None or record.leader != new.leader or record.version < new.version

@@ -1,33 +1,39 @@
-"""What `UpdatesCore` has its shell do.
+"""Effects: what `ChangesCore` returns for its shell to do.
 
-Jobs take their time. They carry the ticket of an operation, and their result goes back to the core.
+A job takes time. It carries the ticket of an operation, and its result returns to the core.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 from torch import Tensor
 
-from ....bus.control import JoinWeightsGroup, UpdateWeights
-from ....bus.weights import InFlight
+from ....bus.control import JoinWeightsGroup, LoadAdapter, UpdateWeights
+from ....bus.messages import Message
 from ....config import WeightsError
 from ....store.in_place import WeightsInPlace
 from .arguments import Operation
-from .parts import Origin
+
+
+class Origin(NamedTuple):
+    """A folder from which tensors can be read again, while its files match the stamp."""
+
+    folder: str
+    stamp: str
 
 
 class Fetched(NamedTuple):
     """New weights in this process.
 
     Attributes:
-        tensors: By the model's names and in its dtypes, if they are `converted`; else by those of a
-            checkpoint, and other parts are needed to convert them.
-        origin: Where they can be had again.
+        tensors: By the model's names and in its dtypes if `converted`; else by a checkpoint's
+            names, until the other parts are there to convert them.
+        origin: Where the tensors can be read again.
         covers: Whether they replace every parameter.
-        converted: Always, but for a part of an update.
+        converted: True, but for a part of an update.
     """
 
     tensors: Mapping[str, Tensor]
@@ -39,16 +45,14 @@ class Fetched(NamedTuple):
 # --- jobs -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Bring the tensors of a source into this process; results in `Fetched`."""
+class Fetch(msgspec.Struct, frozen=True):
+    """Read the tensors of a source into this process; results in `Fetched`."""
 
     ticket: int
     update: UpdateWeights
 
 
-@dataclass(frozen=True, slots=True)
-class Combine:
+class Combine(msgspec.Struct, frozen=True):
     """Convert the tensors of all parts of an update together; results in `Fetched`."""
 
     ticket: int
@@ -57,21 +61,19 @@ class Combine:
     origin: Origin | None
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Hold them against the model."""
+class Check(msgspec.Struct, frozen=True):
+    """Compare new weights with the model."""
 
     ticket: int
     update: UpdateWeights
     fetched: Fetched
 
 
-@dataclass(frozen=True, slots=True)
-class MakeReady:
-    """Have them wait for the plan that puts them in place; results in their version.
+class Stage(msgspec.Struct, frozen=True):
+    """Stage new weights for a plan; results in their version.
 
     Attributes:
-        version: What they are to be counted as; None for the next.
+        version: Their version; None for the next.
     """
 
     ticket: int
@@ -80,111 +82,106 @@ class MakeReady:
     version: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class StageAdapter(msgspec.Struct, frozen=True):
+    """Read an adapter, and stage it unless it is only checked; results in its version."""
+
+    ticket: int
+    load: LoadAdapter
+
+
+class Join(msgspec.Struct, frozen=True):
     """Join a group."""
 
     ticket: int
     wish: JoinWeightsGroup
 
 
-@dataclass(frozen=True, slots=True)
-class BeginRelease:
-    """Have memory wait for the plan that releases it; results in whether there is any."""
+class BeginRelease(msgspec.Struct, frozen=True):
+    """Mark memory for the plan that releases it; results in whether there is any."""
 
     ticket: int
     tags: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Take memory again."""
+class ResumeTags(msgspec.Struct, frozen=True):
+    """Allocate released memory again."""
 
     ticket: int
     tags: tuple[str, ...]
 
 
-Job = Fetch | Combine | Check | MakeReady | Join | BeginRelease | Resume
+Job = Fetch | Combine | Check | Stage | StageAdapter | Join | BeginRelease | ResumeTags
 Result = Fetched | int | bool | WeightsError | None
-"""Of a job. `WeightsError`: it failed, and has changed nothing that is in place."""
+"""The result of a job. A `WeightsError`: the job failed and changed nothing in place."""
 
 
-# --- what is done at once ---------------------------------------------------------------------
+# --- immediate effects ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Tell whoever asked that it is done, or why not: once for each operation.
+class Answer(msgspec.Struct, frozen=True):
+    """Answer an operation, once.
 
     Attributes:
-        operation: What was asked for.
-        operation_id: Under which the answer is awaited.
-        version: Of the weights in place.
-        newest_version: That the lane has had, where it is a larger one.
-        error: Why it was refused, or failed.
+        operation: The operation.
+        operation_id: The id of the answer.
+        version: Of the weights in place, or of the adapter.
+        newest_version: The lane's largest version so far, if larger.
+        error: Why the operation was refused or failed.
     """
 
     operation: Operation
     operation_id: str
     version: int
-    newest_version: int
+    newest_version: int = 0
     error: WeightsError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SendReady:
-    """Tell batching of weights that wait for its next plan."""
+class SendBatching(NamedTuple):
+    """Send batching a staged change, which its next plan puts in place."""
 
-    version: int
-    in_flight: InFlight
+    message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class SendMemory:
-    """Tell batching what memory there is, and what waits to be released."""
+class SendMemory(msgspec.Struct, frozen=True):
+    """Send batching the state of the memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class SkipBroadcast:
-    """Nobody receives what a group broadcasts: it must not be taken for what comes later."""
-
-    group: str
+class PublishAdapters(msgspec.Struct, frozen=True):
+    """Record the adapters in place, and announce them to admission."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """Leave a group, if this executor is in it."""
+class SkipBroadcast(msgspec.Struct, frozen=True):
+    """Skip a broadcast of a group, which must not be taken for a later one."""
 
     group: str
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
-    """A line for the log; a warning if something is not as it should be."""
+class Leave(msgspec.Struct, frozen=True):
+    """Leave a group, if this executor is a member."""
+
+    group: str
+
+
+class Log(msgspec.Struct, frozen=True):
+    """Write a line to the log."""
 
     event: str
-    fields: dict[str, object] = field(default_factory=dict)
+    fields: dict[str, object] = {}
     warning: bool = False
 
 
-# --- about what the lane remembers ------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Remember:
-    """Write down what is in place, for whoever comes after this executor."""
+class Remember(msgspec.Struct, frozen=True):
+    """Record the weights in place, for a successor of this executor."""
 
     weights: WeightsInPlace
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRecord:
-    """Look up what the lane has: `UpdatesCore.record_read`."""
+class ReadRecord(msgspec.Struct, frozen=True):
+    """Read the lane's record: `ChangesCore.record_read`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Restore:
-    """Read these and put them in place: `UpdatesCore.restored`, or `not_restored`."""
+class Restore(msgspec.Struct, frozen=True):
+    """Read the lane's weights and put them in place: `restored`, or `not_restored`."""
 
     weights: WeightsInPlace
 
@@ -192,8 +189,9 @@ class Restore:
 Effect = (
     Job
     | Answer
-    | SendReady
+    | SendBatching
     | SendMemory
+    | PublishAdapters
     | SkipBroadcast
     | Leave
     | Log

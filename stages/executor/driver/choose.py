@@ -1,7 +1,11 @@
-"""From the model's logits to tokens, with everything that a request can ask for."""
+"""Token choice: from the model's logits, adjusted and masked for each request, to tokens.
+
+The order is that of docs/sampling.md: repetition, presence, frequency, bias, stop tokens, grammar.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,12 +15,10 @@ from torch import Tensor
 
 from ....bus.messages import TopLogprobs
 from ..runner.interface import IntArray
-from .adjust import adjust_logits
 from .constraints import PendingMasks
-from .logprobs import gather_logprobs
-from .report import report_top_logprobs
+from .logprobs import gather_logprobs, report_top_logprobs
 from .sampling import sample_rows, uniforms
-from .sequences import Places, SequenceTable
+from .sequences import BoolArray, Places, SequenceTable
 
 
 def choose_tokens(
@@ -28,19 +30,18 @@ def choose_tokens(
     kernels: bool,
     masks: PendingMasks | None = None,
 ) -> tuple[Tensor, Tensor, tuple[TopLogprobs, ...]]:
-    """Chooses a token for each place, and reports it in the configured mode.
+    """Choose a token for each place, and report it in the configured mode.
 
     Args:
         model_logits: `[batch, vocab]` float32; changed unless `raw`.
         table: The sequences.
-        places: `[batch]`, where each row of logits is.
+        places: `[batch]`, of the rows of logits.
         raw: Whether logprobs are of the model's own output.
         kernels: As in `scale_logits`.
-        masks: What `Constraints.begin` gave for these places.
+        masks: From `Constraints.begin`, for these places.
 
     Returns:
-        Tokens and logprobs, `[batch]` each on the device, and the likeliest tokens as
-        `report_top_logprobs` gives them.
+        Tokens and logprobs, `[batch]` each on the device, and `report_top_logprobs`.
 
     Raises:
         ModelError: The model's output is broken.
@@ -79,10 +80,180 @@ def choose_tokens(
 
 
 def packed_sampling(table: SequenceTable, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Temperatures and uniform numbers of rows, `[batch]` each: float64 as the same bits of int64.
-
-    So they can travel with other numbers; `.view(torch.float64)` makes them what they were.
-    """
+    """Return temperatures and uniform numbers of rows, `[batch]` each: float64 viewed as int64, to
+    travel with other integers."""
     temperatures = table.temperature[rows].astype(np.float64)
     numbers = uniforms(table.seed[rows], table.num_generated[rows])
     return temperatures.view(np.int64), numbers.view(np.int64)
+
+
+def adjust_logits(logits: Tensor, table: SequenceTable, places: Places) -> Tensor:
+    """Apply penalties, bias and `min_tokens`, before the temperature.
+
+    Other rows keep their bits, and cost nothing if there are only such rows.
+
+    Args:
+        logits: `[batch, vocab]` float32; not changed.
+        table: The sequences, with all tokens before each place.
+        places: `[batch]`, of the rows of logits.
+    """
+
+    def adjust(part: Tensor, chosen: Places) -> Tensor:
+        part = _repetition(part, table, chosen)
+        part = _presence_and_frequency(part, table, chosen)
+        part = _bias(part, table, chosen.rows)
+        return _on_some(part, chosen, table.must_go_on(chosen), mask)
+
+    def mask(part: Tensor, chosen: Places) -> Tensor:
+        stop_ids, _ = _pad([sorted(table.stop_ids[row]) for row in chosen.rows])
+        return mask_tokens(part, _upload(stop_ids, part))
+
+    return _on_some(logits, places, table.adjusted[places.rows], adjust)
+
+
+def _on_some(
+    logits: Tensor, places: Places, involved: BoolArray, change: Callable[[Tensor, Places], Tensor]
+) -> Tensor:
+    """Change the involved rows of logits."""
+    if not involved.any():
+        return logits
+    if involved.all():
+        return change(logits, places)
+    chosen = _upload(np.flatnonzero(involved), logits)
+    return logits.index_copy(0, chosen, change(logits[chosen], places[involved]))
+
+
+def _repetition(logits: Tensor, table: SequenceTable, places: Places) -> Tensor:
+    rows = places.rows
+    penalties = table.repetition_penalty[rows]
+    used = penalties != 1
+    if not used.any():
+        return logits
+    # A penalty of 1 changes nothing, so one token of such a row is enough.
+    stops = np.where(used, table.num_known[rows] + places.ahead, 1)
+    token_ids, _ = _tokens_between(table, rows, np.zeros_like(stops), stops)
+    return apply_repetition_penalty(logits, _upload(token_ids, logits), _upload(penalties, logits))
+
+
+def _presence_and_frequency(logits: Tensor, table: SequenceTable, places: Places) -> Tensor:
+    rows = places.rows
+    presence, frequency = table.presence_penalty[rows], table.frequency_penalty[rows]
+    starts = table.num_known[rows] - table.num_generated[rows]
+    ends = table.num_known[rows] + places.ahead
+    used = (presence != 0) | (frequency != 0)
+    if not (used & (starts < ends)).any():
+        return logits
+    token_ids, valid = _tokens_between(table, rows, starts, np.where(used, ends, starts))
+    on_device = _upload(token_ids, logits), _upload(valid, logits)
+    if presence.any():
+        logits = apply_presence_penalty(logits, *on_device, _upload(presence, logits))
+    if frequency.any():
+        logits = apply_frequency_penalty(logits, *on_device, _upload(frequency, logits))
+    return logits
+
+
+def _bias(logits: Tensor, table: SequenceTable, rows: IntArray) -> Tensor:
+    biases = [table.logit_bias[row] for row in rows]
+    if not any(biases):
+        return logits
+    token_ids, valid = _pad([list(bias) for bias in biases])
+    values = np.zeros(token_ids.shape, np.float32)
+    values[valid] = [value for bias in biases for value in bias.values()]
+    return apply_logit_bias(logits, _upload(token_ids, logits), _upload(values, logits))
+
+
+def _tokens_between(
+    table: SequenceTable, rows: IntArray, starts: IntArray, stops: IntArray
+) -> tuple[IntArray, BoolArray]:
+    """Return the tokens of rows from `starts` to `stops`, `[batch, longest]`, and which are real.
+
+    Padding repeats the row's first; in an empty row it is any token.
+    """
+    columns = starts[:, None] + np.arange((stops - starts).max())
+    valid = columns < stops[:, None]
+    last = table.tokens.shape[1] - 1
+    columns = np.minimum(np.where(valid, columns, starts[:, None]), last)
+    # Behind a row's tokens there may be a placeholder of an earlier sequence.
+    return np.maximum(table.tokens[rows[:, None], columns], 0), valid
+
+
+def _pad(lists: Sequence[Sequence[int]]) -> tuple[IntArray, BoolArray]:
+    """Return token ids as `[batch, longest]`, and which are real; padding is the first, or 0."""
+    padded = np.zeros((len(lists), max(map(len, lists))), np.int64)
+    valid = np.zeros(padded.shape, np.bool_)
+    for row, values in enumerate(lists):
+        if values:
+            padded[row] = values[0]
+            padded[row, : len(values)] = values
+            valid[row, : len(values)] = True
+    return padded, valid
+
+
+def _upload(array: npt.NDArray[Any], beside: Tensor) -> Tensor:
+    return torch.from_numpy(array).to(beside.device)
+
+
+def apply_repetition_penalty(logits: Tensor, token_ids: Tensor, penalties: Tensor) -> Tensor:
+    """Divide positive logits of these tokens by the penalty and multiply negative ones.
+
+    Keskar et al., "CTRL: a conditional transformer language model", 2019, as Transformers has it.
+
+    Args:
+        logits: `[batch, vocab]` float32.
+        token_ids: `[batch, k]` int64, padded by repeating any of the row's own.
+        penalties: `[batch]`, above 0; 1 changes nothing.
+    """
+    penalties = penalties[:, None]
+    values = logits.gather(1, token_ids)
+    return logits.scatter(
+        1, token_ids, torch.where(values < 0, values * penalties, values / penalties)
+    )
+
+
+def apply_presence_penalty(
+    logits: Tensor, token_ids: Tensor, valid: Tensor, penalties: Tensor
+) -> Tensor:
+    """Subtract the penalty from the logit of each of these tokens, once.
+
+    Args:
+        logits: `[batch, vocab]` float32.
+        token_ids: `[batch, k]` int64; padding repeats the row's first.
+        valid: `[batch, k]`, false for padding. A row may be all padding.
+        penalties: `[batch]`; 0 changes nothing.
+    """
+    # Padding repeats one of the row's tokens and must write the same value: so the row counts as a
+    # whole or, if nothing in it is valid, not at all.
+    penalties = torch.where(valid.any(dim=-1), penalties, 0.0)[:, None]
+    return logits.scatter(1, token_ids, logits.gather(1, token_ids) - penalties)
+
+
+def apply_frequency_penalty(
+    logits: Tensor, token_ids: Tensor, valid: Tensor, penalties: Tensor
+) -> Tensor:
+    """Subtract the penalty from the logits of these tokens as often as each occurs.
+
+    Arguments as for `apply_presence_penalty`.
+    """
+    # Equal summands: the order of additions, which a GPU leaves open, has no effect.
+    return logits.scatter_add(1, token_ids, torch.where(valid, -penalties[:, None], 0.0))
+
+
+def apply_logit_bias(logits: Tensor, token_ids: Tensor, biases: Tensor) -> Tensor:
+    """Add a bias to each of these tokens.
+
+    Args:
+        logits: `[batch, vocab]` float32.
+        token_ids: `[batch, k]` int64, each at most once in a row but for padding.
+        biases: `[batch, k]` float32, 0 for padding.
+    """
+    return logits.scatter_add(1, token_ids, biases)
+
+
+def mask_tokens(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Make these tokens impossible.
+
+    Args:
+        logits: `[batch, vocab]` float32.
+        token_ids: `[batch, k]` int64, padded by repeating any of the row's own.
+    """
+    return logits.scatter(1, token_ids, float("-inf"))

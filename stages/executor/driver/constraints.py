@@ -1,7 +1,7 @@
-"""Which tokens may come next in samples whose text has to follow a grammar.
+"""Token masks of samples whose text must follow a grammar.
 
-A matcher goes on behind the tokens that its sample has by then, however they came there. So samples
-that were preempted, resumed after a failure, or that other weights go on with, need nothing more.
+A matcher advances to the sample's present tokens, however they came. So preemption, recovery and
+new weights need no special case.
 """
 
 from __future__ import annotations
@@ -22,37 +22,36 @@ from torch import Tensor
 from ....bus.control import Cancel
 from ....config import Constraint, ModelError, RequestError
 from ....text.grammar import MASK_S, GrammarCompiler, allows, is_dead_end, is_too_costly, only
-from ..runner.interface import IntArray, forbid
+from ..runner.interface import IntArray, cpu
 from .sequences import BoolArray, Places, SequenceTable
 
 _MASK_S = 0.005
-"""CPU time that each mask may take. Nearly all take less than 1 ms; the first ones of 128 strict
-tools take up to 12 ms at 151,936 tokens."""
+"""CPU time per mask. Nearly all take less than 1 ms; the first masks of 128 strict tools take up to
+12 ms at 151,936 tokens."""
 
 _EXCESS_S = 0.2
-"""CPU time that the masks of a sample may take beyond that, all together."""
+"""The total CPU time beyond that for one sample."""
 
 _SLOW_S = 0.01
-"""Masks of a step that took longer are timed one by one in the next."""
+"""After a slower step, the next one times each mask by itself."""
 
 _GROWN_S = 0.01
-"""Time of masks after which their memory is counted, and not only when the sample has left: to find
-a grammar takes up to a fraction of a millisecond."""
+"""Mask time after which a running sample's memory is counted; finding its grammar takes up to a
+fraction of a millisecond."""
 
 _TOO_COSTLY = (
-    "the constraint takes too much work at this place of the text; make it simpler: patterns that "
-    "have to match together, or must not match, multiply by each other"
+    "the constraint is too complex at this position of the text; simplify it: patterns that "
+    "must match together, or must not match, multiply their states"
 )
 
 
 class TokenMasks(NamedTuple):
-    """Which tokens some rows of a batch may have next.
+    """The allowed tokens of some rows of a batch.
 
     Attributes:
-        places: `[masked]`, those rows' indices in the batch.
-        allowed: `[masked, ceil(vocab / 32)]`, a bit for each token, of each number the lowest
-            first.
-        unsure: `[masked]`, at which of them, behind drafted tokens, it is not known what may come.
+        places: `[masked]`, indices of the rows in the batch.
+        allowed: `[masked, ceil(vocab / 32)]`, a bit for each token, lowest bit first.
+        unsure: `[masked]`, whether the mask, behind drafted tokens, is unknown.
     """
 
     places: IntArray
@@ -60,16 +59,16 @@ class TokenMasks(NamedTuple):
     unsure: BoolArray
 
     def apply(self, logits: Tensor, *, kernels: bool = False) -> None:
-        """Makes what may not come minus infinity, in place.
+        """Set forbidden logits to minus infinity, in place.
 
         Args:
             logits: `[batch, vocab]` float32, contiguous.
-            kernels: Whether our own kernel does it, which does not touch what may come (CPU).
+            kernels: Use our kernel, which doesn't touch allowed logits (CPU).
         """
         if kernels:
-            forbid(logits, self.places, self.allowed)
+            cpu.forbid(logits, self.places, self.allowed)
             return
-        # Eight tokens are a byte, and each becomes one, of 0 or 1.
+        # One bit per token to one byte per token.
         eights, vocab = (~self.allowed).view(np.uint8), logits.shape[1]
         ones = np.unpackbits(eights, axis=1, count=vocab, bitorder="little")
         forbidden = torch.from_numpy(ones.view(np.bool_)).to(logits.device)
@@ -81,21 +80,21 @@ class TokenMasks(NamedTuple):
 
 
 class PendingMasks:
-    """Masks that another thread is working out."""
+    """Masks that another thread computes."""
 
     def __init__(
         self, masks: Future[TokenMasks], now_ns: Callable[[], int], waits_ns: deque[int]
     ) -> None:
-        """Args: the clock, and where it is noted how long they were waited for."""
+        """Args: the clock, and the list of waiting times."""
         self._masks = masks
         self._now_ns = now_ns
         self._waits_ns = waits_ns
 
     def result(self, timeout_s: float | None = None) -> TokenMasks:
-        """Waits for them.
+        """Wait for the masks.
 
         Raises:
-            TimeoutError: For longer than that.
+            TimeoutError: The timeout has passed.
         """
         start_ns = self._now_ns()
         masks = self._masks.result(timeout_s)
@@ -104,13 +103,13 @@ class PendingMasks:
 
 
 class _Sample:
-    """One sample's place in its grammar.
+    """One sample's state in its grammar.
 
     Attributes:
-        constraint: What its grammar is of.
+        constraint: Its constraint.
         matcher: None if the constraint can't be followed.
-        failure: Why its request ends; empty while it goes on.
-        excess_s: CPU time of its masks beyond what each may take.
+        failure: Why its request ends; "" while it runs.
+        excess_s: CPU time of its masks beyond the limit per mask.
         grown_s: Time of its masks whose memory is not counted yet.
     """
 
@@ -135,14 +134,14 @@ class _Sample:
             self.matcher = None
 
     def look(self) -> None:
-        """Find out whether the last mask met a limit of work."""
+        """Fail the sample if the last mask hit a work limit."""
         if self.matcher is not None and is_too_costly(self.matcher):
             self.failure = _TOO_COSTLY
             self.matcher = None
 
 
 class _Asked(NamedTuple):
-    """A sample whose masks are wanted: at one place, and behind each drafted token."""
+    """A sample to mask: at one place, and behind each drafted token."""
 
     sample: _Sample
     matcher: LLMatcher
@@ -151,7 +150,7 @@ class _Asked(NamedTuple):
 
 
 class Constraints:
-    """The matchers of a lane's samples, by the rows of its table."""
+    """The matchers of constrained samples, by rows of the table."""
 
     def __init__(
         self,
@@ -162,7 +161,7 @@ class Constraints:
         self._table = table
         self._compiler = compiler
         self._now_ns = now_ns
-        # Those that nobody asked for are not kept for ever.
+        # Bounded, since nothing may read it.
         self._waits_ns: deque[int] = deque(maxlen=1024)
         self._samples: dict[int, _Sample] = {}
         self._failures: deque[Cancel] = deque()
@@ -171,13 +170,12 @@ class Constraints:
         self._parallel: LLExecutor | None = None
 
     def begin(self, places: Places) -> PendingMasks | None:
-        """Begins to work out what may come at some places; None when anything may at all of them.
+        """Start to compute masks, beside the forward pass, on another thread; None if unneeded.
 
-        Another thread does it, while this one computes the logits. The tokens before them must be
-        known.
+        The tokens before the places must be known.
 
         Args:
-            places: As the batch has them, those of one row in order.
+            places: In batch order, those of one row in order.
         """
         if self._samples:
             self._drop_gone()
@@ -188,9 +186,9 @@ class Constraints:
         return PendingMasks(masks, self._now_ns, self._waits_ns)
 
     def check_draft(self, row: int, draft: tuple[int, ...]) -> int:
-        """How many tokens of a draft, from its first on, a row's grammar allows.
+        """Return how many leading tokens of a draft a row's grammar allows.
 
-        No masks may be under way.
+        Not while masks are computed.
         """
         if not self._table.constrained[row]:
             return len(draft)
@@ -198,9 +196,9 @@ class Constraints:
         return matcher.validate_tokens(list(draft)) if matcher is not None else 0
 
     def forced(self, row: int) -> tuple[int, ...]:
-        """The tokens that a row's grammar leaves no choice about, as far as they are known.
+        """Return the tokens that a row's grammar forces next, as far as they are known.
 
-        No masks may be under way.
+        Not while masks are computed.
         """
         if not self._table.constrained[row]:
             return ()
@@ -208,21 +206,21 @@ class Constraints:
         return tuple(matcher.compute_ff_tokens()) if matcher is not None else ()
 
     def take_waits_ns(self) -> list[int]:
-        """How long masks were waited for, each time since the last call; any thread may ask."""
+        """Return the waiting times for masks since the last call; from any thread."""
         return [self._waits_ns.popleft() for _ in range(len(self._waits_ns))]
 
     def take_failures(self) -> tuple[Cancel, ...]:
-        """What ends requests whose constraints could not be followed, each once. Their sequences
-        end with their next token."""
+        """Return cancellations of requests whose constraints failed, each once. Their sequences end
+        with their next token."""
         return tuple(self._failures.popleft() for _ in range(len(self._failures)))
 
     def clear(self) -> None:
-        """Forgets all samples."""
+        """Drop all samples."""
         self._samples.clear()
         self._failures.clear()
 
     def close(self) -> None:
-        """Lets go of the thread."""
+        """End the thread."""
         self._thread.shutdown(wait=False)
 
     def _drop_gone(self) -> None:
@@ -253,8 +251,8 @@ class Constraints:
         self._fill(asked, allowed)
         stops = self._compiler.stop_ids
         may_stop = np.any(allows(allowed, stops), axis=1)
-        # Whether a text may end behind drafted tokens, or has met a dead end, is asked once they
-        # are known.
+        # Behind drafted tokens, the end of the text and dead ends are checked once the tokens are
+        # known.
         unsure = may_stop & (places.ahead > 0)
         for row, first, sample in zip(rows.tolist(), firsts.tolist(), samples, strict=True):
             sample.look()
@@ -275,7 +273,7 @@ class Constraints:
         )
 
     def _drafts(self, places: Places, firsts: IntArray) -> list[list[int]]:
-        """The drafted tokens of each row, of which `firsts` are the first places."""
+        """Return the drafted tokens of each row; `firsts` are the rows' first places."""
         table = self._table
         counts = np.diff(firsts, append=len(places)) - 1
         drafts = []
@@ -285,12 +283,12 @@ class Constraints:
         return drafts
 
     def _fill(self, asked: list[_Asked], allowed: npt.NDArray[np.int32]) -> None:
-        """What each matcher allows, in the mask of that index, and behind each drafted token in
-        those that follow. Where that takes long, the next step finds out whose masks do."""
+        """Fill each matcher's mask at its place, and those behind its drafted tokens. After a slow
+        step, the next one measures each sample."""
         start_s = time.perf_counter()
         if self._times_each:
             for one in asked:
-                # A single one is made in this thread.
+                # A single mask is computed in this thread.
                 cpu_s = time.thread_time()
                 self._fill_together([one], allowed)
                 one.sample.spend((time.thread_time() - cpu_s) / (1 + len(one.draft)))
@@ -318,7 +316,7 @@ class Constraints:
             )
 
     def _advance(self, rows: IntArray) -> list[_Sample]:
-        """The samples in these rows, the matcher of each behind all tokens that it has."""
+        """Return the samples of these rows, with matchers advanced to their present tokens."""
         table = self._table
         samples = []
         for row, seq_id, known, generated in zip(
@@ -343,6 +341,6 @@ class Constraints:
         assert constraint is not None
         try:
             return _Sample(seq_id, constraint, self._compiler.matcher(constraint))
-        # Admission has let it in, perhaps with another version of the library.
+        # Admission accepted it, perhaps with another version of the library.
         except (RequestError, ModelError) as error:
             return _Sample(seq_id, constraint, None, error.message)

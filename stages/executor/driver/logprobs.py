@@ -1,31 +1,32 @@
-"""Logprobs of chosen tokens: log-softmax over the full vocabulary, in float32.
+"""Logprobs: log-softmax over the full vocabulary, in float32, and their messages.
 
-Which logits they are of is the caller's business; docs/sampling.md says what is reported.
+The caller chooses the logits; docs/sampling.md has what is reported.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
+from ....bus.messages import PromptLogprobs, TopLogprobs
 from ....config import ModelError
-from ..runner.interface import elementwise, softmax_sums
+from ..runner.interface import IntArray, cpu, elementwise, flatten_rows
+from .sequences import SequenceTable
 
 BLOCK = 512
-"""Tokens of the vocabulary whose weights are summed together; see `block_sums`."""
+"""Tokens of the vocabulary in one partial sum; see `block_sums`."""
 
 LOWEST = torch.finfo(torch.float32).min
-"""Reported for a token that can't be chosen: JSON has no minus infinity."""
+"""The logprob of an impossible token: JSON has no minus infinity."""
 
 _ROWS = 64
-"""Rows that are scaled together, so that a long prompt needs no second copy of its logits."""
+"""Rows per pass, so that a long prompt needs no second copy of its logits."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledLogits:
-    """What sampling and logprobs have in common.
+class ScaledLogits(msgspec.Struct, frozen=True):
+    """Scaled logits, the common base of sampling and logprobs.
 
     Weights are exp of the scaled logits; the largest of a row is 1.
 
@@ -35,8 +36,7 @@ class ScaledLogits:
         largest: `[batch]` float32, the largest logit.
         first_largest: `[batch]`, the first token that has it.
         divisors: `[batch]` float32, the temperature, 1 where that is 0.
-        logs: `[batch]` float64, the logarithm of the sums' total, where our own kernel has computed
-            it; None elsewhere.
+        logs: `[batch]` float64, the logarithm of the total, if our kernel computed it.
     """
 
     logits: Tensor
@@ -47,12 +47,12 @@ class ScaledLogits:
     logs: Tensor | None = None
 
     def weights(self, token_ids: Tensor | None = None) -> Tensor:
-        """Of all tokens, `[batch, vocab]`, or of some of each row, `[batch, k]`; float32."""
+        """Return the weights of all tokens, `[batch, vocab]`, or of some, `[batch, k]`; float32."""
         logits = self.logits if token_ids is None else self.logits.gather(1, token_ids)
         return _weights(logits, self.largest, self.divisors, kernels=self.logs is not None)
 
     def logprobs(self, token_ids: Tensor) -> Tensor:
-        """Of some tokens of each row, `[batch, k]` to float32 `[batch, k]`."""
+        """Return the logprobs of some tokens of each row, `[batch, k]` to float32 `[batch, k]`."""
         logits = self.logits.gather(1, token_ids)
         scaled = (logits - self.largest[:, None]) / self.divisors[:, None]
         logs = self.sums.sum(dim=-1).log() if self.logs is None else self.logs
@@ -62,24 +62,23 @@ class ScaledLogits:
 def scale_logits(
     logits: Tensor, temperatures: Tensor, *, kernels: bool = False, checked: bool = True
 ) -> ScaledLogits:
-    """Divides by the temperature (1 where it is 0) and takes exp, without overflow.
+    """Divide by the temperature (1 where it is 0) and take exp, without overflow.
 
     Args:
         logits: `[batch, vocab]` float32.
         temperatures: `[batch]`, 0 or more.
-        kernels: Whether our own kernel computes the sums (CPU), and a row's numbers are the same
-            bits whatever the others are.
-        checked: Whether to look for broken logits, which waits for the device. Otherwise the
-            logprobs of such a row are not numbers.
+        kernels: Compute the sums by our kernel (CPU), whose bits don't depend on other rows.
+        checked: Check for broken logits, which waits for the device. Otherwise the logprobs of such
+            a row are NaN.
 
     Raises:
-        ModelError: A row's largest logit is not a finite number: the model's output is broken.
+        ModelError: A row's largest logit is not finite: the model's output is broken.
     """
     # (torch.where with a number would copy it to the device, and wait.)
     divisors = temperatures.masked_fill(temperatures == 0, 1.0).to(torch.float32)
     logs = None
     if kernels:
-        largest, first_largest, sums, logs = softmax_sums(logits, divisors, BLOCK)
+        largest, first_largest, sums, logs = cpu.softmax_sums(logits, divisors, BLOCK)
     else:
         largest, first_largest = logits.amax(dim=-1), logits.argmax(dim=-1)
     if checked and not bool(torch.isfinite(largest).all()):
@@ -90,23 +89,23 @@ def scale_logits(
 
 
 def broken_logits() -> ModelError:
-    """What is raised when a row's largest logit is not a finite number."""
+    """Return the error for a row whose largest logit is not finite."""
     return ModelError(
-        "the model produced logits that are not finite numbers; its weights are damaged, or "
-        "its dtype can't hold them (float16 overflows where bfloat16 does not)"
+        "the model's logits are not finite; its weights are damaged, or its dtype can't hold "
+        "them (float16 overflows where bfloat16 does not)"
     )
 
 
 def _weights(logits: Tensor, largest: Tensor, divisors: Tensor, *, kernels: bool = False) -> Tensor:
-    # The largest is taken off before the division, so that no temperature can overflow.
+    # Subtract before the division, so that no temperature can overflow.
     scaled = (logits - largest[:, None]).div_(divisors[:, None])
     return elementwise(torch.exp, scaled) if kernels else scaled.exp_()
 
 
 def block_sums(weights: Tensor) -> Tensor:
-    """Sums over blocks of the vocabulary, `[batch, blocks]` float64, the last block maybe shorter.
+    """Return sums over blocks of the vocabulary, `[batch, blocks]` float64.
 
-    Each sum has few terms, so float32 is exact enough inside; across blocks it would not be.
+    Inside a block float32 is exact enough; across blocks it would not be.
     """
     batch, vocab = weights.shape
     whole = vocab // BLOCK * BLOCK
@@ -121,7 +120,7 @@ def block_sums(weights: Tensor) -> Tensor:
 def gather_logprobs(
     logits: Tensor, temperatures: Tensor, token_ids: Tensor, *, kernels: bool = False
 ) -> Tensor:
-    """The logprobs of given tokens: log_softmax(logits / temperature) over the full vocabulary.
+    """Return log_softmax(logits / temperature) of given tokens, over the full vocabulary.
 
     Args:
         logits: `[batch, vocab]`, any float dtype.
@@ -130,7 +129,7 @@ def gather_logprobs(
         kernels: As in `scale_logits`.
 
     Returns:
-        `[batch, k]` float32; a token that can't be chosen has float32's lowest number.
+        `[batch, k]` float32; float32's lowest number for an impossible token.
 
     Raises:
         ModelError: As `scale_logits`.
@@ -145,7 +144,7 @@ def gather_logprobs(
 
 @torch.no_grad()
 def top_token_ids(logits: Tensor, count: int) -> Tensor:
-    """The likeliest tokens of each row, likeliest first, equal ones in the order of their ids.
+    """Return the top tokens of each row, likeliest first, equal ones in the order of their ids.
 
     Args:
         logits: `[batch, vocab]`.
@@ -156,7 +155,7 @@ def top_token_ids(logits: Tensor, count: int) -> Tensor:
     """
     smallest = logits.topk(count, dim=-1).values[:, -1:]
     chosen = logits >= smallest
-    # topk says nothing about ties: of those equal to the last one, the first by id are taken.
+    # topk leaves ties open: of tokens equal to the last one, take the first by id.
     surplus = (chosen.sum(dim=-1) > count).nonzero()[:, 0]
     if surplus.numel():
         equal = logits[surplus] == smallest[surplus]
@@ -166,3 +165,85 @@ def top_token_ids(logits: Tensor, count: int) -> Tensor:
     ids = chosen.nonzero()[:, 1].view(-1, count)
     order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
     return ids.gather(1, order)
+
+
+def report_top_logprobs(
+    logits: Tensor, temperatures: Tensor, counts: IntArray, *, kernels: bool = False
+) -> tuple[TopLogprobs, ...]:
+    """Return the top tokens of each row with their logprobs (`gather_logprobs`).
+
+    Args:
+        logits: `[batch, vocab]` float32.
+        temperatures: `[batch]`.
+        counts: `[batch]`, top tokens of each row.
+        kernels: As in `scale_logits`.
+
+    Returns:
+        `[batch]`, empty for a count of 0; empty if all counts are 0.
+    """
+    if not counts.any():
+        return ()
+    tops: list[TopLogprobs] = [()] * len(counts)
+    wanting = np.flatnonzero(counts)
+    for first in range(0, len(wanting), _ROWS):
+        rows = wanting[first : first + _ROWS]
+        places = torch.from_numpy(rows).to(logits.device)
+        part = logits[places]
+        token_ids = top_token_ids(part, int(counts[rows].max()))
+        logprobs = gather_logprobs(part, temperatures[places], token_ids, kernels=kernels)
+        for row, ids, values in zip(
+            rows.tolist(), token_ids.tolist(), logprobs.tolist(), strict=True
+        ):
+            tops[row] = tuple(zip(ids[: counts[row]], values, strict=False))
+    return tuple(tops)
+
+
+def score_prompts(
+    logits: Tensor,
+    table: SequenceTable,
+    rows: IntArray,
+    num_scored: IntArray,
+    *,
+    raw: bool,
+    kernels: bool = False,
+) -> tuple[PromptLogprobs, ...]:
+    """Return the logprobs of prompt tokens, given the tokens before them.
+
+    Args:
+        logits: `[sum(num_scored), vocab]` float32 of the model, row by row: they predict the tokens
+            behind the first `num_scored` tokens of this step.
+        table: The sequences, as they were before this step.
+        rows: `[batch]`.
+        num_scored: `[batch]`, `table.num_to_score`.
+        raw: Ignore the temperature. Penalties and bias never apply to a prompt.
+        kernels: As in `scale_logits`.
+    """
+    if not num_scored.any():
+        return ()
+    scored = num_scored > 0
+    rows, counts = rows[scored], num_scored[scored]
+    starts = table.num_computed[rows] + 1
+    place_row, positions = flatten_rows(starts, counts)
+    row_of_place = rows[place_row]
+    token_ids = torch.from_numpy(table.tokens[row_of_place, positions]).to(logits.device)
+    temperatures = torch.from_numpy(table.temperature[row_of_place]).to(logits.device)
+    if raw:
+        temperatures = torch.ones_like(temperatures)
+    logprobs = gather_logprobs(logits, temperatures, token_ids[:, None], kernels=kernels)
+    counts_of_places = table.prompt_logprobs[row_of_place]
+    tops = report_top_logprobs(logits, temperatures, counts_of_places, kernels=kernels)
+    values = logprobs[:, 0].tolist()
+    reports = []
+    ends = np.cumsum(counts)
+    for seq_id, start, first, end in zip(
+        table.ids_of(rows).tolist(),
+        starts.tolist(),
+        (ends - counts).tolist(),
+        ends.tolist(),
+        strict=True,
+    ):
+        top = tops[first:end]
+        reports.append(
+            PromptLogprobs(seq_id, start, tuple(values[first:end]), top if any(top) else ())
+        )
+    return tuple(reports)

@@ -1,4 +1,4 @@
-"""Chooses tokens from logits. Pure functions; all randomness comes in as numbers."""
+"""Sampling: tokens from logits. Pure functions; random numbers are arguments."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..runner.interface import cpu
 from .logprobs import BLOCK, ScaledLogits, block_sums, broken_logits, scale_logits
 
 _CANDIDATES = (64, 1024)
-"""Numbers of likeliest tokens among which a limit is looked for before all are sorted."""
+"""Numbers of top tokens in which limits are searched before a full sort."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) of one token: a pure function of the sample and the place.
+    """Return the random number in [0, 1) of one token: a pure function of seed and position.
 
     Two rounds of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
-    2014), the first over the seed, so that neither seeds nor positions that follow one another
-    give related numbers. So a sample depends on no neighbour, preemption or restart.
+    2014), the first over the seed, so that neither successive seeds nor successive positions give
+    related numbers. A sample thus depends on no neighbour, preemption or restart.
 
     Args:
         seed: Of the sample; any integer, taken modulo 2**64.
@@ -60,20 +60,19 @@ def sample_with_logprobs(
     min_p: Tensor | None = None,
     kernels: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Samples one token per row, with its logprob under the policy.
+    """Sample one token per row, with its logprob under the policy.
 
-    The logprob is that of log_softmax(logits / temperature) over the full vocabulary, in float32,
-    whatever top_k, top_p and min_p leave to choose from: they restrict the choice and not the
-    reported number ("processed" in docs/sampling.md, when penalties, bias and masks are in the
-    logits already). At temperature 0 the token is the argmax (the first of equal ones) and the
-    logprob that of temperature 1.
+    The logprob is log_softmax(logits / temperature) over the full vocabulary, in float32. top_k,
+    top_p and min_p restrict the choice and not the logprob ("processed" in docs/sampling.md, with
+    penalties, bias and masks already in the logits). At temperature 0 the token is the argmax (the
+    first of equal ones), and the logprob is that of temperature 1.
 
     The limits apply to the probabilities after temperature, likeliest first, equal ones in the
     order of their ids: the first `top_k`; of these, rescaled to sum to 1, as few as reach `top_p`;
     and none below `min_p` times the likeliest. At least one token is always left.
 
     Args:
-        logits: `[batch, vocab]`, any float dtype. Minus infinity is a token that can't be chosen.
+        logits: `[batch, vocab]`, any float dtype. Minus infinity is an impossible token.
         temperatures: `[batch]`, 0 or more.
         uniforms: `[batch]` float64 in [0, 1), one per row; from torch's default generator when
             None.
@@ -86,8 +85,8 @@ def sample_with_logprobs(
         Tokens `[batch]` int64, logprobs `[batch]` float32.
 
     Raises:
-        ModelError: A row's largest logit is not a finite number: the model's output is broken.
-        RequestError: A temperature is negative or not finite, or a shape is another one.
+        ModelError: A row's largest logit is not finite: the model's output is broken.
+        RequestError: A temperature is negative or not finite, or a shape is wrong.
     """
     given = {"temperatures": temperatures, "uniforms": uniforms}
     _check_shapes(logits, given | {"top_k": top_k, "top_p": top_p, "min_p": min_p})
@@ -109,7 +108,7 @@ def sample_with_logprobs(
 
 
 def _check_shapes(logits: Tensor, columns: dict[str, Tensor | None]) -> None:
-    """Raises RequestError: torch would repeat what is too short for all rows."""
+    """Raises RequestError for wrong shapes, which torch would broadcast."""
     if logits.dim() != 2 or not logits.is_floating_point():
         raise RequestError(
             f"logits are {tuple(logits.shape)} {logits.dtype}; they must be [batch, vocab] floats"
@@ -133,7 +132,7 @@ def sample_rows(
     min_p: Tensor | None = None,
     kernels: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `sample_with_logprobs`, of arguments that were checked before."""
+    """As `sample_with_logprobs`, with checked arguments."""
     limits = (top_k, top_p, min_p)
     if (
         kernels
@@ -164,10 +163,9 @@ def _sample_by_kernel(
 
 @torch.no_grad()
 def sample_plain(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """As `sample_with_logprobs` without limits, and without any wait for the device.
+    """As `sample_with_logprobs` without limits, and without waiting for the device.
 
-    Nobody looks at the logits, so a row whose largest is not a finite number gets some token with
-    a logprob that is not a number.
+    A row whose largest logit is not finite gets some token with a NaN logprob.
 
     Args:
         logits: `[batch, vocab]` float32.
@@ -182,24 +180,24 @@ def sample_plain(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tupl
 
 
 def _inverse_cdf(scaled: ScaledLogits, restricted: Tensor | None, uniforms: Tensor) -> Tensor:
-    """The token at which the running sum of the weights first exceeds uniform * total, `[batch]`.
+    """Return the first tokens whose running sum of weights exceeds uniform * total, `[batch]`.
 
     In two levels: first the block, then the token in it. A running sum over a whole vocabulary in
-    float32 would lose the tail (at 151,936 tokens the rounding errors are larger than most
-    probabilities), and in float64 it would be a pass over twice the memory.
+    float32 would lose the tail (at 151,936 tokens the rounding errors exceed most probabilities),
+    and in float64 it would take twice the memory traffic.
 
-    A token of weight 0 is never chosen: where the running sum first exceeds something, it grew.
+    A token of weight 0 is never chosen, since the running sum doesn't grow there.
 
     Args:
         scaled: The weights.
-        restricted: Other weights in their place, `[batch, vocab]`.
+        restricted: Weights to use instead, `[batch, vocab]`.
         uniforms: `[batch]`.
     """
     vocab = scaled.logits.shape[1]
     sums = scaled.sums if restricted is None else block_sums(restricted)
     running = sums.cumsum(dim=-1)
     targets = _below(uniforms.double() * running[:, -1], running[:, -1])
-    # Past the end is what comes of sums that are not numbers.
+    # NaN sums lead past the end.
     block = torch.searchsorted(running, targets[:, None], right=True)
     block = block.clamp_(max=running.shape[1] - 1)
     before = running.gather(1, block) - sums.gather(1, block)
@@ -208,7 +206,7 @@ def _inverse_cdf(scaled: ScaledLogits, restricted: Tensor | None, uniforms: Tens
     inside = scaled.weights(there) if restricted is None else restricted.gather(1, there)
     inside = inside.double().masked_fill_(ids >= vocab, 0.0)
     running = inside.cumsum(dim=-1)
-    # The block's sum and this running sum differ by rounding, so the target may lie just outside.
+    # The block's sum and this running sum differ by rounding: the target may lie just outside.
     targets = _below((targets[:, None] - before)[:, 0], running[:, -1])
     place = torch.searchsorted(running, targets[:, None], right=True)
     place = place.clamp_(max=BLOCK - 1)
@@ -216,7 +214,7 @@ def _inverse_cdf(scaled: ScaledLogits, restricted: Tensor | None, uniforms: Tens
 
 
 def _below(targets: Tensor, totals: Tensor) -> Tensor:
-    """The targets, none below 0 and all strictly below their totals."""
+    """Clamp targets to 0 and strictly below their totals."""
     largest = torch.nextafter(totals, torch.zeros_like(totals))
     return torch.minimum(targets.clamp_(min=0.0), largest)
 
@@ -224,7 +222,7 @@ def _below(targets: Tensor, totals: Tensor) -> Tensor:
 def _restrict(
     scaled: ScaledLogits, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> Tensor | None:
-    """The weights with those outside of the limits set to 0; None when no row has a limit."""
+    """Return the weights, 0 outside the limits; None if no row has a limit."""
     if top_k is None and top_p is None and min_p is None:
         return None
     batch, vocab = scaled.logits.shape
@@ -241,7 +239,7 @@ def _restrict(
     rows = weights[limited]
     counts, smallest = _find_smallest(rows, totals[limited], k[limited], p[limited], m[limited])
     allowed = rows >= smallest
-    # Of those equal to the smallest allowed one, the first by id, as many as the count says.
+    # Of tokens equal to the smallest allowed one, keep the first by id, up to the count.
     surplus = (allowed.sum(dim=-1) > counts).nonzero()[:, 0]
     if surplus.numel():
         equal = rows[surplus] == smallest[surplus]
@@ -254,10 +252,10 @@ def _restrict(
 def _find_smallest(
     weights: Tensor, totals: Tensor, k: Tensor, p: Tensor, m: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """How many tokens the limits allow, `[rows]`, and the weight of the last one, `[rows, 1]`.
+    """Return how many tokens the limits allow, `[rows]`, and the smallest weight, `[rows, 1]`.
 
-    Only rows in which the first few candidates don't settle it are searched further, so that what
-    is found for a row does not depend on the others.
+    Only rows that the first candidates don't decide are searched further, so a row's result does
+    not depend on the others.
     """
     vocab = weights.shape[1]
     counts = torch.ones_like(k)
@@ -283,23 +281,23 @@ def _find_smallest(
 def _count_allowed(
     ordered: Tensor, totals: Tensor, vocab: int, k: Tensor, p: Tensor, m: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """How many of the likeliest tokens the limits allow, `[rows]` each.
+    """Return how many of the top tokens the limits allow, `[rows]` each.
 
     Args:
         ordered: `[rows, candidates]`, the largest weights, falling; the very largest is 1.
         totals: `[rows]`, sums over the full vocabulary.
         vocab: Its size.
         k: Most tokens.
-        p: Share of the sum to be reached.
+        p: Share of the sum to reach.
         m: Least weight.
 
     Returns:
-        The counts, at least 1, and whether the candidates were enough to know.
+        The counts, at least 1, and whether the candidates were enough to decide.
     """
     running = ordered.double().cumsum(dim=-1)
     width = ordered.shape[1]
     last = running.gather(1, (k.clamp(max=width) - 1)[:, None])[:, 0]
-    # Of the first k only; their sum is known where k lies within the candidates.
+    # The sum of the first k, known if k lies within the candidates.
     base = torch.where(k <= width, last, totals)
     unneeded = (running - ordered) >= (p * base)[:, None]
     by_p = torch.where(p < 1, width - unneeded.sum(dim=-1), k)

@@ -1,14 +1,14 @@
-"""What the executor knows of each sequence: one fixed row of arrays each, no objects.
+"""The sequence table: one fixed row of arrays for each sequence, and no objects.
 
-So a step over many sequences is a few numpy operations, whatever their number.
+A step over many sequences is a few numpy operations, whatever their number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,14 +22,13 @@ BoolArray = npt.NDArray[np.bool_]
 _NO_SEQUENCE = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where tokens are to be sampled, `[places]` each.
+class Places(msgspec.Struct, frozen=True):
+    """Places to sample at, `[places]` each.
 
     Attributes:
-        rows: Of the SequenceTable.
-        ahead: How many drafted tokens, which the table has behind those that are known, are taken
-            as given there: 0 for the place behind the known tokens.
+        rows: Rows of the SequenceTable.
+        ahead: Drafted tokens before the place, which the table holds behind the known ones; 0 for
+            the place behind the known tokens.
     """
 
     rows: IntArray
@@ -37,57 +36,57 @@ class Places:
 
     @classmethod
     def next_of(cls, rows: IntArray) -> Places:
-        """The place behind the known tokens of each row."""
+        """Return the place behind the known tokens of each row."""
         return cls(rows, np.zeros_like(rows))
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, which: npt.NDArray[Any]) -> Places:
-        """Some of them, by a mask or by their indices."""
+        """Select places by a mask or by indices."""
         return Places(self.rows[which], self.ahead[which])
 
 
 class SequenceTable:
-    """The sequences of a lane.
+    """The executor's sequences.
 
-    The arrays are indexed by row number; `rows_of` finds it. Rows of sequences that left are used
-    again, so a row number holds only until its sequence is removed.
+    The arrays are indexed by row number; `rows_of` finds it. Rows are used again, so a row number
+    holds only until its sequence is removed.
 
     Attributes:
-        tokens: `[rows, max_model_len]`, prompt and generated tokens, and behind these, while a step
-            verifies them, drafted ones.
+        tokens: `[rows, max_model_len]`, prompt and generated tokens, then drafted ones while a step
+            verifies them.
         blocks: `[rows, blocks]`, the block tables.
-        num_blocks: Entries of `blocks` that count.
-        num_known: Entries of `tokens` that count.
-        num_computed: How many of these have their KV in the cache.
-        num_generated: How many, at the end, were generated, earlier runs of the sequence included.
+        num_blocks: Valid entries of `blocks`.
+        num_known: Valid entries of `tokens`.
+        num_computed: Leading tokens whose KV is in the cache.
+        num_generated: Generated tokens at the end, those of earlier runs included.
         max_tokens: Generation ends when `num_generated` reaches this.
-        finished: The sequence has ended, though the plans may not know it yet.
-        temperature, top_k, top_p, min_p, seed: Its sampling.
-        repetition_penalty, presence_penalty, frequency_penalty, min_tokens: More of it.
-        adjusted: Whether penalties, a bias or `min_tokens` change its logits.
+        finished: The sequence has ended, perhaps before a plan says so.
+        temperature, top_k, top_p, min_p, seed: Sampling parameters.
+        repetition_penalty, presence_penalty, frequency_penalty, min_tokens: More of them.
+        adjusted: Whether penalties, a bias or `min_tokens` change the logits.
         plain: Whether tokens are sampled from the full vocabulary, with nothing else reported.
-        num_logprobs: Likeliest tokens to report beside each sampled one.
-        prompt_logprobs: The same beside each token of the prompt; -1 when its logprobs are not
-            asked for, or were all reported in an earlier run of the sequence.
+        num_logprobs: Top tokens to report beside each sampled one.
+        prompt_logprobs: Likewise for the prompt; -1 if its logprobs are not requested, or were
+            reported in an earlier run of the sequence.
         stop_ids: Per row, the token ids that end it.
-        logit_bias: Per row, what is added to the logits of which token ids.
-        constrained: Whether its text has to follow a grammar.
-        constraint: Per row, which one.
+        logit_bias: Per row, the bias by token id.
+        constrained: Whether the text must follow a grammar.
+        constraint: Per row, its constraint.
         info: Per row, its request; None before the first.
-        incomplete: Whether it ends without having reached the end of its grammar.
-        adapter: The slot of its adapter, as `AdapterTable.slot_of` says.
-        pools: Whether its prompt's vector is wanted, and no token.
-        pooling: Per row, which vector.
-        prediction: Per row, what its client expects to come.
+        incomplete: Whether the sequence ends before the end of its grammar.
+        adapter: The adapter's slot, from `AdapterTable.slot_of`.
+        pools: Whether the prompt's vector is requested, and no token.
+        pooling: Per row, how to pool.
+        prediction: Per row, the client's predicted output.
         scope: Per row; drafts are learned only from sequences of the same scope.
     """
 
     def __init__(self, rows: int, max_model_len: int, block_size: int) -> None:
         self._max_model_len = max_model_len
         self._block_size = block_size
-        # Memory of zeros is not touched, and so not taken, until it is written.
+        # Pages of zeros take memory only when they are written.
         self.tokens: IntArray = np.zeros((rows, max_model_len), np.int64)
         self.blocks: IntArray = np.zeros((rows, -(-max_model_len // block_size)), np.int64)
         self.num_blocks: IntArray = np.zeros(rows, np.int64)
@@ -127,16 +126,16 @@ class SequenceTable:
         return len(self._row_of)
 
     def clear(self) -> None:
-        """Forgets all sequences."""
+        """Drop all sequences."""
         self._row_of: dict[int, int] = {}
         self._seq_ids[:] = _NO_SEQUENCE
         self._free = list(range(len(self.num_blocks) - 1, -1, -1))
 
     def add(self, new: NewSequence, adapter: int = NO_ADAPTER) -> None:
-        """Takes a sequence, with the slot of its adapter.
+        """Add a sequence, with the slot of its adapter.
 
         Raises:
-            ValueError: Its id is in use, or it does not fit together.
+            ValueError: The id is in use, or the sequence is inconsistent.
         """
         count = len(new.token_ids)
         if new.seq_id in self._row_of:
@@ -158,7 +157,7 @@ class SequenceTable:
         self.num_computed[row] = new.num_cached
         self.num_generated[row] = new.num_generated
         room = self._max_model_len - (count - new.num_generated)
-        # Whoever is planned gets a token, also at the very end of the room.
+        # A planned sequence gets a token, also at the end of the context.
         self.max_tokens[row] = max(min(new.sampling.max_tokens, room), new.num_generated + 1)
         self.finished[row] = False
         self.adapter[row] = adapter
@@ -196,25 +195,25 @@ class SequenceTable:
         limited = sampling.top_k or sampling.top_p < 1 or sampling.min_p
         changed = self.adjusted[row] or self.constrained[row]
         self.plain[row] = not (changed or limited or sampling.logprobs)
-        # The first sample speaks for all. Once it has sampled, its prompt has been reported.
+        # The first sample reports the prompt for all, before it samples.
         wanted = sampling.prompt_logprobs
         speaks = new.sample.sample_index == 0 and new.num_generated == 0
         self.prompt_logprobs[row] = wanted if speaks and wanted is not None else -1
 
     def change_adapter(self, before: int, after: int) -> None:
-        """All that have one adapter have another one instead; of none, none do."""
+        """Move all sequences from one adapter's slot to another."""
         if before >= 0:
             self.adapter[self.adapter == before] = after
 
     def remove(self, seq_id: int) -> None:
-        """Forgets a sequence; one that is not here is forgotten already."""
+        """Drop a sequence. Unknown ids are ignored."""
         row = self._row_of.pop(seq_id, None)
         if row is not None:
             self._seq_ids[row] = _NO_SEQUENCE
             self._free.append(row)
 
     def append_blocks(self, seq_id: int, block_ids: Sequence[int]) -> None:
-        """Lengthens a sequence's block table.
+        """Extend a sequence's block table.
 
         Raises:
             KeyError: The sequence is unknown.
@@ -223,7 +222,7 @@ class SequenceTable:
         self._append_blocks(self._row_of[seq_id], block_ids)
 
     def rows_of(self, seq_ids: Sequence[int]) -> IntArray:
-        """The row numbers of sequences, `[len(seq_ids)]`.
+        """Return the row numbers of sequences, `[len(seq_ids)]`.
 
         Raises:
             KeyError: One is unknown.
@@ -231,46 +230,45 @@ class SequenceTable:
         return np.array(list(map(self._row_of.__getitem__, seq_ids)), np.int64)
 
     def row_of(self, seq_id: int) -> int | None:
-        """The row number of a sequence; None of one that is not here."""
+        """Return the row number of a sequence; None if unknown."""
         return self._row_of.get(seq_id)
 
     def ids_of(self, rows: IntArray) -> IntArray:
-        """The sequences in these rows, `[rows]`."""
+        """Return the sequences in these rows, `[rows]`."""
         return self._seq_ids[rows]
 
     def write_tokens(self, rows: IntArray, places: IntArray, token_ids: IntArray) -> None:
-        """Sets the token at one place in each row. One past the longest sequence is left out."""
+        """Set one token in each row. Positions beyond the longest sequence are ignored."""
         room = places < self._max_model_len
         self.tokens[rows[room], places[room]] = token_ids[room]
 
     def holds(self, rows: IntArray, seq_ids: IntArray) -> BoolArray:
-        """Which rows still belong to these sequences, `[rows]`."""
+        """Return which rows still belong to these sequences, `[rows]`."""
         held: BoolArray = self._seq_ids[rows] == seq_ids
         return held
 
     def at_limit(self, rows: IntArray) -> BoolArray:
-        """Which rows may have no further token, `[rows]`."""
+        """Return which rows have reached their limit, `[rows]`."""
         return self.num_generated[rows] >= self.max_tokens[rows]
 
     def cut_off(self, row: int) -> None:
-        """A row's next token is its last, and its text is not what it had to be."""
+        """Make a row's next token its last one, with an incomplete text."""
         self.max_tokens[row] = self.num_generated[row] + 1
         self.incomplete[row] = True
 
     def must_go_on(self, places: Places) -> BoolArray:
-        """At which places no stop token may be sampled yet, `[places]`."""
+        """Return where stop tokens are not allowed yet, `[places]`."""
         return self.num_generated[places.rows] + places.ahead < self.min_tokens[places.rows]
 
     def is_last(self, places: Places) -> BoolArray:
-        """At which places the token is the last that the sequence may have, `[places]`."""
+        """Return where the token is the last one of the sequence, `[places]`."""
         generated = self.num_generated[places.rows] + places.ahead + 1
         return generated >= self.max_tokens[places.rows]
 
     def num_to_score(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
-        """How many prompt tokens get their logprobs when so many more are computed, `[rows]`.
+        """Return how many prompt tokens get logprobs in a step of so many tokens, `[rows]`.
 
-        They are those behind the first ones that are computed: the last token of a prompt is
-        followed by a sampled one.
+        These are the tokens behind the computed ones, up to the prompt's last.
         """
         wanted = self.prompt_logprobs[rows] >= 0
         if not wanted.any():
@@ -288,7 +286,7 @@ class SequenceTable:
         self.num_blocks[row] = stop
 
     def _enlarge(self) -> None:
-        """Doubles the number of rows."""
+        """Double the number of rows."""
         old = len(self.num_blocks)
         for name, array in list(vars(self).items()):
             if isinstance(array, np.ndarray):
@@ -303,7 +301,7 @@ class SequenceTable:
         self._free = list(range(2 * old - 1, old - 1, -1))
 
     def complain(self, row: int, num_tokens: int) -> NoReturn:
-        """Raises ValueError: a plan computes so many tokens of a row, and can't."""
+        """Raise ValueError for a plan that computes too many tokens of a row."""
         (seq_id,) = self.ids_of(np.array([row])).tolist()
         raise ValueError(
             f"the plan computes {num_tokens} tokens of sequence {seq_id}, which has "

@@ -1,22 +1,24 @@
-"""One step: the rows of a plan, computed, and a token sampled behind each that is known to its end.
+"""One step: compute the rows of a plan, and sample behind each sequence that reaches its end.
 
-A row whose sequence has drafted tokens is computed as several rows of one token each, which have
-their sequence's blocks in common. A token is sampled behind each of them, and those count that
-would have been sampled without drafts (`speculation.verify`).
+A row with drafted tokens becomes several rows of one token that share their sequence's blocks. A
+token is sampled behind each; tokens that would have been sampled without drafts count
+(`speculator.accept`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from ....bus.messages import (
+    NewSequence,
     PromptLogprobs,
     StartedSequence,
     StepPlan,
@@ -24,42 +26,36 @@ from ....bus.messages import (
     VerifiedDraft,
 )
 from ..runner.interface import (
-    AdapterTable,
     DecodeGraphs,
     DecodeStep,
-    InputBuilder,
     IntArray,
-    KVCache,
-    LoadedModel,
+    ModelRunner,
     Rows,
     StepInputs,
     Uploader,
     flatten_rows,
-    model_forward,
     order_rows,
 )
 from .choose import choose_tokens, packed_sampling
 from .constraints import Constraints, PendingMasks
-from .feed import TokenFeed
+from .logprobs import score_prompts
 from .pooling import Pooled, PromptPooler
-from .report import score_prompts
+from .sampled import SampledRows, TokenFeed, UnreadTokens
 from .sampling import sample_plain
 from .sequences import BoolArray, Places, SequenceTable
 from .speculation.drafts import Draft
-from .speculation.speculator import Speculator, StepDrafts, accepted_counts, longest_drafts
-from .speculation.verify import accept
-from .unread import SampledRows, UnreadTokens
+from .speculation.speculator import Speculator, StepDrafts, accept, accepted_counts, longest_drafts
 
 
 class StepOutputs(NamedTuple):
-    """What a step gives, most of it still on its way from the device.
+    """The outputs of a step, most of them still on the device.
 
     Attributes:
-        sampled: The tokens; None where no row samples.
+        sampled: The tokens; None if no row samples.
         prompts: As in StepResult.
         pooled: Vectors of prompts.
         verified: As StepResult's `drafts`.
-        proposed: By the row of the SequenceTable, all drafts that there were for the step.
+        proposed: All drafts for the step, by row of the SequenceTable.
         draft_rest: As in StepResult.
     """
 
@@ -71,9 +67,8 @@ class StepOutputs(NamedTuple):
     draft_rest: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A step that is on its way; `ExecutorCore.finish` makes its result."""
+class LaunchedStep(msgspec.Struct, frozen=True):
+    """A launched step; `ExecutorCore.finish` makes its result."""
 
     plan: StepPlan
     started: tuple[StartedSequence, ...]
@@ -82,7 +77,7 @@ class LaunchedStep:
     outputs: StepOutputs
 
     def wait(self) -> None:
-        """Blocks until the device is done. The one method that another thread may call."""
+        """Block until the device is done. The only method for other threads."""
         if self.outputs.sampled is not None:
             self.outputs.sampled.readback.wait()
 
@@ -91,10 +86,10 @@ class _Pass(NamedTuple):
     """The rows of a forward pass, `[rows]` each.
 
     Attributes:
-        rows: Of the table; one comes once more for each of its drafted tokens.
-        ahead: How many drafted tokens come before the row's first one.
+        rows: Rows of the table, each repeated for each of its drafted tokens.
+        ahead: Drafted tokens before the row's first one.
         starts: Positions of the rows' first tokens.
-        num_tokens: How many they compute.
+        num_tokens: Tokens to compute.
     """
 
     rows: IntArray
@@ -108,35 +103,27 @@ class StepRunner:
     """Runs steps.
 
     Attributes:
-        model: What to run.
-        cache: Its KV cache.
+        runner: The model.
         table: The sequences.
-        builder: Makes passes of rows.
-        upload: Brings numbers to the device.
-        adapters: Those that sequences may have.
+        upload: Copies arrays to the device.
         pooler: Makes vectors of prompts.
         constraints: The grammars of samples.
-        feed: Sampled tokens, on the device.
-        unread: Sampled tokens, on their way to the host.
-        speculator: Where drafts come from; None for none.
+        feed: Sampled tokens on the device.
+        unread: Sampled tokens on their way to the host.
+        speculator: The source of drafts; None if there are none.
         raw_logprobs: Whether logprobs are of the model's own output.
-        kernels: Whether the modules run with our kernels on CPU.
         runs_ahead: As `ExecutorCore.runs_ahead`.
     """
 
-    model: LoadedModel
-    cache: KVCache
+    runner: ModelRunner
     table: SequenceTable
-    builder: InputBuilder
     upload: Uploader
-    adapters: AdapterTable
     pooler: PromptPooler
     constraints: Constraints
     feed: TokenFeed
     unread: UnreadTokens
     speculator: Speculator | None
     raw_logprobs: bool
-    kernels: bool
     runs_ahead: bool
 
     @torch.inference_mode()
@@ -147,25 +134,26 @@ class StepRunner:
         num_drafts: IntArray | None,
         graphs: DecodeGraphs | None,
     ) -> StepOutputs:
-        """Runs one step.
+        """Run one step.
 
         Args:
             rows: `[rows]`, of the table, at least one.
-            num_tokens: `[rows]`, how many tokens each computes; 0 for a shared prefill.
-            num_drafts: `[rows]`, how many drafted ones may be verified besides; None for none.
-            graphs: Recorded steps; None when there are none.
+            num_tokens: `[rows]`, tokens that each computes; 0 for a shared prefill, which samples
+                from the logits of the row before.
+            num_drafts: `[rows]`, drafted tokens that may be verified; None for none.
+            graphs: Recorded steps; None if there are none.
 
         Raises:
-            ValueError: A row computes a token that is not known or has no block, or none at all
-                where it can't sample with the row before.
+            ValueError: A row computes an unknown token or one without a block, or is no valid
+                shared prefill.
             ModelError: The model's output is broken.
         """
         table = self.table
         if num_drafts is not None or (table.adjusted[rows] | table.constrained[rows]).any():
-            # Penalties, masks and drafts depend on all tokens before the one to be sampled.
+            # Penalties, masks and drafts depend on all earlier tokens.
             self.unread.write()
         ends = self._ends(rows, num_tokens)
-        if self.model.is_encoder:
+        if self.runner.model.is_encoder:
             pooled = self.pooler.encode(rows, num_tokens)
             table.num_computed[rows] = ends
             return StepOutputs(pooled=pooled)
@@ -173,7 +161,7 @@ class StepRunner:
         step = _Pass(rows, np.zeros_like(rows), table.num_computed[rows], num_tokens)
         drafts: StepDrafts | None = None
         if num_drafts is not None and self.speculator is not None:
-            limits = longest_drafts(table, rows, num_drafts, self.cache.block_size)
+            limits = longest_drafts(table, rows, num_drafts, self.runner.cache.block_size)
             limits[~samples | (num_tokens != 1)] = 0
             drafts = self.speculator.begin(rows, num_tokens, limits)
             step, samples = _with_drafts(step, drafts), np.repeat(samples, drafts.counts + 1)
@@ -183,7 +171,7 @@ class StepRunner:
         if not num_tokens.all():
             step, samples, logits_of = _computing_rows(step, samples)
         num_scored = table.num_to_score(step.rows, step.num_tokens)
-        # A graph has the model's own layers alone, and a token for each sequence.
+        # A graph has no adapters, and one token for each sequence.
         plain = samples.all() and not num_scored.any() and (table.adapter[rows] < 0).all()
         if graphs and plain and len(step.rows) == len(rows) and graphs.fits(num_tokens):
             return StepOutputs(self._replay(graphs, rows, masks))
@@ -201,25 +189,27 @@ class StepRunner:
         return outputs._replace(sampled=sampled, verified=verified)
 
     def _ends(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
-        """How many tokens each row will have computed.
+        """Return the computed tokens of each row after the step.
 
         Raises:
             ValueError: As `run`.
         """
         table = self.table
         ends: IntArray = table.num_computed[rows] + num_tokens
-        room = table.num_blocks[rows] * self.cache.block_size
+        room = table.num_blocks[rows] * self.runner.cache.block_size
         bad = (num_tokens < 0) | (ends > table.num_known[rows]) | (ends > room)
         if not num_tokens.all():
-            bad |= (num_tokens == 0) & ~self._may_fork(rows, num_tokens, ends)
+            bad |= (num_tokens == 0) & ~self._may_share(rows, num_tokens, ends)
         if bad.any():
             table.complain(int(rows[bad][0]), int(num_tokens[bad][0]))
         return ends
 
-    def _may_fork(self, rows: IntArray, num_tokens: IntArray, ends: IntArray) -> BoolArray:
-        """Which rows can sample with the last one before that has tokens, since it has as many and
-        the same adapter, and samples itself."""
-        table, leaders = self.table, _leaders(num_tokens)
+    def _may_share(self, rows: IntArray, num_tokens: IntArray, ends: IntArray) -> BoolArray:
+        """Return which rows can share the prefill of the last computing row before them: it has as
+        many known tokens and the same adapter, and samples."""
+        table = self.table
+        computing = np.where(num_tokens > 0, np.arange(len(num_tokens)), 0)
+        leaders: IntArray = np.maximum.accumulate(computing)
         known, adapters, pools = table.num_known[rows], table.adapter[rows], table.pools[rows]
         same = (known == known[leaders]) & (adapters == adapters[leaders])
         samples = (ends == known) & ~pools
@@ -229,11 +219,11 @@ class StepRunner:
     def _forward(
         self, step: _Pass, samples: BoolArray, num_scored: IntArray
     ) -> tuple[Tensor, StepOutputs]:
-        """The logits of rows that sample, and what is found out about prompts."""
+        """Return the logits of sampling rows, and the logprobs and vectors of prompts."""
         table, rows = self.table, step.rows
         inputs, last_token = self._inputs(step, samples, num_scored)
-        with self.pooler.watching(rows) as hidden, self.adapters.applied(inputs.adapters):
-            logits = model_forward(self.model.module, inputs, self.cache)
+        states: list[Tensor] | None = [] if table.pools[rows].any() else None
+        logits = self.runner.forward(inputs, states)
         num_samples = int(samples.sum())
         prompts = score_prompts(
             logits[num_samples:],
@@ -241,22 +231,24 @@ class StepRunner:
             rows,
             num_scored,
             raw=self.raw_logprobs,
-            kernels=self.kernels,
+            kernels=self.runner.kernels,
         )
-        versions = self.adapters.versions(table.adapter[rows]) if hidden else ()
-        pooled = self.pooler.take(hidden, rows, last_token, step.num_tokens, versions)
+        pooled: Pooled = ()
+        if states:
+            versions = self.runner.adapters.versions(table.adapter[rows])
+            pooled = self.pooler.take(states[0], rows, last_token, step.num_tokens, versions)
         return logits[:num_samples], StepOutputs(prompts=prompts, pooled=pooled)
 
     def _inputs(
         self, step: _Pass, samples: BoolArray, num_scored: IntArray
     ) -> tuple[StepInputs, IntArray]:
-        """A pass whose logits are those of rows that sample, then those of prompts to score; and
-        where in it the last token of each row is."""
+        """Return the inputs of a pass, and the index of each row's last token. Logits of sampling
+        rows come before those of prompts to score."""
         table = self.table
         order, num_decodes = order_rows(step.starts, step.num_tokens)
         rows, starts, counts = step.rows[order], step.starts[order], step.num_tokens[order]
-        width = -(-int((starts + counts).max()) // self.cache.block_size)
-        # Logits come back in the plan's order, not in that of the batch.
+        width = -(-int((starts + counts).max()) // self.runner.cache.block_size)
+        # Logits are in the plan's order, not in that of the batch.
         last_token = np.empty_like(order)
         last_token[order] = np.cumsum(counts) - 1
         logits_index = last_token[samples]
@@ -264,26 +256,28 @@ class StepRunner:
             first_token = last_token - step.num_tokens + 1
             _, scored = flatten_rows(first_token, num_scored)
             logits_index = np.concatenate((logits_index, scored))
-        # All of a decode step are. A vector may be made of any of a prompt's tokens.
+        # All tokens of a decode step are read, and a vector may need any token of a prompt.
         all_read = num_decodes == len(rows) or table.pools[rows].any()
         read = None if all_read else np.unique(logits_index)
         batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes, read)
         row_of_token, positions = batch_rows.flat
         input_ids = table.tokens[rows[row_of_token], positions]
-        inputs = self.builder.build(batch_rows, input_ids, logits_index)
+        inputs = self.runner.builder.build(batch_rows, input_ids, logits_index)
         if (input_ids < 0).any():
-            inputs = replace(inputs, input_ids=self.feed.resolve(inputs.input_ids))
+            inputs = msgspec.structs.replace(inputs, input_ids=self.feed.resolve(inputs.input_ids))
         if (table.adapter[rows] >= 0).any():
-            inputs = replace(inputs, adapters=self.adapters.step(table.adapter[rows][row_of_token]))
+            inputs = msgspec.structs.replace(
+                inputs, adapters=self.runner.adapters.step(table.adapter[rows][row_of_token])
+            )
         return inputs, last_token
 
     def _replay(
         self, graphs: DecodeGraphs, rows: IntArray, masks: PendingMasks | None
     ) -> SampledRows:
-        """A step in which every row computes its last token and samples the next."""
+        """Replay a step in which every row computes its last token and samples the next."""
         table = self.table
         positions = table.num_computed[rows]
-        width = int(positions.max()) // self.cache.block_size + 1
+        width = int(positions.max()) // self.runner.cache.block_size + 1
         step = DecodeStep(
             input_ids=table.tokens[rows, positions],
             positions=positions,
@@ -299,7 +293,7 @@ class StepRunner:
         return self.unread.add(places, tokens, logprobs, (), fed=True)
 
     def _sample(self, logits: Tensor, places: Places, masks: PendingMasks | None) -> SampledRows:
-        """Chooses a token for each place, none of which is behind drafted tokens."""
+        """Choose a token for each place, without drafted tokens."""
         rows = places.rows
         tops: tuple[TopLogprobs, ...] = ()
         if self.runs_ahead and self._all_plain(rows):
@@ -313,10 +307,9 @@ class StepRunner:
     def _verify(
         self, logits: Tensor, places: Places, masks: PendingMasks | None, drafts: StepDrafts
     ) -> tuple[SampledRows, tuple[VerifiedDraft, ...]]:
-        """Chooses a token for each place; those count that would have come without drafts.
+        """Choose a token for each place, and keep those that count (`accept`).
 
-        It waits for the tokens: how far the sequences have come has to be known before the next
-        step can begin.
+        Waits for the tokens: the next step needs the sequences' lengths.
         """
         assert self.speculator is not None
         tokens, logprobs, tops = self._choose(logits, places, masks)
@@ -343,34 +336,27 @@ class StepRunner:
             self.table,
             places,
             raw=self.raw_logprobs,
-            kernels=self.kernels,
+            kernels=self.runner.kernels,
             masks=masks,
         )
 
     def _count(
         self, places: Places, tokens: Tensor, logprobs: Tensor, tops: tuple[TopLogprobs, ...]
     ) -> SampledRows:
-        """The sequences have got these tokens."""
+        """Append these tokens to the sequences."""
         if self.runs_ahead:
-            # Of several tokens of a row the last one is fed.
+            # A row's last token is fed.
             last = np.append(places.ahead[1:] == 0, True)
             fed = tokens if last.all() else tokens[torch.from_numpy(last).to(tokens.device)]
             self.feed.put(self.upload(places.rows[last])[0], fed)
-        versions = self.adapters.versions(self.table.adapter[places.rows])
+        versions = self.runner.adapters.versions(self.table.adapter[places.rows])
         return self.unread.add(
             places, tokens, logprobs, tops, fed=self.runs_ahead, adapter_versions=versions
         )
 
     def _all_plain(self, rows: IntArray) -> bool:
-        """Whether `sample_plain` can choose the tokens, which waits for nothing."""
+        """Return whether `sample_plain` can choose the tokens, without waiting."""
         return not self.raw_logprobs and bool(self.table.plain[rows].all())
-
-
-def _leaders(num_tokens: IntArray) -> IntArray:
-    """For each row the last one, up to it, that has tokens; the first row where none has."""
-    computing = np.where(num_tokens > 0, np.arange(len(num_tokens)), 0)
-    leaders: IntArray = np.maximum.accumulate(computing)
-    return leaders
 
 
 def _computing_rows(step: _Pass, samples: BoolArray) -> tuple[_Pass, BoolArray, IntArray]:
@@ -382,6 +368,28 @@ def _computing_rows(step: _Pass, samples: BoolArray) -> tuple[_Pass, BoolArray, 
 
 
 def _with_drafts(step: _Pass, drafts: StepDrafts) -> _Pass:
-    """A row of its own for each drafted token, behind the row of its sequence."""
+    """Add a row for each drafted token, behind the row of its sequence."""
     row, ahead = flatten_rows(np.zeros_like(step.rows), drafts.counts + 1)
     return _Pass(step.rows[row], ahead, step.starts[row] + ahead, step.num_tokens[row])
+
+
+def started_sequences(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence, ...]:
+    """Return entries for the new sequences of a plan, with the prompt once for each request."""
+    first = {new.info.entry_id: new.seq_id for new in reversed(plan.new)}
+    return tuple(
+        StartedSequence(
+            seq_id=new.seq_id,
+            sample_index=new.sample.sample_index,
+            num_cached=new.num_cached,
+            num_generated=new.num_generated,
+            info=new.info,
+            planned_ns=plan.made_ns,
+            executed_ns=executed_ns,
+            prompt_token_ids=_prompt(new) if first[new.info.entry_id] == new.seq_id else (),
+        )
+        for new in plan.new
+    )
+
+
+def _prompt(new: NewSequence) -> tuple[int, ...]:
+    return new.token_ids[: len(new.token_ids) - new.num_generated]

@@ -1,10 +1,11 @@
-"""The rows of one step, flattened: what the whole executor means by a batch."""
+"""The batch of a step: its rows, flattened."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,16 +16,14 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a step, in batch order: first those of one token, longest context first.
-
-    What is derived from them is made when it is first asked for, once a step.
+    """The rows of a step, in batch order: rows of one token first, longest context first.
 
     Attributes:
         starts: `[rows]`, position of each row's first token.
         num_tokens: `[rows]`.
-        tables: `[rows, blocks]`, block numbers; what a row does not need is any valid block.
-        num_decodes: How many rows, in front, have one token.
-        read: Tokens of the batch whose last hidden states are read, rising; None where all may be.
+        tables: `[rows, blocks]`, block numbers; unneeded entries are any valid block.
+        num_decodes: The number of rows of one token.
+        read: Indices, rising, of tokens whose last hidden states are read; None for all.
     """
 
     starts: IntArray
@@ -35,29 +34,28 @@ class Rows:
 
     @cached_property
     def contexts(self) -> IntArray:
-        """`[rows]`, tokens that each row's last query sees when nothing is masked."""
+        """`[rows]`, tokens that each row's last query sees without a window."""
         return self.starts + self.num_tokens
 
     @cached_property
     def flat(self) -> tuple[IntArray, IntArray]:
-        """For each token of the batch its row and its position in the sequence, `[tokens]` each."""
+        """Row and position in the sequence of each token, `[tokens]` each."""
         return flatten_rows(self.starts, self.num_tokens)
 
     def slots(self, block_size: int) -> IntArray:
-        """The slot mapping, `[tokens]`: where each token's key and value go in the KV cache."""
+        """Return the slot mapping, `[tokens]`: each token's place in the KV cache."""
         row_of_token, positions = self.flat
         blocks = self.tables[row_of_token, positions // block_size]
         return blocks * block_size + positions % block_size
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
+class DecodeRows(msgspec.Struct, frozen=True):
     """The rows of one token each, for a kernel that reads the cache by itself.
 
     Attributes:
-        count: How many there are, in front of the batch.
+        count: Their number, at the front of the batch.
         tables: `[at least count, blocks]` int64, contiguous.
-        contexts: `[at least count]` int64. Best falling: then the longest are begun first.
+        contexts: `[at least count]` int64, best falling, so that the longest start first.
     """
 
     count: int
@@ -66,11 +64,10 @@ class DecodeRows:
 
 
 class Uploader:
-    """Brings host arrays to the device: on CPU without copying, on CUDA in one pinned transfer, on
-    others one by one.
+    """Copies host arrays to the device: in one pinned transfer on CUDA, without a copy on the CPU.
 
-    On CUDA the transfer runs beside the step before, on a stream of its own. Pinned memory comes
-    from torch's allocator, which gives it out again once the transfer has left it.
+    On CUDA the transfer overlaps the previous step, on its own stream. Torch's allocator reuses
+    pinned memory once the transfer is done.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -97,14 +94,14 @@ class Uploader:
 
 
 def order_rows(starts: IntArray, num_tokens: IntArray) -> tuple[IntArray, int]:
-    """The batch order of the rows, `[rows]` indices, and the number of rows of one token."""
+    """Return the batch order, `[rows]` indices, and the number of rows of one token."""
     is_decode = num_tokens == 1
     key = np.where(is_decode, -starts, np.iinfo(np.int64).max)
     return np.argsort(key, kind="stable"), int(is_decode.sum())
 
 
 def flatten_rows(starts: IntArray, num_tokens: IntArray) -> tuple[IntArray, IntArray]:
-    """For each token of the batch its row and its position in the sequence, `[tokens]` each."""
+    """Return the row and the position in the sequence of each token, `[tokens]` each."""
     row_of_token = np.repeat(np.arange(starts.size), num_tokens)
     first_token = np.cumsum(num_tokens) - num_tokens
     positions = np.arange(row_of_token.size) + (starts - first_token)[row_of_token]

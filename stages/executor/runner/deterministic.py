@@ -1,7 +1,6 @@
-"""Deterministic mode: where it may be used, and the check at load that it holds.
+"""Deterministic mode: its preconditions, and the check at load that it holds.
 
-What makes it so is in our kernels, and where these are not used in `fixed_tiles` and
-`attention.tiled`; docs/determinism.md has the whole story.
+The means are our kernels, or else `fixed_tiles` and `attention.tiled`; see docs/determinism.md.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from .loaded_model import LoadedModel
 
 _CHECKED_TOKENS = 24
 _OTHERS = 75
-"""Tokens that stand beside these."""
+"""Neighbouring tokens in the batch."""
 
 _CHUNKS = (1, 1, 5, 1, 9)
-"""Tokens of the steps in which the check computes what it computed at once before."""
+"""Tokens of the check's small steps, compared with one large step."""
 
 
 class Determinism:
-    """One lane's deterministic mode.
+    """Deterministic mode of one model.
 
-    Use: make it when the model is loaded, compute within `active()`, and `check` before the first
-    step and whenever the number of threads has changed.
+    Compute within `active()`. Call `check` before the first step and after the number of threads
+    has changed.
     """
 
     def __init__(
@@ -45,22 +44,23 @@ class Determinism:
         fast_modules: FastModules | None,
         tiles: FixedTiles,
     ) -> None:
-        """Takes the lane's parts.
+        """Take the parts.
 
         Args:
             model: The model.
             cache: Its cache.
-            builder: Its back end is a TiledBackend or a CpuBackend.
-            fast_modules: The modules that run with kernels; None where there are none.
-            tiles: Those of the fast modules.
+            builder: With a TiledBackend or a CpuBackend.
+            fast_modules: The modules that run with kernels; None for none.
+            tiles: The tiles of the fast modules.
 
         Raises:
-            ModelError: The device or dtype is one for which nobody has verified anything.
+            ModelError: The device or dtype is not verified.
         """
         require_cpu(model.device)
-        if model.dtype not in (torch.float32, torch.bfloat16):
+        dtype = model.dtypes.weights
+        if dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(
-                f"deterministic mode is not verified for {model.dtype}; set dtype to 'float32' or "
+                f"deterministic mode is not verified for {dtype}; set dtype to 'float32' or "
                 "'bfloat16', or deterministic to false"
             )
         self._model = model
@@ -70,33 +70,33 @@ class Determinism:
         self._tiles = tiles
 
     def active(self) -> AbstractContextManager[object]:
-        """Within it the kernels compute what they can, and torch the rest in fixed shapes.
+        """Context in which kernels compute what they can, and torch the rest in fixed shapes.
 
-        A model that the kernels compute as a whole sees to the little rest by itself.
+        A model that the kernels compute as a whole needs no function mode.
         """
         fast = self._fast_modules
         return fast.active() if fast is not None and fast.is_whole else self.in_tiles()
 
     @contextmanager
     def in_tiles(self, *, alone: bool = False) -> Iterator[None]:
-        """Within it whatever torch computes has fixed shapes; `alone` as in FastModules."""
+        """Context in which torch computes in fixed shapes; `alone` as in FastModules."""
         fast = self._fast_modules
         with self._tiles, nullcontext() if fast is None else fast.active(alone=alone):
             yield
 
     def check(self) -> None:
-        """Compares the bits of one pass over some tokens with those of several beside neighbours.
+        """Compare the bits of one pass with those of several small passes beside neighbours.
 
-        Overwrites some blocks of the cache, so no sequence may be there.
+        Overwrites some blocks of the cache, so there must be no sequences.
 
         Raises:
-            ModelError: They differ, so this model on this machine can't be run like this.
+            ModelError: The bits differ: this model can't be deterministic on this machine.
         """
         room = self._cache.num_blocks * self._cache.block_size
         length = min(_CHECKED_TOKENS, self._model.max_model_len, room)
         generator = np.random.default_rng(0)
         ids = generator.integers(0, self._model.vocab_size, 2 * length)
-        # So many rows that a product goes over blocks of them, and some are left over.
+        # Enough rows for several blocks of a product and a remainder.
         others = np.resize(ids[length:], min(_OTHERS, self._model.max_model_len))
         whole = self._logits(ids[:length], 0, others)
         parts = []
@@ -110,13 +110,13 @@ class Determinism:
             start += count
         if not torch.equal(whole, torch.cat(parts)):
             raise ModelError(
-                f"deterministic mode is impossible here: {type(self._model.module).__name__} gives "
-                "a token other bits beside others than alone on this machine; set deterministic "
-                "to false"
+                f"deterministic mode is impossible here: {type(self._model.module).__name__} "
+                "gives a token other bits in a batch than alone on this machine; set "
+                "deterministic to false"
             )
 
     def _logits(self, ids: IntArray, start: int, neighbour: IntArray) -> Tensor:
-        """Logits of the tokens from position `start` on, the last tokens of a batch of two."""
+        """Return the logits of tokens from position `start`, in a batch behind a neighbour."""
         size = self._cache.block_size
         width = -(-max(start + len(ids), len(neighbour)) // size)
         tables = np.full((2, width), self._cache.padding_block)

@@ -10,14 +10,14 @@ import torch
 from ....config import ModelError, shown
 
 PREFERRED = ("cuda", "xpu", "mps", "cpu")
-"""The order in which `auto` looks for a device. AMD's are "cuda" too: so torch calls ROCm's."""
+"""The order in which `auto` looks for a device. ROCm devices are "cuda" in torch."""
 
 _TESTED = frozenset({"cpu"})
-"""The kinds that tests of this project have run on."""
+"""The kinds on which this project's tests have run."""
 
 
 def devices_here() -> dict[str, int]:
-    """How many devices of each kind this process sees; kinds of which there are none left out."""
+    """Return the number of visible devices by kind, without kinds that are missing."""
     counts = {kind: _count(kind) for kind in PREFERRED}
     return {kind: count for kind, count in counts.items() if count}
 
@@ -30,10 +30,10 @@ def _count(kind: str) -> int:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of a name such as "auto", "cpu", "cuda", "cuda:1", "xpu:0", "mps".
+    """Return the device of a name such as "auto", "cpu", "cuda", "cuda:1", "xpu:0", "mps".
 
     Raises:
-        ModelError: There is no such device here, or torch knows no such name.
+        ModelError: The device is missing, or the name is unknown to torch.
     """
     here = devices_here()
     if name == "auto":
@@ -47,10 +47,10 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ModelError(f"torch knows no device {shown(name)}; {advice}") from None
+        raise ModelError(f"torch has no device {shown(name)}; {advice}") from None
     index = device.index or 0
     if index >= here.get(device.type, 0):
-        raise ModelError(f"device {shown(name)} is not there; {advice}")
+        raise ModelError(f"device {shown(name)} is missing; {advice}")
     return (
         torch.device(device.type)
         if device.type in ("cpu", "mps")
@@ -59,8 +59,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def device_of_replica(name: str, replica: int) -> str:
-    """The device for one of several replicas, each of which takes another one as long as there are
-    any; a name with a number in it is that of all."""
+    """Return the device of one of several replicas: they take turns over all devices, unless the
+    name has a number."""
     if name != "auto" and name not in PREFERRED:
         return name
     device = resolve_device(name)
@@ -69,7 +69,7 @@ def device_of_replica(name: str, replica: int) -> str:
 
 
 def describe_device(device: torch.device) -> str:
-    """For people: "cpu", "cuda:0 NVIDIA H200 (unverified)"."""
+    """Return a readable name: "cpu", "cuda:0 NVIDIA H200 (unverified)"."""
     name = str(device)
     if device.type in ("cuda", "xpu"):
         module: Any = torch.get_device_module(device.type)
@@ -80,21 +80,21 @@ def describe_device(device: torch.device) -> str:
 
 
 def is_unverified(device: torch.device) -> bool:
-    """Whether no test of this project has run on such a device."""
+    """Return whether no test of this project has run on such a device."""
     return device.type not in _TESTED
 
 
 def chooses_tokens(device: torch.device) -> bool:
-    """Whether tokens are chosen on the device; else its logits are brought to the CPU for that.
+    """Return whether tokens are chosen on the device; otherwise on the CPU.
 
-    It takes float64, which Apple's devices and some of Intel's don't have.
+    The choice needs float64, which Apple's devices and some of Intel's lack.
     """
     return device.type in ("cpu", "cuda")
 
 
 def free_memory(device: torch.device) -> tuple[int, int] | None:
-    """Bytes that are free on a device of its own memory, and all of them; None where the memory is
-    the machine's, or torch can't tell."""
+    """Return free and total bytes of a device with its own memory; None if it shares the machine's,
+    or if torch can't tell."""
     if device.type in ("cpu", "mps"):
         return None
     module: Any = torch.get_device_module(device.type)
@@ -106,7 +106,7 @@ def free_memory(device: torch.device) -> tuple[int, int] | None:
 
 
 def trim(device: torch.device) -> None:
-    """Hands what allocators keep for themselves to the device or the system."""
+    """Return the allocators' unused memory to the device or the system."""
     if device.type != "cpu":
         module: Any = torch.get_device_module(device.type)
         module.empty_cache()

@@ -1,7 +1,7 @@
-"""Models whose tokens look ahead, such as BERT: each prompt as a whole, without a KV cache.
+"""Encoders such as BERT, whose tokens look ahead: each prompt as a whole, without a KV cache.
 
-They run as Transformers has them, on prompts that are filled up to one length and with its own
-masks, so that what a position is, and what a token sees, is each model's own business.
+They run Transformers' own code, on padded prompts and with its own masks, so positions and masks
+are the model's.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from .batch import IntArray
 from .loaded_model import LoadedModel
 
 _MOST_PADDING = 8
-"""At most one of so many tokens of a pass is padding."""
+"""At most one in this many tokens of a pass is padding."""
 
 _PADDED = (3, 24, 96)
-"""Lengths at which it is looked whether padding shows."""
+"""Prompt lengths at which the effect of padding is tested."""
 
 
 @torch.inference_mode()
 def encode(
     model: LoadedModel, prompts: Sequence[IntArray], max_tokens: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """The last hidden states of prompts, in passes of similar length.
+    """Compute the last hidden states of prompts, in passes of similar length.
 
     Args:
         model: An encoder.
         prompts: `[tokens]` each, at least one token.
-        max_tokens: Of one pass, padding included; a longer prompt has one of its own.
+        max_tokens: Of one pass, padding included; a longer prompt has its own pass.
 
     Yields:
         For each prompt, in any order, its index and its states, `[tokens, hidden]`.
@@ -56,12 +56,12 @@ def encode(
 
 
 def forward(model: LoadedModel, prompts: Sequence[IntArray]) -> Tensor:
-    """One pass: `[prompts, longest, hidden]`, of which what is behind a prompt counts for nothing.
+    """Run one pass: `[prompts, longest, hidden]`, valid up to each prompt's length.
 
-    Prompts are filled up at the end, so that their tokens are where they would be alone.
+    Padding is at the end, so that tokens keep their positions.
     """
     longest = max(map(len, prompts))
-    # None and -1 mean that there is none.
+    # None and -1 mean that there is no padding token.
     filler = max(0, getattr(model.hf_config, "pad_token_id", None) or 0)
     input_ids = np.full((len(prompts), longest), filler, np.int64)
     mask = np.zeros((len(prompts), longest), np.int64)
@@ -79,14 +79,14 @@ def forward(model: LoadedModel, prompts: Sequence[IntArray]) -> Tensor:
 
 @torch.inference_mode()
 def looks_ahead(module: Any, device: torch.device) -> bool:
-    """Whether a token's state depends on the token behind it: asked of the model, not its config.
+    """Return whether a token's state depends on the next token, by running the model.
 
     Raises:
-        ModelError: The model makes no states of token ids.
+        ModelError: The model can't compute states from token ids.
     """
     states = []
     for second in (1, 2):
-        # In passes of one shape: then what does not depend on it has the same bits.
+        # In passes of one shape, independent states have equal bits.
         tokens = torch.tensor([[1, second]], device=device)
         try:
             output = module(
@@ -95,21 +95,20 @@ def looks_ahead(module: Any, device: torch.device) -> bool:
             states.append(output.last_hidden_state)
         except Exception as error:
             raise ModelError(
-                f"{type(module).__name__} makes no states of token ids: {error!s:.300}; choose "
-                "another model"
+                f"{type(module).__name__} returns no states for token ids: {error!s:.300}; "
+                "choose another model"
             ) from error
     if states[0].shape[:2] != (1, 2):
         raise ModelError(
-            f"{type(module).__name__} gives {tuple(states[0].shape)} for two tokens, so that no "
-            "vectors can be made of them; choose another model"
+            f"{type(module).__name__} returns {tuple(states[0].shape)} for two tokens, which "
+            "can't be pooled; choose another model"
         )
     return not torch.equal(states[0][:, 0], states[1][:, 0])
 
 
 @torch.inference_mode()
 def padding_shows(model: LoadedModel) -> bool:
-    """Whether an encoder gives prompts other states beside longer ones, as convolutions do, which
-    know no mask."""
+    """Return whether padding changes an encoder's states, as in convolutions without masks."""
     generator = np.random.default_rng(0)
     for length in _PADDED:
         long = min(2 * length, model.max_model_len)
@@ -117,18 +116,18 @@ def padding_shows(model: LoadedModel) -> bool:
         if length < long:
             alone = forward(model, prompts[:1])[0]
             beside = forward(model, prompts)[0, :length]
-            # Rounding is far below this, and a number that comes from another token above it.
-            tolerance = torch.finfo(model.dtype).eps ** 0.5 * float(alone.abs().max())
+            # Above rounding errors, and below the effect of another token.
+            tolerance = torch.finfo(model.dtypes.activations).eps ** 0.5 * float(alone.abs().max())
             if not float((alone - beside).abs().max()) <= tolerance:
                 return True
     return False
 
 
 def longest_prompt(module: nn.Module, hf_config: PreTrainedConfig, fallback: int) -> int:
-    """The longest prompt that an encoder has positions for, in tokens."""
+    """Return the longest prompt for which an encoder has positions, in tokens."""
     limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None) or fallback
     for name, part in module.named_modules():
-        # As RoBERTa does, who numbers from behind the padding's place in the table.
+        # RoBERTa's positions start behind the padding index.
         if name.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
             limit = min(limit, part.num_embeddings - part.padding_idx - 1)
     return int(limit)

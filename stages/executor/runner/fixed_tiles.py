@@ -1,13 +1,13 @@
-"""Runs torch's functions so that a row's result does not depend on the rows around it (CPU).
+"""Fixed tiles: torch's functions, run so that a row's result does not depend on other rows (CPU).
 
-A kernel that gets another shape may add up in another order: a matrix product over few rows is
-another kernel than over many, and an elementwise function treats the end of its data, or of a
-thread's share of it, by scalar code that differs from the vector code in the last bit. So inside of
-`FixedTiles` matrix products only ever see a few numbers of rows, which are checked to give the same
-bits, and elementwise functions only ever run their vector code.
+Kernels may sum in another order for another shape: a matrix product over few rows uses another
+kernel than over many, and an elementwise function handles the end of its data, or of a thread's
+share, by scalar code that differs from the vector code in the last bit. Inside `FixedTiles`, matrix
+products have a few fixed numbers of rows, checked to give the same bits, and elementwise functions
+run their vector code only.
 
-It is a torch function mode: it sees every call that a model's Python code makes, whatever the
-architecture, and changes neither the model nor anything global.
+It is a torch function mode: it sees every call of a model's Python code, whatever the architecture,
+and changes neither the model nor global state.
 """
 
 from __future__ import annotations
@@ -28,27 +28,24 @@ TILE_SIZES = (256, 64, 16, 8, 4)
 """Numbers of rows of a matrix product, largest first. Rows are padded to a multiple of the last."""
 
 _REFERENCE = 16
-"""The tile size that is always used; others only where they give the same bits."""
+"""The reference tile size; others are used where they give the same bits."""
 
 _MAX_OUTPUTS = 1 << 24
-"""A tile gives at most so many numbers, where a smaller tile is left to choose."""
+"""The most outputs of a tile, if a smaller tile exists."""
 
 VECTOR = 64
-"""Elements that every elementwise kernel handles without a scalar rest, whatever the dtype."""
+"""Elements that every elementwise kernel handles without a scalar remainder, for any dtype."""
 
 _PIECE = 8192
-"""Elements that no elementwise kernel shares among threads."""
+"""Elements up to which no elementwise kernel uses several threads."""
 
-_ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
-    *(F.silu, F.gelu, F.mish, F.softplus, F.elu, F.selu, F.celu, F.logsigmoid, F.hardswish),
-    *(F.sigmoid, F.tanh, F.softsign, F.hardsigmoid),
+_ELEMENTWISE = (
+    "silu gelu mish softplus elu selu celu logsigmoid hardswish sigmoid tanh softsign hardsigmoid"
 )
+"""Functions of torch.nn.functional."""
 
-_ELEMENTWISE_NAMES = (
-    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh"),
-    *("sigmoid", "erf", "erfc"),
-)
-"""Functions of torch that are methods of tensors too, and have a form that ends in `_`."""
+_ELEMENTWISE_METHODS = "exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sigmoid erf erfc"
+"""Functions of torch that are also tensor methods, and have an in-place form."""
 
 _REFUSED = ("bmm", "baddbmm", "addbmm", "addmv", "mv", "einsum", "conv1d", "tensordot")
 
@@ -63,19 +60,19 @@ def require_cpu(device: torch.device) -> None:
 
 
 class FixedTiles(TorchFunctionMode):
-    """While entered, calls of torch functions with tensors on the CPU keep to fixed shapes.
+    """While entered, torch functions on CPU tensors use fixed shapes.
 
     ```python
     with FixedTiles():
         logits = model(...)
     ```
 
-    Numbers of rows are checked once for each shape of weight and number of threads, by comparing
-    the bits of random products; those that don't agree with 16 rows are not used.
+    Tile sizes are checked once per weight shape and number of threads, by comparing the bits of
+    random products; sizes that differ from 16 rows are not used.
 
     Raises, from inside:
-        ModelError: The model multiplies matrices in a way for which there is no fixed shape here,
-            or the rows of a tile of 16 are not treated alike on this machine.
+        ModelError: The model uses a matrix product without a fixed shape here, or the rows of a
+            tile of 16 are not treated alike on this machine.
     """
 
     def __init__(self) -> None:
@@ -133,7 +130,7 @@ class FixedTiles(TorchFunctionMode):
         return self.linear(left, right.t())
 
     def addmm(self, bias: Tensor, rows: Tensor, matrix: Tensor, **others: Any) -> Tensor:
-        """`torch.addmm` with a bias `[out]`, which is how GPT-2 spells a linear layer."""
+        """`torch.addmm` with a bias `[out]`, GPT-2's form of a linear layer."""
         if bias.dim() != 1 or others:
             raise _no_fixed_shape("addmm")
         return self.linear(rows, matrix.t(), bias)
@@ -150,9 +147,9 @@ class FixedTiles(TorchFunctionMode):
         for module, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):
             if hasattr(module, name):
                 handlers[getattr(module, name)] = self.grouped_mm
-        for function in _ELEMENTWISE:
-            handlers[function] = partial(elementwise, function)
-        for name in _ELEMENTWISE_NAMES:
+        for name in _ELEMENTWISE.split():
+            handlers[getattr(F, name)] = partial(elementwise, getattr(F, name))
+        for name in _ELEMENTWISE_METHODS.split():
             function = getattr(torch, name)
             handlers[function] = handlers[getattr(Tensor, name)] = partial(elementwise, function)
             for in_place in (getattr(torch, f"{name}_", None), getattr(Tensor, f"{name}_")):
@@ -175,10 +172,10 @@ class FixedTiles(TorchFunctionMode):
 
 
 def agreeing_sizes(weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
-    """The tile sizes at which each row of a product has the same bits, largest first.
+    """Return the tile sizes at which each row of a product has the same bits, largest first.
 
     Raises:
-        ModelError: Not even the rows of one tile of the reference size are treated alike.
+        ModelError: The rows of a tile of the reference size are not treated alike.
     """
     allowed = max(_MAX_OUTPUTS // weight.shape[0], _REFERENCE)
     sizes = [size for size in TILE_SIZES if size <= allowed]
@@ -202,7 +199,7 @@ def agreeing_sizes(weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
 
 
 def cut_tiles(num_rows: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Ranges (start, stop) of these sizes that cover the rows, largest first.
+    """Return ranges (start, stop) of these sizes that cover the rows, largest first.
 
     `num_rows` must be a multiple of the last size, and each size one of the next.
     """
@@ -218,7 +215,7 @@ def cut_tiles(num_rows: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
 def elementwise(
     function: Callable[..., Tensor], source: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """`function(source, ...)`, with each element computed by the vector code of its kernel."""
+    """Return `function(source, ...)`, computed by the kernel's vector code only."""
     if kwargs.pop("inplace", False):
         return source.copy_(elementwise(function, source, *args, **kwargs))
     source = source.contiguous()
@@ -233,16 +230,16 @@ def elementwise(
 
 
 def fills_vectors(count: int) -> bool:
-    """Whether an elementwise function computes each of so many elements by its vector code."""
+    """Return whether an elementwise function uses only vector code on so many elements."""
     if count <= _PIECE:
         return count % VECTOR == 0
-    # Where this divides the size, so does each thread's share, however many of them take part.
+    # If this divides the size, it divides each thread's share, for any number of threads.
     shares = math.lcm(*range(1, torch.get_num_threads() + 1))
     return count % (VECTOR * shares) == 0
 
 
 def _rsqrt(source: Tensor) -> Tensor:
-    """Every norm calls it. Two exact operations, but for types that round in between."""
+    """Called by every norm. Exact in two operations, except for dtypes that round in between."""
     wide = source.dtype in (torch.float32, torch.float64)
     return torch.rsqrt(source) if wide else elementwise(torch.rsqrt, source)
 
@@ -257,6 +254,6 @@ def _refuse(name: str, *_: object, **__: object) -> Tensor:
 
 def _no_fixed_shape(name: str) -> ModelError:
     return ModelError(
-        f"deterministic mode does not know this model's use of {name}; set deterministic to false "
-        "(of a model with experts, try experts_implementation='eager' first)"
+        f"deterministic mode does not support this model's use of {name}; set deterministic "
+        "to false (of a model with experts, try experts_implementation='eager' first)"
     )

@@ -1,21 +1,23 @@
-"""Decode steps with fixed addresses and shapes, which a device can record once and then replay.
+"""Recorded decode steps: fixed addresses and shapes, recorded once and replayed.
 
 A step in which every row computes one token runs in the smallest bucket that holds its rows. The
-rest of the bucket is padding: rows that read and write the cache's padding block. The whole step is
-one function of the bucket's buffers: input ids (with tokens that are only on the device), model,
-attention, and the choice of the next tokens. `cuda_graphs.CudaCapture` makes a CUDA graph of it; as
-a function that is called it does the same on any device, which is how the tests run it on CPU.
+rest of the bucket is padding: rows that read and write the cache's padding block. The step is one
+function of the bucket's buffers: input ids (including tokens that are only on the device), model,
+attention, and the choice of the next tokens. `CudaCapture` records it as a CUDA graph; called as a
+function it does the same on any device, as in the tests on the CPU.
 
-Recorded are addresses and not numbers. So weights may change in place, and sequences and blocks
-come and go; only another DecodeHead or KVCache makes other graphs necessary.
+Addresses are recorded, not values: weights may change in place, and sequences and blocks come and
+go. Only another DecodeHead or KVCache needs new graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from .loaded_model import LoadedModel
 Step = Callable[[], tuple[Tensor, Tensor]]
 
 Capture = Callable[[Step], Step]
-"""Records a step, whose outputs are the same tensors each time that it is replayed."""
+"""Records a step. Every replay writes to the same output tensors."""
 
 
 class DecodeHead(Protocol):
@@ -53,9 +55,9 @@ _COLUMNS = 7
 
 
 def batch_buckets(max_batch_size: int) -> tuple[int, ...]:
-    """Batch sizes that get a graph, rising. Above 8 at most a third of a bucket is padding.
+    """Return the batch sizes with a graph, rising. Above 8, at most a third of a bucket is padding.
 
-    Decode is bound by reading the weights, once for the whole batch, so padding costs little.
+    Decode is bound by reading the weights once per batch, so padding costs little.
     """
     sizes = [1, 2, 4]
     for step, stop in ((8, 32), (16, 128), (32, max_batch_size)):
@@ -63,14 +65,13 @@ def batch_buckets(max_batch_size: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_batch_size), max_batch_size)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeStep:
+class DecodeStep(msgspec.Struct, frozen=True):
     """A step of rows of one token each, on the host.
 
     Attributes:
         input_ids: `[rows]`, placeholders included.
         positions: `[rows]`, of these tokens.
-        tables: `[rows, blocks]`, with every block that a row needs.
+        tables: `[rows, blocks]`, the block tables.
         table_rows: `[rows]`, where the DecodeHead keeps the tokens that follow.
         sampling: Temperatures and uniform numbers, `[rows]` each, as `packed_sampling` gives them.
     """
@@ -85,13 +86,13 @@ class DecodeStep:
 def pack_step(
     step: DecodeStep | None, size: int, width: int, cache: KVCache, padding_row: int
 ) -> IntArray:
-    """A bucket's buffer: `_COLUMNS` parts of `[size]`, then the block tables, `[size, width]`.
+    """Return a bucket's buffer: `_COLUMNS` parts of `[size]`, then block tables `[size, width]`.
 
     Args:
         step: At most `size` rows with tables of at most `width` blocks; None for padding alone.
         size: Of the bucket.
-        width: Blocks that the longest sequence can have.
-        cache: Says which block is padding, and how long blocks are.
+        width: Blocks of the longest sequence.
+        cache: The KV cache.
         padding_row: Of the DecodeHead.
     """
     buffer = np.zeros(size * (_COLUMNS + width), np.int64)
@@ -117,11 +118,11 @@ def pack_step(
 
 
 class DecodeGraphs:
-    """The recorded decode steps of one lane.
+    """The recorded decode steps of one model.
 
     Attributes:
         buckets: Batch sizes, rising.
-        replays: How often each was used.
+        replays: Replays of each.
     """
 
     def __init__(
@@ -133,13 +134,13 @@ class DecodeGraphs:
         capture: Capture,
         max_batch_size: int,
     ) -> None:
-        """Records all buckets, the largest first, so that the smaller ones share its memory.
+        """Record all buckets, the largest first, whose memory the smaller ones share.
 
         Args:
-            model: What to run.
+            model: The model.
             backend: Computes its attention.
             cache: Its KV cache.
-            head: Gives and takes the tokens.
+            head: Supplies and keeps the tokens.
             capture: Records a step.
             max_batch_size: The largest bucket.
 
@@ -152,7 +153,7 @@ class DecodeGraphs:
         self._width = -(-model.max_model_len // cache.block_size)
         self._padding_row = head.padding_row
         self._upload = Uploader(model.device)
-        # One for all buckets: each of its own would be most of what graphs take of the memory.
+        # Shared by all buckets: separate ones would dominate the graphs' memory.
         shape = (max_batch_size, model.vocab_size)
         self._logits = torch.zeros(shape, dtype=torch.float32, device=model.device)
         self._buffers: dict[int, Tensor] = {}
@@ -162,15 +163,15 @@ class DecodeGraphs:
             self._steps[size] = capture(self._step(model, backend, head, size))
 
     def fits(self, num_tokens: IntArray) -> bool:
-        """Whether rows that compute so many tokens are a step for a graph."""
+        """Return whether a graph can run rows of so many tokens."""
         return len(num_tokens) <= self.buckets[-1] and bool((num_tokens == 1).all())
 
     def run(self, step: DecodeStep) -> tuple[Tensor, Tensor, Tensor]:
-        """Runs one step of 1 to `buckets[-1]` rows.
+        """Run one step of 1 to `buckets[-1]` rows.
 
         Returns:
-            Logits `[rows, vocab]` float32, tokens `[rows]` and logprobs `[rows]` as `sample_plain`
-            gives them. The next run overwrites all three.
+            Logits `[rows, vocab]` float32, tokens `[rows]` and logprobs `[rows]` of the DecodeHead.
+            The next run overwrites all three.
         """
         count = len(step.input_ids)
         size = next(size for size in self.buckets if size >= count)
@@ -184,9 +185,9 @@ class DecodeGraphs:
         return pack_step(step, size, self._width, self._cache, self._padding_row)
 
     def _step(self, model: LoadedModel, backend: PagedBackend, head: DecodeHead, size: int) -> Step:
-        """The step of one bucket as a function without arguments, to be recorded.
+        """Return the step of one bucket as a function without arguments, to be recorded.
 
-        It has no shape that depends on data, and never waits for the device.
+        It has no data-dependent shapes, and never waits for the device.
         """
         buffer, cache, logits_out = self._buffers[size], self._cache, self._logits[:size]
         columns = buffer[: size * _COLUMNS].view(_COLUMNS, size)
@@ -203,3 +204,57 @@ class DecodeGraphs:
             return head.choose(table_rows, logits, temperatures, uniforms)
 
         return torch.inference_mode()(step)
+
+
+_WARM_UPS = 2
+
+
+class CudaCapture:
+    """Records steps as CUDA graphs that share one memory pool.
+
+    Replay one after the other, and read the outputs of one, on the same stream, before the next.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    def __call__(self, step: Step) -> Step:
+        """Record one step.
+
+        Raises:
+            RuntimeError: The step can't be recorded; it may wait for the device.
+        """
+        with torch.cuda.device(self._device), _same_stream_after():
+            # First calls (compilation of Triton's kernels, workspaces of libraries) can't be
+            # recorded.
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UPS):
+                    step()
+            torch.cuda.synchronize()
+            if not self._graphs:
+                # A pool ends with its last graph.
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                outputs = step()
+            torch.cuda.synchronize()
+            self._graphs.add(graph)
+
+        def replay() -> tuple[Tensor, Tensor]:
+            graph.replay()
+            return outputs
+
+        return replay
+
+
+@contextmanager
+def _same_stream_after() -> Iterator[None]:
+    """Restore the current stream, which a failed recording changes."""
+    before = torch.cuda.current_stream()
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)

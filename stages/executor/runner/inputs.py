@@ -1,15 +1,15 @@
-"""What one forward pass takes, and the pass itself."""
+"""Step inputs, and the forward pass."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .adapters import AdapterStep
+from .adapters.table import AdapterStep
 from .attention.backend import AttentionBackend
 from .attention.gather import GatherBackend
 from .batch import IntArray, Rows, Uploader
@@ -18,17 +18,16 @@ from .kv_cache import KVCache
 from .loaded_model import LoadedModel
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """One forward pass over rows of different sequences, flattened.
+class StepInputs(msgspec.Struct, frozen=True):
+    """The inputs of one forward pass over rows of different sequences, flattened.
 
     Attributes:
         input_ids: `[1, tokens]`.
         position_ids: `[1, tokens]`, each token's position in its own sequence.
-        logits_index: `[samples]`, the tokens of the batch whose logits are wanted.
-        attention: The step, as the back end prepared it.
+        logits_index: `[samples]`, the tokens of the batch to return logits for.
+        attention: The step, prepared by the back end.
         backend: Computes attention.
-        adapters: Which tokens have which adapter; None when none has one.
+        adapters: The tokens' adapters; None for none.
     """
 
     input_ids: Tensor
@@ -41,20 +40,20 @@ class StepInputs:
 
 @torch.inference_mode()
 def model_forward(model: nn.Module, inputs: StepInputs, cache: KVCache) -> Tensor:
-    """Runs the model over one step. Keys and values of its tokens are written to the cache.
+    """Run the model over one step, and write keys and values of its tokens to the cache.
 
     Args:
         model: A Transformers causal language model with our attention.
         inputs: The step.
-        cache: The KV cache; nothing else is changed.
+        cache: The KV cache; nothing else changes.
 
     Returns:
-        Logits, `[samples, vocab]` in float32, in the order of `inputs.logits_index`, where tokens
-        are chosen of them (`chooses_tokens`). Of a model without an output layer the last hidden
-        states, `[samples, hidden]`.
+        Logits, `[samples, vocab]` float32, in the order of `inputs.logits_index`, on the device
+        that chooses tokens (`chooses_tokens`). Without an output layer, the last hidden states,
+        `[samples, hidden]`.
     """
-    # A mask of four dimensions is taken as it is: without one, Transformers would search the
-    # positions for packed sequences at every step (on CUDA with a wait for the device).
+    # Transformers uses a mask of four dimensions as it is. Without one it would search the
+    # positions for packed sequences at every step, and wait for the device.
     placeholder = inputs.position_ids.new_empty(1, 1, 1, 1)
     output = model(
         input_ids=inputs.input_ids,
@@ -74,18 +73,18 @@ def model_forward(model: nn.Module, inputs: StepInputs, cache: KVCache) -> Tenso
 
 
 class InputBuilder:
-    """Turns the rows of a step into StepInputs on the device."""
+    """Builds StepInputs on the device from the rows of a step."""
 
     def __init__(
         self, model: LoadedModel, block_size: int, backend: AttentionBackend[Any] | None = None
     ) -> None:
-        """For a model, blocks of so many tokens, and a back end: GatherBackend if none is given."""
+        """`backend`: GatherBackend if None."""
         self._block_size = block_size
         self._backend = GatherBackend(model, block_size) if backend is None else backend
         self._upload = Uploader(model.device)
 
     def build(self, rows: Rows, input_ids: IntArray, logits_index: IntArray) -> StepInputs:
-        """Prepares a pass.
+        """Build the inputs of a pass.
 
         Args:
             rows: The rows in batch order.

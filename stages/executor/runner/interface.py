@@ -1,41 +1,188 @@
-"""All that the driver imports of the model runner."""
+"""The model runner, and all that the driver imports of it: step inputs in, logits or states out."""
 
-from .adapters import AdapterTable
-from .adapters.table import NO_ADAPTER
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import msgspec
+from torch import Tensor, nn
+
+from ....config import EngineConfig, ModelError
+from .adapters.peft import AdapterLimits
+from .adapters.table import NO_ADAPTER, AdapterTable
+from .attention.backend import AttentionBackend
 from .attention.choose import choose_backend
 from .batch import IntArray, Rows, Uploader, flatten_rows, order_rows
+from .deterministic import Determinism
 from .encoder import encode
 from .fast_modules.modules import FastModules
-from .fixed_tiles import elementwise
+from .fixed_tiles import FixedTiles, elementwise
 from .graphs import DecodeGraphs, DecodeStep
 from .inputs import InputBuilder, StepInputs, model_forward
 from .kernels import cpu
-from .kernels.cpu import forbid, softmax_sums
 from .kv_cache import KVCache
 from .loaded_model import LoadedModel
 from .model import load_model
 
 __all__ = [
     "NO_ADAPTER",
-    "AdapterTable",
     "DecodeGraphs",
     "DecodeStep",
-    "FastModules",
-    "InputBuilder",
     "IntArray",
-    "KVCache",
     "LoadedModel",
+    "ModelRunner",
     "Rows",
     "StepInputs",
     "Uploader",
-    "choose_backend",
     "cpu",
     "elementwise",
-    "encode",
     "flatten_rows",
-    "forbid",
     "load_model",
-    "model_forward",
+    "make_runner",
     "order_rows",
-    "softmax_sums",
 ]
+
+
+class ModelRunner(msgspec.Struct, frozen=True, eq=False):
+    """A model with its KV cache. It keeps nothing of a step but keys and values.
+
+    Attributes:
+        model: The model.
+        cache: Its KV cache.
+        backend: Computes attention.
+        builder: Prepares the inputs of a pass.
+        adapters: The adapters that tokens may have.
+        fast_modules: The modules that run with our kernels on the CPU; None if there are none.
+        determinism: Deterministic mode; None if it is off.
+        active: The context in which steps run.
+        off: Why a feature is off: "kernels", "deterministic". Features in use are missing.
+    """
+
+    model: LoadedModel
+    cache: KVCache
+    backend: AttentionBackend[Any]
+    builder: InputBuilder
+    adapters: AdapterTable
+    fast_modules: FastModules | None
+    determinism: Determinism | None
+    active: Callable[[], AbstractContextManager[object]]
+    off: Mapping[str, str]
+
+    @property
+    def kernels(self) -> bool:
+        """Whether our kernels on the CPU compute logits and samples."""
+        return self.fast_modules is not None
+
+    def forward(self, inputs: StepInputs, states: list[Tensor] | None = None) -> Tensor:
+        """Run one step, as `model_forward`, with the adapters of its tokens.
+
+        Args:
+            inputs: The step.
+            states: Receives the last hidden states of all tokens, `[tokens, hidden]`.
+        """
+        if states is None and inputs.adapters is None:
+            return model_forward(self.model.module, inputs, self.cache)
+        with self._watched(states), self.adapters.applied(inputs.adapters):
+            return model_forward(self.model.module, inputs, self.cache)
+
+    def encode(self, prompts: Sequence[IntArray], max_tokens: int) -> Iterator[tuple[int, Tensor]]:
+        """As `encoder.encode`: the hidden states of whole prompts, by an encoder."""
+        return encode(self.model, prompts, max_tokens)
+
+    def close(self) -> None:
+        """Give the modules their own passes back: a cycle would keep the model in memory."""
+        if self.fast_modules is not None:
+            self.fast_modules.remove()
+
+    @contextmanager
+    def _watched(self, states: list[Tensor] | None) -> Iterator[None]:
+        if states is None:
+            yield
+            return
+
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            states.append(output.last_hidden_state[0])
+
+        hook = self.model.base.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+def make_runner(
+    config: EngineConfig,
+    model: LoadedModel,
+    num_blocks: int,
+    backend: AttentionBackend[Any] | None = None,
+) -> ModelRunner:
+    """Allocate the KV cache, and choose back end, kernels and deterministic mode.
+
+    Args:
+        config: The settings.
+        model: The model.
+        num_blocks: Blocks of the KV cache.
+        backend: Replaces the back end that fits model and machine.
+
+    Raises:
+        ModelError: The cache doesn't fit, or deterministic mode is required and impossible.
+    """
+    cache = KVCache(model, num_blocks, config.block_size, huge_pages=config.huge_pages == "auto")
+    reason = "another back end was given"
+    if backend is None:
+        backend, reason = choose_backend(config, model)
+    off = {"kernels": reason} if reason else {}
+    builder = InputBuilder(model, config.block_size, backend)
+    tiles = FixedTiles()
+    fast, determinism = None, None
+    if not reason and model.device.type == "cpu":
+        fast = FastModules(model, cache, builder, tiles=tiles)
+    if why := _why_not_deterministic(config, fast, reason):
+        off["deterministic"] = why
+    else:
+        try:
+            determinism = Determinism(model, cache, builder, fast, tiles)
+            determinism.check()
+        except ModelError as error:
+            if config.deterministic is True:
+                raise
+            determinism, off["deterministic"] = None, error.message
+    active: Callable[[], AbstractContextManager[object]] = nullcontext
+    if determinism is not None:
+        active = determinism.active
+    elif fast is not None:
+        active = fast.active
+    adapters = _make_adapters(config, model, fast, determinism, active)
+    return ModelRunner(model, cache, backend, builder, adapters, fast, determinism, active, off)
+
+
+def _why_not_deterministic(config: EngineConfig, fast: FastModules | None, reason: str) -> str:
+    """Why deterministic mode is not tried; "" if it is. `reason`: why there are no kernels."""
+    if config.deterministic != "auto":
+        return "" if config.deterministic else "engine.deterministic is false"
+    if fast is None:
+        return reason or "it is for CPU"
+    return "" if fast.is_whole else "kernels take the model in part"
+
+
+def _make_adapters(
+    config: EngineConfig,
+    model: LoadedModel,
+    fast: FastModules | None,
+    determinism: Determinism | None,
+    active: Callable[[], AbstractContextManager[object]],
+) -> AdapterTable:
+    alone: Callable[[], AbstractContextManager[object]] = nullcontext
+    if fast is not None:
+        whole = determinism if fast.is_whole else None
+        alone = partial(fast.active if whole is None else whole.in_tiles, alone=True)
+    return AdapterTable(
+        model,
+        AdapterLimits(config.max_adapters, config.max_adapter_rank),
+        one_by_one=config.deterministic is True,
+        check=active if determinism is None else determinism.in_tiles,
+        alone=alone,
+    )

@@ -1,4 +1,4 @@
-"""The KV cache's tensors. Who owns which block is the batching stage's business."""
+"""The KV cache's tensors. The batching stage allocates the blocks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .loaded_model import AttentionOptions, LoadedModel
 from .system_memory import zeros
 
 MAX_GATHERED_TOKENS = 1 << 16
-"""Most context tokens, padding included, that rows of one token gather together."""
+"""The most context tokens, padding included, in one gather for rows of one token."""
 
 
 class PagedLayer(Protocol):
-    """Reads and writes one layer's blocks in place; `kernels.cpu.PagedAttention` says how."""
+    """Reads and writes one layer's blocks in place, as `kernels.cpu.PagedAttention`."""
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None: ...
 
@@ -36,15 +36,14 @@ class KVCache:
     """Keys and values of all layers, in blocks.
 
     `keys[layer]` is `[num_blocks + 1, block_size, kv_heads, key_dim]`, `values[layer]` likewise.
-    The last block, `padding_block`, belongs to no sequence: rows that only pad a batch write and
-    read there. The tensors live as long as this object; their contents are overwritten in place.
-    Whoever gives them other memory says so (`moved`).
+    The last block, `padding_block`, is for rows that only pad a batch. The tensor objects stay the
+    same; call `moved` after their memory has changed.
     """
 
     def __init__(
         self, model: LoadedModel, num_blocks: int, block_size: int, *, huge_pages: bool = False
     ) -> None:
-        """Of so many blocks. `huge_pages`: in large pages of memory, where there are such."""
+        """Allocate the blocks. `huge_pages`: in large pages, if available."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.padding_block = num_blocks
@@ -52,7 +51,7 @@ class KVCache:
         # Zeros, not empty: masked positions are multiplied by zero, and 0 * NaN would be NaN.
         def allocate(heads: int, dim: int) -> Tensor:
             shape = (num_blocks + 1, block_size, heads, dim)
-            return zeros(shape, model.dtype, model.device, huge=huge_pages)
+            return zeros(shape, model.dtypes.kv_cache, model.device, huge=huge_pages)
 
         self.keys = [allocate(spec.num_kv_heads, spec.key_dim) for spec in model.layers]
         self.values = [allocate(spec.num_kv_heads, spec.value_dim) for spec in model.layers]
@@ -65,13 +64,13 @@ class KVCache:
     def paged_layer(
         self, layer: int, kernel: DecodeKernel, heads: int, options: AttentionOptions
     ) -> PagedLayer:
-        """The kernel that reads one layer in place, made at the first call.
+        """Return the kernel that reads one layer in place, made at the first call.
 
         Args:
             layer: The layer.
-            kernel: Makes it; like the rest the same in each call for a layer.
-            heads: Its query heads.
-            options: The layer's.
+            kernel: Makes the kernel. All arguments are the same in each call for a layer.
+            heads: Query heads.
+            options: Of the layer.
         """
         attention = self._paged.get(layer)
         if attention is None:
@@ -80,18 +79,18 @@ class KVCache:
         return attention
 
     def store(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Writes keys and values of one layer, `[tokens, kv_heads, dim]` each, to `[tokens]`."""
+        """Write keys and values of one layer, `[tokens, kv_heads, dim]` each, to `[tokens]`."""
         self.keys[layer].view(-1, *keys.shape[1:]).index_copy_(0, slots, keys)
         self.values[layer].view(-1, *values.shape[1:]).index_copy_(0, slots, values)
 
     def follow(self, find: Callable[[], None]) -> None:
-        """Has somebody else look, too, where tensors are, when they have `moved`."""
+        """Call a function, too, whenever tensors have `moved`."""
         self._followers.append(find)
 
     def moved(self) -> None:
-        """The tensors, or the model's, have other memory now: finds it, and keeps no scratch."""
-        # Gathered keys and gathered values, kept between calls: a new tensor of some megabytes is
-        # memory that the allocator maps, and the kernel clears, for every layer of every step.
+        """Find the tensors' new memory, or the model's, and drop scratch buffers."""
+        # Scratch for gathered keys and values, kept between calls: the allocator would map, and the
+        # kernel clear, a new tensor of some megabytes for every layer of every step.
         self._gathered = [
             tensors[0].new_empty(0) for tensors in (self.keys, self.values) if tensors
         ]
@@ -101,12 +100,12 @@ class KVCache:
             find()
 
     def clear(self) -> None:
-        """Sets all keys and values to zero."""
+        """Set all keys and values to zero."""
         for tensor in (*self.keys, *self.values):
             tensor.zero_()
 
     def gather(self, layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer at `index`, `[len(index), dim]` each.
+        """Gather keys and values of one layer at `index`, `[len(index), dim]` each.
 
         Args:
             layer: The layer.
@@ -125,7 +124,7 @@ class KVCache:
         return gathered[0], gathered[1]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks, (source, destination) each, in all layers; sources are read first.
+        """Copy blocks, (source, destination) each, in all layers; sources are read first.
 
         Raises:
             ValueError: A block number is out of range.
@@ -141,27 +140,27 @@ class KVCache:
 
 
 def block_bytes(model: LoadedModel, block_size: int) -> int:
-    """Bytes of one block, over all layers, keys and values."""
+    """Return the bytes of one block, over all layers, keys and values."""
     widths = sum(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in model.layers)
-    return block_size * widths * model.dtype.itemsize
+    return block_size * widths * model.dtypes.kv_cache.itemsize
 
 
 def count_blocks(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None = None) -> int:
-    """How many blocks the cache gets, and that of the draft model, where there is one: as many.
+    """Return the number of blocks of the cache, and of the draft model's cache, if any.
 
-    On a device with memory of its own what `gpu_memory_utilization` leaves beside the weights and
-    a margin for activations; else, as on CPU, what `kv_cache_bytes` holds. Never more than
-    `max_batch_size` sequences of the full length could fill.
+    On a device with its own memory: what `gpu_memory_utilization` leaves beside the weights and a
+    margin for activations. Otherwise: what fits `kv_cache_bytes`. At most what `max_batch_size`
+    sequences of full length fill.
 
     Raises:
-        ModelError: Not even one sequence of `max_model_len` would fit.
+        ModelError: One sequence of `max_model_len` would not fit.
     """
     per_block = block_bytes(model, config.block_size)
     if draft is not None:
         per_block += block_bytes(draft, config.block_size)
     per_sequence = -(-model.max_model_len // config.block_size)
     if model.is_encoder:
-        # They hold nothing, and are never short.
+        # An encoder's blocks hold nothing.
         return config.max_batch_size * per_sequence
     memory = free_memory(model.device)
     available = _left_bytes(config, model, draft, *memory) if memory else config.kv_cache_bytes
@@ -181,13 +180,15 @@ def count_blocks(config: EngineConfig, model: LoadedModel, draft: LoadedModel | 
 def _left_bytes(
     config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, free: int, total: int
 ) -> int:
-    """Bytes for the KV cache after the weights are loaded, by an estimate of the activations."""
+    """Return the bytes for the KV cache beside loaded weights and estimated activations."""
     margin = 256 << 20
-    # The passes of the two follow one another, and each leaves its buffers with the allocator.
+    # Passes of both models alternate, and each leaves its buffers with the allocator.
     for each in (model,) if draft is None else (model, draft):
         activations, logits = _pass_bytes(config, each, config.max_tokens_per_batch)
         widest = max(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in each.layers)
-        margin += activations + logits + 2 * MAX_GATHERED_TOKENS * widest * each.dtype.itemsize
+        margin += (
+            activations + logits + 2 * MAX_GATHERED_TOKENS * widest * each.dtypes.kv_cache.itemsize
+        )
     # CUDA graphs keep memory of their own, for the largest batch that decodes.
     if config.cuda_graphs == "auto":
         margin += sum(_pass_bytes(config, model, config.max_batch_size))
@@ -195,10 +196,10 @@ def _left_bytes(
 
 
 def _pass_bytes(config: EngineConfig, model: LoadedModel, num_tokens: int) -> tuple[int, int]:
-    """About what a pass over so many tokens takes: activations, and logits of a whole batch."""
+    """Estimate the bytes of a pass over so many tokens: activations, and logits of a batch."""
     text: Any = model.hf_config.get_text_config()
     hidden: int = text.hidden_size
     inner: int = getattr(text, "intermediate_size", None) or 4 * hidden
-    activations = num_tokens * (8 * hidden + 4 * inner) * model.dtype.itemsize
+    activations = num_tokens * (8 * hidden + 4 * inner) * model.dtypes.activations.itemsize
     # In float32: logits, weights, masks.
     return activations, config.max_batch_size * model.vocab_size * 4 * 3

@@ -1,21 +1,38 @@
-"""A model that is loaded, and what is known of its attention layers."""
+"""A loaded model, and the facts of its attention layers and experts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+# Names in Transformers' configurations, the commonest first.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
+
+class Dtypes(NamedTuple):
+    """The dtypes of a model, one for each kind of tensor."""
+
+    weights: torch.dtype
+    activations: torch.dtype
+    kv_cache: torch.dtype
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Dtypes:
+        """One dtype for all tensors."""
+        return cls(dtype, dtype, dtype)
+
+
+class LayerSpec(msgspec.Struct, frozen=True):
     """One attention layer.
 
     Attributes:
-        num_kv_heads: Heads of the keys and values.
+        num_kv_heads: Heads of keys and values.
         key_dim: Width of one key head.
         value_dim: Width of one value head.
         window: A query sees itself and the `window - 1` tokens before it; None sees all.
@@ -28,7 +45,7 @@ class LayerSpec:
 
 
 class AttentionOptions(NamedTuple):
-    """How one layer attends, the same in every step.
+    """Options of one layer's attention, the same in every step.
 
     Attributes:
         scale: Factor of the scores.
@@ -51,25 +68,23 @@ class LoadedModel:
         module: The causal language model, or one without an output layer, which makes embeddings
             only; in eval mode, without gradients.
         hf_config: Its configuration.
-        device: Where the weights are.
-        dtype: Of weights, activations and KV cache.
-        max_model_len: The configured limit cut to the model's own, in tokens.
-        vocab_size: Rows of the output layer, or of the input layer where there is none.
+        device: The device of the weights.
+        dtypes: Of weights, activations and KV cache.
+        max_model_len: The configured limit, at most the model's own, in tokens.
+        vocab_size: Rows of the output layer, or of the input layer without one.
         layers: The attention layers in order; none of an encoder.
         attention_options: Of these layers.
         generates: Whether there is an output layer.
-        is_encoder: Whether tokens see those behind them, so that prompts run as a whole, with
+        is_encoder: Whether tokens see later ones, so that prompts run as a whole, with
             Transformers' own attention.
-        may_pad: Whether an encoder gives prompts of different length, filled up to one, the states
-            that they have alone.
-        is_shared: Whether somebody else has it too, who may put other weights in place of its own
-            between two steps.
+        may_pad: Whether an encoder's states are the same in a padded batch.
+        is_shared: Whether a caller shares the module and may replace its weights between steps.
     """
 
     module: nn.Module
     hf_config: PreTrainedConfig
     device: torch.device
-    dtype: torch.dtype
+    dtypes: Dtypes
     max_model_len: int
     vocab_size: int
     layers: tuple[LayerSpec, ...]
@@ -81,12 +96,29 @@ class LoadedModel:
 
     @property
     def base(self) -> nn.Module:
-        """The part that gives the last hidden states."""
+        """The part that returns the last hidden states."""
         module: Any = self.module
         base: nn.Module = module.base_model
         return base
 
     @property
     def hidden_size(self) -> int:
-        """Numbers of a hidden state."""
+        """Width of a hidden state."""
         return int(self.hf_config.get_text_config().hidden_size)
+
+
+def experts_of(hf_config: Any) -> tuple[int, int]:
+    """Return the experts of a layer and how many a token uses; (0, 0) without experts."""
+    text = hf_config.get_text_config()
+    # DBRX has them in a part of its own.
+    parts = [part for part in (text, getattr(text, "ffn_config", None)) if part is not None]
+    experts = _first(parts, _EXPERTS)
+    # A configuration may have the field for a model without experts, as 0 or 1.
+    return (experts, _first(parts, _ACTIVE)) if experts > 1 else (0, 0)
+
+
+def _first(parts: list[Any], names: tuple[str, ...]) -> int:
+    found = (getattr(part, name, None) for name in names for part in parts)
+    # Some models have a number for each layer.
+    numbers = (max(each, default=0) if isinstance(each, list) else each for each in found)
+    return next((each for each in numbers if isinstance(each, int) and each > 0), 0)

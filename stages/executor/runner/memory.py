@@ -1,4 +1,4 @@
-"""Memory of a lane that is released for somebody else on the device, and taken again."""
+"""Memory of the executor that is released for other users of the device, and allocated again."""
 
 from __future__ import annotations
 
@@ -15,56 +15,49 @@ from .weights import WeightSyncManager
 
 
 class ReplicaMemory:
-    """What of a lane's memory is there.
+    """The memory of weights and KV cache, by tags.
 
-    A release has two steps, so that steps of the model that are planned already find what they
-    need: from `begin_release` on it is known, and new weights are refused; `release` does it.
-    The tensors stay the same objects, with their shapes, so whoever holds one finds its memory.
+    A release has two steps, so that planned steps find what they need: `begin_release` marks it and
+    refuses new weights; `release` frees it. Tensors stay the same objects, with their shapes.
 
     Attributes:
-        pending: What is to be released.
-        released: What is.
+        pending: Tags to be released.
+        released: Tags without memory.
     """
 
     def __init__(
-        self,
-        cache: KVCache,
-        weights: WeightSyncManager,
-        *,
-        draft_cache: KVCache | None = None,
-        huge_pages: bool = False,
+        self, caches: Collection[KVCache], weights: WeightSyncManager, *, huge_pages: bool = False
     ) -> None:
-        """Of a model's cache and weights.
+        """Take the tensors' owners.
 
         Args:
-            cache: The cache.
-            weights: The weights.
-            draft_cache: Of a draft model, which comes and goes with the other. Its weights stay:
-                nobody would send them again.
-            huge_pages: Whether what comes back is to have large pages.
+            caches: The KV caches of the model and of its draft model, whose weights stay: no
+                update would bring them again.
+            weights: The model's weights.
+            huge_pages: Allocate in large pages again.
         """
         self.pending: set[str] = set()
         self.released: set[str] = set()
-        self._caches = (cache,) if draft_cache is None else (cache, draft_cache)
+        self._caches = caches
         self._weights = weights
         self._huge_pages = huge_pages
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """What is released or to be released, and weights that hold nothing."""
+        """Tags that are released or to be released, and weights that are empty."""
         empty = {"weights"} if self._weights.empty else set()
         return tuple(tag for tag in MEMORY_TAGS if tag in self.released | self.pending | empty)
 
     @property
     def runs(self) -> bool:
-        """Whether a step would find all that it needs."""
+        """Whether a step has all that it needs."""
         return not self.released and not self._weights.empty
 
     def begin_release(self, tags: Collection[str]) -> None:
-        """From now on these are to be released; what is so already stays so.
+        """Mark tags to be released.
 
         Raises:
-            WeightsError: There is no such tag; or new weights wait to be put in place.
+            WeightsError: A tag is unknown, or new weights wait to be put in place.
         """
         _check(tags)
         new = set(tags) - self.released
@@ -73,10 +66,10 @@ class ReplicaMemory:
         self.pending |= new
 
     def release(self, tags: Collection[str]) -> None:
-        """Gives back what of these is `pending`."""
+        """Free those of these tags that are `pending`."""
         for tag in self.pending.intersection(tags):
             for tensor in self._tensors(tag):
-                # One number is left, which stands for all.
+                # One number remains, expanded to the shape.
                 tensor.data = tensor.new_zeros(()).expand(tensor.shape)
             if tag == "weights":
                 self._weights.empty = True
@@ -87,11 +80,10 @@ class ReplicaMemory:
         trim(self._weights.device)
 
     def resume(self, tags: Collection[str]) -> None:
-        """Takes these again: KV as zeros, weights that hold nothing until all have come.
+        """Allocate tags again: KV as zeros, weights empty until an update brings all.
 
         Raises:
-            WeightsError: There is no such tag; or there is not enough memory, and what could not
-                be had is still released.
+            WeightsError: A tag is unknown, or memory is short; then the tag stays released.
         """
         _check(tags)
         for tag in MEMORY_TAGS:
@@ -118,7 +110,7 @@ def _check(tags: Collection[str]) -> None:
 
 
 def _allocate(tensors: Iterable[Tensor], *, huge: bool) -> None:
-    """New memory for each, or for none."""
+    """Allocate memory for all tensors, or for none."""
     tensors = list(tensors)
     try:
         new = [zeros(old.shape, old.dtype, old.device, huge=huge) for old in tensors]
@@ -129,7 +121,7 @@ def _allocate(tensors: Iterable[Tensor], *, huge: bool) -> None:
 
 
 def no_memory(error: RuntimeError) -> WeightsError:
-    """For what torch raises, on CUDA too, when there is not enough."""
+    """Return the error for torch's out-of-memory errors, on CUDA too."""
     return WeightsError(
         f"the device has not enough memory: {str(error).splitlines()[0]}; free some, and resume "
         "again",

@@ -1,4 +1,4 @@
-"""Loads a model: Transformers' own code with our attention in it."""
+"""Model loading: Transformers' own code with our attention in it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -20,22 +21,82 @@ from ....config import EngineConfig, ModelError, missing_model
 from ....text.context_length import longest_context
 from ....text.gguf import LINK, facts_of, folder_of, require_packages
 from ....text.pooling_config import embeds_only
-from .attention.interface import IMPLEMENTATION, register_attention
-from .attention.probe import PROBING, LayerProbe
-from .checkpoint import check_checkpoint
+from .attention.interface import IMPLEMENTATION, PROBING, LayerProbe, register_attention
 from .device import resolve_device, trim
 from .encoder import longest_prompt, looks_ahead, padding_shows
 from .fixed_tiles import require_cpu
-from .loaded_model import LoadedModel
+from .loaded_model import Dtypes, LoadedModel
 from .system_memory import use_huge_pages
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Check that every weights file is complete, and holds the tensors that the index names.
+
+    Only headers are read. Transformers checks other formats.
+
+    Raises:
+        ModelError: A file is missing, cut off or unreadable.
+    """
+    # In Transformers' order.
+    if (folder / WEIGHTS).is_file():
+        _tensor_names(folder / WEIGHTS)
+    elif (folder / INDEX).is_file():
+        _check_shards(folder)
+
+
+def _check_shards(folder: Path) -> None:
+    index = read_index(folder / INDEX)
+    by_shard: dict[str, list[str]] = {}
+    for tensor, shard in index.items():
+        by_shard.setdefault(shard, []).append(tensor)
+    for shard, tensors in sorted(by_shard.items()):
+        path = folder / shard
+        if not path.is_file():
+            raise ModelError(
+                f"{path} is missing, one of {len(by_shard)} files that {INDEX} names; copy or "
+                f"download it again"
+            )
+        missing = sorted(set(tensors) - _tensor_names(path))
+        if missing:
+            raise ModelError(
+                f"{INDEX} says that {missing[0]} is in {path}, where it is not; the two are not "
+                f"of one checkpoint, so copy or download the folder again"
+            )
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return the file of each tensor. Raises ModelError if the index can't be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"can't read {path}: {error}") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) for shard in weight_map.values()
+    ):
+        raise ModelError(f"{path} must hold a weight_map from tensors to files")
+    return weight_map
+
+
+def _tensor_names(path: Path) -> set[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return set(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{path} is cut off or no safetensors file ({error}); copy or download it again"
+        ) from error
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """Loads the model that the configuration names.
+    """Load the model of the settings.
 
     Raises:
-        ModelError: The folder is missing or incomplete, the model is of a kind that can't be
-            served, or the device is not there, or can't be deterministic.
+        ModelError: The folder is missing or incomplete, the model is not supported, or the device
+            is missing or can't be deterministic.
     """
     folder = folder_of(config.model_folder)
     device = resolve_device(config.device)
@@ -60,7 +121,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
             use_huge_pages(module)
         except RuntimeError as error:
             raise ModelError(f"the weights in {folder} don't fit: {error}") from None
-    # What loading leaves behind, after a GGUF file as much as the model, is nobody's otherwise.
+    # Loading leaves unused memory behind; after a GGUF file as much as the model.
     trim(torch.device("cpu"))
     if without_output and looks_ahead(module, device):
         return _wrap_encoder(module, config)
@@ -75,13 +136,13 @@ def _wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:
         )
     hf_config: PreTrainedConfig = module.config
     weight = module.get_input_embeddings().weight
-    # A prompt has to fit a step.
+    # A prompt must fit a step.
     most = min(config.max_model_len, config.max_tokens_per_batch)
     model = LoadedModel(
         module=module.eval(),
         hf_config=hf_config,
         device=weight.device,
-        dtype=weight.dtype,
+        dtypes=Dtypes.of(weight.dtype),
         max_model_len=min(most, longest_prompt(module, hf_config, most)),
         vocab_size=weight.shape[0],
         layers=(),
@@ -92,13 +153,13 @@ def _wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:
 
 
 def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
-    """Makes a LoadedModel of a Transformers model already in memory, such as a trainer's.
+    """Wrap a Transformers model that is already in memory, such as a trainer's.
 
-    Without an output layer it makes embeddings only. Its attention implementation is set to ours,
-    its mode to eval; gradients stay as they are.
+    Without an output layer it makes embeddings only. Sets its attention implementation to ours and
+    its mode to eval; `requires_grad` stays as it is.
 
     Raises:
-        ModelError: A model of this kind can't be served.
+        ModelError: The model is not supported.
     """
     hf_config: PreTrainedConfig = module.config
     _check_architecture(hf_config, type(module))
@@ -117,7 +178,7 @@ def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
         module=module,
         hf_config=hf_config,
         device=weight.device,
-        dtype=weight.dtype,
+        dtypes=Dtypes.of(weight.dtype),
         max_model_len=limit,
         vocab_size=weight.shape[0],
         layers=layers,
@@ -178,14 +239,14 @@ def _check_architecture(hf_config: PreTrainedConfig, model_class: type | None = 
     if not getattr(model_class, "_supports_attention_backend", False):
         raise ModelError(
             f"{model_class.__name__} does not use Transformers' attention interface "
-            "(_supports_attention_backend), so our attention can't be put into it"
+            "(_supports_attention_backend), so the attention can't be replaced"
         )
 
 
 def _load_weights(
     folder: Path, hf_config: PreTrainedConfig, dtype_name: str, *, without_output: bool = False
 ) -> nn.Module:
-    # What looks ahead runs with Transformers' own attention, which is not known yet.
+    # An encoder runs with Transformers' own attention, and may be one.
     attention = {} if without_output else {"attn_implementation": IMPLEMENTATION}
     auto: Any = AutoModel if without_output else AutoModelForCausalLM
     dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
@@ -205,7 +266,7 @@ def _load_weights(
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
-                # Else the error only points to a report that is logged.
+                # Otherwise the error only refers to a logged report.
                 ignore_mismatched_sizes=True,
                 **options,
             )
@@ -218,10 +279,10 @@ def _load_weights(
 
 
 def _check_gguf_holds(folder: Path, hf_config: PreTrainedConfig, auto: Any) -> None:
-    """Whether a GGUF file has about as many numbers as the model that its header describes.
+    """Check that a GGUF file has roughly the parameters of the model that its header describes.
 
-    What is missing would be made up, and refused once there is memory for all of it. Of a file that
-    lacks less than half, loading says which tensors.
+    Otherwise missing tensors would be allocated at random before the refusal. If less than half is
+    missing, loading names the tensors.
     """
     with torch.device("meta"):
         module: nn.Module = auto.from_config(hf_config)
@@ -243,7 +304,7 @@ def _gguf_options(hf_config: PreTrainedConfig) -> dict[str, Any]:
             "this version of Transformers is too old for GGUF files; "
             "pip install 'nano-inference[gguf]'"
         ) from None
-    # With the configuration that is known, the file's long header is read once less.
+    # Passing the configuration saves one read of the file's long header.
     return {
         "gguf_file": LINK,
         "config": hf_config,
@@ -253,7 +314,7 @@ def _gguf_options(hf_config: PreTrainedConfig) -> dict[str, Any]:
 
 @contextmanager
 def _no_gguf_bar() -> Iterator[None]:
-    """Within it, Transformers' loader of GGUF files draws none, which asks nobody about it."""
+    """Disable the progress bar of Transformers' GGUF loader, which has no setting."""
     from transformers import modeling_gguf_pytorch_utils
 
     loader: Any = modeling_gguf_pytorch_utils
@@ -265,13 +326,13 @@ def _no_gguf_bar() -> Iterator[None]:
 
 
 def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:
-    # A pooler comes behind the states that are pooled here.
+    # A pooler is behind the states that are pooled here.
     missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
     if len(missing) < len(info["missing_keys"]):
-        # Else it would be one made up at random.
+        # It would have random weights.
         module.pooler = None
     if missing:
-        # Transformers would make these up at random and only warn.
+        # Transformers would initialise these at random and only warn.
         raise ModelError(
             f"the weights in {folder} lack {len(missing)} tensors that the model needs, such as "
             f"{missing[0]}; the checkpoint is incomplete or of another architecture"
@@ -284,7 +345,7 @@ def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:
 
 
 def _longest_context(hf_config: PreTrainedConfig, fallback: int) -> int:
-    """The longest context that the model handles, in tokens."""
+    """Return the longest context of the model, in tokens."""
     text = hf_config.get_text_config()
     names = ("max_position_embeddings", "rope_parameters", "original_max_position_embeddings")
     return longest_context({name: getattr(text, name, None) for name in names}) or fallback
@@ -300,12 +361,7 @@ def _probe_layers(
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
     try:
-        module(
-            input_ids=tokens,
-            position_ids=positions,
-            use_cache=False,
-            layer_probe=probe,
-        )
+        module(input_ids=tokens, position_ids=positions, use_cache=False, layer_probe=probe)
     except ModelError:
         raise
     except Exception as error:
@@ -315,7 +371,7 @@ def _probe_layers(
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Within it, Transformers draws none."""
+    """Disable Transformers' progress bars."""
     log: Any = transformers_logging
     shown = log.is_progress_bar_enabled()
     log.disable_progress_bar()

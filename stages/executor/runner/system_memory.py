@@ -1,8 +1,8 @@
-"""Memory of the system for large tensors on the CPU: zeros that cost nothing, in large pages.
+"""System memory for large tensors on the CPU: lazily zeroed, in large pages.
 
-A page of 4 KiB has to be looked up every few hundred nanoseconds by a core that reads weights as
-fast as it can, and what it reads ahead ends with the page. Pages of 2 MiB let one core read 13 to
-19 % faster (shape S on an AMD EPYC with AVX512-BF16).
+A core that streams weights from pages of 4 KiB needs a page lookup every few hundred nanoseconds,
+and its prefetching ends with the page. Pages of 2 MiB let one core read 13 to 19 % faster (shape S
+on an AMD EPYC with AVX512-BF16).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 HUGE_PAGE = 2 << 20
-"""Bytes of a large page, on x86 and with the usual pages of others."""
+"""Bytes of a large page, on x86 and with the default pages of others."""
 
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MAPS = Path("/proc/self/maps")
 
 
 def why_no_huge_pages() -> str:
-    """Why the system gives no large pages to who asks for them; "" when it does."""
+    """Return why madvise gives no large pages; "" if it does."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return "this system has no transparent huge pages"
     try:
@@ -39,32 +39,31 @@ def why_no_huge_pages() -> str:
 def zeros(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, huge: bool = False
 ) -> Tensor:
-    """As `torch.zeros`. On CPU the memory is the system's until it is written, page by page: to
-    clear it first would take most of the time in which a small model is loaded.
+    """As `torch.zeros`. On the CPU pages are allocated when they are written: clearing them first
+    would dominate the loading time of a small model.
 
     Args:
         shape: Of the tensor.
-        dtype: Of its numbers.
-        device: Where it is.
-        huge: Whether, on CPU, its pages are to be large, where it is as large as one and the
-            system has such.
+        dtype: Of the tensor.
+        device: Of the tensor.
+        huge: On the CPU, use large pages if the tensor fills one and the system has them.
 
     Raises:
-        RuntimeError: There is not enough.
+        RuntimeError: There is not enough memory.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     huge = huge and size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
     try:
-        # Room to begin at a large page.
+        # Room to start at the boundary of a large page.
         memory = mmap.mmap(-1, size + huge * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise RuntimeError(f"can't allocate {size} bytes of memory: {error}") from None
     if huge:
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    # No view: who gives the tensor other memory lets go of this.
+    # No view: giving the tensor other memory frees this.
     bytes_there = torch.frombuffer(memory, dtype=torch.uint8)
     start = -bytes_there.data_ptr() % HUGE_PAGE if huge else 0
     storage = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=size)
@@ -74,12 +73,11 @@ def zeros(
 
 
 def use_huge_pages(module: nn.Module) -> None:
-    """Moves a module's large tensors on the CPU, one after the other, to memory in large pages.
+    """Move a module's large CPU tensors, one by one, to memory in large pages.
 
-    Parameters stay the same objects, tied ones too. A mapped checkpoint is copied, and not mapped
-    any more at the end, so that nothing outside this process can change the weights. At no time
-    are both a copy and the pages that it came from resident for more than one tensor: the peak is
-    the size of the weights and of the largest tensor, not twice the weights.
+    Parameters stay the same objects, tied ones too. A mapped checkpoint is copied and unmapped, so
+    that nothing outside this process can change the weights. At most one tensor is resident twice:
+    the peak is the size of the weights and of the largest tensor.
 
     Raises:
         RuntimeError: There is not enough memory.
@@ -94,12 +92,12 @@ def use_huge_pages(module: nn.Module) -> None:
             _drop_pages(tensor, files)
             tensor.data = memory
         else:
-            # It may be a part of the file, which would stay mapped as a whole.
+            # It may be a view of the file, which would stay mapped as a whole.
             tensor.data = tensor.data.clone()
 
 
 def _mapped_files() -> list[range]:
-    """Addresses of this process to which files are mapped; empty without Linux's /proc."""
+    """Return the address ranges of mapped files; empty without Linux's /proc."""
     if not _MAPS.exists():
         return []
     # "7f00-7fff r--p 00000000 08:01 1234  /path": addresses, rights, offset, device, inode.
@@ -109,9 +107,9 @@ def _mapped_files() -> list[range]:
 
 
 def _drop_pages(tensor: Tensor, files: list[range]) -> None:
-    """Releases the whole pages behind a tensor that is not read any more, where a file is mapped.
+    """Release the whole pages of a copied tensor in a mapped file.
 
-    A mapping ends with its last tensor. Until then each page that was copied would stay resident.
+    The mapping ends with its last tensor. Until then its copied pages would stay resident.
     """
     page = mmap.PAGESIZE
     start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes

@@ -46,7 +46,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     # Padding shows in these: no prompts of different length may be in one pass.
     "convbert": {},
     "nystromformer": {},
-    # Decoders that are told to look ahead.
+    # Decoders configured to look ahead.
     "llama": {"is_causal": False, **_GROUPED},
     "gemma3_text": {"use_bidirectional_attention": True, "sliding_window": 8, **_GROUPED},
 }

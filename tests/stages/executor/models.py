@@ -51,12 +51,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 11, "num_key_value_heads": 4, "hidden_size": 64},
     "olmo2": {"num_key_value_heads": 1},
     "mixtral": {"num_local_experts": 4, **_MOE},
-    "gpt_oss": {
-        "num_local_experts": 4,
-        "sliding_window": 8,
-        "layer_types": _MIXED_WINDOWS,
-        **_MOE,
-    },
+    "gpt_oss": {"num_local_experts": 4, "sliding_window": 8, "layer_types": _MIXED_WINDOWS, **_MOE},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32, **_MOE},
 }
 

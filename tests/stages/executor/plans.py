@@ -6,13 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nano_inference.bus.messages import (
-    NewSequence,
-    RequestInfo,
-    SequenceSpec,
-    StepPlan,
-    StepResult,
-)
+from nano_inference.bus.messages import NewSequence, RequestInfo, SequenceSpec, StepPlan, StepResult
 from nano_inference.config import SamplingParams
 from nano_inference.stages.executor import ExecutorCore
 

@@ -52,7 +52,7 @@ class OperationRecorder:
             for func, args, kwargs, before in recording.calls:
                 after = func(*args, **kwargs)
                 for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
-                    # A view, or what was changed in place, is where it was.
+                    # Views and in-place results keep their address.
                     if isinstance(old, Tensor) and not _same_memory(old, new):
                         old.copy_(new)
             return outputs
@@ -65,7 +65,7 @@ def _same_memory(left: Tensor, right: Tensor) -> bool:
 
 
 class PlainPagedAttention:
-    """What kernels.cpu.PagedAttention is, in PyTorch: over whole block tables, in fixed shapes."""
+    """kernels.cpu.PagedAttention in PyTorch: over whole block tables, in fixed shapes."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What Transformers gives for the small models: computed once per architecture and session."""
+"""Transformers' results for the small models, once per architecture and session."""
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ COLUMNS = {
     "bf16 worst": "ours from eager, largest",
     "bf16 sdpa": "sdpa from eager, largest",
 }
-"""What is measured of each architecture, and the heading of its column."""
+"""The measured quantities of each architecture, and their column headings."""
 
 
 class Results:
-    """What the tests of a session measured: of each cell the largest value."""
+    """The largest values that a test session measured, by cell."""
 
     def __init__(self) -> None:
         self._cells: dict[tuple[str, str], float] = defaultdict(float)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import pytest
 
 from nano_inference.bus.control import Cancel
-from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec, StepPlan, StepResult
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
-from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
-from nano_inference.stages.executor.driver.feed import Readback
-from nano_inference.stages.executor.driver.step import LaunchedStep
+from nano_inference.stages.executor.driver.sampled import Readback
 from nano_inference.stages.executor.runner.attention.paged import PagedBackend
 
+from .driver.speculation.drafting import DraftingLane, Row
 from .models import VOCAB, make_model
 from .plans import new_sequence, step_plan
 from .recorder import OperationRecorder, PlainPagedAttention
@@ -24,7 +21,6 @@ PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
 CONFIG = EngineConfig(
     block_size=4, kv_cache_bytes=1 << 20, max_batch_size=6, max_tokens_per_batch=16
 )
-MOST_STEPS = 500
 
 
 @pytest.fixture(scope="module")
@@ -40,56 +36,12 @@ def make_core(model: LoadedModel, *, graphs: bool) -> ExecutorCore:
     return core
 
 
-class AheadLane:
-    """Batching and executor; with `ahead`, two steps are launched before the first is read.
-
-    Attributes:
-        found: By sequence, what came out.
-        most_launched: Steps that were under way at the same time.
-    """
-
-    def __init__(self, core: ExecutorCore, *, ahead: bool) -> None:
-        self.core = core
-        self.batching = BatchingCore(CONFIG, core.capacity(), steps_ahead=2 if ahead else 1)
-        self.launched: deque[LaunchedStep] = deque()
-        self.found: dict[int, list[tuple[int, float, str]]] = {}
-        self.most_launched = 0
-
-    def add(self, seq_id: int, sampling: SamplingParams, prompt: list[int] = PROMPT) -> None:
-        name = f"r{seq_id}"
-        info = RequestInfo(name, name, "model", 1, False, (), len(prompt), "", "", 0)
-        spec = SequenceSpec(seq_id, 0, seed=seq_id)
-        self.found[seq_id] = []
-        self.batching.add(Dispatch(info, tuple(prompt), sampling, (spec,), priority=0))
-
-    def turn(self) -> bool:
-        """Launches what can be planned, then reads the oldest step."""
-        while (plan := self.batching.plan(0)) is not None:
-            self.launched.append(self.core.launch(plan))
-        self.most_launched = max(self.most_launched, len(self.launched))
-        if not self.launched:
-            return False
-        result = self.core.finish(self.launched.popleft())
-        self.batching.absorb(result)
-        for seq_id, token, logprob, reason in zip(
-            result.seq_ids, result.token_ids, result.logprobs, result.finish_reasons, strict=True
-        ):
-            assert not (self.found[seq_id] and self.found[seq_id][-1][2]), "a token after the end"
-            self.found[seq_id].append((token, logprob, reason))
-        return True
-
-    def run(self) -> dict[int, list[tuple[int, float, str]]]:
-        for _ in range(MOST_STEPS):
-            if not self.turn():
-                self.batching.check()
-                assert self.batching.idle
-                return self.found
-        raise AssertionError("the lane does not come to rest")
+def lane_of(core: ExecutorCore) -> DraftingLane:
+    """With two steps in flight if the core runs ahead."""
+    return DraftingLane(CONFIG, core, steps_ahead=2 if core.runs_ahead else 1)
 
 
-def assert_same(
-    found: dict[int, list[tuple[int, float, str]]], expected: dict[int, list[Any]]
-) -> None:
+def assert_same(found: dict[int, list[Row]], expected: dict[int, list[Any]]) -> None:
     assert found.keys() == expected.keys()
     for seq_id, rows in found.items():
         assert [row[::2] for row in rows] == [row[::2] for row in expected[seq_id]]
@@ -113,7 +65,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_ahead_gives_what_one_step_at_a_time_gives(
     model: LoadedModel, kind: str, graphs: bool
 ) -> None:
-    def run(lane: AheadLane) -> dict[int, list[tuple[int, float, str]]]:
+    def run(lane: DraftingLane) -> dict[int, list[Row]]:
         for seq_id in range(1, 15):
             temperature = 0.0 if seq_id % 3 == 0 else 1.0
             # Every other sequence is plain, so that both ways meet in one step.
@@ -122,10 +74,10 @@ def test_ahead_gives_what_one_step_at_a_time_gives(
             lane.add(seq_id, sampling, PROMPT[: 2 + seq_id % 7])
         return lane.run()
 
-    ahead = AheadLane(make_core(model, graphs=graphs), ahead=True)
+    ahead = lane_of(make_core(model, graphs=graphs))
     found = run(ahead)
-    expected = run(AheadLane(ExecutorCore(CONFIG, model=model), ahead=False))
-    assert ahead.most_launched == 2
+    expected = run(lane_of(ExecutorCore(CONFIG, model=model)))
+    assert ahead.most_in_flight == 2
     assert_same(found, expected)
     reasons = {rows[-1][2] for rows in found.values()}
     assert reasons == ({"length", "stop"} if "stop_token_ids" in KINDS[kind] else {"length"})
@@ -173,7 +125,7 @@ def test_a_sequence_at_its_limit_is_not_computed_again(model: LoadedModel) -> No
     assert [core.finish(step).finish_reasons for step in steps] == [("",), ("length",), ()]
 
 
-def test_the_row_of_a_sequence_that_stopped_is_thrown_away(model: LoadedModel) -> None:
+def test_the_row_of_a_stopped_sequence_is_dropped(model: LoadedModel) -> None:
     core = make_core(model, graphs=False)
     stopping = SamplingParams(temperature=0.0, stop_token_ids=frozenset(range(VOCAB)))
     new = (new_sequence(1, PROMPT, range(4), stopping), new_sequence(2, PROMPT, range(4, 8), PLAIN))
@@ -186,15 +138,12 @@ def test_the_row_of_a_sequence_that_stopped_is_thrown_away(model: LoadedModel) -
 PLAIN = SamplingParams(temperature=0.0, max_tokens=8)
 
 
-def test_a_row_that_was_given_away_meanwhile_keeps_its_new_tokens(model: LoadedModel) -> None:
+def test_a_reused_row_keeps_its_new_tokens(model: LoadedModel) -> None:
     core = make_core(model, graphs=False)
     expected = ExecutorCore(CONFIG, model=model)
     first = core.launch(step_plan(1, new=(new_sequence(1, PROMPT, range(4), PLAIN),), rows={1: 9}))
     other = new_sequence(2, PROMPT[::-1], range(4, 8), PLAIN)
-    plans = [
-        step_plan(2, new=(other,), rows={2: 9}, finished=(1,)),
-        step_plan(3, rows={2: 1}),
-    ]
+    plans = [step_plan(2, new=(other,), rows={2: 9}, finished=(1,)), step_plan(3, rows={2: 1})]
     second = core.launch(plans[0])
     assert core.finish(first).seq_ids == ()
     third = core.launch(plans[1])
@@ -203,17 +152,17 @@ def test_a_row_that_was_given_away_meanwhile_keeps_its_new_tokens(model: LoadedM
 
 
 def test_a_cancelled_sequence_leaves_while_its_step_is_under_way(model: LoadedModel) -> None:
-    lane = AheadLane(make_core(model, graphs=True), ahead=True)
+    lane = lane_of(make_core(model, graphs=True))
     for seq_id in (1, 2, 3):
-        lane.add(seq_id, SAMPLED)
+        lane.add(seq_id, SAMPLED, PROMPT)
     for _ in range(4):
         lane.turn()
     lane.batching.cancel(Cancel("r2", "r2", "cancelled", "cancelled", "enough"))
-    lane.add(4, SAMPLED)
+    lane.add(4, SAMPLED, PROMPT)
     found = lane.run()
-    other = AheadLane(ExecutorCore(CONFIG, model=model), ahead=False)
+    other = lane_of(ExecutorCore(CONFIG, model=model))
     for seq_id in (1, 2, 3, 4):
-        other.add(seq_id, SAMPLED)
+        other.add(seq_id, SAMPLED, PROMPT)
     expected = other.run()
     assert len(found[2]) < 8
     expected[2] = expected[2][: len(found[2])]
@@ -251,16 +200,3 @@ def test_broken_output_is_found_when_the_step_is_read(graphs: bool, temperature:
     steps = [core.launch(step_plan(step, rows={1: 1})) for step in (2, 3)]
     with pytest.raises(ModelError, match="not finite"):
         core.finish(steps[0])
-
-
-def test_execute_is_launch_and_finish(model: LoadedModel) -> None:
-    plans: list[StepPlan] = [
-        step_plan(1, new=(new_sequence(1, PROMPT, range(4), SAMPLED, seed=3),), rows={1: 9}),
-        step_plan(2, rows={1: 1}),
-    ]
-    whole, parts = ExecutorCore(CONFIG, model=model), ExecutorCore(CONFIG, model=model)
-    for plan in plans:
-        first: StepResult = whole.execute(plan)
-        second = parts.finish(parts.launch(plan))
-        assert first.token_ids == second.token_ids
-        assert first.logprobs == second.logprobs

@@ -41,7 +41,7 @@ def generate(core: ExecutorCore, *generations: Generation, **options: Any) -> Pl
 
 
 def alone(model: LoadedModel, sampling: SamplingParams, seed: int = 0) -> Generation:
-    """What PROMPT gives on a core of its own, without chunks."""
+    """Complete PROMPT on a core of its own, without chunks."""
     generation = Generation(1, PROMPT, sampling, seed=seed)
     generate(ExecutorCore(CONFIG, model=model), generation, chunk=64)
     return generation
@@ -56,7 +56,9 @@ def row(result: StepResult) -> tuple[int, float, str]:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-def test_company_and_chunks_change_nothing(model: LoadedModel, sampling: SamplingParams) -> None:
+def test_neighbours_and_chunks_change_no_token(
+    model: LoadedModel, sampling: SamplingParams
+) -> None:
     expected = [alone(model, sampling, seed).token_ids for seed in range(6)]
     generations = [
         Generation(seed, PROMPT, sampling, arrives=seed // 2, seed=seed) for seed in range(6)
@@ -155,7 +157,9 @@ def test_blocks_are_copied_before_the_pass(model: LoadedModel, core: ExecutorCor
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_forks_sample_with_the_row_before(model: LoadedModel, runs_ahead: bool) -> None:
+def test_shared_prefills_sample_from_the_logits_of_the_row_before(
+    model: LoadedModel, runs_ahead: bool
+) -> None:
     """Each by its own parameters; the other rows of the step are as they were."""
     prompt = [*PROMPT, 61, 7]
     params = {
@@ -205,7 +209,7 @@ def test_a_stop_token_ends_it_and_is_reported(model: LoadedModel) -> None:
     assert free.reason == "length"
 
 
-def test_rows_of_finished_sequences_are_left_out(core: ExecutorCore) -> None:
+def test_rows_of_finished_sequences_are_dropped(core: ExecutorCore) -> None:
     once = SamplingParams(temperature=0.0, max_tokens=1)
     new = (new_sequence(1, PROMPT, range(5), once), new_sequence(2, PROMPT, range(5, 10), GREEDY))
     result = core.execute(step_plan(1, new=new, rows={1: 9, 2: 9}))
@@ -242,7 +246,7 @@ def test_a_result_repeats_what_its_plan_says(model: LoadedModel) -> None:
     assert (started[0].planned_ns, started[0].executed_ns, started[0].info) == (55, 102, INFO)
 
 
-def test_a_prompt_is_told_once_for_each_request_that_starts(core: ExecutorCore) -> None:
+def test_a_result_carries_each_new_requests_prompt_once(core: ExecutorCore) -> None:
     other = msgspec.structs.replace(INFO, entry_id="2-0")
     own = new_sequence(1, PROMPT, range(5), GREEDY)
     sibling = msgspec.structs.replace(new_sequence(2, PROMPT, range(5, 10), GREEDY), info=INFO)
@@ -349,7 +353,7 @@ def test_plans_that_contradict_what_was_are_refused(core: ExecutorCore) -> None:
         "computes",
     ],
 )
-def test_a_fork_has_the_tokens_of_a_row_that_samples(
+def test_a_shared_prefill_without_a_sampling_row_is_refused(
     core: ExecutorCore, rows: dict[int, int]
 ) -> None:
     pooled = msgspec.structs.replace(

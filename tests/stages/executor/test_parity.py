@@ -54,7 +54,7 @@ class Run:
         return not self.preempt
 
     def least_warm(self) -> list[int]:
-        """What a warm cache spares of each prompt, at least.
+        """The least share of each prompt that a warm cache saves.
 
         All but the token that is needed for sampling. Where prompts part within a block, the paged
         cache keeps the tokens behind its last full block for one of them only.
@@ -68,7 +68,7 @@ class Run:
         return shown + ["chunks"] * self.chunks + ["preempted"] * self.preempt
 
     def lane(self, model: LoadedModel) -> Lane:
-        """A lane that does what this says."""
+        """A lane with these settings."""
         settings: dict[str, Any] = {}
         if self.chunks:
             settings |= {"max_batch_size": 4, "max_tokens_per_batch": CHUNK}
@@ -87,7 +87,7 @@ RUNS = (
     Run(16, "paged", preempt=True),
     Run(1, "radix", chunks=True, preempt=True),
 )
-# What there is of windows, soft caps, sinks and experts.
+# Architectures with windows, soft caps, sinks and experts.
 CROSSED = ("gemma2", "gpt_oss")
 OTHER_RUNS = [
     run

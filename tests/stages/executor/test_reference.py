@@ -1,4 +1,4 @@
-"""The reference model: what it says of samples, in how many passes, and which it refuses."""
+"""The reference model: scores of samples, number of passes, and refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from nano_inference import EngineConfig
 from nano_inference.bus.scoring import SampleScored, ScoreSample
 from nano_inference.config import ModelError
-from nano_inference.stages.executor.reference import ReferenceModel
+from nano_inference.stages.executor.scoring import ReferenceModel
 
 from ...pipeline import reference
 
@@ -82,14 +82,14 @@ def test_samples_share_passes(model: ReferenceModel, lengths: list[int], wanted:
     assert found == alone, "the bits depend on no neighbour"
 
 
-def test_an_iteration_that_was_given_up_leaves_nothing_behind(model: ReferenceModel) -> None:
+def test_an_abandoned_iteration_leaves_nothing_behind(model: ReferenceModel) -> None:
     (wanted,) = passes(model, sample(1, 9))
     given_up = model.score([sample(0, 90)])
     assert next(given_up) == ()
     assert passes(model, sample(1, 9)) == [wanted]
 
 
-def test_a_reference_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_reference_model_is_named(tmp_path: Path) -> None:
     config = EngineConfig(reference_model_path=str(tmp_path / "nowhere"))
     with pytest.raises(ModelError, match=r"the reference model: there is no .*nowhere"):
         ReferenceModel(config)

@@ -14,6 +14,7 @@ from nano_inference.bus import open_bus
 from nano_inference.bus.messages import NewSequence, StepResult, VerifiedDraft
 from nano_inference.config import BusConfig, Config, Constraint, SamplingParams, TelemetryConfig
 from nano_inference.stages.actor import StageContext
+from nano_inference.stages.executor.draft_counts import DraftCounts, SourceCounts
 from nano_inference.stages.executor.spans import ExecutorSpans
 from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.telemetry import names, setup_tracing
@@ -25,7 +26,7 @@ NOT_RECORDED = RECORDED[:-1] + "0"
 
 
 class Rig:
-    """An executor's spans, told of steps that nobody has run: each takes ten nanoseconds."""
+    """An executor's spans for fake steps of ten nanoseconds."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
@@ -35,11 +36,7 @@ class Rig:
         self._steps = 0
 
     def step(
-        self,
-        *,
-        ends: tuple[int, ...] = (),
-        drafts: tuple[VerifiedDraft, ...] = (),
-        **plan: object,
+        self, *, ends: tuple[int, ...] = (), drafts: tuple[VerifiedDraft, ...] = (), **plan: object
     ) -> None:
         """Each row of `rows` samples a token, and as many more as were accepted of its draft; those
         in `ends` their last one."""
@@ -91,7 +88,7 @@ def test_a_slice_lasts_from_the_first_sample_s_start_to_the_last_one_s_end(rig: 
     assert [(event.name, event.timestamp) for event in executor.events] == [(names.FIRST_TOKEN, 30)]
 
 
-def test_drafts_are_told_where_there_were_any(rig: Rig) -> None:
+def test_spans_carry_drafts_only_if_there_were_any(rig: Rig) -> None:
     rig.step(new=(new(1, "r", RECORDED), new(2, "r", RECORDED)), rows={1: 2, 2: 2})
     drafts = (VerifiedDraft(1, "ngram", 4, 3), VerifiedDraft(2, "grammar", 2, 0))
     rig.step(rows={1: 1, 2: 1}, drafts=drafts)
@@ -104,7 +101,7 @@ def test_drafts_are_told_where_there_were_any(rig: Rig) -> None:
     assert names.DRAFT_TOKENS not in (rig.made()[3].attributes or {})
 
 
-def test_a_constraint_is_told_by_its_kind_alone(rig: Rig) -> None:
+def test_spans_name_only_the_kind_of_a_constraint(rig: Rig) -> None:
     made = new(1, "r", RECORDED)
     constraint = Constraint(regex="a secret")
     sampling = msgspec.structs.replace(made.sampling, constraint=constraint)
@@ -115,7 +112,7 @@ def test_a_constraint_is_told_by_its_kind_alone(rig: Rig) -> None:
     assert not any("secret" in str(span.attributes) for span in (executor, prefill, decode))
 
 
-def test_what_gives_up_its_blocks_and_comes_back_in_one_plan_has_two_slices(rig: Rig) -> None:
+def test_a_preempted_and_resumed_sequence_has_two_slices(rig: Rig) -> None:
     rig.step(new=(new(1, "r", RECORDED),), rows={1: 2})
     rig.step(finished=(1,), new=(new(1, "r", RECORDED, generated=1),), rows={1: 3})
     rig.step(rows={1: 1}, ends=(1,))
@@ -134,8 +131,46 @@ def test_a_new_epoch_ends_every_slice(rig: Rig) -> None:
     ]
 
 
-def test_of_what_is_not_recorded_nothing_is_made(rig: Rig) -> None:
+def test_unsampled_requests_have_no_spans(rig: Rig) -> None:
     rig.step(new=(new(1, "r", NOT_RECORDED),), rows={1: 2})
     rig.step(rows={1: 1}, ends=(1,))
     rig.spans.clear()
     assert rig.made() == []
+
+
+def draft(source: str, num_tokens: int, num_accepted: int) -> VerifiedDraft:
+    return VerifiedDraft(1, source, num_tokens, num_accepted)
+
+
+def test_counts_are_taken_once_per_source_and_position() -> None:
+    counts = DraftCounts(("grammar", "suffix", "ngram"))
+    counts.add([draft("ngram", 4, 4), draft("ngram", 4, 1), draft("grammar", 2, 0)])
+    counts.add([draft("ngram", 3, 1)])
+    nothing = SourceCounts("suffix", 0, 0, 0, ())
+    assert counts.take() == [
+        SourceCounts("grammar", 1, 2, 0, ()),
+        nothing,
+        SourceCounts("ngram", 3, 11, 6, (3, 1, 1, 1)),
+    ]
+    assert [(each.source, each.drafts) for each in counts.take()] == [
+        ("grammar", 0),
+        ("suffix", 0),
+        ("ngram", 0),
+    ]
+
+
+def test_positions_add_up_to_what_was_accepted() -> None:
+    counts = DraftCounts(("suffix",))
+    counts.add([draft("suffix", 16, accepted) for accepted in range(17)])
+    (found,) = counts.take()
+    assert sum(found.accepted_at) == found.accepted == sum(range(17))
+
+
+def test_the_load_is_of_the_last_thousand() -> None:
+    counts = DraftCounts(("suffix",))
+    assert counts.load() == {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
+    counts.add([draft("ngram", 8, 8)] * 500)
+    assert counts.load() == {"drafts": 500, "draft_tokens": 4000, "accepted_tokens": 4000}
+    counts.take()
+    counts.add([draft("ngram", 2, 0)] * 1000)
+    assert counts.load() == {"drafts": 1000, "draft_tokens": 2000, "accepted_tokens": 0}

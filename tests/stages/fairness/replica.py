@@ -104,11 +104,11 @@ class StepReplica:
             self._report(ended=tuple(ended))
             self.dispatch()
         if asked := self.core.ask_to_pause(self.now_ns):
-            for _, running in asked:
+            for running in asked:
                 seq_id = running.spec.seq_id
                 self.paused[seq_id] = self.running.pop(seq_id)
                 self.preemptions[seq_id] = self.preemptions.get(seq_id, 0) + running.preempted
-            self._report(paused=tuple(running.spec.seq_id for _, running in asked))
+            self._report(paused=tuple(running.spec.seq_id for running in asked))
             self.dispatch()
 
     def _start(self, seq_id: int, admitted: AdmittedRequest, num_tokens: int) -> None:

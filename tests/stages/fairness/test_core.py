@@ -10,7 +10,7 @@ from nano_inference.bus.messages import CacheScope, Dispatch
 from nano_inference.bus.public import StageTime
 from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness import Dispatched, FairnessCore
-from nano_inference.stages.fairness.core import LEFTOVERS_KEPT
+from nano_inference.stages.lazy_heap import LEFTOVERS_KEPT
 
 from .requests import SECOND, cancel, drain, grant, request
 

@@ -9,7 +9,7 @@ from nano_inference.config import FairnessConfig, SamplingParams
 from nano_inference.stages.fairness import FairnessCore
 from nano_inference.stages.fairness.core import HOPELESS
 from nano_inference.stages.fairness.fastest_step import CAUTION, WINDOW, FastestStep, least_tokens
-from nano_inference.stages.fairness.tenants import UNDATED_NS
+from nano_inference.stages.fairness.queue import UNDATED_NS
 
 from .requests import SECOND, drain, grant, request
 

@@ -7,7 +7,7 @@ import pytest
 from nano_inference.bus.messages import DEFAULT_SCOPE, CacheScope, Credit, Dispatch, ResumeSequences
 from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness import FairnessCore, Replica, choose_replica
-from nano_inference.stages.fairness.locality import CHUNK_TOKENS, PrefixIndex, prefix_chain
+from nano_inference.stages.fairness.replicas import CHUNK_TOKENS, PrefixIndex, prefix_chain
 
 from .requests import request
 
@@ -67,11 +67,11 @@ def test_requests_that_share_a_prompt_go_where_it_is() -> None:
 
 @pytest.mark.parametrize("keeps_cache", [True, False])
 def test_after_a_failure_requests_go_where_their_prompt_still_is(keeps_cache: bool) -> None:
-    before = FairnessCore(FairnessConfig(), replicas=2)
-    before.absorb(Credit(8), 0, "west")
-    before.push(request("first", prompt=PROMPT), 0)
-    assert sent(before) == [("west", "first")]
-    core = FairnessCore(FairnessConfig(), replicas=2, prefixes=before.prefixes())
+    core = FairnessCore(FairnessConfig(), replicas=2)
+    core.absorb(Credit(8), 0, "west")
+    core.push(request("first", prompt=PROMPT), 0)
+    assert sent(core) == [("west", "first")]
+    core.reset()
     core.absorb(Credit(8), 0, "east")
     core.absorb(Credit(4, keeps_cache=keeps_cache), 0, "west")
     core.push(request("again", prompt=PROMPT), 1)
@@ -102,8 +102,8 @@ def test_what_waits_for_a_full_replica_keeps_no_other_replica_idle() -> None:
     core.push(request("b", tenant="b"), 1)
     (first,) = core._replicas["west"].running
     core.absorb(Credit(0, steps=((first,),) * 8, kv_free=10**9), 2, "west")
-    ((name, running),) = core.ask_to_pause(3)
-    assert (name, running.spec.seq_id) == ("west", first)
+    (running,) = core.ask_to_pause(3)
+    assert (running.replica, running.spec.seq_id) == ("west", first)
     core.absorb(Credit(1, paused=(first,), kv_free=10**9), 4, "west")
     assert sent(core) == [("west", "b")]
     # "a" has been served less by now, so it is the first of those that wait.
@@ -112,10 +112,10 @@ def test_what_waits_for_a_full_replica_keeps_no_other_replica_idle() -> None:
     core.absorb(Credit(1, kv_free=10**9), 6, "east")
     core.push(request("c", tenant="b"), 7)
     assert core.pop(8) is not None, "a place is free in the east"
-    assert core._replicas["east"].load == 1
+    assert len(core._replicas["east"].running) == 1
     assert core.pop(9) is None
-    ((name, running),) = core.ask_to_pause(10)
-    assert (name, running.spec.seq_id) == ("west", second), "for what goes on there"
+    (running,) = core.ask_to_pause(10)
+    assert (running.replica, running.spec.seq_id) == ("west", second), "for what goes on there"
     core.absorb(Credit(1, paused=(second,), kv_free=10**9), 11, "west")
     dispatched = core.pop(12)
     assert dispatched is not None
@@ -130,7 +130,8 @@ def test_what_made_room_goes_on_where_it_was() -> None:
     core.push(request("second"), 1)
     where = dict(sent(core, swap=True))
     core.push(request("urgent", priority=9), 2)
-    ((name, running),) = core.ask_to_pause(3)
+    (running,) = core.ask_to_pause(3)
+    name = running.replica
     assert name == where["second"], "of equals the last one dispatched"
     core.absorb(Credit(1, paused=(running.spec.seq_id,)), 4, name)
     assert sent(core) == [(name, "urgent")]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nano_inference.bus.messages import Credit
 from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness import FairnessCore
-from nano_inference.stages.fairness.tenants import IDLE_KEPT
+from nano_inference.stages.fairness.queue import IDLE_KEPT
 
 from .replica import StepReplica
 from .requests import SECOND, cancel, drain, grant, request

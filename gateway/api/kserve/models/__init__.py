@@ -1,1 +1,1 @@
-"""The models that a lane offers: by text, by token ids, scores, and the best of several samples."""
+"""The models that each engine model offers: text, tokens, score, embed and best_of."""

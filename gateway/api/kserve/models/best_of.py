@@ -1,4 +1,4 @@
-"""`M.best_of`: asks other models for several samples and their scores, and gives the best one."""
+"""`M.best_of`: calls other models for several samples and their scores, and returns the best."""
 
 from __future__ import annotations
 
@@ -9,101 +9,116 @@ from typing import NamedTuple
 import anyio
 import msgspec
 import numpy as np
-from numpy.typing import DTypeLike
 
 from .....config import NanoInferenceError, RequestError, shown
 from .....kserve.pool import BufferPool, PoolAcquireTimeout
-from .....kserve.pool_slot import Shape
 from .....kserve.tensors import (
     DTYPES,
     Array,
     InferRequest,
-    InferResponse,
     ModelSpec,
     NamedTensor,
     TensorSpec,
+    text_tensor,
 )
 from ....server.http import EngineError, FieldError
 from ..served import Answer, ModelCall
 from ..service import InferenceService
-from . import score, tokens
-from .inputs import (
+from .backend import (
     SAMPLING,
-    passed_on,
+    EngineBackend,
+    inherited_parameters,
+    numbers,
     read_sampling,
     sampling_body,
     sampling_place,
     token_ids_of,
 )
-from .lane import Lane
-from .tensors import numbers, texts
+from .engine_models import (
+    FINISH_REASON,
+    INPUT_IDS,
+    LOGPROBS,
+    OUTPUT_IDS,
+    REF_LOGPROBS,
+    WEIGHT_VERSION,
+    ScoreModel,
+)
 
 BEST_OF = "best_of"
 DEFAULT_BEST_OF = 4
 
 POOL_BYTES = 32 << 20
-"""The buffers of all calls that are under way; of that memory only what is used is taken."""
+"""Buffers of all calls in flight; only used pages take memory."""
 
 POOL_SLOTS = 512
-"""Into which it is divided: most calls need one, of 64 KiB."""
+"""Most calls need one slot, of 64 KiB."""
 
-_BETWEEN = 16
-"""Bytes that may be left out before a buffer, so that it begins where numbers of its size may."""
+_ALIGNMENT = 16
+"""The most bytes that are skipped before a buffer."""
 
 
-def best_of_spec(model: str) -> ModelSpec:
-    """What it takes and gives; `model` is the engine's. `scores` are those of all samples."""
-    return ModelSpec(
-        name=f"{model}.best_of",
-        inputs=(
-            TensorSpec(tokens.INPUT_IDS, "INT64", (-1,)),
-            TensorSpec(BEST_OF, "INT64", (1,), optional=True),
-            TensorSpec(SAMPLING, "BYTES", (1,), optional=True),
-        ),
-        outputs=(
-            TensorSpec(tokens.OUTPUT_IDS, "INT64", (-1,)),
-            TensorSpec(tokens.LOGPROBS, "FP32", (-1,)),
-            TensorSpec(tokens.WEIGHT_VERSION, "INT64", (-1,)),
-            TensorSpec(tokens.FINISH_REASON, "BYTES", (1,)),
-            TensorSpec("score", "FP32", (1,)),
-            TensorSpec("scores", "FP32", (-1,)),
-        ),
-        allowed_as=model,
-    )
+class _Buffers(NamedTuple):
+    """A call's tensors, in one slot."""
+
+    prompt: Array
+    output_ids: Array
+    logprobs: Array
+    weight_version: Array
+    scores: Array
 
 
 class BestOfModel:
-    """Samples several completions, and gives the one that the reference model finds the likeliest.
+    """Samples several completions, and returns the one that the reference model finds likeliest.
 
-    A sample's score is the mean logprob of its tokens at temperature 1, by the reference model
-    where there is one, else by the weights in place. Of one without tokens it is minus infinity.
+    A sample's score is the mean logprob of its tokens at temperature 1, by the reference model if
+    there is one, else by the current weights. A sample without tokens has minus infinity.
 
-    It reaches the models that it asks as a client does: each checks its request, and is measured.
+    The model calls others as a client does: their requests are checked and measured.
     """
 
-    def __init__(self, service: InferenceService, lane: Lane, pool: BufferPool) -> None:
-        """Args: `service` has the models that it asks; `pool` gives the buffers of each call."""
-        self.spec = best_of_spec(lane.name)
+    def __init__(self, service: InferenceService, backend: EngineBackend, pool: BufferPool) -> None:
+        """Args: the service of the called models, the engine, and the pool of calls' buffers."""
+        self.spec = ModelSpec(
+            name=f"{backend.name}.best_of",
+            inputs=(INPUT_IDS, TensorSpec(BEST_OF, "INT64", (1,), optional=True), SAMPLING),
+            outputs=(
+                TensorSpec(OUTPUT_IDS, "INT64", (-1,)),
+                TensorSpec(LOGPROBS, "FP32", (-1,)),
+                TensorSpec(WEIGHT_VERSION, "INT64", (-1,)),
+                TensorSpec(FINISH_REASON, "BYTES", (1,)),
+                TensorSpec("score", "FP32", (1,)),
+                TensorSpec("scores", "FP32", (-1,)),
+            ),
+            allowed_as=backend.name,
+        )
         self._service = service
+        self._backend = backend
         self._pool = pool
-        self._tokens = tokens.tokens_spec(lane.name).name
-        self._score = score.score_spec(lane.name).name
-        self._max_samples = lane.max_samples
-        self._most_at_once = lane.most_at_once
-        self._max_model_len = lane.max_model_len
+        self._tokens, self._score = f"{backend.name}.tokens", f"{backend.name}.score"
 
     async def trouble(self) -> str:
         states = await self._service.states((self._tokens, self._score))
         return next((f"{each.name}: {each.reason}" for each in states if not each.ready), "")
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        asked = self._read(call.request, await self._max_model_len())
-        n_bytes = asked.n_bytes
+        request, max_model_len = call.request, await self._backend.max_model_len()
+        samples, max_tokens = self._read(request)
+        prompt = token_ids_of(request, INPUT_IDS.name, max_model_len)
+        longest = max(1, min(max_tokens, max_model_len - len(prompt)))
+        ids, floats = DTYPES["INT64"], DTYPES["FP32"]
+        shapes: list[tuple[Sequence[int], np.dtype[np.generic]]] = [
+            ((len(prompt),), ids),
+            ((samples, longest), ids),
+            ((samples, longest), floats),
+            ((samples, longest), ids),
+            ((samples,), floats),
+        ]
+        n_bytes = sum(math.prod(shape) * dtype.itemsize + _ALIGNMENT for shape, dtype in shapes)
         span = -(-n_bytes // self._pool.slot_bytes)
         if span > self._pool.n_slots:
             raise RequestError(
-                f"{asked.samples} samples of {asked.longest} tokens take {n_bytes} bytes of "
-                f"buffers, and there are {self._pool.n_bytes}; lower {BEST_OF} or max_tokens",
+                f"{samples} samples of {longest} tokens take {n_bytes} bytes of buffers, and there "
+                f"are {self._pool.n_bytes}; lower {BEST_OF} or max_tokens",
                 code="request_too_large",
             )
         try:
@@ -115,149 +130,94 @@ class BestOfModel:
                 code="expired",
             ) from None
         with slot:
-            buffers = _Buffers(*slot.scratch(asked.buffers))
-            buffers.prompt[:] = asked.prompt
-            outputs = await self._best(call, asked, buffers)
+            buffers = _Buffers(*slot.scratch([*shapes]))
+            buffers.prompt[:] = prompt
+            outputs = await self._best(call, samples, buffers)
         await answer(outputs)
 
-    def _read(self, request: InferRequest, max_model_len: int) -> _Asked:
-        sampling = read_sampling(request, self._max_samples)
-        tokens.check_no_tops(request, sampling.params)
+    def _read(self, request: InferRequest) -> tuple[int, int]:
+        """The number of samples, and the most tokens of each."""
+        sampling = read_sampling(request, self._backend.max_samples)
         if sampling.n != 1:
             param = f"{sampling_place(request)}.n"
             raise FieldError(
-                f"{param} is {shown(sampling.n)}; one is given of as many as {BEST_OF} says, "
-                "so leave it out",
+                f"{param} is {shown(sampling.n)}; {BEST_OF} is the number of samples, of which one "
+                "is returned, so leave it out",
                 param=param,
                 code="invalid_n",
             )
         given = request.input(BEST_OF)
         samples = DEFAULT_BEST_OF if given is None else int(given[0])
-        most, setting = self._most_at_once
+        most, setting = self._backend.most_at_once
         if not 1 <= samples <= most:
             raise RequestError(
                 f"{BEST_OF} is {samples}; it must be from 1 to {most} ({setting})",
                 code="invalid_n",
             )
-        prompt = token_ids_of(request, tokens.INPUT_IDS, max_model_len)
-        longest = min(sampling.params.max_tokens, max_model_len - len(prompt))
-        return _Asked(prompt, samples, max(1, longest))
+        return samples, sampling.params.max_tokens
 
-    async def _best(self, call: ModelCall, asked: _Asked, buffers: _Buffers) -> list[NamedTensor]:
-        body = sampling_body(call.request) | {"n": asked.samples}
-        sampled = await self._ask(
+    async def _best(self, call: ModelCall, samples: int, buffers: _Buffers) -> list[NamedTensor]:
+        body = sampling_body(call.request) | {"n": samples}
+        found = await self._call(
             call,
             self._tokens,
-            NamedTensor(tokens.INPUT_IDS, buffers.prompt),
-            texts(SAMPLING, [msgspec.json.encode(body).decode()]),
+            NamedTensor(INPUT_IDS.name, buffers.prompt),
+            text_tensor(SAMPLING.name, msgspec.json.encode(body)),
         )
-        found = {each.name: each.data for each in sampled.outputs}
-        lengths = found[tokens.NUM_OUTPUT_TOKENS].tolist()
-        for name, buffer in buffers.rows:
+        lengths = found["num_output_tokens"].tolist()
+        by_sample = {
+            OUTPUT_IDS: buffers.output_ids,
+            LOGPROBS: buffers.logprobs,
+            WEIGHT_VERSION: buffers.weight_version,
+        }
+        for name, buffer in by_sample.items():
             buffer[:, : max(lengths)] = found[name]
         await self._score_all(call, buffers, lengths)
         best = int(buffers.scores.argmax())
-        # Copies, since the buffers are soon those of another call.
-        made = [
-            NamedTensor(name, buffer[best, : lengths[best]].copy()) for name, buffer in buffers.rows
-        ]
-        reason = found[tokens.FINISH_REASON][best].decode()
+        # Copies, because another call takes the buffers.
         return [
-            *made,
-            texts(tokens.FINISH_REASON, [reason]),
+            *(
+                NamedTensor(name, buffer[best, : lengths[best]].copy())
+                for name, buffer in by_sample.items()
+            ),
+            text_tensor(FINISH_REASON, found[FINISH_REASON][best]),
             numbers("score", "FP32", [float(buffers.scores[best])]),
             NamedTensor("scores", buffers.scores.copy()),
         ]
 
     async def _score_all(self, call: ModelCall, buffers: _Buffers, lengths: Sequence[int]) -> None:
-        """Scores all samples side by side. The first error ends the others."""
+        """Score all samples concurrently. The first error cancels the others."""
         failure: NanoInferenceError | None = None
 
-        async def score_one(index: int) -> None:
+        async def score(index: int) -> None:
             nonlocal failure
             try:
-                buffers.scores[index] = await self._score_of(
-                    call, buffers.prompt, buffers.output_ids[index, : lengths[index]]
+                found = await self._call(
+                    call,
+                    self._score,
+                    NamedTensor(ScoreModel.prompt_ids.name, buffers.prompt),
+                    NamedTensor(
+                        ScoreModel.completion_ids.name, buffers.output_ids[index, : lengths[index]]
+                    ),
                 )
+                logprobs = found.get(REF_LOGPROBS, found[LOGPROBS])
+                buffers.scores[index] = float(logprobs.mean())
             except NanoInferenceError as error:
-                # Not through the group, which would wrap it.
+                # The task group would wrap it.
                 failure = failure or error
                 group.cancel_scope.cancel()
 
+        buffers.scores[:] = -math.inf
         async with anyio.create_task_group() as group:
-            for index in range(len(lengths)):
-                group.start_soon(score_one, index)
+            for index, length in enumerate(lengths):
+                if length:
+                    group.start_soon(score, index)
         if failure is not None:
             raise failure
 
-    async def _score_of(self, call: ModelCall, prompt: Array, completion: Array) -> float:
-        if not completion.size:
-            return -math.inf
-        scored = await self._ask(
-            call,
-            self._score,
-            NamedTensor(score.PROMPT_IDS, prompt),
-            NamedTensor(score.COMPLETION_IDS, completion),
-        )
-        found = {each.name: each.data for each in scored.outputs}
-        return float(found.get(score.REF_LOGPROBS, found[score.LOGPROBS]).mean())
-
-    async def _ask(self, call: ModelCall, model: str, *inputs: NamedTensor) -> InferResponse:
-        request = InferRequest(model_name=model, inputs=inputs, parameters=passed_on(call.request))
-        return await self._service.infer_once(call.origin, request)
-
-
-class _Asked(NamedTuple):
-    """What a call asks for.
-
-    Attributes:
-        prompt: Its token ids.
-        samples: How many completions are made.
-        longest: The most tokens that one of them has.
-    """
-
-    prompt: tuple[int, ...]
-    samples: int
-    longest: int
-
-    @property
-    def n_bytes(self) -> int:
-        """Of all buffers."""
-        sizes = [math.prod(shape) * dtype.itemsize + _BETWEEN for shape, dtype in self._buffers]
-        return sum(sizes)
-
-    @property
-    def buffers(self) -> list[tuple[Shape, DTypeLike]]:
-        """Shapes and dtypes of what `_Buffers` has."""
-        return [*self._buffers]
-
-    @property
-    def _buffers(self) -> list[tuple[tuple[int, ...], np.dtype[np.generic]]]:
-        ids, floats = DTYPES["INT64"], DTYPES["FP32"]
-        each = (self.samples, self.longest)
-        return [
-            ((len(self.prompt),), ids),
-            (each, ids),
-            (each, floats),
-            (each, ids),
-            ((self.samples,), floats),
-        ]
-
-
-class _Buffers(NamedTuple):
-    """Where a call has its tensors: all of them within one slot."""
-
-    prompt: Array
-    output_ids: Array
-    logprobs: Array
-    weight_version: Array
-    scores: Array
-
-    @property
-    def rows(self) -> list[tuple[str, Array]]:
-        """Those with a row for each sample, by the names that they have as outputs."""
-        return [
-            (tokens.OUTPUT_IDS, self.output_ids),
-            (tokens.LOGPROBS, self.logprobs),
-            (tokens.WEIGHT_VERSION, self.weight_version),
-        ]
+    async def _call(self, call: ModelCall, model: str, *inputs: NamedTensor) -> dict[str, Array]:
+        """Another model's outputs."""
+        parameters = inherited_parameters(call.request)
+        request = InferRequest(model_name=model, inputs=inputs, parameters=parameters)
+        response = await self._service.infer_once(call.origin, request)
+        return {each.name: each.data for each in response.outputs}

@@ -1,1 +1,1 @@
-"""Speculation: drafted tokens, verified beside those that are computed in any case."""
+"""Speculation: drafted tokens, verified in the same step as the next tokens."""

@@ -1,4 +1,4 @@
-"""How likely drafted tokens are to be accepted, by what became of those before them."""
+"""Estimates of how likely drafted tokens are accepted, from the fate of earlier ones."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from .drafts import Draft
 
 _EDGES = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
-"""Likelihoods between two of these are one class."""
+"""Bounds of the classes of likelihoods."""
 
 _NO_OPINION = len(_EDGES) + 1
 _NUM_CLASSES = _NO_OPINION + 1
 
 _AFTER_WRONG, _AFTER_RIGHT, _FIRST, _SECOND, _LATER = range(5)
-"""Where in a draft a place is. Texts that a source knows come in stretches, so for a first place it
-matters whether the source was right about the token before, where that is known."""
+"""Position classes of a draft. Predictable text comes in stretches, so the first position has
+classes for a source that was right or wrong about the token before."""
 
 _FIRST_GUESSES = (0.3, 0.4, 0.4, 0.6, 0.7)
-"""By where a place is, if a source has no opinion and no history: as if a few had been seen."""
+"""Prior acceptance by position class, for a source without likelihoods and history."""
 
 _FIRST_TRIALS = 4.0
 _MOST_TRIALS = 256.0
@@ -30,17 +30,17 @@ _RATES = (0.12, 0.12, 0.12, 0.04, 0.04)
 _CERTAIN = 0.15
 _MOST_LEANING = 5.0
 _LEAST_CHANCE = 0.03
-"""Places that are accepted more seldom are not worth a thought."""
+"""The least chance of acceptance that is considered."""
 
 _FEWEST = 0.25
-"""Of neither outcome less than this is taken to have been seen, so that nothing is certain."""
+"""The least count of either outcome, so that no estimate is certain."""
 
 
 class SourceHistory:
-    """What became of a source's drafts, whosever they were.
+    """The outcomes of a source's drafts, over all sequences.
 
     Attributes:
-        log_odds: By `place_class`, that a place is accepted if those before it were.
+        log_odds: By class, of the acceptance of a place if those before it were accepted.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class SourceHistory:
         self.log_odds = [math.log(guess / (1 - guess)) for guess in guesses]
 
     def learn(self, place_class: int, hits: int, misses: int) -> None:
-        """Places of a class were reached. What is long ago counts less and less."""
+        """Count outcomes of a class. Old outcomes fade."""
         accepted, rejected = self._accepted[place_class], self._rejected[place_class]
         if accepted + rejected > _MOST_TRIALS:
             fading = _FADING ** (hits + misses)
@@ -66,12 +66,12 @@ class SourceHistory:
 
 @dataclass(slots=True)
 class _Leaning:
-    """How one sequence differs from the others in what becomes of a source's drafts.
+    """The deviation of one sequence from the average of a source.
 
     Attributes:
-        odds: How much likelier they are accepted, as differences of log odds, by where a place is.
-        first: Where a draft's first place is: that depends on whether the source was right when it
-            was last compared with the text.
+        odds: Differences of log odds, by position class.
+        first: Position class of a draft's first place: whether the source was right when last
+            compared with the text.
     """
 
     odds: list[float] = field(default_factory=lambda: [0.0] * len(_FIRST_GUESSES))
@@ -79,15 +79,14 @@ class _Leaning:
 
 
 class Acceptance:
-    """What is to be expected of drafts.
+    """Acceptance estimates for drafts.
 
-    All sequences share what is known of a source: how often places as deep and as likely as this
-    one were accepted. Beside it each sequence has its own leaning, which the newest outcomes move
-    most, so that it follows a text that changes.
+    All sequences share the history of a source: how often places as deep and as likely were
+    accepted. Each sequence adds its own deviation, which the newest outcomes move most, so that it
+    follows a text that changes.
 
-    Whether a draft's first tokens are right shows as soon as the sequence gets these, verified or
-    not. So a source that was of no use is still compared with the text, at no cost for the device,
-    and its drafts are verified again once they would have been right.
+    A draft's first tokens are compared with the text whether they were verified or not. So a source
+    that failed is still measured, at no cost for the device, and is used again once it is right.
     """
 
     def __init__(self) -> None:
@@ -95,7 +94,7 @@ class Acceptance:
         self._rows: dict[int, dict[str, _Leaning]] = {}
 
     def begin(self, row: int) -> None:
-        """A row has a new sequence, of which nothing is known."""
+        """A row has a new sequence."""
         self._rows[row] = {}
 
     def forget(self, row: int) -> None:
@@ -103,13 +102,13 @@ class Acceptance:
         self._rows.pop(row, None)
 
     def clear(self) -> None:
-        """All sequences have left; what is known of sources stays."""
+        """All sequences have left; the history of sources stays."""
         self._rows.clear()
 
     def expected(self, row: int, draft: Draft) -> list[float]:
-        """How likely it is, place for place, that a row's draft is accepted up to there.
+        """Return, for each place, the chance that a row's draft is accepted up to there.
 
-        It falls, and ends where nothing is to be expected any more.
+        The chances fall, and end where they become negligible.
         """
         history, leaning = self._of(row, draft.source)
         log_odds, odds, opinions = history.log_odds, leaning.odds, _opinions(draft)
@@ -128,11 +127,11 @@ class Acceptance:
         return chances
 
     def settle(self, row: int, draft: Draft, got: Sequence[int]) -> None:
-        """Learns from the tokens that a row got in a step.
+        """Learn from the tokens of a row in a step.
 
         Args:
             row: The row.
-            draft: What was proposed for it, the whole of it, verified or not.
+            draft: Its whole draft, verified or not.
             got: The tokens, in order.
         """
         tokens = draft.tokens
@@ -147,7 +146,7 @@ class Acceptance:
         reached = matched + wrong
         opinions = _opinions(draft)
         where = leaning.first
-        # Places of one class together.
+        # Places of one class are counted together.
         place = 0
         while place < reached:
             stop = place + 1
@@ -188,10 +187,7 @@ def _learn(
 
 
 def _opinions(draft: Draft) -> Sequence[int]:
-    """With which other places each of a draft is counted: with those as likely.
-
-    A likelihood that is no number counts as 0.
-    """
+    """Return the likelihood class of each place of a draft; NaN counts as 0."""
     count, likelihoods = len(draft.tokens), draft.likelihoods
     if len(likelihoods) == 1:
         return (_opinion(likelihoods[0]),) * count

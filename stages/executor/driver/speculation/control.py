@@ -1,66 +1,143 @@
-"""What costs and chances say together: how much of which drafts a step verifies."""
+"""Which drafted tokens a step verifies, by costs and chances, and whether drafting pays at all."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .acceptance import Acceptance
 from .costs import LEAST_GAIN, StepCosts, choose_lengths, may_pay
 from .drafts import Draft
-from .ledger import DraftLedger
 
 MOST_ROWS = 512
-"""Of one token, drafted ones included: more drafts in a step are not thought of."""
+"""The most rows of one token in a step, drafted ones included."""
+
+# The ledger: weight of the newest step in averages; steps before the first judgement, at first and
+# after each rest; the first rest; steps over which the cost of reading a prompt is spread.
+_LEDGER_WEIGHT, _TRIAL_STEPS, _FIRST_REST, _READ_FOR = 0.1, 16, 16, 256
 
 _NEAR = 64
-_WEIGHT = 0.05
+"""Contexts within so many tokens share their costs."""
+
+_ASKING_WEIGHT = 0.05
 _FIRST_ASKING_S = 8e-6
+"""The time to ask for one row's draft, until it is measured."""
 
 _FREE = 0.01
-"""What asking takes of a step, in shares of it, that need not be earned: a sequence for which there
-may be drafts is then found at once."""
+"""The share of a step that asking may take without earning it, so that new drafts are found."""
 
 _MOST_REST = 128
-"""Steps in which nobody is asked, because it has not paid."""
+"""The longest rest of all sources, in steps, after they did not pay."""
 
 _HOPELESS_STEPS = 16
-"""The same where no draft could pay in a step with as many rows."""
+"""The rest where no draft could pay in a step with as many rows."""
+
+
+@dataclass(slots=True)
+class DraftLedger:
+    """The costs and gains of a source's drafts, in seconds per step.
+
+    A source that costs more than it gains rests for 16 steps, then twice as many each time.
+
+    Attributes:
+        most_rest: The longest rest, in steps.
+        spent: Average cost, with a part of the cost of steps without a draft.
+        saved: Average gain.
+    """
+
+    most_rest: int
+    spent: float = 0.0
+    saved: float = 0.0
+    _owed: float = 0.0
+    _judged_in: int = _TRIAL_STEPS
+    _rest: int = 0
+    _next_rest: int = _FIRST_REST
+
+    def may_ask(self) -> bool:
+        """Return whether to ask the source in this step; counts a step of its rest."""
+        if self._rest:
+            self._rest -= 1
+            return False
+        return True
+
+    @property
+    def rests(self) -> bool:
+        """Whether the source rests."""
+        return self._rest > 0
+
+    def take_rest(self) -> int:
+        """Return the steps to skip, and end the rest here: the caller enforces it."""
+        rest, self._rest = self._rest, 0
+        return rest
+
+    def settle(self, spent: float, saved: float, *, least_gain: float) -> None:
+        """Record a step in which the source was asked. `least_gain`: the ratio to reach."""
+        part = self._owed / _READ_FOR
+        self._owed -= part
+        self.spent += _LEDGER_WEIGHT * (spent + part - self.spent)
+        self.saved += _LEDGER_WEIGHT * (saved - self.saved)
+        self._judge(self.spent, least_gain)
+
+    def owe(self, seconds: float, *, least_gain: float) -> None:
+        """Record a step that took time and drafted nothing, as a model does that reads a prompt:
+        later drafts have to earn it."""
+        self._owed += seconds
+        # A step without any request takes next to nothing and shows nothing.
+        if seconds > self.spent:
+            # The average includes parts of the debt.
+            self._judge(max(self.spent, self._owed / _READ_FOR), least_gain)
+
+    def _judge(self, spent: float, least_gain: float) -> None:
+        self._judged_in -= 1
+        if self._judged_in > 0:
+            return
+        if self.saved >= least_gain * spent:
+            self._next_rest = _FIRST_REST
+            return
+        self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, self.most_rest)
+        self._judged_in = _TRIAL_STEPS
 
 
 class CostControl:
-    """The DraftControl that verifies what gives the most tokens per second."""
+    """Verifies the drafted tokens that give the most tokens per second."""
 
     def __init__(self, costs: StepCosts, *, max_rows: int = MOST_ROWS) -> None:
-        """For a lane whose steps cost so much, and have at most so many rows of one token."""
+        """`max_rows`: the most rows of one token in a step."""
         self.costs = costs
         self._acceptance = Acceptance()
         self._max_rows = max_rows
-        # Of the step that is under way. Of one that has prompts too the time says nothing.
+        # Of the current step. The time of a step with prompts says nothing about rows.
         self._num_rows = self._num_prefill = self._num_chosen = 0
         self._is_timed = True
         self._pays = False
         self._context = 0.0
         self._costs_now = costs
-        # Of a row, what asking and learning takes; before anybody knows, what it takes on a CPU.
+        # The time to ask for a row and to learn from it.
         self._asking_s = _FIRST_ASKING_S
         self._ledger = DraftLedger(_MOST_REST)
-        # What was found out with one version of the costs, by contexts and kinds of steps.
+        # Cached for one version of the costs, by contexts and kinds of steps.
         self._version = costs.version
         self._at: dict[int, StepCosts] = {}
         self._may_pay: dict[tuple[int, int, int], bool] = {}
 
     def add(self, row: int) -> None:
-        """As DraftControl says, like the rest."""
+        """A row of the table has a new sequence."""
         self._acceptance.begin(row)
 
     def begin(self, num_rows: int, num_prefill: int, context: float) -> bool:
+        """Begin a step; return whether drafts would pay if they were right.
+
+        Args:
+            num_rows: Rows of one token that the step has anyway.
+            num_prefill: Tokens of its other rows.
+            context: Average tokens before a row of one token.
+        """
         self._num_rows, self._num_prefill, self._context = num_rows, num_prefill, context
         self._num_chosen, self._is_timed = 0, False
         if self.costs.version != self._version:
             self._version = self.costs.version
             self._at.clear()
             self._may_pay.clear()
-        # Costs hardly change within so many tokens.
         near = int(context) // _NEAR
         if near not in self._at:
             self._at[near] = self.costs.at(near * _NEAR)
@@ -78,15 +155,19 @@ class CostControl:
         return self._pays and not self._ledger.rests
 
     def rest(self) -> int:
+        """Return the steps to skip before drafting again (backoff), after `begin` returned False.
+        The caller enforces it."""
         if self._pays:
             return self._ledger.take_rest()
-        # With a prompt less, or when that has grown into a larger batch, it may be otherwise.
+        # The end of a prompt, or its growth into a larger batch, may change the answer.
         return 0 if self._num_prefill else _HOPELESS_STEPS
 
     def expected(self, row: int, draft: Draft) -> list[float]:
+        """As `Acceptance.expected`."""
         return self._acceptance.expected(row, draft)
 
     def lengths(self, chances: Sequence[Sequence[float]]) -> list[int]:
+        """Return how many tokens of each draft to verify in this step, by their `expected`."""
         lengths = choose_lengths(
             self._num_rows,
             chances,
@@ -99,20 +180,32 @@ class CostControl:
         return lengths
 
     def spent(self, num_asked: int, seconds: float, num_accepted: int) -> None:
+        """Record the end of a step: the rows asked for, the time of asking and learning without
+        the draft model's passes, and the accepted tokens."""
         if num_asked:
-            self._asking_s += _WEIGHT * (seconds / num_asked - self._asking_s)
+            self._asking_s += _ASKING_WEIGHT * (seconds / num_asked - self._asking_s)
         took, saved = self.value(self._num_chosen, num_accepted)
         free = _FREE * self._costs_now.of(self._num_rows - self._num_chosen)
         self._ledger.settle(max(seconds - free, 0.0), max(saved - took, 0.0), least_gain=LEAST_GAIN)
 
     def value(self, num_verified: int, num_accepted: int) -> tuple[float, float]:
-        # `lengths` has added what was chosen to the rows.
+        """Return the value of some drafted tokens of this step, apart from all others.
+
+        Args:
+            num_verified: How many of the tokens that `lengths` chose.
+            num_accepted: How many of these were accepted.
+
+        Returns:
+            Seconds to verify them, and seconds that the accepted ones would take without drafts.
+        """
+        # `lengths` has added the chosen tokens to the rows.
         costs, rows = self._costs_now, self._num_rows + self._num_prefill
         own = max(self._num_rows - self._num_chosen, 1)
         took = costs.of(rows) - costs.of(rows - num_verified)
         return took, num_accepted * costs.of(own) / own
 
     def timed(self, seconds: float) -> None:
+        """Record the time of a step up to its tokens: of the last one that began, if any."""
         if self._num_rows and not self._num_prefill and not self._is_timed:
             self.costs.observe(self._num_rows, seconds, self._context)
         else:
@@ -120,13 +213,16 @@ class CostControl:
         self._is_timed = True
 
     def settle(self, row: int, draft: Draft, got: Sequence[int]) -> None:
+        """As `Acceptance.settle`."""
         self._acceptance.settle(row, draft, got)
 
     def forget(self, row: int) -> None:
+        """The sequence of a row has left."""
         self._acceptance.forget(row)
 
     def clear(self) -> None:
+        """All sequences have left."""
         self._acceptance.clear()
-        # The step that is under way may have failed, and will not be timed.
+        # The current step may have failed and will not be timed.
         self._is_timed = True
         self.costs.interrupt()

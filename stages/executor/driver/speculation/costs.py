@@ -1,8 +1,8 @@
-"""When drafted tokens are worth their time: what a step costs, by its rows, and how many to verify.
+"""The costs of steps by their rows, and from them the number of drafted tokens to verify.
 
-A step takes little longer with two rows than with one where it waits for weights, and twice as long
-with twice as many where it is bound by arithmetic. Where that changes depends on model and machine,
-so it is measured when the model is loaded.
+A memory-bound step takes little longer with two rows than with one; a compute-bound step takes
+twice as long with twice the rows. The transition depends on model and machine, so it is measured
+when the model is loaded.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...runner.interface import InputBuilder, KVCache, LoadedModel, Rows, model_forward
+from ...runner.interface import ModelRunner, Rows
 from ..sampling import sample_plain, sample_rows
 
 _SIZES = (1, 16, 4, 8, 64, 32, 2, 256, 128, 512, 3, 6, 12, 24, 48, 96, 192, 384)
-"""Rows of the steps that are measured, the most telling first, should time run out."""
+"""Rows of the measured steps, the most telling first."""
 
 _LEAST_SIZES = 4
-"""So many are measured however long they take: where fewer are known, what lies between them may
-cost twice what it seems to."""
+"""Sizes that are measured whatever they take: with fewer, interpolation may be off by a factor of
+two."""
 
 _TELLING_ROWS = 64
-"""From so many rows on, steps are bound by arithmetic on a machine that has no time for more."""
+"""Rows from which steps are compute-bound on a machine too slow to measure more."""
 
 _ROUNDS, _MOST_ROUNDS = 5, 40
 _ENOUGH = 0.25
-"""Share of the budget that more than the first rounds may take: of short steps, many are needed to
-see each size undisturbed."""
+"""Share of the budget for extra rounds: short steps need many to measure each size undisturbed."""
 
 _SHORT_CONTEXT, _LONG_CONTEXT = 64, 1024
 _LONG_ROWS = 16
-"""Rows of the steps that show what a longer context costs."""
+"""Rows of the steps that measure a longer context."""
 
 _LEARNING_RATE = 0.05
 _LARGEST_SURPRISE = 0.5
@@ -45,27 +44,27 @@ _LARGEST_CORRECTION = math.log(2)
 _STEPS_A_TABLE = 8
 
 LEAST_GAIN = 1.05
-"""Drafts are verified if that gives so many times the tokens per second at least."""
+"""The least gain in tokens per second for which drafts are verified."""
 
 
 class StepCosts:
-    """How long a step of single-token rows takes.
+    """Durations of steps of single-token rows.
 
     Attributes:
-        most_rows: What is told of more rows is a guess.
-        version: Changes when what is told changes.
+        most_rows: Costs of more rows are extrapolated.
+        version: Changes with the costs.
     """
 
     def __init__(
         self, sizes: Sequence[int], seconds: Sequence[float], *, context_s: float = 0.0
     ) -> None:
-        """Takes what was measured: with so many rows, from 1 on and rising, so many seconds.
+        """Take measured durations of sizes that rise from 1; between sizes, costs are linear.
 
-        Between sizes it is linear. A step that took longer than one with more rows was disturbed.
-        `context_s`: what one more token of a row's context costs.
+        A step that took longer than a larger one was disturbed. `context_s`: the cost of one more
+        token of a row's context.
 
         Raises:
-            ValueError: The sizes are none, don't rise from 1, or a duration is not above 0.
+            ValueError: The sizes don't rise from 1, or a duration is not above 0.
         """
         rising = all(left < right for left, right in itertools.pairwise(sizes))
         if len(sizes) != len(seconds) or not rising or not sizes or sizes[0] != 1:
@@ -76,42 +75,41 @@ class StepCosts:
         self._context_s = context_s
         self._sizes = list(sizes)
         self._measured = np.log(seconds)
-        # Logarithms of factors, which add up to 0.
+        # Logarithms of factors; they sum to 0.
         self._corrections = [0.0] * len(sizes)
         self._last: tuple[int, float] | None = None
         self._num_learned = self.version = 0
         self._make_table()
 
     def at(self, context: float) -> StepCosts:
-        """The same, where rows have so many tokens before them on average."""
+        """Return the costs at an average context of so many tokens."""
         per_row = self._context_s * (context - _SHORT_CONTEXT)
         if not per_row:
             return self
         costs = copy.copy(self)
-        # A step never takes nothing, however short its rows are.
+        # A step takes time however short its contexts are.
         least = self._table / 2
         costs._table = np.maximum(self._table + per_row * np.arange(self.most_rows + 1), least)
         costs._slope = max(self._slope + per_row, self._slope / 2)
         return costs
 
     def of(self, rows: int) -> float:
-        """Seconds of a step of so many rows; never less than with fewer."""
+        """Return the seconds of a step; never less than with fewer rows."""
         if rows <= self.most_rows:
             return float(self._table[max(rows, 1)])
         return float(self._table[-1]) + (rows - self.most_rows) * self._slope
 
     def beyond(self, rows: int, count: int) -> npt.NDArray[np.float64]:
-        """Seconds of steps of 1 to `count` rows more, `[count]`."""
+        """Return the seconds of steps of 1 to `count` more rows, `[count]`."""
         if rows + count <= self.most_rows:
             return self._table[rows + 1 : rows + count + 1]
         return np.array([self.of(rows + more) for more in range(1, count + 1)])
 
     def observe(self, rows: int, seconds: float, context: float = _SHORT_CONTEXT) -> None:
-        """Learns from a step of single-token rows alone, drafted ones included.
+        """Learn from a step of single-token rows, drafted ones included.
 
-        A machine is faster at one time than at another. So only the ratio of two steps that
-        followed one another tells anything, and only where they differ in their rows: it moves the
-        costs of these sizes against one another, a little.
+        The speed of a machine drifts, so only the ratio of two successive steps with different
+        rows is used: it moves the costs of these sizes against one another, a little.
         """
         if not (1 <= rows <= self.most_rows and 0 < seconds < math.inf):
             self._last = None
@@ -129,11 +127,11 @@ class StepCosts:
             self._make_table()
 
     def interrupt(self) -> None:
-        """A step of another kind has come between: it is compared with none."""
+        """A step of another kind came between: the next one is compared with none."""
         self._last = None
 
     def _correct(self, rows: int, change: float) -> None:
-        """Shares a change out among the two sizes between which a step was."""
+        """Distribute a change over the two sizes around a step."""
         above = bisect_right(self._sizes, rows)
         if above == len(self._sizes):
             shares = [(above - 1, 1.0)]
@@ -152,7 +150,7 @@ class StepCosts:
         seconds = np.minimum.accumulate(seconds[::-1])[::-1]
         rows = np.arange(self.most_rows + 1)
         self._table: npt.NDArray[np.float64] = np.interp(rows, self._sizes, seconds)
-        # A single size says nothing of more rows: each is taken to cost as much again.
+        # With a single size, each further row is assumed to cost as much again.
         self._slope = float(seconds[0])
         if len(seconds) > 1:
             self._slope = float(seconds[-1] - seconds[-2]) / (self._sizes[-1] - self._sizes[-2])
@@ -166,16 +164,15 @@ def measure_costs(
     longest: int = _LONG_CONTEXT,
     budget_s: float = 1.5,
 ) -> StepCosts:
-    """Measures steps of several sizes in turns, and takes the shortest of each: whoever else wants
-    the machine can only make a step longer.
+    """Measure steps of several sizes in turns, and take the shortest of each: other load can only
+    make a step longer.
 
     Args:
-        step: Runs a step of so many rows with so long a context, and waits for its tokens.
-        most_rows: More are not needed.
-        longest: Most tokens that a context may have.
+        step: Runs a step of so many rows with a context of so many tokens, to its end.
+        most_rows: The largest size.
+        longest: The longest context.
         now_ns: The clock.
-        budget_s: About how long it may take. Where steps are long, fewer sizes are measured; where
-            even the first four take longer, it takes as long as these.
+        budget_s: Approximate time limit. Slow steps are measured at fewer sizes, at least four.
     """
     short, long = min(_SHORT_CONTEXT, longest), min(_LONG_CONTEXT, longest)
     long_rows = min(_LONG_ROWS, most_rows)
@@ -199,7 +196,7 @@ def measure_costs(
         spent_ns = now_ns() - begin_ns
         if len(durations) < _LEAST_SIZES or spent_ns + _at_most(size, durations) <= budget_ns / 3:
             run(size)
-    # A context 16 times as long takes a few times as long at most.
+    # A 16 times longer context takes at most a few times longer.
     if long > short and 4 * durations.get(long_rows, [budget_ns])[0] <= budget_ns / 3:
         longer.append(timed(long_rows, long))
     round_ns = sum(times[0] for times in (*durations.values(), longer) if times)
@@ -219,7 +216,7 @@ def measure_costs(
 
 
 def _at_most(size: int, durations: dict[int, list[int]]) -> float:
-    """What a step may take at worst: as long as a larger one, or as much for each row."""
+    """Return an upper bound for a step: a larger step, or the same time per row."""
     larger = [known for known in durations if known > size]
     if larger:
         return durations[min(larger)][0]
@@ -227,21 +224,13 @@ def _at_most(size: int, durations: dict[int, list[int]]) -> float:
     return durations[largest][0] * size / largest
 
 
-def trial_step(
-    model: LoadedModel, cache: KVCache, builder: InputBuilder, *, kernels: bool
-) -> Callable[[int, int], object]:
-    """A step of any number of rows that belong to no sequence, for `measure_costs`.
+def trial_step(runner: ModelRunner) -> Callable[[int, int], object]:
+    """Return a step of any number of rows that belong to no sequence, for `measure_costs`.
 
-    It runs the model and samples. Of the KV cache it writes to the padding block alone, and no
-    random numbers are drawn. What else a step does for a row is little beside; `StepCosts.observe`
-    sees it.
-
-    Args:
-        model: One that generates.
-        cache: Its KV cache.
-        builder: Makes the inputs of its steps.
-        kernels: As in `scale_logits`.
+    The step runs the model and samples. It writes to the padding block of the KV cache only, and
+    draws no random numbers. Other costs of a row are small; `StepCosts.observe` learns them.
     """
+    model, cache = runner.model, runner.cache
 
     @torch.inference_mode()
     def step(count: int, context: int) -> list[int]:
@@ -250,14 +239,13 @@ def trial_step(
         rows = Rows((context - 1) * ones, ones, np.full((count, width), cache.padding_block), count)
         # Different tokens, since an expert that all rows have chosen would be read only once.
         ids = np.arange(count) * 7919 % model.vocab_size
-        inputs = builder.build(rows, ids, np.arange(count))
-        logits = model_forward(model.module, inputs, cache)
+        logits = runner.forward(runner.builder.build(rows, ids, np.arange(count)))
         temperatures = torch.ones(count, device=logits.device)
         numbers = torch.full_like(temperatures, 0.5, dtype=torch.float64)
         if logits.device.type == "cuda":
             tokens, _ = sample_plain(logits, temperatures, numbers)
         else:
-            tokens, _ = sample_rows(logits, temperatures, uniforms=numbers, kernels=kernels)
+            tokens, _ = sample_rows(logits, temperatures, uniforms=numbers, kernels=runner.kernels)
         return tokens.tolist()
 
     return step
@@ -272,10 +260,9 @@ def may_pay(
     drafting_s: float = 0.0,
     least_gain: float = LEAST_GAIN,
 ) -> bool:
-    """Whether some number of drafted tokens, all of them right, would be worth their time.
+    """Return whether any number of correct drafted tokens would pay.
 
-    The arguments are those of `choose_lengths`, and `drafting_s`, what it takes to have drafts:
-    it has to be earned too.
+    Arguments as for `choose_lengths`; `drafting_s` is the time of drafting, which adds to the cost.
     """
     room = _room(num_rows, num_prefill, costs, max_rows)
     if num_rows < 1 or room < 1:
@@ -287,13 +274,13 @@ def may_pay(
 
 
 def _room(num_rows: int, num_prefill: int, costs: StepCosts, max_rows: int) -> int:
-    """How many drafted tokens a step can have."""
+    """Return the most drafted tokens of a step."""
     others = num_rows + num_prefill
     room = max_rows - num_rows
     if others <= costs.most_rows:
-        # Who knows what happens beyond: where other kernels take over, a step may be far longer.
+        # Beyond the measured sizes other kernels may take over, and a step be far longer.
         return min(room, costs.most_rows - others)
-    # The same, if what was measured ends where steps still wait for weights.
+    # Likewise if the measurement ends where steps are still memory-bound.
     return room if costs.most_rows >= _TELLING_ROWS else 0
 
 
@@ -306,24 +293,23 @@ def choose_lengths(
     num_prefill: int = 0,
     least_gain: float = LEAST_GAIN,
 ) -> list[int]:
-    """How many tokens of each draft to verify, for the most tokens in the time that they take.
+    """Return how many tokens of each draft to verify, for the most tokens per second.
 
-    The likeliest places come first, whosever they are: of so many, no others give more tokens.
+    The likeliest places of all drafts come first.
 
-    Tokens of prompts that are computed in the same step are work that is due in any case, and worth
-    what it takes. So the step's own rows cost what they would without these, and a drafted row what
-    a row costs in a step that is so large.
+    Prompt tokens of the same step are due in any case. So the step's own rows cost what they would
+    without them, and a drafted row costs what a row costs in a step of that size.
 
     Args:
-        num_rows: Rows of one token that the step has in any case.
-        chances: Of each draft, that a place is reached and accepted; none above the one before.
+        num_rows: Rows of one token that the step has anyway.
+        chances: For each draft, the falling chances that a place is reached and accepted.
         costs: Of steps.
-        max_rows: Most rows of one token, drafted ones included.
-        num_prefill: Tokens of prompts that are computed besides.
-        least_gain: Nothing is verified for less than so many times the tokens per second.
+        max_rows: The most rows of one token, drafted ones included.
+        num_prefill: Prompt tokens in the step.
+        least_gain: The least gain in tokens per second.
 
     Returns:
-        `[drafts]`; 0 for a draft of which nothing is worth verifying.
+        `[drafts]`; 0 for a draft that is not worth verifying.
     """
     lengths = [0] * len(chances)
     others = num_rows + num_prefill
@@ -331,7 +317,7 @@ def choose_lengths(
     if num_rows < 1 or room < 1 or not any(chances):
         return lengths
     chance = np.fromiter(itertools.chain.from_iterable(chances), np.float64)
-    # What is no number is no chance.
+    # NaN is no chance.
     chance = np.where(chance > 0, chance, 0)
     order = np.argsort(-chance, kind="stable")[:room]
     if not order.size:

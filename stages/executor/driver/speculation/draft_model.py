@@ -1,20 +1,17 @@
-"""A draft model: a smaller one of the same vocabulary, which writes on ahead of the target.
+"""A draft model: a smaller model of the same vocabulary that runs ahead of the target.
 
-It samples with the very numbers that the target will take at these places, from what temperature
-and limits leave of its own distribution: so where the two distributions agree, the tokens are the
-same, also at temperature 1.
+It samples with the random numbers that the target will use at these positions, under the same
+temperature and limits. Where the two distributions agree the tokens agree, also at temperature 1.
 
-Its keys and values lie in blocks of a cache of its own, under the numbers of the target's block
-tables: so what batching decides for the one holds for the other. A sequence begins with nothing
-computed, and what it computes it writes, also into blocks that it shares: whoever shares one has
-the same tokens there. It reads no place of its own that it has not written, or found written for
-the same tokens.
+Its KV cache uses the block numbers of the target's block tables, so batching's decisions hold for
+both. A sequence starts with nothing computed and writes what it computes, also into shared blocks:
+sequences that share a block have the same tokens there. It reads only positions that it has
+written, or found written for the same tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -28,16 +25,12 @@ from torch.nn import functional as F
 from .....config import EngineConfig, ModelError
 from .....text.tokenizer import find_tokenizer
 from ...runner.interface import (
-    FastModules,
-    InputBuilder,
     IntArray,
-    KVCache,
     LoadedModel,
     Rows,
-    choose_backend,
     flatten_rows,
     load_model,
-    model_forward,
+    make_runner,
     order_rows,
 )
 from ..choose import choose_tokens
@@ -45,35 +38,35 @@ from ..sequences import Places, SequenceTable
 from .drafts import NO_DRAFT, Draft, DraftContext
 
 _FIRST_LENGTH = 4
-"""Tokens of a sequence's first draft."""
+"""Length of a sequence's first draft."""
 
 _UNSURE = 0.3
-"""A token that is chosen as the likeliest, and is less likely than this, is the draft's last."""
+"""A greedy draft ends with a token less likely than this."""
 
 _MOST_SKIPPED = 64
-"""How many steps a sequence goes without a draft at most, however many were wrong."""
+"""The most steps without a draft after wrong ones."""
 
 _FEW_TOKENS = 8
-"""Tokens of a row up to which it runs as so many rows of one token, which kernels take."""
+"""Rows of at most so many tokens run as rows of one token, for the kernels."""
 
 _SAME_SHARE = 0.99
-"""Of the target's tokens, how many must have the same id in the draft model's tokenizer."""
+"""The share of the target's tokens that must have the same id in the draft model's tokenizer."""
 
 
 def drafts_by_model(config: EngineConfig) -> bool:
-    """Whether there is to be a draft model."""
+    """Return whether the settings ask for a draft model."""
     return config.speculation == "auto" and bool(config.draft_model_path)
 
 
 def load_draft_model(config: EngineConfig, target: LoadedModel) -> LoadedModel:
-    """Loads the model of `engine.draft_model_path`, before memory is dealt out.
+    """Load the model of `engine.draft_model_path`, before the KV cache is sized.
 
     Raises:
-        ModelError: It can't be loaded, or is none that can draft for the target.
+        ModelError: It can't be loaded, or can't draft for the target.
     """
     if not target.generates:
         raise ModelError(
-            "the model makes embeddings and generates nothing that could be drafted; set "
+            "the model makes embeddings and generates no tokens to draft; set "
             "draft_model_path to ''"
         )
     try:
@@ -90,7 +83,7 @@ def load_draft_model(config: EngineConfig, target: LoadedModel) -> LoadedModel:
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:
-    """The settings of the draft model, which are the target's but for what needs no exactness."""
+    """Return the draft model's settings: the target's, without deterministic mode."""
     return msgspec.structs.replace(
         config,
         model_path=config.draft_model_path,
@@ -102,20 +95,20 @@ def draft_config(config: EngineConfig) -> EngineConfig:
 
 
 def _check_vocabulary(config: EngineConfig, model: LoadedModel, target: LoadedModel) -> None:
-    """Raises ModelError if tokens mean something else to the two models."""
+    """Raises ModelError if the two models have different vocabularies."""
     own, wanted = (_token_ids(each.model_folder) for each in (draft_config(config), config))
     if own and wanted:
-        # Models of one family differ in a few special tokens, and in how far rows are padded.
+        # Models of one family differ in a few special tokens, and in padding.
         same = sum(own.get(token) == token_id for token, token_id in wanted.items())
         if same >= _SAME_SHARE * len(wanted):
             return
-        difference = f"of the {len(wanted)} tokens it has {same} under the same id"
+        difference = f"{same} of the {len(wanted)} tokens have the same id"
     elif model.vocab_size == target.vocab_size:
         return
     else:
         difference = f"it has {model.vocab_size} tokens and the model has {target.vocab_size}"
     raise ModelError(
-        f"the draft model is of another vocabulary: {difference}; set draft_model_path to one "
+        f"the draft model has another vocabulary: {difference}; set draft_model_path to one "
         "with the same tokenizer"
     )
 
@@ -127,17 +120,17 @@ def _token_ids(folder: Path) -> dict[str, int]:
 
 @dataclass(slots=True)
 class _Progress:
-    """How far the draft model is with one sequence.
+    """The draft model's state of one sequence.
 
     Attributes:
-        seq_id: Whose row it is.
-        num_computed: How many tokens, from the first on, have their KV in the draft model's cache.
-        hashes: Of the tokens up to the end of each block that is computed.
+        seq_id: The sequence.
+        num_computed: Leading tokens whose KV is in the draft model's cache.
+        hashes: Of the tokens up to the end of each computed block.
         drafted: Its last draft.
-        start: The place of the first of these in the sequence.
-        length: How many tokens the next draft may have.
-        misses: How many drafts in a row were of no use.
-        skips: How many steps are to be gone without a draft.
+        start: Position of that draft in the sequence.
+        length: Length of the next draft.
+        misses: Useless drafts in a row.
+        skips: Steps to skip.
     """
 
     seq_id: int
@@ -150,7 +143,7 @@ class _Progress:
     skips: int = 0
 
     def settle(self, tokens: IntArray) -> None:
-        """Compares the last draft with what has come; of what is wrong, nothing is computed."""
+        """Compare the last draft with the sequence, and drop the KV of wrong tokens."""
         if not self.drafted:
             return
         came = tokens[self.start : self.start + len(self.drafted)]
@@ -164,20 +157,19 @@ class _Progress:
         if right and len(tokens) - self.start > 1:
             self.misses = 0
         elif len(came):
-            # Wrong, or verified by nobody, who has better use for the step's time. It will hardly
-            # be otherwise at the next place.
+            # Wrong, or not verified since other work paid more: likely again at the next place.
             self.misses += 1
             self.skips = min(2**self.misses - 2, _MOST_SKIPPED)
         self.drafted = ()
 
 
 class DraftModel:
-    """A DraftSource. Its methods run on the thread of the target, between its passes.
+    """A DraftSource. Its methods run on the target's thread, between its passes.
+
+    Updates of weights don't change it.
 
     Attributes:
-        model: The draft model, which no update of weights changes.
-        cache: Its keys and values; `forget_kv` must be called when they are lost.
-        failure: Why it drafts no more, as long as nobody has been told; empty else.
+        cache: Its KV cache; call `forget_kv` when the contents are lost.
     """
 
     name: ClassVar[str] = "model"
@@ -190,42 +182,32 @@ class DraftModel:
         num_blocks: int,
         vocab_size: int,
     ) -> None:
-        """Allocates its cache, and makes it ready to run.
+        """Allocate the cache.
 
         Args:
-            config: Of the lane.
-            model: As `load_draft_model` gave it.
+            config: The target's settings.
+            model: From `load_draft_model`.
             table: The target's sequences.
             num_blocks: Of the target's cache.
             vocab_size: The target's.
         """
-        own = draft_config(config)
-        self.model = model
-        huge = config.huge_pages == "auto"
-        self.cache = KVCache(model, num_blocks, config.block_size, huge_pages=huge)
+        self._runner = make_runner(draft_config(config), model, num_blocks)
+        self.cache = self._runner.cache
         self._table = table
         self._most_tokens = config.max_tokens_per_batch
         self._vocab_size = vocab_size
-        backend, without_kernels = choose_backend(own, model)
-        self._builder = InputBuilder(model, config.block_size, backend)
-        self._fast: FastModules | None = None
-        if model.device.type == "cpu" and not without_kernels:
-            self._fast = FastModules(model, self.cache, self._builder)
-        self._active: Callable[[], AbstractContextManager[object]] = nullcontext
-        if self._fast is not None:
-            self._active = self._fast.active
         self._progress: dict[int, _Progress] = {}
-        # Of each block, the hash of the tokens up to its end whose KV it has; 0 for none.
+        # By block: the hash of the tokens up to its end whose KV it holds; 0 for none.
         self._filled: IntArray = np.zeros(num_blocks, np.int64)
         self._broken = False
-        self.failure = ""
+        self._failure = ""
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """As `DraftSource.propose`.
 
-        A sequence that it has not seen before, or not for long, it reads first; of many tokens so
-        many in a step as a batch may have, and till then there is no draft.
+        New tokens of a sequence are computed first, at most a batch's tokens per step; until then
+        the sequence has no draft.
         """
         drafts = [NO_DRAFT] * len(contexts)
         if self._broken:
@@ -235,8 +217,8 @@ class DraftModel:
         if not wanted:
             return drafts
         try:
-            # The calls of torch are its own, whatever the target's have to be.
-            with torch._C.DisableTorchFunction(), self._active():
+            # The target's torch function mode doesn't apply here.
+            with torch._C.DisableTorchFunction(), self._runner.active():
                 ready, logits = self._catch_up([contexts[i] for i in wanted])
                 chosen = [wanted[i] for i in ready]
                 written = self._write_on(
@@ -250,7 +232,7 @@ class DraftModel:
         return drafts
 
     def forget(self, row: int, seq_id: int) -> None:
-        """As `DraftSource.forget`; the blocks that it filled are found again."""
+        """As `DraftSource.forget`; its filled blocks can be found again."""
         if (progress := self._progress.get(row)) is not None and progress.seq_id == seq_id:
             del self._progress[row]
 
@@ -260,29 +242,32 @@ class DraftModel:
         self._broken = False
 
     def forget_kv(self) -> None:
-        """The cache has been emptied, or has other memory."""
+        """The contents of the cache are lost."""
         self._progress.clear()
         self._filled[:] = 0
 
+    def take_failure(self) -> str:
+        """Return why drafting stopped, once; "" otherwise."""
+        failure, self._failure = self._failure, ""
+        return failure
+
     def close(self) -> None:
-        """Gives up weights and KV; the object is of no use then."""
-        if self._fast is not None:
-            self._fast.remove()
-        self._active = nullcontext
-        del self.model, self.cache, self._fast, self._builder
+        """Free weights and KV; the object is unusable then."""
+        self._runner.close()
+        del self._runner, self.cache
 
     # --- inside -------------------------------------------------------------------------------
 
     def _give_up(self, error: Exception) -> None:
-        """It drafts no more. A device that is lost is found out here, or by the target's pass."""
+        """Stop drafting. A lost device shows here, or in the target's pass."""
         self._broken = True
-        self.failure = error.message if isinstance(error, ModelError) else repr(error)
+        self._failure = error.message if isinstance(error, ModelError) else repr(error)
         self.forget_kv()
-        # What are no numbers would spoil whoever gets the block.
+        # NaN would spoil the next sequence in a block.
         self.cache.clear()
 
     def _length(self, context: DraftContext) -> int:
-        """How many tokens to draft; 0 where it is not worth a pass, or there is no room."""
+        """Return the tokens to draft; 0 without room, or while the sequence is skipped."""
         progress = self._progress.get(context.row)
         if progress is None or progress.seq_id != context.seq_id:
             progress = self._progress[context.row] = self._begin(context)
@@ -290,16 +275,16 @@ class DraftModel:
         if progress.skips:
             progress.skips -= 1
             return 0
-        # A pass less than tokens: the last one's KV is not needed.
+        # The last token's KV is not needed.
         blocks = int(self._table.num_blocks[context.row]) * self.cache.block_size
-        room = min(blocks, self.model.max_model_len) - len(context.tokens) + 1
+        room = min(blocks, self._runner.model.max_model_len) - len(context.tokens) + 1
         return min(progress.length, context.limit, room)
 
     def _begin(self, context: DraftContext) -> _Progress:
-        """A sequence's start, behind the blocks that are filled with its tokens already."""
+        """Start a sequence behind the blocks that hold its tokens already."""
         progress = _Progress(context.seq_id)
         size = self.cache.block_size
-        # Its last token is computed in any case.
+        # The last token is always computed.
         whole = (len(context.tokens) - 1) // size
         self._hash(progress, context, whole)
         blocks = self._table.blocks[context.row, :whole]
@@ -310,7 +295,7 @@ class DraftModel:
         return progress
 
     def _hash(self, progress: _Progress, context: DraftContext, num_blocks: int) -> None:
-        """Lengthens `hashes` to so many blocks."""
+        """Extend `hashes` to so many blocks."""
         hashes, size = progress.hashes, self.cache.block_size
         before = hashes[-1] if hashes else hash(context.scope)
         for block in range(len(hashes), num_blocks):
@@ -319,7 +304,7 @@ class DraftModel:
             hashes.append(before)
 
     def _note(self, context: DraftContext, stop: int) -> None:
-        """Before tokens up to `stop` are computed: which blocks are filled, and which no more."""
+        """Update `_filled` before tokens up to `stop` are computed."""
         progress, size = self._progress[context.row], self.cache.block_size
         blocks = self._table.blocks[context.row]
         done, before = progress.num_computed // size, len(progress.hashes)
@@ -328,10 +313,10 @@ class DraftModel:
         self._filled[blocks[done : -(-stop // size)]] = 0
 
     def _catch_up(self, contexts: Sequence[DraftContext]) -> tuple[list[int], Tensor | None]:
-        """Computes what came since the last time.
+        """Compute new tokens.
 
         Returns:
-            Which contexts have all of it, and their logits, `[ready, vocab]`; None if none has.
+            The contexts that are complete, and their logits, `[ready, vocab]`; None for none.
         """
         pending = []
         for context in contexts:
@@ -340,7 +325,7 @@ class DraftModel:
             pending.append(len(context.tokens) - progress.num_computed)
         left = self._most_tokens
         taken: dict[int, int] = {}
-        # The shortest first, so that a long prompt keeps nobody waiting.
+        # The shortest first, so that a long prompt delays no other sequence.
         for i in sorted(range(len(contexts)), key=pending.__getitem__):
             if count := min(pending[i], left):
                 taken[i] = count
@@ -365,7 +350,7 @@ class DraftModel:
     def _write_on(
         self, contexts: Sequence[DraftContext], lengths: Sequence[int], logits: Tensor | None
     ) -> list[Draft]:
-        """Drafts for sequences whose known tokens are computed, from the logits behind these."""
+        """Draft for complete sequences, from the logits behind their known tokens."""
         if logits is None:
             return []
         table = self._table
@@ -403,7 +388,7 @@ class DraftModel:
         return drafts
 
     def _forward(self, rows: IntArray, starts: IntArray, counts: IntArray, ids: IntArray) -> Tensor:
-        """One pass over so many tokens of rows, `ids` one row's after another's.
+        """Run one pass over `counts` tokens of each row; `ids` row by row.
 
         Returns:
             The logits behind each row's last token, `[rows, vocab]`.
@@ -414,7 +399,7 @@ class DraftModel:
             rows, counts = rows[row_of_token], np.ones_like(starts)
         order, num_decodes = order_rows(starts, counts)
         first = np.cumsum(counts) - counts
-        # Where each token of the batch comes from, and where in the batch each row's last is.
+        # The origin of each token of the batch, and each row's last token in it.
         _, source = flatten_rows(first[order], counts[order])
         place = np.empty_like(source)
         place[source] = np.arange(source.size)
@@ -422,15 +407,14 @@ class DraftModel:
         batch = Rows(
             starts[order], counts[order], self._table.blocks[rows[order], :width], num_decodes
         )
-        # A token that the draft model does not have is some other to it.
-        known = np.minimum(ids[source], self.model.vocab_size - 1)
-        inputs = self._builder.build(batch, known, place[last])
-        return model_forward(self.model.module, inputs, self.cache)
+        # Tokens beyond the draft model's vocabulary are replaced by its last one.
+        known = np.minimum(ids[source], self._runner.model.vocab_size - 1)
+        return self._runner.forward(self._runner.builder.build(batch, known, place[last]))
 
     def _choose(self, logits: Tensor, rows: IntArray, place: int) -> tuple[IntArray, list[float]]:
-        """The tokens that come `place` tokens behind the known ones, and how likely each is.
+        """Choose tokens `place` positions behind the known ones, and return their probabilities.
 
-        As the target chooses them, but for its grammars.
+        As the target chooses them, without its grammars.
 
         Raises:
             ModelError: The model's output is broken.
@@ -439,6 +423,6 @@ class DraftModel:
         if missing:  # less than none are cut off
             logits = F.pad(logits, (0, missing), value=float("-inf"))
         places = Places(rows, np.full_like(rows, place))
-        kernels = self._fast is not None
+        kernels = self._runner.kernels
         tokens, logprobs, _ = choose_tokens(logits, self._table, places, raw=False, kernels=kernels)
         return tokens.cpu().numpy(), logprobs.exp().tolist()

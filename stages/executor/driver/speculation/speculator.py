@@ -1,108 +1,50 @@
-"""Which drafted tokens a step verifies, and what is learned of it."""
+"""Speculation in one step: which drafted tokens are verified, which count, and what is learned."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from .....bus.messages import VerifiedDraft
+from .....config import EngineConfig
 from ...runner.interface import IntArray
 from ..constraints import Constraints
-from ..sequences import BoolArray, SequenceTable
-from ..unread import SampledRows
-from .costs import LEAST_GAIN
-from .drafts import NO_DRAFT, Draft, DraftContext, DraftSource
-from .ledger import DraftLedger
+from ..sampled import SampledRows
+from ..sequences import BoolArray, Places, SequenceTable
+from .control import CostControl, DraftLedger
+from .costs import LEAST_GAIN, StepCosts
+from .drafts import (
+    NO_DRAFT,
+    Draft,
+    DraftContext,
+    DraftSource,
+    ForcedSource,
+    NgramSource,
+    PredictionSource,
+)
+from .suffix import SuffixSource
 
 _ENOUGH = 4.0
-"""Tokens expected of a draft, from which on no other source is asked for a better one."""
+"""Expected tokens of a draft from which no further source is asked."""
 
 _MOST_MODEL_REST = 256
-"""Steps in which a draft model that did not pay is not asked."""
+"""The longest rest, in steps, of a draft model that did not pay."""
 
-_MOST_RESTS = 8
-"""How many steps a sequence goes without being asked about at most, if there was nothing before."""
-
-
-class DraftControl(Protocol):
-    """Says how much of which drafts is worth its time."""
-
-    def add(self, row: int) -> None:
-        """A row of the table has a new sequence."""
-        ...
-
-    def begin(self, num_rows: int, num_prefill: int, context: float) -> bool:
-        """A step begins; says whether drafts would be worth their time, if they were right.
-
-        Args:
-            num_rows: Rows of one token that the step has anyway.
-            num_prefill: Tokens of its other rows.
-            context: Tokens that a row of one token has before it, on average.
-        """
-        ...
-
-    def rest(self) -> int:
-        """For so many steps to come nobody is to be asked, which the caller sees to. To be called
-        where `begin` has said that it would not be worth while."""
-        ...
-
-    def expected(self, row: int, draft: Draft) -> list[float]:
-        """How likely it is of each drafted token that it and all before it are accepted."""
-        ...
-
-    def lengths(self, chances: Sequence[Sequence[float]]) -> list[int]:
-        """How many tokens of each draft to verify in the step that has begun: of each draft's
-        chances, as `expected` gives them."""
-        ...
-
-    def spent(self, num_asked: int, seconds: float, num_accepted: int) -> None:
-        """The step that began last is over. Asking about so many rows, and learning from what came,
-        took so long, without the draft model's passes; so many tokens were accepted."""
-        ...
-
-    def value(self, num_verified: int, num_accepted: int) -> tuple[float, float]:
-        """What some drafted tokens were worth in the step that has begun, all others apart.
-
-        Args:
-            num_verified: How many of the tokens that `lengths` has chosen are meant.
-            num_accepted: How many of them were accepted.
-
-        Returns:
-            Seconds that verifying them took, and seconds that the accepted ones would have taken
-            without drafts.
-        """
-        ...
-
-    def settle(self, row: int, draft: Draft, got: Sequence[int]) -> None:
-        """A row got tokens in a step for which a draft was proposed, verified in part or not."""
-        ...
-
-    def timed(self, seconds: float) -> None:
-        """A step has taken so long, from its beginning to its tokens: the one that began last, if
-        one did since the last call."""
-        ...
-
-    def forget(self, row: int) -> None:
-        """The sequence of a row has left."""
-        ...
-
-    def clear(self) -> None:
-        """All have."""
-        ...
+_MOST_SKIPPED = 8
+"""The most steps that skip a sequence without a useful draft."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepDrafts:
+class StepDrafts(msgspec.Struct, frozen=True):
     """The drafts of one step.
 
     Attributes:
-        counts: `[rows]`, how many drafted tokens of each row of the step are verified.
-        verified: By the row of the SequenceTable, those tokens, where there are any.
-        proposed: By that row, the whole drafts.
+        counts: `[rows]`, verified tokens of each row of the step.
+        verified: Those tokens, by row of the SequenceTable.
+        proposed: The whole drafts, by that row.
         rest: As StepResult's `draft_rest`.
     """
 
@@ -112,28 +54,42 @@ class StepDrafts:
     rest: int = 0
 
 
+@dataclass(slots=True)
+class _Asked:
+    """The cost of a step's drafts.
+
+    Attributes:
+        num_rows: Rows asked for.
+        seconds: CPU time of this thread, learning included.
+        num_accepted: Accepted tokens.
+    """
+
+    num_rows: int
+    seconds: float
+    num_accepted: int = 0
+
+
 class Speculator:
-    """The sources of drafts of a lane, and the control over them."""
+    """The sources of drafts, and the control over them."""
 
     def __init__(
         self,
         table: SequenceTable,
         constraints: Constraints,
         sources: Sequence[DraftSource],
-        control: DraftControl,
+        control: CostControl,
         draft_model: DraftSource | None = None,
         now_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        """Takes its parts.
+        """Take the parts.
 
         Args:
             table: The sequences.
             constraints: Their grammars.
-            sources: Those that take next to no time. Each is asked where those before it have no
-                good draft.
-            control: Says how much to verify.
-            draft_model: One that takes time, and is asked last.
-            now_ns: The clock for that.
+            sources: Cheap sources. Each is asked where earlier ones have no good draft.
+            control: Chooses how much to verify.
+            draft_model: A source that takes time, asked last.
+            now_ns: The clock for it.
         """
         self._table = table
         self._constraints = constraints
@@ -141,22 +97,21 @@ class Speculator:
         self._draft_model = draft_model
         self._now_ns = now_ns
         self._ledger = DraftLedger(_MOST_MODEL_REST)
-        # By the draft model's passes, in the step that is under way.
-        self._drafting_s = 0.0
+        # Time of the draft model's passes in the current step; CPU time of asking it.
+        self._drafting_s = self._asking_model_s = 0.0
         self._control = control
-        # Of the last step for which sources were asked.
+        # Of the last step that asked for drafts.
         self._asked: _Asked | None = None
-        # Of that, the draft model's part.
-        self._asking_model_s = 0.0
-        self._rests: dict[int, _Rest] = {}
+        # By row without a useful draft: steps still to skip, and the length of that pause.
+        self._skips: dict[int, tuple[int, int]] = {}
 
     def begin(self, rows: IntArray, num_tokens: IntArray, limits: IntArray) -> StepDrafts:
-        """Drafts for a step; what is to be verified is written behind the rows' known tokens.
+        """Draft for a step, and write the tokens to verify behind the rows' known tokens.
 
         Args:
-            rows: `[rows]`, of the table: all that the step has.
-            num_tokens: `[rows]`, how many each computes anyway.
-            limits: `[rows]`, most drafted tokens of each; 0 for a row that is to have none.
+            rows: `[rows]`, all rows of the step, of the table.
+            num_tokens: `[rows]`, tokens that each computes anyway.
+            limits: `[rows]`, the most drafted tokens of each; 0 for none.
         """
         if (asked := self._asked) is not None:
             self._control.spent(asked.num_rows, asked.seconds, asked.num_accepted)
@@ -167,18 +122,18 @@ class Speculator:
         num_rows, num_prefill = int(single.sum()), int(num_tokens[~single].sum())
         wanted = limits > 0
         known = float(self._table.num_known[rows[single]].mean()) if num_rows else 0.0
-        worth_while = self._control.begin(num_rows, num_prefill, known)
+        pays = self._control.begin(num_rows, num_prefill, known)
         if not wanted.any():
             return StepDrafts(np.zeros_like(rows), {}, {})
-        if not worth_while:
+        if not pays:
             return StepDrafts(np.zeros_like(rows), {}, {}, self._control.rest())
         begin_ns = time.thread_time_ns()
         contexts = self._contexts(rows[wanted], limits[wanted])
         self._asking_model_s = 0.0
         drafts, chances = self._propose(contexts)
-        lengths = self._control.lengths(chances)
         verified: dict[int, Draft] = {}
         proposed: dict[int, Draft] = {}
+        lengths = self._control.lengths(chances)
         for context, draft, length in zip(contexts, drafts, lengths, strict=True):
             row = context.row
             if draft.tokens:
@@ -187,15 +142,18 @@ class Speculator:
                 verified[row] = cut = _cut(draft, length)
                 known = len(context.tokens)
                 self._table.tokens[row, known : known + length] = cut.tokens
-                self._rests.pop(row, None)
-            else:
-                self._rest(row)
+                self._skips.pop(row, None)
+            elif self._draft_model is None:
+                # A draft model skips by itself, and must not be kept from reading on.
+                pause = min(2 * self._skips.get(row, (0, 0))[1] + 1, _MOST_SKIPPED)
+                self._skips[row] = pause, pause
         if not any(self._is_of_model(draft) for draft in drafts):
             self._ledger.owe(self._drafting_s, least_gain=LEAST_GAIN)
         elif not verified:
             self._judge(())
-        lengths_of = {row: len(draft.tokens) for row, draft in verified.items()}
-        counts = np.array([lengths_of.get(row, 0) for row in rows.tolist()], np.int64)
+        counts = np.array(
+            [len(verified.get(row, NO_DRAFT).tokens) for row in rows.tolist()], np.int64
+        )
         asking_s = (time.thread_time_ns() - begin_ns) * 1e-9
         self._asked = _Asked(len(contexts), max(asking_s - self._asking_model_s, 0.0))
         return StepDrafts(counts, verified, proposed)
@@ -203,7 +161,7 @@ class Speculator:
     def verdicts(
         self, step: StepDrafts, rows: IntArray, num_accepted: IntArray
     ) -> tuple[VerifiedDraft, ...]:
-        """What the result says of a step's drafts: `[rows]`, how many tokens were accepted."""
+        """Return the result's entries for a step's drafts. `num_accepted`: `[rows]`."""
         ids = self._table.ids_of(rows).tolist()
         verdicts = tuple(
             VerifiedDraft(seq_id, draft.source, len(draft.tokens), accepted)
@@ -217,20 +175,19 @@ class Speculator:
         return verdicts
 
     def timed(self, seconds: float) -> None:
-        """As DraftControl says; for steps that run one after the other. What the draft model took
-        of it is no cost of rows."""
+        """As `CostControl.timed`, without the draft model's time. For steps one after the other."""
         self._control.timed(seconds - self._drafting_s)
         self._drafting_s = 0.0
 
     def observe(
         self, sampled: SampledRows, seq_ids: Sequence[int], proposed: Mapping[int, Draft]
     ) -> None:
-        """A step's tokens are known.
+        """Learn from a step's tokens.
 
         Args:
-            sampled: Where they are.
-            seq_ids: The sequences that they count for: others had ended before.
-            proposed: By row of the table, the drafts that there were for the step.
+            sampled: The sampled rows.
+            seq_ids: The sequences that had not ended before.
+            proposed: All drafts for the step, by row of the table.
         """
         if not proposed:
             return
@@ -253,10 +210,10 @@ class Speculator:
         row = self._table.row_of(seq_id)
         assert row is not None
         self._control.add(row)
-        self._rests.pop(row, None)
+        self._skips.pop(row, None)
 
     def forget(self, seq_id: int) -> None:
-        """A sequence is about to leave the table; one that is not there is forgotten already."""
+        """A sequence is about to leave the table. Unknown ids are ignored."""
         row = self._table.row_of(seq_id)
         if row is not None:
             self._control.forget(row)
@@ -266,7 +223,7 @@ class Speculator:
     def clear(self) -> None:
         """All sequences leave the table."""
         self._control.clear()
-        self._rests.clear()
+        self._skips.clear()
         self._asked = None
         for source in self._all_sources:
             source.clear()
@@ -280,34 +237,21 @@ class Speculator:
         return self._draft_model is not None and draft.source == self._draft_model.name
 
     def _judge(self, verdicts: Sequence[VerifiedDraft]) -> None:
-        """Tells the ledger what became of the draft model's drafts in a step that has some."""
+        """Record the draft model's drafts of a step in its ledger."""
         of_model = [each for each in verdicts if self._is_of_model(each)]
         verified = sum(each.num_tokens for each in of_model)
         took, saved = self._control.value(verified, sum(each.num_accepted for each in of_model))
         self._ledger.settle(self._drafting_s + took, saved, least_gain=LEAST_GAIN)
 
-    def _rest(self, row: int) -> None:
-        """There was nothing to verify for a row: it is asked about again after some steps.
-
-        A draft model sees to that by itself, and must not be kept from reading on.
-        """
-        if self._draft_model is not None:
-            return
-        rest = self._rests.setdefault(row, _Rest())
-        rest.last = min(2 * rest.last + 1, _MOST_RESTS)
-        rest.steps = rest.last
-
-    def _rests_now(self, row: int) -> bool:
-        rest = self._rests.get(row)
-        if rest is None or not rest.steps:
-            return False
-        rest.steps -= 1
-        return True
+    def _skipped(self, row: int) -> bool:
+        left, pause = self._skips.get(row, (0, 0))
+        if left:
+            self._skips[row] = left - 1, pause
+        return left > 0
 
     def _contexts(self, rows: IntArray, limits: IntArray) -> list[DraftContext]:
-        """Of those rows of the table that don't rest."""
+        """The contexts of rows of the table that are not skipped."""
         table = self._table
-        known = table.num_known[rows]
         return [
             DraftContext(
                 row,
@@ -321,25 +265,25 @@ class Speculator:
             for row, seq_id, end, generated, limit in zip(
                 rows.tolist(),
                 table.ids_of(rows).tolist(),
-                known.tolist(),
+                table.num_known[rows].tolist(),
                 table.num_generated[rows].tolist(),
                 limits.tolist(),
                 strict=True,
             )
-            if not self._rests_now(row)
+            if not self._skipped(row)
         ]
 
     def _propose(self, contexts: list[DraftContext]) -> tuple[list[Draft], list[Sequence[float]]]:
-        """The draft of each sequence from which most is to be expected, and what is."""
+        """The most promising draft of each sequence, and its chances."""
         best = [NO_DRAFT] * len(contexts)
         chances: list[Sequence[float]] = [()] * len(contexts)
 
-        def ask(source: DraftSource, which: Sequence[int]) -> None:
-            for index, proposed in zip(
-                which, source.propose([contexts[i] for i in which]), strict=True
-            ):
-                if proposed.tokens:
-                    row, draft = contexts[index].row, proposed
+        def ask(source: DraftSource) -> None:
+            which = [i for i, each in enumerate(chances) if sum(each) < _ENOUGH]
+            proposals = source.propose([contexts[i] for i in which])
+            for index, draft in zip(which, proposals, strict=True):
+                if draft.tokens:
+                    row = contexts[index].row
                     if self._table.constrained[row]:
                         draft = _cut(draft, self._constraints.check_draft(row, draft.tokens))
                     expected = self._control.expected(row, draft)
@@ -347,42 +291,13 @@ class Speculator:
                         best[index], chances[index] = draft, expected
 
         for source in self._sources:
-            ask(source, [i for i, each in enumerate(chances) if sum(each) < _ENOUGH])
+            ask(source)
         if self._draft_model is not None and self._ledger.may_ask():
             begin_ns, own_ns = self._now_ns(), time.thread_time_ns()
-            ask(self._draft_model, [i for i, each in enumerate(chances) if sum(each) < _ENOUGH])
+            ask(self._draft_model)
             self._drafting_s = (self._now_ns() - begin_ns) * 1e-9
             self._asking_model_s = (time.thread_time_ns() - own_ns) * 1e-9
         return best, chances
-
-
-@dataclass(slots=True)
-class _Asked:
-    """What asking for a step's drafts took.
-
-    Attributes:
-        num_rows: About so many rows.
-        seconds: Of this thread, learning from what came included: how long others kept it waiting
-            says nothing.
-        num_accepted: Drafted tokens of the step.
-    """
-
-    num_rows: int
-    seconds: float
-    num_accepted: int = 0
-
-
-@dataclass(slots=True)
-class _Rest:
-    """How long a sequence is not asked about.
-
-    Attributes:
-        last: So many steps it was the last time.
-        steps: So many are left.
-    """
-
-    last: int = 0
-    steps: int = 0
 
 
 def _cut(draft: Draft, length: int) -> Draft:
@@ -394,12 +309,12 @@ def _cut(draft: Draft, length: int) -> Draft:
 def longest_drafts(
     table: SequenceTable, rows: IntArray, num_drafts: IntArray, block_size: int
 ) -> IntArray:
-    """Most drafted tokens that each row can have, `[rows]`.
+    """Return the most drafted tokens of each row, `[rows]`.
 
     Args:
         table: The sequences.
         rows: `[rows]`, which compute their last known token.
-        num_drafts: `[rows]`, what the plan allows.
+        num_drafts: `[rows]`, the plan's limits.
         block_size: Of the KV cache.
     """
     known = table.num_known[rows]
@@ -410,11 +325,59 @@ def longest_drafts(
 
 
 def accepted_counts(counts: BoolArray, starts: IntArray) -> IntArray:
-    """How many drafted tokens of each row were accepted, `[rows]`.
+    """Return the accepted drafted tokens of each row, `[rows]`.
 
     Args:
-        counts: `[places]`, as `accept` says.
+        counts: `[places]`, as `accept` returns.
         starts: `[rows]`, the first place of each.
     """
     accepted: IntArray = np.add.reduceat(counts.astype(np.int64), starts) - 1
     return accepted
+
+
+def accept(
+    table: SequenceTable, places: Places, tokens: IntArray, unsure: BoolArray | None
+) -> BoolArray:
+    """Return which places count, `[places]`: those that sampling without drafts would reach.
+
+    The first place of each row counts, and each place behind a counting one whose sampled token is
+    the drafted one and does not end the sequence.
+
+    Args:
+        table: The sequences, with drafted tokens behind the known ones.
+        places: The places of one row follow one another, in order.
+        tokens: `[places]`, the sampled tokens.
+        unsure: `[places]`, where a grammar's mask behind drafted tokens is unknown; None for none.
+    """
+    counts: BoolArray = places.ahead == 0
+    behind = np.flatnonzero(~counts)
+    if not behind.size:
+        return counts
+    before = behind - 1
+    rows, drafted = places.rows[behind], places.ahead[behind] - 1
+    holds = tokens[before] == table.tokens[rows, table.num_known[rows] + drafted]
+    holds &= ~table.is_last(places[before])
+    if unsure is not None:
+        holds &= ~unsure[behind]
+    for place, row, held in zip(behind.tolist(), rows.tolist(), holds.tolist(), strict=True):
+        goes_on = held and counts[place - 1]
+        counts[place] = goes_on and int(tokens[place - 1]) not in table.stop_ids[row]
+    return counts
+
+
+def make_speculator(
+    config: EngineConfig,
+    table: SequenceTable,
+    constraints: Constraints,
+    measure: Callable[[], StepCosts],
+    draft_model: DraftSource | None = None,
+) -> Speculator:
+    """Return the speculator that the settings ask for. `measure` returns the costs of steps."""
+    makers: dict[str, Callable[[], DraftSource]] = {
+        "prediction": PredictionSource,
+        "grammar": lambda: ForcedSource(constraints),
+        "suffix": lambda: SuffixSource(table, config.suffix_index_tokens),
+        "ngram": NgramSource,
+    }
+    sources = [makers[name]() for name in config.draft_sources]
+    return Speculator(table, constraints, sources, CostControl(measure()), draft_model)

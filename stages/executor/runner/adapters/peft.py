@@ -1,4 +1,4 @@
-"""Reads what PEFT saves of a LoRA adapter, and holds it against the model.
+"""LoRA adapters as PEFT saves them: read, and checked against the model.
 
 y = W x + scaling * B A x, where A is `[rank, in]` and B is `[out, rank]` (https://arxiv.org/abs/
 2106.09685); scaling is alpha / rank, or with rsLoRA alpha / sqrt(rank)
@@ -22,8 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .....config import ADAPTER_ID_RULE, AdapterError, WeightsError, is_adapter_id, shown
 from ..loaded_model import LoadedModel
-from ..weights.limits import WeightLimits
-from ..weights.storage import check_stored
+from ..weights.checks import WeightLimits, check_stored
 from ..weights.transports.folder import opened, read_folder, readable, stamp_of
 
 CONFIG = "adapter_config.json"
@@ -38,7 +37,7 @@ _MORE_BYTES = 1 << 20
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
 _PLAIN_PATTERN = re.compile(r"\^?[\w.-]+\$?")
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations that change the weights below the adapter, too."""
+"""Initialisations that also change the base weights."""
 
 
 class AdapterLimits(NamedTuple):
@@ -49,7 +48,7 @@ class AdapterLimits(NamedTuple):
 
 
 class LoraPair(NamedTuple):
-    """What an adapter adds to one linear layer: (x A^T) B.
+    """An adapter of one linear layer: adds (x A^T) B.
 
     Attributes:
         a: `[rank, in]`.
@@ -65,11 +64,11 @@ class Adapter:
     """An adapter that fits the model, in its dtype and on its device.
 
     Attributes:
-        id: By which requests name it.
-        version: Of its weights; rises with each that take this id.
-        pairs: By the name of the module.
-        folder: Where it was read; "" when it can't be had again.
-        stamp: Which files those were.
+        id: Its name in requests.
+        version: Of its weights; rises with every change of this id.
+        pairs: By module name.
+        folder: The folder it was read from; "" if it can't be read again.
+        stamp: Of the folder's files.
     """
 
     id: str
@@ -80,26 +79,18 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The largest of its layers."""
+        """The largest rank of its layers."""
         return max(pair.a.shape[0] for pair in self.pairs.values())
 
     @property
     def num_bytes(self) -> int:
-        """That its numbers take."""
+        """Bytes of its tensors."""
         return sum(tensor.nbytes for pair in self.pairs.values() for tensor in pair)
 
 
-class _Config(msgspec.Struct):
-    """What of adapter_config.json matters; the rest is about training."""
+class _Unsupported(msgspec.Struct):
+    """Fields of adapter_config.json that must be empty."""
 
-    peft_type: str = "LORA"
-    r: int = 8
-    lora_alpha: float = 8
-    use_rslora: bool = False
-    rank_pattern: dict[str, int] | None = None
-    alpha_pattern: dict[str, float] | None = None
-    bias: str = "none"
-    init_lora_weights: bool | str | None = True
     modules_to_save: Any = None
     use_dora: bool = False
     lora_bias: bool = False
@@ -115,17 +106,30 @@ class _Config(msgspec.Struct):
     monteclora_config: Any = None
 
 
+class _Config(_Unsupported):
+    """The fields of adapter_config.json that matter for inference."""
+
+    peft_type: str = "LORA"
+    r: int = 8
+    lora_alpha: float = 8
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    bias: str = "none"
+    init_lora_weights: bool | str | None = True
+
+
 _config = msgspec.json.Decoder(_Config)
 
 
 def read_adapter(
     id: str, version: int, folder: str, model: LoadedModel, limits: AdapterLimits
 ) -> Adapter:
-    """Reads a folder.
+    """Read an adapter from a folder.
 
     Raises:
-        AdapterError: It is not there or not whole, is of a kind that can't be served, or does not
-            fit the model.
+        AdapterError: The folder is missing or incomplete, the kind of adapter is not supported, or
+            it does not fit the model.
     """
     place = Path(folder).expanduser()
     config = _read_config(place)
@@ -137,10 +141,10 @@ def read_adapter(
         size = os.stat(file).st_size
         if size > most.num_bytes + most.header_bytes:
             raise _too_large(
-                f"{shown(file)} has {size} bytes, more than an adapter of rank {limits.rank} can "
-                "have here",
+                f"{shown(file)} has {size} bytes, more than an adapter of rank {limits.rank} "
+                "of this model"
             )
-        # Before it is read: what is written anew meanwhile will not have this stamp.
+        # Before reading: files that are replaced meanwhile will not have this stamp.
         stamp = stamp_of(file)
         tensors = read_folder(file, most)
     except OSError as error:
@@ -157,28 +161,25 @@ def read_adapter(
 
 
 def check_adapter_id(id: str, model: str) -> None:
-    """Whether an adapter may have this id, beside the model's name.
-
-    Raises:
-        AdapterError: invalid_adapter_id.
-    """
+    """Raises AdapterError if the id is invalid or the model's name."""
     if id == model or not is_adapter_id(id):
         raise AdapterError(
-            f"an adapter can't be called {shown(id)}: {ADAPTER_ID_RULE}, and not the model's name",
+            f"{shown(id)} is no valid id of an adapter: {ADAPTER_ID_RULE}, and not the "
+            "model's name",
             code="invalid_adapter_id",
         )
 
 
 def next_version(id: str, wanted: int | None, last: int) -> int:
-    """The version of new weights.
+    """Return the version of new weights.
 
     Args:
         id: The adapter.
-        wanted: What somebody asks for; None for the next.
-        last: The last that this id has had.
+        wanted: The requested version; None for the next.
+        last: The last version of this id.
 
     Raises:
-        AdapterError: It does not rise.
+        AdapterError: The version does not rise.
     """
     if wanted is None:
         return last + 1
@@ -191,7 +192,7 @@ def next_version(id: str, wanted: int | None, last: int) -> int:
 
 
 def stamp_of_adapter(folder: str) -> str:
-    """Tells whether a folder's adapter is still the one that was read.
+    """Return a stamp of a folder's adapter, which changes with its files.
 
     Raises:
         WeightsError: It can't be read.
@@ -207,15 +208,15 @@ def adapter_of(
     model: LoadedModel,
     limits: AdapterLimits,
 ) -> Adapter:
-    """An adapter of tensors in this process.
+    """Make an adapter of tensors in this process.
 
     Args:
         id: Its id.
         version: Of its weights.
-        tensors: As `peft.get_peft_model_state_dict` gives them.
-        config: As the adapter's `LoraConfig.to_dict()`.
-        model: What it is for.
-        limits: How much it may be.
+        tensors: From `peft.get_peft_model_state_dict`.
+        config: From the adapter's `LoraConfig.to_dict()`.
+        model: The base model.
+        limits: Its largest size.
 
     Raises:
         AdapterError: As `read_adapter`.
@@ -228,7 +229,7 @@ def adapter_of(
     _check_kind(checked)
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise AdapterError(f"{shown(name)} is a {type(tensor).__name__}, and no tensor")
+            raise AdapterError(f"{shown(name)} is a {type(tensor).__name__}, not a tensor")
     try:
         check_stored(tensors)
     except WeightsError as error:
@@ -266,17 +267,12 @@ def _check_kind(config: _Config) -> None:
     initial = config.init_lora_weights
     if isinstance(initial, str) and initial.lower().startswith(_OTHER_BASE):
         raise _unsupported(
-            f"init_lora_weights {shown(initial)} has changed the weights below it, too; save it "
+            f"init_lora_weights {shown(initial)} has also changed the base weights; save it "
             "with path_initial_model_for_weight_conversion"
         )
     if config.bias != "none":
         raise _unsupported(f"bias {shown(config.bias)} is not, only 'none'")
-    for name in (
-        *("modules_to_save", "use_dora", "lora_bias", "target_parameters"),
-        *("trainable_token_indices", "layer_replication", "alora_invocation_tokens"),
-        *("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "velora_config"),
-        "monteclora_config",
-    ):
+    for name in _Unsupported.__struct_fields__:
         if getattr(config, name):
             raise _unsupported(f"{name} is not; train it without")
     if not math.isfinite(config.lora_alpha):
@@ -284,10 +280,10 @@ def _check_kind(config: _Config) -> None:
 
 
 def _of_pattern(pattern: Mapping[str, Any] | None, name: str, default: Any) -> Any:
-    """What a pattern says of a module: of those that fit, the first.
+    """Return the value of the first matching key of a pattern.
 
-    PEFT takes the keys for regular expressions; nearly all are ends of names, and nobody who sends
-    an adapter may have this process search for long.
+    PEFT's keys are regular expressions. Nearly all are ends of names, and an arbitrary expression
+    could take very long, so others are refused.
     """
     for key, value in (pattern or {}).items():
         plain = key.replace("\\.", ".")
@@ -319,7 +315,7 @@ def _pairs_of(
     tensors: Mapping[str, Tensor], config: _Config, model: LoadedModel, limits: AdapterLimits
 ) -> dict[str, LoraPair]:
     if model.is_encoder:
-        # It runs as Transformers has it, with prompts of several requests in the rows of a pass.
+        # It runs Transformers' own code, with several requests in one pass.
         raise _unsupported("an encoder is the model, and only models with a KV cache are")
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -350,7 +346,7 @@ def _pair(
     limits: AdapterLimits,
 ) -> LoraPair:
     if both.keys() != {"A", "B"}:
-        raise AdapterError(f"of {shown(name)} there is only lora_{min(both)}; save it again")
+        raise AdapterError(f"{shown(name)} has only lora_{min(both)}; save the adapter again")
     a, b = both["A"], both["B"]
     inputs, outputs = _widths(module)
     rank = a.shape[0] if a.dim() == 2 else 0
@@ -365,11 +361,11 @@ def _pair(
             f"{limits.rank}"
         )
     if not (a.is_floating_point() and b.is_floating_point()):
-        raise AdapterError(f"the tensors of {shown(name)} are {a.dtype} and {b.dtype}, no floats")
+        raise AdapterError(f"the tensors of {shown(name)} are {a.dtype} and {b.dtype}, not floats")
     scaled = b.float() * _scaling(config, name, rank)
     pair = LoraPair(
-        a.detach().to(model.device, model.dtype, copy=True),
-        scaled.t().contiguous().to(model.device, model.dtype),
+        a.detach().to(model.device, model.dtypes.activations, copy=True),
+        scaled.t().contiguous().to(model.device, model.dtypes.activations),
     )
     if not all(bool(tensor.isfinite().all()) for tensor in pair):
         raise AdapterError(
@@ -381,7 +377,7 @@ def _pair(
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Module]:
-    """The layers that can have a pair, by name."""
+    """Return the linear layers by name."""
     return {
         name: part
         for name, part in module.named_modules()
@@ -390,7 +386,7 @@ def _linears(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _widths(module: Any) -> tuple[int, int]:
-    """Inputs and outputs."""
+    """Return the numbers of inputs and outputs."""
     if isinstance(module, Conv1D):
         inputs, outputs = module.weight.shape
         return inputs, outputs
@@ -420,8 +416,7 @@ def _unknown_tensor(name: str) -> AdapterError:
         if part in name:
             return _unsupported(f"{what} (the tensor {shown(name)}), only LoRA on linear layers is")
     return AdapterError(
-        f"nothing is known of the tensor {shown(name)}; an adapter has lora_A and lora_B of linear "
-        "layers"
+        f"the tensor {shown(name)} is unknown; an adapter has lora_A and lora_B of linear layers"
     )
 
 
@@ -430,8 +425,8 @@ def _no_such_module(name: str, module: nn.Module) -> AdapterError:
         kind = type(module.get_submodule(name)).__name__
     except AttributeError:
         return AdapterError(
-            f"the adapter has tensors for {shown(name)}, which {type(module).__name__} has not; "
-            "it is for another model"
+            f"the adapter has tensors for {shown(name)}, which is not in "
+            f"{type(module).__name__}; it is for another model"
         )
     return _unsupported(
         f"LoRA on {shown(name)} ({kind}) is not, only on linear layers that every token passes "

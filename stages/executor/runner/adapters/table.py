@@ -1,43 +1,164 @@
-"""The adapters that are loaded, side by side, as steps need them."""
+"""The loaded adapters, and what they add to the outputs of linear layers in a step.
+
+The layout of a step's tokens is computed once per step, not per layer. A layer then runs in one of
+two ways. One adapter after the other: each adapter's rows are multiplied with its two matrices. Or
+all together: the matrices of all loaded adapters, side by side, act as one adapter of a large rank,
+and each row keeps the ranks of its own adapter. That is two products for any number of adapters,
+but larger ones, so it is used for small total ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .....config import AdapterError, ModelError
 from .....store.board import LoadedAdapter
 from ..batch import IntArray
 from ..loaded_model import LoadedModel
-from .peft import Adapter, AdapterLimits
-from .step import AdapterStep, Layer, Layout
+from .peft import Adapter, AdapterLimits, LoraPair
+
+MOST_TOGETHER = 512
+"""The largest total rank for which all adapters are computed together."""
+
+Index = slice | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The order of adapters' ranks, shared by layers with the same order.
+
+    Attributes:
+        places: (first, one past the last) rank by slot.
+        owners: `[ranks]`, the slot of each rank.
+    """
+
+    places: Mapping[int, tuple[int, int]]
+    owners: Tensor
+
+    @classmethod
+    def of(cls, ranks: Sequence[tuple[int, int]], device: torch.device) -> Layout:
+        """`ranks`: (slot, rank) of each adapter."""
+        ends = np.cumsum([rank for _, rank in ranks]).tolist()
+        places = {slot: (end - rank, end) for (slot, rank), end in zip(ranks, ends, strict=True)}
+        owners = np.repeat([slot for slot, _ in ranks], [rank for _, rank in ranks])
+        return cls(places, torch.from_numpy(owners).to(device))
+
+
+class Layer:
+    """The matrices of all adapters for one module: `a` `[ranks, in]`, `b` `[ranks, out]`.
+
+    Attributes:
+        pairs: By slot, each adapter's views of `a` and `b`.
+    """
+
+    __slots__ = ("a", "b", "layout", "pairs")
+
+    def __init__(self, layout: Layout, pairs: Mapping[int, LoraPair]) -> None:
+        """`pairs`: by slot, in the layout's order."""
+        self.layout = layout
+        self.a = torch.cat([pair.a for pair in pairs.values()])
+        self.b = torch.cat([pair.b for pair in pairs.values()])
+        self.pairs = {
+            slot: LoraPair(self.a[start:stop], self.b[start:stop])
+            for slot, (start, stop) in layout.places.items()
+        }
+
+
+class AdapterStep:
+    """The adapters of one step's tokens."""
+
+    def __init__(
+        self,
+        slots: IntArray,
+        ranks: Sequence[int],
+        device: torch.device,
+        *,
+        one_by_one: bool = False,
+    ) -> None:
+        """Lay out a step with at least one adapter.
+
+        Args:
+            slots: `[tokens]`, negative for none.
+            ranks: By slot, of all loaded adapters.
+            device: Of the model.
+            one_by_one: Never compute them together.
+        """
+        self._device = device
+        used = np.unique(slots[slots >= 0]).tolist()
+        self.together = not one_by_one and len(used) > 1 and sum(ranks) <= MOST_TOGETHER
+        self._masks: dict[int, Tensor] = {}
+        self._groups: list[tuple[int, Index]] = []
+        if self.together:
+            chosen = np.flatnonzero(slots >= 0)
+            self._index = self._index_of(chosen)
+            self._owners = torch.from_numpy(slots[chosen]).to(device)[:, None]
+        else:
+            self._groups = [(slot, self._index_of(np.flatnonzero(slots == slot))) for slot in used]
+
+    def add(self, layer: Layer, x: Tensor, y: Tensor) -> Tensor:
+        """Add the adapters' outputs for `x` to `y`, in place: `[..., tokens, in]` to
+        `[..., tokens, out]`."""
+        rows, outputs = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+        if self.together:
+            hidden = F.linear(rows[self._index], layer.a)
+            hidden = hidden.masked_fill(self._others(layer.layout), 0)
+            _add_at(outputs, self._index, F.linear(hidden, layer.b.t()))
+        for slot, index in self._groups:
+            pair = layer.pairs.get(slot)
+            if pair is not None:
+                hidden = F.linear(rows[index], pair.a)
+                _add_at(outputs, index, F.linear(hidden, pair.b.t()))
+        return outputs.view(y.shape)
+
+    def _others(self, layout: Layout) -> Tensor:
+        """Return `[tokens, ranks]`, true for ranks of other adapters than the token's."""
+        mask = self._masks.get(id(layout))
+        if mask is None:
+            mask = self._masks[id(layout)] = self._owners != layout.owners
+        return mask
+
+    def _index_of(self, chosen: IntArray) -> Index:
+        """Return a slice for consecutive tokens, which need no gather."""
+        first, last = int(chosen[0]), int(chosen[-1])
+        if last - first + 1 == len(chosen):
+            return slice(first, last + 1)
+        return torch.from_numpy(chosen).to(self._device)
+
+
+def _add_at(outputs: Tensor, index: Index, added: Tensor) -> None:
+    if isinstance(index, slice):
+        outputs[index].add_(added)
+    else:
+        outputs.index_add_(0, index, added)
+
 
 NO_ADAPTER = -1
 
 
 @dataclass
 class _Wrapped:
-    """A module of which some adapter has a layer, and its pass with what they add."""
+    """A module with an adapter, and its forward pass with the adapters."""
 
     module: nn.Module
     forward: Callable[[Tensor], Tensor]
 
 
 class AdapterTable:
-    """Knows the adapters that are loaded by slots: a slot keeps its adapter until it is vacated.
+    """The loaded adapters by slots. A slot keeps its adapter until it is vacated.
 
-    New weights of an adapter take a slot of their own, and then the place of the others: so what
-    can fail is done before a plan relies on it.
+    New weights of an adapter are staged in a slot of their own, so that everything that can fail is
+    done before a plan relies on them.
 
-    A step with rows that have an adapter runs within `applied`; only there do the model's modules
-    compute anything but what they do by themselves, so that other steps cost nothing.
-
-    Methods must not be called while a step is computed.
+    A step with adapters runs within `applied`, which changes the model's modules; other steps cost
+    nothing. Don't call methods during a step.
     """
 
     def __init__(
@@ -49,15 +170,15 @@ class AdapterTable:
         check: Callable[[], AbstractContextManager[object]] = nullcontext,
         alone: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Without any.
+        """Make an empty table.
 
         Args:
-            model: What they are for.
-            limits: How many there may be, and how large; the settings' defaults when None.
+            model: The base model.
+            limits: Number and size of adapters; the settings' defaults when None.
             one_by_one: Never compute several adapters in one product, whose bits would depend on
-                which ones they are.
-            check: What a product with an adapter's tensors is tried in when it is added.
-            alone: What has every module called by itself, so that it sees its inputs.
+                the set of adapters.
+            check: The context in which products with new tensors are tried.
+            alone: The context in which every module is called by itself.
         """
         self.limits = limits or AdapterLimits()
         self._model = model
@@ -70,47 +191,43 @@ class AdapterTable:
         self._step: AdapterStep | None = None
 
     def __len__(self) -> int:
-        """How many rows can have."""
+        """The number of adapters in place."""
         return len(self._slot_of)
 
     def __iter__(self) -> Iterator[Adapter]:
-        """Those that rows can have."""
+        """Iterate over the adapters in place."""
         return (self._at(slot) for slot in self._slot_of.values())
 
     def get(self, id: str) -> Adapter | None:
-        """An adapter that rows can have; None for any other."""
+        """Return an adapter in place; None if unknown."""
         slot = self._slot_of.get(id)
         return None if slot is None else self._at(slot)
 
     def slot_of(self, id: str) -> int:
-        """Where an adapter is; `NO_ADAPTER` for "".
+        """Return an adapter's slot; `NO_ADAPTER` for "".
 
         Raises:
-            ValueError: There is none of this id.
+            ValueError: The id is unknown.
         """
         if id and id not in self._slot_of:
-            raise ValueError(f"the plan has a sequence of adapter {id!r}, which is not here")
+            raise ValueError(f"the plan has a sequence of the unknown adapter {id!r}")
         return self._slot_of[id] if id else NO_ADAPTER
 
-    def told(self) -> tuple[LoadedAdapter, ...]:
-        """What others are told of those that rows can have."""
+    def describe(self) -> tuple[LoadedAdapter, ...]:
+        """Return descriptions of the adapters in place."""
         return tuple(
             LoadedAdapter(each.id, each.version, each.folder, each.rank, each.num_bytes)
             for each in self
         )
 
     def versions(self, slots: IntArray) -> tuple[int, ...]:
-        """Of the adapters in these slots, 0 for none; nothing where there is none at all."""
+        """Return the versions of adapters by slots, 0 for none; () if all have none."""
         if (slots == NO_ADAPTER).all():
             return ()
         return tuple(self._at(slot).version if slot >= 0 else 0 for slot in slots.tolist())
 
     def check_room(self, id: str) -> None:
-        """Whether another one fits.
-
-        Raises:
-            AdapterError: There are `limits.adapters` already, and `id` is none of them.
-        """
+        """Raises AdapterError if `limits.adapters` are loaded and `id` is none of them."""
         ids = {adapter.id for adapter in self._slots if adapter is not None}
         if id not in ids and len(ids) >= self.limits.adapters:
             raise AdapterError(
@@ -120,11 +237,7 @@ class AdapterTable:
             )
 
     def check_products(self, adapter: Adapter) -> None:
-        """Whether deterministic mode, if this is it, can multiply with an adapter's tensors.
-
-        Raises:
-            AdapterError: It can't on this machine.
-        """
+        """Raises AdapterError if deterministic mode can't multiply with an adapter's tensors."""
         seen = set()
         try:
             with self._check(), torch.inference_mode():
@@ -139,17 +252,17 @@ class AdapterTable:
             raise AdapterError(error.message, code="adapter_unsupported") from None
 
     def put(self, adapter: Adapter) -> None:
-        """Takes an adapter at once. Raises AdapterError as `stage`."""
+        """Put an adapter in place at once. Raises AdapterError as `stage`."""
         self.stage(adapter)
         self.switch(adapter.id, adapter.version)
 
     @torch.no_grad()
     def stage(self, adapter: Adapter) -> None:
-        """Takes an adapter that no row can have before `switch`; only here can anything fail.
+        """Stage an adapter for `switch`, which can't fail.
 
         Raises:
-            AdapterError: There are too many, there is no memory for it, or deterministic mode can't
-                have it; nothing has changed.
+            AdapterError: There are too many, memory is short, or deterministic mode is impossible;
+                nothing has changed.
         """
         self.check_room(adapter.id)
         self.check_products(adapter)
@@ -166,14 +279,13 @@ class AdapterTable:
             ) from None
 
     def switch(self, id: str, version: int) -> tuple[int, int]:
-        """From now on an id stands for what was staged of it in this version; 0: for nothing.
+        """Put the staged version of an adapter in place; version 0 unloads it.
 
         Returns:
-            The slot that it stood for, and the one that it stands for. Rows that have the first
-            must have the second before the next step.
+            Its slots before and after. Move rows from the first to the second before the next step.
 
         Raises:
-            KeyError: Nothing of this version was staged.
+            KeyError: This version was not staged.
         """
         before = self._slot_of.get(id, NO_ADAPTER)
         if before != NO_ADAPTER and self._at(before).version == version:
@@ -189,7 +301,7 @@ class AdapterTable:
         return before, after
 
     def step(self, slots: IntArray) -> AdapterStep:
-        """What a step needs in which some token has an adapter.
+        """Return the layout of a step with adapters.
 
         Args:
             slots: `[tokens]`, of each token of the batch; `NO_ADAPTER` for none.
@@ -199,7 +311,7 @@ class AdapterTable:
 
     @contextmanager
     def applied(self, step: AdapterStep | None) -> Iterator[None]:
-        """Within it, the model's modules add what the tokens' adapters give, if any has one."""
+        """Context in which the model's modules add the tokens' adapters, if any."""
         if step is None:
             yield
             return
@@ -207,7 +319,7 @@ class AdapterTable:
         self._step = step
         try:
             for each in self._wrapped:
-                # Not by setattr, which for a module takes longer than all that is set.
+                # setattr of a module is far slower.
                 vars(each.module)["forward"] = each.forward
             with self._alone():
                 yield
@@ -235,14 +347,14 @@ class AdapterTable:
         slots[slot] = None
         while slots and slots[-1] is None:
             slots.pop()
-        # Laying out takes memory before it gives any back; without it the tensors stay.
+        # A new layout needs memory before the old one is freed; otherwise the old one stays.
         with suppress(RuntimeError):
             self._lay_out(slots)
             return
         self._slots[slot] = None
 
     def _lay_out(self, slots: list[Adapter | None]) -> None:
-        """Puts the tensors of these side by side, module by module."""
+        """Lay the tensors of these adapters side by side, module by module."""
         names = dict.fromkeys(name for adapter in slots if adapter for name in adapter.pairs)
         layouts: dict[tuple[tuple[int, int], ...], Layout] = {}
         layers: dict[str, Layer] = {}
@@ -256,7 +368,7 @@ class AdapterTable:
             if ranks not in layouts:
                 layouts[ranks] = Layout.of(ranks, self._model.device)
             layers[name] = Layer(layouts[ranks], pairs)
-        # Parts of what lies side by side, so that there is one of each tensor.
+        # Views of the layers, so that each tensor exists once.
         self._slots = [
             adapter and replace(adapter, pairs={n: layers[n].pairs[slot] for n in adapter.pairs})
             for slot, adapter in enumerate(slots)

@@ -1,5 +1,5 @@
-"""Attention over the paged KV cache: one contract, in `backend`, and several back ends for it.
+"""Attention over the paged KV cache: one contract, in `backend`, and several back ends.
 
-`choose` takes one when a model is loaded. `interface` puts it into Transformers' models, and
-`probe` finds out at load what their layers need. This file imports none of them.
+`choose` selects one when a model is loaded. `interface` puts it into Transformers' models and
+probes their layers.
 """

@@ -1,4 +1,4 @@
-"""Which back end a model gets, once and for all, when it is loaded."""
+"""The choice of a back end when a model is loaded."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from ..kernels import cpu
 from ..kernels.compile import KernelsUnavailable
 from ..loaded_model import LoadedModel
 from .backend import AttentionBackend
-from .cpu import CpuBackend
 from .gather import GatherBackend
-from .paged import PagedBackend
+from .paged import CpuBackend, PagedBackend
 from .tiled import TiledBackend
 
 
 def choose_backend(config: EngineConfig, model: LoadedModel) -> tuple[AttentionBackend[Any], str]:
-    """The back end, and why the model runs without our kernels: nothing when it runs with them.
+    """Return the back end, and why the model runs without our kernels; "" if it runs with them.
 
     Raises:
-        ModelError: The back end, or the tile, that is asked for by name can't be had.
+        ModelError: The back end or tile of the settings is not available.
     """
     backend, without_kernels = _chosen(config, model)
     if config.attention not in ("auto", backend.name):
-        why = without_kernels or "its heads are of another width than the kernel takes"
+        why = without_kernels or "the kernel does not support the width of its heads"
         raise ModelError(
-            f"engine.attention is {config.attention!r}, which this model can't have here: {why}; "
-            "leave it at 'auto'"
+            f"engine.attention is {config.attention!r}, which is not possible for this model: "
+            f"{why}; leave it at 'auto'"
         )
     if config.attention_tile and not (backend.name == "paged" and model.device.type == "cuda"):
         raise ModelError(
@@ -47,18 +46,18 @@ def _chosen(config: EngineConfig, model: LoadedModel) -> tuple[AttentionBackend[
 
 
 def kernels_of(model: LoadedModel) -> str:
-    """What a model's kernels are made of, if it runs with kernels."""
-    return "Triton" if model.device.type == "cuda" else cpu.instructions(model.dtype)
+    """Return the language or instructions of a model's kernels."""
+    return "Triton" if model.device.type == "cuda" else cpu.instructions(model.dtypes.weights)
 
 
 def _with_kernels(config: EngineConfig, model: LoadedModel) -> AttentionBackend[Any]:
-    """Raises KernelsUnavailable if there are none for this model on this machine."""
+    """Raises KernelsUnavailable without kernels for this model on this machine."""
     if config.kernels == "off":
         raise KernelsUnavailable("engine.kernels is off")
     gathers = config.attention == "gather"
     if model.device.type == "cuda":
         if gathers:
-            # Those of a step are recorded with the kernel.
+            # Recorded steps need the kernel.
             raise KernelsUnavailable("engine.attention is 'gather'")
         try:
             from ..kernels.triton_decode import TritonPagedAttention
@@ -67,10 +66,12 @@ def _with_kernels(config: EngineConfig, model: LoadedModel) -> AttentionBackend[
         kernel = partial(TritonPagedAttention, tile=config.attention_tile)
         return PagedBackend(model, config.block_size, kernel)
     if model.device.type != "cpu":
-        raise KernelsUnavailable(f"there are none for {model.dtype} on {model.device.type}")
+        raise KernelsUnavailable(
+            f"there are none for {model.dtypes.weights} on {model.device.type}"
+        )
     if model.is_encoder:
         raise KernelsUnavailable("there are none for encoders")
-    cpu.library(model.dtype)
+    cpu.library(model.dtypes.weights)
     cpu.sampling_library()
     handled = all(cpu.PagedAttention.handles(spec.key_dim, spec.value_dim) for spec in model.layers)
     if handled and config.attention in ("auto", "paged"):

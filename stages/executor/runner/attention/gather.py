@@ -2,50 +2,210 @@
 
 Rows of one token are computed together by two batched matrix products over gathered context, in
 which the query heads that share a KV head form the rows of one matrix: nothing is repeated. (With
-one query each, `scaled_dot_product_attention` is several times slower on CPU.) Longer rows go the
-way of `prefill`.
+one query each, `scaled_dot_product_attention` is several times slower on the CPU.)
+
+Longer rows, also those of other back ends, run one by one through `scaled_dot_product_attention`,
+with each KV head as a batch entry whose query heads share a zero-stride view; with soft caps or
+sinks, through two matrix products. The layout of a step depends on the window and the number of KV
+heads, so it is made once for each such kind of layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..batch import IntArray, Rows
 from ..kv_cache import MAX_GATHERED_TOKENS, KVCache
 from ..loaded_model import AttentionOptions, LoadedModel
 from .backend import QKV
-from .prefill import (
-    LayerKind,
-    PrefillRow,
-    for_each_kind,
-    layer_kinds,
-    prefill,
-    prefill_rows,
-    soft_cap,
-    softmax,
-)
+
+LayerKind = tuple[int | None, int]
+"""(window, KV heads) of a layer."""
+
+_MAX_SCORES = 1 << 25
+"""Attention scores in memory at a time, without SDPA (float32: 128 MiB)."""
+
+_T = TypeVar("_T")
+
+
+def layer_kinds(model: LoadedModel) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers of a model."""
+    return tuple(dict.fromkeys((spec.window, spec.num_kv_heads) for spec in model.layers))
+
+
+def for_each_kind(
+    kinds: Iterable[LayerKind], rows: Rows, make: Callable[[int | None, int], _T]
+) -> dict[LayerKind, _T]:
+    """Return `make(window, KV heads)` for all kinds; a window longer than all rows is None."""
+    longest = int(rows.contexts.max(initial=0))
+    made: dict[LayerKind, _T] = {}
+    for window, heads in kinds:
+        effective = window if window is not None and window < longest else None
+        if (effective, heads) not in made:
+            made[effective, heads] = make(effective, heads)
+        made[window, heads] = made[effective, heads]
+    return made
+
+
+class PrefillRow(msgspec.Struct, frozen=True):
+    """Several tokens of one sequence.
+
+    Attributes:
+        start: First token of the row in the batch.
+        stop: One past its last.
+        index: `[kv_heads * context]`, for `KVCache.gather`, ordered by head, then position; None if
+            the row starts its sequence, and its own keys and values are all.
+        mask: `[tokens, context]`, true where a query may attend; None is causal.
+    """
+
+    start: int
+    stop: int
+    index: Tensor | None
+    mask: Tensor | None
+
+
+def prefill_rows(
+    rows: Rows, tables: Tensor, window: int | None, heads: int, block_size: int
+) -> Iterator[PrefillRow]:
+    """Lay out the rows behind those of one token, for layers of one kind."""
+    device = tables.device
+    token = rows.num_decodes
+    for row in range(rows.num_decodes, rows.starts.size):
+        start, count = int(rows.starts[row]), int(rows.num_tokens[row])
+        index = mask = None
+        low = 0
+        if start:
+            if window is not None:
+                low = max(start - window + 1, 0) // block_size * block_size
+            positions = torch.arange(low, start + count, device=device)
+            blocks = tables[row].index_select(0, positions // block_size)
+            cache_rows = (blocks * block_size + positions % block_size) * heads
+            index = (cache_rows + torch.arange(heads, device=device)[:, None]).view(-1)
+        if start or (window is not None and count > window):
+            mask = visible(start, count, low, window, device)
+        yield PrefillRow(token, token + count, index, mask)
+        token += count
+
+
+def prefill(
+    layout: Sequence[PrefillRow], cache: KVCache, layer: int, qkv: QKV, options: AttentionOptions
+) -> list[Tensor]:
+    """Compute attention of these rows, `[tokens, heads, value_dim]` each.
+
+    Their keys and values must be in the cache.
+    """
+    queries, keys, values = qkv
+    heads = keys.shape[1]
+    explicit = options.softcap is not None or options.sinks is not None
+    attend = _attend_explicitly if explicit else _attend
+    parts = []
+    for row in layout:
+        part = slice(row.start, row.stop)
+        if row.index is None:
+            row_keys, row_values = keys[part].transpose(0, 1), values[part].transpose(0, 1)
+        else:
+            row_keys, row_values = cache.gather(layer, row.index)
+            row_keys = row_keys.view(heads, -1, row_keys.shape[1])
+            row_values = row_values.view(heads, -1, row_values.shape[1])
+        parts.append(attend(row, queries[part], row_keys, row_values, options))
+    return parts
+
+
+def _attend(
+    row: PrefillRow, queries: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Compute one row, with keys and values of its context, `[kv_heads, context, dim]` each."""
+    tokens, num_heads, dim = queries.shape
+    heads = keys.shape[0]
+    grouped = queries.view(tokens, heads, -1, dim).permute(1, 2, 0, 3)
+    group = grouped.shape[1]
+    output = F.scaled_dot_product_attention(
+        grouped,
+        keys[:, None].expand(-1, group, -1, -1),
+        values[:, None].expand(-1, group, -1, -1),
+        attn_mask=row.mask,
+        is_causal=row.mask is None,
+        scale=options.scale,
+    )
+    return output.permute(2, 0, 1, 3).reshape(tokens, num_heads, -1)
+
+
+def _attend_explicitly(
+    row: PrefillRow, queries: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
+) -> Tensor:
+    """As `_attend`, with explicit scores, a few queries at a time to bound the memory."""
+    tokens, num_heads, dim = queries.shape
+    heads, context, _ = keys.shape
+    mask = visible(0, tokens, 0, None, queries.device) if row.mask is None else row.mask
+    step = max(_MAX_SCORES // (num_heads * context), 1)
+    sinks = None if options.sinks is None else options.sinks.view(heads, -1, 1)
+    parts = []
+    for start in range(0, tokens, step):
+        part = queries[start : start + step]
+        grouped = part.view(part.shape[0], heads, -1, dim).permute(1, 2, 0, 3)
+        group = grouped.shape[1]
+        scores = torch.bmm(grouped.reshape(heads, -1, dim), keys.transpose(1, 2)) * options.scale
+        if options.softcap is not None:
+            scores = soft_cap(scores, options.softcap)
+        scores = scores.view(heads, group, -1, context)
+        scores = scores.masked_fill(~mask[start : start + step], float("-inf"))
+        weights = softmax(scores, sinks).view(heads, -1, context)
+        output = torch.bmm(weights, values).view(heads, group, part.shape[0], -1)
+        parts.append(output.permute(2, 0, 1, 3).reshape(part.shape[0], num_heads, -1))
+    return torch.cat(parts)
+
+
+def soft_cap(scores: Tensor, softcap: float) -> Tensor:
+    """softcap * tanh(scores / softcap)."""
+    return torch.tanh(scores / softcap) * softcap
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dimension in float32, returned in the scores' dtype.
+
+    A sink adds to the sum only. `sinks` has the scores' shape without the last dimension, or
+    broadcasts to it.
+    """
+    if sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
+    column = sinks.unsqueeze(-1).expand(*scores.shape[:-1], 1).to(scores.dtype)
+    with_sink = torch.cat((scores, column), dim=-1)
+    weights = torch.softmax(with_sink, dim=-1, dtype=torch.float32)
+    return weights[..., :-1].to(scores.dtype)
+
+
+def visible(start: int, count: int, low: int, window: int | None, device: torch.device) -> Tensor:
+    """Return the mask of queries from `start` on over positions from `low` on:
+    `[count, start + count - low]`, true where a query may attend."""
+    queries = torch.arange(start, start + count, device=device)[:, None]
+    positions = torch.arange(low, start + count, device=device)
+    seen = positions <= queries
+    if window is not None:
+        seen &= positions > queries - window
+    return seen
+
 
 _SLACK_TOKENS = 256
-"""Padding that a decode row may always have: below it another chunk costs more than it saves."""
+"""Padding of a decode row that costs less than another chunk."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeChunk:
+class DecodeChunk(msgspec.Struct, frozen=True):
     """Rows of one token each, of similar context length, computed together.
 
     Attributes:
         start: First token of the chunk in the batch.
         stop: One past its last.
-        index: `[rows * kv_heads * length]`, as `KVCache.gather` takes it,
-            ordered by row, then head, then position, so that gathering needs no transposition.
-        bias: `[rows * kv_heads, 1, length]` in the model's dtype: 0 where the query may look,
-            -inf where it may not.
+        index: `[rows * kv_heads * length]`, for `KVCache.gather`, ordered by row, head, position,
+            so that no transposition is needed.
+        bias: `[rows * kv_heads, 1, length]` in the model's dtype: 0 where the query may attend,
+            -inf elsewhere.
         length: Positions per row, padding included.
     """
 
@@ -56,16 +216,14 @@ class DecodeChunk:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class GatherView:
-    """A step as the layers of one kind see it."""
+class GatherView(msgspec.Struct, frozen=True):
+    """The layout of a step for layers of one kind."""
 
     decodes: tuple[DecodeChunk, ...]
     prefills: tuple[PrefillRow, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GatherBatch:
+class GatherBatch(msgspec.Struct, frozen=True):
     """A step.
 
     Attributes:
@@ -83,17 +241,17 @@ class GatherBackend:
     name: ClassVar[str] = "gather"
 
     def __init__(self, model: LoadedModel, block_size: int) -> None:
-        """For the kinds of layers and the dtype of a model, and blocks of so many tokens."""
+        """For the layers and the dtype of a model."""
         self._kinds = layer_kinds(model)
-        self._dtype = model.dtype
+        self._dtype = model.dtypes.activations
         self._block_size = block_size
 
     def prepare(self, rows: Rows, slots: Tensor, tables: Tensor, contexts: Tensor) -> GatherBatch:
         def view(window: int | None, heads: int) -> GatherView:
             decodes = self._decode_chunks(rows, tables, contexts, window, heads)
             prefills = prefill_rows(rows, tables, window, heads, self._block_size)
-            # Not tuple(): one that grows fails when another thread looks at all objects meanwhile,
-            # as debuggers and memory profilers do.
+            # Not tuple(): while it grows, debuggers and memory profilers that walk all objects from
+            # another thread make it fail.
             return GatherView((*decodes,), (*prefills,))
 
         return GatherBatch(slots, for_each_kind(self._kinds, rows, view))
@@ -115,7 +273,7 @@ class GatherBackend:
     def _decode_chunks(
         self, rows: Rows, tables: Tensor, contexts: Tensor, window: int | None, heads: int
     ) -> Iterator[DecodeChunk]:
-        """Lays out the rows of one token for layers of one kind."""
+        """Lay out the rows of one token for layers of one kind."""
         if not rows.num_decodes:
             return
         block_size = self._block_size
@@ -144,10 +302,10 @@ class GatherBackend:
 
 
 def cut_chunks(lengths: IntArray) -> Iterator[tuple[int, int]]:
-    """Cuts rows, sorted by falling length, into ranges (start, stop) of bounded padding.
+    """Cut rows, sorted by falling length, into ranges (start, stop) of bounded padding.
 
-    A chunk gathers at most MAX_GATHERED_TOKENS (one row alone may need more), and none of its rows
-    is padded to more than twice its length plus a little.
+    A chunk gathers at most MAX_GATHERED_TOKENS, unless one row needs more, and pads no row to more
+    than about twice its length.
     """
     start = 0
     while start < lengths.size:

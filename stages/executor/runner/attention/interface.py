@@ -1,32 +1,134 @@
-"""Our attention in Transformers' models, registered under the name `IMPLEMENTATION`.
+"""Our attention in Transformers' models, registered as `IMPLEMENTATION`, and a probe of layers.
 
-A step's tokens come flattened to `[1, tokens]`. The back end, what it prepared and the `KVCache`
-reach this function as keyword arguments of the model's forward call, which Transformers hands down
-to the attention of every layer; nothing is global.
+A step's tokens come flattened to `[1, tokens]`. The back end, the prepared step and the `KVCache`
+are keyword arguments of the model's forward call, which Transformers passes to the attention of
+every layer; nothing is global.
+
+Configs spell the same fact in many ways (`head_dim`, `num_kv_heads`, `layer_types`, one window for
+all layers or one per layer). So at load the model runs once over two tokens with an attention
+function that only records every layer's shapes, window and mask. What our attention would not
+honour is refused there, before any request.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
+import msgspec
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .....config import ModelError
 from ..kv_cache import KVCache
-from ..loaded_model import AttentionOptions
+from ..loaded_model import AttentionOptions, LayerSpec
 from .backend import QKV, AttentionBackend
-from .probe import PROBING, probe_layer, probe_mask
+
+_CALL = ("scaling", "sliding_window", "softcap", "s_aux")
+"""Transformers' names of the fields of AttentionOptions."""
+
+PROBING = "nano_probe"
+"""The `attn_implementation` of the probe, whose forward call takes a `layer_probe`."""
+
+
+class MaskProbe(msgspec.Struct, frozen=True):
+    """The rule of a mask, which our mask interface returns in place of the mask.
+
+    `mask_function(batch, head, query position, key position)` is Transformers' own, elementwise on
+    index tensors, true where the query may attend to the key.
+    """
+
+    mask_function: Any
+
+    def agrees(self, window: int | None, max_position: int) -> bool:
+        """Return whether the rule is causal within `window`, at edges and random positions."""
+        last = max(max_position - 1, 1)
+        generator = torch.Generator().manual_seed(0)
+        query = torch.randint(0, last + 1, (512,), generator=generator)
+        anywhere = torch.randint(0, last + 1, (512,), generator=generator)
+        span = window or last + 1
+        offsets = (0, 1, -1, span - 1, span, span + 1, last)
+        keys = torch.cat([anywhere, *((query - offset).clamp(0, last) for offset in offsets)])
+        queries = query.repeat(1 + len(offsets))
+        zero = torch.zeros((), dtype=torch.long)
+        allowed = self.mask_function(zero, zero, queries, keys)
+        return bool(torch.equal(allowed, (keys <= queries) & (keys > queries - span)))
+
+
+def probe_mask(*, mask_function: Any, **_: Any) -> MaskProbe:
+    """Return the rule of the mask that the model wants, for the probe to check."""
+    return MaskProbe(mask_function)
+
+
+def probe_layer(*args: Any, layer_probe: LayerProbe, **kwargs: Any) -> tuple[Tensor, None]:
+    """Take the arguments of `paged_attention`, and compute nothing.
+
+    Raises:
+        ModelError: As `LayerProbe.record`.
+    """
+    return layer_probe.record(*args, **kwargs), None
+
+
+class LayerProbe:
+    """Collects the layers and their options, by number, in the probing pass."""
+
+    def __init__(self, architecture: str, max_position: int) -> None:
+        self.layers: dict[int, LayerSpec] = {}
+        self.options: dict[int, AttentionOptions] = {}
+        self._architecture = architecture
+        self._max_position = max_position
+
+    def record(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **call: Any
+    ) -> Tensor:
+        """Record one layer's call; return an output of its shape, `[1, tokens, heads, dim]`.
+
+        Raises:
+            ModelError: The layer needs something that our attention does not do.
+        """
+        scale, window, softcap, sinks = map(call.get, _CALL)
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int) or index in self.layers:
+            self._refuse("its attention layers don't have a KV cache of their own each")
+        if query.shape[1] % key.shape[1]:
+            self._refuse("its query heads don't divide evenly among its KV heads")
+        if call.get("position_bias") is not None or call.get("is_causal") is False:
+            self._refuse(f"layer {index} uses a position bias or looks ahead")
+        if not isinstance(mask, MaskProbe) or not mask.agrees(window, self._max_position):
+            self._refuse(f"the mask of layer {index} is neither causal nor a sliding window")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        self.options[index] = AttentionOptions(scale, window, softcap, sinks)
+        self.layers[index] = LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], window)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+
+    def finish(self, num_layers: int) -> tuple[LayerSpec, ...]:
+        """Return the layers in order.
+
+        Raises:
+            ModelError: Some layer did not call our attention.
+        """
+        missing = sorted(set(range(num_layers)) ^ self.layers.keys())
+        if missing:
+            names = ", ".join(map(str, missing[:8]))
+            self._refuse(
+                f"layers {names} don't go through Transformers' attention interface "
+                "(state-space, linear-attention or hybrid layers are not supported)"
+            )
+        return tuple(self.layers[index] for index in range(num_layers))
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise ModelError(f"{self._architecture} can't be served: {why}; choose another model")
+
 
 IMPLEMENTATION = "nano_paged"
 """The name for `attn_implementation`."""
 
 
 def register_attention() -> None:
-    """Makes it known to Transformers, and the probe too. Repeating it changes nothing.
+    """Register our attention and the probe with Transformers; idempotent.
 
-    Without a mask of the same name a model would take none and say nothing. Steps pass a
-    placeholder, which Transformers takes as it is.
+    Without a mask of the same name a model would silently use none. Steps pass a placeholder, which
+    Transformers uses as it is.
     """
     for name, function in ((IMPLEMENTATION, paged_attention), (PROBING, probe_layer)):
         AttentionInterface.register(name, function)
@@ -52,17 +154,17 @@ def paged_attention(
     """Attention of one layer for the whole batch.
 
     Args:
-        module: The attention layer; `layer_idx` names its part of the cache.
+        module: The attention layer; `layer_idx` is its index in the cache.
         query: `[1, heads, tokens, key_dim]`.
         key: `[1, kv_heads, tokens, key_dim]`, rotated.
         value: `[1, kv_heads, tokens, value_dim]`.
-        attention_mask: Ignored; the batch says what may be seen.
+        attention_mask: Ignored; the batch has the rule.
         scaling: Factor of the scores; 1/sqrt(key_dim) when None.
         sliding_window: The layer's window, None for full attention.
         softcap: As in AttentionOptions.
         s_aux: `[heads]`, its sinks.
         attention_backend: Computes it.
-        attention_batch: The step, as the back end prepared it.
+        attention_batch: The step, prepared by the back end.
         kv_cache: The KVCache.
         others: Settings for other implementations.
 
@@ -70,7 +172,7 @@ def paged_attention(
         `[1, tokens, heads, value_dim]`, and None for the weights.
 
     Raises:
-        ModelError: The model was called without a back end, or does not hand it down.
+        ModelError: The model was called without a back end, or does not pass it on.
     """
     if attention_backend is None or kv_cache is None:
         raise ModelError(

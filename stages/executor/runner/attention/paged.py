@@ -1,61 +1,60 @@
-"""Attention with a kernel that reads the paged cache in place, for rows of one token.
+"""Attention by a kernel that reads the paged cache in place, for rows of one token.
 
-On CUDA that is `kernels.triton_decode`; `cpu` has what is for the CPU. Longer rows go the way of
-`prefill`.
+On CUDA the kernel is `kernels.triton_decode`, and longer rows are gathered (`gather.prefill`). On
+the CPU it is `cpu.c`'s.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import ClassVar
 
+import msgspec
 import torch
 from torch import Tensor
 
 from ..batch import DecodeRows, Rows
+from ..kernels.cpu import PagedAttention
 from ..kv_cache import DecodeKernel, KVCache
 from ..loaded_model import AttentionOptions, LoadedModel
 from .backend import QKV
-from .prefill import LayerKind, PrefillRow, for_each_kind, layer_kinds, prefill, prefill_rows
+from .gather import LayerKind, PrefillRow, for_each_kind, layer_kinds, prefill, prefill_rows
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRows:
-    """Tokens whose last hidden states are read, where nobody reads the others.
+class ReadRows(msgspec.Struct, frozen=True):
+    """The tokens whose last hidden states are read.
 
     Attributes:
-        index: `[read]` int64, where they are in the batch, rising.
-        rows: They alone, as rows for the kernel.
+        index: `[read]` int64, their indices in the batch, rising.
+        rows: These tokens as rows for the kernel.
     """
 
     index: Tensor
     rows: DecodeRows
 
 
-@dataclass(frozen=True, slots=True)
-class PagedBatch:
+class PagedBatch(msgspec.Struct, frozen=True):
     """A step.
 
     Attributes:
         slots: `[tokens]`, the slot mapping.
-        decodes: The rows that the kernel takes.
-        prefills: Those behind them, for each kind of layer; empty when there are none.
-        read: The tokens that are read, if they are at most half of all; None for any.
+        decodes: The rows for the kernel.
+        prefills: The rows behind them, for each kind of layer; empty for none.
+        read: The tokens that are read, if at most half of all; else None.
     """
 
     slots: Tensor
     decodes: DecodeRows
-    prefills: dict[LayerKind, tuple[PrefillRow, ...]] = field(default_factory=dict)
+    prefills: dict[LayerKind, tuple[PrefillRow, ...]] = {}
     read: ReadRows | None = None
 
 
 class PagedBackend:
-    """An AttentionBackend with a kernel, which it makes once for each layer of a cache."""
+    """An AttentionBackend with a kernel for each layer of a cache."""
 
     name: ClassVar[str] = "paged"
 
     def __init__(self, model: LoadedModel, block_size: int, kernel: DecodeKernel) -> None:
-        """For the kinds of layers of a model, blocks of so many tokens, and a kernel."""
+        """For the layers of a model, and a kernel."""
         self._kinds = layer_kinds(model)
         self._block_size = block_size
         self._kernel = kernel
@@ -86,6 +85,32 @@ class PagedBackend:
 
 
 def _dense_rows(rows: Tensor) -> Tensor:
-    """`[tokens, heads, dim]` with each row's heads side by side in memory."""
+    """`[tokens, heads, dim]` with contiguous rows."""
     dense = rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]
     return rows if dense else rows.contiguous()
+
+
+class CpuBackend(PagedBackend):
+    """An AttentionBackend whose kernel takes all tokens as rows of one, also those of prompts.
+
+    A token's bits thus don't depend on how its prompt is cut.
+    """
+
+    def __init__(self, model: LoadedModel, block_size: int) -> None:
+        """For a model that the kernel handles."""
+        super().__init__(model, block_size, PagedAttention)
+
+    def prepare(self, rows: Rows, slots: Tensor, tables: Tensor, contexts: Tensor) -> PagedBatch:
+        if rows.num_decodes == rows.starts.size:
+            return super().prepare(rows, slots, tables, contexts)
+        row_of_token, positions = rows.flat
+        of_token = tables.index_select(0, torch.from_numpy(row_of_token))
+        contexts = torch.from_numpy(positions + 1)
+        read: ReadRows | None = None
+        if rows.read is not None and 2 * len(rows.read) <= len(positions):
+            index = torch.from_numpy(rows.read)
+            some = DecodeRows(
+                len(rows.read), of_token.index_select(0, index), contexts.index_select(0, index)
+            )
+            read = ReadRows(index, some)
+        return PagedBatch(slots, DecodeRows(len(contexts), of_token, contexts), read=read)

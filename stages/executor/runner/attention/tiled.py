@@ -1,23 +1,24 @@
 """Attention whose result for a token does not depend on the batch, bit for bit (CPU).
 
-Every query is computed by one algorithm of fixed shapes, be it alone or part of a long prompt. The
-context is cut into blocks of `BLOCK` positions at absolute multiples, whatever the cache's own
-blocks are. The queries of a token that share a KV head are rows of a tile; a tile has `tile_rows`
+Every query is computed by one algorithm of fixed shapes, alone or as part of a long prompt. The
+context is cut into blocks of `BLOCK` positions at absolute multiples, independent of the cache's
+blocks. The queries of a token that share a KV head are rows of a tile; a tile has `tile_rows`
 rows, of one or several tokens of a sequence. The scores of a tile and a block are one product of
 that shape, the block's weighted values another. The maximum is exact in any order; sums and outputs
-of the blocks are added in the order of the blocks, from zero. A block that a query may not look at
-adds zeros, so it does not matter how many of them a neighbour's longer context brings along.
+of the blocks are added in the order of the blocks, from zero. A masked block
+adds zeros, so blocks of a neighbour's longer context don't matter.
 
-All of it in float32, also where the model is in bfloat16.
+All in float32, also for bfloat16 models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,23 +35,22 @@ BLOCK = 64
 """Positions whose keys and values are multiplied together."""
 
 _MIN_ROWS = 16
-"""Rows of a tile, unless one token alone has more."""
+"""Rows of a tile, unless one token has more."""
 
 _MAX_SCORES = 1 << 22
-"""Scores that the tiles of one sequence hold at a time, for each KV head (float32: 16 MiB)."""
+"""Scores in memory for the tiles of one sequence and one KV head (float32: 16 MiB)."""
 
 
-@dataclass(frozen=True, slots=True)
-class TileChunk:
+class TileChunk(msgspec.Struct, frozen=True):
     """Tiles that are computed together: of one sequence, or of several with one tile each.
 
     Attributes:
-        tokens: `[tiles, tile_tokens]`, tokens of the batch; places left over repeat the first.
-        used: `[used]`, places of the flattened `tokens` that count.
-        index: `[blocks, sequences, kv_heads, BLOCK]`, flattened, as `KVCache.gather` takes it.
+        tokens: `[tiles, tile_tokens]`, tokens of the batch; padding repeats the first.
+        used: `[used]`, valid places of the flattened `tokens`.
+        index: `[blocks, sequences, kv_heads, BLOCK]`, flattened, for `KVCache.gather`.
         num_blocks: Blocks per sequence, padding included.
-        shared: All tiles are of one sequence, and `index` is that one's.
-        masks: Per block `[tiles, 1, tile_rows, BLOCK]`, true where a row may not look; None where
+        shared: All tiles are of one sequence, that of `index`.
+        masks: Per block `[tiles, 1, tile_rows, BLOCK]`, true where a row must not attend; None if
             all may.
     """
 
@@ -62,12 +62,11 @@ class TileChunk:
     masks: tuple[Tensor | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TiledBatch:
-    """A step. Tiles are cut when the first layer of a kind wants them.
+class TiledBatch(msgspec.Struct, frozen=True):
+    """A step. Tiles are cut at the first layer of each kind.
 
     Attributes:
-        slots: `[tokens]`, where each token's key and value go.
+        slots: `[tokens]`, the slot mapping.
         rows: The step.
         block_size: Tokens per block of the cache.
         chunks: By window, KV heads and query heads per KV head; the layers of a kind share them.
@@ -76,7 +75,7 @@ class TiledBatch:
     slots: Tensor
     rows: Rows
     block_size: int
-    chunks: dict[tuple[int | None, int, int], tuple[TileChunk, ...]] = field(default_factory=dict)
+    chunks: dict[tuple[int | None, int, int], tuple[TileChunk, ...]] = {}
 
     def chunks_of(self, window: int | None, heads: int, group: int) -> tuple[TileChunk, ...]:
         """The tiles for layers of this kind."""
@@ -87,7 +86,7 @@ class TiledBatch:
 
 
 def tile_shape(group: int) -> tuple[int, int]:
-    """Rows and tokens of a tile, where `group` query heads share a KV head."""
+    """Return rows and tokens of a tile; `group` query heads share a KV head."""
     rows = -(-group // _MIN_ROWS) * _MIN_ROWS
     return rows, rows // group if rows == _MIN_ROWS else 1
 
@@ -119,7 +118,7 @@ class _Cutter:
             yield from self._long_row(row, int(first_token[row]))
 
     def _long_row(self, row: np.int64, first_token: int) -> Iterator[TileChunk]:
-        """A sequence of several tiles, as many at a time as memory allows."""
+        """Cut a sequence of several tiles, as many at a time as memory allows."""
         start, count = int(self.rows.starts[row]), int(self.rows.num_tokens[row])
         done = 0
         while done < count:
@@ -141,10 +140,10 @@ class _Cutter:
         *,
         shared: bool = False,
     ) -> TileChunk:
-        """Makes a chunk of one tile for each entry of `rows`.
+        """Make a chunk of one tile for each entry of `rows`.
 
         Args:
-            rows: `[tiles]`, which row's block table to use.
+            rows: `[tiles]`, the row whose block table to use.
             first_tokens: `[tiles]`, first token in the batch.
             starts: `[tiles]`, its position in the sequence.
             counts: `[tiles]`, tokens.
@@ -170,29 +169,29 @@ class _Cutter:
         )
 
     def _index(self, rows: IntArray, keys: IntArray) -> Tensor:
-        """Rows of the flat cache for positions `[blocks, sequences, BLOCK]`."""
+        """Return rows of the flat cache for positions `[blocks, sequences, BLOCK]`."""
         tables = self.rows.tables
-        # What lies past the table is hidden; any block will do.
+        # Positions past the table are masked; any block will do.
         columns = np.minimum(keys // self.block_size, tables.shape[1] - 1)
         slots = tables[rows[:, None], columns] * self.block_size + keys % self.block_size
         index = slots[:, :, None] * self.heads + np.arange(self.heads)[:, None]
         return torch.from_numpy(index.reshape(-1))
 
     def _mask(self, positions: IntArray, keys: IntArray) -> Tensor | None:
-        """What the queries at `[tiles, tile_tokens]` may not see of keys `[1 or tiles, BLOCK]`."""
+        """Return the mask of keys `[1 or tiles, BLOCK]` for queries `[tiles, tile_tokens]`."""
         hidden = keys[:, None] > positions[:, :, None]
         if self.window is not None:
             hidden |= keys[:, None] <= positions[:, :, None] - self.window
         if not hidden.any():
             return None
-        # One row for each query head; rows left over see what the first token sees.
+        # One row for each query head; padding rows use the first token's mask.
         mask = np.repeat(hidden, self.group, axis=1)
         rest = self._tile_rows - mask.shape[1]
         mask = np.concatenate((mask, np.repeat(mask[:, :1], rest, axis=1)), axis=1)
         return torch.from_numpy(mask[:, None])
 
     def _first_block(self, positions: IntArray) -> IntArray:
-        """Block of the first position that a query at these positions sees."""
+        """Return the block of the first visible position."""
         if self.window is None:
             return np.zeros_like(positions)
         return np.maximum(positions - self.window + 1, 0) // BLOCK
@@ -204,7 +203,7 @@ class TiledBackend:
     name: ClassVar[str] = "tiled"
 
     def __init__(self, block_size: int) -> None:
-        """For blocks of so many tokens, of the cache."""
+        """`block_size`: of the cache."""
         self._block_size = block_size
 
     def prepare(self, rows: Rows, slots: Tensor, tables: Tensor, contexts: Tensor) -> TiledBatch:
@@ -221,7 +220,7 @@ class TiledBackend:
         output = queries.new_empty(tokens, num_heads, values.shape[-1])
         scaled = queries.float() * options.scale
         sink_rows = None if options.sinks is None else _sink_rows(options.sinks, heads, group)
-        # The shapes are fixed here by hand, so that the function mode has nothing to add.
+        # Shapes are fixed here, so the function mode is not needed.
         with torch._C.DisableTorchFunction():
             for chunk in batch.chunks_of(options.window, heads, group):
                 tiles = _pack(scaled[chunk.tokens], heads, group)
@@ -250,7 +249,7 @@ def _unpack(result: Tensor, tokens: int, group: int) -> Tensor:
 
 
 def _sink_rows(sinks: Tensor, heads: int, group: int) -> Tensor:
-    """`[kv_heads, tile_rows]` in float32; rows left over have the first head's."""
+    """`[kv_heads, tile_rows]` in float32; padding rows have the first head's."""
     rows, tokens = tile_shape(group)
     by_head = sinks.float().view(heads, group).repeat(1, tokens)
     rest = by_head[:, :1].expand(-1, rows - by_head.shape[1])
@@ -276,7 +275,7 @@ def _chunk_attention(
         flat = tiles.view(count * heads, rows, -1)
         result = _attend(flat, key_blocks, value_blocks, chunk.masks, softcap, sinks)
         return result.view(count, heads, rows, -1)
-    # The tiles of a sequence read the same keys: each head in turn, so that they aren't copied.
+    # The tiles of a sequence share keys: one head at a time, so that they aren't copied.
     results = []
     for head in range(heads):
         head_keys = key_blocks[:, head, None].expand(-1, count, -1, -1)
@@ -334,11 +333,7 @@ def _attend(
 
 
 def check_attention(group: int, key_dim: int, value_dim: int) -> None:
-    """Checks that a tile's result does not depend on its number, nor a row's on its place.
-
-    Raises:
-        ModelError: It does on this machine.
-    """
+    """Raises ModelError if results depend on the number of tiles, or on a row's place."""
     rows, _ = tile_shape(group)
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(37, rows, key_dim, generator=generator)

@@ -1,5 +1,5 @@
-"""Modules of Transformers' models that run with our kernels, and compute what they did before.
+"""Forward passes by our kernels for modules of Transformers' models.
 
-`patterns` knows them by their parts, `modules` compares and installs, and `decoder` takes all
-layers in one call.
+`patterns` matches modules by their parts, `modules` compares and installs passes, and `decoder`
+runs all layers in one call.
 """

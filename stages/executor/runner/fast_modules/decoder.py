@@ -1,7 +1,7 @@
 """All decoder layers of a model in one call of `cpu.c`, for steps in which each row is one token.
 
-Between calls of single kernels the memory would wait for Python, and a decode step is as fast as it
-reads the weights.
+A decode step is bound by reading the weights, and between calls of single kernels the memory would
+be idle.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from ctypes import c_float, c_long, c_void_p
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import is_not
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from ..kernels import cpu
 from ..kernels.cpu import Linear, PagedAttention, RMSNorm
 
 _KEPT_ROWS = 64
-"""Memory for so many rows is kept from step to step; larger steps take theirs anew."""
+"""Rows whose scratch memory is kept between steps; larger steps allocate theirs."""
 
 
 class _Norm(ctypes.Structure):
@@ -64,8 +64,7 @@ class _Step(ctypes.Structure):
 _IS_THERE = partial(is_not, None)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerParts:
+class LayerParts(msgspec.Struct, frozen=True):
     """One layer: x += output(attention(projection(first(x)))), then x += down(gated(second(x))).
 
     Attributes:
@@ -74,7 +73,7 @@ class LayerParts:
         linears: "projection" to queries, keys and values side by side, "output" of the attention,
             "gated" for gate and up, "down".
         attention: The layer's cache.
-        key_width: Numbers of a head, all of which rotate.
+        key_width: Width of a head, all of which rotates.
     """
 
     norms: dict[str, RMSNorm]
@@ -84,30 +83,29 @@ class LayerParts:
 
     @property
     def memory(self) -> int:
-        """How many numbers are kept for each row while the layer runs."""
+        """Scratch numbers for each row."""
         linears = self.linears
         taken = linears["projection"].inputs + linears["output"].inputs
         return taken + linears["projection"].outputs + linears["gated"].outputs
 
 
 class DecoderLayers:
-    """Decoder layers that follow one another. One thread at a time may call them.
+    """Consecutive decoder layers, for one thread at a time.
 
     Attributes:
-        key_width: Numbers of a head, all of which rotate.
+        key_width: Width of a head, all of which rotates.
     """
 
     def __init__(self, layers: Sequence[LayerParts], *, watches: bool) -> None:
-        """Takes them in their order; their weights are used where they are.
+        """Take the layers in order; their weights are used in place.
 
         Args:
             layers: The layers.
-            watches: Whether weights may get other memory between two calls without `find_weights`.
-                To look takes a hundredth of a decode step: by then the processor's caches have
-                forgotten the tensors.
+            watches: Whether weights may move between two calls without `find_weights`. The check
+                takes a hundredth of a decode step, since the tensors have left the CPU's caches.
 
         Raises:
-            ValueError: They rotate different numbers of each head, or are of several dtypes.
+            ValueError: The layers differ in rotated width or dtype.
         """
         widths = {layer.key_width for layer in layers}
         dtypes = {linear.dtype for layer in layers for linear in layer.linears.values()}
@@ -127,7 +125,7 @@ class DecoderLayers:
         )
         self._width = max(layer.memory for layer in layers)
         self._kept = torch.empty(_KEPT_ROWS * self._width, dtype=self._dtype)
-        # The modules' own dictionaries, which a trainer that shares the model may put others into.
+        # The modules' own dictionaries, where a trainer that shares the model may put new tensors.
         parts: list[tuple[Linear | RMSNorm, ...]] = [
             (*layer.linears.values(), *layer.norms.values()) for layer in layers
         ]
@@ -139,15 +137,14 @@ class DecoderLayers:
 
     @staticmethod
     def handles(batch: PagedBatch) -> bool:
-        """Whether a step's rows are of one token each, for the kernel."""
+        """Return whether each row of a step is one token."""
         return batch.decodes.count == batch.slots.shape[0]
 
     def __call__(self, rows: Tensor, cos: Tensor, sin: Tensor, batch: PagedBatch) -> None:
-        """Runs a step that it handles, in place.
+        """Run a step that it handles, in place.
 
         Args:
-            rows: `[rows, hidden]`, contiguous. Those that `batch` says nobody reads are of no use
-                afterwards.
+            rows: `[rows, hidden]`, contiguous. Rows outside `batch.read` are invalid afterwards.
             cos: `[rows, key_width]`, contiguous.
             sin: Likewise.
             batch: The step.
@@ -189,8 +186,8 @@ class DecoderLayers:
         )
 
     def find_weights(self) -> None:
-        """Looks where the weights are: to be called when their memory has changed."""
-        # No Python runs for each, since it may be done in each step.
+        """Update the weights' addresses after their memory has changed."""
+        # Without Python code per parameter, since it may run in each step.
         parameters: Iterator[Any] = chain.from_iterable(map(dict.values, self._parameters))
         addresses = list(map(Tensor.data_ptr, filter(_IS_THERE, parameters)))
         if addresses == self._addresses:

@@ -1,13 +1,13 @@
-"""Puts the kernels to use in a Transformers model: by pattern, and only where they agree.
+"""Installs the kernels in a Transformers model: by pattern, and only where results agree.
 
-A pattern looks at a module's parts and, if it knows them, offers a forward pass. The model then
-runs once as it is, and every offer is compared with what the module itself gave for the same input.
-Offers that differ, such as a norm that scales in another place or positions that rotate in another
-way, are dropped, and these modules stay as they are. So nothing depends on an architecture's name.
-Where all layers of a decoder agreed, one call takes the place of them if it gives the same bits.
+A pattern matches a module by its parts and offers a forward pass. The model then runs once
+unchanged, and every offer is compared with the module's own output for the same input. Offers that
+differ, such as a norm that scales in another place, are dropped. So nothing depends on an
+architecture's name. If all layers of a decoder agree, one call replaces them if it gives the same
+bits.
 
-The passes are used within `FastModules.active()` only. Whoever else calls the model, such as a
-trainer that shares it, runs Transformers' own code.
+The passes are used within `FastModules.active()` only. Other callers of the model, such as a
+trainer that shares it, run Transformers' own code.
 """
 
 from __future__ import annotations
@@ -19,32 +19,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..attention.cpu import CpuBackend
+from ..attention.paged import CpuBackend
 from ..batch import Rows
 from ..fixed_tiles import FixedTiles
 from ..inputs import InputBuilder, model_forward
 from ..kv_cache import KVCache
 from ..loaded_model import LoadedModel
-from .gradients import differentiable
 from .patterns import Calls, Forward, find_patterns, join_layers, join_output
 
 _COMPARED_TOKENS = 8
 
 _TOLERANCES = {torch.bfloat16: 0.02, torch.float32: 1e-5}
-"""Most difference relative to the output, by dtype. Correct offers differ by rounding, about 0.004
-and 1e-6."""
+"""The largest relative difference by dtype. Correct offers differ by rounding, about 0.004 and
+1e-6."""
 
 
 class FastModules:
-    """The modules of one model that have a fast forward pass.
+    """The modules of one model with a fast forward pass.
 
     Attributes:
-        count: How many there are, by class name.
-        refused: By class name, why modules that a pattern knew stay as they are.
-        is_whole: Whether nothing of the model is left to torch but its embeddings and rotary
-            factors, in steps that go through all layers in one call.
+        count: Their number by class name.
+        refused: By class name, why matching modules stay unchanged.
+        is_whole: Whether torch computes only embeddings and rotary factors in steps that run all
+            layers in one call.
     """
 
     def __init__(
@@ -56,16 +55,15 @@ class FastModules:
         tiles: FixedTiles | None = None,
         with_gradients: bool = False,
     ) -> None:
-        """Compares and installs what there is for a model. Overwrites some blocks of the cache.
+        """Compare and install the passes for a model. Overwrites some blocks of the cache.
 
         Args:
-            model: A model on the CPU, for whose dtype there are kernels.
-            cache: What the model will be used with, and nothing else.
+            model: A model on the CPU, with kernels for its dtype.
+            cache: The only cache that the model will be used with.
             builder: Makes the inputs of its steps.
-            tiles: What is left to torch within the pass of all layers runs in these; own ones when
-                None.
-            with_gradients: The passes have gradients, through the modules' own code. No call takes
-                the place of all layers then.
+            tiles: For torch's part of the pass of all layers; own ones when None.
+            with_gradients: The passes have gradients, through the modules' own code, and layers
+                are not joined in one call.
         """
         self.count: dict[str, int] = {}
         self.refused: dict[str, str] = {}
@@ -73,7 +71,7 @@ class FastModules:
         self._active = False
         self._with_gradients = with_gradients
         self._calls = Calls(FixedTiles() if tiles is None else tiles)
-        # What each module had in place of its class's pass, if anything, in the order of changes.
+        # Each module's earlier instance attribute, if any, in the order of changes.
         self._replaced: list[tuple[nn.Module, Forward | None]] = []
         length = min(_COMPARED_TOKENS, model.max_model_len, cache.num_blocks * cache.block_size)
         tables = np.arange(-(-length // cache.block_size))[None]
@@ -84,7 +82,7 @@ class FastModules:
         def run() -> None:
             model_forward(model.module, inputs, cache)
 
-        agree = partial(_agree, tolerance=_TOLERANCES[model.dtype])
+        agree = partial(_agree, tolerance=_TOLERANCES[model.dtypes.activations])
         self._agreed = self._compare(find_patterns(model, self._calls), run, agree)
         self._install(self._agreed)
         if not with_gradients and isinstance(inputs.backend, CpuBackend):
@@ -103,9 +101,9 @@ class FastModules:
         return base in joined and all(each in self._agreed for each in ends)
 
     def remove(self) -> None:
-        """Gives the modules the passes back that they had; nothing here holds them any more.
+        """Restore the modules' own passes.
 
-        Of several that share a model, the one made last goes first.
+        Of several instances that share a model, remove the newest first.
         """
         while self._replaced:
             module, before = self._replaced.pop()
@@ -117,11 +115,11 @@ class FastModules:
 
     @contextmanager
     def active(self, *, alone: bool = False) -> Iterator[None]:
-        """Within it, calls of the model take the fast passes.
+        """Context in which calls of the model use the fast passes.
 
         Args:
-            alone: Each linear layer is called by itself, and whoever has put something around it
-                is not passed over. The bits are the same.
+            alone: Call each linear layer by itself, so that wrappers around it run. The bits are
+                the same.
         """
         before = self._active, self._calls.together
         self._active, self._calls.together = True, not alone
@@ -136,7 +134,7 @@ class FastModules:
         run: Callable[[], object],
         agree: Callable[[Any, Any], bool],
     ) -> dict[nn.Module, Forward]:
-        """The first offer for each module that agrees with what the module gives."""
+        """Return the first offer for each module that agrees with the module."""
         agreed: dict[nn.Module, Forward] = {}
 
         def comparison(offers: Sequence[Forward]) -> Callable[..., None]:
@@ -146,7 +144,7 @@ class FastModules:
                     try:
                         right = agree(fast(*args, **kwargs), output)
                     except (TypeError, ValueError, RuntimeError) as error:
-                        # The module is called in a way that the pattern does not know.
+                        # The module is called in another way than the pattern expects.
                         right, why = False, repr(error)
                     if right:
                         agreed[module] = fast
@@ -195,3 +193,83 @@ def _agree(offered: Any, wanted: Any, tolerance: float) -> bool:
 
 def _same_bits(offered: Any, wanted: Any) -> bool:
     return type(offered) is type(wanted) and torch.equal(offered[0], wanted[0])
+
+
+def differentiable(module: nn.Module, fast: Forward, plain: Forward) -> Forward:
+    """Return a pass with the bits of `fast` and the gradients of `plain`.
+
+    The backward pass runs `plain` again on the same inputs, with None for `attention_backend`: its
+    attention must have gradients itself.
+
+    Args:
+        module: The module; its parameters get gradients.
+        fast: Returns a tensor, or a tuple that starts with one.
+        plain: Likewise, equal up to rounding.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        wanted = {name: value for name, value in named.items() if _has_gradient(value)}
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if not torch.is_grad_enabled() or not (wanted or parameters):
+            return fast(*args, **kwargs)
+
+        def again(inputs: tuple[Tensor, ...]) -> Tensor:
+            call = {**named, **dict(zip(wanted, inputs, strict=True))}
+            if "attention_backend" in call:
+                call["attention_backend"] = None
+            return _first(
+                plain(
+                    *(call[place] for place in range(len(args))),
+                    **{name: call[name] for name in kwargs},
+                )
+            )
+
+        def run() -> Any:
+            return fast(*args, **kwargs)
+
+        found: list[Any] = []
+        output: Tensor = _Again.apply(  # type: ignore[no-untyped-call]
+            run, again, found, len(wanted), *wanted.values(), *parameters
+        )
+        return (output, *found[0][1:]) if isinstance(found[0], tuple) else output
+
+    return forward
+
+
+def _has_gradient(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _first(output: Any) -> Tensor:
+    tensor: Tensor = output[0] if isinstance(output, tuple) else output
+    return tensor
+
+
+class _Again(torch.autograd.Function):
+    """Forward by one function, backward through an equivalent one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Callable[[], Any],
+        again: Callable[[tuple[Tensor, ...]], Tensor],
+        found: list[Any],
+        num_inputs: int,
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.again, ctx.num_inputs = again, num_inputs
+        found.append(run())
+        return _first(found[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        tensors = ctx.saved_tensors
+        inputs = tuple(each.detach().requires_grad_() for each in tensors[: ctx.num_inputs])
+        with torch.enable_grad():
+            output = ctx.again(inputs)
+        sources = (*inputs, *tensors[ctx.num_inputs :])
+        (gradient,) = gradients
+        found = torch.autograd.grad(output, sources, gradient.to(output.dtype), allow_unused=True)
+        return (None, None, None, None, *found)

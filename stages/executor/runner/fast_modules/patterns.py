@@ -1,6 +1,6 @@
-"""What modules compute, by their parts: the passes that kernels offer for them.
+"""Patterns: modules matched by their parts, and the kernel passes offered for them.
 
-An offer says nothing yet about whether it is right; `modules` compares it with the module.
+An offer may be wrong; `modules` compares it with the module.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _HEAD_NORMS = ("q_norm", "k_norm")
 
 @dataclass
 class Calls:
-    """How the passes of a model take its linear layers; they share it, and it may change.
+    """Shared, mutable options of a model's passes.
 
     Attributes:
-        together: Whether what needs several linear layers may take them in one product, past the
-            modules; otherwise each is called by itself, so that whatever is around it is heard.
-        tiles: Keeps what is left to torch to fixed shapes, so that bits don't depend on the batch.
+        together: Whether several linear layers may be computed in one product, without calling the
+            modules; otherwise each is called by itself, with any wrappers.
+        tiles: Fixed shapes for torch's part, so that bits don't depend on the batch.
     """
 
     tiles: FixedTiles
@@ -46,10 +46,10 @@ class Calls:
 
 
 def find_patterns(model: LoadedModel, calls: Calls) -> Iterator[tuple[nn.Module, list[Forward]]]:
-    """The modules that a pattern knows, each with its offers."""
+    """Iterate over the modules that match a pattern, with their offers."""
     output = model.module.get_output_embeddings()  # type: ignore[operator]
     for module in model.module.modules():
-        if any(parameter.dtype != model.dtype for parameter in module.parameters()):
+        if any(parameter.dtype != model.dtypes.weights for parameter in module.parameters()):
             continue  # such as a router that is kept in float32
         offers: list[Forward] = []
         if type(module) is nn.Linear:
@@ -64,7 +64,7 @@ def find_patterns(model: LoadedModel, calls: Calls) -> Iterator[tuple[nn.Module,
 
 
 def _linears(module: nn.Module, *names: str) -> list[nn.Linear]:
-    """The linear layers of these names, or none if one is missing or of another kind."""
+    """Return the linear layers of these names; none if one is missing or of another kind."""
     children = [getattr(module, name, None) for name in names]
     linears = [layer for layer in children if type(layer) is nn.Linear and _is_dense(layer)]
     return linears if len(linears) == len(names) else []
@@ -112,7 +112,7 @@ def _gated_mlp(module: nn.Module, calls: Calls) -> list[Forward]:
 
 
 def _gated(module: nn.Module, calls: Calls) -> Callable[[Tensor], Tensor] | None:
-    """A gated MLP's forward pass up to its last layer, on `[tokens, hidden]`."""
+    """Return a gated MLP's pass up to its last layer, on `[tokens, hidden]`."""
     layers = _linears(module, "gate_proj", "up_proj")
     kind = _kind_of(getattr(module, "act_fn", None))
     if not layers or not _linears(module, "down_proj") or kind is None:
@@ -131,7 +131,7 @@ def _gated(module: nn.Module, calls: Calls) -> Callable[[Tensor], Tensor] | None
 
 
 def _kind_of(activation: object) -> Kind | None:
-    """The kind of kernel with this activation, by what it computes."""
+    """Return the kind of kernel that computes this activation."""
     if not callable(activation):
         return None
     x = torch.linspace(-8, 8, 257)
@@ -158,7 +158,7 @@ def _attention(module: nn.Module, model: LoadedModel, calls: Calls) -> list[Forw
 
 
 def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | None:
-    """An attention module's forward pass up to its last layer, on `[tokens, hidden]`."""
+    """Return an attention module's pass up to its last layer, on `[tokens, hidden]`."""
     layers = _linears(module, "q_proj", "k_proj", "v_proj")
     index = getattr(module, "layer_idx", None)
     if not layers or not _linears(module, "o_proj") or not isinstance(index, int):
@@ -238,7 +238,7 @@ class _DecoderLayer:
 
 
 def _decoder_layer(module: nn.Module, model: LoadedModel, calls: Calls) -> list[Forward]:
-    """What most of today's models repeat."""
+    """The common decoder layer."""
     parts: dict[str, Any] = dict(module.named_children())
     norms = [_norm(parts[name]) for name in _LAYER_NORMS if name in parts]
     attention, mlp = parts.get("self_attn"), parts.get("mlp")
@@ -249,7 +249,12 @@ def _decoder_layer(module: nn.Module, model: LoadedModel, calls: Calls) -> list[
         return []
     return [
         _DecoderLayer(
-            *(first, second, attention, mlp, attended, gated),
+            first=first,
+            second=second,
+            attention=attention,
+            mlp=mlp,
+            attended=attended,
+            gated=gated,
             after_attention=_added(attention.o_proj, calls),
             after_mlp=_added(mlp.down_proj, calls),
         )
@@ -272,13 +277,13 @@ def _added(layer: nn.Linear, calls: Calls) -> Callable[[Tensor, Tensor], Tensor]
 def join_layers(
     model: LoadedModel, cache: KVCache, agreed: Mapping[nn.Module, Forward], calls: Calls
 ) -> Iterator[tuple[nn.Module, list[Forward]]]:
-    """Decoders, each with a pass with all its layers in one call, for steps of one token per row.
+    """Iterate over decoders with a pass of all layers in one call, for steps of one token per row.
 
     Args:
         model: The model.
-        cache: What the passes will be used with.
-        agreed: The offers that are right; a decoder with a layer that has none is left out.
-        calls: Theirs.
+        cache: The cache for the passes.
+        agreed: The correct offers; a decoder needs one for each layer.
+        calls: The options of the passes.
     """
     for module in model.module.modules():
         parts = dict(module.named_children())
@@ -296,12 +301,12 @@ def join_layers(
 def join_output(
     model: LoadedModel, joined: Mapping[nn.Module, Forward]
 ) -> Iterator[tuple[nn.Module, list[Forward]]]:
-    """The model itself, where it is such a decoder and an output layer: then only tokens whose
-    logits are wanted go through the decoder's last norm.
+    """Offer a pass for the model itself, if it is such a decoder and an output layer: only tokens
+    with logits go through the last norm.
 
     Args:
         model: The model.
-        joined: The passes of `join_layers` that are right.
+        joined: The correct passes of `join_layers`.
     """
     module, decoder = model.module, joined.get(model.base)
     output = module.get_output_embeddings() if model.generates else None  # type: ignore[operator]
@@ -318,7 +323,7 @@ def _with_output(
     def forward(
         *, attention_batch: PagedBatch, logits_to_keep: Tensor, **inputs: Any
     ) -> CausalLMOutputWithPast:
-        # Who listens to the decoder is to hear all of its tokens.
+        # Hooks on the decoder expect all of its tokens.
         if base._forward_hooks or not decoder.handles(attention_batch):
             result: CausalLMOutputWithPast = plain(
                 attention_batch=attention_batch, logits_to_keep=logits_to_keep, **inputs
@@ -333,7 +338,7 @@ def _with_output(
 
 @dataclass(frozen=True, eq=False)
 class JoinedDecoder:
-    """A decoder's forward pass: all layers at once in steps for which that is possible."""
+    """A decoder's forward pass, with all layers in one call where possible."""
 
     together: DecoderLayers
     plain: Forward
@@ -350,13 +355,13 @@ class JoinedDecoder:
         return BaseModelOutputWithPast(last_hidden_state=self.norm(states))
 
     def handles(self, batch: PagedBatch) -> bool:
-        """Whether it is possible."""
+        """Return whether a step can run in one call."""
         return self.calls.together and self.together.handles(batch)
 
     def layers_of(
         self, *, input_ids: Tensor, position_ids: Tensor, attention_batch: PagedBatch, **_: Any
     ) -> Tensor:
-        """`[1, tokens, hidden]`, what comes out of the last layer."""
+        """Return the output of the last layer, `[1, tokens, hidden]`."""
         hidden: Tensor = self.embed_tokens(input_ids)
         width = self.together.key_width
         cos, sin = _factors(self.rotary_emb, hidden, position_ids, width, self.calls.tiles)
@@ -367,13 +372,12 @@ class JoinedDecoder:
 def _factors(
     rotary: nn.Module, hidden: Tensor, position_ids: Tensor, width: int, tiles: FixedTiles
 ) -> list[Tensor]:
-    """What a decoder's layers rotate by, `[tokens, width]` each, with the bits that a token has
-    alone."""
+    """Return the rotary factors, `[tokens, width]` each, with bits independent of the batch."""
     count = position_ids.shape[1]
     missing = -count % (VECTOR // math.gcd(VECTOR, width))
     if missing:
         position_ids = F.pad(position_ids, (0, missing))
-    # The tiles cost more than what runs in them.
+    # The tiles cost more than the computation in them.
     with nullcontext() if fills_vectors((count + missing) * width) else tiles:
         return [part[0, :count].contiguous() for part in rotary(hidden, position_ids)]
 
@@ -381,7 +385,7 @@ def _factors(
 def _layer_parts(
     layer: Forward | None, model: LoadedModel, cache: KVCache, agreed: Mapping[nn.Module, Forward]
 ) -> LayerParts | None:
-    """The parts of a layer that does what `_decoder_layer` offered."""
+    """Return the parts of a layer whose offer by `_decoder_layer` was correct."""
     if not isinstance(layer, _DecoderLayer):
         return None
     attention, mlp = layer.attention, layer.mlp

@@ -1,6 +1,6 @@
 // Attention over a paged cache.
 
-// One layer's paged keys and values, and how to look at them.
+// One layer's paged keys and values, and its options.
 typedef struct {
     number *keys;                      // [blocks, block_size, kv_heads, key_width]
     number *values;                    // [blocks, block_size, kv_heads, value_width]
@@ -23,7 +23,7 @@ enum {
     ROWS = 128,  // of one KV head, that look at them together, if one token's heads are not more
 };
 
-// Query tokens of one sequence, whose rows are their strides apart, and what they may see.
+// Query tokens of one sequence, by strides, and their contexts.
 typedef struct {
     const number *queries;
     number *out;
@@ -37,26 +37,25 @@ INLINE const number *row_at(const number *rows, long width, const Attention *a,
     return rows + (slot * a->kv_heads + kv_head) * width;
 }
 
-// From which position on a query token sees those before it.
+// The first position that a query token sees.
 INLINE long first_seen(const Attention *a, long context) {
     return a->window && context > a->window ? context - a->window : 0;
 }
 
-// What attend keeps of its rows, which are the heads that share a KV head, of each token in turn.
+// State of attend for its rows: the query heads of a KV head, token by token.
 typedef struct {
     long rows;
     long key_width, padded;  // key_width and value_width made multiples of WIDTH and of 32
     long *first, *end;       // [rows], the positions that each sees
-    float *maxima, *totals;  // [rows], of the scores so far, and of their weights
+    float *maxima, *totals;  // [rows], of the scores and weights so far
     float *scores;    // [rows, CHUNK], then weights, as numbers, at the beginning of each row
-    float *sums;      // [rows, padded], of the values by their weights
+    float *sums;      // [rows, padded], weighted sums of values
     number *queries;  // [rows, key_width]
-    number *keys;     // of 16 positions, [16, key_width] or as lay_out_keys puts them
-    number *values;   // [padded / 32] times CHUNK positions of 32, as lay_out_values puts them
+    number *keys;     // of 16 positions, [16, key_width] or the layout of lay_out_keys
+    number *values;   // [padded / 32] times CHUNK positions of 32, the layout of lay_out_values
 } Rows;
 
-// How many of a row's positions from `chunk` on matter: none, or up to the last that it sees, in
-// whole vectors.
+// The number of a row's visible positions from `chunk` on, in whole vectors.
 INLINE long used_by(const Rows *r, long row, long chunk) {
     const long left = r->end[row] - chunk;
     if (chunk + CHUNK <= r->first[row] || left <= 0) return 0;
@@ -69,21 +68,20 @@ INLINE long used_by(const Rows *r, long row, long chunk) {
 #include "attention_vectors.h"
 #endif
 
-// Brings the keys and values of 16 positions from `start` on next to one another. There are keys
-// and values of `context` positions.
+// Gathers the keys and values of 16 positions from `start` on. The context has `context` positions.
 static void gather_positions(const Attention *a, const int64_t *table, long start, long context,
                              long kv_head, number *laid_out_keys, number *laid_out) {
     const number *keys[16], *values[16];
     for (long j = 0; j < 16; j++) {
-        const long position = start + j < context ? start + j : context - 1;  // any that exists
+        const long position = start + j < context ? start + j : context - 1;  // any valid one
         keys[j] = row_at(a->keys, a->key_width, a, table, position, kv_head);
         values[j] = row_at(a->values, a->value_width, a, table, position, kv_head);
     }
     lay_out_keys(keys, a->key_width, laid_out_keys);
     for (long i = 0; i < a->value_width; i += 32)
         lay_out_values(values, i, a->value_width - i, laid_out + i * CHUNK);
-    // The next positions lie anywhere, so no hardware sees them coming. Of rows a multiple of 4 KiB
-    // apart the first level would keep eight.
+    // Paged positions defeat hardware prefetching. The first-level cache holds only eight rows that
+    // are a multiple of 4 KiB apart.
     for (long j = start + CHUNK; j < start + CHUNK + 16 && j < context; j++) {
         const number *key = row_at(a->keys, a->key_width, a, table, j, kv_head);
         const number *value = row_at(a->values, a->value_width, a, table, j, kv_head);
@@ -101,8 +99,8 @@ INLINE __m512 scaled(const Attention *a, __m512 scores) {
     return _mm512_mul_ps(hyperbolic_tangent(_mm512_div_ps(scores, cap)), cap);
 }
 
-// Makes a row's scores of a chunk, before they are scaled, to weights. They are relative to the
-// largest score so far: if that has grown, what there is of sums shrinks.
+// Turns a row's unscaled scores of a chunk into weights, relative to the largest score so far. If
+// that has grown, the sums are rescaled.
 INLINE void weigh(const Attention *a, const Rows *r, long row, long chunk) {
     float *scores = r->scores + row * CHUNK, *sums = r->sums + row * r->padded;
     __mmask16 seen[CHUNK / 16];
@@ -129,12 +127,12 @@ INLINE void weigh(const Attention *a, const Rows *r, long row, long chunk) {
         __m512 weights = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + i * 16), most));
         weights = _mm512_maskz_mov_ps(seen[i], weights);
         total = _mm512_add_ps(total, rounded(weights));
-        store_narrow((number *)scores + i * 16, weights);  // over scores that have been read
+        store_narrow((number *)scores + i * 16, weights);  // over scores already read
     }
     r->totals[row] += _mm512_reduce_add_ps(total);
 }
 
-// Writes what the rows have come to.
+// Writes the outputs of the rows.
 static void put_rows(const Attention *a, const Rows *r, const Tokens *tokens, long kv_head) {
     const long group = a->group, width = a->value_width;
     for (long row = 0; row < r->rows; row++) {
@@ -154,8 +152,8 @@ static void put_rows(const Attention *a, const Rows *r, const Tokens *tokens, lo
 
 // The attention of the heads that share a KV head, of some query tokens, in one pass over their
 // context with a running maximum. Positions are taken CHUNK at a time from a multiple of that on,
-// so the order of a token's sums depends on its sequence alone, and not on who looks beside it. The
-// weights of values are rounded, as Transformers' code does.
+// so the order of a token's sums depends on its sequence alone, not on other query tokens. Weights
+// are rounded before the product with values, as in Transformers' code.
 static void attend(const Attention *a, const Tokens *tokens, long kv_head, const Rows *room) {
     const long group = a->group;
     Rows rows = *room, *r = &rows;
@@ -190,11 +188,11 @@ static void attend(const Attention *a, const Tokens *tokens, long kv_head, const
     put_rows(a, r, tokens, kv_head);
 }
 
-// Tokens whose rows attend takes at most.
+// The most tokens per call of attend.
 INLINE long most_tokens(const Attention *a) { return larger(ROWS / a->group, 1); }
 
-// How many rows from one on are tokens of one sequence, close together: they have its blocks in
-// common. It does not matter for any row's bits.
+// The number of rows, from one on, that are neighbouring tokens of one sequence and share its
+// blocks. It doesn't affect a row's bits.
 static long together(const Attention *a, long row, long rows, const int64_t *tables, long blocks,
                      const int64_t *contexts) {
     const int64_t *table = tables + row * blocks;
@@ -220,7 +218,7 @@ static void decode_attention_by_team(const Attention *a, const number *queries, 
     long limits[2 * most];
     float floats[most * (2 + CHUNK + padded)];
     number numbers[(most + 16) * key_width + CHUNK * padded];
-    // What is beyond a row's numbers stays zero.
+    // Padding beyond a row's numbers stays zero.
     if (key_width > a->key_width) memset(numbers, 0, (most + 16) * key_width * sizeof(number));
     const Rows room = {
         .key_width = key_width,

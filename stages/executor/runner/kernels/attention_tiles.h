@@ -1,7 +1,7 @@
-// What attention multiplies, by tiles: scores of 16 rows and 16 positions, and sums of 16 rows and
-// 32 numbers of the values.
+// Products of attention by tiles: scores of 16 rows and 16 positions, and sums of 16 rows and 32
+// numbers of the values.
 
-enum { GATHERED = 32 };  // positions that are gathered together: those of a tile of weights
+enum { GATHERED = 32 };  // positions per gather: those of a tile of weights
 
 INLINE void begin_attention(void) { shape_tiles(TILE, TILE); }
 
@@ -12,7 +12,7 @@ INLINE void lay_out_keys(const number *const *keys, long width, number *to) {
         lay_out_rows(keys, TILE, i, width - i, to);
 }
 
-// Of how many positions from `chunk` on some of 16 rows have to know.
+// The number of positions from `chunk` on that any of 16 rows sees.
 INLINE long used_by_tile(const Rows *r, long tile, long chunk) {
     long used = 0;
     for (long row = tile; row < tile + TILE && row < r->rows; row++)
@@ -20,8 +20,8 @@ INLINE long used_by_tile(const Rows *r, long tile, long chunk) {
     return used;
 }
 
-// Scores of all rows and 16 positions of a chunk, from `offset` on, unless they are of no use to
-// any of 16 rows.
+// Scores of all rows and 16 positions of a chunk, from `offset` on, unless none of 16 rows sees
+// them.
 static void score(const Rows *r, long chunk, long offset) {
     written();
     const long width = r->key_width;
@@ -38,8 +38,7 @@ static void score(const Rows *r, long chunk, long offset) {
     }
 }
 
-// Adds a chunk's values to the sums of all rows. Those that do not see a position have no weight
-// for it.
+// Adds a chunk's values to the sums of all rows. Invisible positions have weight 0.
 static void add_chunk(const Rows *r, long chunk) {
     written();
     const long line = r->padded * sizeof(float), pair = 2 * WIDTH;

@@ -1,6 +1,6 @@
-// What attention multiplies, by vectors.
+// Products of attention by vectors.
 
-enum { GATHERED = 16 };  // positions that are gathered together
+enum { GATHERED = 16 };  // positions per gather
 
 INLINE void begin_attention(void) {}
 
@@ -26,7 +26,7 @@ INLINE void score_rows(int rows, int columns, long width, const number *queries,
 }
 
 // Scores of all rows and 16 positions of a chunk, from `offset` on; of four rows at a time, unless
-// they are of no use to any of these.
+// none of them sees the positions.
 static void score(const Rows *r, long chunk, long offset) {
     const long width = r->key_width;
     for (long row = 0; row < r->rows; row += 4) {
@@ -45,8 +45,8 @@ static void score(const Rows *r, long chunk, long offset) {
     }
 }
 
-// Adds a chunk's values to the sums of all rows, 32 numbers of them at a time: these stay close. Of
-// four rows at once, if as many positions matter to them.
+// Adds a chunk's values to the sums of all rows, 32 numbers at a time, which stay in the cache.
+// Four rows at once, if they see as many positions.
 static void add_chunk(const Rows *r, long chunk) {
     const long stride = CHUNK * sizeof(float) / sizeof(number);
     for (long part = 0; part < r->padded; part += 32) {

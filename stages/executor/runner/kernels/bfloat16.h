@@ -1,5 +1,5 @@
-// Numbers of cpu.c for bfloat16 models. Sums and functions are in float32; what Transformers' code
-// rounds to bfloat16 in between is rounded here too, in the same places.
+// Numbers of cpu.c for bfloat16 models. Sums and functions are in float32, and rounded to bfloat16
+// in the same places as in Transformers' code.
 
 #ifndef __AVX512BF16__
 #error "this processor has no AVX512-BF16"
@@ -65,8 +65,7 @@ INLINE void lay_out_values(const number *const *values, long offset, long count,
     }
 }
 
-// Adds so many positions' values, a multiple of 16 and laid out, by their weights to 32 sums of
-// each row.
+// Adds weighted values of positions, a multiple of 16 in the layout above, to 32 sums of each row.
 INLINE void add_values(int rows, float *sums, long width, const number *weights, long stride,
                        const number *values, long positions) {
     __m512 x[4], y[4];
@@ -93,8 +92,8 @@ INLINE void add_values(int rows, float *sums, long width, const number *weights,
     }
 }
 
-// Brings sums of add_values, two vectors, to the order of the values: unpacking has left four of
-// the first vector, four of the second.
+// Reorders sums of add_values, two vectors, to the order of the values: unpacking has interleaved
+// groups of four.
 INLINE void put_in_order(__m512 *x, __m512 *y) {
     const __m512i to_low =
         _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);

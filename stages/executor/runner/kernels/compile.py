@@ -1,4 +1,4 @@
-"""Makes libraries of the C files beside it, once for each machine, and loads them."""
+"""Builds libraries of the C files here, once per machine, and loads them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ import shutil
 import stat
 import subprocess
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+
+import msgspec
 
 from .....config.temporary import sweep, temporary_folder
 
 SOURCES = Path(__file__).parent
 
-# Contracted, a product and a sum would be rounded once or twice as the compiler likes.
-_FLAGS = (
-    *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-fopenmp"),
-    *("-Wall", "-Wextra", "-Werror"),
-)
+# Without contraction, the compiler can't choose how often a product and a sum are rounded.
+_FLAGS = "-std=gnu11 -O3 -march=native -ffp-contract=off -fPIC -fopenmp -Wall -Wextra -Werror"
 
 _COMPILER_TIMEOUT_S = 120.0
 
@@ -31,15 +29,14 @@ _DIGEST_BYTES = 32
 _LOADS = count()
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
-    """What is compiled and loaded together.
+class Library(msgspec.Struct, frozen=True):
+    """A library.
 
     Attributes:
         source: The C file.
-        processor: What the processor must have, as Linux names it.
-        instructions: The same as people do.
-        define: A macro that is defined.
+        processor: The required processor flag, in Linux's spelling.
+        instructions: The same for readers.
+        define: The macro to define.
     """
 
     source: str
@@ -55,11 +52,11 @@ SAMPLING = Library("sampling.c", "avx512f", "AVX-512", "SAMPLING")
 
 
 class KernelsUnavailable(Exception):
-    """There are no kernels here, and the message says why."""
+    """There are no kernels here; the message has the reason."""
 
 
 def load_library(library: Library) -> ctypes.CDLL:
-    """Loads one, compiled now if it is not in the user's cache folder, whole and safe.
+    """Load a library, and compile it unless the user's cache folder has it, intact and safe.
 
     Raises:
         KernelsUnavailable: The machine, its compiler or torch's build don't allow it.
@@ -100,10 +97,10 @@ def _processor_flags() -> str:
 
 
 def _openmp_of_torch() -> str:
-    """The OpenMP library in this process.
+    """Return the OpenMP library of this process.
 
-    With another one beside it there would be two sets of threads, each waiting for work by spinning
-    on the processors that the other one needs.
+    A second one would bring a second set of threads, and idle threads spin on processors that the
+    others need.
     """
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
@@ -113,11 +110,11 @@ def _openmp_of_torch() -> str:
 
 
 def _cache_folder() -> Path | None:
-    """Where the library is kept; None when there is no folder that only this user may write to."""
+    """Return the cache folder; None if there is none that only this user may write to."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the specification has it ignored
         home = os.environ.get("HOME")
-        # What the system knows of the user; "~" itself when it knows nothing.
+        # The system's entry of the user; "~" itself without one.
         base = os.path.join(os.path.expanduser("~") if home is None else home, ".cache")
     if not os.path.isabs(base):
         return None
@@ -134,10 +131,10 @@ def _only_we_write(status: os.stat_result) -> bool:
 
 
 def _keep(content: bytes, folder: Path, name: str) -> None:
-    """Writes the library, and behind it what tells whether it is whole.
+    """Write the library, followed by its digest.
 
-    It is a new file in any case, since another process may be running what the old one holds. Who
-    reads it before it is whole finds that it is not.
+    Always to a new file, since another process may run the old one. A reader detects an incomplete
+    file by its digest.
 
     Raises:
         OSError: It can't be written.
@@ -149,11 +146,11 @@ def _keep(content: bytes, folder: Path, name: str) -> None:
 
 
 def _load(folder: Path, name: str) -> ctypes.CDLL:
-    """Loads what `_keep` wrote. What is looked at is what is loaded, even if somebody puts another
-    in its place meanwhile.
+    """Load a file that `_keep` wrote. The checked file is the loaded file, even if it is replaced
+    meanwhile.
 
     Raises:
-        OSError: It is not there, is damaged, may come from somebody else, or can't be loaded.
+        OSError: It is missing or damaged, other users may write to it, or it can't be loaded.
     """
     with ExitStack() as stack:
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -169,18 +166,18 @@ def _load(folder: Path, name: str) -> ctypes.CDLL:
         content, digest = whole[:-_DIGEST_BYTES], whole[-_DIGEST_BYTES:]
         if hashlib.sha256(content).digest() != digest:
             raise OSError("it is damaged")
-        # dlopen gives what it has under a path that it knows, and numbers of files come again.
+        # A new path each time: dlopen caches by path, and descriptors are reused.
         path = f"/proc/self/fd/{'./' * next(_LOADS)}{file.fileno()}"
         return ctypes.CDLL(path)
 
 
 def _name(library: Library, compiler: str, *parts: str) -> str:
-    """A name that changes with whatever the library depends on."""
+    """Return a name that changes with everything the library depends on."""
     version = _run([compiler, "--version"])
     digest = hashlib.sha256()
     for source in (SOURCES / library.source, *sorted(SOURCES.glob("*.h"))):
         digest.update(source.read_bytes())
-    for part in (version, *_FLAGS, library.define, *parts):
+    for part in (version, *_FLAGS.split(), library.define, *parts):
         digest.update(part.encode() + b"\0")
     return f"{library.define.lower()}-{digest.hexdigest()[:24]}.so"
 
@@ -188,14 +185,14 @@ def _name(library: Library, compiler: str, *parts: str) -> str:
 def _compile(library: Library, compiler: str, openmp: str, folder: Path) -> bytes:
     compiled, linked = f"{folder}/compiled.o", f"{folder}/linked.so"
     source = str(SOURCES / library.source)
-    _run([compiler, *_FLAGS, f"-D{library.define}", "-c", source, "-o", compiled], folder)
-    # Linked by its path: the compiler would take its own OpenMP library.
+    _run([compiler, *_FLAGS.split(), f"-D{library.define}", "-c", source, "-o", compiled], folder)
+    # Linked by path: the compiler would take its own OpenMP library.
     _run([compiler, "-shared", compiled, openmp, "-lm", "-o", linked], folder)
     return Path(linked).read_bytes()
 
 
 def _run(command: list[str], folder: Path | None = None) -> str:
-    """Args: `folder` is where the compiler puts what it makes on its way."""
+    """`folder`: for the compiler's temporary files."""
     try:
         done = subprocess.run(
             command,

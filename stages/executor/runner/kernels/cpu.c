@@ -1,17 +1,17 @@
 // Kernels for models on x86 processors with AVX-512: compiled with FLOAT32, with BFLOAT16 for those
-// with AVX512-BF16, and with TILES for bfloat16 on those with AMX too. What a `number` is, and how
-// it is read and rounded, is in bfloat16.h and float32.h; how products are summed, in the headers
+// with AVX512-BF16, and with TILES for bfloat16 on those with AMX too. The type `number`,
+// its loads and its rounding are in bfloat16.h and float32.h; the order of sums is in the headers
 // named _tiles and _vectors.
 //
-// Weights stay as the model has them, [out, in] row by row, and what the next rows need is
-// prefetched while these are multiplied. Each dot product adds up in the same order whatever stands
-// beside it, so a row's result does not depend on the batch.
+// Weights stay in the model's layout, [out, in] row by row, and the next rows' weights are
+// prefetched during a product. Each dot product sums in the same order in any batch, so a row's
+// result does not depend on the batch.
 //
-// Products of bfloat16 are exact, sums are in float32. Pointers need no alignment. Nothing here
-// checks anything: the callers in cpu.py and decoder.py do.
+// Products of bfloat16 are exact, sums are in float32. Pointers need no alignment. Arguments are
+// checked by the callers in cpu.py and decoder.py.
 //
-// What ends in _by_team is called by all threads of a team with the same arguments, and returns
-// when all of it is done. So one team can go through many of them, and be woken once.
+// Functions that end in _by_team are called by all threads of a team with the same arguments, and
+// return when all of the work is done. So a team runs several of them after one wake-up.
 
 #include "vectors.h"
 
@@ -25,7 +25,7 @@
 #endif
 
 #include "linear.h"
-// Behind it, since attention multiplies as linear layers do.
+// Behind it, since attention uses the products of linear layers.
 #include "attention.h"
 
 // --- linear layers -----------------------------------------------------------------------------
@@ -163,7 +163,7 @@ static void norm_by_team(const Norm *norm, const number *x, number *out, long ro
                  norm->shifted);
 }
 
-// From what `projection` gives to queries, in place, and to keys and values in the cache.
+// Turns the output of `projection` into queries, in place, and keys and values in the cache.
 static void place_by_team(const DecoderLayer *l, const Step *step, number *projected, long stride) {
     const Attention *a = l->attention;
     const long width = a->key_width, heads = a->kv_heads * a->group;
@@ -182,7 +182,7 @@ static void place_by_team(const DecoderLayer *l, const Step *step, number *proje
     }
 }
 
-// Brings the rows that are read to the front, of what the projection gave in place, of x to `kept`.
+// Moves the read rows to the front: the projection's output in place, x to `kept`.
 static void keep_by_team(const Step *step, number *projected, long stride, const number *x,
                          number *kept, long hidden) {
 #pragma omp single
@@ -193,9 +193,9 @@ static void keep_by_team(const Step *step, number *projected, long stride, const
     }
 }
 
-// Runs x, [rows, hidden], through layers that follow one another, in place. Rows that are not read
-// leave the last one when their keys and values are stored. memory: for each row as many numbers as
-// the widest layer's projection and gated put out, and output and down take in, and hidden.
+// Runs x, [rows, hidden], through consecutive layers, in place. In the last layer, unread rows only
+// store keys and values. memory: per row, the outputs of the widest layer's projection and gated,
+// the inputs of its output and down, and hidden.
 void decoder_layers(const DecoderLayer *layers, long count, const Step *step, number *x,
                     number *memory) {
     const long rows = step->rows;

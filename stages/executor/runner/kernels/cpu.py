@@ -1,7 +1,7 @@
-"""The kernels of `cpu.c` and `sampling.c` as functions of tensors, all on the CPU.
+"""The kernels of `cpu.c` and `sampling.c` as functions of CPU tensors.
 
-Those of `cpu.c` are for bfloat16 and for float32: a model's weights, and what comes in and goes
-out, are of one dtype unless said.
+Those of `cpu.c` are for bfloat16 and float32: weights, inputs and outputs have one dtype unless
+noted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..batch import DecodeRows
 from .compile import BFLOAT16, FLOAT32, SAMPLING, TILES, KernelsUnavailable, Library, load_library
 
 MOST_INSTRUCTIONS_VARIABLE = "ONEDNN_MAX_CPU_ISA"
-"""What PyTorch's own products obey, by oneDNN. Of its names only the question whether it has AMX
-matters here: the other kernels exist once for each dtype.
+"""oneDNN's limit for PyTorch's own products. Here it only decides whether AMX is used: the other
+kernels exist once per dtype.
 https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html"""
 
-# The first one that this machine can use; the last one says why not.
+# The first usable one is taken; the last one's reason is reported.
 _LIBRARIES: dict[torch.dtype, tuple[Library, ...]] = {
     torch.bfloat16: (TILES, BFLOAT16),
     torch.float32: (FLOAT32,),
@@ -35,7 +35,7 @@ _LIBRARIES: dict[torch.dtype, tuple[Library, ...]] = {
 
 
 class Kind(IntEnum):
-    """What is made of the products; the numbers are those in cpu.c."""
+    """The use of the products; numbers as in cpu.c."""
 
     PLAIN = 0
     WIDE = 1
@@ -70,35 +70,22 @@ class _Attention(ctypes.Structure):
     )
 
 
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "linear": (c_void_p, c_void_p, c_long, c_void_p, c_void_p),
-    "gate": (c_void_p, c_void_p, c_long, c_long),
-    "rms_norm": (c_void_p, c_void_p, c_void_p, c_long, c_long, c_float, c_long),
-    "rotate": (c_void_p, c_long, c_void_p, c_void_p, c_long, c_long, c_long),
-    "store": (c_void_p, c_void_p, c_long, c_void_p, c_long, c_void_p, c_long),
-    "decode_attention": (
-        *(c_void_p, c_void_p, c_long, c_void_p),
-        *(c_long, c_void_p, c_long, c_void_p),
-    ),
-    "decoder_layers": (c_void_p, c_long, c_void_p, c_void_p, c_void_p),
+_TYPES = {"p": c_void_p, "l": c_long, "f": c_float}
+_SIGNATURES = {
+    "linear": "pplpp",
+    "gate": "ppll",
+    "rms_norm": "pppllfl",
+    "rotate": "plpplll",
+    "store": "pplplpl",
+    "decode_attention": "pplplplp",
+    "decoder_layers": "plppp",
 }
-
-_SAMPLING_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "softmax_sums": (
-        *(c_void_p, c_long, c_long, c_void_p, c_long),
-        *(c_void_p, c_void_p, c_void_p, c_void_p),
-    ),
-    "sample": (
-        *(c_void_p, c_long, c_long, c_void_p, c_void_p, c_long),
-        *(c_void_p, c_void_p),
-    ),
-    "forbid": (c_void_p, c_long, c_void_p, c_void_p, c_long),
-}
+_SAMPLING_SIGNATURES = {"softmax_sums": "pllplpppp", "sample": "pllpplpp", "forbid": "plppl"}
 
 
 @cache
 def library(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL:
-    """The library for models of a dtype, with its functions declared.
+    """Return the library for models of a dtype, with its functions declared.
 
     Raises:
         KernelsUnavailable: There is none, or none on this machine.
@@ -107,7 +94,7 @@ def library(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL:
 
 
 def instructions(dtype: torch.dtype) -> str:
-    """The processor's instructions that this library is made of.
+    """Return the instructions that this library uses.
 
     Raises:
         KernelsUnavailable: As `library`.
@@ -122,15 +109,15 @@ def _chosen(dtype: torch.dtype) -> tuple[Library, ctypes.CDLL]:
         try:
             return candidate, _prepared(candidate)
         except KernelsUnavailable as error:
-            # Its words alone: a local that holds the error is a cycle with this frame, which keeps
-            # all that the callers' frames hold, such as a model.
+            # Only the text: a local error would form a cycle with this frame, and keep the objects
+            # of all callers' frames, such as a model.
             reason = str(error)
     raise KernelsUnavailable(reason)
 
 
 def _wants_tiles() -> bool:
     most = os.environ.get(MOST_INSTRUCTIONS_VARIABLE, "").upper()
-    # What it does not know is to oneDNN as if it were not there.
+    # oneDNN ignores unknown values.
     return "AMX" in most or not most.startswith(("SSE", "AVX"))
 
 
@@ -145,34 +132,34 @@ def _prepared(candidate: Library) -> ctypes.CDLL:
 
 @cache
 def sampling_library() -> ctypes.CDLL:
-    """The library for logits, likewise."""
+    """Return the library for logits, likewise."""
     return _declared(load_library(SAMPLING), _SAMPLING_SIGNATURES)
 
 
-def _declared(loaded: ctypes.CDLL, signatures: Mapping[str, tuple[Any, ...]]) -> ctypes.CDLL:
+def _declared(loaded: ctypes.CDLL, signatures: Mapping[str, str]) -> ctypes.CDLL:
     for name, arguments in signatures.items():
         function = getattr(loaded, name)
-        function.argtypes = arguments
+        function.argtypes = [_TYPES[each] for each in arguments]
         function.restype = None
     return loaded
 
 
 class Linear:
-    """Linear layers over the same rows, computed together.
+    """Linear layers over the same rows, computed together, with outputs side by side.
 
-    Their outputs come side by side. Of a gated kind there are two, gate and up, and the output is
-    act(gate) * up. Kind.WIDE gives float32 whose values are those of the layers' dtype.
+    A gated kind has two layers, gate and up, and the output act(gate) * up. Kind.WIDE returns
+    float32 with values rounded to the layers' dtype.
 
     Attributes:
         modules: The layers.
-        dtype: Theirs, and that of the rows.
-        inputs: Numbers in a row.
-        outputs: Numbers in a row of the output.
-        argument: Where what the kernels take lies; `find_weights` brings it up to date.
+        dtype: Of layers and rows.
+        inputs: Width of a row.
+        outputs: Width of an output row.
+        argument: Address of the kernels' argument, which `find_weights` updates.
     """
 
     def __init__(self, layers: Sequence[nn.Linear], kind: Kind = Kind.PLAIN) -> None:
-        """Takes one to three layers; their weights are used where they are."""
+        """Take one to three layers; their weights are used in place."""
         self.modules = layers
         self.dtype = layers[0].weight.dtype
         self._run = library(self.dtype).linear
@@ -187,10 +174,10 @@ class Linear:
         self._addresses: list[int] = []
 
     def find_weights(self) -> None:
-        """Looks where the weights are: a trainer that shares the model may put others in."""
+        """Update the weights' addresses: a trainer that shares the model may replace them."""
         addresses = []
         for layer in self.modules:
-            parameters = layer._parameters  # found directly: this is called for each product
+            parameters = layer._parameters  # direct access: this is called for each product
             weight, bias = parameters["weight"], parameters["bias"]
             addresses += [weight.data_ptr(), 0 if bias is None else bias.data_ptr()]  # type: ignore
         if addresses != self._addresses:
@@ -224,7 +211,7 @@ class RMSNorm:
     """RMSNorm over the last dimension.
 
     Attributes:
-        modules: The one module whose weight it takes.
+        modules: The module with the weight.
         epsilon: Added to the mean square.
         shifted: The factor is 1 + weight, applied before rounding.
     """
@@ -236,7 +223,7 @@ class RMSNorm:
 
     @property
     def weight(self) -> Tensor:
-        """`[width]`, where the module has it now."""
+        """The module's present weight, `[width]`."""
         weight = self.modules[0]._parameters["weight"]
         assert weight is not None
         return weight
@@ -285,10 +272,15 @@ def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
     )
 
 
+def _call(function: Any, *arguments: Tensor | int | None) -> None:
+    """Call a kernel with the addresses of tensors."""
+    function(*(each.data_ptr() if isinstance(each, Tensor) else each for each in arguments))
+
+
 def softmax_sums(
     logits: Tensor, divisors: Tensor, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What sampling needs of a softmax, in two passes and without writing the weights.
+    """Compute the sums of a softmax for sampling, in two passes and without storing the weights.
 
     Args:
         logits: `[batch, vocab]` float32.
@@ -296,8 +288,8 @@ def softmax_sums(
         block: Tokens whose weights are summed together.
 
     Returns:
-        The largest logit of each row (NaN where there is one), `[batch]`; the first token that has
-        it, `[batch]` int64; the sums of exp((logits - largest) / divisor) over blocks,
+        The largest logit of each row (NaN if the row has one), `[batch]`; its first token,
+        `[batch]` int64; the sums of exp((logits - largest) / divisor) over blocks,
         `[batch, blocks]` float64; and the logarithms of their totals, `[batch]` float64.
     """
     logits, divisors = logits.contiguous(), divisors.contiguous()
@@ -306,56 +298,39 @@ def softmax_sums(
     places = torch.empty(batch, dtype=torch.int64)
     sums = torch.empty(batch, -(-vocab // block), dtype=torch.float64)
     logs = torch.empty(batch, dtype=torch.float64)
-    sampling_library().softmax_sums(
-        logits.data_ptr(),
-        batch,
-        vocab,
-        divisors.data_ptr(),
-        block,
-        largest.data_ptr(),
-        places.data_ptr(),
-        sums.data_ptr(),
-        logs.data_ptr(),
-    )
+    kernel = sampling_library().softmax_sums
+    _call(kernel, logits, batch, vocab, divisors, block, largest, places, sums, logs)
     return largest, places, sums, logs
 
 
 def sample(
     logits: Tensor, temperatures: Tensor, uniforms: Tensor | None, block: int
 ) -> tuple[Tensor, Tensor]:
-    """A token for each row, drawn from the whole vocabulary, and its logprob.
+    """Draw a token for each row from the whole vocabulary, with its logprob.
 
     Args:
         logits: `[batch, vocab]` float32.
-        temperatures: `[batch]` float32; at 0 it is the first of the likeliest tokens, with its
+        temperatures: `[batch]` float32; at 0 the token is the first of the likeliest, with its
             logprob at 1.
-        uniforms: `[batch]` float64 in [0, 1), at which share of the total of the weights a token is
-            drawn; None where all temperatures are 0.
+        uniforms: `[batch]` float64 in [0, 1), the share of the total weight at which a token is
+            drawn; None if all temperatures are 0.
         block: As in `softmax_sums`.
 
     Returns:
-        `[batch]` int64, and `[batch]` float32, which is not a number where a row's largest logit is
-        not finite.
+        `[batch]` int64, and `[batch]` float32, NaN where a row's largest logit is not finite.
     """
     logits, temperatures = logits.contiguous(), temperatures.contiguous()
+    uniforms = None if uniforms is None else uniforms.contiguous()
     batch, vocab = logits.shape
     tokens = torch.empty(batch, dtype=torch.int64)
     logprobs = torch.empty(batch, dtype=torch.float32)
-    sampling_library().sample(
-        logits.data_ptr(),
-        batch,
-        vocab,
-        temperatures.data_ptr(),
-        None if uniforms is None else uniforms.contiguous().data_ptr(),
-        block,
-        tokens.data_ptr(),
-        logprobs.data_ptr(),
-    )
+    kernel = sampling_library().sample
+    _call(kernel, logits, batch, vocab, temperatures, uniforms, block, tokens, logprobs)
     return tokens, logprobs
 
 
 def forbid(logits: Tensor, places: npt.NDArray[np.int64], allowed: npt.NDArray[np.int32]) -> None:
-    """Makes minus infinity of what may not be chosen, in place.
+    """Set forbidden logits to minus infinity, in place.
 
     Args:
         logits: `[batch, vocab]` float32, contiguous.
@@ -376,7 +351,7 @@ class PagedAttention:
     """One layer's paged KV cache, for queries of one token each.
 
     Attributes:
-        argument: Where what the kernels take lies.
+        argument: Address of the kernels' argument.
     """
 
     def __init__(
@@ -390,11 +365,11 @@ class PagedAttention:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> None:
-        """Takes `[blocks, block_size, kv_heads, width]` each, the number of query heads, and more.
+        """Take a layer's cache and options.
 
         Args:
-            keys: The keys.
-            values: The values.
+            keys: `[blocks, block_size, kv_heads, width]`.
+            values: Likewise.
             heads: Query heads.
             window: As in LayerSpec.
             scale: Factor of the scores.
@@ -419,21 +394,18 @@ class PagedAttention:
         self.find_tensors()
 
     def find_tensors(self) -> None:
-        """Looks where the tensors are: to be called when their memory has changed."""
+        """Update the tensors' addresses after their memory has changed."""
         keys, values, sinks = self._kept
         self._arguments.keys, self._arguments.values = keys.data_ptr(), values.data_ptr()
         self._arguments.sinks = None if sinks is None else sinks.data_ptr()
 
     @staticmethod
     def handles(key_width: int, value_width: int) -> bool:
-        """Whether the kernel knows heads of these widths."""
+        """Return whether the kernel supports heads of these widths."""
         return key_width % 16 == 0 and value_width % 16 == 0
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Writes `[tokens, kv_heads, width]` each to `slots`, `[tokens]`.
-
-        Rows may lie apart; the heads of one must lie together.
-        """
+        """Write `[tokens, kv_heads, width]` each, heads contiguous, to `slots`, `[tokens]`."""
         self._library.store(
             self.argument,
             keys.data_ptr(),
@@ -448,7 +420,7 @@ class PagedAttention:
         """Attention of one token per row.
 
         Args:
-            queries: `[at least rows.count, heads, key_width]`; rows may lie apart, heads together.
+            queries: `[at least rows.count, heads, key_width]`, heads of a row contiguous.
             rows: The rows, longest context first.
 
         Returns:

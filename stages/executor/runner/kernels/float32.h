@@ -1,4 +1,4 @@
-// Numbers of cpu.c for float32 models: floats, and nothing is rounded in between.
+// Numbers of cpu.c for float32 models: floats, without rounding in between.
 
 typedef float number;
 typedef __m512 Numbers;   // a vector full of them
@@ -42,8 +42,8 @@ INLINE void lay_out_values(const number *const *values, long offset, long count,
     }
 }
 
-// Adds so many positions' values, a multiple of 16 and laid out, by their weights to 32 sums of
-// each row. Of even and of odd positions by themselves: one addition has to wait for the last.
+// Adds weighted values of positions, a multiple of 16 in the layout above, to 32 sums of each row.
+// Even and odd positions have separate sums, to hide the latency of additions.
 INLINE void add_values(int rows, float *sums, long width, const number *weights, long stride,
                        const number *values, long positions) {
     __m512 x[4][2], y[4][2];

@@ -1,4 +1,4 @@
-// Linear layers: what they are, and how their work is shared out.
+// Linear layers, and the distribution of their work over threads.
 
 enum { PLAIN, WIDE, GATED_SILU, GATED_TANH_GELU };
 
@@ -26,8 +26,8 @@ INLINE __m512 activate(__m512 x, long kind) {
     return _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(0.5f)), _mm512_add_ps(one, t));
 }
 
-// Where a part's outputs go: rows `stride` numbers apart. What is in `added` at the same places is
-// added to them, unless it is NULL.
+// The place of a part's outputs: rows `stride` numbers apart. `added`, if not NULL, has numbers to
+// add at the same places.
 typedef struct {
     char *out;
     const number *added;
@@ -63,8 +63,8 @@ INLINE Target target_of(const Linear *l, void *out, const number *added, long of
 
 enum { CHUNK_BYTES = 320 << 10 };  // of weights, about
 
-// What the threads of a team take at a time of all outputs, side by side: enough for the memory to
-// stream, little enough to end together, and about as many for each thread.
+// The outputs of one thread's chunk: large enough to stream from memory, small enough for threads
+// to end together, and about the same number for each thread.
 typedef struct {
     long size, count;
 } Chunks;
@@ -78,12 +78,12 @@ INLINE Chunks chunks_of(const Linear *l, long tile) {
     return (Chunks){size, (outputs + size - 1) / size};
 }
 
-// The outputs of a part that are in a chunk, and where the part's begin in the row.
+// The outputs of a part in a chunk, and the part's offset in the row.
 typedef struct {
     long start, stop, offset;
 } Outputs;
 
-// Those of a part, of which there may be none.
+// Those of a part, perhaps none.
 INLINE Outputs outputs_of(const Linear *l, const Chunks *c, long place, long part) {
     long offset = 0;
     for (long i = 0; i < part; i++) offset += l->outputs[i];
@@ -91,9 +91,8 @@ INLINE Outputs outputs_of(const Linear *l, const Chunks *c, long place, long par
     return (Outputs){larger(start, 0), stop < l->outputs[part] ? stop : l->outputs[part], offset};
 }
 
-// How many rows at a time the weights pass by, so that what is read of these stays in the second
-// level cache: as many as have `bytes` of inputs, but not fewer than `least`. Blocks are of about
-// one size, a multiple of `tile`.
+// Rows per pass over the weights, so that the rows stay in the second-level cache: rows of `bytes`
+// of inputs, at least `least`. Blocks have about equal sizes, multiples of `tile`.
 INLINE long block_of(const Linear *l, long rows, long bytes, long least, long tile) {
     const long most = larger(bytes / (sizeof(number) * l->inputs), least);
     const long blocks = larger((rows + most - 1) / most, 1);

@@ -1,5 +1,5 @@
-// Linear layers by tiles: weights are the first operand, so they stay as the model has them; rows,
-// of which there is less, are laid out.
+// Linear layers by tiles: weights are the first operand, in the model's layout; the rows, which are
+// smaller, are laid out.
 
 enum {
     BLOCK_BYTES = 1280 << 10,  // see block_of
@@ -8,7 +8,7 @@ enum {
     MOST_APART = 8,  // outputs from one row of a tile of weights to the next
 };
 
-// Rows that are laid out, 16 in a tile of all inputs.
+// Laid-out rows, 16 in a tile of all inputs.
 typedef struct {
     const number *tiles;
     long line;   // bytes of a pair's numbers
@@ -17,15 +17,14 @@ typedef struct {
 } LaidOut;
 
 // Outputs that are computed together: one or two times 16 times `apart`. A tile of weights has
-// every `apart`th of 16 times as many. So each of its rows is the beginning of a long stretch of
-// memory, of which the next tiles have the rest, and the processor fetches it early enough by
-// itself.
+// every `apart`th of 16 times as many. So each of its rows begins a long run of memory that the
+// next tiles continue, and hardware prefetching works.
 typedef struct {
     const number *weights[2];
     long first[2];         // the outputs that these are for
     long inputs, outputs;  // numbers in a row of weights, and rows in a tile of them
     long apart, two;
-    const number *next[2];  // what is multiplied after these
+    const number *next[2];  // weights of the next product
 } Group;
 
 // clang-format off
@@ -40,15 +39,15 @@ typedef struct {
     if (two && two_rows) _tile_dpbf16ps(3, 5, 7);
 // clang-format on
 
-// What is brought near while something else is multiplied: with each step of WIDTH inputs so many
-// cache lines, `between` numbers apart, and as many with the next step, `advance` numbers further.
+// Prefetches during a product: with each step of WIDTH inputs some cache lines, `between` numbers
+// apart, and with the next step as many, `advance` numbers further.
 typedef struct {
     const number *from[2];
     long lines, between, advance;
 } Ahead;
 
 // Sums of a group's tiles of weights, those that begin with its row `from`, with 16 rows or with
-// 32, over the inputs from `start` to `stop`: added to what there is, unless these are the first.
+// 32, over the inputs from `start` to `stop`: added to earlier sums, unless these are the first.
 // x: the first tile of rows. sums: of each tile of weights and rows those of the whole group, in
 // the order of its outputs.
 INLINE void sum_tiles(int two, int two_rows, const Group *g, long from, long start, long stop,
@@ -103,8 +102,8 @@ INLINE void sum_group(int two, int two_rows, const Group *g, long start, long st
         sum_tiles(two, two_rows, g, from, start, stop, rows, x, ahead, sums);
 }
 
-// Makes outputs of 16 products of a row, or fewer by the mask, of the gated kinds with `ups`, and
-// puts them where they go.
+// Computes and stores outputs from 16 products of a row, or fewer by the mask; gated kinds with
+// `ups`.
 INLINE void put_products(const Linear *l, long part, __m512 products, __m512 ups, Target to,
                          long column, __mmask16 mask) {
     if (l->bias[part])
@@ -149,8 +148,8 @@ INLINE Group group_of(const Linear *l, long part, long column, long stop, int fe
     return g;
 }
 
-// Puts a group's outputs of up to 16 rows where they go, those from `start` to `stop`: others may
-// be there already. sums, others: of the first and of the second tile of weights.
+// Stores a group's outputs from `start` to `stop` of up to 16 rows: others may be there already.
+// sums, others: of the first and of the second tile of weights.
 INLINE void put_tile(const Linear *l, long part, const Group *g, const float *sums,
                      const float *others, Target to, long rows, long start, long stop) {
     const long width = output_width(l), gated = l->kind >= GATED_SILU;
@@ -179,9 +178,9 @@ INLINE void put_group(const Linear *l, long part, const Group *g, const float *s
                  rows - i * TILE, start, stop);
 }
 
-// What is brought near while 32 rows from `row` on are multiplied with a group's inputs up to
-// `stop`, unless these are the last. With 32 rows in all, the next group's weights as they lie;
-// with more, evenly, what is multiplied next: the next inputs, or the next group.
+// The prefetches while 32 rows from `row` on are multiplied with a group's inputs up to `stop`.
+// With 32 rows in all, the next group's weights in order; with more, evenly, the next inputs or
+// group.
 INLINE Ahead ahead_of(const LaidOut *rows, const Group *g, long row, long stop) {
     const long passes = (rows->count + 2 * TILE - 1) / (2 * TILE);
     const long lines = (TILE + passes - 1) / passes, done = row / (2 * TILE) * lines;
@@ -196,9 +195,9 @@ INLINE Ahead ahead_of(const LaidOut *rows, const Group *g, long row, long stop) 
 static void multiply_block(const Linear *l, long part, const LaidOut *rows, Target to, long start,
                            long stop) {
     const long k = l->inputs, width = output_width(l), gated = l->kind >= GATED_SILU;
-    // So few that to bring anything near would be slower than what the processor fetches by itself.
+    // Too few rows: explicit prefetches would be slower than the hardware's.
     const int few = rows->count <= TILE || (rows->count <= 2 * TILE && k >= LONG);
-    // Inputs are taken in pieces, whose weights stay in the first level cache for all rows.
+    // Inputs are split so that their weights stay in the first-level cache for all rows.
     const long pieces = rows->count > 2 * TILE ? (k + PIECE - 1) / PIECE : 1;
     const long piece = (k + pieces * WIDTH - 1) / (pieces * WIDTH) * WIDTH;
     const long size = (few ? MOST_APART : 1) * SUMS, tiles = (rows->count + TILE - 1) / TILE;
@@ -229,7 +228,7 @@ static void multiply_block(const Linear *l, long part, const LaidOut *rows, Targ
     _tile_release();
 }
 
-// Memory of this thread for so many numbers, the same one with each call.
+// This thread's scratch memory, reused by each call.
 static number *memory_for(long numbers) {
     static _Thread_local number *memory;
     static _Thread_local long size;
@@ -246,7 +245,7 @@ static void linear_by_team(const Linear *l, const number *x, long rows, const nu
     const long k = l->inputs, steps = (k + WIDTH - 1) / WIDTH;
     const long width = output_width(l);
     const long block = block_of(l, rows, BLOCK_BYTES, 4 * TILE, 2 * TILE);
-    // A row alone lies as it has to: its pairs one behind the other.
+    // A single row has the required layout: its pairs in order.
     const int alone = rows == 1 && k % WIDTH == 0;
     number *tiles = NULL;
     if (!alone)

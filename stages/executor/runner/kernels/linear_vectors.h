@@ -17,8 +17,8 @@ INLINE void add_products(int rows, int columns, const number *x, const number *w
     }
 }
 
-// What a tile gives, 6 by 4 at most: in lane a * columns + b of both vectors together that of rows
-// a and b.
+// The products of a tile, 6 by 4 at most: in lane a * columns + b of both vectors, that of rows a
+// and b.
 typedef struct {
     __m512 of[2];
 } Products;
@@ -29,8 +29,8 @@ INLINE Products sum_tile(const __m512 *sums, int count) {
     return products;
 }
 
-// Dot products of `rows` rows of x with `columns` rows of weights. With each step `lines` cache
-// lines from `ahead` on are brought near.
+// Dot products of `rows` rows of x with `columns` rows of weights. Each step prefetches `lines`
+// cache lines from `ahead` on.
 INLINE Products dot_products(int rows, int columns, const number *x, const number *weight, long k,
                              const number *ahead, long lines) {
     __m512 sums[32];
@@ -43,15 +43,14 @@ INLINE Products dot_products(int rows, int columns, const number *x, const numbe
             for (long line = 0; line < lines; line++, ahead += WIDTH)
                 _mm_prefetch((const char *)ahead, _MM_HINT_T1);
         }
-    // A loop of its own, since even the question whether there are lines takes its time.
+    // A separate loop, since even the test for lines takes time.
     for (; i + WIDTH <= k; i += WIDTH)
         add_products(rows, columns, x + i, weight + i, k, ALL_LANES, sums);
     if (i < k) add_products(rows, columns, x + i, weight + i, k, lanes(k - i), sums);
     return sum_tile(sums, rows * columns);
 }
 
-// The same for so few rows that reading the weights takes longer than multiplying: weights are read
-// in the order in which they lie.
+// Likewise for few rows, bound by memory: weights are read in memory order.
 INLINE Products dot_products_in_order(int rows, int columns, const number *x, const number *weight,
                                       long k) {
     __m512 sums[16];
@@ -74,7 +73,7 @@ INLINE Products dot_products_in_order(int rows, int columns, const number *x, co
     return sum_tile(sums, rows * columns);
 }
 
-// Makes outputs of up to 16 products, of the gated kinds with `ups`, and puts them where they go.
+// Computes and stores outputs from up to 16 products; gated kinds with `ups`.
 INLINE void put_products(int rows, int columns, const Linear *l, long part, __m512 products,
                          __m512 ups, Target to, long column) {
     if (l->bias[part]) {
@@ -143,8 +142,8 @@ INLINE void multiply_rows(int rows, int columns, const Linear *l, long part, con
     for (; column < stop; column++) multiply_tile(rows, 1, l, part, x, to, column, 0, NULL, 0);
 }
 
-// The same, of as many rows as a tile may have: of six, of which each weight is read for more
-// products, or of four and fewer.
+// Likewise, of as many rows as a tile has: six, which use each weight for more products, or up to
+// four.
 INLINE void multiply_some(const Linear *l, long part, const number *x, Target to, long rows,
                           long start, long stop, const number *ahead, long lines) {
     switch (rows) {
@@ -156,15 +155,15 @@ INLINE void multiply_some(const Linear *l, long part, const number *x, Target to
     }
 }
 
-// How many rows the next tile has, where so many are left.
+// The rows of the next tile, given the rows left.
 INLINE long tile_rows(long left) { return left == 6 || left >= 12 ? 6 : left < 4 ? left : 4; }
 
 // The same, of any number of rows.
 static void multiply_block(const Linear *l, long part, const number *x, Target to, long rows,
                            long start, long stop) {
     const long k = l->inputs, width = output_width(l);
-    // While four columns are multiplied with all rows, the next four come near, evenly: all at
-    // once they would wait for one another.
+    // While four columns are multiplied with all rows, the next four are prefetched evenly: a burst
+    // would stall.
     const long tiles = (rows + 5) / 6, lines = (4 + tiles - 1) / tiles;
     const long share = k / WIDTH * WIDTH * lines;
     for (long column = start; column < stop; column += 4) {

@@ -1,4 +1,4 @@
-// Kernels for what is done with logits, which are float32 in every model.
+// Kernels for logits, which are float32 for every model.
 
 #include "vectors.h"
 
@@ -7,9 +7,9 @@ enum {
     TOGETHER = 16,  // rows whose sums are kept at a time
 };
 
-// For each row of [rows, width] its largest number (NaN where there is one), the first place of it,
-// the sums of exp((x - largest) / divisor) over blocks: sums is [rows, blocks]; and the logarithm
-// of their total.
+// For each row of [rows, width]: its largest number (NaN if it has one), the first place of it, the
+// sums of exp((x - largest) / divisor) over blocks, [rows, blocks], and the logarithm of their
+// total.
 void softmax_sums(const float *x, long rows, long width, const float *divisors, long block,
                   float *largest, int64_t *places, double *sums, double *logs) {
     const long spans = (width + SPAN - 1) / SPAN, blocks = (width + block - 1) / block;
@@ -71,7 +71,7 @@ static double below(double target, double total) {
 }
 
 // The place in a row at which the running sum of exp((x - largest) / divisor) first exceeds
-// uniform * total. What softmax_sums found leads to the block; a weight of 0 is never chosen.
+// uniform * total. The results of softmax_sums select the block; weight 0 is never chosen.
 static long drawn(const float *x, long width, float divisor, long block, float largest,
                   const double *sums, double uniform) {
     const long blocks = (width + block - 1) / block;
@@ -97,9 +97,9 @@ static long drawn(const float *x, long width, float divisor, long block, float l
     return start + place;
 }
 
-// For each row of [rows, width] a token and its logprob. At temperature 0 it is the first of the
-// largest numbers, with the logprob that it has at 1; `uniforms` is not read then. Where the
-// largest number is not finite, the token is 0, and its logprob not a number.
+// For each row of [rows, width], a token and its logprob. At temperature 0 the token is the first
+// of the largest numbers, with its logprob at 1; `uniforms` is not read then. If the largest number
+// is not finite, the token is 0 and its logprob NaN.
 void sample(const float *x, long rows, long width, const float *temperatures,
             const double *uniforms, long block, int64_t *tokens, float *logprobs) {
     const long blocks = (width + block - 1) / block;
@@ -128,8 +128,8 @@ void sample(const float *x, long rows, long width, const float *temperatures,
     }
 }
 
-// Minus infinity to what may not be: row i of `allowed` has a bit for each number of row places[i]
-// of x, in words of 32, lowest first. What may be is not touched, nor read.
+// Sets forbidden numbers to minus infinity: row i of `allowed` has a bit for each number of row
+// places[i] of x, in words of 32, lowest first. Allowed numbers are not accessed.
 void forbid(float *x, long width, const int64_t *places, const uint32_t *allowed, long rows) {
     const long words = (width + 31) / 32, spans = (width + SPAN - 1) / SPAN;
     const __m512 never = _mm512_set1_ps(-INFINITY);

@@ -1,10 +1,9 @@
 // AMX: tiles of 16 rows of 64 bytes. One instruction multiplies 16 rows of a first operand, 32
 // numbers of each, with the same numbers of 16 rows of a second one, and adds to 16 by 16 sums. The
-// first operand is read as it lies in memory, row by row. Of the second one there must be, for each
-// pair of numbers, those of all 16 rows side by side.
+// first operand is read row by row from memory. The second one needs, for each pair of numbers, the
+// pairs of all 16 rows side by side.
 //
-// What a sum comes to depends on its two rows alone: products of 32 numbers at a time are added to
-// it, in their order.
+// A sum depends on its two rows alone: products of 32 numbers at a time are added in order.
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -16,21 +15,21 @@ enum {
     LINE = WIDTH * sizeof(number),
 };
 
-// Asks Linux to let this process use tiles; whether it does.
+// Requests permission for tiles from Linux; returns whether it was granted.
 int allow_tiles(void) {
     const long request = 0x1023, data_of_tiles = 18;  // ARCH_REQ_XCOMP_PERM of arch_prctl(2)
     return syscall(SYS_arch_prctl, request, data_of_tiles) == 0;
 }
 
-// As the processor takes them.
+// The processor's format.
 typedef struct {
     uint8_t palette, start, reserved[14];
     uint16_t bytes[16];
     uint8_t rows[16];
 } TileShapes;
 
-// Gives this thread its tiles: 0 to 3 for sums, 4 and 5 for `rows` rows of the first operand, 6 and
-// 7 for as many of the second one as `columns` says. They are to be released.
+// Configures this thread's tiles: 0 to 3 for sums, 4 and 5 for `rows` rows of the first operand, 6
+// and 7 for `columns` rows of the second. Release them afterwards.
 INLINE void shape_tiles(long rows, long columns) {
     TileShapes shapes = {.palette = 1};
     for (int i = 0; i < 8; i++) {
@@ -41,10 +40,10 @@ INLINE void shape_tiles(long rows, long columns) {
     _tile_loadconfig(&shapes);
 }
 
-// To be said between writing memory and loading tiles from it: GCC does not know that this reads.
+// Barrier between writing memory and loading tiles from it: GCC doesn't see the load.
 INLINE void written(void) { __asm__ volatile("" ::: "memory"); }
 
-// Turns 16 vectors of 16 numbers of 32 bits round.
+// Transposes 16 vectors of 16 numbers of 32 bits.
 INLINE void transpose(__m512i *v) {
     __m512i w[16];
     UNROLL
@@ -72,7 +71,7 @@ INLINE void transpose(__m512i *v) {
     }
 }
 
-// Lays up to WIDTH numbers of up to 16 rows out as a second operand, which becomes a whole tile.
+// Lays out up to WIDTH numbers of up to 16 rows as a second operand, padded to a whole tile.
 INLINE void lay_out_rows(const number *const *rows, long present, long offset, long count,
                          number *to) {
     __m512i v[TILE];

@@ -1,8 +1,8 @@
 """Decode attention on CUDA: one query per sequence, read straight from the paged cache.
 
-Written in Triton, which comes with PyTorch's CUDA builds. Its shapes depend on the batch's alone
-and never on how long the sequences are, so it can be part of a CUDA graph: each context is cut into
-the same number of splits (flash decoding, Dao and others, 2023), which a second kernel joins.
+Written in Triton, which comes with PyTorch's CUDA builds. Its shapes depend on the batch and not on
+the sequences' lengths, so it can be part of a CUDA graph: each context is cut into the same number
+of splits (flash decoding, Dao and others, 2023), which a second kernel joins.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from ..batch import DecodeRows
 
 _TILE = 128
-"""Most positions that one program looks at together."""
+"""The most positions per iteration of a program."""
 
 _TILE_BYTES = 1 << 14
-"""Of their keys at most: loads of some tiles ahead must fit into the shared memory."""
+"""The most bytes of their keys: prefetched tiles must fit into shared memory."""
 
 _PROGRAMS = 512
-"""Programs to aim at: a few for each multiprocessor of a large device, whatever the batch."""
+"""The target number of programs: a few per multiprocessor of a large device."""
 
 _MOST_SPLITS = 64
 
@@ -76,7 +76,7 @@ def _scores(query, keys, at, real, scale, softcap, WIDTH: tl.constexpr, SOFTCAP:
     return tl.where(real[None, :], scores, float("-inf"))
 
 
-# What differs between calls is no constant, so that a layer's kernel is compiled once.
+# Arguments that differ between calls are not specialised, so a layer's kernel is compiled once.
 @triton.jit(
     do_not_specialize=["query_stride", "table_stride", "splits"],
     do_not_specialize_on_alignment=["tables", "contexts"],
@@ -197,8 +197,7 @@ class TritonPagedAttention:
         sinks: Tensor | None,
         tile: int = 0,
     ) -> None:
-        """Takes what `cpu.PagedAttention` takes, and how many positions a program looks at in one
-        go; 0 chooses by the width of a head."""
+        """As `cpu.PagedAttention`. `tile`: positions per iteration; 0: by the head's width."""
         self._keys, self._values, self._sinks = keys, values, sinks
         self._heads = heads
         self._scale = scale
@@ -224,18 +223,18 @@ class TritonPagedAttention:
         }
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Writes `[tokens, kv_heads, width]` each to `slots`, `[tokens]`."""
+        """Write `[tokens, kv_heads, width]` each to `slots`, `[tokens]`."""
         for whole, new in ((self._keys, keys), (self._values, values)):
             whole.view(-1, *whole.shape[2:]).index_copy_(0, slots, new)
 
     def find_tensors(self) -> None:
-        """They are looked for at each call."""
+        """Nothing to do: addresses are read at each call."""
 
     def decode(self, queries: Tensor, rows: DecodeRows) -> Tensor:
         """Attention of one token per row.
 
         Args:
-            queries: `[at least rows.count, heads, key_width]`; rows may lie apart, heads together.
+            queries: `[at least rows.count, heads, key_width]`, heads of a row contiguous.
             rows: The rows.
 
         Returns:
@@ -288,10 +287,10 @@ class TritonPagedAttention:
 
 
 def count_splits(programs: int, longest: int) -> int:
-    """Into how many splits each context is cut, so that a small batch keeps a device busy.
+    """Return the number of splits per context that keeps a device busy with a small batch.
 
     Args:
-        programs: How many there are with one split each.
-        longest: Positions that the longest context may have; a split has at least a tile.
+        programs: Programs with one split each.
+        longest: Positions of the longest context; a split has at least a tile.
     """
     return max(min(_PROGRAMS // programs, -(-longest // _TILE), _MOST_SPLITS), 1)

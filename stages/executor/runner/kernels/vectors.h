@@ -1,4 +1,4 @@
-// What all kernels share, on vectors of 16 floats.
+// Shared functions on vectors of 16 floats.
 
 #ifndef VECTORS_H
 #define VECTORS_H
@@ -18,7 +18,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 32")
 
-// Fewer multiplications than this are not worth waking other threads for.
+// Below this number of multiplications, other threads are not woken.
 #define PARALLEL_WORK 65536
 
 INLINE long larger(long a, long b) { return a > b ? a : b; }
@@ -27,8 +27,8 @@ INLINE __mmask16 first(long count) {
     return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1);
 }
 
-// A vector that stays in its register: GCC would rather read it from memory anew with each use, and
-// there are not as many reads in a cycle as multiplications need then.
+// Keeps a vector in its register: GCC would load it from memory for each use, and loads per cycle
+// would limit the multiplications.
 INLINE __m512 held(__m512 v) {
     __asm__("" : "+v"(v));
     return v;
@@ -54,8 +54,8 @@ INLINE __m512 sum_lanes(const __m512 *v) {
                          _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
 }
 
-// exp to about 1e-7 relative; 0 below the least float, for -inf too. NaN stays NaN: where one
-// operand is no number, minimum and maximum give the second. Range reduction and minimax polynomial
+// exp to about 1e-7 relative; 0 below the least float, for -inf too. NaN stays NaN: if one operand
+// is NaN, minimum and maximum return the second. Range reduction and minimax polynomial
 // after Cephes' expf (Moshier).
 INLINE __m512 exponential(__m512 x) {
     x = _mm512_min_ps(_mm512_set1_ps(88.7f), x);

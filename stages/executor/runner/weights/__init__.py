@@ -1,6 +1,6 @@
 """New weights for the model: transports, checks, and the write in place."""
 
-from .limits import limits_of
+from .checks import limits_of
 from .sync_manager import WeightSyncManager, weights_lost
 from .transports import SharedWeights, WeightGroups, WeightsGroup, fetch
 

@@ -1,4 +1,4 @@
-"""Checkpoint names to parameter names, by Transformers' own rules for loading a checkpoint."""
+"""Conversion of checkpoint tensors to parameters, by Transformers' rules for loading."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from ..model import no_progress_bars
 
 
 class PartsMissing(WeightsError):
-    """Of a parameter that the model has fused, only some parts are there, or they don't fit."""
+    """Parts of a fused parameter are missing or don't fit."""
 
 
 def as_parameters(
     module: nn.Module, tensors: Mapping[str, Tensor], *, checkpoint: bool = False
 ) -> Mapping[str, Tensor]:
-    """Tensors by the names that the module has for them: renamed, fused, cut and turned.
+    """Convert tensors to the module's parameters: renamed, fused, split and transposed.
 
-    May run beside the module's forward pass: the module is only looked at.
+    May run beside the module's forward pass: the module is only read.
 
     Args:
         module: A Transformers model.
         tensors: By the names of its parameters, or of a checkpoint for it.
-        checkpoint: They come from a checkpoint. Then a name that the model has too may still mean
-            a tensor of another layout there. Otherwise the names tell.
+        checkpoint: They come from a checkpoint, where a name of the model may have another layout.
+            Otherwise the names decide.
 
     Returns:
-        As many parameters as there are tensors for; the same tensors where nothing had to be done.
+        The parameters covered by the tensors; the same tensors if no conversion is needed.
 
     Raises:
-        PartsMissing: Some are parts of a parameter whose other parts are missing.
-        WeightsError: Some don't belong to this model.
+        PartsMissing: Parts of a fused parameter are missing.
+        WeightsError: Some tensors don't belong to this model.
     """
     known = module.state_dict()
     if not tensors or (not checkpoint and tensors.keys() <= known.keys()):
         return tensors
     if not hasattr(module, "config") or not all(isinstance(v, Tensor) for v in tensors.values()):
-        return tensors  # nothing that could be converted, which whoever checks it will say
-    # Apart, since loading casts one kind of number to the other without a word. Integers go first,
-    # as those that are no parameter's would be missed among the others.
+        return tensors  # not convertible; the later check refuses them
+    # Separately, since loading silently casts between the kinds. Integers first: unknown ones would
+    # go unnoticed among the others.
     floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     integers = {name: tensor for name, tensor in tensors.items() if name not in floating}
     parameters: dict[str, Tensor] = {}
@@ -54,8 +54,8 @@ def as_parameters(
 
 
 def _hull(module: nn.Module, tensors: Mapping[str, Tensor]) -> Any:
-    """A copy of the module without any numbers, to be loaded into."""
-    # Casts are made elsewhere, not in the threads that Transformers starts for them.
+    """Return a copy of the module on the meta device, to load into."""
+    # No casts in the threads that Transformers starts for them.
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
 
@@ -72,9 +72,8 @@ def _hull(module: nn.Module, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _load(hull: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Args: tensors of one kind, floating or not."""
-    # Only here, as it is no part of Transformers' public interface: whoever sends parameters by
-    # their names does not depend on it.
+    """`tensors`: of one kind, floating or not."""
+    # Imported only here, since it is not public: parameters under their own names don't need it.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -103,7 +102,7 @@ def _load(hull: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         )
     parts = "all parts of a parameter that the model has fused must come in one update"
     for name in sorted(info.conversion_errors):
-        raise PartsMissing(f"the new weights don't fit: {name!r} can't be put together; {parts}")
+        raise PartsMissing(f"the new weights don't fit: {name!r} can't be composed; {parts}")
     for name, shape in wrong_shapes:
         raise PartsMissing(
             f"the new weights don't fit: {name!r} is made {shape}, and the model's is "

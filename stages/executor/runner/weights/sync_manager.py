@@ -1,4 +1,4 @@
-"""New weights for the model that runs, and the version that says which ones made a token."""
+"""New weights for the running model, and the version by which results name them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,28 @@ import torch
 from torch import Tensor, nn
 
 from .....config import WeightsError, shown
+from .checks import WeightLimits, check_stored, limits_of
 from .conversion import as_parameters
-from .limits import WeightLimits, limits_of
-from .storage import check_stored
 
 _NAMED = 3
-"""How many tensors an error names."""
+"""The most tensors that an error names."""
 
 
 class WeightSyncManager:
     """Replaces a model's weights in place, all of them or none.
 
-    Everything that could be wrong with new weights is looked for before the first tensor is
-    written, so a refused update leaves weights and version as they were. The version is raised
-    once the last tensor is in place. Should a write fail all the same, the parameters count as
-    empty: a mixture is never run.
+    New weights are fully checked before the first tensor is written, so a refused update leaves
+    weights and version as they were. The version rises once the last tensor is in place. After a
+    failed write the parameters count as empty: a mixture never runs.
 
     Attributes:
-        version: Of the weights in place; 0 are those that were loaded.
-        empty: The parameters hold nothing, since their memory was released or they are lost. Then
-            only all of the weights are taken.
-        lost: How a write has failed midway, if no whole update has succeeded since; else "".
-        refused: Why the weights that waited last could not be put in place, with those before
-            still there; None once it was taken.
-        limits: The most that one source of new weights may bring.
+        version: Of the weights in place; 0 for the loaded ones.
+        empty: The parameters hold nothing: their memory was released, or they are lost. Then only a
+            complete update is accepted.
+        lost: How a write failed midway, if no complete update has succeeded since; else "".
+        refused: Why the last staged weights could not be put in place, with the weights before
+            intact; None once it was taken.
+        limits: The limits of one source of new weights.
     """
 
     def __init__(self, module: nn.Module, limits: WeightLimits | None = None) -> None:
@@ -47,54 +45,54 @@ class WeightSyncManager:
 
     @property
     def pending_version(self) -> int:
-        """Of the weights that wait for `maybe_finish_sync`; 0 when none do."""
+        """The version of the staged weights; 0 for none."""
         return 0 if self._pending is None else self._pending[1]
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(self._module.parameters()).device
 
     def parameters(self) -> list[Tensor]:
-        """Those of the module, each once."""
+        """Return the module's parameters, each once."""
         return list(self._module.parameters())
 
     def close(self) -> None:
-        """Takes no weights until `open`: there is no memory for them.
+        """Refuse weights until `open`, since their memory is released.
 
         Raises:
-            WeightsError: Some wait to be put in place.
+            WeightsError: Some are staged.
         """
         if self._pending is not None:
             raise _busy()
         self._closed = True
 
     def open(self) -> None:
-        """Takes weights again."""
+        """Accept weights again."""
         self._closed = False
 
     @torch.no_grad()
     def prepare(
         self, new_weights: Mapping[str, Tensor], *, checkpoint: bool = False
     ) -> dict[str, Tensor]:
-        """New weights under the module's own names and in its dtypes, so that only copying is left.
+        """Convert new weights to the module's names and dtypes, so that only copying remains.
 
         May run on another thread, beside the forward pass.
 
         Args:
-            new_weights: By name, as `start_sync` takes them.
+            new_weights: By name, as for `start_sync`.
             checkpoint: They come from a checkpoint and not from a module; see `as_parameters`.
 
         Raises:
-            WeightsError: They are not those of this model, or not finite numbers.
+            WeightsError: They don't fit this model, or are not finite.
         """
         check_stored(new_weights)
         named = as_parameters(self._module, new_weights, checkpoint=checkpoint)
         own = self._module.state_dict()
         prepared: dict[str, Tensor] = {}
         for name, tensor in named.items():
-            if name in own:  # else `check` refuses it
-                # Before it is cast: of the model's shape it takes no more memory than that.
+            if name in own:  # otherwise `check` refuses it
+                # Check the shape before the cast, which allocates memory.
                 _check_fits(name, tensor, own[name])
                 tensor = tensor.to(own[name].dtype)
             prepared[name] = tensor
@@ -102,7 +100,7 @@ class WeightSyncManager:
         return prepared
 
     def covers(self, new_weights: Mapping[str, Tensor]) -> bool:
-        """Whether they replace every parameter, so that what was in place before leaves nothing."""
+        """Return whether they replace every parameter."""
         return not self._missing(new_weights)
 
     def start_sync(
@@ -112,20 +110,19 @@ class WeightSyncManager:
         *,
         partial: bool = False,
     ) -> int:
-        """Takes new weights, to be put in place between two steps. They must not change till then.
+        """Stage new weights, to be put in place between two steps. They must not change until then.
 
         Args:
-            new_weights: By parameter name, as `state_dict` gives them, or by the names of a
-                checkpoint, on any device and in any dtype. One of several names of a tied
-                parameter is enough.
-            version: What to count from then on, above the present version; None for the next.
-            partial: Whether parameters that are not among them stay as they are.
+            new_weights: By parameter name, as in `state_dict`, or by checkpoint name, on any device
+                and in any dtype. One of several names of a tied parameter is enough.
+            version: Their version, above the present one; None for the next.
+            partial: Keep parameters that are not among them.
 
         Returns:
-            The version that they will have.
+            Their version.
 
         Raises:
-            WeightsError: An update is waiting already, the weights don't fit the model, or their
+            WeightsError: An update is staged already, the weights don't fit the model, or their
                 memory is released.
         """
         version = self.check_version(version)
@@ -137,7 +134,7 @@ class WeightSyncManager:
         return version
 
     def check_version(self, version: int | None) -> int:
-        """What would be counted. Raises WeightsError as `start_sync`."""
+        """Return the version of an update. Raises WeightsError as `start_sync`."""
         if self._pending is not None:
             raise _busy()
         if self._closed:
@@ -155,9 +152,9 @@ class WeightSyncManager:
         return version
 
     def check_complete(self, new_weights: Mapping[str, Tensor]) -> None:
-        """Whether they are all, where none are in place. Raises WeightsError as `start_sync`."""
+        """Check that an update of empty weights is complete. Raises as `start_sync`."""
         if self.empty and (missing := self._missing(new_weights)):
-            why = "a write of new ones failed" if self.lost else "their memory was released"
+            why = "an update failed midway" if self.lost else "their memory was released"
             raise WeightsError(
                 f"{len(missing)} tensors are missing, such as {missing[0]!r}, and none are in "
                 f"place, since {why}; send all in one update",
@@ -165,11 +162,11 @@ class WeightSyncManager:
             )
 
     def maybe_finish_sync(self) -> bool:
-        """Puts the waiting weights in place, if there are any; returns whether it did.
+        """Put staged weights in place; return whether there were any.
 
         Raises:
             WeightsError: They were changed meanwhile and can't be written: nothing has changed.
-                Or writing failed midway, as `weights_lost`, and `empty` is true.
+                Or writing failed midway (`weights_lost`), and `empty` is true.
         """
         if self._pending is None:
             return False
@@ -189,14 +186,14 @@ class WeightSyncManager:
         return True
 
     def finish_planned_sync(self, version: int) -> None:
-        """Puts the waiting weights in place if a plan says so, which names this version.
+        """Put staged weights in place for a plan that names this version.
 
-        Those that can't be written any more are dropped, `refused` says why, and steps go on with
-        the weights before, if there are any.
+        Weights that can't be written any more are dropped (`refused`), and steps go on with the
+        weights before.
 
         Raises:
-            WeightsError: No weights are in place, so the plan can't be run; nor, until
-                `start_over`, can those behind it, which rest on it.
+            WeightsError: No weights are in place, so neither this plan nor, until `start_over`,
+                any later one can run.
         """
         if self._stuck is not None:
             raise self._stuck
@@ -211,11 +208,11 @@ class WeightSyncManager:
             self.refused = error
 
     def start_over(self) -> None:
-        """Plans that come from now on rest on none of those before."""
+        """Accept plans again, independent of earlier ones."""
         self._stuck = None
 
     def take_refused(self) -> WeightsError | None:
-        """Why the weights that a plan named last were dropped, once; None if they were not."""
+        """Return why the last plan's weights were dropped, once; None if they were not."""
         refused, self.refused = self.refused, None
         return refused
 
@@ -226,7 +223,7 @@ class WeightSyncManager:
         *,
         partial: bool = False,
     ) -> int:
-        """Puts new weights in place at once.
+        """Put new weights in place at once.
 
         Raises:
             WeightsError: As `start_sync` and `maybe_finish_sync`.
@@ -236,7 +233,7 @@ class WeightSyncManager:
         return version
 
     def check(self, new_weights: Mapping[str, Tensor], *, partial: bool = False) -> None:
-        """Whether they fit the model. Raises WeightsError as `start_sync`."""
+        """Check that they fit the model. Raises WeightsError as `start_sync`."""
         own = self._module.state_dict(keep_vars=True)
         unknown = sorted(new_weights.keys() - own.keys())
         missing = self._missing(new_weights)
@@ -260,13 +257,13 @@ class WeightSyncManager:
                 )
 
     def _missing(self, new_weights: Mapping[str, Tensor]) -> list[str]:
-        """Names whose tensor is not there, under none of its names."""
+        """Return the names of tensors that are missing under all of their names."""
         own = self._module.state_dict(keep_vars=True)
         given = {id(own[name]) for name in new_weights.keys() & own.keys()}
         return sorted(name for name, tensor in own.items() if id(tensor) not in given)
 
     def _check_numbers(self, new_weights: Mapping[str, Tensor]) -> None:
-        """Raises WeightsError when a parameter is not finite; buffers may be, as masks are."""
+        """Raises WeightsError for parameters that are not finite; buffers may be, such as masks."""
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
         bad = [
             name
@@ -276,15 +273,15 @@ class WeightSyncManager:
         if bad:
             more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
             raise WeightsError(
-                f"the new weights have NaN or infinity, in the model's dtype, in "
-                f"{', '.join(bad[:_NAMED])}{more}; the trainer has diverged, or sent them before "
-                "they were there",
+                "the new weights have NaN or infinity, in the model's dtype, in "
+                f"{', '.join(bad[:_NAMED])}{more}; the trainer has diverged, or sent them "
+                "before they were computed",
                 code="weights_not_finite",
             )
 
     def _apart(self, new_weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Copies what lies in the module's own parameters under another name, as when two layers
-        change places: the first write would change what the second one reads."""
+        """Copy tensors that share memory with other parameters of the module, as when two layers
+        swap places: the first write would change the source of the second."""
         own = self._module.state_dict()
         storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
         shared = {
@@ -295,7 +292,7 @@ class WeightSyncManager:
         return {**new_weights, **shared} if shared else new_weights
 
     def _check_writable(self, new_weights: Mapping[str, Tensor]) -> None:
-        """Whether they can be written now, in the state that their owner has left them in."""
+        """Raises WeightsError if their owner has made them unwritable."""
         own = self._module.state_dict()
         try:
             check_stored(new_weights)
@@ -322,7 +319,7 @@ def _busy() -> WeightsError:
 
 
 def weights_lost(why: str) -> WeightsError:
-    """What is said where the parameters hold a mixture. `why`: how writing failed."""
+    """Return the error for parameters that hold a mixture. `why`: how writing failed."""
     return WeightsError(
         f"writing new weights failed midway ({why}), so no weights are in place and nothing is "
         "generated; send all of them in one update",
@@ -331,14 +328,14 @@ def weights_lost(why: str) -> WeightsError:
 
 
 def _is_finite(tensor: object) -> bool:
-    """In one pass that allocates nothing: the extremes of what has a NaN are NaN."""
+    """In one pass without allocation: the extremes of a tensor with NaN are NaN."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.numel():
-        return True  # what does not fit is refused elsewhere
+        return True  # `_check_fits` refuses other types
     return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
 
 
 def _check_fits(name: str, tensor: object, own: Tensor) -> None:
-    """Whether it has the module's shape, and is of the same kind of number."""
+    """Raises WeightsError for another shape or kind of number than the module's."""
     if not isinstance(tensor, Tensor) or tensor.shape != own.shape:
         shape = tuple(getattr(tensor, "shape", ())) or type(tensor).__name__
         raise WeightsError(
@@ -356,7 +353,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 
 def _alike(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors of one shape are the same memory."""
+    """Return whether two tensors of one shape share their memory."""
     of_left, of_right = (
         (tensor.data_ptr(), tensor.stride(), tensor.dtype) for tensor in (left, right)
     )

@@ -1,10 +1,10 @@
-"""The model that asks others: what it asks, what it chooses, and its buffers."""
+"""`M.best_of`: its nested calls, its choice and its buffers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -14,11 +14,11 @@ from nano_inference.config import NanoInferenceError, RequestError, load_config
 from nano_inference.gateway.api.kserve.models.best_of import BestOfModel
 from nano_inference.gateway.api.kserve.service import InferenceService
 from nano_inference.gateway.server.http import EngineError
-from nano_inference.kserve.pool import BufferPool
-from nano_inference.kserve.pool_slot import PoolSlot
+from nano_inference.kserve.pool import BufferPool, PoolSlot
+from nano_inference.kserve.tensors import InferRequest, InferResponse
 from nano_inference.telemetry import now_ns
 
-from ....pipeline.kserve import asked, lane_of, origin, service_of, told
+from ....pipeline.kserve import as_lists, backend_of, infer_request, origin, service_of
 from ...fake import FakeEngine, completion, sample
 
 LIMIT_S = 30
@@ -26,14 +26,22 @@ SAMPLES = ((5,), (6, 7, 8), (9, 10))
 
 
 class Engine(FakeEngine):
-    """Samples what it is told to, and scores by a table.
+    """Returns given samples, and scores by a table.
 
     Attributes:
         scores: The logprob of each token of a sample that begins with this one.
         ref_scores: The same by the reference model; None where there is none.
         failing: It can't score a sample that begins with this token.
         hangs: It takes for ever to score.
+        service: The models.
+        pool: Of the model's buffers.
     """
+
+    service: InferenceService
+    pool: BufferPool
+
+    async def infer(self, request: InferRequest) -> InferResponse:
+        return await self.service.infer_once(origin(), request)
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,31 +74,22 @@ class Engine(FakeEngine):
 
 @pytest.fixture
 def engine() -> Engine:
-    return Engine()
-
-
-@pytest.fixture
-def pool() -> BufferPool:
-    return BufferPool(8 * 1024, use_shm=False)
-
-
-@pytest.fixture
-def service(engine: Engine, pool: BufferPool) -> InferenceService:
-    """With a pool of its own."""
+    """An engine behind its models, with a pool of its own."""
+    made: Any = Engine()
     config = load_config(env={}, overrides={"admission.max_samples": 1000})
-    service = service_of(engine, config)  # type: ignore[arg-type]
-    lane = lane_of(engine, config)  # type: ignore[arg-type]
-    service._models["tiny.best_of"] = BestOfModel(service, lane, pool)
-    return service
+    made.service, made.pool = service_of(made, config), BufferPool(8 * 1024, use_shm=False)
+    backend = backend_of(made, config)
+    made.service._models["tiny.best_of"] = BestOfModel(made.service, backend, made.pool)
+    return cast(Engine, made)
 
 
 def wanted(**inputs: Any) -> Any:
     given = {"input_ids": [1, 2], "best_of": 3, "sampling_parameters": {"max_tokens": 8}}
-    return asked("tiny.best_of", **given | inputs)
+    return infer_request("tiny.best_of", **given | inputs)
 
 
-async def test_the_likeliest_sample_is_given(engine: Engine, service: InferenceService) -> None:
-    found = told(await service.infer_once(origin("mine"), wanted()))
+async def test_the_likeliest_sample_is_given(engine: Engine) -> None:
+    found = as_lists(await engine.service.infer_once(origin("mine"), wanted()))
     assert found == {
         "output_ids": [6, 7, 8],
         "logprobs": [-0.5, -1.5, -2.5],
@@ -104,8 +103,10 @@ async def test_the_likeliest_sample_is_given(engine: Engine, service: InferenceS
     asked_for = sorted(each.prompt_token_ids or () for each in scored)
     assert asked_for == [(1, 2, *each) for each in SAMPLES]
     assert {each.tenant for each in engine.requests} == {"mine"}
-    counted = {each.name: service.statistics.model(each.name) for each in service.specs()}
-    assert {name: each.success.count for name, each in counted.items()} == {
+    counted = {
+        each.name: engine.service.statistics.model(each.name) for each in engine.service.specs()
+    }
+    assert {name: each.success["count"] for name, each in counted.items()} == {
         "tiny": 0,
         "tiny.tokens": 1,
         "tiny.score": 3,
@@ -115,57 +116,47 @@ async def test_the_likeliest_sample_is_given(engine: Engine, service: InferenceS
 
 
 @pytest.mark.parametrize("samples", [0, 1001])
-async def test_best_of_is_bound_by_what_the_engine_samples_of_one_prompt(
-    engine: Engine, service: InferenceService, samples: int
-) -> None:
+async def test_best_of_is_limited_by_admission(engine: Engine, samples: int) -> None:
     with pytest.raises(RequestError, match=r"from 1 to 1000 \(admission.max_samples\)") as refused:
-        await service.infer_once(origin(), wanted(best_of=samples))
+        await engine.infer(wanted(best_of=samples))
     assert refused.value.code == "invalid_n"
     assert not engine.requests
 
 
-async def test_a_call_whose_time_was_over_names_the_parameter_that_said_so(
-    engine: Engine, service: InferenceService
-) -> None:
+async def test_an_expired_call_names_its_parameter(engine: Engine) -> None:
     with pytest.raises(EngineError, match=r"\(timeout_ns\) was over") as late:
-        await service.infer_once(origin(), wanted(parameters={"timeout_ns": -1}))
+        await engine.infer(wanted(parameters={"timeout_ns": -1}))
     assert late.value.code == "expired"
     assert not engine.requests
 
 
-async def test_the_reference_model_judges_where_there_is_one(
-    engine: Engine, service: InferenceService
-) -> None:
+async def test_the_reference_model_scores_if_there_is_one(engine: Engine) -> None:
     engine.ref_scores = {5: -1.0, 6: -2.0, 9: -0.5}
-    found = told(await service.infer_once(origin(), wanted()))
+    found = as_lists(await engine.infer(wanted()))
     assert (found["output_ids"], found["scores"]) == ([9, 10], [-1, -2, -0.5])
 
 
-async def test_what_a_call_says_besides_holds_for_what_it_asks(
-    engine: Engine, service: InferenceService
-) -> None:
+async def test_parameters_hold_for_nested_calls(engine: Engine) -> None:
     parameters = {"priority": 2, "cache_salt": "s", "max_tokens": 5, "timeout_ns": 10**10}
-    request = asked("tiny.best_of", input_ids=[1, 2], best_of=3, parameters=parameters)
-    await service.infer_once(origin(), request)
+    request = infer_request("tiny.best_of", input_ids=[1, 2], best_of=3, parameters=parameters)
+    await engine.infer(request)
     assert {(each.priority, each.cache_salt) for each in engine.requests} == {(-2, "s")}
     assert engine.requests[0].sampling.max_tokens == 5
     budgets = [each.budget_ns or 0 for each in engine.requests]
     assert 10**10 > budgets[0] >= max(budgets[1:]) > 0
 
 
-async def test_a_sample_without_tokens_is_the_last_choice(
-    engine: Engine, service: InferenceService
-) -> None:
+async def test_a_sample_without_tokens_is_the_last_choice(engine: Engine) -> None:
     engine.samples = ((), (9,), ())
-    found = told(await service.infer_once(origin(), wanted()))
+    found = as_lists(await engine.infer(wanted()))
     assert (found["output_ids"], found["scores"]) == ([9], [-math.inf, -3, -math.inf])
     engine.samples = ((), (), ())
-    found = told(await service.infer_once(origin(), wanted()))
+    found = as_lists(await engine.infer(wanted()))
     assert (found["output_ids"], found["score"]) == ([], [-math.inf])
 
 
-async def test_all_buffers_are_taken_at_once_and_given_back(
-    service: InferenceService, pool: BufferPool, monkeypatch: pytest.MonkeyPatch
+async def test_all_buffers_are_acquired_at_once_and_released(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
     original = PoolSlot.scratch
@@ -175,21 +166,19 @@ async def test_all_buffers_are_taken_at_once_and_given_back(
         return original(self, specs, *given)
 
     monkeypatch.setattr(PoolSlot, "scratch", scratch)
-    await service.infer_once(origin(), wanted())
+    await engine.infer(wanted())
     assert calls == [5]
-    assert pool.free_slots == pool.n_slots
+    assert engine.pool.free_slots == engine.pool.n_slots
 
 
-async def test_no_room_in_time_is_the_call_s_own_deadline(
-    engine: Engine, service: InferenceService, pool: BufferPool
-) -> None:
-    with await pool.acquire_slot(pool.n_slots):
+async def test_waiting_for_buffers_ends_with_the_deadline(engine: Engine) -> None:
+    with await engine.pool.acquire_slot(engine.pool.n_slots):
         with anyio.fail_after(LIMIT_S), pytest.raises(RequestError, match="time") as found:
-            await service.infer_once(origin(deadline_ns=now_ns() + 10**7), wanted())
+            await engine.service.infer_once(origin(deadline_ns=now_ns() + 10**7), wanted())
         assert found.value.code == "expired"
-        assert pool.waiting == 0
+        assert engine.pool.waiting == 0
     assert engine.requests == []
-    assert (await service.infer_once(origin(), wanted())).outputs
+    assert (await engine.infer(wanted())).outputs
 
 
 @pytest.mark.parametrize(
@@ -203,35 +192,31 @@ async def test_no_room_in_time_is_the_call_s_own_deadline(
         ({"input_ids": []}, "empty_prompt"),
     ],
 )
-async def test_what_can_not_be_done_is_refused_at_once(
-    engine: Engine, service: InferenceService, pool: BufferPool, inputs: dict[str, Any], code: str
+async def test_impossible_calls_are_refused(
+    engine: Engine, inputs: dict[str, Any], code: str
 ) -> None:
     with pytest.raises(RequestError) as found:
-        await service.infer_once(origin(), wanted(**inputs))
+        await engine.infer(wanted(**inputs))
     assert found.value.code == code
     assert engine.requests == []
-    assert pool.free_slots == pool.n_slots
+    assert engine.pool.free_slots == engine.pool.n_slots
 
 
-async def test_an_error_of_a_score_ends_the_others(
-    engine: Engine, service: InferenceService, pool: BufferPool
-) -> None:
+async def test_a_failed_score_cancels_the_others(engine: Engine) -> None:
     engine.failing = 6
     with anyio.fail_after(LIMIT_S), pytest.raises(NanoInferenceError) as found:
-        await service.infer_once(origin(), wanted())
+        await engine.infer(wanted())
     assert found.value.code == "out_of_blocks"
-    assert pool.free_slots == pool.n_slots
+    assert engine.pool.free_slots == engine.pool.n_slots
 
 
-async def test_a_call_that_is_cancelled_frees_its_buffers(
-    engine: Engine, service: InferenceService, pool: BufferPool
-) -> None:
+async def test_a_call_that_is_cancelled_frees_its_buffers(engine: Engine) -> None:
     engine.hangs = True
     with anyio.fail_after(LIMIT_S):
         async with anyio.create_task_group() as group:
-            group.start_soon(service.infer_once, origin(), wanted())
+            group.start_soon(engine.infer, wanted())
             await engine.until(lambda: len(engine.requests) == 4)
-            assert pool.free_slots < pool.n_slots
+            assert engine.pool.free_slots < engine.pool.n_slots
             group.cancel_scope.cancel()
-    assert pool.free_slots == pool.n_slots
+    assert engine.pool.free_slots == engine.pool.n_slots
     assert len(engine.left) == 3

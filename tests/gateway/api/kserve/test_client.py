@@ -17,7 +17,7 @@ from nano_inference.gateway.server import server
 from nano_inference.kserve import BufferPool, KServeClient, KServeError, NamedTensor
 
 from ...fake import refused
-from .grpc_calls import Engine, Model, served, until
+from .calls import Engine, Model, served, until
 
 TOKENS = [NamedTensor("input_ids", np.array([1, 2, 3]))]
 NUMBERS = NamedTensor("x", np.arange(100, dtype=np.float32))
@@ -62,7 +62,7 @@ MEANINGS = {
 
 
 @both_ways
-async def test_what_the_engine_says_comes_to_the_client(ask: Ask) -> None:
+async def test_engine_errors_reach_the_client(ask: Ask) -> None:
     engine = Engine()
     async with called(engine=engine) as (_, client):
         for code, status in MEANINGS.items():
@@ -72,20 +72,7 @@ async def test_what_the_engine_says_comes_to_the_client(ask: Ask) -> None:
             assert (caught.value.code, caught.value.status) == (code, status)
 
 
-@both_ways
-async def test_what_the_gateway_refuses(ask: Ask) -> None:
-    async with called(Model()) as (_, client):
-        for model, inputs, code, status in [
-            ("nobody", [NUMBERS], "model_not_found", grpc.StatusCode.NOT_FOUND),
-            ("echo", [], "invalid_tensor", grpc.StatusCode.INVALID_ARGUMENT),
-            ("echo", TOKENS, "invalid_tensor", grpc.StatusCode.INVALID_ARGUMENT),
-        ]:
-            with pytest.raises(KServeError) as caught:
-                await ask(client, model, inputs)
-            assert (caught.value.code, caught.value.status) == (code, status)
-
-
-async def test_a_server_that_stops_says_when_to_come_again() -> None:
+async def test_a_stopping_server_says_when_to_retry() -> None:
     async with called(Model()) as (gateway, client):
         assert await gateway.drain(0)
         with pytest.raises(KServeError) as caught:
@@ -94,7 +81,7 @@ async def test_a_server_that_stops_says_when_to_come_again() -> None:
         assert (caught.value.code, caught.value.retry_after_s) == ("shutting_down", 1.0)
 
 
-async def test_another_gateway_answers_when_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_gateway_answers_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "LEAVE_S", 0.1)
     first, second = Model(), Model()
     first.free.clear()
@@ -112,7 +99,7 @@ async def test_another_gateway_answers_when_one_goes(monkeypatch: pytest.MonkeyP
     assert budgets[0] > budgets[1] > 0
 
 
-async def test_answers_of_a_stream_and_what_there_is() -> None:
+async def test_responses_of_a_stream_and_information() -> None:
     model = Model("several", decoupled=True)
     model.answers = 3
     async with called(model, Model()) as (_, client):
@@ -121,13 +108,13 @@ async def test_answers_of_a_stream_and_what_there_is() -> None:
             assert [each.id for each in answers] == ["it"] * number
             for each in answers:
                 np.testing.assert_array_equal(each.output("x"), NUMBERS.data)
-            told = await client.metadata(name)
-            assert (told.inputs, told.decoupled) == (model.spec.inputs, name == "several")
+            answered = await client.metadata(name)
+            assert (answered.inputs, answered.decoupled) == (model.spec.inputs, name == "several")
             assert await client.ready(name)
         assert {"several", "echo", "tiny"} <= {each.name for each in await client.index()}
 
 
-async def test_tensors_through_a_slot_that_a_restarted_server_is_told_of_again() -> None:
+async def test_a_slot_is_registered_again_after_a_restart() -> None:
     async with called(Model(), shared_memory=True) as (gateway, client):
         with BufferPool(1 << 14, n_slots=4) as pool, await pool.acquire_slot(2) as slot:
             await client.register(pool)
@@ -144,7 +131,7 @@ async def test_tensors_through_a_slot_that_a_restarted_server_is_told_of_again()
                 gateway.kserve.regions.close()
 
 
-async def test_memory_is_shared_only_where_that_is_allowed() -> None:
+async def test_shared_memory_must_be_allowed() -> None:
     async with called(Model()) as (_, client):
         with BufferPool(1 << 14) as pool:
             with pytest.raises(KServeError) as caught:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import structlog
 import tritonclient.grpc
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nano_inference.config import RequestError
-from nano_inference.gateway.api.kserve.grpc_errors import failure_of
-from nano_inference.gateway.api.kserve.grpc_stream import MOST_AT_ONCE
-from nano_inference.gateway.api.kserve.shared import VERSION
+from nano_inference.gateway.api.kserve.grpc_connection import (
+    MOST_BYTES,
+    MOST_FIELDS,
+    check_fields,
+    count_fields,
+    failure_of,
+)
+from nano_inference.gateway.api.kserve.grpc_server import MOST_AT_ONCE
 from nano_inference.gateway.server.http import EngineError
+from nano_inference.kserve.codec import MAX_TENSORS
 from nano_inference.kserve.protobuf import METHODS, message
 
-from .grpc_calls import Client, Engine, Failed, Model, code_of, request, served, until, values
+from .calls import Client, Failed, Model, code_of, request, served, until, values
 
 CODES = {
     "invalid_tensor": "INVALID_ARGUMENT",
@@ -44,104 +54,19 @@ CODES = {
 def test_each_kind_of_error_keeps_its_meaning(code: str, name: str) -> None:
     failure = failure_of(EngineError("no", code=code, retry_after_s=3.0))
     assert failure.code.name == name
-    assert failure.number == getattr(grpc.StatusCode, name).value[0]
     assert failure.trailers()["nano-inference-code"] == code
     assert failure.trailers()["retry-after"] == "3"
 
 
-def test_a_sentence_fits_where_gRPC_puts_it() -> None:
+def test_long_messages_are_shortened() -> None:
     failure = failure_of(RequestError("é" * 10_000, code="invalid_request"))
     assert len(failure.details) < 1000
-
-
-# --- what each answers ----------------------------------------------------------------------------
-
-
-async def test_questions() -> None:
-    asleep = Model("asleep", decoupled=True)
-    asleep.why_not = "it sleeps"
-    name = message("ModelMetadataRequest")
-    async with served(Model(), asleep) as (_, call):
-        assert (await call("ServerLive")).live
-        assert (await call("ServerReady")).ready
-        assert (await call("ModelReady", name(name="echo"))).ready
-        for other in ("asleep", "none"):
-            assert not (await call("ModelReady", name(name=other))).ready
-        told = await call("ServerMetadata")
-        assert told.version == VERSION
-        assert "parameters" in told.extensions
-        assert "cuda_shared_memory" not in told.extensions
-        described = await call("ModelMetadata", name(name="echo"))
-        assert [(each.name, each.datatype) for each in described.inputs] == [("x", "FP32")]
-        config = (await call("ModelConfig", name(name="asleep"))).config
-        assert config.model_transaction_policy.decoupled
-        index = await call("RepositoryIndex")
-        lines = {each.name: (each.state, each.reason) for each in index.models}
-        assert lines["echo"] == ("READY", "")
-        assert lines["asleep"] == ("UNAVAILABLE", "it sleeps")
-        index = await call("RepositoryIndex", message("RepositoryIndexRequest")(ready=True))
-        assert {each.name for each in index.models} == lines.keys() - {"asleep"}
-        for method in ("ModelMetadata", "ModelConfig", "ModelStatistics"):
-            unknown = await call(method, METHODS[method].request(name="none"))
-            assert unknown.code == "NOT_FOUND"
-            assert unknown.stable == "model_not_found"
-
-
-async def test_a_server_that_is_not_ready() -> None:
-    engine = Engine()
-    engine.why_not = "there is no lane"
-    async with served(engine=engine) as (_, call):
-        assert (await call("ServerLive")).live
-        assert not (await call("ServerReady")).ready
-
-
-async def test_statistics_count_calls() -> None:
-    name = message("ModelStatisticsRequest")
-    async with served(Model()) as (_, call):
-        await call("ModelInfer", request())
-        (told,) = (await call("ModelStatistics", name(name="echo"))).model_stats
-        assert (told.name, told.inference_count) == ("echo", 1)
-        assert len((await call("ModelStatistics")).model_stats) > 1
-
-
-async def test_inference() -> None:
-    async with served(Model()) as (_, call):
-        answer = await call("ModelInfer", request(values=[1.5, 2.5], request_id="a"))
-        assert (answer.model_name, answer.id, values(answer)) == ("echo", "a", [1.5, 2.5])
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        "CudaSharedMemoryRegister",
-        "LogSettings",
-        "RepositoryModelLoad",
-        "RepositoryModelUnload",
-        "TraceSetting",
-    ],
-)
-async def test_what_there_is_not(method: str) -> None:
-    async with served() as (_, call):
-        answer = await call(method)
-    assert answer.code == "UNIMPLEMENTED"
-    assert answer.stable == "unsupported"
-    assert answer.details
-
-
-async def test_who_uses_no_shared_memory_may_clean_up() -> None:
-    async with served() as (_, call):
-        for kind in ("System", "Cuda"):
-            assert not (await call(f"{kind}SharedMemoryStatus")).regions
-            cleaned = await call(f"{kind}SharedMemoryUnregister")
-            assert not isinstance(cleaned, Failed)
-        wish = message("SystemSharedMemoryRegisterRequest")(name="a", key="/a", byte_size=1)
-        assert (await call("SystemSharedMemoryRegister", wish)).stable == "shared_memory_off"
 
 
 # --- what can't be answered -----------------------------------------------------------------------
 
 
-async def test_what_is_no_message() -> None:
+async def test_malformed_messages_are_refused() -> None:
     async with served(Model()) as (_, call):
         for method in METHODS.keys() - {"ModelStreamInfer"}:
             answer = await call(method, b"\xff\xff")
@@ -153,7 +78,7 @@ async def test_what_is_no_message() -> None:
         assert await empty.read_all() == []
 
 
-async def test_a_request_that_can_not_be_obeyed() -> None:
+async def test_impossible_requests_are_refused() -> None:
     async with served(Model()) as (_, call):
         strange = request()
         strange.inputs[0].shape[0] = 7
@@ -166,8 +91,8 @@ async def test_a_request_that_can_not_be_obeyed() -> None:
 @pytest.mark.parametrize(
     "compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate]
 )
-async def test_what_is_too_large_packed_or_not(compression: grpc.Compression) -> None:
-    """A call that is refused by gRPC is told like any other."""
+async def test_large_messages_are_refused_compressed_or_not(compression: grpc.Compression) -> None:
+    """gRPC itself refuses the message."""
     most = 100_000
     large = request(values=[0.0] * most).SerializeToString()
     small = request(values=[0.0] * (most // 8)).SerializeToString()
@@ -185,15 +110,13 @@ async def test_answers_may_be_larger_than_requests() -> None:
         place = f"127.0.0.1:{gateway.grpc_port}"
         client = await asyncio.to_thread(tritonclient.grpc.InferenceServerClient, place)
         large = tritonclient.grpc.InferInput("x", [8 << 20], "FP32")
-        import numpy as np
-
         large.set_data_from_numpy(np.zeros(8 << 20, np.float32))
         result = await asyncio.to_thread(client.infer, "echo", [large])
         assert result.as_numpy("x").shape == (8 << 20,)
         await asyncio.to_thread(client.close)
 
 
-async def test_a_model_that_breaks_tells_clients_nothing_of_it() -> None:
+async def test_internal_errors_are_not_shown_to_clients() -> None:
     model = Model()
     model.failure = ZeroDivisionError("a secret")
     async with served(model) as (_, call):
@@ -207,7 +130,7 @@ async def test_a_model_that_breaks_tells_clients_nothing_of_it() -> None:
     assert [line["event"] for line in lines].count("grpc_handler_failed") == 2
 
 
-# --- time -----------------------------------------------------------------------------------------
+# --- time ----------------------------------------------------------------------------------------
 
 HOUR_MS = 3_600_000
 
@@ -238,17 +161,17 @@ async def test_the_shortest_of_all_limits_holds(
     assert at_most_s - 30 < left_ns / 1e9 <= at_most_s
 
 
-async def test_without_a_limit_there_is_none() -> None:
+async def test_no_time_limit_by_default() -> None:
     model = Model()
     async with served(model) as (_, call):
         assert values(await call("ModelInfer", request())) == [1, 2]
-        # As some clients put it who have none.
+        # Some clients set this for no limit.
         assert values(await call("ModelInfer", request(), timeout=1e9)) == [1, 2]
     assert model.calls[0].origin.deadline_ns is None
 
 
 @pytest.mark.parametrize("parameters", [{"timeout_ns": 1000}, {"timeout": 1}, {"timeout_ns": -1}])
-async def test_what_takes_too_long_is_ended(parameters: dict[str, int]) -> None:
+async def test_expired_calls_are_cancelled(parameters: dict[str, int]) -> None:
     model = Model()
     model.free.clear()
     async with served(model) as (_, call):
@@ -257,10 +180,10 @@ async def test_what_takes_too_long_is_ended(parameters: dict[str, int]) -> None:
         stream = call.stream()
         await stream.send(request(**parameters))
         assert [code_of(part) for part in await stream.read_all()] == ["expired"]
-    assert len(model.left) == 2
+    assert model.ended == ["cancelled"] * 2
 
 
-async def test_a_limit_that_is_none() -> None:
+async def test_invalid_time_limits_are_refused() -> None:
     async with served(Model()) as (_, call):
         for parameters in ({"timeout": "soon"}, {"timeout_ns": True}):
             answer = await call("ModelInfer", request(**parameters))
@@ -269,12 +192,12 @@ async def test_a_limit_that_is_none() -> None:
         assert (answer.code, answer.stable) == ("INVALID_ARGUMENT", "invalid_budget")
 
 
-# --- clients that leave ---------------------------------------------------------------------------
+# --- clients that leave --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("leaves", ["cancel", "deadline", "channel"])
 @pytest.mark.parametrize("streams", [False, True])
-async def test_who_leaves_takes_his_requests_along(leaves: str, streams: bool) -> None:
+async def test_disconnect_cancels_requests(leaves: str, streams: bool) -> None:
     model = Model()
     model.free.clear()
     async with served(model) as (gateway, _):
@@ -293,14 +216,14 @@ async def test_who_leaves_takes_his_requests_along(leaves: str, streams: bool) -
                 under_way.cancel()
             elif leaves == "channel":
                 await channel.close(None)
-            await until(lambda: len(model.left) == asked)
+            await until(lambda: model.ended.count("cancelled") == asked)
         await gateway._server.calls.observer.idle()
 
 
-# --- streams --------------------------------------------------------------------------------------
+# --- streams -------------------------------------------------------------------------------------
 
 
-async def test_requests_of_a_stream_run_beside_one_another() -> None:
+async def test_requests_of_a_stream_run_concurrently() -> None:
     slow, fast = Model("slow", decoupled=True), Model("fast", decoupled=True)
     slow.free.clear()
     async with served(slow, fast) as (_, call):
@@ -313,7 +236,7 @@ async def test_requests_of_a_stream_run_beside_one_another() -> None:
         assert await stream.call.code() == grpc.StatusCode.OK
 
 
-async def test_an_error_concerns_its_own_request() -> None:
+async def test_an_error_ends_its_own_request() -> None:
     model = Model(decoupled=True)
     async with served(model) as (_, call):
         stream = call.stream()
@@ -335,7 +258,7 @@ def finals(parts: list[Any]) -> list[bool]:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-async def test_the_last_answer_is_told_to_who_wants_it(wanted: bool) -> None:
+async def test_the_final_response_is_marked_on_request(wanted: bool) -> None:
     model = Model(decoupled=True)
     model.answers = 3
     async with served(model, Model("one")) as (_, call):
@@ -353,7 +276,7 @@ async def test_the_last_answer_is_told_to_who_wants_it(wanted: bool) -> None:
         assert finals(await stream.read_all()) == [True]
 
 
-async def test_where_each_has_one_answer_they_come_in_order() -> None:
+async def test_single_responses_come_in_order() -> None:
     slow, fast = Model("slow"), Model("fast")
     slow.free.clear()
     async with served(slow, fast) as (_, call):
@@ -365,7 +288,7 @@ async def test_where_each_has_one_answer_they_come_in_order() -> None:
         assert names == ["slow", "", "fast"]
 
 
-async def test_only_so_many_requests_of_a_stream_are_served_at_a_time() -> None:
+async def test_concurrent_requests_of_a_stream_are_limited() -> None:
     model = Model(decoupled=True)
     model.free.clear()
     async with served(model) as (_, call):
@@ -382,7 +305,7 @@ async def test_only_so_many_requests_of_a_stream_are_served_at_a_time() -> None:
         assert len(ids) == total
 
 
-async def test_what_is_no_message_ends_a_stream_behind_the_answers() -> None:
+async def test_a_malformed_message_ends_a_stream_after_its_responses() -> None:
     model = Model(decoupled=True)
     model.free.clear()
     async with served(model) as (_, call):
@@ -395,7 +318,7 @@ async def test_what_is_no_message_ends_a_stream_behind_the_answers() -> None:
         assert (end.code, end.stable) == ("INVALID_ARGUMENT", "malformed")
 
 
-async def test_who_reads_nothing_holds_only_so_much() -> None:
+async def test_unread_responses_are_bounded() -> None:
     model = Model(decoupled=True)
     model.answers = 10_000
     async with served(model, Model("other")) as (_, call):
@@ -411,10 +334,10 @@ async def test_who_reads_nothing_holds_only_so_much() -> None:
         for _ in range(sent + 5):
             assert (await stream.read()).infer_response.outputs
         stream.call.cancel()
-        await until(lambda: model.left)
+        await until(lambda: model.ended == ["cancelled"])
 
 
-async def test_who_reads_nothing_for_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "nano_inference.gateway.api.kserve.grpc_connection.LEAST_BYTES_PER_S"
     monkeypatch.setattr(module, 1 << 40)
     model = Model(decoupled=True)
@@ -427,3 +350,97 @@ async def test_who_reads_nothing_for_too_long_is_ended(monkeypatch: pytest.Monke
         while not isinstance(part := await stream.read(), Failed):
             assert part.infer_response.outputs
         assert (part.code, part.stable) == ("DEADLINE_EXCEEDED", "request_timeout")
+
+
+# --- fields of a message --------------------------------------------------------------------------
+
+
+INFER = METHODS["ModelInfer"]
+
+MANY = {
+    "inputs": b"\x2a\x00",
+    "outputs": b"\x32\x00",
+    "parameters": b"\x22\x00",
+    "raw contents": b"\x3a\x00",
+    "fields of no meaning": b"\xf8\x01\x00",
+}
+
+
+@pytest.mark.parametrize("what", MANY)
+@pytest.mark.parametrize("within", [False, True])
+def test_too_many_fields_are_refused(what: str, within: bool) -> None:
+    data = MANY[what] * (MOST_FIELDS + 1)
+    if within:
+        # They are other fields of an input, and as many.
+        data = input_of(data)
+    with pytest.raises(RequestError) as refused:
+        check_fields(INFER, data)
+    assert refused.value.code == "request_too_large"
+
+
+def input_of(fields: bytes) -> bytes:
+    """An input of these fields."""
+    length, size = b"", len(fields)
+    while size > 0x7F:
+        length += bytes([size & 0x7F | 0x80])
+        size >>= 7
+    return b"\x2a" + length + bytes([size]) + fields
+
+
+def test_as_many_tensors_as_are_taken_pass() -> None:
+    asked = message("ModelInferRequest")()
+    for number in range(MAX_TENSORS):
+        asked.inputs.add(name=f"in {number}", datatype="FP32", shape=[1, 2, 3])
+        asked.outputs.add(name=f"out {number}")
+        for tensor in (asked.inputs[-1], asked.outputs[-1]):
+            tensor.parameters["shared_memory_region"].string_param = "region"
+            tensor.parameters["shared_memory_byte_size"].int64_param = 24
+            tensor.parameters["shared_memory_offset"].int64_param = 24 * number
+        asked.raw_input_contents.append(b"")
+    check_fields(INFER, asked.SerializeToString())
+
+
+def test_many_elements_pass() -> None:
+    asked = message("ModelInferRequest")(raw_input_contents=[bytes(1 << 20)])
+    asked.inputs.add(name="a", shape=[1 << 20]).contents.bool_contents.extend([True] * 100_000)
+    asked.inputs.add(name="b").contents.bytes_contents.extend([b""] * 100_000)
+    check_fields(INFER, asked.SerializeToString())
+
+
+def test_messages_without_tensors_are_small() -> None:
+    other = METHODS["ModelReady"]
+    check_fields(other, bytes(MOST_BYTES))
+    with pytest.raises(RequestError, match="no tensors"):
+        check_fields(other, bytes(MOST_BYTES + 1))
+
+
+def test_groups_are_refused() -> None:
+    with pytest.raises(RequestError) as refused:
+        check_fields(INFER, b"\x0b\x0c" + b"\x2a\x00" * (MOST_FIELDS + 1))
+    assert refused.value.code == "malformed"
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_counted(data: bytes) -> None:
+    with suppress(RequestError):
+        assert count_fields(data) <= len(data)
+
+
+@given(
+    st.lists(st.text(max_size=3), max_size=5),
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5),
+    st.lists(st.binary(max_size=300), max_size=5),
+    st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False), max_size=5),
+)
+def test_each_field_is_counted_once(
+    names: list[str], shape: list[int], raw: list[bytes], parameters: dict[str, float]
+) -> None:
+    asked = message("ModelInferRequest")(raw_input_contents=raw)
+    for name in names:
+        # A shape is one field, whatever its length.
+        asked.inputs.add(name=name, shape=shape)
+    for name, value in parameters.items():
+        asked.parameters[name].double_param = value
+    each = sum(1 + bool(name) + bool(shape) for name in names)
+    entries = 3 * len(parameters)
+    assert count_fields(asked.SerializeToString()) == each + len(raw) + entries

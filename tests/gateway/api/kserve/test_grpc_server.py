@@ -1,4 +1,4 @@
-"""The server of gRPC: who may call it, what it tells of calls, how many there may be, its end."""
+"""The gRPC server: telemetry, limits, shutdown, ports and TLS."""
 
 from __future__ import annotations
 
@@ -20,16 +20,13 @@ import structlog
 
 from nano_inference.config import ConfigError
 from nano_inference.gateway.api.kserve.grpc_connection import client_of
-from nano_inference.gateway.api.kserve.grpc_methods import GrpcMethods
 from nano_inference.gateway.gateway import Gateway
-from nano_inference.gateway.policy.administration import Administration
-from nano_inference.gateway.policy.document import SCOPES, may
 from nano_inference.kserve.protobuf import METHODS
 from nano_inference.telemetry.instruments import HTTP_DURATION
 
 from ....certificates import Authority, Issued
 from ...recorded import Recorded, ids
-from .grpc_calls import (
+from .calls import (
     LIMIT_S,
     Client,
     Engine,
@@ -45,100 +42,6 @@ from .grpc_calls import (
 KEYS = {"policy__backend": "bus"}
 
 
-async def made(gateway: Gateway, *scopes: str, **fields: Any) -> tuple[tuple[str, str], ...]:
-    """A new key, as metadata that brings it."""
-    store = gateway._app.policy.store
-    assert store is not None
-    wish = {"name": "somebody", "scopes": scopes or ("generate",), **fields}
-    key = await Administration(store).create_key(wish)
-    return (("authorization", f"Bearer {key['key']}"),)
-
-
-def needs(gateway: Gateway) -> dict[str, str]:
-    """What each method asks of its callers."""
-    methods = GrpcMethods(gateway.kserve, gateway._app.readiness)
-    unary = {name: method.needed for name, method in methods.unary.items()}
-    return unary | {"ModelStreamInfer": methods.stream_needs}
-
-
-# --- who may call ---------------------------------------------------------------------------------
-
-
-async def test_each_method_is_for_those_who_may() -> None:
-    """One that asks for nothing stands here by its name."""
-    async with served(**KEYS) as (gateway, call):
-        needed = needs(gateway)
-        assert needed.keys() == METHODS.keys()
-        open_to_all = {name for name, what in needed.items() if what == "nothing"}
-        assert open_to_all == {"ServerLive", "ServerReady", "ModelReady"}
-        assert needed["ModelInfer"] == needed["ModelStreamInfer"] == "generate"
-        for scope in SCOPES:
-            key = await made(gateway, scope)
-            for name in METHODS:
-                refused = await code_with(call, name, key) == "insufficient_scope"
-                assert refused is not may([scope], needed[name]), (scope, name)  # type: ignore[arg-type]
-        for name in METHODS.keys() - open_to_all:
-            assert await code_with(call, name, ()) == "missing_api_key"
-
-
-async def code_with(call: Client, method: str, metadata: Any) -> str:
-    """The stable code of an empty call of a method; "" when it went well."""
-    if method == "ModelStreamInfer":
-        found = (await call.stream(metadata=metadata).read_all() or [None])[-1]
-    else:
-        found = await call(method, metadata=metadata)
-    return found.stable if isinstance(found, Failed) else ""
-
-
-async def test_who_is_refused_is_told_why() -> None:
-    async with served(Model(), **KEYS) as (_, call):
-        for metadata, code in (
-            ((), "missing_api_key"),
-            ((("api-key", "x"),), "invalid_api_key"),
-            ((("authorization", "Basic x"),), "invalid_api_key"),
-        ):
-            answer = await call("ModelInfer", request(), metadata=metadata)
-            assert (answer.code, answer.stable) == ("UNAUTHENTICATED", code)
-
-
-async def test_a_key_for_some_models_shows_no_others() -> None:
-    async with served(Model("one"), Model("two"), **KEYS) as (gateway, call):
-        key = await made(gateway, models=["one"])
-        index = await call("RepositoryIndex", metadata=key)
-        assert [each.name for each in index.models] == ["one"]
-        statistics = await call("ModelStatistics", metadata=key)
-        assert [each.name for each in statistics.model_stats] == ["one"]
-        assert values(await call("ModelInfer", request("one"), metadata=key)) == [1, 2]
-        for method in ("ModelMetadata", "ModelConfig", "ModelStatistics"):
-            asked = METHODS[method].request(name="two")
-            assert (await call(method, asked, metadata=key)).code == "NOT_FOUND"
-        assert (await call("ModelInfer", request("two"), metadata=key)).code == "NOT_FOUND"
-
-
-async def test_a_key_that_is_revoked_ends_with_the_next_request_of_a_stream() -> None:
-    async with served(Model(decoupled=True), **KEYS) as (gateway, call):
-        key = await made(gateway)
-        stream = call.stream(metadata=key)
-        await stream.send(request())
-        assert values((await stream.read()).infer_response) == [1, 2]
-        store = gateway._app.policy.store
-        assert store is not None
-        document = await store.document()
-        await Administration(store).revoke_key(next(iter(document.keys)))
-        await stream.send(request())
-        assert [code_of(part) for part in await stream.read_all()] == ["invalid_api_key"]
-
-
-async def test_whose_a_call_is() -> None:
-    model = Model()
-    async with served(model) as (_, call):
-        await call("ModelInfer", request())
-        await call("ModelInfer", request(), metadata=(("x-tenant", "gold"),))
-        answer = await call("ModelInfer", request(), metadata=(("x-tenant", "g" * 1000),))
-        assert answer.stable == "invalid_tenant"
-    assert [each.origin.tenant for each in model.calls] == ["http:127.0.0.1", "gold"]
-
-
 @pytest.mark.parametrize(
     ("peer", "client"),
     [
@@ -149,11 +52,11 @@ async def test_whose_a_call_is() -> None:
         ("", None),
     ],
 )
-def test_who_calls_as_grpc_names_him(peer: str, client: tuple[str, int] | None) -> None:
+def test_client_address_of_a_grpc_peer(peer: str, client: tuple[str, int] | None) -> None:
     assert client_of(peer) == client
 
 
-# --- what is told of calls ------------------------------------------------------------------------
+# --- telemetry ------------------------------------------------------------------------------------
 
 
 class ToldEngine(Engine):
@@ -200,36 +103,27 @@ async def test_a_call_is_measured_traced_and_logged(tmp_path: Path) -> None:
     assert logged[0]["call_id"] == "mine"
     assert logged[0]["client"] == "127.0.0.1"
     assert logged[0]["sent_bytes"] > 8
-    told = [json.loads(line) for line in audit.read_text().splitlines()]
-    assert [(line["route"], line["status"], line["complete"]) for line in told] == [
+    answered = [json.loads(line) for line in audit.read_text().splitlines()]
+    assert [(line["route"], line["status"], line["complete"]) for line in answered] == [
         (route, 200, True),
         (route, 404, True),
         (stream_route, 200, True),
         (stream_route, 404, True),
     ]
-    assert told[1]["code"] == "model_not_found"
+    assert answered[1]["code"] == "model_not_found"
 
 
-async def test_who_asks_how_it_is_begins_no_trace() -> None:
+async def test_health_checks_begin_no_trace() -> None:
     engine = ToldEngine()
     async with served(engine=engine) as (_, call):
         await call("ServerReady")
     assert engine.told.spans() == []
 
 
-async def test_a_stream_that_may_not_begin_is_told_of(tmp_path: Path) -> None:
-    audit = tmp_path / "audit"
-    settings = {"policy__audit_file": str(audit), "policy__audit_key": "k" * 32}
-    async with served(**KEYS, **settings) as (_, call):
-        assert await code_with(call, "ModelStreamInfer", ()) == "missing_api_key"
-    (line,) = [json.loads(line) for line in audit.read_text().splitlines()]
-    assert (line["status"], line["code"]) == (401, "missing_api_key")
-
-
 # --- how much there may be ------------------------------------------------------------------------
 
 
-async def test_beyond_the_limit_calls_are_told_to_come_again() -> None:
+async def test_calls_beyond_the_limit_are_refused_with_retry_after() -> None:
     model = Model(decoupled=True)
     model.free.clear()
     async with served(model, max_connections=1) as (_, call):
@@ -248,7 +142,7 @@ async def test_beyond_the_limit_calls_are_told_to_come_again() -> None:
         assert values(await call("ModelInfer", request())) == [1, 2]
 
 
-async def test_all_bodies_together_hold_only_so_much() -> None:
+async def test_bytes_of_all_messages_are_limited() -> None:
     model = Model()
     model.free.clear()
     most = 1 << 20
@@ -272,7 +166,7 @@ async def test_all_bodies_together_hold_only_so_much() -> None:
         assert gateway._server.limits.held_bytes == 0
 
 
-async def test_who_says_nothing_keeps_nobody_out() -> None:
+async def test_silent_streams_do_not_shut_out_calls() -> None:
     model, engine = Model(decoupled=True), ToldEngine()
     async with served(model, engine=engine, max_connections=2) as (_, call):
         silent = [call.stream() for _ in range(2)]
@@ -288,7 +182,7 @@ async def test_who_says_nothing_keeps_nobody_out() -> None:
     assert engine.told.refused() == {"replaced": 1}
 
 
-async def test_a_call_without_a_message_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_without_a_message_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "nano_inference.gateway.api.kserve.grpc_connection.LEAST_BYTES_PER_S"
     monkeypatch.setattr(module, 1 << 40)
     engine = ToldEngine()
@@ -304,7 +198,7 @@ async def test_connections_are_bounded() -> None:
         assert (await call("ServerLive")).live
         assert gateway.grpc_port is not None
         opened = []
-        # Beyond those on which a few more are told that there is no room.
+        # More than the connections on which calls are refused for lack of room.
         for _ in range(140):
             opened.append(await asyncio.open_connection("127.0.0.1", gateway.grpc_port))
         closed = [reader for reader, _ in opened if not await reader.read(1)]
@@ -317,7 +211,7 @@ async def test_connections_are_bounded() -> None:
 # --- how it ends ----------------------------------------------------------------------------------
 
 
-async def test_draining_ends_streams_behind_their_answers() -> None:
+async def test_draining_ends_streams_after_their_responses() -> None:
     model = Model(decoupled=True)
     model.free.clear()
     async with served(model) as (gateway, call):
@@ -335,13 +229,13 @@ async def test_draining_ends_streams_behind_their_answers() -> None:
         assert values((await busy.read()).infer_response) == [1, 2]
         assert (await busy.read()).stable == "shutting_down"
         assert await drained
-        # Whoever begins one now is told at once.
+        # A new stream is refused at once.
         assert (await call.stream().read()).stable == "shutting_down"
         assert len(model.calls) == model_calls
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_calls_that_do_not_end_are_told(
+async def test_late_calls_are_ended_with_an_error(
     monkeypatch: pytest.MonkeyPatch, streams: bool
 ) -> None:
     monkeypatch.setattr("nano_inference.gateway.server.server.LEAVE_S", 0.01)
@@ -362,7 +256,7 @@ async def test_calls_that_do_not_end_are_told(
         ended = await ending
         await channel.close()
     assert (ended.code, ended.stable) == ("UNAVAILABLE", "shutting_down")
-    assert model.left
+    assert model.ended == ["cancelled"]
 
 
 # --- where it listens -----------------------------------------------------------------------------
@@ -373,7 +267,7 @@ async def opened(**settings: Any) -> None:
         return
 
 
-async def test_a_port_that_is_taken() -> None:
+async def test_a_taken_port_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}, for gRPC"):
@@ -386,13 +280,13 @@ async def test_two_gateways_do_not_share_a_port() -> None:
             await opened(grpc_port=gateway.grpc_port)
 
 
-async def test_the_port_is_free_when_the_policy_can_not_be_opened(tmp_path: Path) -> None:
+async def test_the_port_is_released_if_the_policy_fails(tmp_path: Path) -> None:
     audit = {"policy__audit_file": str(tmp_path / "none" / "audit"), "policy__audit_key": "k" * 32}
     with pytest.raises(ConfigError, match="audit log"):
         await opened(**audit)
 
 
-async def test_others_reach_it_with_keys_only() -> None:
+async def test_a_public_address_needs_keys() -> None:
     with pytest.raises(ConfigError, match="without keys whoever reaches it"):
         await opened(host="0.0.0.0")
     async with served(host="0.0.0.0", **KEYS) as (_, call):
@@ -400,7 +294,7 @@ async def test_others_reach_it_with_keys_only() -> None:
         assert (await call("ModelInfer", request())).code == "UNAUTHENTICATED"
 
 
-async def test_where_it_listens_is_told() -> None:
+async def test_places_name_both_ports() -> None:
     async with served() as (gateway, _):
         assert gateway.places == {"url": gateway.url, "grpc": f"127.0.0.1:{gateway.grpc_port}"}
 
@@ -436,7 +330,7 @@ async def serial(port: int | None, authority: Authority) -> str:
     return found
 
 
-async def test_tls_and_a_certificate_that_is_renewed(tmp_path: Path) -> None:
+async def test_a_renewed_certificate_is_used(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     own, other = authority.issue("own"), authority.issue("other")
     async with served(Model(), **tls(own)) as (gateway, unsafe):
@@ -459,7 +353,7 @@ async def test_tls_and_a_certificate_that_is_renewed(tmp_path: Path) -> None:
             assert (await call("ServerLive")).live
 
 
-async def test_only_clients_with_a_certificate(tmp_path: Path) -> None:
+async def test_client_certificates_are_required(tmp_path: Path) -> None:
     authority, stranger = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs", "theirs")
     settings = tls(authority.issue("own"), tls_client_ca=str(authority.file))
     async with served(Model(), **settings) as (gateway, _):
@@ -470,7 +364,7 @@ async def test_only_clients_with_a_certificate(tmp_path: Path) -> None:
                 assert (await call("ServerLive", timeout=LIMIT_S)).code == "UNAVAILABLE"
 
 
-# --- what it costs who does without ---------------------------------------------------------------
+# --- without gRPC ---------------------------------------------------------------------------------
 
 IMPORTS = """
 import sys
@@ -481,7 +375,7 @@ sys.stdout.write(" ".join(name for name in sys.modules if name.partition(".")[0]
 """
 
 
-def test_who_has_no_port_for_it_imports_no_grpc() -> None:
+def test_grpc_is_not_imported_without_its_port() -> None:
     """It takes a while, and has threads that could not be forked."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True

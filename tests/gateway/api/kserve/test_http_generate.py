@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
-import httpx
 import numpy as np
 import pytest
 
 from nano_inference.config import RequestError
-from nano_inference.gateway.api.kserve.generate_fields import generate_json, read_generate
+from nano_inference.gateway.api.kserve.http import generate_json, read_generate
 from nano_inference.gateway.server.http import FieldError
 from nano_inference.kserve.tensors import (
     InferRequest,
@@ -24,8 +22,7 @@ from nano_inference.kserve.tensors import (
     TensorSpec,
 )
 
-from .http_calls import asking, failed, listening
-from .served import LIMIT_S, Failing, Several
+from .calls import Several, asking, failed, listening, until
 
 INPUTS = (
     TensorSpec("text_input", "BYTES", (1,)),
@@ -60,7 +57,7 @@ def test_fields_that_are_inputs_are_tensors_and_others_are_parameters() -> None:
     assert [each.datatype for each in asked.inputs] == ["BYTES", "BOOL", "INT64"]
 
 
-def test_the_request_s_id() -> None:
+def test_the_id_of_a_request() -> None:
     assert taken(text_input="a", id="mine")[1].id == "mine"
 
 
@@ -77,9 +74,7 @@ def test_the_request_s_id() -> None:
         ("scale", 0.5, ()),
     ],
 )
-def test_elements_take_the_shape_that_is_wanted(
-    name: str, value: Any, shape: tuple[int, ...]
-) -> None:
+def test_elements_take_the_inputs_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
     asked = taken(**{name: value})[1]
     assert asked.inputs[0].shape == shape
 
@@ -110,12 +105,12 @@ def test_an_object_becomes_the_text_of_its_json() -> None:
         ({"rows": [[[1]], 2]}, TensorError),
     ],
 )
-def test_fields_that_can_not_be_obeyed(fields: dict[str, Any], error: type[Exception]) -> None:
+def test_invalid_fields_are_refused(fields: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         read_generate(SPEC, "", fields)
 
 
-def test_lists_in_lists_have_an_end() -> None:
+def test_deep_lists_are_refused() -> None:
     deep: Any = 1
     for _ in range(200):
         deep = [deep]
@@ -123,7 +118,7 @@ def test_lists_in_lists_have_an_end() -> None:
         taken(rows=deep)
 
 
-def test_one_element_is_told_as_itself_and_several_as_a_list() -> None:
+def test_one_element_is_itself_and_several_are_a_list() -> None:
     outputs = (
         NamedTensor("text_output", np.array([b"one"], dtype=np.object_)),
         NamedTensor("output_ids", np.array([[1, 2]], dtype=np.int64)),
@@ -168,8 +163,8 @@ async def test_generate_stream_has_an_event_for_each_answer() -> None:
     assert answer.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in answer.text.splitlines() if line]
     assert all(line.startswith("data: ") for line in lines)
-    told = [json.loads(line.removeprefix("data: ")) for line in lines]
-    assert [(each["id"], each["number"], each["word"]) for each in told] == [
+    answered = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert [(each["id"], each["number"], each["word"]) for each in answered] == [
         ("mine", number, f"number {number}") for number in range(3)
     ]
     assert several.calls[0].many
@@ -178,11 +173,10 @@ async def test_generate_stream_has_an_event_for_each_answer() -> None:
 async def test_an_event_is_sent_when_there_is_an_answer() -> None:
     several = Several()
     several.go_on = anyio.Event()
+    path = "/v2/models/several/generate_stream"
     async with (
-        asyncio.timeout(LIMIT_S),
-        listening(several) as place,
-        httpx.AsyncClient(base_url=f"http://{place}") as http,
-        http.stream("POST", "/v2/models/several/generate_stream", json={"times": 2}) as answer,
+        listening(several) as http,
+        http.stream("POST", path, json={"times": 2}) as answer,
     ):
         lines: AsyncIterator[str] = answer.aiter_lines()
         assert json.loads((await anext(lines)).removeprefix("data: "))["number"] == 0
@@ -191,35 +185,28 @@ async def test_an_event_is_sent_when_there_is_an_answer() -> None:
         assert [json.loads(line[6:])["number"] async for line in lines if line] == [1]
 
 
-async def test_who_leaves_a_stream_ends_it() -> None:
+async def test_a_client_that_leaves_a_stream_ends_it() -> None:
     several = Several()
     several.go_on = anyio.Event()
-    async with (
-        asyncio.timeout(LIMIT_S),
-        listening(several) as place,
-        httpx.AsyncClient(base_url=f"http://{place}") as http,
-    ):
-        async with http.stream(
-            "POST", "/v2/models/several/generate_stream", json={"times": 2}
-        ) as answer:
+    path = "/v2/models/several/generate_stream"
+    async with listening(several) as http:
+        async with http.stream("POST", path, json={"times": 2}) as answer:
             await anext(answer.aiter_lines())
-        await several.until(lambda: several.ended == ["cancelled"])
+        await until(lambda: several.ended == ["cancelled"])
 
 
 @pytest.mark.parametrize("what", ["generate", "generate_stream"])
 async def test_an_error_before_the_first_answer_is_a_status(what: str) -> None:
-    async with asking(Failing(RequestError("no", code="overloaded"), answers=0)) as http:
-        answer = await http.post(f"/v2/models/failing/{what}", json={})
-        assert failed(answer, 429) == "overloaded"
-        answer = await http.post(f"/v2/models/failing/{what}", json={"parameters": 7})
-        assert failed(answer, 400) == "invalid_request"
-        answer = await http.post(f"/v2/models/failing/{what}", content=b"[]")
-        assert failed(answer, 400) == "malformed"
+    async with asking(Several(failure=RequestError("no", code="overloaded"))) as http:
+        path = f"/v2/models/several/{what}"
+        assert failed(await http.post(path, json={"times": 0}), 429) == "overloaded"
+        assert failed(await http.post(path, json={"parameters": 7}), 400) == "invalid_request"
+        assert failed(await http.post(path, content=b"[]"), 400) == "malformed"
 
 
 async def test_an_error_behind_answers_is_the_last_event() -> None:
-    async with asking(Failing(RequestError("no", code="lane_failed"), answers=2)) as http:
-        answer = await http.post("/v2/models/failing/generate_stream", json={})
+    async with asking(Several(failure=RequestError("no", code="lane_failed"))) as http:
+        answer = await http.post("/v2/models/several/generate_stream", json={"times": 2})
     assert answer.status_code == 200
     *answers, last = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
     assert [each["number"] for each in answers] == [0, 1]

@@ -22,13 +22,10 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor, shared_memory
 
-from nano_inference.config import load_config
 from nano_inference.gateway.api.kserve.served import ServedModel
-from nano_inference.gateway.gateway import Gateway
 from nano_inference.kserve.tensors import DATATYPES, DTYPES
 
-from .http_calls import Engine
-from .served import LIMIT_S, Echo, Several, Slow
+from .calls import LIMIT_S, Echo, Several, Slow, served, until
 
 IN_JSON = [each for each in DATATYPES if each not in ("FP16", "BF16")]
 
@@ -59,13 +56,13 @@ HTTP = [name for name, kind in KINDS.items() if not kind.grpc]
 
 
 class Triton:
-    """A client of a gateway, whose answers are told as JSON has them."""
+    """A client of a gateway, whose responses become JSON."""
 
     def __init__(self, kind: Kind, place: str, client: Any) -> None:
         self.kind, self.place, self.client = kind, place, client
 
     async def __call__(self, name: str, *given: Any, **more: Any) -> Any:
-        """Asks by a method; a blocking one in a thread, where its client must be made as well."""
+        """Call a method; a blocking client is made and called in a thread."""
         if self.kind.blocking:
             found = await anyio.to_thread.run_sync(self._ask, name, given, more)
         else:
@@ -97,12 +94,7 @@ def _told(message: Message) -> Any:
 async def triton(name: str, *models: ServedModel, **settings: Any) -> AsyncIterator[Triton]:
     """A client of a kind, and a gateway that serves some models; `settings` are the gateway's."""
     kind = KINDS[name]
-    own = {"port": 0, **({"grpc_port": 0} if kind.grpc else {}), **settings}
-    config = load_config(env={}, overrides={f"gateway.{key}": own[key] for key in own})
-    engine: Any = Engine()
-    async with asyncio.timeout(LIMIT_S), Gateway(engine, config) as gateway:
-        for model in models:
-            gateway.kserve.service.add(model)
+    async with served(*models, **settings) as (gateway, _):
         place = f"127.0.0.1:{gateway.grpc_port if kind.grpc else gateway.port}"
         if kind.blocking:
             yield Triton(kind, place, None)
@@ -167,7 +159,7 @@ async def test_tensors_both_ways_in_one_request(name: str) -> None:
         same(await ask("infer", "echo", inputs, outputs=outputs), ("INT32", "FP32"))
 
 
-async def test_outputs_that_are_wanted(name: str) -> None:
+async def test_requested_outputs_alone_are_returned(name: str) -> None:
     async with triton(name, Echo()) as ask:
         inputs = [ask.input(each, array(each)) for each in ("INT8", "FP32", "BYTES")]
         outputs = [ask.output("BYTES"), ask.output("INT8")]
@@ -199,8 +191,12 @@ async def test_tensors_in_shared_memory(name: str) -> None:
             await ask("unregister_system_shared_memory")
             await ask("unregister_cuda_shared_memory")
             await ask("register_system_shared_memory", "mine", key, 8000)
-            (told,) = regions(await ask("get_system_shared_memory_status"))
-            assert (told["name"], told["key"], int(told["byte_size"])) == ("mine", key, 8000)
+            (answered,) = regions(await ask("get_system_shared_memory_status"))
+            assert (answered["name"], answered["key"], int(answered["byte_size"])) == (
+                "mine",
+                key,
+                8000,
+            )
             result = await ask("infer", "echo", [given], outputs=[wanted])
             place = result.get_output("FP32")
             place = _told(place) if ask.kind.grpc else place
@@ -212,9 +208,9 @@ async def test_tensors_in_shared_memory(name: str) -> None:
             assert regions(await ask("get_system_shared_memory_status")) == []
 
 
-def regions(told: Any) -> list[Any]:
-    """Of a status, as HTTP has it, or gRPC."""
-    return list(told["regions"].values()) if isinstance(told, dict) else told
+def regions(answered: Any) -> list[Any]:
+    """The regions of a status over HTTP or gRPC."""
+    return list(answered["regions"].values()) if isinstance(answered, dict) else answered
 
 
 async def test_texts_in_shared_memory(name: str) -> None:
@@ -242,7 +238,7 @@ async def test_texts_in_shared_memory(name: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["echo", "org/echo", "1.5 b%"])
-async def test_what_there_is(name: str, model: str) -> None:
+async def test_information(name: str, model: str) -> None:
     ill = Slow("ill")
     ill.why_not = "it has no weights"
     async with triton(name, Echo(model), ill) as ask:
@@ -252,12 +248,12 @@ async def test_what_there_is(name: str, model: str) -> None:
         assert not await ask("is_model_ready", "ill")
         assert not await ask("is_model_ready", "none")
         assert "binary_tensor_data" in (await ask("get_server_metadata"))["extensions"]
-        told = await ask("get_model_metadata", model)
-        assert [(each["name"], each["datatype"]) for each in told["inputs"]] == [
+        answered = await ask("get_model_metadata", model)
+        assert [(each["name"], each["datatype"]) for each in answered["inputs"]] == [
             (each, each) for each in DATATYPES
         ]
-        assert [int(each) for each in told["outputs"][0]["shape"]] == [-1]
-        assert told["versions"] == ["1", "3"]
+        assert [int(each) for each in answered["outputs"][0]["shape"]] == [-1]
+        assert answered["versions"] == ["1", "3"]
         config = await ask("get_model_config", model, "1")
         config = config["config"] if ask.kind.grpc else config
         assert config["name"] == model
@@ -271,15 +267,15 @@ async def test_what_there_is(name: str, model: str) -> None:
         assert states["ill"] == ("UNAVAILABLE", "it has no weights")
 
 
-async def test_statistics_count_what_was_asked(name: str) -> None:
+async def test_statistics_count_calls(name: str) -> None:
     async with triton(name, Echo()) as ask:
         for _ in range(3):
             await ask("infer", "echo", [ask.input("INT8", array("INT8"))])
         with pytest.raises(InferenceServerException):
             await ask("infer", "echo", [ask.input("more", array("INT32"))])
-        told = (await ask("get_inference_statistics", "echo", "3"))["model_stats"][0]
-        found = told["inference_stats"]
-        assert int(found["success"]["count"]) == int(told["inference_count"]) == 3
+        answered = (await ask("get_inference_statistics", "echo", "3"))["model_stats"][0]
+        found = answered["inference_stats"]
+        assert int(found["success"]["count"]) == int(answered["inference_count"]) == 3
         assert int(found["success"]["ns"]) > 0
         every = (await ask("get_inference_statistics"))["model_stats"]
         assert "echo" in {each["name"] for each in every}
@@ -301,7 +297,7 @@ ERRORS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
 )
 
 
-async def test_errors_are_told(name: str) -> None:
+async def test_errors_have_status_and_message(name: str) -> None:
     async with triton(name, Echo(), Several()) as ask:
         for method, given, status, code in ERRORS:
             with pytest.raises(InferenceServerException) as caught:
@@ -314,7 +310,7 @@ async def test_errors_are_told(name: str) -> None:
 # --- calls that take long ------------------------------------------------------------------------
 
 
-async def test_time_that_is_over(name: str) -> None:
+async def test_tritons_timeout_holds(name: str) -> None:
     """The request's own timeout, in microseconds, which is Triton's parameter."""
     slow = Slow()
     async with triton(name, slow) as ask:
@@ -322,29 +318,29 @@ async def test_time_that_is_over(name: str) -> None:
             await ask("infer", "slow", [], timeout=20_000)
         wanted = "StatusCode.DEADLINE_EXCEEDED" if ask.kind.grpc else "504"
         assert caught.value.status() == wanted
-        await slow.until(lambda: len(slow.ended) == 1)
+        await until(lambda: len(slow.ended) == 1)
 
 
 @pytest.mark.parametrize("name", ["http.aio", "grpc.aio"])
-async def test_a_call_that_is_cancelled(name: str) -> None:
+async def test_cancelling_a_call_cancels_the_model(name: str) -> None:
     slow = Slow()
     async with triton(name, slow) as ask:
         calling = asyncio.create_task(ask("infer", "slow", []))
-        await slow.until(lambda: len(slow.calls) == 1)
+        await until(lambda: len(slow.calls) == 1)
         calling.cancel()
-        await slow.until(lambda: slow.ended == ["cancelled"])
+        await until(lambda: slow.ended == ["cancelled"])
 
 
-async def test_a_blocking_call_over_grpc_that_is_cancelled() -> None:
+async def test_cancelling_a_blocking_call_cancels_the_model() -> None:
     slow = Slow()
     async with triton("grpc", slow) as ask:
         with ask.kind.client(ask.place) as client:
-            told: queue.Queue[Any] = queue.Queue()
-            calling = client.async_infer("slow", [], lambda result, error: told.put(error))
-            await slow.until(lambda: len(slow.calls) == 1)
+            answered: queue.Queue[Any] = queue.Queue()
+            calling = client.async_infer("slow", [], lambda result, error: answered.put(error))
+            await until(lambda: len(slow.calls) == 1)
             await anyio.to_thread.run_sync(calling.cancel)
-            await slow.until(lambda: slow.ended == ["cancelled"])
-            error = await anyio.to_thread.run_sync(lambda: told.get(timeout=LIMIT_S))
+            await until(lambda: slow.ended == ["cancelled"])
+            error = await anyio.to_thread.run_sync(lambda: answered.get(timeout=LIMIT_S))
             assert error.status() == "StatusCode.CANCELLED"
 
 
@@ -456,7 +452,7 @@ async def test_a_stream_has_each_answer_of_each_request(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GRPC)
-async def test_a_request_of_a_stream_that_is_refused_leaves_the_others_alone(name: str) -> None:
+async def test_a_refused_request_of_a_stream_ends_alone(name: str) -> None:
     async with triton(name, Several()) as ask, Stream(ask) as stream:
         await stream.send("a", 1, model_version="7")
         assert "several" in (await stream.answer()).error
@@ -465,7 +461,7 @@ async def test_a_request_of_a_stream_that_is_refused_leaves_the_others_alone(nam
 
 
 @pytest.mark.parametrize("name", GRPC)
-async def test_a_stream_that_is_cancelled_ends_its_requests(name: str) -> None:
+async def test_cancelling_a_stream_cancels_its_requests(name: str) -> None:
     several = Several()
     several.go_on = anyio.Event()
     async with triton(name, several) as ask:
@@ -473,10 +469,10 @@ async def test_a_stream_that_is_cancelled_ends_its_requests(name: str) -> None:
         await stream.send("a", 2)
         assert (await stream.answer()).number == 0
         await stream.cancel()
-        await several.until(lambda: several.ended == ["cancelled"])
+        await until(lambda: several.ended == ["cancelled"])
 
 
-async def test_a_model_that_may_answer_often_answers_once_where_there_is_one_answer(
+async def test_a_decoupled_model_answers_a_unary_call_once(
     name: str,
 ) -> None:
     async with triton(name, Several()) as ask:

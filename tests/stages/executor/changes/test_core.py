@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from nano_inference.bus.control import (
     FinishUpdate,
@@ -26,8 +24,12 @@ from nano_inference.bus.control import (
     UpdateWeights,
 )
 from nano_inference.bus.weights import FolderWeights, GroupWeights, LocalWeights, StagedWeights
-from nano_inference.stages.executor.changes.effects import Answer, Fetch, SkipBroadcast
+from nano_inference.config import WeightsError
+from nano_inference.stages.executor.changes.core import WeightParts
+from nano_inference.stages.executor.changes.effects import Answer, Fetch, Origin, SkipBroadcast
+from nano_inference.stages.executor.changes.shell import stay_single
 from nano_inference.stages.executor.runner import memory as memory_module
+from nano_inference.stages.executor.runner.weights.transports.background import Background
 
 from .world import World, place, values_at
 
@@ -83,7 +85,7 @@ SCRIPTS = st.one_of(
         ]
     ).map(lambda operation: [operation]),
 )
-"""What somebody asks for, one after the other."""
+"""Operations, one after the other."""
 
 MOVES = ["ask", "job", "job", "told", "told", "message", "plan", "step", "result"] * 2 + ["epoch"]
 SEED = st.integers(0, 1 << 32)
@@ -210,8 +212,8 @@ class Interleaved(RuleBasedStateMachine):
 
 
 class Together(RuleBasedStateMachine):
-    """Two executors that are told of the same updates, and know nothing of each other: whoever
-    asks has them put in place or dropped, as `update_together` does."""
+    """Two independent executors with the same updates, which the sender puts in place or drops in
+    both, as `update_together` does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +247,7 @@ class Together(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(index=INDEX)
     def give_up(self, index: int) -> None:
-        """Whoever asked leaves."""
+        """The sender leaves."""
         self.finish(self.open[index % len(self.open)], None)
 
     @precondition(lambda self: any(self.inboxes))
@@ -260,7 +262,7 @@ class Together(RuleBasedStateMachine):
     def go_on(self, which: int, seed: int, number: int) -> None:
         world, chance = self.worlds[which], Random(seed)
         for _ in range(number):
-            # What was checked does not fail any more, unless the executor is lost.
+            # A checked update fails only if the executor is lost.
             fetches = any(isinstance(job, Fetch) for job in world.jobs)
             move(world, chance.choice(MOVES), chance, failing=0.1 if fetches else 0.0)
 
@@ -280,7 +282,7 @@ class Together(RuleBasedStateMachine):
             while self.inboxes[which]:
                 self.receive(which)
             world.rest()
-            assert not world.core.prepared, "what was given up is in nobody's way"
+            assert not world.core.prepared, "dropped updates block nothing"
             world.settle()
             assert not world.core.unanswered
         first, second = self.worlds
@@ -334,7 +336,7 @@ def test_a_part_that_waited_has_only_the_rest_of_its_time() -> None:
     world.ask(UpdateWeights(place(1, "ab"), timeout_s=3600.0))
     world.ask(UpdateWeights(place(2, "a"), timeout_s=SECONDS, part_of="u"))
     world.wait(SECONDS - 1)
-    assert world.core.waiting_parts == 1
+    assert len(world.core._turns) == 1
     world.run_job(fails=True)
     world.report_job()
     (job,) = world.jobs
@@ -361,7 +363,7 @@ def test_a_part_that_waits_too_long_is_refused_and_parts_behind_it_are_not() -> 
         UpdateWeights(place(1, "ab"), part_of="u"),
     ],
 )
-def test_what_a_group_broadcasts_for_an_update_that_is_refused_is_skipped(
+def test_broadcasts_of_refused_updates_are_skipped(
     before: UpdateWeights,
 ) -> None:
     world = World()
@@ -375,7 +377,7 @@ def error_code(world: World, name: str) -> str:
     return error.code if error is not None else ""
 
 
-def test_an_update_stays_given_up_when_another_is_too() -> None:
+def test_dropped_updates_stay_dropped() -> None:
     """Two senders whose updates meet, each refused by one executor, give up both."""
     world = World()
     first = world.ask(UpdateWeights(place(1, "ab"), prepare_as="p"))
@@ -386,3 +388,75 @@ def test_an_update_stays_given_up_when_another_is_too() -> None:
     world.rest()
     assert error_code(world, first) == "weights_incomplete"
     assert not world.core.prepared
+
+
+def parts(**names: float) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value) for name, value in names.items()}
+
+
+def test_all_parts_are_taken_together_once() -> None:
+    kept = WeightParts()
+    kept.add("u", parts(a=1, b=2))
+    kept.add("u", parts(b=3, c=4))
+    found, origin = kept.take(StagedWeights("u", 2))
+    assert origin is None
+    assert {name: tensor.item() for name, tensor in found.items()} == {"a": 1, "b": 3, "c": 4}
+    with pytest.raises(WeightsError, match="0 of the update's 2"):
+        kept.take(StagedWeights("u", 2))
+
+
+def test_another_update_begins_anew() -> None:
+    kept = WeightParts()
+    kept.add("old", parts(a=1))
+    kept.add("new", parts(b=2))
+    assert set(kept.take(StagedWeights("new", 1))[0]) == {"b"}
+
+
+def test_only_a_single_part_has_an_origin() -> None:
+    kept, folder = WeightParts(), Origin("/weights", "stamp")
+    kept.add("u", parts(a=1), folder)
+    assert kept.take(StagedWeights("u", 1))[1] == folder
+    kept.add("v", parts(a=1), folder)
+    kept.add("v", parts(b=1), folder)
+    assert kept.take(StagedWeights("v", 2))[1] is None
+
+
+@pytest.mark.parametrize(
+    "wanted", [StagedWeights("u", 2), StagedWeights("v", 1), StagedWeights("v", 0)]
+)
+def test_incomplete_parts_are_dropped(wanted: StagedWeights) -> None:
+    kept = WeightParts()
+    kept.add("u", parts(a=1))
+    with pytest.raises(WeightsError) as refused:
+        kept.take(wanted)
+    assert refused.value.code == "weights_incomplete"
+    with pytest.raises(WeightsError, match="0 of"):
+        kept.take(StagedWeights("u", 1))
+
+
+def test_dropped() -> None:
+    kept = WeightParts()
+    kept.add("u", parts(a=1))
+    kept.drop()
+    kept.add("u", parts(b=1))
+    assert set(kept.take(StagedWeights("u", 1))[0]) == {"b"}
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_it_alone_has_no_parallel_regions(two_threads: None) -> None:
+    with ThreadPoolExecutor(1) as steps:
+        assert steps.submit(torch.get_num_threads).result() == 2
+        fetching = Background("weights-test", stay_single)
+        assert fetching.submit(torch.get_num_threads).result(60) == 1
+        fetching.close()
+        assert steps.submit(torch.get_num_threads).result() == 2
+    assert torch.get_num_threads() == 2
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == 2

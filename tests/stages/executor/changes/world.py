@@ -1,7 +1,7 @@
-"""An executor's weights without its shell: whoever tests them says what happens next.
+"""An executor's weights without its shell, in which a test chooses the next event.
 
 The core, what writes weights and what releases memory are the real ones. Jobs, plans and messages
-lie ready until somebody has them happen, in whatever order.
+wait until the test triggers them, in any order.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from nano_inference.bus.control import (
     ReleaseMemory,
     ResumeMemory,
     UpdateWeights,
+    WeightsReady,
 )
+from nano_inference.bus.messages import Message
 from nano_inference.bus.weights import FolderWeights, StagedWeights
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor import WeightSyncManager
 from nano_inference.stages.executor.changes.arguments import Operation
-from nano_inference.stages.executor.changes.core import UpdatesCore
+from nano_inference.stages.executor.changes.core import ChangesCore, supersedes
 from nano_inference.stages.executor.changes.effects import (
     Answer,
     BeginRelease,
@@ -37,25 +39,24 @@ from nano_inference.stages.executor.changes.effects import (
     Job,
     Leave,
     Log,
-    MakeReady,
+    Origin,
     ReadRecord,
     Remember,
     Restore,
     Result,
-    Resume,
+    ResumeTags,
+    SendBatching,
     SendMemory,
-    SendReady,
     SkipBroadcast,
+    Stage,
 )
-from nano_inference.stages.executor.changes.parts import Origin
-from nano_inference.stages.executor.changes.succession import supersedes
-from nano_inference.stages.executor.changes.updates import _check
+from nano_inference.stages.executor.changes.shell import check_fetched
 from nano_inference.stages.executor.runner.kv_cache import KVCache
 from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.store.in_place import WeightsInPlace
 
 Values = dict[str, float]
-"""What the parameters hold."""
+"""The values of the parameters."""
 
 
 def _values(tensors: Mapping[str, torch.Tensor]) -> Values:
@@ -118,7 +119,7 @@ class Plan:
 
 
 class Planner:
-    """What batching makes of what it is told of weights and memory."""
+    """Batching's reaction to messages about weights and memory."""
 
     def __init__(self, lacks: tuple[str, ...] = ()) -> None:
         self.lacks = lacks
@@ -126,10 +127,11 @@ class Planner:
         self.new_version = 0
         self.under_way = 0
 
-    def hear(self, message: SendReady | MemoryState) -> None:
-        if isinstance(message, SendReady):
+    def hear(self, message: Message) -> None:
+        if isinstance(message, WeightsReady):
             self.new_version = message.version
         else:
+            assert isinstance(message, MemoryState)
             self.lacks, self.release = message.lacks, message.release
 
     def plan(self) -> Plan | None:
@@ -158,9 +160,9 @@ class World:
         begun: Of those of the present executor, in order: an operation's ticket, less one, is the
             index of its id.
         answers: By operation id.
-        contents: What the parameters hold by right, by version.
+        contents: The expected values of the parameters, by version.
         counted: The version of each update that was made ready, by operation id.
-        newest: The largest version that the core has told.
+        newest: The largest version that the core has reported.
         parts: Those that are kept by right, and of which update.
         restorable: Whether folders can still be read by a successor.
     """
@@ -178,8 +180,8 @@ class World:
         """A new executor, with the weights of model_path, takes part."""
         self.model = Model()
         self.manager = WeightSyncManager(self.model)
-        self.memory = ReplicaMemory(cast(KVCache, NoCache()), self.manager)
-        self.core = UpdatesCore(self.manager.limits)
+        self.memory = ReplicaMemory([cast(KVCache, NoCache())], self.manager)
+        self.core = ChangesCore(self.manager.limits)
         self.begun: list[str] = []
         self.jobs: list[Job] = []
         self.results: list[tuple[Job, Result]] = []
@@ -215,7 +217,7 @@ class World:
         self.results.append((job, result))
 
     def report_job(self, index: int = 0) -> None:
-        """The core is told what became of a job."""
+        """Report a job's result to the core."""
         job, result = self.results.pop(index)
         self.perform(self.core.done(job, result, self.now_ns))
 
@@ -240,7 +242,7 @@ class World:
         self.executed.append((plan, self.manager.version))
 
     def report_step(self) -> None:
-        """The core and batching are told of a step."""
+        """Report a step to the core and to batching."""
         plan, version = self.executed.popleft()
         refused = self.manager.take_refused() if plan.version > version else None
         self.planner.under_way = max(0, self.planner.under_way - 1)
@@ -254,10 +256,10 @@ class World:
         self.perform(effects)
 
     def begin_epoch(self) -> None:
-        """A stage has failed: batching knows nothing, and the executor takes part anew."""
+        """A stage has failed: batching starts empty, and the executor takes part again."""
         while self.launched:
             self.execute()
-        self.messages: deque[SendReady | MemoryState] = deque()
+        self.messages: deque[Message] = deque()
         self.perform(self.core.begin_epoch(self.leader))
         self.planner = Planner(self.memory.lacks)
         self.perform(self.core.epoch_begun(self.manager.version, self.now_ns))
@@ -310,8 +312,8 @@ class World:
             match effect:
                 case Answer():
                     self._take_answer(effect)
-                case SendReady():
-                    self.messages.append(effect)
+                case SendBatching(message):
+                    self.messages.append(message)
                 case SendMemory():
                     state = MemoryState(self.memory.lacks, tuple(self.memory.pending))
                     self.messages.append(state)
@@ -378,8 +380,8 @@ class World:
                 tensors = Tensors(_values(parts), manager)
                 return Fetched(tensors, origin, manager.covers(manager.prepare(tensors)))
             case Check(_, update, fetched):
-                _check(update, fetched, manager)
-            case MakeReady(ticket, update, fetched, version):
+                check_fetched(update, fetched, manager)
+            case Stage(ticket, update, fetched, version):
                 counted = manager.start_sync(fetched.tensors, version, partial=update.partial)
                 before = self.contents[manager.version]
                 self.contents[counted] = {**before, **_values(fetched.tensors)}
@@ -388,7 +390,7 @@ class World:
             case BeginRelease(_, tags):
                 self.memory.begin_release(tags)
                 return bool(self.memory.pending)
-            case Resume(_, tags):
+            case ResumeTags(_, tags):
                 self.memory.resume(tags)
         return None
 

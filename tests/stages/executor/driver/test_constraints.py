@@ -25,7 +25,7 @@ def writer() -> Writer:
 
 
 @pytest.mark.soak
-def test_what_ends_is_what_its_schema_says(writer: Writer, soak: bool) -> None:
+def test_finished_texts_match_their_schema(writer: Writer, soak: bool) -> None:
     ended = 0
     number = 2000 if soak else 150
     for seed in range(number):
@@ -46,14 +46,14 @@ def test_what_ends_is_what_its_schema_says(writer: Writer, soak: bool) -> None:
         (Constraint(lark='start: "p" | "q" "r"'), {"p", "qr"}),
     ],
 )
-def test_every_text_that_may_be_and_no_other(
+def test_masks_allow_exactly_the_texts_of_the_grammar(
     writer: Writer, constraint: Constraint, texts: set[str]
 ) -> None:
     written = {writer.write(constraint, seed) for seed in range(30)}
     assert written == {(text, True) for text in texts}
 
 
-def test_a_text_goes_on_behind_what_it_has(writer: Writer) -> None:
+def test_matchers_continue_behind_the_present_tokens(writer: Writer) -> None:
     """As after a preemption, or a failure of the lane."""
     constraint = Constraint(json_schema={"type": "array", "items": {"type": "integer"}})
     row = writer.add(constraint)
@@ -63,7 +63,7 @@ def test_a_text_goes_on_behind_what_it_has(writer: Writer) -> None:
     assert again == tokens[4:]
 
 
-def test_a_row_is_another_sample_s_when_its_own_has_gone(writer: Writer) -> None:
+def test_a_reused_row_drops_its_grammar(writer: Writer) -> None:
     first = writer.add(Constraint(choice=("yes",)))
     writer.step([first], torch.Generator())
     writer.table.remove(int(writer.table.ids_of(np.array([first]))[0]))
@@ -73,13 +73,13 @@ def test_a_row_is_another_sample_s_when_its_own_has_gone(writer: Writer) -> None
     assert "no".startswith(writer.tokenizer.decode([token]))
 
 
-def test_what_can_not_go_on_is_cut_off(writer: Writer) -> None:
+def test_dead_ends_of_a_grammar_end_the_sample(writer: Writer) -> None:
     """Nothing follows that rule to its end, which shows only behind its first letter."""
     text, complete = writer.write(Constraint(lark='start: "a" x\nx: x'), 0)
     assert (text, complete) == ("a", False)
 
 
-def test_what_grows_too_large_while_it_is_written_ends_its_request(writer: Writer) -> None:
+def test_grammars_that_grow_too_large_end_their_request(writer: Writer) -> None:
     """llguidance's bounds hold for each mask; a sample beside it goes on."""
     bomb = writer.add(Constraint(regex="(((a{1,100}){1,100}){1,100}){1,100}"))
     other = writer.add(Constraint(regex=f"a{{{MOST}}}"))
@@ -111,7 +111,7 @@ def test_matchers_of_sequences_that_have_left_are_freed(writer: Writer) -> None:
     assert stays in writer.constraints._samples
 
 
-def test_masks_that_take_long_again_and_again_end_their_request(
+def test_repeatedly_slow_masks_end_their_request(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constraints, "_SLOW_S", 0.0)
@@ -128,7 +128,7 @@ def test_masks_that_take_long_again_and_again_end_their_request(
     assert writer.table.at_limit(np.array([row]))[0]
 
 
-def test_rows_without_a_constraint_are_left_alone(writer: Writer) -> None:
+def test_rows_without_a_constraint_are_unchanged(writer: Writer) -> None:
     free, bound = writer.add(Constraint(regex="a")), writer.add(Constraint(regex="b"))
     writer.table.constrained[free] = False
     masks = writer.constraints.begin(Places.next_of(np.array([free, bound])))

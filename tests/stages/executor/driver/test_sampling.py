@@ -21,7 +21,7 @@ BIG_VOCAB = 151_936
 
 
 def even_uniforms(count: int) -> Tensor:
-    """Numbers spread evenly over [0, 1): what is sampled with them has nearly no noise."""
+    """Numbers spread evenly over [0, 1): samples with them have nearly no noise."""
     return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
 
@@ -58,7 +58,7 @@ def test_tokens_follow_the_softmax(temperature: float) -> None:
     assert torch.allclose(logprobs.double(), probabilities.log()[tokens], atol=1e-5)
 
 
-def test_a_biased_sampler_would_be_noticed() -> None:
+def test_the_chi_square_test_detects_a_biased_sampler() -> None:
     logits = torch.randn(40, generator=torch.Generator().manual_seed(1))
     tokens, _ = draw(logits, hashed_uniforms(40_000), 1.05)
     assert chi_square(tokens.bincount(minlength=40).double(), logits.double().softmax(-1)) > 72
@@ -70,7 +70,7 @@ def test_the_probability_of_each_token_is_exact() -> None:
     assert tokens.bincount().tolist() == [800, 400, 200, 100, 100]
 
 
-def test_the_tail_of_a_large_vocabulary_gets_its_share() -> None:
+def test_the_tail_of_a_large_vocabulary_is_sampled() -> None:
     """One token of half the mass, the rest spread so thin that float32 sums would lose it."""
     logits = torch.zeros(BIG_VOCAB)
     logits[7] = math.log(BIG_VOCAB - 1)
@@ -141,7 +141,7 @@ def test_extreme_temperatures_stay_finite(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1.0, -1e-9, float("nan"), float("inf")])
-def test_what_is_no_temperature_is_refused(wrong: float) -> None:
+def test_invalid_temperatures_are_refused(wrong: float) -> None:
     with pytest.raises(RequestError, match="must be 0") as refused:
         sample_with_logprobs(torch.zeros(2, 9), torch.tensor([1.0, wrong]))
     assert refused.value.code == "invalid_temperature"
@@ -149,7 +149,7 @@ def test_what_is_no_temperature_is_refused(wrong: float) -> None:
 
 @pytest.mark.parametrize("name", ["temperatures", "uniforms", "top_k", "top_p", "min_p"])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1)])
-def test_what_is_not_one_for_each_row_is_refused(name: str, shape: tuple[int, ...]) -> None:
+def test_wrong_shapes_are_refused(name: str, shape: tuple[int, ...]) -> None:
     """torch would repeat it."""
     columns = {"temperatures": torch.ones(2), name: torch.full(shape, 0.5)}
     with pytest.raises(RequestError, match=rf"{name} has the shape .* it must be \(2,\)"):
@@ -157,7 +157,7 @@ def test_what_is_not_one_for_each_row_is_refused(name: str, shape: tuple[int, ..
 
 
 @pytest.mark.parametrize("logits", [torch.zeros(9), torch.zeros(1, 2, 9), torch.ones(2, 9).long()])
-def test_what_are_no_logits_is_refused(logits: Tensor) -> None:
+def test_invalid_logits_are_refused(logits: Tensor) -> None:
     with pytest.raises(RequestError, match=r"must be \[batch, vocab\] floats"):
         sample_with_logprobs(logits, torch.ones(2))
 

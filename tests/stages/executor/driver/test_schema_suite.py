@@ -94,7 +94,7 @@ def in_order(value: Any, schema: dict[str, Any]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_what_the_suite_says_of_each_schema_holds(suite: Path, writer: Writer) -> None:
+def test_schemas_of_the_json_schema_suite(suite: Path, writer: Writer) -> None:
     counts: Counter[tuple[str, str]] = Counter()
     unsound, narrower = [], set()
     for draft, file, group in groups(suite):

@@ -28,14 +28,14 @@ class Writer:
         self.table = SequenceTable(8, 512, 16)
         self.constraints = Constraints(self.table, self.compiler)
         self.tokenizer = load_tokenizer(FOLDER)
-        # What ends a part of a text, so that most come to their end.
+        # Tokens that end a part of a text, so that most texts end.
         closing = {*self.tokenizer.convert_tokens_to_ids(list('"}],'))}
         self.bias = torch.zeros(VOCAB)
         self.bias[sorted(closing)] = 3.0
         self._next = 0
 
     def add(self, constraint: Constraint, generated: tuple[int, ...] = ()) -> int:
-        """The row of a new sample, behind what it has."""
+        """Add a sample with some tokens; return its row."""
         self._next += 1
         sampling = SamplingParams(constraint=constraint, max_tokens=MOST)
         tokens = (*PROMPT, *generated)

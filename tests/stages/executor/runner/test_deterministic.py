@@ -1,4 +1,4 @@
-"""Deterministic mode: the same bits whatever the rows beside it, and what is refused."""
+"""Deterministic mode: the same bits in any batch, and the refused models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAMPLING = (
 )
 
 VARIOUS = ("qwen2", "gemma2", "gpt_oss", "qwen3_moe")
-"""What there is of windows, soft caps, sinks and experts."""
+"""Architectures with windows, soft caps, sinks and experts."""
 
 Bits = list[tuple[list[int], list[float]]]
 
@@ -116,12 +116,14 @@ def test_arrangements_agree_without_kernels(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_kernels_take_as_a_whole_is_so_by_itself(dtype: torch.dtype) -> None:
+def test_a_model_that_kernels_compute_as_a_whole_is_deterministic_by_default(
+    dtype: torch.dtype,
+) -> None:
     module = make_model("qwen2", head_dim=32).to(dtype)
     core = core_of(module, "auto")
-    if core.without_kernels:
-        pytest.skip(core.without_kernels)
-    assert not core.without_determinism
+    if core.off.get("kernels", ""):
+        pytest.skip(core.off.get("kernels", ""))
+    assert not core.off.get("deterministic", "")
     core.close()
     assert_arrangements_agree(wrap_model(module, 128), deterministic="auto")
 
@@ -131,24 +133,24 @@ def core_of(module: Any, deterministic: bool | str) -> ExecutorCore:
     return ExecutorCore(config, model=wrap_model(module, 128))
 
 
-def test_where_it_would_cost_something_it_has_to_be_demanded() -> None:
+def test_deterministic_mode_with_a_cost_is_off_by_default() -> None:
     in_part = core_of(make_model("mixtral"), "auto")
-    wanted = in_part.without_kernels or "kernels take the model in part"
-    assert in_part.without_determinism == wanted
-    assert core_of(make_model("mixtral"), True).without_determinism == ""
+    wanted = in_part.off.get("kernels", "") or "kernels take the model in part"
+    assert in_part.off.get("deterministic", "") == wanted
+    assert core_of(make_model("mixtral"), True).off.get("deterministic", "") == ""
     off = core_of(make_model("qwen2", head_dim=32), False)
-    assert off.without_determinism == "engine.deterministic is false"
+    assert off.off.get("deterministic", "") == "engine.deterministic is false"
 
 
-def test_a_model_that_does_not_keep_it_is_served_if_nobody_demands_it() -> None:
+def test_a_model_that_fails_the_check_runs_without_deterministic_mode() -> None:
     module = make_model("qwen2", head_dim=32)
     core = core_of(module, "auto")
-    if core.without_kernels:
-        pytest.skip(core.without_kernels)
+    if core.off.get("kernels", ""):
+        pytest.skip(core.off.get("kernels", ""))
     core.close()
     _look_at_neighbours(module)
     core = core_of(module, "auto")
-    assert core.without_determinism
+    assert core.off.get("deterministic", "")
     bits_of(core)
 
 
@@ -156,12 +158,14 @@ def test_a_model_that_does_not_keep_it_is_served_if_nobody_demands_it() -> None:
 def test_with_kernels_the_number_of_threads_does_not_matter(dtype: torch.dtype) -> None:
     """Prompts together are long enough for threads to share each product."""
     core = ExecutorCore(CONFIG, model=wrap_model(make_model("qwen2", head_dim=32).to(dtype), 128))
-    if core.fast_modules is None:
-        pytest.skip(core.without_kernels)
+    if core.runner.fast_modules is None:
+        pytest.skip(core.off.get("kernels", ""))
     before, found = torch.get_num_threads(), []
     try:
         for number in (1, 2, 3):
-            core.set_threads(number)
+            torch.set_num_threads(number)
+            assert core.runner.determinism is not None
+            core.runner.determinism.check()
             found.append(bits_of(core))
     finally:
         torch.set_num_threads(before)
@@ -275,7 +279,9 @@ def test_sizes_that_give_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch
     assert 64 not in sizes
 
 
-def test_a_machine_that_tells_rows_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_whose_products_depend_on_the_row_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     linear = F.linear
 
     def last_row_differs(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -288,7 +294,7 @@ def test_a_machine_that_tells_rows_apart_is_refused(monkeypatch: pytest.MonkeyPa
         agreeing_sizes(torch.randn(32, 32), None)
 
 
-# --- what is refused --------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -325,10 +331,10 @@ def test_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         load_model(EngineConfig(device="cuda", deterministic=True))
 
 
-def test_a_model_that_looks_at_its_neighbours_is_refused_at_load() -> None:
+def test_a_model_whose_rows_depend_on_each_other_is_refused_at_load() -> None:
     module = make_model("llama")
     _look_at_neighbours(module)
-    with pytest.raises(ModelError, match="other bits beside others"):
+    with pytest.raises(ModelError, match="other bits in a batch"):
         ExecutorCore(CONFIG, model=wrap_model(module, 128))
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, load_model
+from nano_inference.stages.executor.runner.loaded_model import Dtypes
 from nano_inference.text import gguf as our_gguf
 
 from ....gguf_files import nothing, write_gguf
@@ -104,16 +105,16 @@ def test_the_type_of_the_weights(
     path = write_gguf(tmp_path / "m.gguf", kind)
     loaded = load_model(EngineConfig(model_path=str(path), dtype=dtype, device="cpu"))
     assert {parameter.dtype for parameter in loaded.module.parameters()} == {expected}
-    assert loaded.dtype == expected
+    assert loaded.dtypes == Dtypes.of(expected)
 
 
-def test_loading_draws_and_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loading_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = write_gguf(tmp_path / "m.gguf", "Q4_0")
     load_model(EngineConfig(model_path=str(path), device="cpu"))
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_file_that_lacks_tensors(tmp_path: Path) -> None:
+def test_a_gguf_file_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
     def deeper(writer: Any) -> None:
         writer.kv_data[0].pop("qwen2.block_count")
         writer.add_block_count(6)
@@ -123,10 +124,10 @@ def test_a_file_that_lacks_tensors(tmp_path: Path) -> None:
         load_model(EngineConfig(model_path=str(path), device="cpu"))
 
 
-def test_a_file_of_fewer_numbers_than_it_describes(
+def test_a_gguf_file_with_too_few_parameters_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is made of what it says: here layers of 4 GB, of a file of 5 MB."""
+    """Nothing is allocated: here layers of 4 GB, described by a file of 5 MB."""
 
     def change(writer: gguf.GGUFWriter) -> None:
         writer.kv_data[0].pop("qwen2.feed_forward_length")

@@ -11,7 +11,7 @@ import torch
 
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, uniform, wrap_model
-from nano_inference.stages.executor.driver.feed import TokenFeed, placeholders
+from nano_inference.stages.executor.driver.sampled import TokenFeed, placeholders
 from nano_inference.stages.executor.runner.attention.paged import PagedBackend
 from nano_inference.stages.executor.runner.graphs import DecodeStep, batch_buckets, pack_step
 
@@ -110,7 +110,7 @@ def test_padding_names_only_the_padding_block(model: LoadedModel) -> None:
     assert tables.max() == padding
 
 
-def test_a_feed_gives_each_placeholder_its_row_s_token() -> None:
+def test_a_feed_resolves_placeholders() -> None:
     feed = TokenFeed(4, torch.device("cpu"))
     feed.put(torch.tensor([2, 0, feed.padding_row]), torch.tensor([31, 45, 99]))
     ids = torch.from_numpy(np.array([5, *placeholders(np.array([0, 2])), 0]))
@@ -288,5 +288,5 @@ def test_a_step_that_waits_for_the_device_can_t_be_recorded() -> None:
     with pytest.raises(RuntimeError, match="can't be recorded"):
         core.record_graphs(OperationRecorder())
     assert core.graphs is None
-    assert core.without_graphs
+    assert core.off.get("graphs", "")
     assert_same(run(core, mixed(3)), run(ExecutorCore(CONFIG, model=model), mixed(3)))

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nano_inference.stages.executor import KVCache, LoadedModel
-from nano_inference.stages.executor.runner.loaded_model import LayerSpec
-from nano_inference.stages.executor.runner.system_memory import why_no_huge_pages, zeros
+from nano_inference.stages.executor.runner import system_memory
+from nano_inference.stages.executor.runner.loaded_model import Dtypes, LayerSpec
+from nano_inference.stages.executor.runner.system_memory import (
+    HUGE_PAGE,
+    use_huge_pages,
+    why_no_huge_pages,
+    zeros,
+)
 
-from ....resident import asks_for_huge_pages, needs_proc, resident_bytes
+from ....resident import asks_for_huge_pages, needs_proc, resident_bytes, resident_bytes_of_file
 
 
 def make_cache(device: str, num_blocks: int = 5, *, huge_pages: bool = False) -> KVCache:
     spec = LayerSpec(2, 16, 16, None)
     config: Any = None
     layers = (spec, spec)
-    model = LoadedModel(nn.Module(), config, torch.device(device), torch.float32, 4096, 16, layers)
+    model = LoadedModel(
+        nn.Module(), config, torch.device(device), Dtypes.of(torch.float32), 4096, 16, layers
+    )
     return KVCache(model, num_blocks, block_size=4, huge_pages=huge_pages)
 
 
@@ -41,13 +52,13 @@ def test_it_takes_no_memory_before_it_is_written() -> None:
 @needs_proc
 @pytest.mark.skipif(bool(why_no_huge_pages()), reason="this system has no large pages")
 @pytest.mark.parametrize("huge_pages", [True, False])
-def test_its_pages_are_large_if_they_are_to_be(huge_pages: bool) -> None:
+def test_large_tensors_have_large_pages_on_request(huge_pages: bool) -> None:
     cache = make_cache("cpu", num_blocks=1 << 13, huge_pages=huge_pages)
     for tensor in (*cache.keys, *cache.values):
         assert asks_for_huge_pages(tensor) == huge_pages
 
 
-def test_more_than_there_is() -> None:
+def test_blocks_beyond_the_cache_are_refused() -> None:
     with pytest.raises(RuntimeError, match="can't allocate 1125899906842624 bytes"):
         zeros((1 << 20, 1 << 28), torch.float32, torch.device("cpu"))
 
@@ -63,3 +74,107 @@ def test_copy_blocks_reads_all_sources_first(device: str) -> None:
     cache.copy_blocks([])
     with pytest.raises(ValueError, match="out of range"):
         cache.copy_blocks([(0, 5)])
+
+
+_CPU = torch.device("cpu")
+
+
+@needs_proc
+@pytest.mark.skipif(bool(why_no_huge_pages()), reason="this system has no large pages")
+def test_large_tensors_begin_at_a_large_page() -> None:
+    shape = (3, HUGE_PAGE // 4)
+    large = zeros(shape, torch.bfloat16, _CPU, huge=True)
+    assert large.data_ptr() % HUGE_PAGE == 0
+    assert large.shape == shape
+    assert not large.any()
+    assert asks_for_huge_pages(large)
+    assert not asks_for_huge_pages(zeros(shape, torch.bfloat16, _CPU))
+
+
+def test_small_tensors_have_normal_pages() -> None:
+    small = zeros((8,), torch.float32, _CPU, huge=True)
+    assert small.tolist() == [0.0] * 8
+    assert small.untyped_storage().nbytes() == small.nbytes
+
+
+def test_parameters_stay_what_they_are() -> None:
+    """Of a model with tied weights, which others may save as they could before."""
+    rows = HUGE_PAGE // (2 * 64) + 1
+    embedding = nn.Embedding(rows, 64, dtype=torch.bfloat16)
+    output = nn.Linear(64, rows, bias=True, dtype=torch.bfloat16)
+    output.weight = embedding.weight
+    module = nn.ModuleList([embedding, output])
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    weight = embedding.weight
+
+    use_huge_pages(module)
+
+    assert output.weight is embedding.weight is weight
+    after = module.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    # Each has memory of its own, and no more than it takes: else it could not be saved alone.
+    assert weight.untyped_storage().nbytes() == weight.nbytes
+    assert weight.storage_offset() == 0
+    with torch.no_grad():
+        weight.mul_(2)
+    assert torch.equal(module.state_dict()["1.weight"], before["0.weight"] * 2)
+
+
+@needs_proc
+def test_the_model_s_file_is_not_mapped_any_more(tmp_path: Path) -> None:
+    """Not for the sake of a small tensor either."""
+    file = tmp_path / "model.safetensors"
+    large = torch.ones(HUGE_PAGE // 4, dtype=torch.float32)
+    save_file({"large": large, "small": torch.ones(3)}, file)
+    module = nn.Module()
+    for name, tensor in load_file(file).items():
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    assert str(file) in Path("/proc/self/maps").read_text()
+    del tensor
+
+    use_huge_pages(module)
+
+    assert str(file) not in Path("/proc/self/maps").read_text()
+    assert all(bool((parameter == 1).all()) for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("always madvise [never]\n", "says never"),
+        ("always [madvise] never\n", ""),
+        ("[always] madvise never\n", ""),
+        (None, "can't be read"),
+    ],
+)
+def test_reasons_without_kernels(
+    setting: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "enabled"
+    if setting is not None:
+        file.write_text(setting)
+    monkeypatch.setattr(system_memory, "_ENABLED", file)
+    found = why_no_huge_pages()
+    assert (why in found) if why else not found
+
+
+@needs_proc
+def test_copied_pages_of_the_file_are_released_while_it_is_mapped(tmp_path: Path) -> None:
+    """Else the weights would be in memory twice until the last tensor is copied."""
+    file = tmp_path / "model.safetensors"
+    count = 4 * HUGE_PAGE
+    names = ("first", "second", "third")
+    save_file({name: torch.full((count,), 7, dtype=torch.uint8) for name in names}, file)
+    tensors = load_file(file)
+    kept = tensors.pop("third")  # keeps the file mapped
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    assert all(tensor.eq(7).all() for tensor in (*module.parameters(), kept))
+    before = resident_bytes_of_file(file)
+    assert before >= 3 * count
+
+    use_huge_pages(module)
+
+    assert resident_bytes_of_file(file) <= before - 2 * (count - 2 * mmap.PAGESIZE)
+    assert all(tensor.eq(7).all() for tensor in (*module.parameters(), kept))

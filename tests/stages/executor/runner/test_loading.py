@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, load_model
+from nano_inference.stages.executor.runner.loaded_model import Dtypes
 from nano_inference.text.tokenizer import stop_token_ids_of
 
 from ....byte_tokenizers import byte_tokenizer
@@ -49,7 +50,7 @@ def same_weights(loaded: Any, source: Any) -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted)
 
 
-# --- what is loaded -----------------------------------------------------------------------------
+# --- loaded models -----------------------------------------------------------------------------
 
 
 def test_shards_give_what_one_file_gives(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_tied_weights_are_the_same_whichever_of_them_the_file_has(
     assert loaded.vocab_size == embedding.shape[0]
 
 
-def test_an_output_layer_that_is_not_tied_is_not_made_up(tmp_path: Path) -> None:
+def test_a_missing_output_layer_is_not_initialised_at_random(tmp_path: Path) -> None:
     folder = save(make_model("qwen2"), tmp_path)
     change_json(folder / "config.json", tie_word_embeddings=False)
     with pytest.raises(ModelError, match=r"lack 1 tensors.*lm_head\.weight"):
@@ -106,7 +107,7 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, setting: str, loaded: torch
     source = make_model("llama").to(stored)
     folder = save(source, tmp_path, max_shard_size=SMALL_SHARDS)
     model = load(folder, dtype=setting)
-    assert model.dtype == loaded
+    assert model.dtypes == Dtypes.of(loaded)
     assert {parameter.dtype for parameter in model.module.parameters()} == {loaded}
     assert same_weights(model, source.to(loaded))
 
@@ -114,9 +115,9 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, setting: str, loaded: torch
 def test_auto_is_what_the_configuration_names_and_else_what_the_file_holds(tmp_path: Path) -> None:
     folder = save(make_model("llama"), tmp_path)
     change_json(folder / "config.json", dtype="bfloat16")
-    assert load(folder).dtype == torch.bfloat16
+    assert load(folder).dtypes.weights == torch.bfloat16
     change_json(folder / "config.json", dtype=None)
-    assert load(folder).dtype == torch.float32
+    assert load(folder).dtypes.weights == torch.float32
 
 
 def test_stop_ids_of_both_files(tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ def test_a_tensor_that_only_the_index_has_is_named(shards: Path, needed: bool) -
 @pytest.mark.parametrize(
     "content", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}']
 )
-def test_an_index_that_is_none(shards: Path, content: str) -> None:
+def test_an_invalid_index_is_refused(shards: Path, content: str) -> None:
     (shards / INDEX).write_text(content)
     with pytest.raises(ModelError, match=rf"{INDEX}"):
         load(shards)

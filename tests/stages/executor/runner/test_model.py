@@ -1,4 +1,4 @@
-"""Loading, and what is refused."""
+"""Wrapped models, their properties, devices, and the refused models."""
 
 from __future__ import annotations
 
@@ -7,14 +7,27 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DbrxConfig,
+    DeepseekV3Config,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, load_model, wrap_model
+from nano_inference.stages.executor.runner import device as devices
+from nano_inference.stages.executor.runner.batch import Uploader
+from nano_inference.stages.executor.runner.loaded_model import experts_of
 
 from ..models import REFUSED, VOCAB, make_config, make_model, make_refused
 from ..plans import Generation, Planner
@@ -42,11 +55,11 @@ def test_a_model_from_a_folder_gives_what_it_gives_in_memory(tmp_path: Path) -> 
     assert generations[0].logprobs == generations[1].logprobs
 
 
-def test_what_is_known_of_a_loaded_model(tmp_path: Path) -> None:
+def test_properties_of_a_loaded_model(tmp_path: Path) -> None:
     folder = save(make_model("gemma2"), tmp_path)
     model = load(folder, max_model_len=8192)
     assert (model.max_model_len, model.vocab_size) == (256, VOCAB)
-    assert (model.dtype, model.device) == (torch.float32, torch.device("cpu"))
+    assert (model.dtypes.weights, model.device) == (torch.float32, torch.device("cpu"))
     assert [layer.window for layer in model.layers] == [8, None, 8]
     assert {(s.num_kv_heads, s.key_dim, s.value_dim) for s in model.layers} == {(2, 16, 16)}
     assert not model.module.training
@@ -94,7 +107,7 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
+def test_missing_weights_are_not_initialised_at_random(tmp_path: Path) -> None:
     folder = save(make_model("llama"), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -133,7 +146,7 @@ def test_hybrid_models_are_refused() -> None:
         wrap_model(model, 64)
 
 
-def test_masks_that_our_attention_does_not_make_are_refused() -> None:
+def test_unsupported_masks_are_refused() -> None:
     """A window in the mask of which the layer does not tell the attention function."""
     model = make_model("qwen2_window")
     model.model.layers[0].self_attn.sliding_window = None
@@ -145,3 +158,134 @@ def test_masks_that_our_attention_does_not_make_are_refused() -> None:
 def test_devices_that_are_not_there(tmp_path: Path, device: str) -> None:
     with pytest.raises(ModelError, match=r"device '.*; here (is|are) .*cpu; use one, or 'auto'"):
         load(tmp_path, device=device)
+
+
+@pytest.mark.parametrize(
+    ("config", "experts"),
+    [
+        (Qwen3Config(), (0, 0)),
+        (MixtralConfig(num_local_experts=6, num_experts_per_tok=3), (6, 3)),
+        (Qwen3MoeConfig(num_experts=32, num_experts_per_tok=4), (32, 4)),
+        (DeepseekV3Config(n_routed_experts=64, num_experts_per_tok=5), (64, 5)),
+        (DbrxConfig(ffn_config={"moe_num_experts": 7, "moe_top_k": 2}), (7, 2)),
+        (AutoConfig.for_model("hunyuan_v1_moe", num_experts=4, moe_topk=[1, 2]), (4, 2)),
+        (AutoConfig.for_model("hunyuan_v1_moe", num_experts=1, moe_topk=1), (0, 0)),
+        (AutoConfig.for_model("gemma4_text", enable_moe_block=False), (0, 0)),
+    ],
+)
+def test_experts_by_whatever_name(config: PreTrainedConfig, experts: tuple[int, int]) -> None:
+    assert experts_of(config) == experts
+
+
+def test_facts_of_a_model() -> None:
+    core = ExecutorCore(EngineConfig(dtype="float32", kv_cache_bytes=1 << 24, max_batch_size=4))
+    facts = core.facts()
+    assert facts["dtype"] == "float32"
+    assert facts["vocab_size"] == core.model.vocab_size
+    assert facts["weight_bytes"] == 4 * int(facts["parameters"]) > 0
+    assert facts["kv_bytes"] == sum(each.nbytes for each in core.cache.keys + core.cache.values)
+    core.close()
+
+
+class Driver:
+    """Torch's module of a kind of device, such as `torch.cuda`."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def is_available(self) -> bool:
+        return self.count > 0
+
+    def device_count(self) -> int:
+        return self.count
+
+    def get_device_name(self, device: torch.device) -> str:
+        return f"Maker {device.type.upper()}"
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 7, 9
+
+
+Machine = Any
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine with so many devices of each kind, as far as one can tell without computing."""
+
+    def made(**counts: int) -> None:
+        def module(kind: str) -> Driver:
+            return Driver(counts.get(kind, 0))
+
+        monkeypatch.setattr(torch, "get_device_module", module)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ({}, "cpu"),
+        ({"mps": 1}, "mps"),
+        ({"mps": 1, "xpu": 2}, "xpu:0"),
+        ({"xpu": 1, "cuda": 2}, "cuda:0"),
+    ],
+)
+def test_auto_takes_the_first_that_is_there(
+    machine: Machine, counts: dict[str, int], expected: str
+) -> None:
+    machine(**counts)
+    assert str(devices.resolve_device("auto")) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *(("cpu", "cpu"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")),
+        *(("xpu", "xpu:0"), ("mps", "mps"), ("mps:0", "mps")),
+    ],
+)
+def test_device_names_are_torchs(machine: Machine, name: str, expected: str) -> None:
+    machine(cuda=2, xpu=1, mps=1)
+    assert str(devices.resolve_device(name)) == expected
+
+
+@pytest.mark.parametrize("name", ["cuda:2", "xpu", "mps:0", "meta", "cpu:1", "gpu", "cuda:x"])
+def test_missing_devices_are_refused_with_a_list_of_present_ones(
+    machine: Machine, name: str
+) -> None:
+    machine(cuda=2)
+    with pytest.raises(ModelError, match=rf"'{name}'.*; here are cuda:0, cuda:1, cpu; use one"):
+        devices.resolve_device(name)
+
+
+def test_replicas_take_one_device_after_the_other(machine: Machine) -> None:
+    machine(cuda=2, xpu=1)
+    names = [devices.device_of_replica("auto", replica) for replica in range(3)]
+    assert names == ["cuda:0", "cuda:1", "cuda:0"]
+    assert devices.device_of_replica("xpu", 1) == "xpu"
+    assert devices.device_of_replica("cuda:0", 1) == "cuda:0"
+
+
+def test_devices_on_which_no_test_ran_are_marked(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(cuda=1, xpu=1, mps=1)
+    described = {name: devices.describe_device(torch.device(name)) for name in ("cpu", "xpu:0")}
+    assert described == {"cpu": "cpu", "xpu:0": "xpu:0 Maker XPU (unverified)"}
+    assert devices.describe_device(torch.device("mps")) == "mps (unverified)"
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    amd = devices.describe_device(torch.device("cuda:0"))
+    assert amd == "cuda:0 Maker CUDA, ROCm 7.1 (unverified)"
+
+
+def test_memory_is_that_of_the_device_where_it_has_its_own(machine: Machine) -> None:
+    machine(cuda=1, xpu=1, mps=1)
+    found = {name: devices.free_memory(torch.device(name)) for name in ("cpu", "mps", "xpu:0")}
+    assert found == {"cpu": None, "mps": None, "xpu:0": (7, 9)}
+
+
+def test_uploads_to_devices_other_than_cuda() -> None:
+    ids, table = Uploader(torch.device("meta"))(np.arange(3), np.zeros((2, 4), np.int64))
+    assert (ids.device.type, tuple(ids.shape)) == ("meta", (3,))
+    assert (table.device.type, tuple(table.shape)) == ("meta", (2, 4))

@@ -1,4 +1,4 @@
-"""The ways by which new weights reach the executor's process: a module for each."""
+"""The transports of new weights to the executor's process: a module for each."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from ......bus.weights import (
     laid_down,
 )
 from ......config import WeightsError
-from ..limits import UNLIMITED, WeightLimits
-from .background import Background
-from .folder import read_folder, stamp_of
-from .group import WeightGroups
-from .rendezvous import BACKENDS, host_and_port
+from ..checks import UNLIMITED, WeightLimits
+from .folder import read_folder
+from .group import Sending, WeightGroups, WeightsGroup
 from .shared_memory import SharedWeights, read_shared_memory
-from .trainer_group import Sending, WeightsGroup
+
+__all__ = ["Sending", "SharedWeights", "WeightGroups", "WeightsGroup", "fetch"]
 
 
 def fetch(
@@ -30,13 +29,13 @@ def fetch(
     timeout_s: float,
     limits: WeightLimits = UNLIMITED,
 ) -> Mapping[str, Tensor]:
-    """The tensors of a source, by name, in memory that nobody else writes to.
+    """Return the tensors of a source, by name, in memory of their own.
 
-    Blocks; where it waits for others, at most about `timeout_s`. What fails leaves nothing behind.
+    Blocks; a wait for other processes ends after about `timeout_s`. An error leaves nothing behind.
 
     Raises:
-        WeightsError: They are not there, are not what the source says, are more than the limits
-            allow, or did not come in time.
+        WeightsError: The tensors are missing, differ from the source's description, exceed the
+            limits, or did not come in time.
     """
     match source:
         case FolderWeights(path):
@@ -52,17 +51,3 @@ def fetch(
             return read_shared_memory(source, limits)
         case GroupWeights():
             return groups.receive(source, timeout_s, limits)
-
-
-__all__ = [
-    "BACKENDS",
-    "Background",
-    "Sending",
-    "SharedWeights",
-    "WeightGroups",
-    "WeightsGroup",
-    "fetch",
-    "host_and_port",
-    "read_folder",
-    "stamp_of",
-]

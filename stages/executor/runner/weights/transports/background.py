@@ -1,4 +1,4 @@
-"""A thread for what may hang."""
+"""A thread for calls that may hang."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _R = TypeVar("_R")
 
 
 class Background:
-    """Runs functions one after the other, on a thread for which the end of a program does not wait.
+    """Runs functions one after the other, on a daemon thread.
 
-    Python's own executors are waited for, and one of these functions may be waiting for a peer
-    that is no more.
+    Python's own executors delay the end of a program until their threads end, and a function here
+    may wait for a dead peer.
     """
 
     def __init__(self, name: str, first: Callable[[], object] = lambda: None) -> None:
-        """Args: the thread's name, and what it does first. It starts with the first function."""
+        """`first`: runs before all functions. The thread starts with the first of them."""
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._tasks.put(first)
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
 
     def submit(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
-        """Lets it run, after those before."""
+        """Queue a function."""
         future: Future[_R] = Future()
 
         def task() -> None:
@@ -34,7 +34,7 @@ class Background:
                 return
             try:
                 result = function(*args, **kwargs)
-            except BaseException as error:  # noqa: BLE001  (whoever waits for it gets it)
+            except BaseException as error:  # noqa: BLE001  (the future carries it)
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -45,11 +45,11 @@ class Background:
         return future
 
     def close(self) -> None:
-        """Ends the thread when it has done all that was submitted."""
+        """End the thread after all queued functions."""
         self._tasks.put(None)
 
     def _run(self) -> None:
         task: Any
         while (task := self._tasks.get()) is not None:
             task()
-            del task  # and with it what the function was given
+            del task  # frees the function's arguments

@@ -1,7 +1,7 @@
 """Weights from a folder on disk, in Transformers' format.
 
-The safetensors library is not what reads them: it holds Python's lock all the while, so the
-process's other stages would stand still, and it has the file and the tensors in memory at once.
+Not by the safetensors library: it holds the GIL while reading, which would block the process's
+other stages, and holds the file and the tensors in memory at once.
 """
 
 from __future__ import annotations
@@ -19,17 +19,25 @@ from torch import Tensor
 
 from ......bus.weights import TensorMeta
 from ......config import WeightsError, cut, shown
-from ...checkpoint import INDEX, WEIGHTS
-from ..limits import UNLIMITED, WeightLimits
+from ...model import INDEX, WEIGHTS
+from ..checks import UNLIMITED, WeightLimits
 from .layout import as_tensor, dtype_of, read_file, sizes_of, unhurried
 
 _DTYPES = {
-    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
-    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"},
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
     "BOOL": "bool",
 }
-"""What safetensors calls torch's dtypes."""
+"""The dtypes of safetensors."""
 
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the format
 
@@ -38,7 +46,7 @@ _SHOWN_PATH = 400
 
 
 class _Entry(msgspec.Struct):
-    """What a header says of a tensor; `data_offsets` are bytes from the header's end on."""
+    """A tensor's entry in a header; `data_offsets` are in bytes from the header's end."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,12 +54,12 @@ class _Entry(msgspec.Struct):
 
 
 class _Index(msgspec.Struct):
-    """The file of a folder that has each tensor."""
+    """The index of a folder: each tensor's file."""
 
     weight_map: dict[str, str]
 
 
-# Raw: names can be counted before anything is made of what they stand for.
+# Raw: names are counted before their values are decoded.
 _names = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _entry = msgspec.json.Decoder(_Entry)
 _index = msgspec.json.Decoder(_Index)
@@ -60,18 +68,18 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def read_folder(path: str, limits: WeightLimits = UNLIMITED) -> dict[str, Tensor]:
-    """All tensors of a checkpoint's folder, or of one safetensors file.
+    """Read all tensors of a checkpoint's folder, or of one safetensors file.
 
-    In a folder it is the files that Transformers would load, or if there are none of their names,
-    all of them. They are read, not mapped: whoever wrote them may write them again at once.
+    In a folder, the files that Transformers would load, or all safetensors files if none has those
+    names. Files are read, not mapped: their writer may replace them at once.
 
     Args:
-        path: Of the folder or file. Nothing but regular files is read.
-        limits: How much it may be. Lists that are longer are not parsed.
+        path: Of the folder or file. Only regular files are read.
+        limits: Longer lists are not parsed.
 
     Raises:
-        WeightsError: There are no such files, one can't be read or is not whole, the index does
-            not fit them, or they are more than the limits allow.
+        WeightsError: A file is missing, unreadable or cut off, the index does not match, or the
+            limits are exceeded.
     """
     tensors: dict[str, Tensor] = {}
     file_of: dict[str, str] = {}
@@ -83,7 +91,7 @@ def read_folder(path: str, limits: WeightLimits = UNLIMITED) -> dict[str, Tensor
             part, length = _read(file, left)
             if twice := tensors.keys() & part.keys():
                 name = shown(min(twice))
-                raise WeightsError(f"{_named(file)} has {name}, which another file has as well")
+                raise WeightsError(f"{_named(file)} has {name}, which is also in another file")
             tensors |= part
             file_of |= dict.fromkeys(part, file.name)
             num_bytes += length
@@ -97,7 +105,7 @@ def read_folder(path: str, limits: WeightLimits = UNLIMITED) -> dict[str, Tensor
 
 
 def stamp_of(path: str, limits: WeightLimits = UNLIMITED) -> str:
-    """Tells whether the files that `read_folder` reads are still those that it has read.
+    """Return a stamp of the files that `read_folder` reads, which changes with them.
 
     Raises:
         WeightsError: As `read_folder`.
@@ -113,7 +121,7 @@ def stamp_of(path: str, limits: WeightLimits = UNLIMITED) -> str:
 
 @contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Raises WeightsError for what the system refuses."""
+    """Raises WeightsError for an OSError."""
     try:
         yield
     except OSError as error:
@@ -122,12 +130,12 @@ def readable(path: str) -> Iterator[None]:
 
 
 def _named(path: Path | str | bytes) -> str:
-    """A path, which need not be text, in a message."""
+    """Return a path, which may not be text, for a message."""
     return cut(ascii(os.fspath(path)), _SHOWN_PATH)
 
 
 def _files(place: Path, limits: WeightLimits) -> tuple[list[Path], dict[str, str]]:
-    """The files to read, in order, and which of them has each tensor if an index tells."""
+    """Return the files to read, in order, and each tensor's file if there is an index."""
     if not place.is_dir():
         return [place], {}
     if (place / WEIGHTS).is_file():
@@ -135,7 +143,7 @@ def _files(place: Path, limits: WeightLimits) -> tuple[list[Path], dict[str, str
     if (place / INDEX).is_file():
         return _shards(place, limits)
     files = list(islice(place.glob("*.safetensors"), limits.tensors + 1))
-    limits.check_tensors(len(files))  # for each has some
+    limits.check_tensors(len(files))  # each has at least one
     if not files:
         raise WeightsError(
             f"there is no .safetensors file in {_named(place)}; save_pretrained writes one"
@@ -172,18 +180,18 @@ def _shards(place: Path, limits: WeightLimits) -> tuple[list[Path], dict[str, st
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of a regular file. Opening what is none, such as a FIFO, might never end."""
+    """Open a regular file. Opening others, such as a FIFO, might block."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise WeightsError(f"{_named(path)} is no regular file; name a folder or a file")
+            raise WeightsError(f"{_named(path)} is not a regular file; name a folder or a file")
         yield file
     finally:
         os.close(file)
 
 
 def _read(path: Path, limits: WeightLimits) -> tuple[dict[str, Tensor], int]:
-    """A file's tensors, and how many bytes they have together."""
+    """Return a file's tensors, and their total bytes."""
     with opened(path) as file:
         length = os.fstat(file).st_size
         header_bytes = int.from_bytes(os.pread(file, 8, 0), "little")
@@ -197,26 +205,26 @@ def _read(path: Path, limits: WeightLimits) -> tuple[dict[str, Tensor], int]:
     tensors: dict[str, Tensor] = {}
     for meta, (start, end) in unhurried(zip(metas, places, strict=True)):
         part = data[start:end]
-        # Some writers put a tensor where one of its dtype can't be looked at.
+        # Some writers don't align tensors to their dtype.
         aligned = start % dtype_of(meta).itemsize == 0
         tensors[meta.name] = as_tensor(part if aligned else part.clone(), meta)
     return tensors, room
 
 
 def _check_list(path: Path, length: int, limits: WeightLimits) -> None:
-    """Before it is parsed. Raises WeightsError when it is too long for what may stand in it."""
+    """Raises WeightsError for a list that is too long to be parsed."""
     if length > limits.header_bytes:
         raise WeightsError(
-            f"the list of tensors in {_named(path)} has {length} bytes, more than {limits.tensors} "
-            "tensors take, which is what this model can; send those of its architecture, or raise "
-            "engine.max_weight_tensors"
+            f"the list of tensors in {_named(path)} has {length} bytes, more than "
+            f"{limits.tensors} tensors need, the most that this model can take; send those of "
+            "its architecture, or raise engine.max_weight_tensors"
         )
 
 
 def _entries(
     path: Path, header: bytes, room: int, limits: WeightLimits
 ) -> tuple[list[TensorMeta], list[tuple[int, int]]]:
-    """The tensors of a file, and where each begins and ends in the data, of `room` bytes."""
+    """Return the tensors of a file, and their bounds in the data of `room` bytes."""
     try:
         raw_entries = _names.decode(header)
         raw_entries.pop("__metadata__", None)
@@ -236,7 +244,7 @@ def _entries(
                 path, f"{shown(meta.name)} is at {shown(start)} to {shown(end)} of {room} bytes"
             )
     if sum(sizes) != room:
-        # Tensors that overlap are more in memory than in the file, and what is in none is kept too.
+        # Overlapping tensors would take more memory than the file, and gaps would be kept.
         raise _not_whole(path, f"its tensors have {sum(sizes)} of {room} bytes")
     return metas, places
 

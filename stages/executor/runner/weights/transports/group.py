@@ -1,77 +1,209 @@
-"""Weights through a torch.distributed group, whose rank 0 broadcasts them: the executor's side.
+"""Weights through a torch.distributed group whose rank 0 broadcasts them.
 
-The group is private: it is not the default process group, and torch's registries don't know it. It
-meets its peers in the store, under the keys where those look for it who make theirs by what
-trainers copy from torch (slime's `init_process_group`, SGLang's `init_custom_process_group`).
-
-Buffers travel as bytes, so any dtype that torch has can be sent.
+The group is private: not the default process group, and unknown to torch's registries. Its members
+meet in the store under the keys of the functions that trainers copy from torch (slime's
+`init_process_group`, SGLang's `init_custom_process_group`). Buffers travel as bytes, so any dtype
+of torch can be sent.
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import timedelta
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ......bus.control import JoinWeightsGroup
-from ......bus.weights import GroupWeights
+from ......bus.weights import GroupWeights, TensorMeta
 from ......config import WeightsError, shown
-from ..limits import UNLIMITED, WeightLimits
-from .layout import as_tensor, buckets, sizes_of
-from .rendezvous import CPU, await_port, broken, open_group, open_store, time_left, was_left
+from ..checks import UNLIMITED, WeightLimits, check_stored
+from .background import Background
+from .layout import as_bytes, as_tensor, buckets, distinct, meta_of, sizes_of
+
+BACKENDS = ("gloo", "nccl")
+
+BUCKET_BYTES = 64 << 20
+
+CPU = torch.device("cpu")
+"""The device of Gloo's buffers."""
+
+_CONNECT_S = 5.0
+"""The time limit of one attempt to connect; in between, a stop is noticed."""
 
 _IN_FLIGHT = 2
-"""Broadcasts that are under way at a time: one is sent while the next is packed."""
+"""Broadcasts in flight: one is sent while the next is packed."""
 
 _MOST_JOINS = 16
-"""That are under way at a time: each has a thread, and torch's part of it can't be ended."""
+"""Joins in flight: each has a thread, and torch's part of it can't be ended."""
+
+_PARTING_S = 5.0
+"""The longest wait for the end of a group, which takes milliseconds unless torch hangs."""
+
+
+# --- rendezvous ---------------------------------------------------------------------------------
+
+
+def open_group(
+    store: Any,
+    name: str,
+    rank: int,
+    world_size: int,
+    backend: str,
+    device: torch.device,
+    deadline: float,
+) -> Any:
+    """Meet the other members in the store, and connect to them."""
+    if backend not in BACKENDS:
+        raise WeightsError(f"backend {shown(backend)} is unknown; use 'gloo' or 'nccl'")
+    # The prefix that trainers give their store, and those that torch's own function adds.
+    kind = "cpu/" if backend == "gloo" else "cuda/"
+    for prefix in (name, f"{name}/", kind):
+        store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    try:
+        store.set_timeout(time_left(deadline))
+        if backend == "gloo":
+            return dist.ProcessGroupGloo(store, rank, world_size, timeout=time_left(deadline))
+        if device.type != "cuda" or not dist.is_nccl_available():
+            raise WeightsError("NCCL needs a GPU and a build of PyTorch that has it; use 'gloo'")
+        torch.cuda.set_device(device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = time_left(deadline)
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    except (RuntimeError, ValueError) as error:
+        raise broken(error, deadline) from None
+
+
+def open_store(address: str, world_size: int, is_master: bool, deadline: float) -> Any:
+    """Open the store at host:port, as its server or as a client."""
+    host, port = host_and_port(address)
+    try:
+        # A server that waits for workers counts clients with the same setting. Ours does not wait.
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, world_size, is_master, time_left(deadline), wait_for_workers=not is_master
+        )
+    except (RuntimeError, ValueError) as error:
+        raise broken(error, deadline) from None
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Raises WeightsError for an invalid address."""
+    host, _, port = address.rpartition(":")
+    digits = port.isascii() and port.isdigit() and len(port) <= 5
+    if not host or not digits or int(port) > 65535:
+        raise WeightsError(f"a group's address is host:port, not {shown(address)}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def await_port(address: str, deadline: float, stop: threading.Event) -> None:
+    """Wait until the port is open. torch's own waiting exceeds the time limit, and logs.
+
+    Raises:
+        WeightsError: The time is up, or `stop` was set.
+    """
+    place = host_and_port(address)
+    while not stop.is_set():
+        try:
+            timeout_s = min(time_left(deadline).total_seconds(), _CONNECT_S)
+            socket.create_connection(place, timeout_s).close()
+            return
+        except OSError as error:
+            if time.monotonic() + 0.05 > deadline:
+                raise WeightsError(
+                    f"no group is at {shown(address)}: {error.strerror or error}",
+                    code="weights_timeout",
+                ) from None
+        stop.wait(0.05)
+    raise was_left()
+
+
+def was_left() -> WeightsError:
+    """Return the error for a group that was left while others waited for it."""
+    return WeightsError("the group was left", code="weights_interrupted")
+
+
+def time_left(deadline: float) -> timedelta:
+    """Return the time left.
+
+    Raises:
+        WeightsError: The deadline has passed.
+    """
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise WeightsError("the other ranks sent nothing for too long", code="weights_timeout")
+    # In milliseconds, torch's unit, and at least one: 0 means no limit.
+    return timedelta(milliseconds=max(round(1000 * seconds), 1))
+
+
+def broken(error: Exception, deadline: float) -> WeightsError:
+    """Return the WeightsError for an error of torch's."""
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "imed out" in reason or "timeout" in reason.lower() or time.monotonic() > deadline:
+        return WeightsError(f"the group did not answer in time: {reason}", code="weights_timeout")
+    return WeightsError(f"the group is broken: {reason}", code="weights_interrupted")
+
+
+# --- the executor's side ------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Joining:
+    """A join in flight.
+
+    Attributes:
+        stop: Set when the join is cancelled.
+        done: As `WeightGroups.join` returns it.
+    """
+
+    stop: threading.Event = field(default_factory=threading.Event)
+    done: Future[None] = field(default_factory=Future)
 
 
 class WeightGroups:
-    """The groups that an executor is in. `receive` blocks, the other methods don't.
+    """The groups of an executor. `receive` blocks, the other methods don't.
 
-    A group is left as soon as anything goes wrong in it: what was still to be received would be
-    taken for the next weights. The trainer's broadcasts then fail, and both sides join anew.
+    A group is left after any error: its remaining broadcasts would be taken for the next weights.
+    The trainer's broadcasts then fail, and both sides join anew.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._members: dict[str, Member] = {}
         self._joining: dict[str, _Joining] = {}
-        # Threads that join, also for somebody who does not wait any more.
+        # Threads that join, cancelled joins included.
         self._joins = 0
 
     def join(self, wish: JoinWeightsGroup, device: torch.device) -> Future[None]:
-        """Joins a group, on a thread of its own; one of the same name is left first.
+        """Join a group on a thread of its own; one of the same name is left first.
 
         Args:
-            wish: As `check_arguments` lets it pass.
-            device: Where the executor's weights are.
+            wish: With valid arguments (`check_arguments`).
+            device: Of the executor's weights.
 
         Returns:
-            Done when the group is joined. It has a WeightsError when the group can't be, the others
-            did not come in time, or the group was left meanwhile.
+            Done when the group is joined. It has a WeightsError if joining failed, the others did
+            not come in time, or the group was left meanwhile.
 
         Raises:
-            WeightsError: As many groups as may be are being joined.
+            WeightsError: Too many joins are in flight.
         """
         self.leave(wish.group)
         joining = _Joining()
-        joining.done.set_running_or_notify_cancel()  # whoever waits for it can't cancel it
+        joining.done.set_running_or_notify_cancel()  # waiters can't cancel it
         with self._lock:
             if self._joins == _MOST_JOINS:
                 raise WeightsError(
-                    f"{_MOST_JOINS} groups are being joined; join again when their time is up",
+                    f"{_MOST_JOINS} groups are being joined; join again when one has ended",
                     code="weights_busy",
                 )
-            # Under the lock, so that it is counted only when there is one.
+            # Under the lock: a thread that can't be started is not counted.
             args = (wish, device, joining)
             threading.Thread(target=self._join, args=args, daemon=True, name="weights-join").start()
             self._joins += 1
@@ -83,7 +215,7 @@ class WeightGroups:
         failure: Exception | None = None
         try:
             member = _meet(wish, device, joining.stop)
-        except Exception as error:  # noqa: BLE001  (whoever waits for it gets it)
+        except Exception as error:  # noqa: BLE001  (the future carries it)
             failure = error
         with self._lock:
             self._joins -= 1
@@ -101,13 +233,13 @@ class WeightGroups:
             joining.done.set_result(None)
 
     def leave(self, name: str) -> None:
-        """Leaves a group, if this is in it or joins it; whoever waits for it is told at once."""
+        """Leave a group, or cancel its join; waiters get an error at once."""
         with self._lock:
             joining = self._joining.pop(name, None)
             member = self._members.pop(name, None)
             if member is not None:
                 member.stop.set()
-                # Else the thread that receives does it.
+                # Otherwise the receiving thread lets go.
                 if not member.receiving:
                     member.let_go()
         if joining is not None:
@@ -115,29 +247,29 @@ class WeightGroups:
             joining.done.set_exception(was_left())
 
     def skip(self, name: str) -> None:
-        """Says that a broadcast of this group will not be received."""
+        """Handle a broadcast of this group that will not be received."""
         with self._lock:
             member = self._members.get(name)
             if member is None:
-                return  # nothing was sent to it, and it may be that it is being joined
+                return  # nothing was sent to it, and it may be joining
             if member.receiving:
                 member.skipped = True
                 return
         self.leave(name)
 
     def close(self) -> None:
-        """Leaves all groups."""
+        """Leave all groups."""
         for name in [*self._members, *self._joining]:
             self.leave(name)
 
     def receive(
         self, source: GroupWeights, timeout_s: float, limits: WeightLimits = UNLIMITED
     ) -> dict[str, Tensor]:
-        """The tensors that rank 0 broadcasts.
+        """Receive the tensors that rank 0 broadcasts.
 
         Raises:
-            WeightsError: This is not in the group, or out of step with it; the message makes no
-                sense; a peer is gone, or was silent until `timeout_s` had passed.
+            WeightsError: This executor is not a member, or out of step; the message is invalid; a
+                peer is gone, or silent until `timeout_s` has passed.
         """
         with self._lock:
             member = self._members.get(source.group)
@@ -163,38 +295,25 @@ class WeightGroups:
                     member.let_go()
 
 
-class _Joining:
-    """A group that is being joined.
-
-    Attributes:
-        stop: Set when nobody waits for it any more.
-        done: As `WeightGroups.join` gives it.
-    """
-
-    def __init__(self) -> None:
-        self.stop = threading.Event()
-        self.done: Future[None] = Future()
-
-
 @dataclass
 class Member:
-    """A group that this process is in.
+    """This process's membership in a group.
 
     Attributes:
         group: One of torch's process groups.
-        device: Where its buffers are.
-        stop: Set when nobody waits for its broadcasts any more.
-        broadcasts: How many it has made.
-        under_way: Those that are not known to be finished, oldest first.
+        device: Of its buffers.
+        stop: Set when its broadcasts are not wanted any more.
+        broadcasts: Their number so far.
+        in_flight: Unfinished broadcasts, oldest first.
         receiving: Whether one is being received.
-        skipped: Whether there was one that nobody received.
+        skipped: Whether one was not received.
     """
 
     group: Any
     device: torch.device
     stop: threading.Event = field(default_factory=threading.Event)
     broadcasts: int = 0
-    under_way: list[Any] = field(default_factory=list)
+    in_flight: list[Any] = field(default_factory=list)
     receiving: bool = False
     skipped: bool = False
 
@@ -227,13 +346,13 @@ class Member:
         return {meta.name: tensors[meta.name] for meta in source.tensors}
 
     def broadcast(self, buffers: Iterator[Tensor], deadline: float) -> None:
-        """From rank 0 to all others, in order. `[bytes]` each, uint8."""
+        """Broadcast buffers, `[bytes]` uint8 each, from rank 0 to all others, in order."""
         for buffer in buffers:
-            if len(self.under_way) == _IN_FLIGHT:
+            if len(self.in_flight) == _IN_FLIGHT:
                 self._finish_one(deadline)
             self._start(buffer, deadline)
             self.broadcasts += 1
-        while self.under_way:
+        while self.in_flight:
             self._finish_one(deadline)
 
     def _check_time(self, deadline: float) -> None:
@@ -247,41 +366,41 @@ class Member:
         options.rootRank = options.rootTensor = 0
         options.timeout = time_left(deadline)
         try:
-            self.under_way.append(self.group.broadcast([buffer], options))
+            self.in_flight.append(self.group.broadcast([buffer], options))
         except RuntimeError as error:
             raise broken(error, deadline) from None
 
     def _finish_one(self, deadline: float) -> None:
-        # Not by work.wait(): Gloo's can't be ended from outside, and whoever stops the executor
-        # would have to wait for a trainer that hangs.
-        work = self.under_way[0]
+        # Not by work.wait(): Gloo's can't be interrupted, and stopping the executor would have to
+        # wait for a trainer that hangs.
+        work = self.in_flight[0]
         pause = 0.00005
         while not work.is_completed():
             self._check_time(deadline)
             self.stop.wait(pause)
             pause = min(2 * pause, 0.005)
-        del self.under_way[0]
+        del self.in_flight[0]
         try:
             work.wait()
         except RuntimeError as error:
             raise broken(error, deadline) from None
 
     def let_go(self) -> None:
-        """Drops the process group, once nothing is under way: its destructor waits for that."""
+        """Drop the process group once nothing is in flight: its destructor waits for that."""
         if self.device.type == "cuda":
             self.group.abort()
-        if all(work.is_completed() for work in self.under_way):
-            self.under_way, self.group = [], None
-            return
 
         def later() -> None:
-            # Here and not in the destructor: a program may end meanwhile, and a thread that comes
-            # back to Python from C++ then would abort it.
-            while not all(work.is_completed() for work in self.under_way):
+            # Not in the destructor: at the end of a program, a thread that returns to Python from
+            # C++ would abort it.
+            while not all(work.is_completed() for work in self.in_flight):
                 time.sleep(0.05)
-            self.under_way, self.group = [], None
+            self.in_flight, self.group = [], None
 
-        threading.Thread(target=later, daemon=True, name="weights-group-end").start()
+        if all(work.is_completed() for work in self.in_flight):
+            later()
+        else:
+            threading.Thread(target=later, daemon=True, name="weights-group-end").start()
 
     def _empty(self, size: int) -> Tensor:
         try:
@@ -300,3 +419,139 @@ def _meet(wish: JoinWeightsGroup, device: torch.device, stop: threading.Event) -
         store, wish.group, wish.rank, wish.world_size, wish.backend, device, deadline
     )
     return Member(group, device if wish.backend == "nccl" else CPU)
+
+
+# --- the trainer's side -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sending:
+    """A broadcast in flight.
+
+    Attributes:
+        source: The argument for `update_weights`.
+    """
+
+    source: GroupWeights
+    _future: Future[None]
+
+    def result(self) -> None:
+        """Wait until all is sent; the tensors may then change.
+
+        Raises:
+            WeightsError: An executor is gone, or did not receive it in time.
+        """
+        self._future.result()
+
+
+class WeightsGroup:
+    """The trainer's side: rank 0 of a group that executors join.
+
+    ```python
+    with WeightsGroup("10.0.0.1:29600", world_size=2) as group:
+        await client.join_weights_group("weights", group.address, world_size=2)
+        sending = group.broadcast(model.state_dict())
+        await client.update_weights(sending.source)
+        sending.result()
+    ```
+
+    After a failed update, make a new group: executors have left this one.
+
+    Attributes:
+        address: host:port where the others join.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        world_size: int,
+        *,
+        name: str = "weights",
+        backend: str = "gloo",
+        device: str | torch.device | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """Open the store where the others join, and wait for them in the background.
+
+        Args:
+            address: host:port to listen on; port 0 takes a free one.
+            world_size: Members, this one included.
+            name: Of the group; the executors join under the same name.
+            backend: "gloo", or "nccl" where all have GPUs.
+            device: Of NCCL's buffers; the current CUDA device when None.
+            timeout_s: For the others to join, and for each sync.
+
+        Raises:
+            WeightsError: The address can't be listened on, or the backend is unknown.
+        """
+        self._name = name
+        self._timeout_s = timeout_s
+        place = torch.device(device or "cuda") if backend == "nccl" else CPU
+        deadline = time.monotonic() + timeout_s
+        host, _ = host_and_port(address)
+        store = open_store(address, world_size, True, deadline)
+        self.address = f"{host}:{store.port}"
+        self._stop = threading.Event()
+        self._sent = 0
+        self._thread = Background("weights-group")
+
+        def join() -> Member:
+            group = open_group(store, name, 0, world_size, backend, place, deadline)
+            return Member(group, place, self._stop)
+
+        self._member = self._thread.submit(join)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def broadcast(
+        self, state_dict: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES
+    ) -> Sending:
+        """Start to send tensors, which must not change until it is done, and return at once.
+
+        Args:
+            state_dict: Tensors by name, on any device. Of several names of one tensor, as tied
+                parameters have, the first is sent.
+            bucket_bytes: Tensors travel together up to this size; 0 sends each by itself.
+
+        Raises:
+            WeightsError: A tensor can't be read: it is sparse, quantised, on the meta device, or
+                its storage was freed.
+        """
+        check_stored(state_dict)
+        tensors = distinct(state_dict)
+        metas = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
+        plan = buckets(metas, sizes_of(metas), bucket_bytes)
+        source = GroupWeights(self._name, metas, bucket_bytes, self._sent)
+        self._sent += len(plan)
+        deadline = time.monotonic() + self._timeout_s
+
+        def send() -> None:
+            member = self._member.result()
+            member.broadcast(_pack(tensors, metas, plan, member.device), deadline)
+
+        return Sending(source, self._thread.submit(send))
+
+    def close(self) -> None:
+        """Leave the group; broadcasts in flight fail."""
+        self._stop.set()
+        ended = self._thread.submit(lambda: self._member.result().let_go())
+        self._thread.close()
+        if self._member.done():
+            wait([ended], _PARTING_S)
+
+
+def _pack(
+    tensors: Mapping[str, Tensor],
+    metas: tuple[TensorMeta, ...],
+    plan: list[list[int]],
+    device: torch.device,
+) -> Iterator[Tensor]:
+    for bucket in plan:
+        # Again, since the trainer may have freed some meanwhile.
+        check_stored({metas[index].name: tensors[metas[index].name] for index in bucket})
+        parts = [as_bytes(tensors[metas[index].name]).to(device) for index in bucket]
+        yield parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,4 +1,4 @@
-"""How tensors lie in bytes that two processes share: what both sides of a transport agree on."""
+"""The layout of tensors in bytes, shared by both sides of a transport."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ......bus.weights import TensorMeta
 from ......config import WeightsError, shown
-from ..limits import UNLIMITED, WeightLimits
-from ..storage import NUMBERS
+from ..checks import NUMBERS, UNLIMITED, WeightLimits
 
 _T = TypeVar("_T")
 
@@ -22,19 +21,17 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 
 _MOST_BYTES = 1 << 62
-"""More than any memory, and little enough for torch to count."""
+"""More than any memory, and within torch's integers."""
 
-_MOST_DIMENSIONS = 64  # torch's, and as many as are shown
+_MOST_DIMENSIONS = 64  # torch's limit
 
 _IN_A_GO = 256
-"""Tensors."""
+"""Items between two yields of the GIL."""
 
 
 def unhurried(items: Iterable[_T]) -> Iterator[_T]:
-    """The same items; between them other threads of the process have their turn at once.
-
-    They would anyway, but only after asking for some milliseconds, each time that they had to wait.
-    """
+    """Iterate over items, and yield the GIL regularly: otherwise other threads would wait for some
+    milliseconds each time."""
     for number, item in enumerate(items, 1):
         yield item
         if not number % _IN_A_GO:
@@ -42,12 +39,12 @@ def unhurried(items: Iterable[_T]) -> Iterator[_T]:
 
 
 def meta_of(name: str, tensor: Tensor) -> TensorMeta:
-    """What a message says of a tensor."""
+    """Return a message's description of a tensor."""
     return TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def dtype_of(meta: TensorMeta) -> torch.dtype:
-    """Raises WeightsError for what names no dtype of numbers."""
+    """Raises WeightsError for an unknown dtype."""
     dtype = _DTYPES.get(meta.dtype)
     if dtype is None:
         raise WeightsError(f"{shown(meta.name)} has the unknown dtype {shown(meta.dtype)}")
@@ -55,7 +52,7 @@ def dtype_of(meta: TensorMeta) -> torch.dtype:
 
 
 def num_bytes(meta: TensorMeta) -> int:
-    """Raises WeightsError for a shape that no tensor has."""
+    """Raises WeightsError for an impossible shape."""
     dtype = dtype_of(meta)
     count = held = dtype.itemsize
     for size in meta.shape[: _MOST_DIMENSIONS + 1]:
@@ -67,14 +64,14 @@ def num_bytes(meta: TensorMeta) -> int:
         if len(meta.shape) <= _MOST_DIMENSIONS:
             return count
     shape = ", ".join(shown(size) for size in meta.shape[:_MOST_DIMENSIONS])
-    raise WeightsError(f"{shown(meta.name)} has the shape ({shape}), which no tensor has")
+    raise WeightsError(f"{shown(meta.name)} has the impossible shape ({shape})")
 
 
 def sizes_of(tensors: Sequence[TensorMeta], limits: WeightLimits = UNLIMITED) -> list[int]:
-    """The bytes of each tensor.
+    """Return the bytes of each tensor.
 
     Raises:
-        WeightsError: A name comes twice, a dtype or shape is none, or it is too much in all.
+        WeightsError: A name comes twice, a dtype or shape is invalid, or the limits are exceeded.
     """
     limits.check_tensors(len(tensors))
     names: set[str] = set()
@@ -89,17 +86,17 @@ def sizes_of(tensors: Sequence[TensorMeta], limits: WeightLimits = UNLIMITED) ->
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's bytes, `[bytes]`, uint8; a view where the tensor is contiguous."""
+    """Return the tensor's bytes, `[bytes]`, uint8; a view if it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def as_tensor(data: Tensor, meta: TensorMeta) -> Tensor:
-    """The tensor that lies in these bytes, `[bytes]`, uint8, which must be aligned; a view."""
+    """Return the tensor in these bytes, `[bytes]`, uint8, which must be aligned; a view."""
     return data.view(dtype_of(meta)).view(meta.shape)
 
 
 def distinct(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without further names of the same tensor: those of tied parameters."""
+    """Return the tensors without further names of tied parameters."""
     first_names: dict[object, str] = {}
     for name, tensor in state_dict.items():
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -108,10 +105,10 @@ def distinct(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def buckets(tensors: Iterable[TensorMeta], sizes: Iterable[int], most: int) -> list[list[int]]:
-    """Tensors, by index, that travel together: of one dtype, and of at most so many bytes.
+    """Group tensors, by index, into buckets of one dtype and at most so many bytes.
 
-    A larger tensor is a bucket of its own, and so is each tensor when `most` is 0. Dtypes come in
-    the order of their first tensors, and within a dtype the tensors in their own order.
+    A larger tensor is a bucket of its own, and so is each tensor if `most` is 0. Dtypes are in the
+    order of their first tensors, and tensors of a dtype in their own order.
     """
     by_dtype: dict[str, list[list[int]]] = {}
     room: dict[str, int] = {}
@@ -129,10 +126,10 @@ def buckets(tensors: Iterable[TensorMeta], sizes: Iterable[int], most: int) -> l
 
 
 def read_file(file: int, start: int, size: int) -> Tensor:
-    """A part of an open file, `[bytes]`, uint8; without Python's lock, and on this thread alone.
+    """Read a part of an open file, `[bytes]`, uint8, without the GIL.
 
     Raises:
-        WeightsError: The file ends before, or there is no memory for it.
+        WeightsError: The file is too short, or memory is short.
         OSError: It can't be read.
     """
     try:

@@ -1,4 +1,4 @@
-"""Weights through POSIX shared memory: the trainer lays them down, the executor copies them out."""
+"""Weights through POSIX shared memory: the trainer writes, the executor copies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
-from types import TracebackType
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from torch import Tensor
 from ......bus.weights import SharedMemoryWeights, TensorMeta
 from ......config import WeightsError, shown
 from ......config.temporary import SHARED_MEMORY, new_name, own, sweep
-from ..limits import UNLIMITED, WeightLimits
-from ..storage import check_stored
+from ..checks import UNLIMITED, WeightLimits, check_stored
 from .layout import as_tensor, dtype_of, meta_of, read_file, sizes_of, unhurried
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
@@ -37,26 +36,25 @@ class SharedWeights:
         await client.update_weights(shared.source)
     ```
 
-    The executor copies them before it answers, so they may change as soon as it has. The memory is
-    given back at the end of the block, and also when this process is killed: Python's resource
-    tracker, a process of its own, removes what is left. It is one for all processes that
-    `multiprocessing` started together, and then does it when the last of them has gone. Where it
-    was killed too, the next one who shares weights, or starts a pipeline, does it.
+    The executor copies them before it answers, so they may change after the answer. The memory is
+    freed at the end of the block, and also if this process is killed: Python's resource tracker, a
+    process shared by all processes that `multiprocessing` started together, frees it after the last
+    of them. If it was killed too, the next `SharedWeights` or pipeline does.
 
     Attributes:
-        source: Where the weights are, as `update_weights` takes it.
+        source: The argument for `update_weights`.
     """
 
     def __init__(self, state_dict: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Reserves the memory and fills it.
+        """Allocate the memory and fill it.
 
         Args:
             state_dict: Tensors by name, of any dtype and any strides, on any device.
-            bucket_bytes: Size of a piece of shared memory; a larger tensor has one for itself.
+            bucket_bytes: Size of a segment; a larger tensor has its own.
 
         Raises:
-            WeightsError: There is not enough shared memory, or the numbers of a tensor can't be
-                read: it is sparse, quantised, on the meta device, or its storage was freed.
+            WeightsError: Shared memory is short, or a tensor can't be read: it is sparse,
+                quantised, on the meta device, or its storage was freed.
         """
         check_stored(state_dict)
         self._tensors = dict(state_dict)
@@ -78,33 +76,28 @@ class SharedWeights:
             self.close()
             raise
 
-    def __enter__(self) -> SharedWeights:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @torch.no_grad()
     def update(self, state_dict: Mapping[str, Tensor] | None = None) -> None:
-        """Fills the memory anew. An executor that reads meanwhile gets a mixture, so await it.
+        """Fill the memory again. An executor that reads meanwhile gets a mixture, so await it.
 
         Args:
-            state_dict: The same names, shapes and dtypes as at first; the first tensors, with
-                what is in them now, when None.
+            state_dict: Tensors of the same names, shapes and dtypes; the first ones, with their
+                present values, when None.
 
         Raises:
-            WeightsError: The tensors are others, or their numbers can't be read.
+            WeightsError: The tensors differ, or can't be read.
         """
         check_stored(self._tensors if state_dict is None else state_dict)
         if state_dict is not None:
             metas = tuple(meta_of(name, tensor) for name, tensor in state_dict.items())
             if metas != self.source.tensors:
-                raise WeightsError("these tensors are others than at first; share them anew")
+                raise WeightsError("these are not the tensors of the first call; share them anew")
             self._tensors = dict(state_dict)
         memory = [torch.frombuffer(segment.buf, dtype=torch.uint8) for segment in self._segments]
         try:
@@ -112,11 +105,11 @@ class SharedWeights:
                 tensor.copy_(self._tensors[meta.name])
                 del tensor
         finally:
-            # A segment that is still looked at can't be closed.
+            # A segment with views can't be closed.
             memory.clear()
 
     def close(self) -> None:
-        """Gives the memory back. What an executor has copied, it keeps."""
+        """Free the memory. Executors keep their copies."""
         while self._segments:
             segment = self._segments.pop()
             segment.close()
@@ -128,14 +121,14 @@ class SharedWeights:
 def read_shared_memory(
     source: SharedMemoryWeights, limits: WeightLimits = UNLIMITED
 ) -> dict[str, Tensor]:
-    """Copies the tensors out of shared memory.
+    """Copy the tensors out of shared memory.
 
-    All that the message says is checked against the sizes of what is there before anything is
-    allocated, and nothing is mapped: a segment that shrinks meanwhile is an error, not a signal.
-    One segment is open at a time, so that many leave the process its descriptors.
+    The message is checked against the segments' sizes before anything is allocated, and nothing is
+    mapped: a segment that shrinks meanwhile is an error, not a signal. One segment is open at a
+    time, to limit descriptors.
 
     Raises:
-        WeightsError: A segment is missing, or the message does not fit what is there or the limits.
+        WeightsError: A segment is missing, or the message does not match it or the limits.
     """
     sizes = sizes_of(source.tensors, limits)
     if len(source.places) != len(sizes):
@@ -166,7 +159,7 @@ def _copied(name: str, size: int) -> Tensor:
 def _views(
     memory: Sequence[Tensor], source: SharedMemoryWeights
 ) -> Iterator[tuple[TensorMeta, Tensor]]:
-    """The tensors in these segments, `[bytes]`, uint8 each."""
+    """Iterate over the tensors in these segments, `[bytes]`, uint8 each."""
     sizes = sizes_of(source.tensors)
     for meta, size, (segment, offset) in zip(source.tensors, sizes, source.places, strict=True):
         yield meta, as_tensor(memory[segment][offset : offset + size], meta)
@@ -175,7 +168,7 @@ def _views(
 def _lay_out(
     tensors: Mapping[str, Tensor], metas: tuple[TensorMeta, ...], most: int
 ) -> tuple[list[int], tuple[tuple[int, int], ...]]:
-    """Sizes of the segments, and each tensor's place. Names of one tensor share a place."""
+    """Return segment sizes and each tensor's place. Names of one tensor share a place."""
     used: list[int] = []
     places: list[tuple[int, int]] = []
     taken: dict[object, tuple[int, int]] = {}
@@ -194,7 +187,7 @@ def _lay_out(
 
 
 def _reserve(size: int) -> tuple[SharedMemory, int]:
-    """A segment, and what keeps others from sweeping it."""
+    """Allocate a segment, and a lock that protects it from sweeps."""
     while True:
         segment = SharedMemory(new_name("tensors"), create=True, size=max(size, 1))
         lock = own(SHARED_MEMORY / segment.name)
@@ -203,7 +196,7 @@ def _reserve(size: int) -> tuple[SharedMemory, int]:
         segment.close()
     try:
         with _opened(segment.name.removeprefix("/"), os.O_RDWR) as file:
-            # Else the memory would be looked for when it is written, and its lack kill the process.
+            # Otherwise a lack of memory would kill the process at the first write.
             os.posix_fallocate(file, 0, segment.size)
     except BaseException as error:
         segment.close()
@@ -211,8 +204,8 @@ def _reserve(size: int) -> tuple[SharedMemory, int]:
         os.close(lock)
         if isinstance(error, OSError):
             raise WeightsError(
-                f"{size} bytes of shared memory are not to be had ({error.strerror}); enlarge "
-                f"{SHARED_MEMORY}, or send the weights another way"
+                f"{size} bytes of shared memory can't be allocated ({error.strerror}); "
+                f"enlarge {SHARED_MEMORY}, or send the weights another way"
             ) from None
         raise
     return segment, lock
@@ -220,9 +213,9 @@ def _reserve(size: int) -> tuple[SharedMemory, int]:
 
 @contextmanager
 def _opened(name: str, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """A descriptor of a segment; without Python's SharedMemory, which would remove it at exit."""
+    """Open a segment, not by Python's SharedMemory, which would remove it at exit."""
     if not _NAME.fullmatch(name) or name.startswith("."):
-        raise WeightsError(f"{shown(name)} names no shared memory")
+        raise WeightsError(f"{shown(name)} is no name of shared memory")
     try:
         file = os.open(SHARED_MEMORY / name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What files of this folder share."""
+"""Shared fixtures."""
 
 from __future__ import annotations
 

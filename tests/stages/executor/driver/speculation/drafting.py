@@ -1,4 +1,4 @@
-"""A lane whose drafts are made up: right, wrong, or right for a while."""
+"""A lane with scripted drafts: right, wrong, or right for a while."""
 
 from __future__ import annotations
 
@@ -122,22 +122,23 @@ class MadeUpDrafts:
 
 
 class DraftingLane:
-    """Batching and executor, two steps under way at a time.
+    """Batching and executor, with steps in flight.
 
     Attributes:
-        found: By sequence, what came out.
-        drafted: How many drafted tokens were verified.
-        accepted: How many of these were accepted.
-        steps: How many there were.
-        most_rows: Of one token that a step had, drafted ones included.
+        found: The rows of each sequence.
+        drafted: Verified drafted tokens.
+        accepted: Accepted ones.
+        steps: Their number.
+        most_rows: The most rows of one token in a step, drafted ones included.
+        most_in_flight: The most steps in flight.
     """
 
-    def __init__(self, config: EngineConfig, core: ExecutorCore) -> None:
+    def __init__(self, config: EngineConfig, core: ExecutorCore, steps_ahead: int = 2) -> None:
         self.core = core
-        self.batching = BatchingCore(config, core.capacity(), steps_ahead=2)
+        self.batching = BatchingCore(config, core.capacity(), steps_ahead=steps_ahead)
         self.found: dict[int, list[Row]] = {}
-        self.drafted = self.accepted = self.steps = self.most_rows = 0
-        self._under_way: deque[LaunchedStep | StepResult] = deque()
+        self.drafted = self.accepted = self.steps = self.most_rows = self.most_in_flight = 0
+        self._in_flight: deque[LaunchedStep | StepResult] = deque()
 
     def draft(
         self,
@@ -152,8 +153,8 @@ class DraftingLane:
         tokens = {seq_id: [row[0] for row in rows] for seq_id, rows in answers.items()}
         source = MadeUpDrafts(tokens, right, core.model.vocab_size, seed)
         control = control or VerifyAll()
-        speculator = Speculator(core._table, core._constraints, [source], control)
-        core._speculator = core._runner.speculator = speculator
+        speculator = Speculator(core._table, core.constraints, [source], control)
+        core._speculator = core._steps.speculator = speculator
 
     def add(self, seq_id: int, sampling: SamplingParams, prompt: Sequence[int]) -> None:
         name = f"r{seq_id}"
@@ -166,10 +167,11 @@ class DraftingLane:
         """Runs what can be planned, then takes the result of the oldest step."""
         run = self.core.launch if self.core.runs_ahead else self.core.execute
         while (plan := self.batching.plan(0)) is not None:
-            self._under_way.append(run(plan))
-        if not self._under_way:
+            self._in_flight.append(run(plan))
+        self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
+        if not self._in_flight:
             return False
-        oldest = self._under_way.popleft()
+        oldest = self._in_flight.popleft()
         result = oldest if isinstance(oldest, StepResult) else self.core.finish(oldest)
         self.batching.absorb(result)
         self._record(result)
@@ -182,7 +184,7 @@ class DraftingLane:
                 self.batching.check()
                 assert self.batching.idle
                 return self.found
-        raise AssertionError("the lane does not come to rest")
+        raise AssertionError("the lane does not finish")
 
     def _record(self, result: StepResult) -> None:
         tops = result.top_logprobs or ((),) * len(result.seq_ids)

@@ -11,7 +11,7 @@ import pytest
 from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec, StepResult
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, wrap_model
-from nano_inference.stages.executor.runner.adapters import AdapterLimits, read_adapter
+from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits, read_adapter
 
 from ...models import make_model
 from ...runner.adapters.making import make_adapter
@@ -24,7 +24,7 @@ NUM_TOKENS = 40
 
 
 class Scored(DraftingLane):
-    """Also keeps what is said of prompts."""
+    """Also records prompt logprobs."""
 
     def __init__(self, config: EngineConfig, core: ExecutorCore) -> None:
         super().__init__(config, core)

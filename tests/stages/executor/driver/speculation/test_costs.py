@@ -54,9 +54,7 @@ def test_more_rows_never_cost_less(seconds: list[float]) -> None:
         ((1,), (math.inf,)),
     ],
 )
-def test_what_can_not_be_costs_is_refused(
-    sizes: tuple[int, ...], seconds: tuple[float, ...]
-) -> None:
+def test_invalid_costs_are_refused(sizes: tuple[int, ...], seconds: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match=r"has to|have to"):
         StepCosts(sizes, seconds)
 
@@ -90,7 +88,7 @@ def test_nothing_is_learned_from_steps_of_one_size_or_that_can_not_be_compared()
     assert [costs.of(rows) for rows in range(80)] == before
 
 
-def test_nothing_that_steps_take_leads_costs_far_astray() -> None:
+def test_learned_costs_are_bounded() -> None:
     costs = StepCosts((1, 4, 16, 64), (0.036, 0.042, 0.069, 0.2))
     for _ in range(10_000):
         costs.observe(1, 1e-9)
@@ -130,10 +128,10 @@ def test_all_sizes_are_measured_several_times_where_steps_are_short() -> None:
     assert (counts.pop(1), counts.pop(16)) == (rounds + 1, 2 * rounds)
     assert set(counts.values()) == {rounds}
     assert 5 < rounds <= 40
-    assert machine.now_ns() < 0.5e9, "a quarter of what it may take, and the first round"
+    assert machine.now_ns() < 0.5e9, "a quarter of the budget, and the first round"
 
 
-def test_longer_contexts_cost_what_they_take() -> None:
+def test_costs_include_longer_contexts() -> None:
     machine = FakeMachine(1_000_000, 50_000, 10)
     costs = measure_costs(machine.step, 64, machine.now_ns)
     for rows, context in ((1, 64), (16, 64), (64, 1000), (16, 5000), (100, 200), (8, 8)):
@@ -144,9 +142,7 @@ def test_longer_contexts_cost_what_they_take() -> None:
 
 @given(first_ns=st.integers(0, 10**10), row_ns=st.integers(0, 10**10), most=st.integers(1, 300))
 @example(first_ns=0, row_ns=0, most=300)
-def test_it_takes_no_longer_than_it_may_or_than_five_steps(
-    first_ns: int, row_ns: int, most: int
-) -> None:
+def test_measuring_keeps_to_its_budget(first_ns: int, row_ns: int, most: int) -> None:
     machine = FakeMachine(first_ns, row_ns)
     costs = measure_costs(machine.step, most, machine.now_ns, budget_s=1.5)
     assert costs.most_rows <= most
@@ -155,7 +151,7 @@ def test_it_takes_no_longer_than_it_may_or_than_five_steps(
     assert machine.time_ns <= max(1.5e9, necessary) + first_ns
 
 
-def test_where_steps_are_long_few_rows_are_measured_all_the_same() -> None:
+def test_slow_steps_are_measured_at_four_sizes() -> None:
     machine = FakeMachine(3_000_000_000, 100_000_000)
     costs = measure_costs(machine.step, 512, machine.now_ns)
     assert machine.steps == [1, 1, 16, 4, 8]
@@ -184,17 +180,15 @@ def core(**settings: object) -> ExecutorCore:
 
 
 @pytest.mark.parametrize("settings", [{}, {"kernels": "off"}, {"deterministic": True}])
-def test_a_trial_leaves_everything_as_it_was(settings: dict[str, object]) -> None:
+def test_a_trial_step_changes_nothing(settings: dict[str, object]) -> None:
     executor = core(**settings)
     cache, random_state = executor.cache, torch.random.get_rng_state()
     for tensor in (*cache.keys, *cache.values):
         tensor.normal_(generator=torch.Generator().manual_seed(1))
     kept = [tensor[: cache.num_blocks].clone() for tensor in (*cache.keys, *cache.values)]
-    step = trial_step(
-        executor.model, cache, executor._builder, kernels=executor.fast_modules is not None
-    )
+    step = trial_step(executor.runner)
     clock = itertools.count(0, 1000)
-    with executor._within():
+    with executor.runner.active():
         tokens = step(5, 30)
         costs = measure_costs(step, 8, lambda: next(clock), longest=64)
     assert isinstance(tokens, list)
@@ -232,11 +226,7 @@ def rate(num_rows: int, num_prefill: int, tokens: float, added: int, costs: Step
     max_rows=st.integers(1, 20),
 )
 def test_no_other_lengths_give_more(
-    num_rows: int,
-    num_prefill: int,
-    chances: list[list[float]],
-    seconds: list[float],
-    max_rows: int,
+    num_rows: int, num_prefill: int, chances: list[list[float]], seconds: list[float], max_rows: int
 ) -> None:
     costs = StepCosts((1, 2, 4, 8, 64), seconds)
     lengths = choose_lengths(num_rows, chances, costs, max_rows=max_rows, num_prefill=num_prefill)
@@ -278,22 +268,22 @@ def test_likelier_drafts_are_never_verified_less(
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 64, 65, 1000])
-def test_nothing_comes_of_nothing(num_rows: int) -> None:
+def test_no_chances_give_no_lengths(num_rows: int) -> None:
     assert choose_lengths(num_rows, [], COSTS, max_rows=64) == []
     assert choose_lengths(num_rows, [[], [0.0], [math.nan]], COSTS, max_rows=64) == [0, 0, 0]
 
 
-def test_where_there_is_no_room_nothing_is_verified() -> None:
+def test_nothing_is_verified_without_room() -> None:
     certain = [[1.0] * 4]
     assert choose_lengths(0, certain, COSTS, max_rows=64) == [0]
     assert choose_lengths(4, certain, COSTS, max_rows=4) == [0]
     assert choose_lengths(4, certain, COSTS, max_rows=6) == [2]
-    # What would leave the sizes that were measured, too.
+    # Also beyond the measured sizes.
     assert choose_lengths(62, certain, COSTS, max_rows=200, least_gain=0.5) == [2]
 
 
 def test_the_least_gain_is_of_the_whole_step() -> None:
-    """One certain token more among 16 is worth 1.0625 times less what it costs."""
+    """One more certain token among 16 gains 6.25 % minus its cost."""
     costs = StepCosts((1, 16, 17), (0.036, 0.069, 0.0695))
     assert choose_lengths(16, [[1.0]], costs, max_rows=64) == [1]
     costs = StepCosts((1, 16, 17), (0.036, 0.069, 0.0705))

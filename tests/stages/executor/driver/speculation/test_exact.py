@@ -59,7 +59,7 @@ def answers(
     control: VerifyAll | None = None,
     **core: Any,
 ) -> DraftingLane:
-    """A lane that has answered them, with drafts or without."""
+    """A lane that has answered all rows, with or without drafts."""
     config = msgspec.structs.replace(config, speculation="off" if drafts is None else "auto")
     lane = DraftingLane(config, ExecutorCore(config, model=model, **core))
     if drafts is not None:
@@ -123,7 +123,7 @@ class AskedSeldom(VerifyAll):
     """Says each third time that drafts would not pay in this step and the next five.
 
     Attributes:
-        asked: How many steps it was told of.
+        asked: Steps in which it was asked.
     """
 
     asked = 0
@@ -136,7 +136,7 @@ class AskedSeldom(VerifyAll):
         return 5
 
 
-def test_steps_for_which_drafts_rest_are_computed_without_a_question(model: LoadedModel) -> None:
+def test_resting_drafts_are_not_asked(model: LoadedModel) -> None:
     sampling = SamplingParams(max_tokens=50)
     asked = [(sampling, PROMPT), (sampling, PROMPT[:3])]
     without = answers(model, asked)
@@ -183,7 +183,7 @@ def test_steps_of_hundreds_of_drafted_rows_leave_every_bit(
 
 
 @pytest.mark.parametrize("right", [1.0, 0.7, 0.0])
-def test_a_grammar_is_followed_as_without(tiny: LoadedModel, right: float) -> None:
+def test_grammars_are_followed_with_a_draft_model(tiny: LoadedModel, right: float) -> None:
     config = EngineConfig(dtype="float32", max_batch_size=6, max_model_len=256)
     stops = frozenset({0, 2})
     constraints = (

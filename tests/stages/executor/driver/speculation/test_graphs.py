@@ -36,9 +36,9 @@ def recorded(config: EngineConfig) -> RecordedCore:
     return RecordedCore(config, model=model, backend=backend, runs_ahead=True)
 
 
-def test_batching_knows_and_steps_run_ahead_as_without_speculation() -> None:
+def test_capacity_says_no_drafts_and_steps_run_ahead() -> None:
     core = recorded(CONFIG)
-    assert core.without_speculation == "steps are replayed as CUDA graphs"
+    assert core.off.get("speculation", "") == "steps are replayed as CUDA graphs"
     lane = DraftingLane(CONFIG, core)
     lane.add(1, SamplingParams(temperature=0, max_tokens=20), PROMPT)
     launched, launch = [], core.launch
@@ -55,7 +55,7 @@ def test_batching_knows_and_steps_run_ahead_as_without_speculation() -> None:
     assert sum(core.graphs.replays.values()) == 19
 
 
-def test_a_draft_model_that_would_never_be_asked_is_refused(
+def test_a_draft_model_beside_cuda_graphs_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = wrap_model(make_model("qwen2"), 64)
@@ -68,5 +68,5 @@ def test_a_draft_model_that_would_never_be_asked_is_refused(
         dtype="float32",
         draft_model_path="given",
     )
-    with pytest.raises(ModelError, match="no draft model is asked; set cuda_graphs to off"):
+    with pytest.raises(ModelError, match="exclude a draft model; set cuda_graphs to off"):
         recorded(config)

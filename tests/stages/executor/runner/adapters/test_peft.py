@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from nano_inference.config import AdapterError, EngineConfig
 from nano_inference.stages.executor import LoadedModel, wrap_model
-from nano_inference.stages.executor.runner.adapters import AdapterLimits, AdapterTable, read_adapter
+from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits, read_adapter
+from nano_inference.stages.executor.runner.adapters.table import AdapterTable
 from nano_inference.stages.executor.runner.model import load_model
 
 from ...encoders import make_base
@@ -164,7 +165,7 @@ def test_experts(tmp_path: Path) -> None:
     assert refusal(tmp_path, loaded).code == "adapter_unsupported"
 
 
-def test_how_many(saved: Path, model: LoadedModel) -> None:
+def test_choose_lengths(saved: Path, model: LoadedModel) -> None:
     table = AdapterTable(model, LIMITS)
     good = read_adapter("a", 1, str(saved), model, LIMITS)
     for id in ("a", "b", "a"):
@@ -191,7 +192,7 @@ def test_the_model_is_as_it_was(saved: Path, model: LoadedModel) -> None:
     assert {module: dict(vars(module)) for module in model.module.modules()} == before
 
 
-def test_an_encoder_has_none(tmp_path: Path) -> None:
+def test_an_encoder_has_no_adapters(tmp_path: Path) -> None:
     """Its layers would not add what an adapter gives, and vectors would be the model's alone."""
     base = make_base("bert")
     base.save_pretrained(str(tmp_path / "bert"))

@@ -1,30 +1,32 @@
-"""What a step with adapters computes: together as one by one, and the same bits where promised."""
+"""Steps with adapters: together as one by one, and the same bits where promised."""
 
 from __future__ import annotations
 
 import copy
 import random
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from nano_inference.config import EngineConfig
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, wrap_model
-from nano_inference.stages.executor.runner.adapters import AdapterLimits, AdapterTable, read_adapter
+from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits, read_adapter
+from nano_inference.stages.executor.runner.adapters.table import AdapterTable
 
 from ...lane import Lane
 from ...models import VOCAB, make_model
-from .making import make_adapter
+from .making import ALL, ATTENTION, greedy, make_adapter, merged
 
 LIMITS = AdapterLimits()
 
 
 @pytest.mark.parametrize("slots", [[0, 0, 1, -1, 2, 2, 1], [-1, 2, 0], [1, 1], [0, -1, 0]])
-def test_both_ways_agree(tmp_path: Path, slots: list[int]) -> None:
+def test_one_by_one_and_together_agree(tmp_path: Path, slots: list[int]) -> None:
     made = make_model("llama")
     model = wrap_model(copy.deepcopy(made), 64)
     tables = [AdapterTable(model, one_by_one=one_by_one) for one_by_one in (False, True)]
@@ -70,8 +72,8 @@ def test_deterministic_mode_holds(
         kv_cache_bytes=1 << 23,
     )
     executor = ExecutorCore(config)
-    if deterministic == "auto" and executor.without_kernels:
-        pytest.skip(executor.without_kernels)
+    if deterministic == "auto" and executor.off.get("kernels", ""):
+        pytest.skip(executor.off.get("kernels", ""))
     for seed in range(3):
         folder = tmp_path / str(seed)
         make_adapter(made.float(), seed, folder)
@@ -98,3 +100,77 @@ def test_deterministic_mode_holds(
         assert run([index], [id])[index] == together[index]
     assert run([3, 0], ["a0", "a0"]) == {index: together[index] for index in (3, 0)}
     assert run([2, 0, 1], ["", "a0", "a2"])[0] == together[0]
+
+
+NEW_TOKENS = 24
+LENGTHS = (34, 19, 7, 2)
+
+
+def _settings(first: str) -> tuple[dict[str, Any], ...]:
+    """Of the adapters, the first of which has two kinds of layers; `first`: one of them."""
+    patterns = {"rank_pattern": {first: 5}, "alpha_pattern": {f"layers.1.self_attn.{first}": 20}}
+    return {"r": 4}, {"r": 8, "use_rslora": True, "lora_alpha": 3}, {"r": 2, **patterns}
+
+
+TARGETS = {
+    "llama": ALL,
+    "qwen2": ALL,
+    "gemma2": ALL,
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "mixtral": ATTENTION,
+    "qwen3_moe": ATTENTION,
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_tokens_equal_those_of_merged_weights(name: str, tmp_path: Path) -> None:
+    model = make_model(name)
+    references: dict[str, Any] = {"": copy.deepcopy(model)}
+    for index, settings in enumerate(_settings(TARGETS[name][0])):
+        targets = TARGETS[name][: None if index else 2]
+        folder = tmp_path / f"a{index}"
+        adapted = make_adapter(model, index, folder, target_modules=targets, **settings)
+        references[f"a{index}"] = merged(adapted)
+    loaded = wrap_model(copy.deepcopy(model), 256)
+    lane = Lane(loaded, max_tokens_per_batch=48, max_batch_size=16)
+    for id in references:
+        if id:
+            folder = str(tmp_path / id)
+            lane.executor.adapters.put(read_adapter(id, 1, folder, loaded, AdapterLimits()))
+    rng = random.Random(name)
+    prompts = [[rng.randrange(1, VOCAB) for _ in range(length)] for length in LENGTHS]
+    asked = [(prompt, id) for prompt in prompts for id in references]
+
+    answers = lane.run([prompt for prompt, _ in asked], NEW_TOKENS, [id for _, id in asked])
+
+    alone = {}
+    for (prompt, id), answer in zip(asked, answers, strict=True):
+        wanted, lead = greedy(references[id], prompt, NEW_TOKENS)
+        assert answer.token_ids == wanted, f"{id or 'the model'} on {len(prompt)} tokens, {lead=}"
+        alone[id, len(prompt)] = tuple(wanted)
+    assert len(set(alone.values())) == len(alone), "the adapters change nothing"
+
+
+PROMPTS = ["12 + 30 =", "98 + 25 ="]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
+
+
+def test_logprobs_are_near_those_without_kernels(tmp_path: Path) -> None:
+    config = EngineConfig(dtype="bfloat16", device="cpu")
+    make_adapter(AutoModelForCausalLM.from_pretrained(config.model_folder), 0, tmp_path)
+    found = {}
+    for kernels in ("auto", "off"):
+        settings = EngineConfig(dtype="bfloat16", device="cpu", kernels=kernels)
+        with InferenceEngine(settings) as engine:
+            if kernels == "auto" and engine._executor.runner.fast_modules is None:
+                pytest.skip(f"no kernels here: {engine._executor.off.get('kernels', '')}")
+            engine.load_adapter("a", tmp_path)
+            base = engine.generate(PROMPTS, PARAMS)
+            adapted = engine.generate(PROMPTS, PARAMS, adapter="a")
+            assert engine.generate(PROMPTS, PARAMS) == base
+            assert [each.completion_tokens for each in adapted] != [
+                each.completion_tokens for each in base
+            ]
+            found[kernels] = [each.prompt_logprobs[1:] for each in adapted]
+    for own, wanted in zip(*found.values(), strict=True):
+        assert own == pytest.approx(wanted, abs=0.5)

@@ -21,18 +21,17 @@ from torch import Tensor, nn
 
 from nano_inference.config import ModelError
 from nano_inference.stages.executor import KVCache, LoadedModel
-from nano_inference.stages.executor.runner.attention import gather, prefill, tiled
+from nano_inference.stages.executor.runner.attention import gather, tiled
 from nano_inference.stages.executor.runner.attention.backend import QKV, AttentionBackend
-from nano_inference.stages.executor.runner.attention.cpu import CpuBackend
 from nano_inference.stages.executor.runner.attention.gather import GatherBackend, cut_chunks
 from nano_inference.stages.executor.runner.attention.interface import paged_attention
-from nano_inference.stages.executor.runner.attention.paged import PagedBackend
+from nano_inference.stages.executor.runner.attention.paged import CpuBackend, PagedBackend
 from nano_inference.stages.executor.runner.attention.tiled import TiledBackend
 from nano_inference.stages.executor.runner.batch import Rows, order_rows
 from nano_inference.stages.executor.runner.kernels import cpu as cpu_kernels
 from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable
 from nano_inference.stages.executor.runner.kernels.cpu import PagedAttention
-from nano_inference.stages.executor.runner.loaded_model import AttentionOptions, LayerSpec
+from nano_inference.stages.executor.runner.loaded_model import AttentionOptions, Dtypes, LayerSpec
 
 from ...recorder import PlainPagedAttention
 
@@ -49,7 +48,7 @@ class Subject:
     """A back end to be held to the contract, and where it runs.
 
     Attributes:
-        rounding: What is allowed in bfloat16, relative to the largest number: the kernel rounds
+        rounding: The tolerance in bfloat16, relative to the largest number: the kernel rounds
             its results, PyTorch's products the scores too.
     """
 
@@ -125,7 +124,9 @@ def make_model(case: Case, subject: Subject) -> LoadedModel:
     spec = LayerSpec(case.kv_heads, case.dim, case.value_dim, case.window)
     config: Any = None
     device = torch.device(subject.device)
-    return LoadedModel(nn.Module(), config, device, subject.dtype, 4096, 16, (spec, spec))
+    return LoadedModel(
+        nn.Module(), config, device, Dtypes.of(subject.dtype), 4096, 16, (spec, spec)
+    )
 
 
 def reference(
@@ -189,7 +190,7 @@ def deal_tables(case: Case, rows: list[tuple[int, int]], seed: int) -> tuple[np.
 
 @torch.inference_mode()
 def run_case(case: Case, subject: Subject, seed: int = 0) -> float:
-    """The largest difference from the reference, as a part of what is allowed."""
+    """The largest difference from the reference, as a share of the tolerance."""
     rows = list(case.rows)
     padded = rows + [(0, 1)] * case.padding
     data = make_data(case, padded, seed, subject.dtype)
@@ -315,11 +316,13 @@ def test_random_ragged_batches(
     assert run_case(Case(rows=tuple(rows), **shape), subject, seed) < 1
 
 
-def test_bounded_pieces_give_the_same(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounded_chunks_give_the_same_result(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Long batches are cut to bound memory; here the bounds are so low that everything is cut."""
     monkeypatch.setattr(gather, "MAX_GATHERED_TOKENS", 16)
     monkeypatch.setattr(gather, "_SLACK_TOKENS", 0)
-    monkeypatch.setattr(prefill, "_MAX_SCORES", 64)
+    monkeypatch.setattr(gather, "_MAX_SCORES", 64)
     monkeypatch.setattr(tiled, "_MAX_SCORES", 64)
     for name in ("causal", "all_decode", "window", "sinks_softcap", "padding", "long_window"):
         assert run_case(CASES[name], subject) < 1

@@ -13,19 +13,19 @@ from torch import nn
 from nano_inference.config import ConfigError, EngineConfig, ModelError
 from nano_inference.stages.executor import LoadedModel
 from nano_inference.stages.executor.runner.attention.choose import choose_backend
-from nano_inference.stages.executor.runner.attention.cpu import CpuBackend
 from nano_inference.stages.executor.runner.attention.gather import GatherBackend
+from nano_inference.stages.executor.runner.attention.paged import CpuBackend
 from nano_inference.stages.executor.runner.attention.tiled import TiledBackend
 from nano_inference.stages.executor.runner.batch import Rows
 from nano_inference.stages.executor.runner.kernels import cpu
 from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable
-from nano_inference.stages.executor.runner.loaded_model import LayerSpec
+from nano_inference.stages.executor.runner.loaded_model import Dtypes, LayerSpec
 
 
 def model(dtype: torch.dtype, width: int = 32) -> LoadedModel:
     config: Any = None
     layers = (LayerSpec(2, width, width, None),)
-    return LoadedModel(nn.Module(), config, torch.device("cpu"), dtype, 64, 16, layers)
+    return LoadedModel(nn.Module(), config, torch.device("cpu"), Dtypes.of(dtype), 64, 16, layers)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,9 @@ def model(dtype: torch.dtype, width: int = 32) -> LoadedModel:
         ({"kernels": "off"}, GatherBackend, "engine.kernels is off"),
     ],
 )
-def test_settings_go_first(changes: dict[str, Any], kind: type, why: str) -> None:
+def test_settings_override_the_derived_limits(
+    changes: dict[str, Any], kind: type, why: str
+) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         backend, without_kernels = choose_backend(EngineConfig(**changes), model(dtype))
         assert type(backend) is kind
@@ -69,7 +71,7 @@ def test_gathering_by_name(kernels: Any) -> None:
         ({"attention_tile": 64}, "'paged' on CUDA, and this is 'gather' on cpu"),
     ],
 )
-def test_what_can_not_be_had_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_invalid_or_missing_groups_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         choose_backend(EngineConfig(**changes), model(torch.float16))
 
@@ -133,6 +135,6 @@ def test_a_kernel_takes_the_heads_that_it_handles(
         asked = EngineConfig(attention="paged")
         assert type(choose_backend(asked, model(dtype, width))[0]) is kind
     else:
-        with pytest.raises(ModelError, match="another width"):
+        with pytest.raises(ModelError, match="does not support the width"):
             choose_backend(EngineConfig(attention="paged"), model(dtype, width))
     assert why == "", "other kernels run also where attention is gathered"

@@ -71,15 +71,19 @@ TAKEN = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_the_patterns_find_what_they_are_for(name: str, dtype: torch.dtype) -> None:
     core = core_of(model_in(dtype, name, head_dim=32))
-    assert core.without_kernels == ""
-    assert core.fast_modules is not None
-    assert core.fast_modules.count["Linear"]
-    found = {part for part in EVERY if any(each.endswith(part) for each in core.fast_modules.count)}
+    assert core.off.get("kernels", "") == ""
+    assert core.runner.fast_modules is not None
+    assert core.runner.fast_modules.count["Linear"]
+    found = {
+        part
+        for part in EVERY
+        if any(each.endswith(part) for each in core.runner.fast_modules.count)
+    }
     assert found == TAKEN[name]
     for end in ("Model", "ForCausalLM"):
-        joined = [each for each in core.fast_modules.count if each.endswith(end)]
+        joined = [each for each in core.runner.fast_modules.count if each.endswith(end)]
         assert len(joined) == (name in JOINED)
-        assert not any(each.endswith(end) for each in core.fast_modules.refused)
+        assert not any(each.endswith(end) for each in core.runner.fast_modules.refused)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -126,9 +130,9 @@ def test_a_module_that_computes_something_else_stays_as_it_is(
     plain = norm.forward
     norm.forward = lambda x: plain(x) * factor
     core = core_of(model)
-    assert core.fast_modules.count["LlamaDecoderLayer"] == 2
-    assert core.fast_modules.count["LlamaRMSNorm"] == 6
-    assert core.fast_modules.refused.keys() == {"LlamaDecoderLayer", "LlamaRMSNorm"}
+    assert core.runner.fast_modules.count["LlamaDecoderLayer"] == 2
+    assert core.runner.fast_modules.count["LlamaRMSNorm"] == 6
+    assert core.runner.fast_modules.refused.keys() == {"LlamaDecoderLayer", "LlamaRMSNorm"}
 
 
 def answers(model: Any, **changes: Any) -> list[tuple[list[int], list[float]]]:
@@ -144,10 +148,10 @@ def test_a_module_of_another_dtype_stays_as_it_is(dtype: torch.dtype) -> None:
     gate.to(other)
     gate.forward = lambda x: torch.nn.functional.linear(x.to(other), gate.weight).to(dtype)
     core = core_of(model)
-    assert core.fast_modules.count["LlamaDecoderLayer"] == 2
-    assert core.fast_modules.count["LlamaMLP"] == 2
+    assert core.runner.fast_modules.count["LlamaDecoderLayer"] == 2
+    assert core.runner.fast_modules.count["LlamaMLP"] == 2
     assert "forward" in vars(model.model.layers[0].mlp.gate_proj)
-    core.fast_modules.remove()
+    core.runner.fast_modules.remove()
     assert [module for module in model.modules() if "forward" in vars(module)] == [gate]
 
 
@@ -158,7 +162,7 @@ def test_layers_in_one_call_give_the_bits_of_single_passes(
 ) -> None:
     """With a window that the longest prompt has outgrown, where the model has one.
 
-    And with the last layer left out for tokens whose states nobody reads.
+    Also with the last layer left out for unread tokens.
     """
     model = model_in(dtype, name, head_dim=32)
     taken: list[int] = []
@@ -174,7 +178,7 @@ def test_layers_in_one_call_give_the_bits_of_single_passes(
     monkeypatch.setattr(DecoderLayers, "__call__", counted)
     in_one_call = answers(model, max_tokens_per_batch=most)
     assert taken.count(len(PROMPTS)) >= NEW_TOKENS // 2
-    # Not where a step has little else than what is read.
+    # Not if most of a step's tokens are read.
     assert 0 <= sum(map(len, PROMPTS)) - len(PROMPTS) - sum(left_out) <= 2
     monkeypatch.setattr(DecoderLayers, "handles", lambda batch: False)
     taken.clear()
@@ -235,7 +239,7 @@ def test_layers_in_one_call_use_the_weights_that_the_model_has_now(
     ],
     ids=["decoder", "decoder and output layer"],
 )
-def test_what_does_more_than_its_parts_is_left_as_it_is(
+def test_modules_that_do_more_than_their_parts_stay_unchanged(
     which: str, gives: str, parts: dict[str, int], refused: str
 ) -> None:
     model = bfloat16("llama", head_dim=32)
@@ -248,12 +252,12 @@ def test_what_does_more_than_its_parts_is_left_as_it_is(
         return output
 
     module.forward = scaled
-    found = core_of(model).fast_modules
+    found = core_of(model).runner.fast_modules
     assert parts.items() <= found.count.items()
     assert found.refused == {refused: "it computes something else"}
 
 
-def test_whoever_listens_to_a_decoder_hears_all_of_its_tokens() -> None:
+def test_hooks_on_a_decoder_see_all_tokens() -> None:
     model = bfloat16("llama", head_dim=32)
     heard: list[int] = []
 
@@ -268,11 +272,11 @@ def test_whoever_listens_to_a_decoder_hears_all_of_its_tokens() -> None:
     assert sum(heard) == lane.counts.computed
 
 
-def test_whoever_else_calls_the_model_runs_transformers_own_code() -> None:
+def test_other_callers_run_transformers_own_code() -> None:
     model = bfloat16("qwen2", head_dim=32)
     reference = bfloat16("qwen2", head_dim=32)
     core = core_of(model)
-    assert core.fast_modules.count
+    assert core.runner.fast_modules.count
     model.set_attn_implementation("eager")
     ids = torch.tensor([[5, 6, 7, 8]])
     assert torch.equal(model(ids).logits, reference(ids).logits)
@@ -281,13 +285,13 @@ def test_whoever_else_calls_the_model_runs_transformers_own_code() -> None:
     assert model.model.layers[0].mlp.gate_proj.weight.grad is not None
 
 
-def test_a_closed_executor_leaves_a_model_as_it_was() -> None:
+def test_closing_restores_the_model() -> None:
     model = bfloat16("llama", head_dim=32)
     norm = model.model.norm
     plain = norm.forward
     norm.forward = own = lambda x: plain(x)
     core = core_of(model)
-    assert core.fast_modules.count["LlamaRMSNorm"] == 7
+    assert core.runner.fast_modules.count["LlamaRMSNorm"] == 7
     core.close()
     left = [module for module in model.modules() if "forward" in vars(module)]
     assert left == [norm]
@@ -306,5 +310,5 @@ def test_a_model_without_kernels_says_why(
     dtype: torch.dtype, changes: dict[str, Any], why: str
 ) -> None:
     core = core_of(make_model("llama").to(dtype), **changes)
-    assert why in core.without_kernels
-    assert core.fast_modules is None
+    assert why in core.off.get("kernels", "")
+    assert core.runner.fast_modules is None

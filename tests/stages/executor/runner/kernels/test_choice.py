@@ -68,7 +68,9 @@ def test_the_variable_of_onednn_forbids_tiles(
     assert cpu.instructions(torch.bfloat16) == chosen
 
 
-def test_without_any_it_says_what_the_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_the_missing_instructions_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     allow(monkeypatch, "avx512f", tiles=True)
     with pytest.raises(KernelsUnavailable, match="the processor has no AVX512-BF16"):
         cpu.instructions(torch.bfloat16)

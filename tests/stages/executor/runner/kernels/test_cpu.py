@@ -154,7 +154,7 @@ def test_new_weights_are_used_wherever_they_are(dtype: torch.dtype) -> None:
     assert_close(fast(x), made(x))
 
 
-def test_numbers_that_are_none_come_through(dtype: torch.dtype) -> None:
+def test_nan_and_infinity_are_copied(dtype: torch.dtype) -> None:
     made = layer(dtype, 64, 8, bias=False, seed=1)
     made.weight.data[3, 5] = float("nan")
     assert Linear([made])(randn(dtype, 1, 64))[0].isnan().tolist() == [i == 3 for i in range(8)]
@@ -317,14 +317,14 @@ def test_softmax_sums(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 16, 17, 31, 32, 33, 600, 40_000])
-def test_what_is_forbidden_becomes_minus_infinity(vocab: int) -> None:
+def test_forbidden_logits_become_minus_infinity(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(6, vocab, generator=generator)
     places = np.array([4, 0, 3])
     wanted = logits.clone()
     padded = torch.zeros(len(places), -(-vocab // 32) * 32, dtype=torch.bool)
     for row, share in enumerate((0.0, 0.5, 1.0)):
-        # What is behind the vocabulary may say anything.
+        # Bits beyond the vocabulary may have any value.
         padded[row] = torch.rand(padded.shape[1], generator=generator) < share
         wanted[places[row], ~padded[row, :vocab]] = float("-inf")
     allowed = np.packbits(padded.numpy(), axis=1, bitorder="little").view(np.int32)
@@ -354,7 +354,7 @@ def test_one_logit_that_is_no_number_is_seen(place: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("broken", [[math.nan] * 600, [0.0] * 599 + [math.inf], [-math.inf] * 600])
-def test_where_no_logit_is_the_largest_the_logprob_is_no_number(
+def test_rows_without_a_largest_logit_have_nan_logprobs(
     broken: list[float], temperature: float
 ) -> None:
     logits = torch.tensor([[0.0] * 600, broken])

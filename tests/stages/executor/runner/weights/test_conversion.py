@@ -39,7 +39,7 @@ def loaded(folder: Path) -> Any:
 
 
 def checkpoint(name: str, folder: Path, **changes: Any) -> State:
-    """What Transformers writes for a model that is not the one to be updated."""
+    """The checkpoint that Transformers writes for another instance of the model."""
     make_model(name, seed=1, **changes).save_pretrained(folder)
     return read_folder(str(folder))
 
@@ -83,7 +83,7 @@ def test_dtypes_are_cast_when_they_differ_among_the_tensors(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_a_part_of_the_parameters(name: str, tmp_path: Path) -> None:
+def test_a_partial_update(name: str, tmp_path: Path) -> None:
     tensors = checkpoint(name, tmp_path)
     part = {key: each for key, each in tensors.items() if "layers.1." in key}
     model, other = make_model(name, seed=2), make_model(name, seed=1)
@@ -116,7 +116,7 @@ def test_a_part_of_a_fused_parameter_is_refused(name: str, kept: str, tmp_path: 
     assert weights.version == 0
 
 
-def test_names_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_unknown_names_are_refused(tmp_path: Path) -> None:
     model = make_model("mixtral", seed=2)
     tensors = checkpoint("mixtral", tmp_path)
     strange = {**tensors, "model.layers.0.block_sparse_moe.nonsense": torch.ones(1)}

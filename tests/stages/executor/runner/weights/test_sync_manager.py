@@ -204,7 +204,7 @@ def test_a_write_that_fails_midway_leaves_no_weights(
         assert "the device is gone" in failed.value.message
     assert weights.empty
     assert weights.version == 0
-    with pytest.raises(WeightsError, match="a write of new ones failed") as refused:
+    with pytest.raises(WeightsError, match="an update failed midway") as refused:
         weights.sync_blocking({NORM: new[NORM]}, partial=True)
     assert refused.value.code == "weights_incomplete"
     weights.sync_blocking(new)
@@ -213,7 +213,7 @@ def test_a_write_that_fails_midway_leaves_no_weights(
 
 
 def test_layers_may_change_places(module: nn.Module) -> None:
-    """What is sent may be the module's own memory, which the first write would change."""
+    """New tensors may be the module's own memory, which the first write would change."""
     own = dict(module.state_dict())
     before = copied(module)
     one, two, *_ = (name for name in own if name.endswith("mlp.up_proj.weight"))
@@ -234,7 +234,7 @@ def test_one_update_at_a_time(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_is_found_wherever_it_is(dtype: torch.dtype, bad: float) -> None:
+def test_nan_is_found_anywhere(dtype: torch.dtype, bad: float) -> None:
     for size in (1, 7, 16, 1000):
         module = nn.Module()
         module.weight = nn.Parameter(torch.randn(size).to(dtype))
@@ -262,7 +262,7 @@ def test_buffers_may_be_infinite() -> None:
     assert set(WeightSyncManager(module).prepare(new)) == {"mask"}
 
 
-def test_whether_all_is_replaced(module: nn.Module) -> None:
+def test_covers(module: nn.Module) -> None:
     weights, new = WeightSyncManager(module), copied(module)
     assert weights.covers(new)
     del new["lm_head.weight"]  # another name of the embeddings

@@ -1,4 +1,4 @@
-"""A trainer that has no code of ours for what it does: `peer.py ADDRESS WORLD_SIZE GROUP`.
+"""A trainer without our code: `peer.py ADDRESS WORLD_SIZE GROUP`.
 
 It makes its group with the steps that slime (`init_process_group`) and SGLang
 (`init_custom_process_group`) document for theirs, and broadcasts one tensor after the other, as

@@ -41,7 +41,7 @@ class Peer(Program):
         return self.output.readline().strip()
 
     def source(self, file: Path) -> GroupWeights:
-        """What is to be said of a file that it sends."""
+        """The description of a file that it sends."""
         return described(self.group, load_file(file))
 
     def hang(self) -> None:
@@ -49,5 +49,5 @@ class Peer(Program):
 
 
 def described(group: str, tensors: Mapping[str, Tensor]) -> GroupWeights:
-    """What a trainer like slime says of the tensors that it broadcasts one by one."""
+    """The message of a trainer like slime, which broadcasts tensors one by one."""
     return GroupWeights(group, tuple(meta_of(name, each) for name, each in sorted(tensors.items())))

@@ -14,7 +14,7 @@ DTYPES = [
 
 
 def samples(seed: int = 0) -> dict[str, Tensor]:
-    """Of each dtype one; and what is not contiguous, has no dimension, or nothing in it."""
+    """A tensor of each dtype; non-contiguous, scalar and empty ones."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A folder's weights are those that Transformers would load from it, whole or not at all."""
+"""A folder's weights equal those that Transformers loads, all or none."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_shards(sharded: Path) -> None:
     assert same(read_folder(str(sharded)), make_model("llama").state_dict())
 
 
-def test_what_the_index_does_not_name_is_not_read(sharded: Path) -> None:
+def test_files_outside_the_index_are_not_read(sharded: Path) -> None:
     save_file({"x": torch.ones(1)}, sharded / "consolidated.safetensors")
     assert same(read_folder(str(sharded)), make_model("llama").state_dict())
 
@@ -77,7 +77,7 @@ def test_files_may_be_links(sharded: Path, tmp_path: Path) -> None:
     assert same(read_folder(str(linked)), make_model("llama").state_dict())
 
 
-def test_the_files_may_be_written_again_at_once(tmp_path: Path) -> None:
+def test_files_may_be_replaced_after_reading(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"x": torch.ones(5000)}, file)
     found = read_folder(str(tmp_path))
@@ -86,7 +86,7 @@ def test_the_files_may_be_written_again_at_once(tmp_path: Path) -> None:
     assert found["x"].sum() == 5000
 
 
-def test_a_tensor_where_its_dtype_does_not_begin(tmp_path: Path) -> None:
+def test_an_unaligned_tensor_is_refused(tmp_path: Path) -> None:
     header = {
         "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
         "b": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]},
@@ -164,11 +164,11 @@ def empty(folder: Path) -> None:
         (spoil_index, "can't read"),
         (misplace, "where it is not"),
         (reach_out, "which is not beside it"),
-        (twice, "which another file has as well"),
+        (twice, "which is also in another file"),
         (empty, "there is no .safetensors file"),
     ],
 )
-def test_a_folder_that_is_not_whole_is_refused(
+def test_an_incomplete_folder_is_refused(
     sharded: Path, spoil: Callable[[Path], None], message: str
 ) -> None:
     spoil(sharded)
@@ -208,12 +208,12 @@ def test_a_header_that_makes_no_sense_is_refused(tmp_path: Path, header: Any, da
 
 
 @pytest.mark.parametrize("content", [b"", b"1234567", b"\xff" * 8, b"\xff" * 64])
-def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_invalid_safetensors_files_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(WeightsError, match="is cut off or no safetensors file"):
         read_folder(str(tmp_path))
 
 
-def test_a_path_that_is_not_there() -> None:
+def test_a_missing_path_is_refused() -> None:
     with pytest.raises(WeightsError, match="can't be read: No such file"):
         read_folder("/nowhere/at/all")

@@ -1,4 +1,4 @@
-"""A group brings what was broadcast, in time or not at all, and does not outlive an error."""
+"""A group delivers broadcasts in time or not at all, and ends after an error."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_leaving_ends_what_is_being_received(groups: WeightGroups, file: Path) -
         assert left.value.code == "weights_interrupted"
 
 
-def test_weights_that_nobody_received_are_not_taken_for_the_next(groups: WeightGroups) -> None:
+def test_skipped_broadcasts_are_not_taken_for_the_next_weights(groups: WeightGroups) -> None:
     with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as trainer:
         join(groups, trainer.address)
         small = {"x": torch.zeros(3)}
@@ -228,7 +228,7 @@ def test_a_skipped_broadcast_lets_the_one_before_it_end(groups: WeightGroups) ->
         GroupWeights("weights", (TensorMeta("x", "float32", (1,)),), -1),
     ],
 )
-def test_a_message_that_makes_no_sense(groups: WeightGroups, source: GroupWeights) -> None:
+def test_an_invalid_message_is_refused(groups: WeightGroups, source: GroupWeights) -> None:
     with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as trainer:
         join(groups, trainer.address)
         with pytest.raises(WeightsError) as refused:
@@ -236,13 +236,13 @@ def test_a_message_that_makes_no_sense(groups: WeightGroups, source: GroupWeight
         assert refused.value.code == "weights_refused"
 
 
-def test_nobody_keeps_the_group(groups: WeightGroups) -> None:
-    with pytest.raises(WeightsError, match="nobody keeps a group") as late:
+def test_a_group_that_is_missing(groups: WeightGroups) -> None:
+    with pytest.raises(WeightsError, match="no group is at") as late:
         join(groups, free_address(), timeout_s=0.3)
     assert late.value.code == "weights_timeout"
 
 
-def test_the_others_do_not_come(groups: WeightGroups) -> None:
+def test_members_that_do_not_join_time_out(groups: WeightGroups) -> None:
     with WeightsGroup("127.0.0.1:0", 3, timeout_s=2.0) as trainer:
         with pytest.raises(WeightsError) as late:
             join(groups, trainer.address, world_size=3, timeout_s=1.0)
@@ -252,7 +252,7 @@ def test_the_others_do_not_come(groups: WeightGroups) -> None:
         assert missed.value.code in ("weights_timeout", "weights_interrupted")
 
 
-def test_an_executor_that_does_not_take_it(groups: WeightGroups) -> None:
+def test_an_executor_that_does_not_receive_ends_the_broadcast(groups: WeightGroups) -> None:
     with WeightsGroup("127.0.0.1:0", 2, timeout_s=2.0) as trainer:
         join(groups, trainer.address)
         sending = trainer.broadcast({"x": torch.zeros(1 << 24)})
@@ -279,7 +279,7 @@ def test_nccl_without_a_gpu(groups: WeightGroups) -> None:
             groups.join(wish, CPU).result(LIMIT_S)
 
 
-def test_a_backend_that_is_not_there() -> None:
+def test_an_unavailable_backend_is_refused() -> None:
     with (
         WeightsGroup("127.0.0.1:0", 2, backend="mpi", timeout_s=LIMIT_S) as trainer,
         pytest.raises(WeightsError, match="'mpi' is unknown"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.weights import TensorMeta
 from nano_inference.config import WeightsError
+from nano_inference.stages.executor.runner.weights.transports.background import Background
 from nano_inference.stages.executor.runner.weights.transports.layout import (
     as_bytes,
     as_tensor,
@@ -18,6 +22,7 @@ from nano_inference.stages.executor.runner.weights.transports.layout import (
     sizes_of,
 )
 
+from ......programs import run
 from .samples import samples
 
 METAS = st.lists(
@@ -79,7 +84,7 @@ def test_a_tied_tensor_is_sent_once() -> None:
         ("float32", (1 << 80,)),
     ],
 )
-def test_what_no_tensor_is(dtype: str, shape: tuple[int, ...]) -> None:
+def test_invalid_tensors_are_refused(dtype: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(WeightsError) as refused:
         sizes_of([TensorMeta("x", dtype, shape)])
     assert refused.value.code == "weights_refused"
@@ -89,3 +94,42 @@ def test_a_name_comes_once() -> None:
     meta = TensorMeta("x", "float32", (1,))
     with pytest.raises(WeightsError, match="comes twice"):
         sizes_of([meta, meta])
+
+
+HANGING = """
+import threading
+from nano_inference.stages.executor.runner.weights.transports.background import Background
+begun = threading.Event()
+Background("x").submit(lambda: (begun.set(), threading.Event().wait()))
+begun.wait()
+print("end")
+"""
+
+
+def test_results_and_errors_in_order_on_one_thread() -> None:
+    seen: list[object] = []
+    background = Background("weights-test", lambda: seen.append(threading.get_ident()))
+    thread = background.submit(threading.get_ident)
+    failed = background.submit(int, "x")
+    last = background.submit(seen.append, "last")
+    background.close()
+    last.result(30)
+    assert seen == [thread.result(), "last"]
+    with pytest.raises(ValueError, match="invalid literal"):
+        failed.result()
+
+
+def test_cancelled_calls_do_not_run() -> None:
+    gate = threading.Event()
+    background = Background("weights-test")
+    background.submit(gate.wait)
+    cancelled = background.submit(gate.clear)
+    assert cancelled.cancel()
+    gate.set()
+    background.submit(int).result(30)
+    background.close()
+    assert gate.is_set()
+
+
+def test_the_end_of_a_program_does_not_wait_for_it(tmp_path: Path) -> None:
+    assert run(HANGING, tmp_path, whole_end=True) == (0, "end\n", "")

@@ -1,4 +1,4 @@
-"""Shared memory gives what was put in, refuses what does not fit it, and is not left behind."""
+"""Shared memory returns the tensors, refuses invalid messages, and is always freed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_tensors_whose_numbers_are_not_there_are_refused() -> None:
             shared.update()
 
 
-def test_nothing_is_left_when_the_block_ends() -> None:
+def test_shared_memory_is_freed_at_the_end_of_the_block() -> None:
     with SharedWeights(samples(), bucket_bytes=100) as shared:
         names = shared.source.segments
         assert len(names) > 3
@@ -97,7 +97,7 @@ def test_nothing_is_left_when_the_block_ends() -> None:
         read_shared_memory(shared.source)
 
 
-def test_reading_leaves_the_memory_to_the_trainer_and_a_killed_one_leaves_none(
+def test_readers_leave_the_segments_and_a_killed_trainer_leaves_none(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
@@ -149,10 +149,10 @@ X, Y = TensorMeta("x", "float32", (10,)), TensorMeta("y", "float32", (4,))
         ({"tensors": (TensorMeta("x", "float32", (1 << 62, 4)), Y)}, "has the shape"),
         ({"tensors": (TensorMeta("x", "float32", (-10,)), Y)}, "has the shape"),
         ({"segments": ("psm_none", "psm_none_either")}, "there is no shared memory 'psm_none'"),
-        ({"segments": ("../../etc/passwd", "b")}, "names no shared memory"),
-        ({"segments": ("..", "b")}, "names no shared memory"),
-        ({"segments": ("", "b")}, "names no shared memory"),
-        ({"segments": ("a\0b", "b")}, "names no shared memory"),
+        ({"segments": ("../../etc/passwd", "b")}, "is no name of shared memory"),
+        ({"segments": ("..", "b")}, "is no name of shared memory"),
+        ({"segments": ("", "b")}, "is no name of shared memory"),
+        ({"segments": ("a\0b", "b")}, "is no name of shared memory"),
         ({"segments": ("same", "same")}, "named twice"),
     ],
 )
@@ -165,16 +165,12 @@ def test_a_message_that_does_not_fit_is_refused(
     assert len(read_shared_memory(shared.source)) == 2
 
 
-def test_what_is_no_shared_memory_is_refused(shared: SharedWeights, tmp_path: Path) -> None:
+def test_invalid_names_of_shared_memory_are_refused(shared: SharedWeights, tmp_path: Path) -> None:
     name = f"nano-test-{os.getpid()}"
     place = Path("/dev/shm", name)
     source = spoilt(shared.source, segments=(name, shared.source.segments[1]))
     (tmp_path / "file").write_bytes(bytes(4096))
-    makers = (
-        lambda: place.symlink_to(tmp_path / "file"),
-        lambda: os.mkfifo(place),
-        place.mkdir,
-    )
+    makers = (lambda: place.symlink_to(tmp_path / "file"), lambda: os.mkfifo(place), place.mkdir)
     for make in makers:
         make()
         try:
@@ -192,6 +188,6 @@ def test_overlapping_tensors_are_two_views(shared: SharedWeights) -> None:
 def test_more_than_there_is_shared_memory_for_is_refused_and_nothing_stays() -> None:
     before = set(os.listdir("/dev/shm"))
     huge = torch.empty(1, dtype=torch.uint8).expand(1 << 44)
-    with pytest.raises(WeightsError, match="are not to be had"):
+    with pytest.raises(WeightsError, match="can't be allocated"):
         SharedWeights({"small": torch.ones(1), "x": huge}, bucket_bytes=1)
     assert set(os.listdir("/dev/shm")) <= before

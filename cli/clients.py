@@ -1,0 +1,503 @@
+"""Clients of a pipeline over its bus, and of a server over HTTP, with the same methods."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+from urllib.parse import quote
+
+import httpx2
+import msgspec
+from msgspec.structs import replace
+
+from ..bus.public import CompletionChunk
+from ..config import (
+    BusError,
+    ConfigError,
+    ModelConfig,
+    NanoInferenceError,
+    RequestError,
+    cut,
+    nearest,
+    shown,
+)
+from ..pipeline.client import BusClient
+from ..pipeline.models import ModelStatus
+from ..pipeline.status import PipelineStatus, of_models
+from . import connection
+from .connection import Place, Server, connected
+from .terminal import complain
+
+T = TypeVar("T")
+
+_CONNECT_S = 10.0
+_DONE = "[DONE]"
+
+_OUTPUTS = {"json_schema": "json", "lark": "grammar", "gbnf": "grammar"}
+"""Kinds of constraints whose name in vLLM's `structured_outputs` differs."""
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """A model that takes requests.
+
+    Attributes:
+        id: Its name in requests.
+        max_model_len: Most tokens of prompt and answer together; None if unknown.
+        root: The folder or file that it was loaded from, as in `--model`; None if unknown.
+    """
+
+    id: str
+    max_model_len: int | None = None
+    root: str | None = None
+
+
+class ToolCall(NamedTuple):
+    """A tool call of the model; its arguments are JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class AnswerPart(NamedTuple):
+    """The next part of an answer. Tool calls come all at once, at its end."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+class Unreachable(NanoInferenceError):
+    """No server answers at a URL."""
+
+    code = "unreachable"
+
+
+@asynccontextmanager
+async def client_at(place: Place) -> AsyncIterator[PipelineClient | ServerClient]:
+    """Connect to a server or a pipeline.
+
+    Raises:
+        NanoInferenceError: Nothing answers.
+    """
+    if isinstance(place, Server):
+        async with ServerClient(place) as server:
+            yield server
+    else:
+        async with connected(place) as client:
+            yield PipelineClient(client)
+
+
+class PipelineClient:
+    """A client of a pipeline, over its bus. All methods raise NanoInferenceError."""
+
+    def __init__(self, client: BusClient) -> None:
+        self._client = client
+
+    async def check(self) -> str:
+        """Check that requests can be sent.
+
+        Returns:
+            The name of the model that requests must give; "" if they need not.
+        """
+        if trouble := await self._client.trouble():
+            if not await self._client.reports():
+                raise BusError(trouble)
+            complain(f"waiting: {trouble}")
+        return ""
+
+    async def ask(self, request: dict[str, Any]) -> AsyncGenerator[AnswerPart, None]:
+        """Yield the answer as it arrives. A caller that stops before its end cancels it.
+
+        Args:
+            request: Fields of a GenerateRequest for one sample; a server also takes `tools`.
+
+        Raises:
+            RequestError: It was refused, or it failed, perhaps after some text.
+        """
+        length = 0
+        async with aclosing(self._client.submit(request)) as outputs:
+            async for output in outputs:
+                if isinstance(output, CompletionChunk):
+                    length += len(output.text)
+                    yield AnswerPart(output.text)
+                    continue
+                if output.samples and (rest := output.samples[0].text[length:]):
+                    yield AnswerPart(rest)
+                if output.error is not None:
+                    raise RequestError(output.error.message, code=output.error.code)
+
+    async def cancel(self, request_id: str) -> None:
+        """Cancel a request; ignored if it has ended or is unknown."""
+        await self.check()
+        await self._client.cancel(request_id)
+
+    async def models(self) -> list[ServedModel]:
+        """Return the models that take requests."""
+        return [
+            ServedModel(model.id, model.max_model_len or None, model.path)
+            for model in await self._client.models()
+            if model.takes_requests
+        ]
+
+    async def statuses(self) -> Sequence[ServedModel | ModelStatus]:
+        """Return all models, with as much as this client may read."""
+        found = await self._client.models()
+        if len(found) <= 1 and (trouble := await self._client.trouble()):
+            if not found and not await self._client.reports():
+                raise BusError(trouble)
+            complain(f"waiting: {trouble}")
+        return found
+
+    async def load(self, model: str | ModelConfig) -> ModelStatus:
+        """Load a model, by its name or as a new one."""
+        return await self._client.load_model(model)
+
+    async def unload(self, model: str, timeout_s: float | None) -> ModelStatus:
+        """Unload a model once its requests are answered, within a time limit."""
+        return await self._client.unload_model(model, timeout_s=timeout_s)
+
+    async def remove(self, model: str, timeout_s: float | None) -> str:
+        """Unload a model and remove it from the deployment; return its id."""
+        removed = await self._client.unload_model(model, timeout_s=timeout_s, remove=True)
+        return removed.id
+
+
+class _Function(msgspec.Struct, frozen=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _CallDelta(msgspec.Struct, frozen=True):
+    index: int = 0
+    id: str | None = None
+    function: _Function = _Function()
+
+
+class _Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_CallDelta] | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    text: str | None = None
+    delta: _Delta = _Delta()
+    finish_reason: str | None = None
+
+
+class _Error(msgspec.Struct, frozen=True):
+    message: str = ""
+    code: str | int | None = None
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    choices: list[_Choice] = []
+    error: _Error | None = None
+
+
+class _Card(ServedModel, frozen=True):
+    state: str = ""
+
+
+class _List(msgspec.Struct, Generic[T], frozen=True):
+    data: list[T] = []
+
+
+class ServerClient:
+    """A client of a server, over HTTP. Use it as an async context.
+
+    It has the methods of `PipelineClient`, those of the gateway's `policy.Administration`, and
+    reads status and probes.
+
+    Attributes:
+        url: The URL of OpenAI's interface, without a slash at its end.
+        root: The server's URL, below which the other interfaces are.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self.url = server.url
+        self.root = server.url.removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+        # The server limits the time of an answer, and Ctrl-C ends it.
+        timeout = httpx2.Timeout(None, connect=_CONNECT_S)
+        self._client = httpx2.AsyncClient(timeout=timeout, headers=headers)
+
+    async def __aenter__(self) -> Self:
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._client.__aexit__(*error)
+
+    @asynccontextmanager
+    async def _answer(
+        self,
+        method: str,
+        url: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        accepted: Collection[int] = (),
+    ) -> AsyncIterator[httpx2.Response]:
+        """Yield an answer with a status of success, or one that is accepted.
+
+        Raises:
+            RequestError: The status is another one, or the connection was lost during the answer.
+            Unreachable: There was no answer.
+        """
+        answered = False
+        try:
+            async with self._client.stream(method, url, json=body, headers=headers) as response:
+                answered = True
+                if not (response.is_success or response.status_code in accepted):
+                    raise _refusal(response.status_code, await response.aread())
+                yield response
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            why = str(error) or type(error).__name__
+            if answered:
+                raise RequestError(f"{self.url}: {why}", code="connection_lost") from None
+            if self.url == connection.DEFAULT_SERVER:
+                raise Unreachable(
+                    f"no server at {self.url}; start one with `nano-inference serve`, or give the "
+                    "URL of another with --url, or a pipeline's bus with --bus"
+                ) from None
+            raise Unreachable(f"can't reach {self.url}: {why}") from None
+
+    async def _call(self, method: str, url: str, kind: type[T], body: Any = None) -> T:
+        async with self._answer(method, url, body) as response:
+            return self._decoded(await response.aread(), kind)
+
+    def _decoded(self, body: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except ValueError:
+            raise RequestError(
+                f"{self.url} is not such a server; it answers {cut(ascii(body[:400]))}",
+                code="malformed_output",
+            ) from None
+
+    # --- requests -------------------------------------------------------------------------------
+
+    async def check(self) -> str:
+        """See PipelineClient."""
+        return next((model.id for model in await self.models()), "")
+
+    async def ask(self, request: dict[str, Any]) -> AsyncGenerator[AnswerPart, None]:
+        """See PipelineClient."""
+        path = "/chat/completions" if "messages" in request else "/completions"
+        body, headers = openai_call(request)
+        done = False
+        calls: dict[int, ToolCall] = {}
+        async with self._answer("POST", self.url + path, body, headers) as response:
+            async for event in httpx2.EventSource(response):
+                # Read to the end: the server would count a disconnect otherwise.
+                if done := done or event.data == _DONE:
+                    continue
+                chunk = self._decoded(event.data.encode(), _Chunk)
+                if chunk.error is not None:
+                    raise RequestError(chunk.error.message, code=str(chunk.error.code))
+                for choice in chunk.choices:
+                    part = _part_of(choice, calls)
+                    if part.text or part.reasoning:
+                        yield part
+                    if choice.finish_reason == "abort":
+                        raise RequestError("the request was cancelled elsewhere", code="aborted")
+        if calls:
+            yield AnswerPart(calls=tuple(call for _, call in sorted(calls.items())))
+        if not done:
+            raise RequestError(f"{self.url} ended before its answer did", code="connection_lost")
+
+    async def cancel(self, request_id: str) -> None:
+        """See PipelineClient."""
+        # OpenAI's interface has no such call.
+        async with self._answer("POST", f"{self.root}/abort_request", {"rid": request_id}):
+            pass
+
+    # --- models ---------------------------------------------------------------------------------
+
+    async def models(self) -> list[ServedModel]:
+        """See PipelineClient."""
+        cards = (await self._call("GET", f"{self.url}/models", _List[_Card])).data
+        return [ServedModel(card.id, card.max_model_len, card.root) for card in cards]
+
+    async def statuses(self) -> Sequence[ServedModel | ModelStatus]:
+        """See PipelineClient."""
+        cards = (await self._call("GET", f"{self.url}/models", _List[_Card])).data
+        if any(card.state for card in cards):
+            try:
+                return (await self._call("GET", self._models(), _List[ModelStatus])).data
+            except RequestError:
+                pass  # the key has no scope for it
+        return [ServedModel(card.id, card.max_model_len, card.root) for card in cards]
+
+    async def load(self, model: str | ModelConfig) -> ModelStatus:
+        """See PipelineClient."""
+        if isinstance(model, str):
+            return await self._call("POST", f"{self._models(model)}/load", ModelStatus, {})
+        return await self._call("POST", self._models(), ModelStatus, msgspec.to_builtins(model))
+
+    async def unload(self, model: str, timeout_s: float | None) -> ModelStatus:
+        """See PipelineClient."""
+        body = _given(timeout_s=timeout_s)
+        return await self._call("POST", f"{self._models(model)}/unload", ModelStatus, body)
+
+    async def remove(self, model: str, timeout_s: float | None) -> str:
+        """See PipelineClient."""
+        body = _given(timeout_s=timeout_s)
+        removed = await self._call("DELETE", self._models(model), dict[str, Any], body)
+        return str(removed["id"])
+
+    def _models(self, model: str = "") -> str:
+        return f"{self.root}/admin/models" + (f"/{quote(model, safe='')}" if model else "")
+
+    # --- policy ---------------------------------------------------------------------------------
+
+    async def keys(self) -> list[dict[str, Any]]:
+        """See Administration."""
+        return (await self._call("GET", f"{self.root}/admin/keys", _List[dict[str, Any]])).data
+
+    async def create_key(self, body: dict[str, Any]) -> dict[str, Any]:
+        """See Administration."""
+        return await self._policy("POST", "keys", body)
+
+    async def change_key(self, key_id: str, body: dict[str, Any]) -> dict[str, Any]:
+        """See Administration."""
+        return await self._policy("PATCH", f"keys/{quote(key_id, safe='')}", body)
+
+    async def revoke_key(self, key_id: str) -> None:
+        """See Administration."""
+        await self._policy("DELETE", f"keys/{quote(key_id, safe='')}")
+
+    async def tenants(self) -> dict[str, dict[str, Any]]:
+        """See Administration."""
+        return await self._policy("GET", "tenants")
+
+    async def set_tenant(self, tenant: str, body: dict[str, Any]) -> dict[str, Any]:
+        """See Administration."""
+        return await self._policy("PUT", f"tenants/{quote(tenant)}", body)
+
+    async def remove_tenant(self, tenant: str) -> None:
+        """See Administration."""
+        await self._policy("DELETE", f"tenants/{quote(tenant)}")
+
+    async def guardrails(self) -> dict[str, Any]:
+        """See Administration."""
+        return await self._policy("GET", "guardrails")
+
+    async def set_guardrails(self, body: dict[str, Any]) -> dict[str, Any]:
+        """See Administration."""
+        return await self._policy("PUT", "guardrails", body)
+
+    async def _policy(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        return await self._call(method, f"{self.root}/admin/{path}", dict[str, Any], body)
+
+    # --- status ---------------------------------------------------------------------------------
+
+    async def status(self, model: str | None = None) -> PipelineStatus:
+        """Return the status of the pipeline behind a gateway.
+
+        Args:
+            model: The id of one of several models; None for all.
+
+        Raises:
+            Unreachable: Nothing answers there.
+            RequestError: The key is refused; or `unknown_model`.
+            ConfigError: It is no server of nano-inference.
+        """
+        status, body = await self._get("/status")
+        if status == 404:
+            raise ConfigError(f"{self.root} has no /status; only nano-inference's servers have")
+        try:
+            found = msgspec.json.decode(body, type=PipelineStatus)
+        except ValueError:
+            raise ConfigError(f"{self.root}/status is not an answer of nano-inference") from None
+        found = replace(found, url=self.root)
+        return found if model is None else of_one_model(found, model)
+
+    async def probe(self, path: str) -> str:
+        """Return why a probe says no; "" for yes. It needs no key.
+
+        Raises:
+            Unreachable: Nothing answers there.
+            ConfigError: The server has no such probe.
+            RequestError: It refuses to answer.
+        """
+        # KServe's probe of a model says no with 400.
+        status, body = await self._get(path, refused=(400, 503))
+        if status == 404:
+            raise ConfigError(f"{self.root} has no {path}")
+        if status == 200:
+            return ""
+        try:
+            answer = msgspec.json.decode(body, type=dict[str, object])
+        except ValueError:
+            answer = {}
+        return str(answer.get("reason") or answer.get("error") or f"status {status}")
+
+    async def _get(self, path: str, refused: Collection[int] = ()) -> tuple[int, bytes]:
+        """Return status and body of a GET; `refused` statuses are answers too, and 404."""
+        async with self._answer("GET", f"{self.root}{path}", accepted=(404, *refused)) as response:
+            return response.status_code, await response.aread()
+
+
+def of_one_model(found: PipelineStatus, model: str) -> PipelineStatus:
+    """Return the status of one model. Raises RequestError: `unknown_model`."""
+    loads = [report.load for lane in found.lanes for report in lane.stages.values()]
+    names = {str(load.get("model", "")) for load in loads}
+    names |= {alias for load in loads for alias in str(load.get("aliases", "")).split(",")}
+    # While the only model is being loaded, its names are unknown.
+    known = set(found.models) or names - {""}
+    if known and model not in known:
+        raise RequestError(
+            f"there is no model {shown(model)} here{nearest(model, sorted(known))}",
+            code="unknown_model",
+        )
+    return of_models(found, (model,)) if found.models else found
+
+
+def _part_of(choice: _Choice, calls: dict[int, ToolCall]) -> AnswerPart:
+    """Return the new text of a choice; tool calls, which come in pieces, are added to `calls`."""
+    delta = choice.delta
+    for new in delta.tool_calls or ():
+        before = calls.get(new.index, ToolCall("", "", ""))
+        calls[new.index] = ToolCall(
+            new.id or before.id,
+            before.name + (new.function.name or ""),
+            before.arguments + (new.function.arguments or ""),
+        )
+    reasoning = delta.reasoning_content or delta.reasoning or ""
+    return AnswerPart(choice.text or delta.content or "", reasoning)
+
+
+def openai_call(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return body and headers of OpenAI's interface for the fields of a GenerateRequest."""
+    body: dict[str, Any] = {"stream": True, **request.get("sampling", {})}
+    if constraint := body.pop("constraint", None):
+        body["structured_outputs"] = {
+            _OUTPUTS.get(kind, kind): value for kind, value in constraint.items()
+        }
+    names = ("prompt", "messages", "model", "tools")
+    body |= {name: request[name] for name in names if name in request}
+    if "prediction" in request:
+        body["prediction"] = {"type": "content", "content": request["prediction"]}
+    if "priority" in request:
+        body["priority"] = -request["priority"]
+    if "budget_ns" in request:
+        body["budget_ms"] = request["budget_ns"] / 1e6
+    return body, {"X-Tenant": request["tenant"]} if "tenant" in request else {}
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _refusal(status: int, body: bytes) -> RequestError:
+    """Return the error of an answer, in OpenAI's form or as its status."""
+    try:
+        error = msgspec.json.decode(body, type=_Chunk).error or _Error()
+    except ValueError:
+        error = _Error()
+    message = error.message or cut(f"the server answers with status {status}: {body[:400]!r}")
+    return RequestError(message, code=str(error.code or status))

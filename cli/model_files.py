@@ -1,0 +1,125 @@
+"""Checks of a model's files before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ..config import Config, EngineConfig, ModelError, missing_model
+
+MODELS = Path("~/.cache/nano-inference/models")
+"""Default folder of `pull`."""
+
+State = Literal["ok", "warn", "fail"]
+
+_NO_TOKENIZER = "has no tokenizer, so it takes and returns token ids only"
+
+
+class Check(msgspec.Struct, frozen=True):
+    """A check: its subject, state and finding, and what to do about it."""
+
+    name: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+def check_model_path(config: Config, typed: str | None) -> None:
+    """Check that something exists at the model's path.
+
+    Args:
+        config: Its settings name the model.
+        typed: The value of --model; None if another source of settings names the model.
+
+    Raises:
+        ModelError: Nothing exists there.
+    """
+    model = config.engine.model_path
+    if not config.engine.model_folder.exists():
+        pulled = (MODELS / model.replace("/", "--")).expanduser()
+        advice = (
+            f"it was pulled to {pulled}; give that" if pulled.is_dir() else missing_model(model)
+        )
+        raise ModelError(f"{_named(model, typed)}: there is no such folder or file; {advice}")
+
+
+def check_model_files(config: Config, typed: str | None) -> None:
+    """Check that the files of the model exist, without reading them.
+
+    Args:
+        config: As `check_model_path`; several models are checked by their manager.
+        typed: As `check_model_path`.
+
+    Raises:
+        ModelError: Nothing exists at the path, or no model.
+    """
+    if config.models:
+        return
+    check_model_path(config, typed)
+    if problem := _problem_of(config.engine.model_folder):
+        named = _named(config.engine.model_path, typed)
+        raise ModelError(f"{named} {problem}; {missing_model('')}")
+
+
+def _named(model: str, typed: str | None) -> str:
+    # --set engine.model_path takes precedence over --model.
+    return f"--model {typed}" if typed == model else f"engine.model_path {model}"
+
+
+def _problem_of(path: Path) -> str:
+    """Return why a path can't be a model; "" if it may be one."""
+    if path.is_file():
+        with path.open("rb") as file:
+            return "" if file.read(4) == b"GGUF" else "is no GGUF file"
+    if any(path.glob("*.gguf")):
+        return ""
+    if not (path / "config.json").is_file():
+        return "is a folder without config.json and without a GGUF file"
+    if not any(found for pattern in ("*.safetensors", "*.bin") for found in path.glob(pattern)):
+        return "is a folder without weights (*.safetensors)"
+    return ""
+
+
+def check_folder(path: str) -> Check:
+    """Check the content of a model folder or a GGUF file, without loading weights."""
+    # These imports take time.
+    from ..text.gguf import facts_of, folder_of
+    from ..text.tokenizer import TOKENIZER_FILES
+
+    named = EngineConfig(model_path=path).model_folder
+    try:
+        folder = folder_of(named)
+    except ModelError as error:
+        sentence, _, advice = error.message.rpartition("; ")
+        return Check("folder", "fail", sentence, advice)
+    facts = facts_of(folder)
+    if facts is None and not folder.is_dir():
+        return Check("folder", "fail", f"there is no folder {folder}", missing_model(path))
+    files = {"config.json": "config.json", "weights (*.safetensors)": "*.safetensors"}
+    missing = [what for what, pattern in files.items() if not any(folder.glob(pattern))]
+    if facts is None and missing:
+        found = f"{folder} has no {', no '.join(missing)}"
+        return Check("folder", "fail", found, "save model and tokenizer there: save_pretrained()")
+    if facts is not None:
+        size, types = facts.size_bytes, f" in {', '.join(facts.types)}"
+    else:
+        size, types = sum(file.stat().st_size for file in folder.glob("*.safetensors")), ""
+    found = f"{named} ({_type_of(folder)}, {size / 1e6:,.0f} MB of weights{types})"
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        advice = "use a file that has one" if facts else "save it: tokenizer.save_pretrained()"
+        return Check("folder", "warn", f"{found} {_NO_TOKENIZER}", advice)
+    if facts is not None and facts.unread:
+        found += f"; Transformers does not read its {', '.join(facts.unread)}"
+        return Check("folder", "warn", found, "use the model in Transformers' format")
+    return Check("folder", "ok", found)
+
+
+def _type_of(folder: Path) -> str:
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return str(content.get("model_type", "of unknown type"))
+    except (OSError, ValueError, AttributeError):
+        return "config.json can't be read"

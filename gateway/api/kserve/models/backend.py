@@ -1,0 +1,495 @@
+"""What the engine's models share: their inputs, the engine, its samples, and tensors of those."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from .....bus.public import (
+    Completion,
+    CompletionChunk,
+    CompletionSample,
+    EmbedParams,
+    FinishReason,
+    GenerateRequest,
+    Output,
+    TokenLogprob,
+)
+from .....config import MAX_INT64, Config, RequestError, SamplingParams, field_name, shown
+from .....kserve.tensors import (
+    DTYPES,
+    Datatype,
+    InferRequest,
+    NamedTensor,
+    TensorError,
+    TensorSpec,
+    text_tensor,
+)
+from .....pipeline.embedding import EmbeddedPrompt
+from .....text.tokenizer import prompt_too_long
+from ....server.http import FieldError, convert, decode_object
+from ....serving.embedding import EmbedCall, Prompt, embed_all
+from ....serving.lane_state import Readiness
+from ....serving.samples import UnsentOutputs, complete_sample, stream_unsent
+from ....serving.sampling_fields import VLLM, SamplingBody, read_sampling_params
+from ....serving.submissions import Submissions
+from ....serving.words import LazyWords
+from ..served import ModelCall
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+SAMPLING = TensorSpec("sampling_parameters", "BYTES", (1,), optional=True)
+"""The input of sampling parameters as JSON; without it the request's own parameters are used."""
+
+STREAM = TensorSpec("stream", "BOOL", (1,), optional=True)
+
+DEFAULT_MAX_TOKENS = 16
+"""vLLM's."""
+
+_NOT_SAMPLING = {"timeout_ns", "timeout", "priority", "cache_salt", "binary_data_output"}
+
+# Parameters of the protocol between Triton's clients and servers.
+_TRITON_PREFIX = "triton_"
+
+# The only supported value, and what another one would change.
+_FIXED_FOR_TEXT = {
+    "skip_special_tokens": (True, "they are left out of the text"),
+    "include_stop_str_in_output": (False, "the text ends before it"),
+    "detokenize": (True, "the answer is a text"),
+}
+
+
+class Sampling(NamedTuple):
+    """The number of samples, and the sampling parameters of each."""
+
+    n: int
+    params: SamplingParams
+
+
+def read_sampling(
+    request: InferRequest, max_samples: int, *, text: bool = False, tops: bool = False
+) -> Sampling:
+    """Return a request's sampling parameters, which have vLLM's names.
+
+    Args:
+        max_samples: The most samples.
+        text: The response is a text.
+        tops: The response can hold the likeliest tokens.
+
+    Raises:
+        RequestError: A parameter is unknown, not supported here, or has the wrong type.
+    """
+    where = sampling_place(request)
+    given = {name: _parsed(name, value, where) for name, value in sampling_body(request).items()}
+    if text:
+        for name, (only, why) in _FIXED_FOR_TEXT.items():
+            if given.pop(name, None) not in (None, only):
+                raise unsupported(f"{where}.{name}", why)
+    fields, params = read_sampling_params(given, where, DEFAULT_MAX_TOKENS)
+    if params.prompt_logprobs is not None:
+        raise unsupported(
+            f"{where}.prompt_logprobs", "the model for scores returns the logprobs of given tokens"
+        )
+    if params.logprobs and not tops:
+        raise unsupported(
+            f"{where}.logprobs", "only the logprobs of the sampled tokens are returned"
+        )
+    if fields.n > max_samples:
+        raise RequestError(
+            f"the request asks for more than {max_samples} samples (gateway.max_prompts); send "
+            "several",
+            code="too_many_prompts",
+        )
+    return Sampling(fields.n, params)
+
+
+def unsupported(param: str, why: str) -> FieldError:
+    """Return the error of a parameter that is not supported here."""
+    return FieldError(
+        f"{param} is not supported here: {why}; leave it out", param=param, code="unsupported"
+    )
+
+
+def sampling_place(request: InferRequest) -> str:
+    """Return where a request has its sampling parameters, for errors."""
+    return "parameters" if request.input(SAMPLING.name) is None else SAMPLING.name
+
+
+def sampling_body(request: InferRequest) -> dict[str, Any]:
+    """Return the sampling parameters as given.
+
+    Raises:
+        TensorError: They are no JSON object.
+        FieldError: Some are beside the input that holds them.
+    """
+    parameters = {
+        name: value
+        for name, value in request.parameters.items()
+        if name not in _NOT_SAMPLING and not name.startswith(_TRITON_PREFIX)
+    }
+    text = text_of(request, SAMPLING.name)
+    if text is None:
+        return parameters
+    for name, value in parameters.items():
+        if value:
+            param = f"parameters.{field_name(name)}"
+            raise FieldError(
+                f"{param} is ignored beside the input {SAMPLING.name}; put it in there, or leave "
+                "it out",
+                param=param,
+                code="unsupported",
+            )
+    try:
+        return decode_object(text.encode())
+    except RequestError as error:
+        raise TensorError(f"{SAMPLING.name} can't be read: {error.message}") from None
+
+
+def inherited_parameters(request: InferRequest) -> dict[str, Any]:
+    """Return the parameters that also hold for requests made of this one.
+
+    Its time limit isn't among them: the call's origin has the deadline.
+    """
+    names = ("priority", "cache_salt")
+    return {name: request.parameters[name] for name in names if name in request.parameters}
+
+
+def priority_of(request: InferRequest) -> int:
+    """Return the engine's priority: higher is earlier, where Triton's and vLLM's lower is."""
+    given = convert(request.parameters.get("priority", 0), int, "priority")
+    return max(-MAX_INT64, min(-given, MAX_INT64))
+
+
+def cache_salt_of(request: InferRequest) -> str:
+    """Return the cache salt. Raises RequestError if it is no text."""
+    return convert(request.parameters.get("cache_salt", ""), str, "cache_salt")
+
+
+def texts_of(request: InferRequest, name: str) -> list[str] | None:
+    """Return the texts of a BYTES input; None if it was not given.
+
+    Raises:
+        TensorError: One is not UTF-8.
+    """
+    data = request.input(name)
+    try:
+        return None if data is None else [bytes(text).decode() for text in data]
+    except UnicodeDecodeError as error:
+        raise TensorError(f"{name} is no text in UTF-8: {error.reason}") from None
+
+
+def text_of(request: InferRequest, name: str) -> str | None:
+    """Return the one text of a BYTES input. As `texts_of`."""
+    found = texts_of(request, name)
+    return None if found is None else found[0]
+
+
+def flag_of(request: InferRequest, name: str) -> bool | None:
+    """Return the one element of a BOOL input; None if it was not given."""
+    data = request.input(name)
+    return None if data is None else bool(data[0])
+
+
+def token_ids_of(request: InferRequest, name: str, most: int) -> tuple[int, ...]:
+    """Return the token ids of a given input.
+
+    Args:
+        most: The most token ids.
+
+    Raises:
+        RequestError: empty_prompt, prompt_too_long.
+    """
+    data = request.input(name)
+    assert data is not None, "the service checks required inputs"
+    if not data.size:
+        raise RequestError(f"{name} is empty; give at least one token", code="empty_prompt")
+    if data.size > most:
+        raise prompt_too_long(most, f"{name} has {data.size}", "shorten it")
+    return tuple(data.tolist())
+
+
+def _parsed(name: str, value: Any, where: str) -> Any:
+    """A value; numbers and booleans may be written as text, as vLLM's clients send them."""
+    known = name in VLLM or name in SamplingBody.__struct_fields__
+    if not isinstance(value, str) or name == "stop" or not known:
+        return value
+    try:
+        found = msgspec.json.decode(value.strip().lower().encode())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, bool | int | float):
+        param = f"{where}.{field_name(name)}"
+        raise FieldError(
+            f"{param} is {shown(value)}; it must be a number, or true or false", param=param
+        )
+    return found
+
+
+# --- samples --------------------------------------------------------------------------------------
+
+
+class SampleDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """The next piece of a sample: `[k]` tokens, and the text that is certain by now.
+
+    Attributes:
+        weight_versions: `[k]`, of the weights that made each token.
+        tops: `[k]`, the likeliest tokens at each place; empty if not requested.
+        finish_reason: None while the sample goes on.
+        ref_logprobs: `[k]`, by the reference model; None without one, or not yet.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    weight_versions: tuple[int, ...] = ()
+    tops: tuple[tuple[TokenLogprob, ...], ...] = ()
+    finish_reason: FinishReason | None = None
+    ref_logprobs: tuple[float, ...] | None = None
+
+
+_PER_TOKEN = ("token_ids", "logprobs", "weight_versions", "tops")
+
+
+def whole_samples(completion: Completion, n: int) -> list[SampleDelta]:
+    """Return the samples of a completed request. One that never began has no tokens."""
+    samples = {each.sample_index: each for each in completion.samples}
+    return [
+        _whole(samples[index]) if index in samples else SampleDelta(finish_reason="abort")
+        for index in range(n)
+    ]
+
+
+class UnsentDeltas(UnsentOutputs):
+    """Results of a request that were not sent yet, joined to one delta for each sample."""
+
+    def __init__(self, n: int, take: Callable[[Sequence[SampleDelta]], Awaitable[None]]) -> None:
+        super().__init__()
+        self._take = take
+        self._waiting: list[list[SampleDelta]] = [[] for _ in range(n)]
+        self._characters = [0] * n
+        self._tokens = [0] * n
+        self._ended: list[FinishReason | None] = [None] * n
+
+    def put(self, output: Output) -> None:
+        if isinstance(output, CompletionChunk):
+            self._add(output.sample_index, _of_chunk(output))
+            return
+        for index, sample in enumerate(whole_samples(output, len(self._ended))):
+            first = self._tokens[index]
+            rest = {name: getattr(sample, name)[first:] for name in _PER_TOKEN}
+            text = sample.text[self._characters[index] :]
+            self._add(index, SampleDelta(text=text, finish_reason=sample.finish_reason, **rest))
+
+    def _add(self, index: int, delta: SampleDelta) -> None:
+        ends = delta.finish_reason is not None and self._ended[index] is None
+        if not (delta.text or delta.token_ids or ends):
+            return
+        self._characters[index] += len(delta.text)
+        self._tokens[index] += len(delta.token_ids)
+        self._ended[index] = self._ended[index] or delta.finish_reason
+        self._waiting[index].append(delta)
+        self._came(len(delta.token_ids))
+
+    @property
+    def is_due(self) -> bool:
+        return any(self._waiting)
+
+    async def send_next(self) -> None:
+        """Pass on a delta of each sample."""
+        deltas = [
+            msgspec.structs.replace(_joined(waiting), finish_reason=ended)
+            for waiting, ended in zip(self._waiting, self._ended, strict=True)
+        ]
+        self._waiting = [[] for _ in self._waiting]
+        self._taken()
+        await self._take(deltas)
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+class EngineBackend:
+    """The engine, as its KServe models call it.
+
+    Attributes:
+        name: Of the engine's model.
+        words: Its tokenizer.
+        max_samples: Of one request.
+        most_at_once: The most samples of one prompt, and the setting that limits them.
+        max_model_len: Returns the most tokens of prompt and completion together.
+        trouble: As `ServedModel.trouble`.
+    """
+
+    def __init__(
+        self, submissions: Submissions, config: Config, words: LazyWords, readiness: Readiness
+    ) -> None:
+        self.name = config.engine.model_name
+        self.words = words
+        self.max_samples = config.gateway.max_prompts
+        self.most_at_once = min(
+            (config.gateway.max_prompts, "gateway.max_prompts"),
+            (config.admission.max_samples, "admission.max_samples"),
+        )
+        self.max_model_len = submissions.length.get
+        self.trouble = readiness.trouble
+        self._submissions = submissions
+
+    async def request(
+        self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, stream: bool = False
+    ) -> GenerateRequest:
+        """Return the engine request of a call.
+
+        Raises:
+            RequestError: A parameter has the wrong type, or the request is too large.
+        """
+        request = GenerateRequest(
+            request_id=_new_id(),
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=None if isinstance(prompt, str) else prompt,
+            n=sampling.n,
+            sampling=sampling.params,
+            stream=stream,
+            priority=priority_of(call.request),
+            tenant=call.origin.tenant,
+            cache_salt=cache_salt_of(call.request),
+        )
+        self._submissions.check_priority(call.origin.caller, request)
+        self._submissions.check_size(request, await self.max_model_len())
+        self._submissions.check_encoded(request)
+        return request
+
+    async def complete(
+        self, call: ModelCall, request: GenerateRequest, before: str = ""
+    ) -> Completion:
+        """Run a request, and return its completion.
+
+        Args:
+            before: The part of the prompt that the response shows before each sample.
+
+        Raises:
+            NanoInferenceError: The engine failed it.
+        """
+        completion = await complete_sample(self._submissions, call.origin, request, before=before)
+        _record_compute(call, completion)
+        return completion
+
+    async def stream(
+        self,
+        call: ModelCall,
+        request: GenerateRequest,
+        take: Callable[[Sequence[SampleDelta]], Awaitable[None]],
+    ) -> None:
+        """Run a request, and pass on its samples as fast as they are taken.
+
+        Raises:
+            NanoInferenceError: The engine failed it. Everything before was passed on.
+        """
+        deltas = UnsentDeltas(request.n, take)
+        completion = await stream_unsent(self._submissions, call.origin, request, deltas)
+        _record_compute(call, completion)
+
+    async def embed(
+        self, call: ModelCall, prompts: Sequence[Prompt], params: EmbedParams
+    ) -> list[EmbeddedPrompt]:
+        """Return the vectors of prompts, in order.
+
+        Raises:
+            RequestError: A parameter has the wrong type, or a prompt is refused.
+            NanoInferenceError: The engine failed it.
+        """
+        wanted = EmbedCall(
+            id=_new_id(),
+            params=params,
+            priority=priority_of(call.request),
+            cache_salt=cache_salt_of(call.request),
+        )
+        return await embed_all(self._submissions, call.origin, wanted, prompts)
+
+
+def _new_id() -> str:
+    # Clients may use the same id for several requests.
+    return f"kserve-{uuid.uuid4().hex}"
+
+
+def _record_compute(call: ModelCall, completion: Completion) -> None:
+    # Both times are of the executor's clock.
+    timings = completion.timings
+    if (executor := timings.of("executor")) is not None:
+        call.computed(timings.finished_ns - executor.start_ns)
+
+
+def _whole(sample: CompletionSample) -> SampleDelta:
+    spans = sample.weight_versions or ((sample.weight_version, 0),)
+    ends = [*(first for _, first in spans[1:]), len(sample.token_ids)]
+    versions = chain.from_iterable(
+        (version,) * (end - first) for (version, first), end in zip(spans, ends, strict=True)
+    )
+    return SampleDelta(
+        text=sample.text,
+        token_ids=sample.token_ids,
+        logprobs=sample.logprobs,
+        weight_versions=tuple(versions),
+        tops=sample.top_logprobs or (),
+        finish_reason=sample.finish_reason,
+        ref_logprobs=sample.ref_logprobs,
+    )
+
+
+def _of_chunk(chunk: CompletionChunk) -> SampleDelta:
+    return SampleDelta(
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        logprobs=chunk.logprobs,
+        weight_versions=(chunk.weight_version,) * len(chunk.token_ids),
+        tops=chunk.top_logprobs or (),
+        finish_reason=chunk.finish_reason,
+    )
+
+
+def _joined(deltas: Sequence[SampleDelta]) -> SampleDelta:
+    if len(deltas) == 1:
+        return deltas[0]
+    joined: dict[str, Any] = {
+        name: tuple(chain.from_iterable(getattr(delta, name) for delta in deltas))
+        for name in _PER_TOKEN
+    }
+    return SampleDelta(text="".join(delta.text for delta in deltas), **joined)
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def texts(name: str, found: Sequence[str]) -> NamedTensor:
+    """Return texts as BYTES `[len(found)]`."""
+    # The tokenizer makes broken Unicode of broken bytes.
+    return text_tensor(name, *(text.encode(errors="replace") for text in found))
+
+
+def numbers(name: str, datatype: Datatype, found: Sequence[float]) -> NamedTensor:
+    """Return numbers as `[len(found)]`."""
+    return NamedTensor(name, np.array(found, DTYPES[datatype]))
+
+
+def rows(
+    name: str, datatype: Datatype, found: Sequence[Sequence[float]], padding: float
+) -> NamedTensor:
+    """Return a row for each sample, padded at its end: `[len(found), longest]`."""
+    data = np.full((len(found), max(map(len, found))), padding, DTYPES[datatype])
+    for row, values in zip(data, found, strict=True):
+        row[: len(values)] = values
+    return NamedTensor(name, data)
+
+
+def finish_reasons(deltas: Sequence[SampleDelta]) -> NamedTensor:
+    """Return BYTES `[samples]`; "None" for one that goes on, as vLLM's backend of Triton has it."""
+    return texts("finish_reason", [str(delta.finish_reason) for delta in deltas])
+
+
+def token_counts(deltas: Sequence[SampleDelta]) -> NamedTensor:
+    """Return the tokens of each delta: UINT32 `[samples]`."""
+    return numbers("num_output_tokens", "UINT32", [len(delta.token_ids) for delta in deltas])

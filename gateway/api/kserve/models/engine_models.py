@@ -1,0 +1,329 @@
+"""Models that call the engine once: `M`, `M.tokens`, `M.score` and `M.embed`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from .....bus.public import EmbedParams
+from .....config import Int64, PoolingKind, RequestError
+from .....kserve.tensors import ModelSpec, NamedTensor, TensorError, TensorSpec
+from .....pipeline.scoring import params_to_score, scored_completion, token_ids_to_score
+from ....server.http import EngineError, convert
+from ....serving.embedding import Prompt
+from ....serving.fields import EMPTY
+from ....serving.logprobs import TokenNames, logprobs_by_id, scored
+from ....serving.submissions import ENDED_EARLY
+from ..served import Answer, ModelCall
+from .backend import (
+    SAMPLING,
+    STREAM,
+    EngineBackend,
+    SampleDelta,
+    Sampling,
+    finish_reasons,
+    flag_of,
+    numbers,
+    read_sampling,
+    rows,
+    sampling_body,
+    sampling_place,
+    text_of,
+    texts,
+    texts_of,
+    token_counts,
+    token_ids_of,
+    unsupported,
+    whole_samples,
+)
+
+INPUT_IDS = TensorSpec("input_ids", "INT64", (-1,))
+OUTPUT_IDS = "output_ids"
+LOGPROBS = "logprobs"
+REF_LOGPROBS = "ref_logprobs"
+FINISH_REASON = "finish_reason"
+WEIGHT_VERSION = "weight_version"
+
+NO_TOKEN = -1
+"""Pads the ids and weight versions of samples that are shorter than the longest."""
+
+TEXT_INPUT = "text_input"
+EXCLUDE_INPUT = "exclude_input_in_output"
+
+_OPTIONAL = (
+    TensorSpec("finish_reason", "BYTES", (-1,)),
+    TensorSpec("cumulative_logprob", "FP32", (-1,)),
+    TensorSpec("logprobs", "BYTES", (-1,)),
+    TensorSpec("num_input_tokens", "UINT32", (1,)),
+    TensorSpec("num_output_tokens", "UINT32", (-1,)),
+)
+"""Outputs that are made if an input `return_X` says so, or else if they are requested by name."""
+
+# Up to this many logprobs, the likeliest tokens' included, are written at once; more take a thread.
+_FEW_LOGPROBS = 4096
+
+
+class TextModel:
+    """Continues a text, with the tensors of vLLM's backend of Triton.
+
+    Of several responses each has the new piece of all samples; a single one has everything.
+    """
+
+    def __init__(self, backend: EngineBackend) -> None:
+        flags = (EXCLUDE_INPUT, *(f"return_{each.name}" for each in _OPTIONAL))
+        self.spec = ModelSpec(
+            name=backend.name,
+            inputs=(
+                TensorSpec(TEXT_INPUT, "BYTES", (1,)),
+                SAMPLING,
+                STREAM,
+                *(TensorSpec(flag, "BOOL", (1,), optional=True) for flag in flags),
+            ),
+            outputs=(TensorSpec("text_output", "BYTES", (-1,)), *_OPTIONAL),
+            decoupled=True,
+        )
+        self.trouble = backend.trouble
+        self._backend = backend
+
+    async def infer(self, call: ModelCall, answer: Answer) -> None:
+        backend, words = self._backend, self._backend.words
+        sampling = read_sampling(call.request, backend.max_samples, text=True, tops=True)
+        text = text_of(call.request, TEXT_INPUT) or ""
+        stream = bool(flag_of(call.request, STREAM.name))
+        exclude = flag_of(call.request, EXCLUDE_INPUT)
+        if stream and exclude is False:
+            raise RequestError(
+                f"{EXCLUDE_INPUT} is false and {STREAM.name} true; only a whole text can begin "
+                "with the prompt, so leave one of them out"
+            )
+        before = "" if (stream if exclude is None else exclude) else text
+        named = {each.name for each in call.request.outputs}
+        flags = {each.name: flag_of(call.request, f"return_{each.name}") for each in _OPTIONAL}
+        wanted = {name for name, flag in flags.items() if (name in named if flag is None else flag)}
+        stream = stream and call.many
+        # The size is checked before anything is computed.
+        request = await backend.request(call, text, sampling, stream=stream)
+        names = None
+        if LOGPROBS in wanted:
+            names = TokenNames(await words.required(), as_ids=False)
+        input_tokens = 0
+        if stream and "num_input_tokens" in wanted:
+            # The engine reports it with the end, but the first response needs it.
+            (await words.required()).check_fits(text, await backend.max_model_len())
+            token_ids = await words.token_ids(text)
+            input_tokens = len(token_ids)
+            request = msgspec.structs.replace(request, prompt=None, prompt_token_ids=token_ids)
+        cumulative = [0.0] * request.n
+
+        def write(deltas: Sequence[SampleDelta]) -> list[NamedTensor]:
+            for index, delta in enumerate(deltas):
+                cumulative[index] += sum(delta.logprobs)
+            made = [
+                finish_reasons(deltas),
+                numbers("cumulative_logprob", "FP32", cumulative),
+                numbers("num_input_tokens", "UINT32", [input_tokens]),
+                token_counts(deltas),
+            ]
+            if names is not None:
+                made.append(texts(LOGPROBS, [_logprobs(delta, names) for delta in deltas]))
+            output = texts("text_output", [before + delta.text for delta in deltas])
+            return [output, *(each for each in made if each.name in wanted)]
+
+        async def send(deltas: Sequence[SampleDelta]) -> None:
+            tokens = sum(len(each.token_ids) + sum(map(len, each.tops)) for each in deltas)
+            if names is not None and tokens > _FEW_LOGPROBS:
+                await answer(await words.beside(partial(write, deltas)))
+            else:
+                await answer(write(deltas))
+
+        if stream:
+            await backend.stream(call, request, send)
+            return
+        completion = await backend.complete(call, request, before)
+        input_tokens = completion.usage.prompt_tokens
+        await send(whole_samples(completion, request.n))
+
+
+class TokensModel:
+    """Continues token ids.
+
+    Of several responses each has the new piece of all samples; a single one has everything, and the
+    reference model's logprobs if there is one. Outputs of two dimensions are `[samples, longest]`;
+    `num_output_tokens` gives the length of each row.
+    """
+
+    def __init__(self, backend: EngineBackend) -> None:
+        self.spec = ModelSpec(
+            name=f"{backend.name}.tokens",
+            inputs=(INPUT_IDS, SAMPLING, STREAM),
+            outputs=(
+                TensorSpec(OUTPUT_IDS, "INT64", (-1, -1)),
+                TensorSpec("num_output_tokens", "UINT32", (-1,)),
+                TensorSpec(LOGPROBS, "FP32", (-1, -1)),
+                TensorSpec(REF_LOGPROBS, "FP32", (-1, -1)),
+                TensorSpec(FINISH_REASON, "BYTES", (-1,)),
+                TensorSpec(WEIGHT_VERSION, "INT64", (-1, -1)),
+            ),
+            decoupled=True,
+            allowed_as=backend.name,
+        )
+        self.trouble = backend.trouble
+        self._backend = backend
+
+    async def infer(self, call: ModelCall, answer: Answer) -> None:
+        backend = self._backend
+        sampling = read_sampling(call.request, backend.max_samples)
+        prompt = token_ids_of(call.request, INPUT_IDS.name, await backend.max_model_len())
+        stream = call.many and bool(flag_of(call.request, STREAM.name))
+        request = await backend.request(call, prompt, sampling, stream=stream)
+
+        async def send(deltas: Sequence[SampleDelta]) -> None:
+            versions = [each.weight_versions for each in deltas]
+            made = [
+                rows(OUTPUT_IDS, "INT64", [each.token_ids for each in deltas], NO_TOKEN),
+                token_counts(deltas),
+                rows(LOGPROBS, "FP32", [each.logprobs for each in deltas], 0),
+                finish_reasons(deltas),
+                rows(WEIGHT_VERSION, "INT64", versions, NO_TOKEN),
+            ]
+            ref = [each.ref_logprobs for each in deltas if each.ref_logprobs is not None]
+            if len(ref) == len(deltas):
+                made.append(rows(REF_LOGPROBS, "FP32", ref, 0))
+            await answer(made)
+
+        if stream:
+            await backend.stream(call, request, send)
+        else:
+            await send(whole_samples(await backend.complete(call, request), request.n))
+
+
+class ScoreModel:
+    """Returns the logprobs of a completion's tokens behind a prompt.
+
+    Of the sampling parameters only the temperature counts. The reference model's logprobs are
+    returned if there is one.
+    """
+
+    prompt_ids = TensorSpec("prompt_ids", "INT64", (-1,))
+    completion_ids = TensorSpec("completion_ids", "INT64", (-1,))
+
+    def __init__(self, backend: EngineBackend) -> None:
+        self.spec = ModelSpec(
+            name=f"{backend.name}.score",
+            inputs=(self.prompt_ids, self.completion_ids, SAMPLING),
+            outputs=(
+                TensorSpec(LOGPROBS, "FP32", (-1,)),
+                TensorSpec(REF_LOGPROBS, "FP32", (-1,)),
+                TensorSpec(WEIGHT_VERSION, "INT64", (1,)),
+            ),
+            allowed_as=backend.name,
+        )
+        self.trouble = backend.trouble
+        self._backend = backend
+
+    async def infer(self, call: ModelCall, answer: Answer) -> None:
+        backend = self._backend
+        given = read_sampling(call.request, 1, tops=True)
+        most = await backend.max_model_len()
+        prompt, completion_ids = (
+            token_ids_of(call.request, spec.name, most)
+            for spec in (self.prompt_ids, self.completion_ids)
+        )
+        token_ids_to_score([prompt], [completion_ids])
+        (params,) = params_to_score(given.params, 1)
+        request = await backend.request(call, (*prompt, *completion_ids), Sampling(1, params))
+        completion = await backend.complete(call, request)
+        if completion.prompt_logprobs is None:
+            raise EngineError(ENDED_EARLY.message, code=ENDED_EARLY.code)
+        found = scored_completion(completion, len(completion_ids))
+        outputs = [
+            numbers(LOGPROBS, "FP32", found.logprobs),
+            numbers(WEIGHT_VERSION, "INT64", [found.weight_version]),
+        ]
+        if found.ref_logprobs is not None:
+            outputs.append(numbers(REF_LOGPROBS, "FP32", found.ref_logprobs))
+        await answer(outputs)
+
+
+def _logprobs(delta: SampleDelta, names: TokenNames) -> str:
+    """As JSON: for each token an object of the likeliest tokens and itself, by their ids."""
+    tokens = scored(delta.token_ids, delta.logprobs, delta.tops or None)
+    return msgspec.json.encode(logprobs_by_id(tokens, names)).decode()
+
+
+# --- embeddings -----------------------------------------------------------------------------------
+
+EMBED_TEXT = TensorSpec("text_input", "BYTES", (-1,), optional=True)
+EMBED_IDS = TensorSpec("input_ids", "INT64", (-1,), optional=True)
+
+
+class EmbedBody(msgspec.Struct, frozen=True):
+    """The parameters of a request."""
+
+    pooling: PoolingKind | None = None
+    normalize: bool | None = None
+    dimensions: Int64 | None = None
+
+
+class EmbedModel:
+    """Returns the vectors `[texts, dimensions]` of texts, or of the tokens of one prompt."""
+
+    def __init__(self, backend: EngineBackend) -> None:
+        self.spec = ModelSpec(
+            name=f"{backend.name}.embed",
+            inputs=(EMBED_TEXT, EMBED_IDS, SAMPLING),
+            outputs=(
+                TensorSpec("embedding", "FP32", (-1, -1)),
+                TensorSpec("num_input_tokens", "UINT32", (-1,)),
+                TensorSpec("weight_version", "INT64", (-1,)),
+            ),
+            allowed_as=backend.name,
+        )
+        self.trouble = backend.trouble
+        self._backend = backend
+
+    async def infer(self, call: ModelCall, answer: Answer) -> None:
+        params = _read_params(call)
+        embedded = await self._backend.embed(call, await self._prompts(call), params)
+        await answer(
+            [
+                rows("embedding", "FP32", [each.vector for each in embedded], 0),
+                numbers("num_input_tokens", "UINT32", [each.prompt_tokens for each in embedded]),
+                numbers("weight_version", "INT64", [each.weight_version for each in embedded]),
+            ]
+        )
+
+    async def _prompts(self, call: ModelCall) -> list[Prompt]:
+        given = call.request.input(EMBED_TEXT.name)
+        if (given is None) == (call.request.input(EMBED_IDS.name) is None):
+            raise TensorError(f"give one of {EMBED_TEXT.name} and {EMBED_IDS.name}")
+        if given is None:
+            longest = await self._backend.max_model_len()
+            return [token_ids_of(call.request, EMBED_IDS.name, longest)]
+        most = self._backend.max_samples
+        if not 0 < given.size <= most:
+            raise RequestError(
+                f"{EMBED_TEXT.name} has {given.size} texts; give from 1 to {most} "
+                "(gateway.max_prompts)",
+                code="too_many_prompts" if given.size else "empty_prompt",
+            )
+        return [*(texts_of(call.request, EMBED_TEXT.name) or ())]
+
+
+def _read_params(call: ModelCall) -> EmbedParams:
+    """How a request's prompts are pooled.
+
+    Raises:
+        RequestError: A parameter is unknown, or has the wrong type.
+    """
+    body, where = sampling_body(call.request), sampling_place(call.request)
+    known = EmbedBody.__struct_fields__
+    for name, value in body.items():
+        if name not in known and value is not None and value not in EMPTY:
+            raise unsupported(f"{where}.{name}", "nothing is sampled")
+    found = convert({name: body.get(name) for name in known}, EmbedBody, where)
+    return EmbedParams(
+        pooling=found.pooling or "", normalize=found.normalize, dimensions=found.dimensions
+    )

@@ -1,0 +1,475 @@
+"""The executor shell's part in staged changes of weights, adapters and memory (`core` decides)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....bus.control import AdaptersChanged, FinishUpdate, LoadAdapter, MemoryState, UpdateWeights
+from ....bus.links import CONTROL
+from ....bus.messages import Message, StepPlan
+from ....bus.weights import FolderWeights, StagedWeights
+from ....config import AdapterError, BusError, WeightsError, shown
+from ....store.board import LoadedAdapter
+from ....store.in_place import AdapterInPlace, AdaptersInPlace, WeightsInPlace
+from ....telemetry import instruments, names, now_ns
+from ...actor import Actor
+from ..core import ExecutorCore
+from ..runner.adapters.peft import (
+    Adapter,
+    check_adapter_id,
+    next_version,
+    read_adapter,
+    stamp_of_adapter,
+)
+from ..runner.weights.conversion import PartsMissing
+from ..runner.weights.sync_manager import WeightSyncManager
+from ..runner.weights.transports import WeightGroups, fetch
+from ..runner.weights.transports.background import Background
+from ..runner.weights.transports.folder import read_folder, stamp_of
+from .arguments import Operation, check_path
+from .core import ChangesCore, is_of_adapter, supersedes
+from .effects import (
+    Answer,
+    BeginRelease,
+    Check,
+    Combine,
+    Effect,
+    Fetch,
+    Fetched,
+    Job,
+    Join,
+    Leave,
+    Log,
+    Origin,
+    PublishAdapters,
+    ReadRecord,
+    Remember,
+    Restore,
+    Result,
+    ResumeTags,
+    SendBatching,
+    SendMemory,
+    SkipBroadcast,
+    Stage,
+    StageAdapter,
+)
+
+_RESTORE_S = 300.0
+"""The longest time to read a predecessor's weights."""
+
+
+def stay_single() -> None:
+    """Forbid parallel regions of torch on this thread.
+
+    Steps run on another thread, and two threads can't each have a team of OpenMP's workers without
+    loss.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # This also changed the default of threads that have not used torch yet. Undo that.
+    undoing = threading.Thread(target=torch.set_num_threads, args=(threads,))
+    undoing.start()
+    undoing.join()
+
+
+class StagedChanges:
+    """Performs the effects of a `ChangesCore`.
+
+    Attributes:
+        core: The decisions.
+        restoring: Which weights or adapter are being restored, as a sentence; "" if none.
+    """
+
+    def __init__(
+        self,
+        actor: Actor,
+        executor: ExecutorCore,
+        on_torch: Callable[..., Awaitable[Any]],
+        start_soon: Callable[..., None],
+    ) -> None:
+        """Args: the stage and its core; a call on the torch thread; a start of a coroutine function
+        that ends with the stage."""
+        self.core = ChangesCore(executor.weights.limits)
+        self.restoring = ""
+        self._actor = actor
+        self._executor = executor
+        self._on_torch = on_torch
+        self._start_soon = start_soon
+        self._groups = WeightGroups()
+        # Wait for bytes and make tensors of them while the torch thread runs steps. Adapters
+        # don't wait behind weights that don't come.
+        self._weights_thread = Background("weights", stay_single)
+        self._adapters_thread = Background("adapters", stay_single)
+        # Set when there may be another deadline.
+        self._changed = asyncio.Event()
+        # Decided, not yet sent.
+        self._answers: list[Answer] = []
+        # The last version of each adapter id, and the adapters in place.
+        self._versions: dict[str, int] = {}
+        self._loaded: tuple[LoadedAdapter, ...] = ()
+        self._leader = ""
+
+    # --- events -------------------------------------------------------------------------------
+
+    async def obey(self, operation: Operation, operation_id: str) -> None:
+        """Begin an operation, to be answered under this id."""
+        await self._perform(self.core.begin(operation, operation_id, now_ns()))
+
+    async def begin_epoch(self, leader: str) -> None:
+        """Restore the lane's weights and adapters, if this executor joined after they came.
+
+        Call it at the beginning of each epoch, while no plan is in flight.
+
+        Raises:
+            AdapterError: An adapter of the settings can't be loaded.
+        """
+        await self._perform(self.core.begin_epoch(leader))
+        if leader == self._leader:
+            return
+        first, self._leader = not self._leader, leader
+        if first:
+            record = await self._read_record(self._actor.bus.store.adapters, "adapters")
+            if record is not None and record.leader == leader:
+                await self._restore_adapters(record)
+                await self._note_adapters()
+                return
+            for id, folder in self._actor.config.engine.adapters.items():
+                self.restoring = f"it reads the adapter {id}"
+                adapter = await self._read_adapter(LoadAdapter(id, folder))
+                await self._on_torch(self._executor.adapters.put, adapter)
+                self._versions[id] = adapter.version
+            self.restoring = ""
+        await self._record_adapters()
+
+    async def epoch_begun(self, version: int) -> None:
+        """Send batching its lost messages again. `version`: of the weights in place."""
+        await self._perform(self.core.epoch_begun(version, now_ns()))
+
+    async def step_done(self, plan: StepPlan, version: int) -> None:
+        """Handle the end of a step with weights of this version."""
+        # One update is staged at a time, so a refusal is this plan's.
+        refused = self._executor.weights.take_refused() if plan.weight_version > version else None
+        effects = self.core.step_done(
+            version,
+            now_ns(),
+            changed=plan.weight_version > 0,
+            pending=bool(self._executor.memory.pending),
+            refused=refused,
+            adapters=plan.adapters,
+        )
+        if effects:
+            await self._perform(effects)
+
+    async def weights_lost(self, error: WeightsError) -> None:
+        """Handle a plan that was not run, since its weights could not be written."""
+        self._actor.log.error("weights_lost", reason=error.message, exc_info=error.__cause__)
+        await self._perform(self.core.weights_lost(error, now_ns()))
+
+    def close(self) -> None:
+        """Leave all groups, so that nothing waits for a trainer."""
+        del self._executor
+        self._groups.close()
+        self._weights_thread.close()
+        self._adapters_thread.close()
+
+    async def abandon(self) -> None:
+        """Answer open operations, since the stage ends."""
+        owed = [*self._answers, *self.core.close()]
+        self._answers.clear()
+        await self._perform(owed)
+
+    async def tick_forever(self) -> None:
+        """Handle deadlines as they pass; to be run beside the stage."""
+        while True:
+            self._changed.clear()
+            deadline_ns = self.core.next_deadline_ns()
+            wait_s = None if deadline_ns is None else max(0, deadline_ns - now_ns()) / 1e9
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                await self._perform(self.core.tick(now_ns()))
+
+    # --- effects ------------------------------------------------------------------------------
+
+    async def _perform(self, effects: list[Effect]) -> None:
+        self._changed.set()
+        # If the stage ends meanwhile, these are still sent.
+        self._answers += [effect for effect in effects if isinstance(effect, Answer)]
+        for effect in effects:
+            match effect:
+                case Answer():
+                    self._answers.remove(effect)
+                    await self._answer(effect)
+                case SendBatching(message):
+                    await self._send_batching(message)
+                case SendMemory():
+                    memory = self._executor.memory
+                    await self._send_batching(MemoryState(memory.lacks, tuple(memory.pending)))
+                case PublishAdapters():
+                    await self._record_adapters()
+                    changed = AdaptersChanged(self._actor.role, self._loaded)
+                    await self._actor.send(CONTROL["admission"], changed)
+                    # The answer that follows makes clients name the adapter at once.
+                    await self._actor.flush(CONTROL["admission"])
+                case SkipBroadcast(group):
+                    self._groups.skip(group)
+                case Leave(group):
+                    self._groups.leave(group)
+                case Log(event, fields, warning):
+                    write = self._actor.log.warning if warning else self._actor.log.info
+                    write(event, **fields)
+                case Remember(weights):
+                    await self._remember(weights)
+                case ReadRecord():
+                    record = await self._read_record(self._actor.bus.store.weights, "weights")
+                    await self._perform(self.core.record_read(record))
+                case Restore(weights):
+                    await self._perform(await self._restore(weights))
+                case job:
+                    self._start_soon(self._work, job)
+
+    async def _answer(self, answer: Answer) -> None:
+        operation, error = answer.operation, answer.error
+        if error is not None:
+            self._actor.log.warning(
+                "adapter_refused" if is_of_adapter(operation) else "operation_refused",
+                operation=type(operation).__name__,
+                code=error.code,
+                reason=error.message,
+                exc_info=error.__cause__,
+            )
+        labels = {names.ERROR_TYPE: error.code if error else ""}
+        if is_of_adapter(operation):
+            self._actor.metrics.record(instruments.ADAPTER_CHANGES, 1, labels)
+        elif _is_an_update(operation) or (error and isinstance(operation, UpdateWeights)):
+            self._actor.metrics.record(instruments.WEIGHT_UPDATES, 1, labels)
+        await self._actor.answer(answer.operation_id, answer.version, error, answer.newest_version)
+
+    async def _send_batching(self, message: Message) -> None:
+        await self._actor.send(self._actor.own(CONTROL["batching"]), message)
+
+    # --- the lane's records -------------------------------------------------------------------
+
+    async def _remember(self, weights: WeightsInPlace) -> None:
+        record = self._actor.bus.store.weights
+        try:
+            if supersedes(weights, await record.read()):
+                await record.put(weights)
+        except BusError as error:
+            # Only a successor needs the record; it serves the weights that it loads instead.
+            self._actor.log.warning("weights_not_remembered", reason=error.message)
+
+    async def _read_record(self, record: Any, kind: str) -> Any:
+        """Return a record of the lane; None if unknown."""
+        try:
+            return await record.read()
+        except BusError as error:
+            self._actor.log.warning(f"{kind}_of_the_lane_unknown", reason=error.message)
+            return None
+
+    async def _restore(self, weights: WeightsInPlace) -> list[Effect]:
+        self.restoring = f"it reads the weights of version {weights.version} from {weights.folder}"
+        manager = self._executor.weights
+        try:
+            async with asyncio.timeout(_RESTORE_S):
+                tensors = await self._in_background(_read_again, weights, manager)
+            await self._on_torch(manager.sync_blocking, tensors, weights.version)
+        except (WeightsError, TimeoutError) as error:
+            why = error.message if isinstance(error, WeightsError) else "reading took too long"
+            return self.core.not_restored(weights, why)
+        finally:
+            self.restoring = ""
+        return self.core.restored(weights)
+
+    async def _note_adapters(self) -> list[Adapter]:
+        """Note and return the adapters in place, which only the torch thread may read."""
+        self._loaded = await self._on_torch(self._executor.adapters.describe)
+        self.core.adapters_loaded(each.id for each in self._loaded)
+        adapters: list[Adapter] = await self._on_torch(list, self._executor.adapters)
+        return adapters
+
+    async def _record_adapters(self) -> None:
+        adapters = tuple(
+            AdapterInPlace(each.id, each.version, each.folder, each.stamp)
+            for each in await self._note_adapters()
+        )
+        versions = dict(self._versions)
+        record = AdaptersInPlace(leader=self._leader, adapters=adapters, versions=versions)
+        try:
+            await self._actor.bus.store.adapters.put(record)
+        except BusError as error:
+            # Only a successor needs the record; it has the adapters of the settings instead.
+            self._actor.log.warning("adapters_not_remembered", reason=error.message)
+
+    async def _restore_adapters(self, record: AdaptersInPlace) -> None:
+        """Restore the lane's adapters. Only requests for an adapter that is lost end."""
+        for each in record.adapters:
+            self.restoring = f"it reads the adapter {each.id} from {each.folder}"
+            try:
+                if not each.folder:
+                    raise AdapterError("it was not read from a folder")
+                if stamp_of_adapter(each.folder) != each.stamp:
+                    raise AdapterError(f"the files of {each.folder} have changed")
+                load = LoadAdapter(each.id, each.folder, version=each.version)
+                adapter = await self._read_adapter(load)
+                await self._on_torch(self._executor.adapters.put, adapter)
+            except WeightsError as error:
+                self._actor.log.warning("adapter_lost", adapter=each.id, reason=error.message)
+            else:
+                self._actor.log.info("adapter_restored", adapter=each.id, version=each.version)
+        self.restoring = ""
+        self._versions = dict(record.versions)
+
+    # --- jobs ---------------------------------------------------------------------------------
+
+    async def _work(self, job: Job) -> None:
+        """Run a job. An error before weights change is an answer. An unexpected error while memory
+        changes is raised, since the executor's state is unknown then."""
+        result: Result
+        try:
+            result = await self._result(job)
+        except Exception as error:
+            memory = isinstance(job, BeginRelease | ResumeTags)
+            if memory and not isinstance(error, WeightsError):
+                raise
+            result = _refusal(error)
+        await self._perform(self.core.done(job, result, now_ns()))
+
+    async def _result(self, job: Job) -> Result:
+        executor, weights = self._executor, self._executor.weights
+        match job:
+            case Fetch(_, update):
+                started = now_ns()
+                fetched: Fetched = await self._in_background(self._fetch, update, weights)
+                self._actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
+                return fetched
+            case Combine(_, _, tensors, origin):
+                prepared = await self._in_background(weights.prepare, tensors)
+                return Fetched(prepared, origin, weights.covers(prepared))
+            case Check(_, update, fetched):
+                await self._on_torch(check_fetched, update, fetched, weights)
+            case Stage(_, update, fetched, version):
+                start = partial(weights.start_sync, partial=update.partial)
+                counted: int = await self._on_torch(start, fetched.tensors, version)
+                return counted
+            case StageAdapter(_, load):
+                return await self._stage_adapter(load)
+            case Join(_, wish):
+                await asyncio.wrap_future(self._groups.join(wish, weights.device))
+            case BeginRelease(_, tags):
+                await self._on_torch(executor.memory.begin_release, tags)
+                return bool(executor.memory.pending)
+            case ResumeTags(_, tags):
+                await self._on_torch(executor.resume_memory, tags)
+        return None
+
+    async def _in_background(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Raises WeightsError, whatever the function raises."""
+        try:
+            return await asyncio.wrap_future(self._weights_thread.submit(function, *args))
+        except WeightsError:
+            raise
+        except Exception as error:
+            raise _refusal(error) from error
+
+    def _fetch(self, update: UpdateWeights, weights: WeightSyncManager) -> Fetched:
+        """Runs on the thread that fetches."""
+        source = update.source
+        assert not isinstance(source, StagedWeights)
+        folder = source.path if isinstance(source, FolderWeights) else ""
+        # Before reading: files that are replaced meanwhile will not have this stamp.
+        origin = Origin(folder, stamp_of(folder, weights.limits)) if folder else None
+        tensors = fetch(source, self._groups, update.timeout_s, weights.limits)
+        try:
+            prepared = weights.prepare(tensors, checkpoint=bool(folder))
+        except PartsMissing:
+            if not update.part_of:
+                raise
+            return Fetched(tensors, origin, covers=False, converted=False)
+        return Fetched(prepared, origin, weights.covers(prepared))
+
+    async def _stage_adapter(self, load: LoadAdapter) -> int:
+        started = now_ns()
+        adapter = await self._read_adapter(load)
+        self._actor.metrics.record(instruments.ADAPTER_LOAD, (now_ns() - started) / 1e9)
+        if not load.only_check:
+            await self._on_torch(self._executor.adapters.stage, adapter)
+            self._versions[load.adapter] = adapter.version
+        return adapter.version
+
+    async def _read_adapter(self, load: LoadAdapter) -> Adapter:
+        id, model, table = load.adapter, self._executor.model, self._executor.adapters
+        check_adapter_id(id, self._actor.config.engine.model_name)
+        check_path(load.folder)
+        table.check_room(id)
+        version = next_version(id, load.version, self._versions.get(id, 0))
+        reading = self._adapters_thread.submit(
+            read_adapter, id, version, load.folder, model, table.limits
+        )
+        try:
+            return await asyncio.wrap_future(reading)
+        except WeightsError:
+            raise
+        except Exception as error:
+            raise AdapterError(
+                f"the adapter could not be read ({type(error).__name__}: {shown(str(error))})"
+            ) from error
+
+
+def check_fetched(update: UpdateWeights, fetched: Fetched, weights: WeightSyncManager) -> None:
+    """Raises WeightsError if a part, or a whole update, could not be put in place."""
+    if update.part_of:
+        weights.check(fetched.tensors, partial=True)
+        return
+    weights.check_version(update.version)
+    weights.check(fetched.tensors, partial=update.partial)
+    weights.check_complete(fetched.tensors)
+
+
+def _refusal(error: Exception) -> WeightsError:
+    """The error that the sender of an operation gets."""
+    if isinstance(error, WeightsError):
+        return error
+    refusal = WeightsError(
+        f"the operation failed ({type(error).__name__}: {shown(str(error))}); the executor's "
+        "log has the traceback, and its weights are unchanged"
+    )
+    refusal.__cause__ = error
+    return refusal
+
+
+def _is_an_update(operation: Operation) -> bool:
+    """Whether new weights are in place at the end."""
+    match operation:
+        case FinishUpdate(version=version):
+            return version is not None
+        case UpdateWeights(part_of=part, prepare_as=name):
+            return not part and not name
+    return False
+
+
+def _read_again(record: WeightsInPlace, weights: WeightSyncManager) -> dict[str, Tensor]:
+    """Return the weights that an earlier executor read from a folder.
+
+    Raises:
+        WeightsError: They are gone.
+    """
+    if not record.folder:
+        raise WeightsError("they were not read from one folder")
+    check_path(record.folder)
+    changed = f"the files of {record.folder} have changed"
+    if stamp_of(record.folder, weights.limits) != record.stamp:
+        raise WeightsError(changed)
+    read = read_folder(record.folder, weights.limits)
+    tensors = weights.prepare(read, checkpoint=True)
+    if stamp_of(record.folder, weights.limits) != record.stamp:
+        raise WeightsError(changed)
+    return tensors

@@ -1,0 +1,246 @@
+"""Sampled tokens: on the device, on their way to the host, and in the sequence table."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import compress
+from operator import contains
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ....bus.messages import RowFinish, TopLogprobs
+from ..runner.interface import IntArray
+from .logprobs import broken_logits
+from .sampling import sample_plain
+from .sequences import BoolArray, Places, SequenceTable
+
+
+class TokenFeed:
+    """The last sampled token of each row of the SequenceTable, on the device.
+
+    Until the host has read a token, the table holds a placeholder of its row. The next step takes
+    placeholders as input ids, and `resolve` replaces them on the device.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.rows = rows
+        self._tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+
+    @property
+    def padding_row(self) -> int:
+        """The row for the tokens of padding."""
+        return self.rows
+
+    def enlarge(self, rows: int) -> None:
+        """Allocate a tensor of more rows, and move the padding row."""
+        before, self._tokens = self._tokens, self._tokens.new_zeros(rows + 1)
+        self._tokens[: self.rows] = before[: self.rows]
+        self.rows = rows
+
+    def put(self, rows: Tensor, tokens: Tensor) -> None:
+        """Keep the tokens of rows, `[batch]` int64 each, on the device."""
+        self._tokens.index_copy_(0, rows, tokens)
+
+    def choose(
+        self, rows: Tensor, logits: Tensor, temperatures: Tensor, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Sample the next token of each row as `sample_plain`, and keep it."""
+        tokens, logprobs = sample_plain(logits, temperatures, uniforms)
+        self.put(rows, tokens)
+        return tokens, logprobs
+
+    def resolve(self, input_ids: Tensor) -> Tensor:
+        """Return the ids with placeholders replaced by tokens."""
+        sampled = self._tokens[(-1 - input_ids).clamp_(min=0)]
+        return torch.where(input_ids < 0, sampled, input_ids)
+
+
+def placeholders(rows: IntArray) -> IntArray:
+    """Return the placeholders of rows in the SequenceTable."""
+    return -1 - rows
+
+
+class Readback:
+    """Tokens and logprobs of one step, on their way to the host.
+
+    On CUDA the copy is queued behind the step, and `numbers` waits for it.
+    """
+
+    def __init__(self, tokens: Tensor, logprobs: Tensor) -> None:
+        """Take `[rows]` int64 and `[rows]` float32, which the next step may overwrite."""
+        self._arrived: torch.cuda.Event | None = None
+        if tokens.device.type == "cpu":
+            self._host = tokens.clone(), logprobs.clone()
+            return
+        # One copy of both, as float64: token ids are exact up to 2**53.
+        packed = torch.stack((tokens.double(), logprobs.double()))
+        staged = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        staged.copy_(packed, non_blocking=True)
+        self._host = staged[0], staged[1]
+        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._arrived.record(torch.cuda.current_stream(tokens.device))
+
+    def wait(self) -> None:
+        """Block until the step is done. The only method for other threads."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    def numbers(self) -> tuple[IntArray, npt.NDArray[np.float32]]:
+        """Wait, and return tokens and logprobs, `[rows]` each."""
+        self.wait()
+        tokens, logprobs = self._host
+        if self._arrived is None:
+            return tokens.numpy(), logprobs.numpy()
+        return tokens.numpy().astype(np.int64), logprobs.numpy().astype(np.float32)
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """The token fields of a StepResult, `[rows]` each."""
+
+    seq_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    finish_reasons: tuple[RowFinish, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    adapter_versions: tuple[int, ...] = ()
+
+
+class SampledRows(msgspec.Struct, frozen=True, eq=False):
+    """The rows of one step that sampled, `[rows]` each, repeated for each token.
+
+    Attributes:
+        rows: Of the SequenceTable.
+        seq_ids: Their sequences; a row may be used again before the tokens are read.
+        places: Positions of the tokens in the sequences.
+        at_limit: Whether the token is the sequence's last.
+        readback: Tokens and logprobs.
+        top_logprobs: As in StepResult.
+        adapter_versions: As in StepResult.
+    """
+
+    rows: IntArray
+    seq_ids: IntArray
+    places: IntArray
+    at_limit: BoolArray
+    readback: Readback
+    top_logprobs: tuple[TopLogprobs, ...]
+    adapter_versions: tuple[int, ...] = ()
+
+
+class UnreadTokens:
+    """Sampled tokens that the SequenceTable counts but doesn't hold yet, oldest first."""
+
+    def __init__(self, table: SequenceTable) -> None:
+        self._table = table
+        self._steps: deque[SampledRows] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def clear(self) -> None:
+        """Drop them; their sequences must have left the table."""
+        self._steps.clear()
+
+    def add(
+        self,
+        sampled: Places,
+        tokens: Tensor,
+        logprobs: Tensor,
+        top_logprobs: tuple[TopLogprobs, ...],
+        *,
+        fed: bool,
+        adapter_versions: tuple[int, ...] = (),
+    ) -> SampledRows:
+        """Count tokens, `[places]`, that are on their way to the host.
+
+        Args:
+            sampled: Their places; all places of a row up to its last, in order.
+            tokens: On the device.
+            logprobs: On the device.
+            top_logprobs: As in StepResult.
+            fed: Whether a TokenFeed holds them too, so that placeholders may replace them.
+            adapter_versions: As in StepResult.
+        """
+        table, rows = self._table, sampled.rows
+        places = table.num_known[rows] + sampled.ahead
+        at_limit = table.is_last(sampled)
+        if fed:
+            table.write_tokens(rows, places, placeholders(rows))
+        # The last place of a row wins.
+        table.num_known[rows] = places + 1
+        table.num_generated[rows] += sampled.ahead + 1
+        step = SampledRows(
+            rows=rows,
+            seq_ids=table.ids_of(rows),
+            places=places,
+            at_limit=at_limit,
+            readback=Readback(tokens, logprobs),
+            top_logprobs=top_logprobs,
+            adapter_versions=adapter_versions,
+        )
+        self._steps.append(step)
+        return step
+
+    def write(self) -> None:
+        """Wait for all of them, and write them to the table."""
+        for step in self._steps:
+            self._write(step)
+
+    def read(self, step: SampledRows) -> Sampled:
+        """Remove the oldest step, and return its tokens and finish reasons.
+
+        Sequences that stopped in an earlier step, or left since, are dropped; after a `clear`, all.
+
+        Raises:
+            ValueError: The step is not the oldest one.
+            ModelError: The model's output is broken.
+        """
+        if step not in self._steps:
+            return Sampled()
+        if self._steps.popleft() is not step:
+            raise ValueError("steps must be finished in the order in which they were launched")
+        table = self._table
+        tokens, logprobs = self._write(step)
+        if not np.isfinite(logprobs).all():
+            raise broken_logits()
+        rows, seq_ids, at_limit, tops = step.rows, step.seq_ids, step.at_limit, step.top_logprobs
+        versions = step.adapter_versions
+        kept = table.holds(rows, seq_ids) & ~table.finished[rows]
+        if not kept.all():
+            tops, versions = tuple(compress(tops, kept)), tuple(compress(versions, kept))
+            rows, seq_ids, at_limit = rows[kept], seq_ids[kept], at_limit[kept]
+            tokens, logprobs = tokens[kept], logprobs[kept]
+        token_ids = tuple(tokens.tolist())
+        reasons = self._reasons(rows, token_ids, at_limit)
+        return Sampled(
+            seq_ids=tuple(seq_ids.tolist()),
+            token_ids=token_ids,
+            logprobs=tuple(logprobs.tolist()),
+            finish_reasons=reasons,
+            top_logprobs=tops,
+            adapter_versions=versions,
+        )
+
+    def _reasons(
+        self, rows: IntArray, token_ids: tuple[int, ...], at_limit: BoolArray
+    ) -> tuple[RowFinish, ...]:
+        """Return why each row ends with its token, "" if it doesn't; mark it in the table."""
+        table = self._table
+        stops = list(map(contains, map(table.stop_ids.__getitem__, rows.tolist()), token_ids))
+        reasons: list[RowFinish] = [""] * len(token_ids)
+        if at_limit.any() or True in stops:
+            stopped = np.array(stops) & ~table.incomplete[rows]
+            table.finished[rows] = stopped | at_limit
+            for place in np.flatnonzero(stopped | at_limit).tolist():
+                reasons[place] = "stop" if stopped[place] else "length"
+        return tuple(reasons)
+
+    def _write(self, step: SampledRows) -> tuple[IntArray, npt.NDArray[np.float32]]:
+        tokens, logprobs = step.readback.numbers()
+        here = self._table.holds(step.rows, step.seq_ids)
+        self._table.write_tokens(step.rows[here], step.places[here], tokens[here])
+        return tokens, logprobs

@@ -1,0 +1,218 @@
+"""Help, version, errors and the demonstration."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from .conftest import Ran, Run, assert_refused
+
+COMMANDS = (
+    *("adapters", "cancel", "chat", "complete", "demo", "dlq", "doctor", "embed", "fairness"),
+    *("flush-cache", "gateway", "health", "models", "pause", "resume", "run", "score", "serve"),
+    *("status", "submit", "tail", "up", "weights"),
+)
+
+
+def test_without_arguments_there_is_help(run: Run) -> None:
+    ran = run()
+    assert ran.status == 0
+    assert "nano-inference demo" in ran.stdout
+    for command in COMMANDS:
+        assert f"│ {command} " in ran.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_has_an_example(run: Run, command: str) -> None:
+    ran = run(command, "--help")
+    assert ran.status == 0
+    body = ran.stdout.partition("Usage:")[2].partition("\n")[2]
+    assert f"nano-inference {command}" in body
+
+
+@pytest.mark.parametrize(
+    "group", [["adapters"], ["admin"], ["admin", "keys"], ["dlq"], ["fairness"], ["weights"]]
+)
+def test_group_without_a_command_shows_its_help_alone(run: Run, group: list[str]) -> None:
+    ran = run(*group)
+    assert f"Usage: nano-inference {' '.join(group)} [OPTIONS] COMMAND" in ran.stdout
+    assert (ran.status, ran.stderr) == (0, "")
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").stdout == f"nano-inference {metadata.version('nano-inference')}\n"
+
+
+def test_closed_standard_streams_are_replaced() -> None:
+    command = f"{sys.executable} -m nano_inference --version <&- >&- 2>&-"
+    assert subprocess.run(command, shell=True, timeout=60, check=False).returncode == 0
+
+
+def test_help_loads_no_model_code() -> None:
+    program = (
+        "import sys; from nano_inference.__main__ import main\n"
+        "sys.argv = ['nano-inference', '--help']\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'transformers', 'redis', 'tokenizers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+WRONG = [
+    ("frobnicate", "no such command 'frobnicate'"),
+    ("submit --promt x", "no such option: --promt"),
+    ("complete a b", "a text with spaces needs quotes"),
+    ("serve tiny", "a model is given with --model"),
+    ("serve --porrt 1", "--port"),
+    ("complate", "Did you mean 'complete'? See 'nano-inference --help'"),
+    ("dlq --bus x", "as 'nano-inference dlq list --bus'"),
+    ("submit", "give prompts"),
+    ("submit a --file b", "only one"),
+    ("submit a -", "only one"),
+    ("submit a -n four", "--n / -n must be a whole number; got 'four'"),
+    ("submit a -t hot", "-t must be a number; got 'hot'"),
+    ("up --replicas 0", "must be at least 1; got '0'"),
+    ("submit a --budget nan", "--budget"),
+    ("submit a --bus memory", "--bus memory"),
+    ("submit a --bus http://x", "redis://"),
+    ("complete a --url ftp://x", "--url is 'ftp://x'"),
+    ("models --url http://[", "--url is 'http://['"),
+    ("models --url http://x --bus redis://x", "not both"),
+    ("status --url http://x --bus redis://x", "not both"),
+    ("top --url http://x --bus redis://x", "not both"),
+    ("health --url http://x --bus redis://x", "not both"),
+    ("health --stage exec", "did you mean 'executor'?"),
+    ("chat --bus memory", "--bus memory"),
+    ("cancel", "missing argument 'ID'"),
+    ("complete a --sampling x=1", "no parameter 'x'"),
+    ("tail --limit 0", "--limit"),
+    ("status --log-level loud", "'warning'"),
+    ("submit a --set engine.max_batchsize=4", "did you mean 'max_batch_size'?"),
+    ("submit a --set engin.seed=4", "'engine'?"),
+    ("submit a --set engine.seed", "section.setting=value"),
+    ("submit a --set engine.seed=x", "engine.seed"),
+    ("submit a --config /no/file", "can't read /no/file"),
+    ("submit --file /no/file", "can't read /no/file"),
+    ("run --model /no/model", "/no/model"),
+    ("gateway --port 70000", "--port must be at most 65535"),
+    ("up --gateway -1", "--gateway must be at least 0"),
+    ("up --port 0", "--port must be at least 1"),
+    ("gateway --bus memory", "--bus memory"),
+    ("gateway --model /no/model", "/no/model"),
+    ("up --model /no/model", "/no/model"),
+    ("demo --set engine.model_path=/no/model", "/no/model"),
+    (
+        "serve --model Qwen/Qwen2.5-0.5B-Instruct",
+        "fetch it with `nano-inference pull Qwen/Qwen2.5-0.5B-Instruct`",
+    ),
+    ("serve --set engine.model_path=/no/model", "engine.model_path /no/model"),
+]
+
+
+@pytest.mark.parametrize(("command", "hint"), WRONG)
+def test_each_error_is_one_sentence(run: Run, command: str, hint: str) -> None:
+    assert_refused(run(*command.split()), hint)
+
+
+@pytest.mark.parametrize(
+    ("files", "hint"),
+    [
+        ({}, "is a folder without config.json and without a GGUF file"),
+        ({"config.json": b"{}"}, "is a folder without weights"),
+        ({"model.gguf.txt": b"GGU"}, "is a folder without config.json"),
+        (b"text", "is no GGUF file"),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_a_broken_model_is_found_before_anything_starts(
+    run: Run, tmp_path: Path, command: str, files: dict[str, bytes] | bytes, hint: str
+) -> None:
+    path = tmp_path / "it"
+    if isinstance(files, bytes):
+        path.write_bytes(files)
+    else:
+        path.mkdir()
+        for name, content in files.items():
+            (path / name).write_bytes(content)
+    assert_refused(run(command, "--model", str(path)), f"--model {path} {hint}")
+
+
+def test_model_that_was_pulled_is_named(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    pulled = tmp_path / ".cache/nano-inference/models/org--name"
+    pulled.mkdir(parents=True)
+    assert_refused(run("serve", "--model", "org/name"), f"it was pulled to {pulled}")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["submit", "x"],
+        ["tail"],
+        ["status"],
+        ["top", "--once"],
+        ["gateway"],
+        ["up"],
+        ["run", "--stages", "fairness"],
+    ],
+)
+def test_redis_is_down(run: Run, closed_port: int, arguments: list[str]) -> None:
+    url = f"redis://:secret@127.0.0.1:{closed_port}"
+    ran = run(*arguments, "--bus", url)
+    assert_refused(ran, f"127.0.0.1:{closed_port}")
+    assert "secret" not in ran.stderr
+
+
+@pytest.mark.parametrize("command", ["tail", "status"])
+def test_commands_name_the_default_bus(
+    run: Run, monkeypatch: pytest.MonkeyPatch, closed_port: int, command: str
+) -> None:
+    url = f"redis://127.0.0.1:{closed_port}"
+    for module in ("options", "connection", "status"):
+        monkeypatch.setattr(f"nano_inference.cli.{module}.DEFAULT_URL", url)
+    assert_refused(run(command), f"nano-inference: no pipeline at {url}; start one with")
+
+
+def test_as_a_program(program: list[str]) -> None:
+    done = subprocess.run(
+        [*program, "frobnicate"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert_refused(Ran(done.returncode, done.stdout, done.stderr), "no such command 'frobnicate'")
+
+
+# --- demo -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_demo(run: Run) -> None:
+    ran = run("demo", "--set", "engine.dtype=float32")
+    assert (ran.status, ran.stderr) == (0, "")
+    assert " 5  98 + 25 =  →  123\n" in ran.stdout
+    assert '"get_weather", "arguments": {"city": "Oslo"}}' in ran.stdout
+    assert "6 + 6 = 12. ↵ </think> ↵  ↵ 12\n" in ran.stdout
+    rows = [line for line in ran.stdout.splitlines() if line.rstrip().endswith(" done")]
+    assert [row.split()[0] for row in rows] == [str(number) for number in range(1, 16)]
+    for stage in ("admission", "fairness", "batching", "executor", "streaming"):
+        assert f"\n{stage} " in ran.stdout
+    assert "nano-inference submit" in ran.stdout.splitlines()[-2]
+    assert max(len(line) for line in ran.stdout.splitlines() if "→" not in line) <= 80
+
+
+def test_demo_needs_its_model(run: Run) -> None:
+    ran = run("demo", "--set", "engine.model_path=/no/model")
+    assert ran.status == 2
+    assert "/no/model" in ran.stderr
+    assert "Traceback" not in ran.stderr

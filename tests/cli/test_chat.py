@@ -1,0 +1,302 @@
+"""chat, against a gateway and against a bus, on a pipe and on a terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import subprocess
+import termios
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from nano_inference.cli import chat as chat_command
+from nano_inference.cli.clients import AnswerPart, ServedModel, ToolCall
+from nano_inference.config import Config, RequestError
+
+from .conftest import LIMIT_S, Paused, Run, assert_refused, type_in, wait_until
+
+
+def test_questions_on_a_pipe(run: Run, place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard output has the answers and nothing else."""
+    type_in(monkeypatch, "What is 12 + 30?\n\nHow much is 9 - 4?")
+    ran = run("chat", *place)
+    first, second = ran.stdout.splitlines()
+    assert first == "42"
+    assert second
+    assert (ran.status, ran.stderr) == (0, "")
+
+
+class Recorded:
+    """An answerer that answers with how many messages it was given."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.failures: list[Exception] = []
+        # A request that is refused, by its number.
+        self.fails_at = 0
+        # Of the answers in order, as far as they have any.
+        self.calls: list[tuple[ToolCall, ...]] = []
+
+    async def check(self) -> str:
+        return "served"
+
+    async def ask(self, request: dict[str, Any]) -> AsyncGenerator[AnswerPart, None]:
+        self.requests.append(request)
+        yield AnswerPart(reasoning="Let me see.")
+        yield AnswerPart("I have ")
+        if self.failures:
+            raise self.failures.pop()
+        if len(self.requests) == self.fails_at:
+            raise RequestError("no")
+        yield AnswerPart(f"{len(request['messages'])}.")
+        if self.calls:
+            yield AnswerPart(calls=self.calls.pop(0))
+
+    async def cancel(self, request_id: str) -> None:
+        raise AssertionError
+
+    async def models(self) -> list[ServedModel]:
+        raise AssertionError
+
+    @property
+    def said(self) -> list[list[str]]:
+        return [[each["content"] for each in asked["messages"]] for asked in self.requests]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    answerer = Recorded()
+
+    @asynccontextmanager
+    async def client_at(place: object) -> AsyncIterator[Recorded]:
+        yield answerer
+
+    monkeypatch.setattr(chat_command, "client_at", client_at)
+    return answerer
+
+
+def test_each_question_has_the_whole_conversation(
+    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_in(monkeypatch, "one\n two \n/reset\nthree\n/quit\nfour\n")
+    ran = run("chat")
+    assert (ran.status, ran.stdout) == (0, "I have 1.\nI have 3.\nI have 1.\n")
+    assert recorded.said == [["one"], ["one", "I have 1.", "two"], ["three"]]
+    assert [asked["model"] for asked in recorded.requests] == ["served"] * 3
+
+
+def test_the_next_line_is_the_result_of_a_tool_call(
+    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    (tmp_path / "tools.json").write_bytes(msgspec.json.encode(tools))
+    recorded.calls = [(ToolCall("c0", "add", '{"a":1}'), ToolCall("c1", "add", "{}"))]
+    type_in(monkeypatch, "question\n17\n18\nand then\n")
+    ran = run("chat", "--tools", str(tmp_path / "tools.json"), "--url", "http://127.0.0.1:9/v1")
+    assert (ran.status, ran.stdout) == (0, "I have 1.\nI have 4.\nI have 6.\n")
+    assert 'calls add {"a":1}' in ran.stderr
+    told = recorded.requests[1]["messages"]
+    assert [each["role"] for each in told] == ["user", "assistant", "tool", "tool"]
+    assert [each["tool_call_id"] for each in told[2:]] == ["c0", "c1"]
+    assert [each["content"] for each in told[2:]] == ["17", "18"]
+    assert told[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a":1}'}
+    assert all(asked["tools"] == tools for asked in recorded.requests)
+
+
+@pytest.fixture
+def with_tools(tmp_path: Path) -> list[str]:
+    path = tmp_path / "tools.json"
+    path.write_text('[{"type": "function", "function": {"name": "add"}}]')
+    return ["chat", "--tools", str(path), "--url", "http://127.0.0.1:9/v1"]
+
+
+def test_a_tool_call_without_a_next_line_ends_the_conversation(
+    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, with_tools: list[str]
+) -> None:
+    """A model that only calls would otherwise be asked for ever."""
+    recorded.calls = [(ToolCall("c0", "add", "{}"), ToolCall("c1", "add", "{}"))] * 3
+    type_in(monkeypatch, "question\n17\n")
+    ran = run(*with_tools)
+    assert (ran.status, ran.stdout) == (1, "I have 1.\n")
+    assert recorded.said == [["question"]]
+
+
+def test_a_tool_call_with_a_refused_result_is_forgotten(
+    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, with_tools: list[str]
+) -> None:
+    recorded.calls = [(ToolCall("c0", "add", "{}"),)]
+    recorded.fails_at = 2
+    type_in(monkeypatch, "question\n17\nand then\n")
+    assert run(*with_tools).status == 1
+    assert recorded.said[1:] == [["question", "I have 1.", "17"], ["and then"]]
+
+
+def test_bad_tools_are_refused(run: Run, on_served: Config, tmp_path: Path, url: str) -> None:
+    path = tmp_path / "tools.json"
+    at = ["chat", "--tools", str(path), "--url", url]
+    assert_refused(run(*at), "has no list of tools")
+    path.write_text("{}")
+    assert_refused(run(*at), "has no list of tools")
+    path.write_text("[]")
+    assert_refused(run("chat", "--tools", str(path)), "takes a server")
+
+
+def test_system_prompts(run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    type_in(monkeypatch, "one\n/system B b\ntwo\n/reset\nthree\n/system\nfour\n")
+    assert run("chat", "--system", "A").status == 0
+    assert recorded.said == [
+        ["A", "one"],
+        ["B b", "one", "I have 2.", "two"],
+        ["B b", "three"],
+        ["three", "I have 2.", "four"],
+    ]
+    assert recorded.requests[0]["messages"][0]["role"] == "system"
+
+
+def test_only_the_bundled_model_is_introduced() -> None:
+    assert chat_command.opening_of(None) == ()
+    assert chat_command.opening_of(ServedModel("tiny", root="/data/tiny")) == ()
+    first, *questions = chat_command.opening_of(ServedModel("mine", root="tiny"))
+    assert "tiny demo model" in first
+    assert questions == list(chat_command.DEMO_QUESTIONS)
+
+
+def test_help_lists_the_commands(
+    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_in(monkeypatch, "/help\n//etc is what?\n")
+    ran = run("chat")
+    assert ran.status == 0
+    assert all(f"({name} " in ran.stderr for name in chat_command.COMMANDS)
+    assert recorded.said == [["/etc is what?"]]
+
+
+def test_an_unknown_command_is_refused(
+    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_in(monkeypatch, "/rest\none\n")
+    ran = run("chat")
+    assert (ran.status, ran.stdout) == (1, "I have 1.\n")
+    assert "did you mean '/reset'?" in ran.stderr
+
+
+def test_a_failed_question_is_forgotten(
+    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded.failures = [RequestError("it is too long", code="prompt_too_long")]
+    type_in(monkeypatch, "one\ntwo\n")
+    ran = run("chat")
+    assert (ran.status, ran.stdout) == (1, "I have \nI have 1.\n")
+    assert ran.stderr == "nano-inference: it is too long (prompt_too_long)\n"
+    assert recorded.said == [["one"], ["two"]]
+
+
+def test_options_of_a_conversation(
+    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_in(monkeypatch, "one\n")
+    run("chat", "--model", "mine", "--sampling", "top_k=5", "--tenant", "lab", "--budget", "2")
+    assert recorded.requests == [
+        {
+            "messages": [{"role": "user", "content": "one"}],
+            "model": "mine",
+            "sampling": {"temperature": 0.0, "max_tokens": 1024, "top_k": 5},
+            "stream": True,
+            "tenant": "lab",
+            "budget_ns": 2 * 10**9,
+        }
+    ]
+
+
+# --- chat on a terminal -------------------------------------------------------------------------
+
+
+class Terminal:
+    """A program with a terminal of its own, and its output."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._main, side = pty.openpty()
+        self.written = ""
+        self.process = subprocess.Popen(
+            command,
+            stdin=side,
+            stdout=side,
+            stderr=side,
+            env=os.environ | {"TERM": "dumb"},
+            start_new_session=True,
+            preexec_fn=_own_terminal,
+        )
+        os.close(side)
+
+    def expect(self, text: str, *, typing: str = "") -> None:
+        """Reads until it has written this behind what was expected before.
+
+        Args:
+            typing: Typed before, and once a second until then.
+        """
+        end_s = time.monotonic() + LIMIT_S
+        next_s = time.monotonic() if typing else end_s
+        while text not in self.written:
+            if time.monotonic() >= next_s:
+                assert time.monotonic() < end_s, f"no {text!r} in {self.written!r}"
+                self.type(typing)
+                next_s += 1
+            ready, _, _ = select.select([self._main], [], [], max(0.0, next_s - time.monotonic()))
+            if ready:
+                self.written += os.read(self._main, 4096).decode()
+        self.written = self.written.partition(text)[2]
+
+    def type(self, text: str) -> None:
+        os.write(self._main, text.encode())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._main)
+
+
+def _own_terminal() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_the_answer_and_not_the_program(
+    program: list[str], place: list[str], url: str
+) -> None:
+    terminal = Terminal([*program, "chat", *place])
+    try:
+        terminal.expect("(this is a tiny demo model: ")
+        terminal.expect("(What is 3 + 4?)")
+        terminal.expect("> ")
+        terminal.type("hello\n")
+        terminal.expect("\nHello! I am a tiny demo model.")
+        terminal.expect("> ")
+        terminal.type("What is 12 + 30?\n")
+        terminal.expect("\n42\r\n")
+        terminal.expect("> ")
+        # Between its prompt and its wait for a key, Python misses a signal until a key comes.
+        terminal.expect("(/quit or Ctrl-D ends the program)", typing="\x03")
+        terminal.expect("> ")
+        with Paused(url):
+            terminal.type("How much is 9 - 4?\n")
+            wait_until(url, in_flight=True)
+            terminal.type("\x03")
+            terminal.expect("(stopped)")
+        terminal.expect("> ")
+        terminal.type("/reset\nWhat is 12 + 30?\n")
+        terminal.expect("\n42\r\n")
+        terminal.expect("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(LIMIT_S) == 0
+    finally:
+        terminal.close()

@@ -1,0 +1,373 @@
+"""complete, cancel and models, against a gateway and against a bus; the client of servers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+from anyio.from_thread import start_blocking_portal
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from structlog.testing import capture_logs
+
+from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
+from nano_inference.cli.clients import ServerClient
+from nano_inference.cli.connection import Server
+from nano_inference.config import Config, GatewayConfig, RequestError
+from nano_inference.gateway.app import make_app
+
+from ..gateway.fake import FakeEngine, completion, refused, sample
+from ..gateway.served import serve
+from .conftest import LIMIT_S, Paused, Ran, Run, assert_refused, post, type_in, wait_until
+
+ASK = ["--max-tokens", "16"]
+
+
+# --- complete -------------------------------------------------------------------------------------
+
+
+def test_a_completion(run: Run, place: list[str]) -> None:
+    assert run("complete", "98 + 25 =", *place) == Ran(0, " 123\n", "")
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"]])
+def test_a_prompt_on_standard_input(
+    run: Run, place: list[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    """All of it, without the line break that `echo` adds."""
+    type_in(monkeypatch, "98 + 25 =\n")
+    assert run("complete", *arguments, *place) == Ran(0, " 123\n", "")
+
+
+def test_options_reach_the_engine(run: Run, place: list[str]) -> None:
+    assert run("complete", "98 + 25 =", "--max-tokens", "3", *place).stdout == " 12\n"
+    assert run("complete", "98 + 25 =", "--stop", "3", *place).stdout == " 12\n"
+    drawn = {
+        run("complete", "Story about", "-t", "1", "--seed", "7", *ASK, *place).stdout
+        for _ in range(2)
+    }
+    assert len(drawn) == 1
+
+
+def test_a_refused_request(run: Run, place: list[str]) -> None:
+    ran = run("complete", "x", "--temperature", "-3", *place)
+    assert (ran.status, ran.stdout) == (1, "")
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("nano-inference: temperature is -3.0;")
+    assert line.endswith("(invalid_temperature)")
+
+
+def test_another_model_is_refused(run: Run, place: list[str]) -> None:
+    ran = run("complete", "x", "--model", "gpt-7", *place)
+    assert ran.status == 1
+    assert "gpt-7" in ran.stderr
+
+
+def test_no_prompt(run: Run, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    type_in(monkeypatch, "\n")
+    assert_refused(run("complete", "--url", url), "nothing on standard input")
+    type_in(monkeypatch, b"\xff")
+    assert_refused(run("complete", "--url", url), "UTF-8")
+
+
+# --- models and cancel --------------------------------------------------------------------------
+
+
+def test_models(run: Run, place: list[str]) -> None:
+    assert run("models", *place).stdout.split()[0] == "tiny"
+    (model,) = run("models", "--json", *place).stdout.splitlines()
+    assert msgspec.json.decode(model)["id"] == "tiny"
+
+
+def test_a_server_s_root_will_do(run: Run, url: str) -> None:
+    assert run("models", "--url", f"{url}/").stdout.startswith("tiny ")
+
+
+def test_a_request_is_cancelled(run: Run, place: list[str], url: str) -> None:
+    """Its client gets an answer all the same."""
+    with start_blocking_portal() as portal, Paused(url):
+        body = {"text": "98 + 25 =", "rid": f"mine-{len(place)}"}
+        answer = portal.start_task_soon(post, f"{url}/generate", body)
+        wait_until(url, in_flight=True)
+        assert run("cancel", body["rid"], *place) == Ran(0, "", "")
+        result = answer.result(LIMIT_S).json()
+    assert result["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_an_unknown_request_is_ignored(run: Run, place: list[str]) -> None:
+    assert run("cancel", "nobody", *place) == Ran(0, "", "")
+
+
+# --- nobody there -------------------------------------------------------------------------------
+
+EACH = [["chat"], ["complete", "x"], ["cancel", "x"], ["models"]]
+
+
+@pytest.mark.parametrize("command", EACH)
+def test_without_a_server_or_a_bus(run: Run, closed_port: int, command: list[str]) -> None:
+    ran = run(*command, "--url", f"http://127.0.0.1:{closed_port}/v1")
+    assert_refused(ran, f"can't reach http://127.0.0.1:{closed_port}/v1")
+    ran = run(*command, "--bus", f"redis://127.0.0.1:{closed_port}")
+    assert_refused(ran, f"127.0.0.1:{closed_port}")
+
+
+@pytest.mark.parametrize("command", EACH)
+def test_a_bus_without_a_pipeline(run: Run, on_nobody: str, command: list[str]) -> None:
+    assert_refused(run(*command), "no stage is running")
+
+
+@pytest.mark.parametrize("command", EACH)
+def test_the_default_is_the_server_of_serve(
+    run: Run, monkeypatch: pytest.MonkeyPatch, closed_port: int, command: list[str]
+) -> None:
+    server = f"http://127.0.0.1:{closed_port}/v1"
+    monkeypatch.setattr("nano_inference.cli.connection.DEFAULT_SERVER", server)
+    assert_refused(run(*command), "start one with `nano-inference serve`")
+
+
+# --- constraints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("constraint", "answer"),
+    [
+        ("regex=[0-9]{4}", re.compile("[0-9]{4}")),
+        ("choice=[perhaps, never]", re.compile("perhaps|never")),
+        ('json_schema={"enum": [7]}', re.compile("7")),
+        ("json_schema=@schema.json", re.compile("8")),
+        ("choice=[yes, 12, null]", re.compile("yes|12|null")),
+        ('gbnf=root ::= "yes" | "no"', re.compile("yes|no")),
+        ('lark=start: "yes" | "no"', re.compile("yes|no")),
+    ],
+)
+def test_an_answer_follows_its_constraint(
+    run: Run,
+    place: list[str],
+    constraint: str,
+    answer: re.Pattern[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("schema.json").write_text('{"enum": [8]}')
+    ran = run("complete", "98 + 25 =", "--constraint", constraint, *place)
+    assert ran.status == 0, ran.stderr
+    assert answer.fullmatch(ran.stdout.strip())
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        ("regexp=a", "no kind 'regexp'"),
+        ("regex", "regex=value"),
+        ("json_schema=[]", "no JSON object"),
+        ("json_object=false", "takes no value"),
+        ("choice=yes", "no list"),
+        ("choice=[[yes]]", "no list"),
+        ("choice=[yes", "no list"),
+        ("lark=@nowhere", "can't read nowhere"),
+    ],
+)
+def test_a_bad_constraint_is_refused(run: Run, url: str, constraint: str, words: str) -> None:
+    assert_refused(run("complete", "x", "--constraint", constraint, "--url", url), words)
+
+
+# --- client of servers ----------------------------------------------------------------------------
+
+
+URL = "http://127.0.0.1:8000/v1"
+
+
+def answerer_of(app: Any) -> ServerClient:
+    """One that reaches an application without a socket."""
+    answerer = ServerClient(Server(URL))
+    answerer._client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
+    return answerer
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+async def answerer(engine: FakeEngine) -> AsyncIterator[ServerClient]:
+    app = make_app(engine, Config())  # type: ignore[arg-type]
+    async with answerer_of(app) as answerer:
+        yield answerer
+
+
+async def text_of(answerer: ServerClient, request: dict[str, Any]) -> str:
+    async with asyncio.timeout(LIMIT_S), aclosing(answerer.ask(request)) as pieces:
+        return "".join([piece.text async for piece in pieces])
+
+
+SAMPLING = {
+    "temperature": 0.5,
+    "max_tokens": 9,
+    "top_k": 5,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "seed": 7,
+    "stop": ["a", "b"],
+    "stop_token_ids": [3, 4],
+    "ignore_eos": True,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "logit_bias": {17: 2.5},
+    "min_tokens": 2,
+    "max_draft_tokens": 3,
+}
+
+
+async def test_each_field_reaches_the_engine_as_over_the_bus(
+    answerer: ServerClient, engine: FakeEngine
+) -> None:
+    request = {
+        "prompt": "a",
+        "model": "tiny",
+        "sampling": SAMPLING,
+        "stream": True,
+        "tenant": "lab",
+        "priority": -3,
+        "budget_ns": 5 * 10**9,
+        "prediction": "five seven",
+    }
+    assert await text_of(answerer, request) == "five six"
+    (asked,) = engine.requests
+    wanted = msgspec.convert(request, GenerateRequest)
+    assert asked.prompt == wanted.prompt
+    assert asked.prediction == wanted.prediction
+    assert asked.sampling == wanted.sampling
+    assert (asked.tenant, asked.priority) == ("lab", -3)
+    assert asked.budget_ns is not None
+    assert 0 < asked.budget_ns <= 5 * 10**9
+
+
+async def test_a_conversation(answerer: ServerClient, engine: FakeEngine) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    assert await text_of(answerer, {"messages": messages}) == "five six"
+    (asked,) = engine.requests
+    assert asked.prompt_token_ids
+
+
+def chunk(request: GenerateRequest, text: str) -> CompletionChunk:
+    return CompletionChunk(
+        request_id=request.request_id,
+        entry_id="1-0",
+        sample_index=0,
+        token_offset=0,
+        token_ids=(7,),
+        logprobs=(-1.0,),
+        text=text,
+    )
+
+
+async def test_text_is_streamed_and_leaving_cancels(engine: FakeEngine) -> None:
+    """Over a socket: without one, httpx gives an answer when it is complete."""
+    engine.outputs = lambda request: [chunk(request, "Zürich 東京")]
+    async with (
+        serve(engine, GatewayConfig()) as served,
+        ServerClient(Server(f"http://127.0.0.1:{served.port}/v1")) as answerer,
+    ):
+        async with aclosing(answerer.ask({"prompt": "a"})) as pieces:
+            assert (await anext(pieces)).text == "Zürich 東京"
+        await engine.until(lambda: len(engine.left) == 1)
+
+
+async def test_an_answer_is_read_to_its_end(engine: FakeEngine) -> None:
+    """Behind the last event, so that no server takes us for a client that has left."""
+    async with (
+        serve(engine, GatewayConfig(access_log=True)) as served,
+        ServerClient(Server(f"http://127.0.0.1:{served.port}/v1")) as answerer,
+    ):
+        with capture_logs() as lines:
+            assert await text_of(answerer, {"prompt": "a"}) == "five six"
+            await served.server.calls.observer.idle()
+    (line,) = lines
+    assert (line["status"], line["completion_tokens"]) == (200, 2)
+    assert "complete" not in line
+
+
+async def test_a_refusal_says_why(answerer: ServerClient, engine: FakeEngine) -> None:
+    engine.outputs = refused("overloaded", "too many wait")
+    with pytest.raises(RequestError, match="too many wait") as raised:
+        await text_of(answerer, {"prompt": "a"})
+    assert raised.value.code == "overloaded"
+
+
+async def test_an_error_during_an_answer(answerer: ServerClient, engine: FakeEngine) -> None:
+    def fail(request: GenerateRequest) -> list[Output]:
+        return [chunk(request, "one"), *refused("lane_failed", "it died")(request)]
+
+    engine.outputs = fail
+    came = []
+    with pytest.raises(RequestError, match="it died") as raised:
+        async with asyncio.timeout(LIMIT_S), aclosing(answerer.ask({"prompt": "a"})) as pieces:
+            async for piece in pieces:
+                came.append(piece.text)
+    assert (came, raised.value.code) == (["one"], "lane_failed")
+
+
+async def test_a_request_cancelled_elsewhere(answerer: ServerClient, engine: FakeEngine) -> None:
+    engine.outputs = lambda request: [
+        completion(request, sample(finish_reason="abort"), status="cancelled")
+    ]
+    with pytest.raises(RequestError, match="cancelled elsewhere"):
+        await text_of(answerer, {"prompt": "a"})
+
+
+async def test_models_and_cancelling(answerer: ServerClient, engine: FakeEngine) -> None:
+    assert await answerer.check() == "tiny"
+    await answerer.cancel("mine")
+    assert engine.last("cancel") == {"request_id": "mine"}
+
+
+# --- servers of other kinds ---------------------------------------------------------------------
+
+
+async def cut_short(request: Request) -> Response:
+    async def body() -> AsyncIterator[bytes]:
+        yield b'data: {"choices": [{"index": 0, "text": "one"}]}\n\n'
+
+    return StreamingResponse(body(), media_type="text/event-stream")
+
+
+async def no_json(request: Request) -> Response:
+    return StreamingResponse(iter([b"data: hello\n\n"]), media_type="text/event-stream")
+
+
+async def no_stream(request: Request) -> Response:
+    return PlainTextResponse("hello")
+
+
+async def broken(request: Request) -> Response:
+    return PlainTextResponse("<html>" + "x" * 9000, 502)
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "why"),
+    [
+        (cut_short, "connection_lost", "ended before its answer did"),
+        (no_json, "malformed_output", "is not such a server"),
+        (no_stream, "connection_lost", "text/event-stream"),
+        (broken, "502", "status 502"),
+    ],
+)
+async def test_bad_servers_are_refused(answer: Any, code: str, why: str) -> None:
+    app = Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])
+    async with answerer_of(app) as answerer:
+        with pytest.raises(RequestError, match=why) as raised:
+            await text_of(answerer, {"prompt": "a"})
+    assert raised.value.code == code
+    assert len(raised.value.message) < 1000

@@ -1,0 +1,326 @@
+"""status, top and health: of a bus, and of a server such as `serve`."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from redis import Redis
+from rich.console import Console
+
+from nano_inference.cli.bus_status import BusStatus
+from nano_inference.cli.clients import of_one_model
+from nano_inference.cli.top import History, view
+from nano_inference.config import REPLICATED, STAGES, Config, RequestError, all_roles
+from nano_inference.pipeline.health import lanes_of
+from nano_inference.pipeline.status import PipelineStatus
+from nano_inference.store.board import StageReport
+from nano_inference.store.redis.keys import Keys
+
+from .conftest import Run, assert_refused, until_ready
+
+
+def rows(text: str) -> list[list[str]]:
+    """The first two words of each line."""
+    return [line.split()[:2] for line in text.splitlines()]
+
+
+# --- status -------------------------------------------------------------------------------------
+
+
+def test_status_without_a_pipeline(run: Run, on_nobody: str) -> None:
+    ran = run("status")
+    assert ran.status == 1
+    assert "not ready: no stage is running; start a pipeline" in ran.stdout
+    found = json.loads(run("status", "--json").stdout)
+    assert (found["waiting"], found["in_flight"], found["last_taken_s"]) == (0, 0, None)
+    assert (found["prefix"], found["lanes"], found["ready"]) == (on_nobody, [], False)
+
+
+def test_status_counts_waiting_requests_and_requests_in_flight(
+    run: Run, on_nobody: str, redis_url: str
+) -> None:
+    for _ in range(3):
+        run("submit", "x", "--no-wait")
+    keys = Keys(on_nobody)
+    with Redis.from_url(redis_url, client_name="some-process") as redis:
+        redis.xgroup_create(keys.requests, "admission", "0")
+        redis.xreadgroup("admission", "admission-0", {keys.requests: ">"}, count=1)
+        redis.xadd(keys.link("plans"), {"w": b"", "m": b""})
+        found = json.loads(run("status", "--json").stdout)
+        assert "other connection" in run("status", "--verbose").stdout
+    assert (found["waiting"], found["in_flight"]) == (2, 1)
+    assert found["links"]["plans"] == 1
+    assert found["last_taken_s"] >= 0
+    assert found["connections"]["some-process"] == 1
+    text = run("status").stdout
+    assert "1 in flight, 0 tokens/s, 2 waiting" in text
+    assert "plans ≤ 1" not in text
+    assert "plans ≤ 1" in run("status", "--verbose").stdout
+
+
+def test_status_of_a_running_pipeline(run: Run, on_served: Config) -> None:
+    run("submit", "98 + 25 =")
+    until_ready(run)
+    text = run("status").stdout
+    assert all([stage, "ready"] in rows(text) for stage in STAGES)
+    assert rows(text)[:2] == [["pipeline", "ready"], ["requests", "0"]]
+    assert "free, " in text
+    assert "credits" not in text
+    assert "credits" in run("status", "-v").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    found = json.loads(run("status", "--json").stdout)
+    assert (found["waiting"], found["in_flight"], found["dead_letters"]) == (0, 0, 0)
+    assert found["results"] >= 1
+    assert (found["ready"], found["reason"]) == (True, "")
+    (lane,) = found["lanes"]
+    assert lane["epoch"] >= 1
+    assert set(lane["stages"]) == set(STAGES)
+    assert found["server"].startswith("Valkey ")
+    assert sum(found["connections"].values()) >= 1
+
+
+def test_status_top_and_health_of_a_server(run: Run, on_served: Config, url: str) -> None:
+    until_ready(run)
+    for given in (url, f"{url}/v1"):
+        ran = run("status", "--url", given)
+        assert ran.status == 0
+        assert ["at", url] in rows(ran.stdout)
+    assert all([stage, "ready"] in rows(ran.stdout) for stage in STAGES)
+    found = json.loads(run("status", "--url", url, "--json").stdout)
+    assert (found["ready"], found["url"]) == (True, url)
+    assert "settings" not in found["lanes"][0]["stages"]["fairness"]["load"]
+    assert run("status", "--url", url, "--model", "tiny").status == 0
+    assert_refused(run("status", "--url", url, "--model", "tine"), "did you mean 'tiny'?")
+    assert "KV blocks" in run("top", "--once", "--url", url).stdout
+    assert run("health", "--url", url)[:2] == (0, "ready\n")
+    assert run("health", "--live", "--url", url)[:2] == (0, "live\n")
+
+
+def test_status_of_one_of_several_models_of_a_server() -> None:
+    found = PipelineStatus(
+        ready=True,
+        reason="",
+        waiting=0,
+        in_flight=0,
+        queue_length=0,
+        dead_letters=0,
+        lanes=[],
+        models={"first": "ready", "second": "unloaded"},
+    )
+    only = of_one_model(found, "second")
+    assert (only.ready, only.reason) == (False, "model second: it is unloaded")
+    assert only.models == {"second": "unloaded"}
+    with pytest.raises(RequestError, match="did you mean 'first'"):
+        of_one_model(found, "firts")
+
+
+# --- top ----------------------------------------------------------------------------------------
+
+LOADS: dict[str, dict[str, int | float | str]] = {
+    "fairness": {"queued": 7, "credits": 20},
+    "batching": {"running": 40, "waiting": 4, "kv_free": 250, "kv_total": 1000, "kv_cached": 300},
+    "streaming": {"open": 40, "tokens_per_s": 1234, "ttft_ms_p50": 35.5, "ttft_ms_p95": 80.0},
+}
+
+
+def report(stage: str, load: dict[str, Any] | None = None, **fields: Any) -> StageReport:
+    fields = {"lane": "0", "host": "h", "pid": 1, "epoch": 5, "state": "ready", **fields}
+    load = LOADS.get(stage, {}) if load is None else load
+    return StageReport(stage=stage, incarnation=stage, load=load, **fields)
+
+
+def look(*further: StageReport, without: str = "", rate: int = 1234) -> BusStatus:
+    """A status, in which `further` replaces or adds stages."""
+    streaming = report("streaming", LOADS["streaming"] | {"tokens_per_s": rate})
+    reports = {stage: report(stage) for stage in STAGES if stage != without}
+    reports |= {each.stage: each for each in (streaming, *further)}
+    lanes = lanes_of(reports.values())
+    return BusStatus(
+        ready=lanes[0].ready,
+        reason=lanes[0].reason,
+        url="redis://here:1",
+        server="Valkey",
+        prefix="nano",
+        waiting=12,
+        queue_length=13,
+        in_flight=47,
+        dead_letters=1,
+        last_taken_s=0.1,
+        results=0,
+        lanes=lanes,
+        links={},
+        connections={},
+    )
+
+
+def top_of(found: BusStatus, history: History | None = None) -> str:
+    out = StringIO()
+    Console(file=out, width=80, color_system=None).print(view(found, history or History()))
+    assert max(map(len, out.getvalue().splitlines())) <= 80
+    return out.getvalue()
+
+
+def test_top_has_every_number() -> None:
+    text = top_of(look())
+    for words in (
+        "12 on the stream, 47 taken, 13 not started, 1 dead letters",
+        "1,234",
+        "35.5 ms median, 80.0 ms p95",
+        "7 in fairness, 4 in batching",
+        "40 of 64 samples (62%)",
+        "750 of 1,000 used (75%)",
+        "300 in the prefix cache",
+    ):
+        assert words in text
+    assert all([stage, "ready"] in rows(text) for stage in STAGES)
+
+
+def test_drafts_are_shown_if_the_engine_speculates() -> None:
+    def drafting(*loads: dict[str, int]) -> str:
+        roles = ("executor", "executor.1")
+        return top_of(look(*map(report, roles[: len(loads)], loads)))
+
+    none = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
+    some = {"drafts": 100, "draft_tokens": 400, "accepted_tokens": 250}
+    others = {"drafts": 300, "draft_tokens": 1600, "accepted_tokens": 1350}
+    assert "drafts" not in top_of(look())
+    assert "none yet" in drafting(none)
+    assert "62% of their tokens accepted, 3.5 tokens a step" in drafting(some)
+    assert "80% of their tokens accepted, 5.0 tokens a step" in drafting(some, others)
+
+
+def test_top_draws_the_last_rates() -> None:
+    history = History()
+    for rate in (0, 50, 100):
+        text = top_of(look(rate=rate), history)
+    assert "100        ▄█" in text
+    for _ in range(100):
+        top_of(look(rate=100), history)
+
+
+def test_replicas_are_summed_and_each_has_its_rows() -> None:
+    text = top_of(look(*(report(f"{stage}.1", LOADS.get(stage, {})) for stage in REPLICATED)))
+    for words in ("80 of 108 samples", "1,500 of 2,000 used", "7 in fairness, 8 in batching"):
+        assert words in text
+    assert all([role, "ready"] in rows(text) for role in all_roles(2))
+
+
+def test_a_missing_stage_is_named() -> None:
+    text = top_of(look(without="batching"))
+    assert "not ready: no process runs batching" in text
+    assert "0 of 0 used (0%)" in text
+
+
+def test_top_of_a_running_pipeline(run: Run, on_served: Config) -> None:
+    run("submit", "98 + 25 =")
+    until_ready(run)
+    ran = run("top", "--once")
+    assert ran.status == 0, ran.stderr
+    assert "0 on the stream, 0 taken, 0 not started, 0 dead letters" in ran.stdout
+    assert "KV blocks" in ran.stdout
+    assert run("top").status == 0, "once on a pipe"
+
+
+# --- health -------------------------------------------------------------------------------------
+
+
+def test_health_without_a_pipeline(run: Run, on_nobody: str) -> None:
+    for probe in ("--live", "--ready"):
+        ran = run("health", probe)
+        assert ran.status == 1
+        assert "no stage of lane 0 on" in ran.stdout
+
+
+def test_health_of_a_running_pipeline(run: Run, on_served: Config) -> None:
+    until_ready(run)
+    assert run("health")[:2] == (0, "ready\n")
+    assert run("health", "--live")[:2] == (0, "live\n")
+    assert run("health", "--stage", "executor", "--stage", "batching").status == 0
+    ran = run("health", "--host", "elsewhere", "--stage", "executor")
+    assert ran.status == 1
+    assert "the executor stage of lane 0 on elsewhere: not heard of for" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        (
+            {"executor": {"state": "starting", "reason": "it is loading", "epoch": 0}},
+            "executor is starting: it is loading",
+        ),
+        (
+            {"streaming": {"epoch": 4, "host": "elsewhere"}, "executor": {"epoch": 3}},
+            "executor has not come into the current epoch",
+        ),
+    ],
+)
+def test_a_live_stage_may_not_be_ready(
+    run: Run, on_nobody: str, redis_url: str, changed: dict[str, Any], problem: str
+) -> None:
+    here = {"host": socket.gethostname()}
+    reports = [replace(report(stage), **here | changed.get(stage, {})) for stage in STAGES]
+    with Redis.from_url(redis_url) as redis:
+        redis.xadd(Keys(on_nobody).stages, {"json": msgspec.json.encode(reports)})
+    assert run("health", "--live").status == 0
+    assert run("health")[:2] == (1, f"{problem}\n")
+    assert run("health", "--stage", "batching").status == 0
+
+
+def test_health_without_redis(run: Run, closed_port: int) -> None:
+    url = f"redis://127.0.0.1:{closed_port}"
+    live, ready = run("health", "--live", "--bus", url), run("health", "--bus", url)
+    assert (live.status, ready.status) == (0, 1)
+    assert live.stdout.startswith("unknown: can't reach Redis")
+    assert ready.stdout.startswith("not ready: can't reach Redis")
+
+
+class Probed(BaseHTTPRequestHandler):
+    """A server that is live and not ready."""
+
+    def do_GET(self) -> None:
+        status, body = {
+            "/livez": (200, b'{"status": "alive"}'),
+            "/readyz": (503, b'{"status": "not_ready", "reason": "executor is starting"}'),
+            "/v2/models/one/ready": (400, b'{"error": "executor is stopped"}'),
+        }.get(self.path, (404, b"{}"))
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_health_of_a_server_that_is_live_and_not_ready(run: Run) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Probed) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            assert run("health", "--live", "--url", url)[:2] == (0, "live\n")
+            assert run("health", "--url", url)[:2] == (1, "not ready: executor is starting\n")
+            ran = run("health", "--url", url, "--model", "one")
+            assert ran[:2] == (1, "not ready: executor is stopped\n")
+            assert_refused(run("health", "--url", url, "--model", "a/b"), "/v2/models/a%2Fb/ready")
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_without_a_server(run: Run, closed_port: int) -> None:
+    url = f"http://127.0.0.1:{closed_port}"
+    for probe, answer in (("--live", "not live"), ("--ready", "not ready")):
+        ran = run("health", probe, "--url", url)
+        assert (ran.status, ran.stdout.partition(":")[0]) == (1, answer)
+    assert_refused(run("health", "--url", url, "--stage", "executor"), "--stage and --host")
+    assert_refused(run("status", "--url", url), f"can't reach {url}")
+    assert_refused(run("top", "--url", url), f"can't reach {url}")

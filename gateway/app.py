@@ -16,7 +16,7 @@ from ..telemetry import instruments
 from .api import anthropic
 from .api.kserve import http as kserve_http
 from .api.kserve.http import kserve_routes
-from .api.kserve.regions import Regions
+from .api.kserve.regions import TenantRegions
 from .api.kserve.repository import open_service
 from .api.kserve.service import KServe
 from .api.openai import ModelInfoCalls, ResponseCalls, openai_routes
@@ -58,7 +58,7 @@ class Interfaces:
         policy: Policy,
         measures: Measures,
         readiness: Readiness,
-        regions: Regions,
+        regions: TenantRegions,
     ) -> None:
         """Raises ConfigError when `gateway.message_format` or `gateway.models` is invalid."""
         check_format(config)
@@ -159,7 +159,9 @@ class ModelGatewayApp(GatewayApp):
         self, engine: BusClient, config: Config, measures: Measures, readiness: Readiness
     ) -> None:
         policy = Policy(engine, config, measures)
-        model = Interfaces(engine, config, policy, measures, readiness, Regions(config.gateway))
+        model = Interfaces(
+            engine, config, policy, measures, readiness, TenantRegions(config.gateway)
+        )
         self.durable = durable = model.durable
         measures.watch(instruments.GATEWAY_WAITING, lambda: model.submissions.waiting)
         super().__init__(

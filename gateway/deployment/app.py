@@ -16,7 +16,7 @@ from ...store.registry import ModelRecord
 from ...telemetry import instruments
 from ..api.kserve import http as kserve_http
 from ..api.kserve.http import kserve_routes
-from ..api.kserve.regions import Regions
+from ..api.kserve.regions import TenantRegions
 from ..api.kserve.repository import add_packages
 from ..api.kserve.service import InferenceService, KServe
 from ..app import GatewayApp, Interfaces, InterfacesApp
@@ -50,7 +50,7 @@ class DeploymentApp(GatewayApp):
         policy = Policy(engine, config, measures, models.engines)
         control = ModelControl(engine, policy.audit)
         service = InferenceService(metrics=measures.metrics)
-        kserve = KServe(service, Regions(config.gateway), control)
+        kserve = KServe(service, TenantRegions(config.gateway), control)
         make = partial(_model_app, models, config, policy, measures, readiness, kserve)
         models.build_with(make, partial(_serve_kserve, service))
         add_packages(service, config)
@@ -147,7 +147,7 @@ def _dispatched(
     dispatch = ModelDispatch(models, config.gateway.max_body_bytes)
     # The table of routes is the same for every model.
     own = config.of_model(ModelConfig(id="any", path=config.engine.model_path))
-    regions = Regions(config.gateway)
+    regions = TenantRegions(config.gateway)
     table = Interfaces(engine, own, policy, Measures(), Readiness(models), regions).routes
 
     def endpoint_of(path: str) -> Any:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from ...bus.public import Completion, EmbedParams, GenerateRequest, Output
 from ...config import RequestError
-from ...pipeline.embedding import EmbeddedPrompt, embed_request, embedded_prompt
+from ...pipeline.scoring import EmbeddedPrompt, embed_request, embedded_prompt
 from ..server.http import EngineError, while_connected
 from .origin import Origin, origin_of, tenant_of
 from .services import Services

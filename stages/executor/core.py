@@ -159,7 +159,7 @@ class ExecutorCore:
             return measure_costs(trial_step(self.runner), MOST_ROWS, self._now_ns, longest=longest)
 
     def capacity(self) -> ReplicaCapacity:
-        """Return what this replica can hold."""
+        """Return this replica's capacity."""
         return ReplicaCapacity(
             num_blocks=self.cache.num_blocks,
             block_size=self.cache.block_size,

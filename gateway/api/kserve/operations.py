@@ -225,7 +225,7 @@ class IndexBody(msgspec.Struct):
     ready: bool = False
 
 
-class LoadBody(msgspec.Struct):
+class ModelLoadBody(msgspec.Struct):
     """The body of RepositoryModelLoad and RepositoryModelUnload."""
 
     parameters: dict[str, Any] = {}
@@ -256,8 +256,10 @@ OPERATIONS = (
     Operation("ModelConfig", "read", _model_config, f"GET {MODEL}/config", "config"),
     Operation("ModelStatistics", "read", _statistics, f"GET {_ALL_MODELS}/stats"),
     Operation("RepositoryIndex", "read", _index, "POST /v2/repository/index", "models", IndexBody),
-    Operation("RepositoryModelLoad", "admin", _load, f"POST {_LOADED}/load", "", LoadBody),
-    Operation("RepositoryModelUnload", "admin", _unload, f"POST {_LOADED}/unload", "", LoadBody),
+    Operation("RepositoryModelLoad", "admin", _load, f"POST {_LOADED}/load", "", ModelLoadBody),
+    Operation(
+        "RepositoryModelUnload", "admin", _unload, f"POST {_LOADED}/unload", "", ModelLoadBody
+    ),
     Operation(
         "SystemSharedMemoryRegister",
         "generate",

@@ -7,7 +7,7 @@ from ....kserve.shared_memory import SharedMemoryRegistry, WarmBuffers
 from ....kserve.tensors import Array, SharedMemory
 
 
-class Regions(SharedMemoryRegistry):
+class TenantRegions(SharedMemoryRegistry):
     """The regions of all tenants.
 
     A tenant can't name another's region. A tenant can register any shared memory object that it can
@@ -42,7 +42,7 @@ class Regions(SharedMemoryRegistry):
 class RequestMemory:
     """A tenant's regions for one request, with a limit for all of its tensors there."""
 
-    def __init__(self, regions: Regions, tenant: str) -> None:
+    def __init__(self, regions: TenantRegions, tenant: str) -> None:
         self._regions = regions
         self._tenant = tenant
         self._left_bytes = regions.max_tensor_bytes

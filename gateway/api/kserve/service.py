@@ -26,7 +26,7 @@ from ....telemetry import Metrics, instruments, names, now_ns
 from ...policy.caller import ANYBODY, Caller
 from ...server.http import EngineError
 from ...serving.origin import Origin
-from .regions import Regions
+from .regions import TenantRegions
 from .served import ModelCall, ServedModel
 
 # Beyond its deadline a call may still report how far the engine came.
@@ -294,7 +294,7 @@ class KServe(NamedTuple):
     """
 
     service: InferenceService
-    regions: Regions
+    regions: TenantRegions
     repository: ModelRepository | None = None
 
 

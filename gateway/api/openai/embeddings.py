@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from ....bus.public import EmbedParams
 from ....config import shown
-from ....pipeline.embedding import EmbeddedPrompt
+from ....pipeline.scoring import EmbeddedPrompt
 from ...server.http import FieldError, read_object
 from ...serving.embedding import EmbedCall, Prompt, answer_embedded, similarity
 from ...serving.fields import adapter_of, engine_priority, read_part

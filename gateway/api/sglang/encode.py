@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from ....bus.public import EmbedParams
 from ....config import Int64
-from ....pipeline.embedding import EmbeddedPrompt
+from ....pipeline.scoring import EmbeddedPrompt
 from ...serving.embedding import EmbedCall, answer_embedded
 from ...serving.fields import read_part
 from ...serving.services import Services

@@ -1,4 +1,4 @@
-"""Effects: what `ChangesCore` returns for its shell to do.
+"""Effects, which `ChangesCore` returns for its shell to execute.
 
 A job takes time. It carries the ticket of an operation, and its result returns to the core.
 """

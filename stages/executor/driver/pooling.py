@@ -169,7 +169,7 @@ def embedding_capacity(config: EngineConfig, model: LoadedModel) -> EmbeddingCap
 def capabilities_of(
     model: LoadedModel, embedding: EmbeddingCapacity | None, role: str
 ) -> tuple[Capability, ...]:
-    """Return what a model can do in its role."""
+    """Return the tasks of a model in its role."""
     generates = model.generates and role != "embed"
     wanted: dict[Capability, bool] = {
         "generate": generates,

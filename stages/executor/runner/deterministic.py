@@ -70,7 +70,7 @@ class Determinism:
         self._tiles = tiles
 
     def active(self) -> AbstractContextManager[object]:
-        """Context in which kernels compute what they can, and torch the rest in fixed shapes.
+        """Context in which kernels compute what they support, and torch the rest in fixed shapes.
 
         A model that the kernels compute as a whole needs no function mode.
         """

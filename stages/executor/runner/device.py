@@ -1,4 +1,4 @@
-"""Devices by torch's names, and what differs between them."""
+"""Devices by torch's names, and their differences."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def is_unverified(device: torch.device) -> bool:
-    """Return whether no test of this project has run on such a device."""
+    """Return whether no test of this project has run on this kind of device."""
     return device.type not in _TESTED
 
 

@@ -1,8 +1,9 @@
-"""A replica without a device: an executor that samples by rule, and drives the batching core."""
+"""A replica without a device: the batching core, and an executor that samples by a rule."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Literal
 
 from nano_inference.bus.control import ReplicaCapacity
@@ -19,13 +20,16 @@ from nano_inference.bus.pooling import PooledPrompt, Pooling
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 
+from .index import check_index
+
 STOP = 7
 
 CacheType = Literal["paged", "radix"]
+CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
 
 
 def next_token(token_ids: list[int]) -> int:
-    """The "model": a function of all tokens before, so that a mixed-up prefix shows."""
+    """The model: a function of all tokens before, so that a wrong prefix changes the output."""
     value = 17
     for token in token_ids:
         value = (value * 31 + token + 1) % 1009
@@ -33,10 +37,10 @@ def next_token(token_ids: list[int]) -> int:
 
 
 class RuleExecutor:
-    """Does what a plan says to numbers in place of KV: each slot holds the token written to it.
+    """Applies plans to numbers in place of KV: each slot holds the token written to it.
 
-    Reading a slot that does not hold the sequence's own token at that place is an error, so a
-    block that two sequences write, or a hit on a block not computed, can't go unnoticed.
+    Reading a slot without the sequence's own token fails, which detects a block that two sequences
+    write, and a hit on a block that isn't computed.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -70,29 +74,28 @@ class RuleExecutor:
             self.slots[destination] = list(self.slots[source])
         rows = []
         pooled = []
-        leader = -1
+        source = -1
         for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
             if seq_id in self.done:
                 continue
-            row = self._row(seq_id, count) if count else self._fork(seq_id, leader)
-            leader = seq_id if count else leader
+            row = self._row(seq_id, count) if count else self._share(seq_id, source)
+            source = seq_id if count else source
             if self.sequences[seq_id].info.pooling is None:
                 rows += row
             elif row:
                 pooled.append(PooledPrompt(seq_id, b""))
         seq_ids, tokens, reasons = zip(*rows, strict=True) if rows else ((), (), ())
-        logprobs = (0.0,) * len(rows)
         return StepResult(
-            plan.step_id,
-            (),
-            seq_ids,
-            tokens,
-            logprobs,
-            reasons,
-            plan.ended,
-            0,
-            0,
-            0,
+            step_id=plan.step_id,
+            started=(),
+            seq_ids=seq_ids,
+            token_ids=tokens,
+            logprobs=(0.0,) * len(rows),
+            finish_reasons=reasons,
+            ended=plan.ended,
+            weight_version=0,
+            start_ns=0,
+            end_ns=0,
             pooled=tuple(pooled),
         )
 
@@ -109,17 +112,16 @@ class RuleExecutor:
             self.slots[table[block]][offset] = tokens[position]
         self.computed[seq_id] += count
         self.num_computed += count
-        # That of a fork is in blocks of its own by now.
         for position in range(start + count):
             block, offset = divmod(position, self.block_size)
             assert self.slots[table[block]][offset] == tokens[position], "a foreign block was read"
         return self._sample(seq_id) if self.computed[seq_id] == len(tokens) else []
 
-    def _fork(self, seq_id: int, leader: int) -> list[tuple[int, int, str]]:
+    def _share(self, seq_id: int, source: int) -> list[tuple[int, int, str]]:
         tokens = self.tokens[seq_id]
-        assert self.computed[seq_id] == self.computed[leader] == len(tokens)
-        # The leader has sampled already.
-        assert self.tokens[leader][:-1] == tokens, "it samples with others' logits"
+        assert self.computed[seq_id] == self.computed[source] == len(tokens)
+        # The source has sampled already.
+        assert self.tokens[source][:-1] == tokens, "it samples from foreign logits"
         return self._sample(seq_id)
 
     def _sample(self, seq_id: int) -> list[tuple[int, int, str]]:
@@ -139,7 +141,7 @@ class RuleExecutor:
 
 
 class FakeReplica:
-    """The batching core and a rule executor, with results that come back late."""
+    """The batching core and a rule executor; results come back late."""
 
     def __init__(
         self,
@@ -180,11 +182,11 @@ class FakeReplica:
     def add(
         self,
         prompt: list[int],
+        seq_ids: int | Sequence[int],
         *,
-        request_id: str,
-        seq_ids: tuple[int, ...],
+        name: str = "",
         max_tokens: int = 8,
-        stop: bool = True,
+        stop: bool = False,
         priority: int = 0,
         prompt_logprobs: int | None = None,
         deadline_ns: int | None = None,
@@ -192,26 +194,24 @@ class FakeReplica:
         pooling: Pooling | None = None,
         adapter: str = "",
     ) -> None:
-        """With `pooling` a prompt's vector is wanted: `max_tokens` is 1 then."""
+        """Add a request.
+
+        Args:
+            prompt: Its tokens.
+            seq_ids: Of its samples.
+            name: Its id; the first sample's by default.
+            max_tokens: Must be 1 with `pooling`.
+            stop: Whether samples end with the token STOP.
+            priority, prompt_logprobs, deadline_ns, rank, pooling, adapter: As in the messages.
+        """
+        seq_ids = (seq_ids,) if isinstance(seq_ids, int) else seq_ids
+        name = name or str(seq_ids[0])
         sampling = SamplingParams(
             max_tokens=max_tokens,
             stop_token_ids=frozenset({STOP} if stop else ()),
             prompt_logprobs=prompt_logprobs,
         )
-        info = RequestInfo(
-            request_id,
-            request_id,
-            "m",
-            len(seq_ids),
-            True,
-            (),
-            len(prompt),
-            "",
-            "",
-            0,
-            adapter=adapter,
-            pooling=pooling,
-        )
+        info = RequestInfo(name, name, adapter=adapter, pooling=pooling)
         specs = tuple(SequenceSpec(seq_id, index, 0) for index, seq_id in enumerate(seq_ids))
         dispatch = Dispatch(info, tuple(prompt), sampling, specs, priority, rank=rank)
         self.core.add(dispatch, deadline_ns)
@@ -225,7 +225,7 @@ class FakeReplica:
         return True
 
     def retire(self) -> bool:
-        """Executes the oldest plan and gives its result back."""
+        """Execute the oldest plan and absorb its result."""
         if not self.plans:
             return False
         result = self.executor.execute(self.plans.popleft())
@@ -235,19 +235,31 @@ class FakeReplica:
                 self.reasons[seq_id] = result.finish_reasons[row]
         self.pooled += [prompt.seq_id for prompt in result.pooled]
         self.ended += [cancel.request_id for cancel in result.ended]
-        self.core.absorb(result)
+        self.core.absorb(result.summary())
         return True
 
-    def retract(self) -> None:
-        """The plans under way are lost, and with them all that the executor knew but its slots."""
+    def retire_all(self) -> None:
+        """Retire all plans in flight."""
+        while self.retire():
+            pass
+
+    def steps(self, number: int, *, ahead: int = 2) -> None:
+        """Retire so many plans, with up to `ahead` in flight."""
+        for _ in range(number):
+            for _ in range(ahead):
+                self.plan()
+            self.retire()
+
+    def lose_plans(self) -> None:
+        """Lose the plans in flight, and the executor's state but its slots."""
         self.plans.clear()
         self.executor.forget()
         self.core.forget_plans()
 
     def check(self) -> None:
-        """All conservation checks, those that look through the whole cache included."""
+        """Run all conservation checks, with the whole cache index."""
         self.core.check()
-        self.core.cache.check_index()
+        check_index(self.core.cache)
 
     def run(self, limit: int = 10_000) -> None:
         for _ in range(limit):
@@ -255,18 +267,18 @@ class FakeReplica:
                 pass
             if not self.retire():
                 return
-        raise AssertionError("the replica did not come to rest")
+        raise AssertionError("the replica did not become idle")
 
 
 def reported(replica: FakeReplica) -> Credit:
-    """What fairness is told; there must be something."""
+    """The report for fairness, which must be due."""
     report = replica.core.take_report()
     assert report is not None
     return report
 
 
-def expected(prompt: list[int], max_tokens: int, *, stop: bool = True) -> list[int]:
-    """What a sequence must give, whatever runs beside it."""
+def expected(prompt: list[int], max_tokens: int, *, stop: bool = False) -> list[int]:
+    """The tokens of a sequence, no matter what runs beside it."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         tokens.append(next_token(tokens))

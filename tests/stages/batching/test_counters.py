@@ -6,13 +6,10 @@ import pytest
 
 from .replica import STOP, CacheType, FakeReplica, expected
 
-CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
 
-
-@pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_what_is_computed_is_counted_once(cache_type: CacheType) -> None:
+def test_computed_tokens_are_counted_once(cache_type: CacheType) -> None:
     replica = FakeReplica(cache_type=cache_type)
-    replica.add(list(range(10)), request_id="a", seq_ids=(1, 2, 3), max_tokens=5, stop=False)
+    replica.add(list(range(10)), (1, 2, 3), max_tokens=5)
     replica.run()
     done = replica.core.take_counters()
     assert done.prefilled + done.decoded == replica.executor.num_computed
@@ -23,7 +20,6 @@ def test_what_is_computed_is_counted_once(cache_type: CacheType) -> None:
     assert replica.core.take_counters().prefilled == 0, "taken once"
 
 
-@pytest.mark.parametrize("cache_type", CACHE_TYPES)
 @pytest.mark.parametrize(
     ("prompt", "found"),
     [
@@ -36,15 +32,15 @@ def test_what_is_computed_is_counted_once(cache_type: CacheType) -> None:
         ([0], (1, 0, 0)),
     ],
 )
-def test_what_is_found_of_a_prompt(
+def test_prefix_hits_are_counted(
     cache_type: CacheType, prompt: list[int], found: tuple[int, int, int]
 ) -> None:
     """All of it is all but the last token, which is computed in any case."""
     replica = FakeReplica(cache_type=cache_type)
-    replica.add(list(range(10)), request_id="a", seq_ids=(1,), max_tokens=1)
+    replica.add(list(range(10)), 1, max_tokens=1, stop=True)
     replica.run()
     assert replica.core.take_counters().misses == 1
-    replica.add(prompt, request_id="b", seq_ids=(2,), max_tokens=1)
+    replica.add(prompt, 2, max_tokens=1, stop=True)
     replica.run()
     done = replica.core.take_counters()
     assert (done.misses, done.partial_hits, done.full_hits) == found
@@ -52,18 +48,18 @@ def test_what_is_found_of_a_prompt(
 
 def test_the_step_ahead_of_a_stop_token_is_wasted() -> None:
     # One that ends by itself, and not because it has all of its tokens.
-    prompt = next([seed] for seed in range(50) if STOP in expected([seed], 8)[:7])
+    prompt = next([seed] for seed in range(50) if STOP in expected([seed], 8, stop=True)[:7])
     replica = FakeReplica(steps_ahead=2)
-    replica.add(prompt, request_id="a", seq_ids=(1,), max_tokens=8)
+    replica.add(prompt, 1, max_tokens=8, stop=True)
     replica.run()
     assert replica.core.take_counters().wasted == 1
 
 
-def test_preemption_counts_what_it_costs() -> None:
+def test_the_cost_of_preemptions_is_counted() -> None:
     replica = FakeReplica(num_blocks=8, block_size=4, max_batch_size=4, cache_type="paged")
     for seq_id in range(4):
         prompt = [seq_id + 10] * 3
-        replica.add(prompt, request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=16, stop=False)
+        replica.add(prompt, seq_id, max_tokens=16)
     replica.run()
     done = replica.core.take_counters()
     assert done.preemptions > 0

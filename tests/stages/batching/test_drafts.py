@@ -81,7 +81,7 @@ def drafting_replica(**settings: int | str) -> tuple[FakeReplica, DraftingExecut
 # The last token of a prompt is all that is left for a step of one of them, and the other forks.
 @example(actions=[("add", 624), ("add", 6248)], block_size=1, steps_ahead=2, cache_type="paged")
 @example(actions=[("add", 624), ("add", 6248)], block_size=4, steps_ahead=2, cache_type="radix")
-def test_every_sequence_gets_its_tokens_whenever_drafts_rest(
+def test_drafts_never_change_tokens(
     actions: list[tuple[str, int]], block_size: int, steps_ahead: int, cache_type: CacheType
 ) -> None:
     replica, executor = drafting_replica(
@@ -100,23 +100,18 @@ def test_every_sequence_gets_its_tokens_whenever_drafts_rest(
                 seq_id, stop, length = len(wanted), which % 5 > 0, 1 + which % 31
                 wanted[seq_id] = expected(prompt, length, stop=stop)
                 ids = (seq_id,)
-                replica.add(
-                    prompt, request_id=f"r{seq_id}", seq_ids=ids, max_tokens=length, stop=stop
-                )
+                replica.add(prompt, ids, name=f"r{seq_id}", max_tokens=length, stop=stop)
             case "plan":
                 replica.plan()
             case "retire":
                 replica.retire()
             case "steps":
-                for _ in range(which % 12):
-                    replica.plan()
-                    replica.plan()
-                    replica.retire()
+                replica.steps(which % 12)
             case "rest":
                 executor.rest = which % 20
             case "retract":
                 # What was accepted in plans under way was not told, and comes again.
-                replica.retract()
+                replica.lose_plans()
         replica.check()
 
     for action, which in actions:
@@ -130,14 +125,10 @@ def test_drafts_are_allowed_again_after_so_many_plans() -> None:
     replica, executor = drafting_replica()
     for seq_id in range(3):
         prompt = [seq_id + 10] * 3
-        replica.add(prompt, request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=100, stop=False)
-    replica.plan()
-    replica.retire()
+        replica.add(prompt, seq_id, max_tokens=100)
+    replica.steps(1, ahead=1)
     executor.rest = 5
-    replica.plan()
-    replica.retire()
+    replica.steps(1, ahead=1)
     replica.log.clear()
-    for _ in range(8):
-        replica.plan()
-        replica.retire()
+    replica.steps(8, ahead=1)
     assert [bool(plan.num_drafts) for plan in replica.log] == [False] * 5 + [True] * 3

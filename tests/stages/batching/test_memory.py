@@ -12,31 +12,27 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 BOTH = ("weights", "kv_cache")
 
 
-@pytest.fixture(params=["paged", "radix"])
-def replica(request: pytest.FixtureRequest) -> FakeReplica:
+@pytest.fixture
+def replica(cache_type: CacheType) -> FakeReplica:
     """Three sequences have gone some steps, the last of them still under way; a fourth waits."""
-    cache_type: CacheType = request.param
     replica = FakeReplica(cache_type=cache_type, max_batch_size=3)
-    replica.add(PROMPT, request_id="a", seq_ids=(1, 2), max_tokens=20, stop=False)
-    replica.add([*PROMPT, 7], request_id="b", seq_ids=(3,), max_tokens=20, stop=False)
-    for _ in range(6):
-        replica.plan()
-        replica.plan()
-        replica.retire()
-    replica.add([5, 5], request_id="c", seq_ids=(4,), max_tokens=4, stop=False)
+    replica.add(PROMPT, (1, 2), max_tokens=20)
+    replica.add([*PROMPT, 7], 3, name="b", max_tokens=20)
+    replica.steps(6)
+    replica.add([5, 5], 4, max_tokens=4)
     assert replica.plans, "a plan is under way"
     return replica
 
 
 def check_outputs(replica: FakeReplica) -> None:
-    assert replica.outputs[1] == replica.outputs[2] == expected(PROMPT, 20, stop=False)
-    assert replica.outputs[3] == expected([*PROMPT, 7], 20, stop=False)
-    assert replica.outputs[4] == expected([5, 5], 4, stop=False)
+    assert replica.outputs[1] == replica.outputs[2] == expected(PROMPT, 20)
+    assert replica.outputs[3] == expected([*PROMPT, 7], 20)
+    assert replica.outputs[4] == expected([5, 5], 4)
     assert replica.core.idle
     replica.check()
 
 
-def test_the_kv_cache_goes_when_no_plan_names_it_and_is_computed_again(
+def test_the_kv_cache_is_released_after_all_plans_and_computed_again(
     replica: FakeReplica,
 ) -> None:
     replica.core.change_memory(("kv_cache",), ("kv_cache",))
@@ -53,7 +49,7 @@ def test_the_kv_cache_goes_when_no_plan_names_it_and_is_computed_again(
     check_outputs(replica)
 
 
-def test_kv_stays_when_only_the_weights_go(replica: FakeReplica) -> None:
+def test_releasing_weights_keeps_kv(replica: FakeReplica) -> None:
     replica.core.change_memory(("weights",), ("weights",))
     replica.run()
     assert replica.log[-1].release == ("weights",)
@@ -65,7 +61,7 @@ def test_kv_stays_when_only_the_weights_go(replica: FakeReplica) -> None:
     assert len([new for plan in replica.log for new in plan.new]) == started + 1
 
 
-def test_weights_that_hold_nothing_are_waited_for(replica: FakeReplica) -> None:
+def test_no_step_is_planned_until_weights_arrive(replica: FakeReplica) -> None:
     replica.core.change_memory(BOTH, BOTH)
     replica.run()
     replica.core.change_memory(("weights",), ())
@@ -76,7 +72,7 @@ def test_weights_that_hold_nothing_are_waited_for(replica: FakeReplica) -> None:
     check_outputs(replica)
 
 
-def test_new_weights_don_t_bring_the_kv_cache_back(replica: FakeReplica) -> None:
+def test_new_weights_do_not_resume_the_kv_cache(replica: FakeReplica) -> None:
     replica.core.change_memory(BOTH, BOTH)
     replica.run()
     replica.core.change_memory(BOTH, ())
@@ -89,8 +85,8 @@ def test_new_weights_don_t_bring_the_kv_cache_back(replica: FakeReplica) -> None
     check_outputs(replica)
 
 
-def test_a_request_can_end_meanwhile(replica: FakeReplica) -> None:
-    replica.add([8], request_id="late", seq_ids=(5,), deadline_ns=100)
+def test_requests_end_while_memory_is_released(replica: FakeReplica) -> None:
+    replica.add([8], 5, name="late", deadline_ns=100, stop=True)
     replica.core.change_memory(BOTH, BOTH)
     replica.run()
     replica.core.cancel(Cancel("b", "b", "cancelled", "cancelled", ""))
@@ -99,7 +95,7 @@ def test_a_request_can_end_meanwhile(replica: FakeReplica) -> None:
     assert replica.ended == ["b", "late"]
 
 
-def test_a_pause_and_a_release_don_t_undo_each_other(replica: FakeReplica) -> None:
+def test_a_pause_and_a_release_are_independent(replica: FakeReplica) -> None:
     replica.core.paused = True
     replica.core.change_memory(("kv_cache",), ("kv_cache",))
     replica.run()

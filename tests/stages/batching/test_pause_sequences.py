@@ -5,27 +5,17 @@ from __future__ import annotations
 import pytest
 
 from nano_inference.bus.control import Cancel
-from nano_inference.stages.batching import SequenceStatus
 
 from .replica import CacheType, FakeReplica, expected, reported
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
-@pytest.fixture(params=["paged", "radix"])
-def cache_type(request: pytest.FixtureRequest) -> CacheType:
-    param: CacheType = request.param
-    return param
-
-
 def replica_with_one(cache_type: CacheType = "radix", steps: int = 6) -> FakeReplica:
     """A replica whose one sequence has gone some steps, the last of them still under way."""
     replica = FakeReplica(cache_type=cache_type)
-    replica.add(PROMPT, request_id="a", seq_ids=(1,), max_tokens=20, stop=False)
-    for _ in range(steps):
-        replica.plan()
-        replica.plan()
-        replica.retire()
+    replica.add(PROMPT, 1, name="a", max_tokens=20)
+    replica.steps(steps)
     assert replica.plans, "a plan is under way"
     replica.core.take_report()
     return replica
@@ -36,7 +26,7 @@ def come_to_rest(replica: FakeReplica) -> None:
         pass
 
 
-def test_what_goes_on_gives_the_same_tokens_from_its_cached_blocks(cache_type: CacheType) -> None:
+def test_a_resumed_sequence_gives_the_same_tokens_from_cached_blocks(cache_type: CacheType) -> None:
     replica = replica_with_one(cache_type)
     replica.core.pause_sequences([1])
     come_to_rest(replica)
@@ -48,7 +38,7 @@ def test_what_goes_on_gives_the_same_tokens_from_its_cached_blocks(cache_type: C
     assert reported(replica).paused == (1,)
     replica.core.resume_sequences([1])
     come_to_rest(replica)
-    assert replica.outputs[1] == expected(PROMPT, 20, stop=False)
+    assert replica.outputs[1] == expected(PROMPT, 20)
     report = reported(replica)
     ((seq_id, computed_again),) = report.started
     assert seq_id == 1
@@ -57,37 +47,36 @@ def test_what_goes_on_gives_the_same_tokens_from_its_cached_blocks(cache_type: C
     assert replica.core.idle
 
 
-def test_its_place_is_free_when_no_plan_names_it() -> None:
+def test_a_place_is_free_when_no_plan_in_flight_names_the_sequence() -> None:
     replica = replica_with_one()
     replica.core.pause_sequences([1])
     assert replica.core.take_report() is None, "the plan under way still uses its blocks"
-    while replica.plans:
-        replica.retire()
+    replica.retire_all()
     report = reported(replica)
     assert (report.sequences, report.paused, report.ended) == (1, (1,), ())
 
 
-def test_what_waits_makes_room_at_once() -> None:
+def test_a_waiting_sequence_pauses_at_once() -> None:
     replica = FakeReplica()
-    replica.add(PROMPT, request_id="a", seq_ids=(1,))
+    replica.add(PROMPT, 1, stop=True)
     replica.core.pause_sequences([1])
     assert reported(replica).paused == (1,)
     assert not replica.plan()
     replica.core.resume_sequences([1])
     replica.run()
-    assert replica.outputs[1] == expected(PROMPT, 8)
+    assert replica.outputs[1] == expected(PROMPT, 8, stop=True)
 
 
-def test_a_sequence_that_ends_in_its_last_step_has_ended_and_not_made_room() -> None:
+def test_a_sequence_that_ends_in_its_last_step_is_not_paused() -> None:
     replica = FakeReplica()
-    replica.add(PROMPT, request_id="a", seq_ids=(1,), max_tokens=2, stop=False)
+    replica.add(PROMPT, 1, max_tokens=2)
     replica.plan()
     replica.plan()
     replica.core.pause_sequences([1])
     replica.run()
     report = reported(replica)
     assert (report.sequences, report.paused, report.ended) == (1, (), (1,))
-    assert replica.outputs[1] == expected(PROMPT, 2, stop=False)
+    assert replica.outputs[1] == expected(PROMPT, 2)
     assert replica.core.idle
     replica.core.resume_sequences([1])
     assert reported(replica).sequences == 1, "the credit of who has ended comes back"
@@ -95,20 +84,14 @@ def test_a_sequence_that_ends_in_its_last_step_has_ended_and_not_made_room() -> 
 
 @pytest.mark.parametrize("paused", [False, True])
 @pytest.mark.parametrize("how", ["cancel", "stop", "deadline"])
-def test_what_was_paused_can_end_like_any_other(how: str, paused: bool) -> None:
+def test_a_paused_sequence_can_end(how: str, paused: bool) -> None:
     replica = FakeReplica()
     deadline = 100 if how == "deadline" else None
-    replica.add(
-        PROMPT, request_id="a", seq_ids=(1,), max_tokens=20, stop=False, deadline_ns=deadline
-    )
-    for _ in range(3):
-        replica.plan()
-        replica.plan()
-        replica.retire()
+    replica.add(PROMPT, 1, name="a", max_tokens=20, deadline_ns=deadline)
+    replica.steps(3)
     replica.core.pause_sequences([1])
     if paused:
-        while replica.plans:
-            replica.retire()
+        replica.retire_all()
     if how == "cancel":
         replica.core.cancel(Cancel("a", "a", "cancelled", "cancelled", ""))
     elif how == "stop":
@@ -124,22 +107,22 @@ def test_what_was_paused_can_end_like_any_other(how: str, paused: bool) -> None:
     replica.check()
 
 
-def test_after_lost_plans_what_was_to_pause_is_paused() -> None:
+def test_lost_plans_complete_a_pause() -> None:
     replica = replica_with_one()
     replica.core.pause_sequences([1])
-    replica.retract()
+    replica.lose_plans()
     replica.check()
     assert reported(replica).paused == (1,)
     replica.core.resume_sequences([1])
     come_to_rest(replica)
-    assert replica.outputs[1] == expected(PROMPT, 20, stop=False)
+    assert replica.outputs[1] == expected(PROMPT, 20)
 
 
 def test_smaller_ranks_start_first_and_are_preempted_last() -> None:
     replica = FakeReplica(num_blocks=6, block_size=4, max_batch_size=2)
     for rank in (30, 10, 20):
         prompt = [rank] * 8
-        replica.add(prompt, request_id="r", seq_ids=(rank,), max_tokens=8, stop=False, rank=rank)
+        replica.add(prompt, rank, max_tokens=8, rank=rank)
     replica.plan()
     assert [new.seq_id for new in replica.log[0].new] == [10, 20]
     assert [seq.seq_id for seq in replica.core._running] == [10, 20]
@@ -147,15 +130,4 @@ def test_smaller_ranks_start_first_and_are_preempted_last() -> None:
     preempted = [seq_id for plan in replica.log for seq_id in plan.finished]
     assert preempted[0] == 20
     for rank in (10, 20, 30):
-        assert replica.outputs[rank] == expected([rank] * 8, 8, stop=False)
-
-
-def test_only_running_sequences_take_tokens() -> None:
-    replica = replica_with_one()
-    replica.core.pause_sequences([1])
-    while replica.plans:
-        replica.retire()
-    (seq,) = replica.core._paused_seqs.values()
-    assert seq.status is SequenceStatus.WAITING
-    with pytest.raises(ValueError, match="not running"):
-        seq.append_token(1)
+        assert replica.outputs[rank] == expected([rank] * 8, 8)

@@ -14,19 +14,13 @@ from .replica import CacheType, FakeReplica, expected, reported
 MEAN = Pooling("mean", True, 4)
 LAST = Pooling("last", True, 4)
 WHOLE = Pooling("last", True, 4, whole=True)
-CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
 
 
 def embed(
     replica: FakeReplica, seq_id: int, prompt: list[int], pooling: Pooling, *, adapter: str = ""
 ) -> None:
     replica.add(
-        prompt,
-        request_id=f"e{seq_id}",
-        seq_ids=(seq_id,),
-        max_tokens=1,
-        pooling=pooling,
-        adapter=adapter,
+        prompt, seq_id, name=f"e{seq_id}", max_tokens=1, pooling=pooling, adapter=adapter, stop=True
     )
 
 
@@ -40,9 +34,8 @@ def rows_of(replica: FakeReplica, seq_id: int) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("cache_type", CACHE_TYPES)
 @pytest.mark.parametrize("steps_ahead", [1, 2])
-def test_they_run_beside_others_and_end_with_their_prompt(
+def test_pooled_prompts_run_beside_others_and_end_with_their_prompt(
     cache_type: CacheType, steps_ahead: int
 ) -> None:
     rng = random.Random(1)
@@ -54,20 +47,22 @@ def test_they_run_beside_others_and_end_with_their_prompt(
         if seq_id % 3:
             embed(replica, seq_id, prompt, (MEAN, LAST)[seq_id % 2])
         else:
-            replica.add(prompt, request_id=f"g{seq_id}", seq_ids=(seq_id,))
+            replica.add(prompt, seq_id, name=f"g{seq_id}", stop=True)
     replica.run()
     replica.check()
     assert replica.core.idle
     assert sorted(replica.pooled) == [seq_id for seq_id in prompts if seq_id % 3]
     assert replica.outputs == {
-        seq_id: expected(prompt, 8) for seq_id, prompt in prompts.items() if not seq_id % 3
+        seq_id: expected(prompt, 8, stop=True)
+        for seq_id, prompt in prompts.items()
+        if not seq_id % 3
     }
     report = reported(replica)
     assert (report.sequences, sorted(report.ended)) == (30, list(prompts))
     assert not {seq for step in report.steps for seq in step} & set(replica.pooled)
 
 
-def test_only_the_last_token_s_vector_begins_behind_a_cached_prefix() -> None:
+def test_only_pooling_of_the_last_token_uses_a_cached_prefix() -> None:
     replica = FakeReplica()
     prompt = list(range(20))
     for seq_id, pooling in enumerate((LAST, LAST, MEAN)):
@@ -76,7 +71,7 @@ def test_only_the_last_token_s_vector_begins_behind_a_cached_prefix() -> None:
     assert [rows_of(replica, seq_id) for seq_id in range(3)] == [[20], [1], [20]]
 
 
-def test_what_can_t_be_cut_is_computed_in_one_step_and_in_order() -> None:
+def test_whole_prompts_are_computed_in_one_step_and_in_order() -> None:
     """A step has 32 tokens: the second waits for the next one, and the third does not pass it."""
     replica = FakeReplica(num_blocks=64)
     lengths = [20, 30, 5, 2, 32, 1]
@@ -88,12 +83,12 @@ def test_what_can_t_be_cut_is_computed_in_one_step_and_in_order() -> None:
     assert replica.core.cache.num_cached_blocks() == 0, "there is no KV that others could find"
 
 
-def test_a_prompt_that_is_under_way_is_taken_back_paused_and_cancelled_like_any_other() -> None:
+def test_pooled_prompts_are_lost_paused_and_stopped_like_others() -> None:
     replica = FakeReplica(max_tokens_per_batch=8)
     for seq_id in range(4):
         embed(replica, seq_id, [seq_id] * 30, MEAN)
     assert replica.plan()
-    replica.retract()
+    replica.lose_plans()
     replica.check()
     assert replica.plan()
     replica.core.pause_sequences((0, 1))
@@ -106,9 +101,9 @@ def test_a_prompt_that_is_under_way_is_taken_back_paused_and_cancelled_like_any_
     assert sorted(replica.pooled) == [0, 1, 3]
 
 
-def test_new_weights_let_begun_prompts_begin_again_and_what_decodes_go_on() -> None:
+def test_new_weights_restart_pooled_prompts_alone() -> None:
     replica = FakeReplica(max_tokens_per_batch=8)
-    replica.add([1, 2, 3], request_id="g", seq_ids=(1,), max_tokens=30, stop=False)
+    replica.add([1, 2, 3], 1, max_tokens=30)
     embed(replica, 2, [4] * 30, MEAN)
     for _ in range(3):
         assert replica.plan()
@@ -121,13 +116,13 @@ def test_new_weights_let_begun_prompts_begin_again_and_what_decodes_go_on() -> N
     assert sum(rows_of(replica, 2)) == begun + 30
     (changed,) = [plan for plan in replica.log if plan.weight_version]
     assert changed.finished == (2,)
-    assert replica.outputs[1] == expected([1, 2, 3], 30, stop=False)
+    assert replica.outputs[1] == expected([1, 2, 3], 30)
 
 
-def test_new_weights_of_an_adapter_let_begun_prompts_begin_again_and_nothing_else() -> None:
+def test_new_adapter_weights_restart_its_pooled_prompts_alone() -> None:
     replica = FakeReplica(max_tokens_per_batch=12)
     replica.core.set_adapters([LoadedAdapter("a", 1), LoadedAdapter("b", 1)])
-    replica.add([1, 2], request_id="g", seq_ids=(1,), max_tokens=30, stop=False, adapter="a")
+    replica.add([1, 2], 1, max_tokens=30, adapter="a")
     embed(replica, 2, [4] * 30, MEAN, adapter="a")
     embed(replica, 3, [5] * 30, MEAN, adapter="b")
     for _ in range(2):
@@ -141,5 +136,5 @@ def test_new_weights_of_an_adapter_let_begun_prompts_begin_again_and_nothing_els
     assert [sum(rows_of(replica, seq_id)) for seq_id in (2, 3)] == [begun + 30, 30]
     (changed,) = [plan for plan in replica.log if plan.adapters]
     assert (changed.adapters, changed.finished) == ((("a", 2),), (2,))
-    assert replica.outputs[1] == expected([1, 2], 30, stop=False)
+    assert replica.outputs[1] == expected([1, 2], 30)
     assert sorted(replica.pooled) == [2, 3]

@@ -60,7 +60,7 @@ def test_a_fresh_sequence_starts_where_its_whole_prompt_has_blocks(
     assert decision == found
 
 
-def test_those_that_wait_start_in_order_until_the_blocks_are_used_up() -> None:
+def test_waiting_sequences_start_in_order_until_blocks_run_out() -> None:
     waiting = [Sequence(1, range(30)), Sequence(2, range(20)), Sequence(3, range(5))]
     assert schedule(waiting, [], 4, LIMITS).prefill_seqs == (1, 2)
     assert schedule(waiting, [], 3, LIMITS).prefill_seqs == (1,), "nobody is passed by a shorter"
@@ -74,7 +74,7 @@ def test_a_long_prompt_comes_in_chunks_behind_the_decodes() -> None:
     assert decision.num_tokens == {2: 1, 3: 1, 1: 126}
 
 
-def test_a_block_for_each_that_grows_is_not_given_to_those_that_wait() -> None:
+def test_growing_sequences_get_blocks_before_waiting_ones() -> None:
     at_the_border, within = decoding(1, 17), decoding(2, 16)
     assert at_the_border.needs_block(16)
     assert not within.needs_block(16)
@@ -86,23 +86,23 @@ def test_a_block_for_each_that_grows_is_not_given_to_those_that_wait() -> None:
     assert (decision.prefill_seqs, decision.decode_seqs) == ((), (1, 2))
 
 
-def test_the_last_gives_way_where_no_block_is_left_to_grow() -> None:
+def test_the_last_sequence_is_preempted_when_no_block_is_left() -> None:
     running = [decoding(1, 17), decoding(2, 33), decoding(3, 40)]
     decision = schedule([Sequence(4, [1])], running, 0, LIMITS)
     assert decision == SchedulerOutput((), (1, 2), (3,), {1: 1, 2: 1}, num_blocks={1: 1, 2: 1})
 
 
-def test_one_that_is_alone_and_out_of_blocks_gives_way_itself() -> None:
+def test_a_sequence_alone_without_blocks_preempts_itself() -> None:
     assert schedule([], [decoding(1, 17)], 0, LIMITS) == SchedulerOutput((), (), (1,), {})
 
 
-def test_of_shared_blocks_only_the_own_ones_become_free() -> None:
+def test_preemption_frees_only_unshared_blocks() -> None:
     running = [decoding(1, 17), decoding(2, 33), decoding(3, 40)]
     running[2].num_reclaimable = 1  # though it has three
     assert schedule([], running, 0, LIMITS).preempted_seqs == (3, 2)
 
 
-def test_the_batch_size_holds_for_those_that_run_already() -> None:
+def test_the_batch_size_limits_running_sequences_too() -> None:
     two = SchedulerConfig(max_batch_size=2, max_tokens_per_batch=128, block_size=16)
     running = [decoding(seq_id, 10) for seq_id in range(3)]
     assert schedule([Sequence(8, [1])], running, 100, two).num_tokens == {0: 1, 1: 1}
@@ -113,7 +113,7 @@ def test_the_batch_size_holds_for_those_that_run_already() -> None:
     assert decision.num_tokens == {0: 1, 3: 40}
 
 
-def test_who_is_at_its_limit_decodes_no_more() -> None:
+def test_a_sequence_at_its_length_limit_decodes_no_more() -> None:
     assert schedule([], [decoding(1, 10, max_tokens=1)], 100, LIMITS).num_tokens == {}
 
 
@@ -190,7 +190,7 @@ class Caller:
     max_batch_size=st.integers(1, 6),
     max_tokens_per_batch=st.integers(1, 64),
 )
-def test_random_work_by_hand_keeps_to_all_limits_and_ends(
+def test_random_work_keeps_to_all_limits_and_ends(
     prompts: list[tuple[int, int]],
     block_size: int,
     spare: int,
@@ -212,7 +212,7 @@ def test_random_work_by_hand_keeps_to_all_limits_and_ends(
         assert seq.output_logprobs == [-1.0] * max_tokens
 
 
-def test_work_by_hand_runs_out_of_blocks_and_ends() -> None:
+def test_work_that_runs_out_of_blocks_ends() -> None:
     """So that the random test above is known to see preemptions."""
     caller = Caller([(4, 40)] * 4, 12, SchedulerConfig(4, 64, 4))
     while caller.waiting or caller.running:

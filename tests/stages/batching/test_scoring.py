@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.bus.messages import SequenceSpec, StepPlan
+from nano_inference.bus.messages import SequenceSpec
 from nano_inference.config import SamplingParams, SchedulerConfig
 from nano_inference.stages.batching import Sequence, schedule
 from nano_inference.stages.batching.schedule import MAX_SCORED_TOKENS
 
 from .replica import CacheType, FakeReplica, expected
 
-CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
 PROMPT = list(range(30))
-
-
-@pytest.fixture(params=CACHE_TYPES)
-def cache_type(request: pytest.FixtureRequest) -> CacheType:
-    param: CacheType = request.param
-    return param
 
 
 def sequence(seq_id: int, length: int, *, scored: bool = True, sample_index: int = 0) -> Sequence:
@@ -29,88 +22,53 @@ def sequence(seq_id: int, length: int, *, scored: bool = True, sample_index: int
     return Sequence(seq_id, (1,) * length, sampling, spec=spec)
 
 
-def scored_positions(log: list[StepPlan]) -> dict[int, set[int]]:
-    """For each sequence the positions that it computed before it had generated anything."""
-    found: dict[int, set[int]] = {}
-    at: dict[int, int] = {}
-    fresh: set[int] = set()
-    for plan in log:
-        for new in plan.new:
-            at[new.seq_id] = new.num_cached
-            fresh.discard(new.seq_id)
-            if not new.num_generated:
-                fresh.add(new.seq_id)
-                found[new.seq_id] = set()
-        for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
-            if seq_id in fresh:
-                found[seq_id] |= set(range(at[seq_id], at[seq_id] + count))
-            at[seq_id] += count
-    return found
-
-
-def test_the_first_sample_computes_all_though_the_cache_is_warm(cache_type: CacheType) -> None:
+def test_the_first_sample_computes_all_despite_a_warm_cache(cache_type: CacheType) -> None:
     replica = FakeReplica(cache_type=cache_type)
-    replica.add(PROMPT, request_id="before", seq_ids=(1,), max_tokens=2, stop=False)
+    replica.add(PROMPT, 1, max_tokens=2)
     replica.run()
-    replica.add(
-        PROMPT, request_id="scored", seq_ids=(2, 3), max_tokens=2, stop=False, prompt_logprobs=1
-    )
+    replica.add(PROMPT, (2, 3), max_tokens=2, prompt_logprobs=1)
     replica.run()
     cached = {new.seq_id: new.num_cached for plan in replica.log for new in plan.new}
     assert cached == {1: 0, 2: 0, 3: len(PROMPT) - 1}
-    assert (
-        replica.outputs[2]
-        == replica.outputs[3]
-        == replica.outputs[1]
-        == expected(PROMPT, 2, stop=False)
-    )
+    assert replica.outputs[2] == replica.outputs[3] == replica.outputs[1] == expected(PROMPT, 2)
     replica.check()
 
 
-def test_siblings_wait_for_what_the_first_computes(cache_type: CacheType) -> None:
+def test_siblings_wait_for_the_scored_prompt(cache_type: CacheType) -> None:
     replica = FakeReplica(cache_type=cache_type)
-    replica.add(
-        PROMPT, request_id="a", seq_ids=tuple(range(6)), max_tokens=1, stop=False, prompt_logprobs=0
-    )
+    replica.add(PROMPT, tuple(range(6)), max_tokens=1, prompt_logprobs=0)
     replica.run()
     assert replica.executor.num_computed == len(PROMPT)
-    replica.add(PROMPT, request_id="later", seq_ids=(9,), max_tokens=1, stop=False)
+    replica.add(PROMPT, 9, max_tokens=1)
     replica.run()
     assert replica.executor.num_computed == len(PROMPT) + 1, "others find it as well"
 
 
-def test_two_of_them_do_not_wait_for_each_other() -> None:
+def test_two_scored_prompts_do_not_wait_for_each_other() -> None:
     replica = FakeReplica(max_tokens_per_batch=64)
     for name, seq_id in (("a", 1), ("b", 2)):
-        replica.add(PROMPT, request_id=name, seq_ids=(seq_id,), stop=False, prompt_logprobs=0)
+        replica.add(PROMPT, seq_id, name=name, prompt_logprobs=0)
     assert replica.plan()
     assert replica.log[0].seq_ids == (1, 2)
     replica.run()
-    assert replica.outputs[1] == replica.outputs[2] == expected(PROMPT, 8, stop=False)
+    assert replica.outputs[1] == replica.outputs[2] == expected(PROMPT, 8)
 
 
-def test_once_it_has_sampled_it_may_use_the_cache_again(cache_type: CacheType) -> None:
+def test_a_scored_sequence_uses_the_cache_after_its_first_token(cache_type: CacheType) -> None:
     """Ten blocks for two sequences that end with seven each: one is preempted."""
     replica = FakeReplica(num_blocks=10, cache_type=cache_type)
     prompts = {1: [1, 2, 3, 4, 5], 2: [9, 8, 7, 6, 5]}
     for seq_id, prompt in prompts.items():
-        replica.add(
-            prompt,
-            request_id=str(seq_id),
-            seq_ids=(seq_id,),
-            max_tokens=20,
-            stop=False,
-            prompt_logprobs=2,
-        )
+        replica.add(prompt, seq_id, max_tokens=20, prompt_logprobs=2)
     replica.run()
     again = [new for plan in replica.log for new in plan.new if new.num_generated]
     assert again, "one was to be preempted"
     assert any(new.num_cached for new in again)
     for seq_id, prompt in prompts.items():
-        assert replica.outputs[seq_id] == expected(prompt, 20, stop=False)
+        assert replica.outputs[seq_id] == expected(prompt, 20)
 
 
-def test_preempted_before_it_has_sampled_it_starts_from_nothing() -> None:
+def test_a_scored_sequence_preempted_before_its_first_token_starts_over() -> None:
     seq = sequence(1, 10)
     assert not seq.lease.may_reuse
     seq.start(0)
@@ -122,7 +80,7 @@ def test_preempted_before_it_has_sampled_it_starts_from_nothing() -> None:
     assert seq.lease.may_reuse
 
 
-def test_who_scores() -> None:
+def test_only_the_first_sample_scores_the_prompt() -> None:
     assert sequence(1, 10).scores_prompt
     assert not sequence(1, 10, scored=False).scores_prompt
     assert not sequence(1, 10, sample_index=1).scores_prompt
@@ -135,7 +93,7 @@ def test_who_scores() -> None:
     waiting=st.lists(st.tuples(st.integers(1, 600), st.booleans()), max_size=5),
     budget=st.integers(16, 2048),
 )
-def test_scored_tokens_of_a_step_are_few(
+def test_scored_tokens_per_step_are_limited(
     running: list[tuple[int, bool]], waiting: list[tuple[int, bool]], budget: int
 ) -> None:
     config = SchedulerConfig(max_batch_size=16, max_tokens_per_batch=budget, block_size=16)
@@ -160,45 +118,3 @@ def test_scored_tokens_of_a_step_are_few(
     for number, (length, scored) in enumerate(running + waiting):
         if not scored and left:
             assert output.num_tokens[number] == length
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    requests=st.lists(
-        st.tuples(st.integers(1, 40), st.integers(1, 3), st.integers(1, 12), st.booleans()),
-        min_size=1,
-        max_size=8,
-    ),
-    num_blocks=st.integers(14, 30),
-    ahead=st.integers(1, 3),
-    cache_type=st.sampled_from(CACHE_TYPES),
-)
-def test_random_traces_score_every_position(
-    requests: list[tuple[int, int, int, bool]],
-    num_blocks: int,
-    ahead: int,
-    cache_type: CacheType,
-) -> None:
-    replica = FakeReplica(num_blocks=num_blocks, steps_ahead=ahead, cache_type=cache_type)
-    wanted: dict[int, int] = {}
-    prompts: dict[int, tuple[list[int], int]] = {}
-    for number, (length, samples, max_tokens, scored) in enumerate(requests):
-        prompt = [number % 3, *range(length - 1)]
-        seq_ids = tuple(range(10 * number, 10 * number + samples))
-        replica.add(
-            prompt,
-            request_id=str(number),
-            seq_ids=seq_ids,
-            max_tokens=max_tokens,
-            prompt_logprobs=0 if scored else None,
-        )
-        prompts |= dict.fromkeys(seq_ids, (prompt, max_tokens))
-        if scored:
-            wanted[seq_ids[0]] = length
-    replica.run()
-    replica.check()
-    for seq_id, (prompt, max_tokens) in prompts.items():
-        assert replica.outputs[seq_id] == expected(prompt, max_tokens)
-    computed = scored_positions(replica.log)
-    for seq_id, length in wanted.items():
-        assert set(range(length)) <= computed[seq_id]

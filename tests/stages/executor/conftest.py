@@ -29,7 +29,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def results(pytestconfig: pytest.Config) -> Iterator[Results]:
-    """Takes what the tests measure; `--write-docs` writes it to docs/models.md at the end."""
+    """Collects the tests' measurements; `--write-docs` writes them to docs/models.md at the end."""
     collected = Results()
     yield collected
     if pytestconfig.getoption("--write-docs"):

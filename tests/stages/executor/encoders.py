@@ -1,4 +1,4 @@
-"""Small random models that make embeddings and generate nothing, of several architectures."""
+"""Small random embedding models of several architectures."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ REFUSED = {
     "lfm2": "don't go through Transformers' attention interface",
     "llama4_text": "is neither causal nor a sliding window",
 }
-"""Kinds of models that are refused at load, and a part of what the refusal says."""
+"""Kinds of models that are refused at load, and a part of the error's sentence."""
 
 _REFUSED_ONCE_BUILT: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},

@@ -1,4 +1,4 @@
-"""Makes plans by hand: block tables are dealt out once, and nothing is ever freed."""
+"""Plans made by hand: block tables are allocated once and never freed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nano_inference.bus.messages import NewSequence, RequestInfo, SequenceSpec, 
 from nano_inference.config import SamplingParams
 from nano_inference.stages.executor import ExecutorCore
 
-INFO = RequestInfo("request", "1-0", "model", 1, False, (), 1, "", "", 0)
+INFO = RequestInfo("request", "1-0")
 
 
 def new_sequence(
@@ -36,7 +36,7 @@ def new_sequence(
 
 
 def step_plan(step_id: int = 1, **parts: object) -> StepPlan:
-    """A plan that does nothing but what `parts` says. `rows` is {seq_id: num_tokens}."""
+    """A plan of `parts` alone. `rows` is {seq_id: num_tokens}."""
     rows: dict[int, int] = parts.pop("rows", {})  # type: ignore[assignment]
     fields: dict[str, object] = {
         "new": (),

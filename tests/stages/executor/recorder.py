@@ -1,4 +1,4 @@
-"""Records what a function does to tensors and replays it, on CPU, as CUDA graphs do on CUDA."""
+"""Records a function's tensor operations and replays them, on CPU, as CUDA graphs do on CUDA."""
 
 from __future__ import annotations
 

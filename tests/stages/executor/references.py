@@ -103,7 +103,7 @@ def make_prompts(name: str) -> list[list[list[int]]]:
 
 
 def in_bfloat16(model: Any, attention: str) -> Any | None:
-    """The model rounded to bfloat16; None where it has no such attention of Transformers' own."""
+    """The model rounded to bfloat16; None if Transformers has no such attention for it."""
     rounded = copy.deepcopy(model).bfloat16()
     try:
         rounded.set_attn_implementation(attention)

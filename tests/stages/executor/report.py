@@ -1,4 +1,4 @@
-"""The tables of docs/models.md: written from what the tests measured, and held against them."""
+"""The tables of docs/models.md, written from the tests' measurements and compared with them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Results:
 
 
 def shown(value: float) -> str:
-    """A figure with two digits; nothing for 0, which stands for what there is not."""
+    """A figure with two digits; empty for 0."""
     if not value:
         return ""
     return f"{value:.1e}".replace("e-0", "e-") if value < 1e-3 else f"{value:.2g}"
@@ -79,7 +79,7 @@ FEATURE_HEADINGS = ["", "heads : KV heads", "window", "soft cap", "sinks", "expe
 
 @cache
 def features(name: str) -> tuple[str, ...]:
-    """A row of the table of features, read from the model and not from what we think of it."""
+    """A row of the table of features, read from the model."""
     model = make_model(name)
     config = model.config
     layers = wrap_model(model, 64).layers
@@ -104,7 +104,7 @@ REFUSED_HEADINGS = ["`model_type`", "what the refusal says"]
 
 
 def refused_rows() -> list[tuple[str, str]]:
-    """The kinds of models that are refused, by what the refusal says."""
+    """The kinds of refused models, by the error's sentence."""
     by_reason: dict[str, list[str]] = {}
     for kind, reason in REFUSED.items():
         by_reason.setdefault(reason, []).append(f"`{kind}`")

@@ -62,7 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("graphs", [True, False])
-def test_ahead_gives_what_one_step_at_a_time_gives(
+def test_steps_in_flight_equal_one_step_at_a_time(
     model: LoadedModel, kind: str, graphs: bool
 ) -> None:
     def run(lane: DraftingLane) -> dict[int, list[Row]]:
@@ -87,7 +87,7 @@ def test_ahead_gives_what_one_step_at_a_time_gives(
 def test_launching_reads_no_token(
     model: LoadedModel, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the device took its time: nothing that a launch does may ask for a result."""
+    """Simulate a slow device: a launch may not wait for a result."""
     core = make_core(model, graphs=graphs)
     arrived: set[Readback] = set()
     numbers = Readback.numbers

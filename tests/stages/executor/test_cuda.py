@@ -86,7 +86,7 @@ def test_a_dense_model_s_steps_are_recorded() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_graphs_change_nothing_in_half_precision(dtype: torch.dtype) -> None:
+def test_graphs_keep_the_results_in_half_precision(dtype: torch.dtype) -> None:
     """The same kernels on the same numbers, except that padding may choose others."""
     model = on_cuda("qwen2", dtype)
     with_graphs, without = run(make_core(model)), run(make_core(model, graphs=False))

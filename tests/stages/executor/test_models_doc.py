@@ -1,4 +1,4 @@
-"""docs/models.md says what the tests hold: no architecture, property or refusal more or less.
+"""docs/models.md lists exactly the architectures, properties and refusals of the tests.
 
 `make docs` writes it anew.
 """

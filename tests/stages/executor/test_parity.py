@@ -170,7 +170,7 @@ def run_and_compare(name: str, run: Run, model: LoadedModel, new_tokens: int) ->
 
 
 def check_that_it_happened(run: Run, answers: list[Answer], counts: Counts) -> None:
-    """A run that never was in chunks, or never preempted, would show nothing."""
+    """The run had chunks and preemptions."""
     # Half of the second prompt is the first one's: it ends within a block of 16.
     assert [answer.num_cached for answer in answers[:2]] == [0, PROMPT_LENGTHS[0] // 2]
     if run.chunks:

@@ -82,7 +82,7 @@ def test_samples_share_passes(model: ReferenceModel, lengths: list[int], wanted:
     assert found == alone, "the bits depend on no neighbour"
 
 
-def test_an_abandoned_iteration_leaves_nothing_behind(model: ReferenceModel) -> None:
+def test_an_abandoned_iteration_leaves_no_state(model: ReferenceModel) -> None:
     (wanted,) = passes(model, sample(1, 9))
     given_up = model.score([sample(0, 90)])
     assert next(given_up) == ()

@@ -159,7 +159,7 @@ def test_counts_are_taken_once_per_source_and_position() -> None:
     ]
 
 
-def test_positions_add_up_to_what_was_accepted() -> None:
+def test_positions_add_up_to_the_accepted_tokens() -> None:
     counts = DraftCounts(("suffix",))
     counts.add([draft("suffix", 16, accepted) for accepted in range(17)])
     (found,) = counts.take()

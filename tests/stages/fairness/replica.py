@@ -1,4 +1,4 @@
-"""A replica for the fairness core: places, in which each step gives every sequence a token."""
+"""A replica for the fairness core: each step gives every running sequence a token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .requests import request
 
 
 class StepReplica:
-    """Batching and executor as fairness sees them. Lengths of completions are given by request.
+    """Batching and executor, as fairness sees them.
 
     Attributes:
         now_ns: The time; each step takes `step_ns`.
-        service: What each tenant was served, at its price and weight, by the replica's own count.
+        service: Each tenant's service, at its price and weight, by the replica's own count.
         started: When each request first ran.
         starts: Requests in the order in which sequences of theirs got a place, each time.
         made: Tokens of each sequence.

@@ -85,7 +85,7 @@ def test_more_samples_than_credits_leave_in_parts() -> None:
     assert core.credits == 7
 
 
-def test_dispatch_passes_on_what_is_predicted_and_who_may_learn() -> None:
+def test_a_dispatch_keeps_prediction_and_cache_scope() -> None:
     core = FairnessCore(FairnessConfig())
     sent = msgspec.structs.replace(
         request("it"), prediction=(5, 6), cache_scope=CacheScope("t", "s")
@@ -96,20 +96,20 @@ def test_dispatch_passes_on_what_is_predicted_and_who_may_learn() -> None:
     assert (dispatch.prediction, dispatch.cache_scope) == ((5, 6), CacheScope("t", "s"))
 
 
-def test_dispatch_tells_how_long_it_waited() -> None:
+def test_a_dispatch_has_the_time_spent_waiting() -> None:
     _, message = popped(filled(("a", 0, 3)), 5 * SECOND)
-    (held,) = message.info.stages
+    held = message.info.queued
     assert held == StageTime(stage="fairness", start_ns=3 * SECOND, end_ns=5 * SECOND)
 
 
-def test_cancel_of_an_untouched_request_vouches_for_it() -> None:
+def test_cancelling_a_waiting_request_says_that_it_has_not_started() -> None:
     core = filled(("a", 0, 0), ("b", 0, 1))
     assert core.cancel(cancel("a")).unstarted
     assert drain(core) == ["b"]
     assert core.num_queued == 0
 
 
-def test_cancel_of_a_partly_dispatched_request_does_not() -> None:
+def test_cancelling_a_partly_dispatched_request_does_not() -> None:
     core = FairnessCore(FairnessConfig())
     core.push(request("a", samples=4), 0)
     grant(core, 2)
@@ -137,7 +137,7 @@ def test_expired_requests_leave_the_queue() -> None:
     assert core.expire(100) == []
 
 
-def test_new_settings_reorder_those_who_wait() -> None:
+def test_new_settings_reorder_waiting_requests() -> None:
     core = filled(("old", 0, 0), ("new", 1, 3), aging_s=2.0)
     core.configure(FairnessConfig(aging_s=10.0))
     assert drain(core) == ["new", "old"]
@@ -165,7 +165,7 @@ def test_every_sequence_is_dispatched_once_and_equals_leave_in_order(
     assert ranks == sorted(ranks)
 
 
-def test_what_is_left_of_dispatched_and_cancelled_requests_is_bounded() -> None:
+def test_stale_entries_are_bounded() -> None:
     core = FairnessCore(FairnessConfig())
     core.push(request("stays", priority=-1000), 0, deadline_ns=10**18)
     for i in range(2000):

@@ -1,4 +1,4 @@
-"""A decision takes as many operations with ten thousand requests that wait as with a hundred."""
+"""A decision takes as many operations with ten thousand waiting requests as with a hundred."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def calls_per_decision(config: FairnessConfig, requests: int, tenants: int) -> f
 
 
 @pytest.mark.parametrize("config", SETTINGS.values(), ids=SETTINGS)
-def test_operations_of_a_decision_do_not_grow_with_what_waits(config: FairnessConfig) -> None:
+def test_operations_of_a_decision_do_not_grow_with_the_queue(config: FairnessConfig) -> None:
     few = calls_per_decision(config, 100, 10)
     many = calls_per_decision(config, 10_000, 10)
     tenants = calls_per_decision(config, 10_000, 1000)

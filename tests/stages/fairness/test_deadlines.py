@@ -1,8 +1,9 @@
-"""Deadlines: who is urgent, and who can't be done in time any more."""
+"""Deadlines: the order of requests, and requests that can't be done in time."""
 
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from nano_inference.bus.messages import Credit
 from nano_inference.config import FairnessConfig, SamplingParams
@@ -34,7 +35,7 @@ def test_by_default_the_order_is_that_of_arrival() -> None:
     assert drain(core, 3) == ["late", "soon"]
 
 
-def test_without_a_deadline_nobody_is_passed_for_ever() -> None:
+def test_a_request_without_a_deadline_starts() -> None:
     core = FairnessCore(EDF)
     core.push(request("undated"), 0)
     now = 0
@@ -48,7 +49,7 @@ def test_without_a_deadline_nobody_is_passed_for_ever() -> None:
     assert now >= UNDATED_NS - 6 * SECOND, "until then the urgent ones went first"
 
 
-def test_the_order_can_be_changed_while_they_wait() -> None:
+def test_the_order_can_change_while_requests_wait() -> None:
     core = FairnessCore(FairnessConfig())
     core.push(request("late"), 0, deadline_ns=20 * SECOND)
     core.push(request("soon"), 1, deadline_ns=5 * SECOND)
@@ -60,8 +61,8 @@ def test_the_order_can_be_changed_while_they_wait() -> None:
 @pytest.mark.parametrize(
     ("budget_ns", "runs"), [(49 * 10**7, False), (51 * 10**7, True), (None, True)]
 )
-def test_what_can_not_be_done_in_time_never_runs(budget_ns: int | None, runs: bool) -> None:
-    """100 tokens at 10 ms a step; half of that is allowed for what an emptier batch gains."""
+def test_hopeless_requests_never_run(budget_ns: int | None, runs: bool) -> None:
+    """100 tokens at 10 ms a step; a step may take half of that in an emptier batch."""
     core = FairnessCore(FairnessConfig())
     core.absorb(Credit(1, steps=((9,),), step_ns=10_000_000), 0)
     core.push(request("it", sampling=ENDLESS), 0, deadline_ns=budget_ns)
@@ -87,8 +88,8 @@ def test_what_can_not_be_done_in_time_never_runs(budget_ns: int | None, runs: bo
         (99, 125_000_000, True),
     ],
 )
-def test_drafted_tokens_make_more_possible(own: int | None, budget_ns: int, runs: bool) -> None:
-    """100 tokens, of which a step makes four where three are drafted."""
+def test_drafts_shorten_the_least_time(own: int | None, budget_ns: int, runs: bool) -> None:
+    """100 tokens; a step makes up to four with three drafts."""
     core = FairnessCore(FairnessConfig(), max_draft_tokens=3)
     core.absorb(Credit(1, steps=((9,),), step_ns=10_000_000), 0)
     sampling = SamplingParams(max_tokens=100, max_draft_tokens=own)
@@ -96,14 +97,14 @@ def test_drafted_tokens_make_more_possible(own: int | None, budget_ns: int, runs
     assert drain(core, 0) == (["it"] if runs else [])
 
 
-def test_nothing_is_hopeless_before_a_step_was_seen() -> None:
+def test_nothing_is_hopeless_before_the_first_step() -> None:
     core = FairnessCore(FairnessConfig())
     core.push(request("it", sampling=ENDLESS), 0, deadline_ns=1)
     grant(core, 1)
     assert drain(core) == ["it"]
 
 
-def test_it_can_be_switched_off() -> None:
+def test_expiring_hopeless_requests_can_be_switched_off() -> None:
     core = FairnessCore(FairnessConfig(expire_hopeless=False))
     core.absorb(Credit(1, steps=((9,),), step_ns=10_000_000), 0)
     core.push(request("it", sampling=ENDLESS), 0, deadline_ns=10_000_000)
@@ -111,19 +112,22 @@ def test_it_can_be_switched_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "number"),
+    ("sampling", "has_stop_strings", "number"),
     [
-        (SamplingParams(max_tokens=100), 100),
-        (SamplingParams(max_tokens=100, stop_token_ids=frozenset({3})), 1),
-        (SamplingParams(max_tokens=100, stop=("x",)), 1),
-        (SamplingParams(max_tokens=100, stop=("x",), min_tokens=20), 20),
+        (SamplingParams(max_tokens=100), False, 100),
+        (SamplingParams(max_tokens=100, stop_token_ids=frozenset({3})), False, 1),
+        (SamplingParams(max_tokens=100), True, 1),
+        (SamplingParams(max_tokens=100, min_tokens=20), True, 20),
     ],
 )
-def test_only_tokens_that_must_come_count(sampling: SamplingParams, number: int) -> None:
-    assert least_tokens(sampling) == number
+def test_least_tokens_of_a_sample(
+    sampling: SamplingParams, has_stop_strings: bool, number: int
+) -> None:
+    admitted = request("it", sampling=sampling)
+    assert least_tokens(replace(admitted, has_stop_strings=has_stop_strings)) == number
 
 
-def test_the_pace_forgets_what_was_fast_long_ago() -> None:
+def test_the_fastest_step_is_forgotten_after_two_windows() -> None:
     pace = FastestStep()
     assert pace.least_step_ns == 0
     pace.add(10)

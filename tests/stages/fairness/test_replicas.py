@@ -1,4 +1,4 @@
-"""Several replicas behind one queue: where a request goes, and replicas that come."""
+"""Several replicas behind one queue: the choice of a replica, and replicas that join."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = tuple(range(5 * CHUNK_TOKENS))
 
 
 def replica(name: str, credits: int = 1, load: int = 0, prefix: int = 0) -> Replica:
-    """A replica with so many credits and sequences, that was sent so much of the prompt."""
+    """A replica with credits, running sequences, and a cached prefix of the prompt."""
     made = Replica(name)
     made.credits = credits
     made.running = dict.fromkeys(range(load))  # type: ignore[arg-type]
@@ -42,7 +42,7 @@ def test_the_longest_prefix_then_the_least_load(
     assert (chosen.name if chosen else None) == wanted
 
 
-def test_a_replica_takes_part_from_its_first_credit_on() -> None:
+def test_a_replica_gets_requests_from_its_first_credit_on() -> None:
     core = FairnessCore(FairnessConfig())
     core.absorb(Credit(1), 0, "west")
     for number in range(3):
@@ -66,7 +66,7 @@ def test_requests_that_share_a_prompt_go_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("keeps_cache", [True, False])
-def test_after_a_failure_requests_go_where_their_prompt_still_is(keeps_cache: bool) -> None:
+def test_after_a_failure_requests_go_where_their_prompt_is_cached(keeps_cache: bool) -> None:
     core = FairnessCore(FairnessConfig(), replicas=2)
     core.absorb(Credit(8), 0, "west")
     core.push(request("first", prompt=PROMPT), 0)
@@ -93,8 +93,8 @@ def test_a_cancellation_goes_to_every_replica_that_has_a_part() -> None:
     assert len(core.replicas_of("unknown")) == 1, "any one passes it on to streaming"
 
 
-def test_what_waits_for_a_full_replica_keeps_no_other_replica_idle() -> None:
-    """What made room goes on where it was; places elsewhere go to those that wait behind it."""
+def test_a_sequence_waiting_for_a_full_replica_leaves_no_other_idle() -> None:
+    """A paused sequence resumes on its replica; places elsewhere go to requests behind it."""
     core = FairnessCore(FairnessConfig(max_timeslice_tokens=4))
     core.absorb(Credit(1, kv_free=10**9), 0, "west")
     core.push(request("a", tenant="a"), 0)
@@ -115,14 +115,14 @@ def test_what_waits_for_a_full_replica_keeps_no_other_replica_idle() -> None:
     assert len(core._replicas["east"].running) == 1
     assert core.pop(9) is None
     (running,) = core.ask_to_pause(10)
-    assert (running.replica, running.spec.seq_id) == ("west", second), "for what goes on there"
+    assert (running.replica, running.spec.seq_id) == ("west", second), "for what resumes there"
     core.absorb(Credit(1, paused=(second,), kv_free=10**9), 11, "west")
     dispatched = core.pop(12)
     assert dispatched is not None
     assert (dispatched.replica, dispatched.request.info.request_id) == ("west", "a")
 
 
-def test_what_made_room_goes_on_where_it_was() -> None:
+def test_a_paused_sequence_resumes_on_its_replica() -> None:
     core = FairnessCore(FairnessConfig(enable_preemption=True))
     for name in ("west", "east"):
         core.absorb(Credit(1), 0, name)
@@ -142,7 +142,7 @@ def test_what_made_room_goes_on_where_it_was() -> None:
     assert dispatched.message == ResumeSequences((running.spec.seq_id,), dispatched.message.rank)
 
 
-def test_the_index_is_bounded_and_forgets_what_was_used_longest_ago() -> None:
+def test_the_prefix_index_is_bounded_and_forgets_the_least_recently_used() -> None:
     index = PrefixIndex(most_tokens=4 * CHUNK_TOKENS)
     first, second = (
         prefix_chain(PROMPT[:192], DEFAULT_SCOPE),
@@ -156,7 +156,7 @@ def test_the_index_is_bounded_and_forgets_what_was_used_longest_ago() -> None:
     assert index.match(first) == 0, "its beginning is gone, and so all of it"
 
 
-def test_salts_share_nothing() -> None:
+def test_cache_scopes_share_no_prefix() -> None:
     index = PrefixIndex()
     index.add(prefix_chain(PROMPT, CacheScope(salt="mine")))
     assert index.match(prefix_chain(PROMPT, CacheScope(salt="mine"))) == len(PROMPT)
@@ -164,7 +164,7 @@ def test_salts_share_nothing() -> None:
 
 
 def sent(core: FairnessCore, *, swap: bool = False) -> list[tuple[str, str]]:
-    """(replica, request) of what is dispatched now, or the other way round."""
+    """(replica, request) of all dispatches now, or swapped."""
     found = []
     while (dispatched := core.pop(10)) is not None:
         assert isinstance(dispatched.message, Dispatch)

@@ -14,11 +14,11 @@ from nano_inference.stages.fairness import FairnessCore
 from nano_inference.stages.fairness.queue import IDLE_KEPT
 
 from .replica import StepReplica
-from .requests import SECOND, cancel, drain, grant, request
+from .requests import SECOND, cancel, drain, grant, request, served
 
 
 def keep_busy(replica: StepReplica, tenant: str, tokens: int, prompt: int) -> None:
-    """Sees to it that a tenant always has something that waits, even if it gets all places."""
+    """Keep requests of a tenant waiting, even if it gets all places."""
     number = 0
     while num_waiting(replica, tenant) <= replica.places:  # the first ones may find a place at once
         name = f"{tenant}-{replica.steps}-{number}"
@@ -68,8 +68,8 @@ def test_idleness_is_not_saved_up() -> None:
     )
 
 
-def test_a_debt_is_not_lost_by_a_pause() -> None:
-    """Who was served far ahead, leaves and comes back, is still ahead."""
+def test_idling_does_not_pay_a_debt() -> None:
+    """A tenant that was served far ahead, leaves and comes back, is still ahead."""
     core = FairnessCore(FairnessConfig())
     core.push(request("first", tenant="greedy"), 0)
     core.push(request("other-0", tenant="other"), 0)
@@ -83,20 +83,20 @@ def test_a_debt_is_not_lost_by_a_pause() -> None:
     assert drain(core) == ["other-0", "other-1", "again"]
 
 
-def test_prompts_are_charged_by_what_they_took() -> None:
+def test_prompts_are_charged_by_computed_tokens() -> None:
     core = FairnessCore(FairnessConfig(prefill_weight=1.0, decode_weight=2.0))
     core.push(request("a", prompt=(1,) * 100, samples=2), 0)
     core.push(request("b", tenant="other"), 0)
     grant(core, 2)
     assert drain(core) == ["a"]
-    assert core.served()[0, "default"] == 100, "the whole prompt, once, before it ran"
+    assert served(core)[0, "default"] == 100, "the whole prompt, once, before it ran"
     first, second = core._replicas[""].running
     core.absorb(Credit(0, started=((first, 40), (second, 1))), 0)
-    assert core.served()[0, "default"] == 41, "60 tokens were cached, and the samples share"
+    assert served(core)[0, "default"] == 41, "60 tokens were cached, and the samples share"
     core.absorb(Credit(0, steps=((first, second), (second,))), 0)
-    assert core.served()[0, "default"] == 41 + 2 * 3
+    assert served(core)[0, "default"] == 41 + 2 * 3
     core.absorb(Credit(0, started=((first, 55),)), 0)
-    assert core.served()[0, "default"] == 47, "computing again is not the tenant's doing"
+    assert served(core)[0, "default"] == 47, "computing again is not the tenant's doing"
     assert core.counts.recomputed_tokens == 54
 
 
@@ -185,7 +185,7 @@ def test_requests_are_conserved(
     locality: int,
     kv_free: int,
 ) -> None:
-    """Each runs to its end once, whatever makes room for it; the cancelled never start again."""
+    """Each request finishes once, with any pauses; cancelled requests never start again."""
     config = FairnessConfig(
         max_timeslice_tokens=slice_tokens,
         tenant_timeslice_tokens=tenant_slice_tokens,
@@ -209,7 +209,7 @@ def test_requests_are_conserved(
     assert not core._of_request
 
 
-def test_tenants_that_are_gone_are_forgotten() -> None:
+def test_idle_tenants_are_forgotten() -> None:
     replica = StepReplica(places=2)
     for number in range(4 * IDLE_KEPT):
         replica.submit(f"r{number}", 2, tenant=f"tenant-{number}")
@@ -239,7 +239,7 @@ def test_a_cached_prefix_goes_first_only_within_the_margin() -> None:
     assert drain(core) == ["cold"], "a is 800 ahead, which is beyond the margin"
 
 
-def test_within_equals_the_longest_waiting_turn_goes_first() -> None:
+def test_a_backlog_does_not_age_its_class() -> None:
     """A class ages by its tenants' waiting; the length of one tenant's queue counts for nothing."""
     core = FairnessCore(FairnessConfig(aging_s=2.0))
     for number in range(100):

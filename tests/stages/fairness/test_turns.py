@@ -1,4 +1,4 @@
-"""Time slices and preemption: who makes room for whom, and who never does."""
+"""Time slices and preemption: which sequences pause for which requests."""
 
 from __future__ import annotations
 
@@ -12,34 +12,65 @@ from nano_inference.stages.fairness import FairnessCore
 from nano_inference.stages.fairness.replicas import KEPT_SHARE
 
 from .replica import StepReplica
-from .requests import SECOND, cancel, drain, grant, request
+from .requests import SECOND, cancel, drain, grant, request, served
 
 SLICES = FairnessConfig(max_timeslice_tokens=4)
 PREEMPT = FairnessConfig(enable_preemption=True)
 
 
-def test_off_by_default() -> None:
-    replica = StepReplica(places=1)
-    replica.submit("long", 50)
-    replica.submit("urgent", 1, priority=100)
-    replica.run()
-    assert replica.finished == ["long", "urgent"]
-    assert replica.core.counts.preemptions == replica.core.counts.yields == 0
-
-
-def test_a_short_request_passes_a_long_one_after_its_slice() -> None:
-    replica = StepReplica(SLICES, places=1)
-    replica.submit("long", 50)
+@pytest.mark.parametrize(
+    ("config", "running", "arriving", "passes"),
+    [
+        (FairnessConfig(), 0, 100, False),  # both are off by default
+        (SLICES, 0, 0, True),
+        (SLICES, 1, 0, False),  # no slice ends for a lower priority
+        (SLICES, 5, 5, False),  # high priorities have no slices
+        (PREEMPT, 0, 4, False),  # only high priorities preempt
+        (PREEMPT, 4, 4, False),
+        (PREEMPT, 5, 9, False),  # only low priorities are preempted
+        (PREEMPT, 4, 5, True),
+    ],
+)
+def test_priorities_that_pass_a_running_sequence(
+    config: FairnessConfig, running: int, arriving: int, passes: bool
+) -> None:
+    replica = StepReplica(config, places=1)
+    replica.submit("running", 20, priority=running)
     replica.step(2)
-    replica.submit("short", 2)
+    replica.submit("arriving", 2, priority=arriving)
     replica.run()
-    assert replica.finished == ["short", "long"]
-    assert replica.started["short"] == 4 * replica.step_ns, "when four tokens were made"
-    assert (replica.core.counts.yields, replica.core.counts.resumes) == (1, 1)
+    assert replica.finished == ["arriving", "running"][:: 1 if passes else -1]
+    counts = replica.core.counts
+    assert (counts.yields, counts.preemptions) == (
+        passes and config is SLICES,
+        passes and config is PREEMPT,
+    )
+    assert counts.resumes == passes
+    if passes and config is SLICES:
+        assert replica.started["arriving"] == 4 * replica.step_ns, "after four tokens"
 
 
-def test_tokens_of_one_step_count_each_for_the_slice_and_the_service() -> None:
-    """A step may name a sequence several times, once for each token that it got."""
+@pytest.mark.parametrize("how", ["cancel", "stop"])
+def test_a_paused_sequence_can_end(how: str) -> None:
+    """By a cancellation, or by a stop string in its output."""
+    replica = StepReplica(PREEMPT, places=1)
+    replica.submit("low", 50)
+    replica.step(2)
+    replica.submit("urgent", 5, priority=9)
+    replica.step(1)
+    (seq_id,) = replica.paused
+    if how == "cancel":
+        assert not replica.core.cancel(cancel("low")).unstarted, "it has run"
+    replica.core.absorb(Credit(0, ended=(seq_id,)), replica.now_ns)
+    replica.paused.clear()
+    replica.run()
+    assert replica.finished == ["urgent"]
+    assert (replica.core.num_queued, replica.core.num_paused, replica.core.credits) == (0, 0, 1)
+    assert not replica.core._queue.classes()
+
+
+def test_each_token_of_a_step_counts_for_slice_and_service() -> None:
+    """A step names a sequence once for each token that it got."""
     core = FairnessCore(SLICES)
     core.push(request("long", tenant="a"), 0)
     core.push(request("other", tenant="b"), 0)
@@ -50,20 +81,20 @@ def test_tokens_of_one_step_count_each_for_the_slice_and_the_service() -> None:
         for replica in core._replicas.values()
         for running in replica.running.values()
     )
-    before = core.served()
+    before = served(core)
     core.absorb(Credit(0, steps=((*[long.spec.seq_id] * 3, other.spec.seq_id),)), 1)
-    after = core.served()
+    after = served(core)
     gained = {tenant: after[0, tenant] - before[0, tenant] for tenant in ("a", "b")}
     assert gained["a"] == 3 * gained["b"] > 0
     assert (long.in_slice, other.in_slice) == (3, 1)
     core.push(request("waits", tenant="c"), 2)
-    assert core.ask_to_pause(2) == [], "three of four"
+    assert core.ask_to_pause(2) == [], "three tokens of four"
     core.absorb(Credit(0, steps=((long.spec.seq_id,) * 2,), kv_free=10_000), 3)
     assert core.ask_to_pause(3) == [long]
     assert core.counts.tokens[0] == 6
 
 
-def test_nobody_makes_room_for_nobody() -> None:
+def test_no_slice_ends_while_nothing_waits() -> None:
     replica = StepReplica(SLICES, places=2)
     replica.submit("a", 50)
     replica.submit("b", 50)
@@ -71,7 +102,7 @@ def test_nobody_makes_room_for_nobody() -> None:
     assert replica.core.counts.yields == 0
 
 
-def test_a_slice_that_is_used_up_ends_as_soon_as_somebody_waits() -> None:
+def test_a_used_up_slice_ends_as_soon_as_a_request_waits() -> None:
     replica = StepReplica(SLICES, places=1)
     replica.submit("long", 50)
     replica.step(20)
@@ -81,9 +112,7 @@ def test_a_slice_that_is_used_up_ends_as_soon_as_somebody_waits() -> None:
 
 
 @pytest.mark.parametrize(("kv_free", "yields"), [(80, False), (130, True)])
-def test_no_slice_ends_where_going_on_would_have_to_compute_all_again(
-    kv_free: int, yields: bool
-) -> None:
+def test_no_slice_ends_where_its_kv_would_be_evicted(kv_free: int, yields: bool) -> None:
     replica = StepReplica(SLICES, places=1, kv_free=kv_free)
     replica.submit("long", 10, prompt=(1,) * 10)
     replica.submit("short", 2)
@@ -91,7 +120,7 @@ def test_no_slice_ends_where_going_on_would_have_to_compute_all_again(
     assert (replica.finished[0] == "short") is yields
 
 
-def test_those_that_paused_get_a_share_of_the_free_cache_and_no_more() -> None:
+def test_paused_sequences_keep_at_most_a_share_of_the_free_cache() -> None:
     replica = StepReplica(SLICES, places=4, kv_free=480)
     for number in range(4):
         replica.submit(f"long-{number}", 40, prompt=(1,) * 10, tenant="a")
@@ -108,7 +137,7 @@ def test_those_that_paused_get_a_share_of_the_free_cache_and_no_more() -> None:
     assert own.paused_tokens == 0
 
 
-def test_who_gives_way_to_another_tenant_is_its_own_tenants_next() -> None:
+def test_a_sequence_paused_for_another_tenant_is_its_own_tenants_next() -> None:
     replica = StepReplica(SLICES, places=1)
     replica.submit("first", 30, tenant="a")
     replica.step()
@@ -120,22 +149,6 @@ def test_who_gives_way_to_another_tenant_is_its_own_tenants_next() -> None:
     assert replica.finished[0] == "guest"
     order = replica.starts
     assert order[:3] == ["first", "guest", "first"], "not behind what its tenant has waiting"
-
-
-def test_high_priorities_have_no_slices() -> None:
-    replica = StepReplica(SLICES, places=1)
-    replica.submit("long", 20, priority=5)
-    replica.submit("short", 2, priority=5)
-    replica.run()
-    assert replica.finished == ["long", "short"]
-
-
-def test_no_slice_ends_for_a_lower_priority() -> None:
-    replica = StepReplica(SLICES, places=1)
-    replica.submit("long", 20, priority=1)
-    replica.submit("lower", 2, priority=0)
-    replica.run()
-    assert replica.finished == ["long", "lower"]
 
 
 def test_no_slice_ends_for_a_tenant_that_was_served_more() -> None:
@@ -151,7 +164,7 @@ def test_no_slice_ends_for_a_tenant_that_was_served_more() -> None:
     assert replica.made[replica._requests["modest"].sequences[0].seq_id] >= 50, "it runs on"
 
 
-def test_a_full_batch_makes_room_for_high_priority_at_once() -> None:
+def test_a_high_priority_preempts_in_a_full_batch_at_once() -> None:
     replica = StepReplica(PREEMPT, places=2)
     replica.submit("low-0", 50)
     replica.submit("low-1", 50, priority=1)
@@ -165,15 +178,6 @@ def test_a_full_batch_makes_room_for_high_priority_at_once() -> None:
     assert (replica.core.counts.preemptions, replica.core.counts.resumes) == (1, 1)
 
 
-@pytest.mark.parametrize(("running", "arriving"), [(0, 4), (5, 9), (4, 4)])
-def test_only_high_priority_preempts_and_only_low_is_preempted(running: int, arriving: int) -> None:
-    replica = StepReplica(PREEMPT, places=1)
-    replica.submit("running", 10, priority=running)
-    replica.submit("arriving", 1, priority=arriving)
-    replica.run()
-    assert replica.finished == ["running", "arriving"]
-
-
 def test_only_strictly_lower_effective_priority_is_preempted() -> None:
     replica = StepReplica(PREEMPT, places=1)
     replica.submit("first", 1100)
@@ -185,7 +189,7 @@ def test_only_strictly_lower_effective_priority_is_preempted() -> None:
     assert replica.finished == ["first", "waited", "urgent"]
 
 
-def test_of_equals_the_last_one_dispatched_goes() -> None:
+def test_of_equals_the_last_dispatched_is_preempted() -> None:
     replica = StepReplica(PREEMPT, places=3)
     for number in range(3):
         replica.submit(f"low-{number}", 50)
@@ -195,7 +199,7 @@ def test_of_equals_the_last_one_dispatched_goes() -> None:
     assert list(replica.paused) == [replica._requests["low-2"].sequences[0].seq_id]
 
 
-def test_as_many_pause_as_are_needed_and_no_more() -> None:
+def test_only_as_many_sequences_pause_as_wait() -> None:
     replica = StepReplica(PREEMPT, places=4)
     for number in range(4):
         replica.submit(f"low-{number}", 50)
@@ -206,7 +210,7 @@ def test_as_many_pause_as_are_needed_and_no_more() -> None:
     assert core.counts.preemptions == 2
 
 
-def test_until_room_is_made_nobody_else_is_asked() -> None:
+def test_no_other_sequence_is_asked_until_the_first_has_paused() -> None:
     core = FairnessCore(PREEMPT)
     grant(core, 3)
     for number in range(3):
@@ -217,7 +221,7 @@ def test_until_room_is_made_nobody_else_is_asked() -> None:
     assert core.ask_to_pause(2) == []
 
 
-def test_who_was_preempted_often_is_left_alone() -> None:
+def test_preemptions_of_a_sequence_are_limited() -> None:
     replica = StepReplica(FairnessConfig(enable_preemption=True, max_preemptions=3), places=1)
     replica.submit("low", 100)
     for number in range(20):
@@ -227,36 +231,6 @@ def test_who_was_preempted_often_is_left_alone() -> None:
     (times,) = replica.preemptions.values()
     assert times == 3
     assert replica.core.counts.preemptions == 3
-
-
-def test_cancelled_while_it_has_made_room() -> None:
-    replica = StepReplica(PREEMPT, places=1)
-    replica.submit("low", 50)
-    replica.step(2)
-    replica.submit("urgent", 5, priority=9)
-    replica.step(1)
-    (seq_id,) = replica.paused
-    assert not replica.core.cancel(cancel("low")).unstarted, "it has run"
-    replica.core.absorb(Credit(0, ended=(seq_id,)), replica.now_ns)
-    replica.paused.clear()
-    replica.run()
-    assert replica.finished == ["urgent"]
-    assert (replica.core.num_queued, replica.core.num_paused, replica.core.credits) == (0, 0, 1)
-    assert not replica.core._queue.classes()
-
-
-def test_ended_while_it_has_made_room() -> None:
-    """A stop string was found in what it had made."""
-    replica = StepReplica(PREEMPT, places=1)
-    replica.submit("low", 50)
-    replica.submit("urgent", 5, priority=9)
-    replica.step(1)
-    (seq_id,) = replica.paused
-    replica.core.absorb(Credit(0, ended=(seq_id,)), replica.now_ns)
-    replica.paused.clear()
-    replica.run()
-    assert replica.finished == ["urgent"]
-    assert replica.core.num_queued == 0
 
 
 def test_preemption_can_be_switched_on_while_others_run() -> None:
@@ -271,7 +245,7 @@ def test_preemption_can_be_switched_on_while_others_run() -> None:
 
 
 def test_the_lowest_priority_starts_within_the_age_bound_under_endless_load() -> None:
-    """With preemption: one place, and there is always a request of priority 10 that waits."""
+    """With preemption and one place, and a request of priority 10 always waiting."""
     replica = StepReplica(PREEMPT, places=1, step_ns=SECOND // 10)
     replica.submit("first", 3, priority=10)
     replica.submit("lowest", 3, priority=0)
@@ -284,7 +258,7 @@ def test_the_lowest_priority_starts_within_the_age_bound_under_endless_load() ->
     replica.run()
 
 
-def test_every_tenant_of_the_lowest_priority_has_its_turn() -> None:
+def test_every_tenant_of_the_lowest_priority_starts() -> None:
     """Ten tenants of priority 0 under endless priority 4: each starts after 8 s of waiting."""
     replica = StepReplica(places=2, step_ns=SECOND // 10)
     for number in range(10):
@@ -311,7 +285,7 @@ def test_every_tenant_of_the_lowest_priority_has_its_turn() -> None:
 def test_no_ping_pong(
     arrivals: list[tuple[int, int, int, int]], places: int, slice_tokens: int, cap: int
 ) -> None:
-    """Who makes room has gained a slice of tokens, or is one preemption nearer to its cap."""
+    """A paused sequence has made a slice of tokens, or is one preemption nearer to its cap."""
     config = FairnessConfig(
         max_timeslice_tokens=slice_tokens, enable_preemption=True, max_preemptions=cap
     )

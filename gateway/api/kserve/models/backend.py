@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ from .....kserve.tensors import (
     TensorSpec,
     text_tensor,
 )
-from .....pipeline.embedding import EmbeddedPrompt
+from .....pipeline.scoring import EmbeddedPrompt
 from .....text.tokenizer import prompt_too_long
 from ....server.http import FieldError, convert, decode_object
 from ....serving.embedding import EmbedCall, Prompt, embed_all
@@ -64,17 +64,10 @@ _FIXED_FOR_TEXT = {
 }
 
 
-class Sampling(NamedTuple):
-    """The number of samples, and the sampling parameters of each."""
-
-    n: int
-    params: SamplingParams
-
-
 def read_sampling(
     request: InferRequest, max_samples: int, *, text: bool = False, tops: bool = False
-) -> Sampling:
-    """Return a request's sampling parameters, which have vLLM's names.
+) -> tuple[int, SamplingParams]:
+    """Return a request's number of samples and sampling parameters, which have vLLM's names.
 
     Args:
         max_samples: The most samples.
@@ -105,7 +98,7 @@ def read_sampling(
             "several",
             code="too_many_prompts",
         )
-    return Sampling(fields.n, params)
+    return fields.n, params
 
 
 def unsupported(param: str, why: str) -> FieldError:
@@ -340,9 +333,17 @@ class EngineBackend:
         self._submissions = submissions
 
     async def request(
-        self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, stream: bool = False
+        self,
+        call: ModelCall,
+        prompt: Prompt,
+        sampling: tuple[int, SamplingParams],
+        *,
+        stream: bool = False,
     ) -> GenerateRequest:
         """Return the engine request of a call.
+
+        Args:
+            sampling: The number of samples, and their parameters.
 
         Raises:
             RequestError: A parameter has the wrong type, or the request is too large.
@@ -351,8 +352,8 @@ class EngineBackend:
             request_id=_new_id(),
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=None if isinstance(prompt, str) else prompt,
-            n=sampling.n,
-            sampling=sampling.params,
+            n=sampling[0],
+            sampling=sampling[1],
             stream=stream,
             priority=priority_of(call.request),
             tenant=call.origin.tenant,

@@ -137,11 +137,11 @@ class BestOfModel:
 
     def _read(self, request: InferRequest) -> tuple[int, int]:
         """The number of samples, and the most tokens of each."""
-        sampling = read_sampling(request, self._backend.max_samples)
-        if sampling.n != 1:
+        n, sampling = read_sampling(request, self._backend.max_samples)
+        if n != 1:
             param = f"{sampling_place(request)}.n"
             raise FieldError(
-                f"{param} is {shown(sampling.n)}; {BEST_OF} is the number of samples, of which one "
+                f"{param} is {shown(n)}; {BEST_OF} is the number of samples, of which one "
                 "is returned, so leave it out",
                 param=param,
                 code="invalid_n",
@@ -154,7 +154,7 @@ class BestOfModel:
                 f"{BEST_OF} is {samples}; it must be from 1 to {most} ({setting})",
                 code="invalid_n",
             )
-        return samples, sampling.params.max_tokens
+        return samples, sampling.max_tokens
 
     async def _best(self, call: ModelCall, samples: int, buffers: _Buffers) -> list[NamedTensor]:
         body = sampling_body(call.request) | {"n": samples}

@@ -22,7 +22,6 @@ from .backend import (
     STREAM,
     EngineBackend,
     SampleDelta,
-    Sampling,
     finish_reasons,
     flag_of,
     numbers,
@@ -225,15 +224,15 @@ class ScoreModel:
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
         backend = self._backend
-        given = read_sampling(call.request, 1, tops=True)
+        _, sampling = read_sampling(call.request, 1, tops=True)
         most = await backend.max_model_len()
         prompt, completion_ids = (
             token_ids_of(call.request, spec.name, most)
             for spec in (self.prompt_ids, self.completion_ids)
         )
         token_ids_to_score([prompt], [completion_ids])
-        (params,) = params_to_score(given.params, 1)
-        request = await backend.request(call, (*prompt, *completion_ids), Sampling(1, params))
+        (params,) = params_to_score(sampling, 1)
+        request = await backend.request(call, (*prompt, *completion_ids), (1, params))
         completion = await backend.complete(call, request)
         if completion.prompt_logprobs is None:
             raise EngineError(ENDED_EARLY.message, code=ENDED_EARLY.code)

@@ -1,4 +1,4 @@
-"""The loaded adapters, and what they add to the outputs of linear layers in a step.
+"""The loaded adapters, and their additions to the outputs of linear layers in a step.
 
 The layout of a step's tokens is computed once per step, not per layer. A layer then runs in one of
 two ways. One adapter after the other: each adapter's rows are multiplied with its two matrices. Or

@@ -63,7 +63,7 @@ def _bounds(context, split, splits, WINDOW: tl.constexpr):
 
 @triton.jit
 def _scores(query, keys, at, real, scale, softcap, WIDTH: tl.constexpr, SOFTCAP: tl.constexpr):
-    """`[query rows, keys]`: how well they match the keys `at`; those not `real` not at all."""
+    """`[query rows, keys]`: scores of the keys `at`; minus infinity where not `real`."""
     column = tl.arange(0, query.shape[1])
     key = tl.load(
         keys + at[None, :] * WIDTH + column[:, None],
@@ -136,7 +136,7 @@ def _attend_split(
         total = total * shrink + tl.sum(weights, 1)
         best = new_best
 
-    # Of splits that got nothing: no total, and minus infinity as the largest.
+    # Empty splits have no total, and minus infinity as the largest.
     at = (row * KV_HEADS * GROUP + head) * splits + split
     tl.store(largest + at, best, mask=real)
     tl.store(totals + at, total, mask=real)

@@ -40,7 +40,7 @@ class WeightLimits(NamedTuple):
 
     @property
     def header_bytes(self) -> int:
-        """The most bytes of a list of so many tensors."""
+        """The most bytes of a list of this number of tensors."""
         return _METADATA_BYTES + _ENTRY_BYTES * self.tensors
 
     def check_tensors(self, number: int) -> None:
@@ -121,7 +121,7 @@ def _trouble(tensor: Tensor) -> str:
 
 
 def _uncovered(tensor: Tensor) -> str:
-    """How much of a tensor its storage lacks; "" if nothing."""
+    """Describe the part of a tensor that its storage lacks; "" if none."""
     if not tensor.numel():
         return ""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)

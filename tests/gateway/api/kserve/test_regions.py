@@ -1,4 +1,4 @@
-"""Regions are separate by tenant, limited by request, and off by default."""
+"""TenantRegions are separate by tenant, limited by request, and off by default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from nano_inference.config import GatewayConfig, RequestError
 from nano_inference.config.temporary import SHARED_MEMORY
-from nano_inference.gateway.api.kserve.regions import Regions, RequestMemory
+from nano_inference.gateway.api.kserve.regions import RequestMemory, TenantRegions
 from nano_inference.gateway.server.http import status_of
 from nano_inference.kserve import shared_memory
 from nano_inference.kserve.pool import BufferPool
@@ -29,8 +29,8 @@ def pool() -> Iterator[BufferPool]:
 
 
 @pytest.fixture
-def here() -> Iterator[Regions]:
-    found = Regions(GatewayConfig(shared_memory=True, max_tensor_bytes=LIMIT))
+def here() -> Iterator[TenantRegions]:
+    found = TenantRegions(GatewayConfig(shared_memory=True, max_tensor_bytes=LIMIT))
     yield found
     found.close()
 
@@ -43,7 +43,7 @@ def refused(code: str, status: int, why: str | None = None) -> pytest.RaisesExc[
     )
 
 
-def test_tenants_are_separate(here: Regions, pool: BufferPool) -> None:
+def test_tenants_are_separate(here: TenantRegions, pool: BufferPool) -> None:
     with BufferPool(SIZE, 1) as other:
         here.register("r", pool.key, 0, SIZE, "a")
         here.register("r", other.key, 0, SIZE, "b")
@@ -66,7 +66,7 @@ def test_tenants_are_separate(here: Regions, pool: BufferPool) -> None:
             RequestMemory(here, "b").write(ALL, b"")
 
 
-def test_bytes_of_one_request_are_limited(here: Regions, pool: BufferPool) -> None:
+def test_bytes_of_one_request_are_limited(here: TenantRegions, pool: BufferPool) -> None:
     here.register("r", pool.key, 0, SIZE, "a")
     memory = RequestMemory(here, "a")
     memory.read(ALL)
@@ -84,7 +84,7 @@ def test_bytes_of_one_request_are_limited(here: Regions, pool: BufferPool) -> No
 
 
 def test_bytes_of_all_requests_are_limited(pool: BufferPool) -> None:
-    here = Regions(
+    here = TenantRegions(
         GatewayConfig(
             shared_memory=True,
             max_tensor_bytes=SIZE,
@@ -104,7 +104,7 @@ def test_bytes_of_all_requests_are_limited(pool: BufferPool) -> None:
 
 
 def test_nothing_is_registered_or_read_while_off(pool: BufferPool) -> None:
-    off = Regions(GatewayConfig())
+    off = TenantRegions(GatewayConfig())
     with refused("shared_memory_off", 403, "gateway.shared_memory"):
         off.register("r", pool.key, 0, SIZE, "a")
     memory = RequestMemory(off, "a")
@@ -118,7 +118,7 @@ def test_nothing_is_registered_or_read_while_off(pool: BufferPool) -> None:
 
 
 def test_all_tenants_together_have_a_limit(
-    here: Regions, pool: BufferPool, monkeypatch: pytest.MonkeyPatch
+    here: TenantRegions, pool: BufferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_memory, "MAX_REGIONS_OF_ALL", 3)
     for tenant in "abc":
@@ -135,7 +135,7 @@ def test_all_tenants_together_have_a_limit(
 
 
 def test_close_detaches_everything(pool: BufferPool) -> None:
-    here = Regions(GatewayConfig(shared_memory=True))
+    here = TenantRegions(GatewayConfig(shared_memory=True))
     before = len(os.listdir("/proc/self/fd"))
     for tenant in "ab":
         here.register("r", pool.key, 0, SIZE, tenant)

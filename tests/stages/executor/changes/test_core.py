@@ -1,4 +1,4 @@
-"""Weight updates and releases of memory, in whatever order things happen."""
+"""Weight updates and releases of memory, in any order of events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from nano_inference.stages.executor.runner.weights.transports.background import 
 from .world import World, place, values_at
 
 SECONDS = 10.0
-"""That an update may take."""
+"""The time limit of an update."""
 
 INDEX = st.integers(0, 1 << 16)
 IN_FLIGHT = st.sampled_from(["keep", "retract", "abort"])
@@ -44,7 +44,7 @@ TAGS = st.sampled_from([("weights",), ("kv_cache",), ("weights", "kv_cache")])
 
 
 def at(names: str, **changed: Any) -> UpdateWeights:
-    """Weights for these parameters, which are numbered when it is asked for them."""
+    """An update of these parameters, whose version is chosen when it is fetched."""
     return UpdateWeights(FolderWeights(names), **{"partial": True, "timeout_s": SECONDS, **changed})
 
 
@@ -85,16 +85,16 @@ SCRIPTS = st.one_of(
         ]
     ).map(lambda operation: [operation]),
 )
-"""Operations, one after the other."""
+"""Sequences of operations."""
 
 MOVES = ["ask", "job", "job", "told", "told", "message", "plan", "step", "result"] * 2 + ["epoch"]
 SEED = st.integers(0, 1 << 32)
 NUMBER = st.integers(1, 40)
-"""Of moves, which a seed chooses: hypothesis would rather choose the same ones again and again."""
+"""Seeds of random moves: hypothesis itself tends to repeat the same moves."""
 
 
 def move(world: World, kind: str, chance: Random, failing: float) -> None:
-    """Has something happen, if there is something that can."""
+    """Make one possible event happen, if any."""
     if kind == "job" and world.jobs:
         world.run_job(chance.randrange(len(world.jobs)), fails=chance.random() < failing)
     elif kind == "told" and world.results:
@@ -114,13 +114,13 @@ def move(world: World, kind: str, chance: Random, failing: float) -> None:
 
 @pytest.fixture(autouse=True)
 def no_trimming(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of so little need not go back to the system each time."""
+    """Return no freed memory to the system: it is too little."""
     monkeypatch.setattr(memory_module, "trim", lambda device: None)
 
 
 class Interleaved(RuleBasedStateMachine):
-    """One executor that is asked for everything at once, while jobs, plans and messages come to
-    their end in any order, stages fail and time passes."""
+    """One executor with many operations at once, while jobs, plans and messages end in any order,
+    stages fail and time passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Interleaved(RuleBasedStateMachine):
             assert (world.core.version, world.core.behind) == (0, record.version)
 
     def teardown(self) -> None:
-        """Nobody waits for ever, and nothing is left that is in the way of what comes next."""
+        """No operation waits for ever, and no leftover blocks the next one."""
         world = self.world
         while self.scripts:
             self.ask(Random(0))
@@ -212,15 +212,15 @@ class Interleaved(RuleBasedStateMachine):
 
 
 class Together(RuleBasedStateMachine):
-    """Two independent executors with the same updates, which the sender puts in place or drops in
-    both, as `update_together` does."""
+    """Two executors with the same updates, which the sender puts in place or drops in both, as
+    `update_weights_together` does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.worlds = World(), World()
-        # On its way to each executor: an operation, and the update that it belongs to.
+        # In flight to each executor: an operation and its update.
         self.inboxes: tuple[list[tuple[str, Any]], ...] = [], []
-        # Under which ids they are answered.
+        # The ids of their answers.
         self.asked: dict[tuple[str, type], list[str]] = {}
         self.number = 0
         self.open: list[str] = []
@@ -237,7 +237,7 @@ class Together(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(index=INDEX)
     def conclude(self, index: int) -> None:
-        """All have answered: they are to put it in place, or to drop it."""
+        """After all answers: have the update put in place, or dropped."""
         name = self.open[index % len(self.open)]
         answers = self.answers(name, UpdateWeights)
         if len(answers) == 2:
@@ -247,7 +247,7 @@ class Together(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(index=INDEX)
     def give_up(self, index: int) -> None:
-        """The sender leaves."""
+        """Stop the sender."""
         self.finish(self.open[index % len(self.open)], None)
 
     @precondition(lambda self: any(self.inboxes))
@@ -275,7 +275,7 @@ class Together(RuleBasedStateMachine):
         self.worlds[which].begin_epoch()
 
     def teardown(self) -> None:
-        """All have changed, or none has; and in the same order."""
+        """All have changed, or none has, and in the same order."""
         for name in list(self.open):
             self.give_up(self.open.index(name))
         for which, world in enumerate(self.worlds):
@@ -307,7 +307,7 @@ class Together(RuleBasedStateMachine):
         self.tell(name, FinishUpdate(name, version))
 
     def answers(self, name: str, kind: type) -> list[Answer]:
-        """Those that have come."""
+        """The answers so far."""
         asked = self.asked.get((name, kind), ["", ""])
         answers = (world.answers.get(each) for world, each in zip(self.worlds, asked, strict=True))
         return [answer for answer in answers if answer is not None]
@@ -328,7 +328,7 @@ def test_any_interleaving(machine: type[RuleBasedStateMachine], soak: bool) -> N
     )
 
 
-# --- one by one ---------------------------------------------------------------------------------
+# --- single cases -------------------------------------------------------------------------------
 
 
 def test_a_part_that_waited_has_only_the_rest_of_its_time() -> None:
@@ -378,7 +378,7 @@ def error_code(world: World, name: str) -> str:
 
 
 def test_dropped_updates_stay_dropped() -> None:
-    """Two senders whose updates meet, each refused by one executor, give up both."""
+    """Two senders whose updates meet, each refused by one executor, drop both."""
     world = World()
     first = world.ask(UpdateWeights(place(1, "ab"), prepare_as="p"))
     second = world.ask(UpdateWeights(place(2, "ab"), prepare_as="q"))

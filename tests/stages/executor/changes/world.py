@@ -85,7 +85,7 @@ class NoCache:
 
 
 class Tensors(dict[str, torch.Tensor]):
-    """New weights that see to it that the version is not raised while they are read."""
+    """New weights that check that the version does not rise while they are read."""
 
     def __init__(self, values: Values, manager: WeightSyncManager) -> None:
         super().__init__({name: torch.full((2,), value) for name, value in values.items()})
@@ -102,7 +102,7 @@ class Tensors(dict[str, torch.Tensor]):
 
 
 def place(number: int, names: str) -> FolderWeights:
-    """Where weights are that hold this number in these parameters."""
+    """The source of weights with this number in these parameters."""
     return FolderWeights(f"{number}:{names}")
 
 
@@ -177,7 +177,7 @@ class World:
         self.start()
 
     def start(self) -> None:
-        """A new executor, with the weights of model_path, takes part."""
+        """Start a new executor, with the weights of model_path."""
         self.model = Model()
         self.manager = WeightSyncManager(self.model)
         self.memory = ReplicaMemory([cast(KVCache, NoCache())], self.manager)
@@ -194,10 +194,10 @@ class World:
         self.parts: tuple[str, list[Values]] = "", []
         self.begin_epoch()
 
-    # --- what may happen ----------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------
 
     def ask(self, operation: Any) -> str:
-        """Returns the id under which it is answered."""
+        """Send an operation; return the id of its answer."""
         name = str(len(self.asked))
         self.asked.append(name)
         self.begun.append(name)
@@ -205,7 +205,7 @@ class World:
         return name
 
     def run_job(self, index: int = 0, *, fails: bool = False) -> None:
-        """A job is done, or fails."""
+        """End a job, or fail it."""
         job = self.jobs.pop(index)
         result: Result
         try:
@@ -222,18 +222,18 @@ class World:
         self.perform(self.core.done(job, result, self.now_ns))
 
     def deliver(self) -> None:
-        """Batching takes a message."""
+        """Deliver a message to batching."""
         self.planner.hear(self.messages.popleft())
 
     def launch(self) -> bool:
-        """Batching plans a step, if it can."""
+        """Have batching plan a step, if it can."""
         plan = self.planner.plan()
         if plan is not None:
             self.launched.append(plan)
         return plan is not None
 
     def execute(self) -> None:
-        """The model runs a step, as `ExecutorCore.launch` does."""
+        """Run a step, as `ExecutorCore.launch` does."""
         plan = self.launched.popleft()
         self.manager.finish_planned_sync(plan.version)
         if self.memory.pending.intersection(plan.release):
@@ -256,7 +256,7 @@ class World:
         self.perform(effects)
 
     def begin_epoch(self) -> None:
-        """A stage has failed: batching starts empty, and the executor takes part again."""
+        """Fail a stage: batching restarts empty, and the executor joins again."""
         while self.launched:
             self.execute()
         self.messages: deque[Message] = deque()
@@ -271,7 +271,7 @@ class World:
             self.perform(self.core.tick(self.now_ns))
 
     def restart(self) -> None:
-        """The executor ends, and a successor comes."""
+        """Replace the executor by a successor."""
         self.perform(self.core.close())
         assert not self.core.unanswered
         self.jobs, late = [], [(job, WeightsError("late")) for job in self.jobs]
@@ -280,7 +280,7 @@ class World:
         self.start()
 
     def settle(self) -> None:
-        """Everything happens that can, in order, and time passes until nothing has a deadline."""
+        """Run all possible events, in order, and let time pass until no deadline is left."""
         for _ in range(100):
             self.rest()
             if (deadline_ns := self.core.next_deadline_ns()) is None:
@@ -289,7 +289,7 @@ class World:
         raise AssertionError("it waits for ever")
 
     def rest(self) -> None:
-        """Everything happens that can, in order, but no time passes."""
+        """Run all possible events, in order, without passing time."""
         for _ in range(1000):
             if self.jobs:
                 self.run_job()
@@ -334,7 +334,7 @@ class World:
                     self.jobs.append(job)
 
     def _check_parts(self, job: Combine) -> None:
-        """All parts that were sent are there, and no others."""
+        """Check that exactly the parts that were sent are kept."""
         source, (update, parts) = job.update.source, self.parts
         assert isinstance(source, StagedWeights)
         assert (source.update, source.parts) == (update, len(parts))
@@ -402,7 +402,7 @@ class World:
         self.contents[weights.version] = values
         return self.core.restored(weights)
 
-    # --- what always holds --------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------
 
     def check(self) -> None:
         unanswered = set(self.core.unanswered)

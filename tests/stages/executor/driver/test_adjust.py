@@ -261,7 +261,7 @@ def test_a_preempted_sequence_goes_on_with_the_same_tokens(model: LoadedModel, a
     assert logprobs == pytest.approx(whole.logprobs[after:], abs=1e-5)
 
 
-def test_neighbours_change_nothing(model: LoadedModel) -> None:
+def test_results_do_not_depend_on_neighbours(model: LoadedModel) -> None:
     """Rows that use some of it, all of it and none of it, together and alone."""
     several: list[dict[str, Any]] = [
         {},
@@ -426,7 +426,7 @@ def test_many_samples_follow_the_exact_probabilities(
     statistic, degrees = chi_square(counts, exact)
     assert degrees >= 3
     assert statistic < limit_of(degrees)
-    # The same samples do not follow what any single forgotten parameter would give.
+    # The samples do not fit the distribution without any one of the parameters.
     for name in options:
         other = SamplingParams(max_tokens=50, **{k: v for k, v in options.items() if k != name})
         wrong = restricted(adjusted(logits, PROMPT, generated, other), other)

@@ -151,7 +151,7 @@ def of_sequence(results: list[StepResult], seq_id: int = 1) -> list[PromptLogpro
 
 
 def holds(found: list[PromptLogprobs], prompt: list[int], count: int, temperature: float) -> None:
-    """The reports, put together, are what Transformers gives."""
+    """The joined reports equal the logprobs of Transformers."""
     table = table_of(prompt, temperature)
     logprobs: list[float] = []
     tops = []

@@ -1,4 +1,4 @@
-"""The sampler: its distribution, its logprobs, its limits, and that nothing else matters."""
+"""The sampler: its distribution, logprobs and limits, and independence of anything else."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def brute_force(logits: Sequence[float], k: int, p: float, m: float) -> set[int]
     p=st.sampled_from([0.0, 0.1, 0.3, 0.51, 0.77, 0.93, 0.999, 1.0]),
     m=st.sampled_from([0.0, 0.01, 0.2, 0.7, 1.0]),
 )
-def test_limits_leave_what_their_definition_says(
+def test_limits_keep_the_tokens_of_their_definition(
     logits: list[float], k: int, p: float, m: float
 ) -> None:
     tokens, logprobs = draw(

@@ -1,4 +1,4 @@
-"""The public JSON-Schema-Test-Suite against what constraints make of its schemas.
+"""Constraints made of the schemas of the public JSON-Schema-Test-Suite.
 
 https://github.com/json-schema-org/JSON-Schema-Test-Suite, as the sources of `jsonschema` have it.
 """
@@ -22,10 +22,10 @@ from nano_inference.config import Constraint, RequestError
 
 from .writer import Writer
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 INSTALL_LIMIT_S = 900
 
-# Schemas of the suite do not all say of which draft they are; who asks for a constraint has to.
+# Not all schemas of the suite name their draft; a constraint's schema must.
 DRAFTS = {
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
     "draft7": "http://json-schema.org/draft-07/schema#",
@@ -45,11 +45,10 @@ NARROWER = {
     ("enum", "enum with [0] does not match [false]"),
     ("enum", "enum with [1] does not match [true]"),
     ("type", "integer type matches integers"),
-    # What stands beside a reference counts in every draft.
+    # Siblings of a reference count in every draft.
     ("ref", "ref overrides any sibling keywords"),
 }
-"""(file, schema): some of what is valid can't be written. Of formats, all that does not keep to
-them."""
+"""(file, schema): valid values that can't be written."""
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +84,7 @@ def groups(suite: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def in_order(value: Any, schema: dict[str, Any]) -> str:
-    """A value as JSON, its properties in the order in which the schema has them."""
+    """A value as JSON, its properties in the schema's order."""
     if isinstance(value, dict):
         known = [name for name in schema.get("properties", {}) if name in value]
         value = {name: value[name] for name in [*known, *value]}
@@ -121,10 +120,12 @@ def test_schemas_of_the_json_schema_suite(suite: Path, writer: Writer) -> None:
                 unsound.append((draft, file, group["description"], text))
     assert unsound == []
     assert narrower <= NARROWER
-    told = (ROOT / "docs" / "constraints.md").read_text()
+    documented = (ROOT / "docs" / "constraints.md").read_text()
     for draft in DRAFTS:
         assert counts[draft, "written"] > counts[draft, "cut off"]
         followed, refused = counts[draft, "followed"], counts[draft, "refused"]
         valid = counts[draft, "valid=True taken=True"]
         rest = counts[draft, "valid=True taken=False"]
-        assert f"{followed} of {followed + refused} schemas, {valid} of {valid + rest}" in told
+        assert (
+            f"{followed} of {followed + refused} schemas, {valid} of {valid + rest}" in documented
+        )

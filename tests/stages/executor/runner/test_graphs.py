@@ -125,7 +125,7 @@ def test_a_feed_resolves_placeholders() -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_replayed_steps_give_what_the_ordinary_path_gives(name: str) -> None:
+def test_replayed_steps_equal_ordinary_steps(name: str) -> None:
     model = wrap_model(make_model(name), 64)
     core = make_core(model, graphs=True)
     expected = run(ExecutorCore(CONFIG, model=model), mixed(7))

@@ -97,7 +97,7 @@ def test_small_tensors_have_normal_pages() -> None:
     assert small.untyped_storage().nbytes() == small.nbytes
 
 
-def test_parameters_stay_what_they_are() -> None:
+def test_parameters_stay_unchanged() -> None:
     """Of a model with tied weights, which others may save as they could before."""
     rows = HUGE_PAGE // (2 * 64) + 1
     embedding = nn.Embedding(rows, 64, dtype=torch.bfloat16)

@@ -53,7 +53,7 @@ def same_weights(loaded: Any, source: Any) -> bool:
 # --- loaded models -----------------------------------------------------------------------------
 
 
-def test_shards_give_what_one_file_gives(tmp_path: Path) -> None:
+def test_shards_equal_one_file(tmp_path: Path) -> None:
     source = make_model("mixtral")
     one = save(source, tmp_path / "one")
     many = save(source, tmp_path / "many", max_shard_size=SMALL_SHARDS)
@@ -112,7 +112,7 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, setting: str, loaded: torch
     assert same_weights(model, source.to(loaded))
 
 
-def test_auto_is_what_the_configuration_names_and_else_what_the_file_holds(tmp_path: Path) -> None:
+def test_auto_dtype_is_from_config_json_or_else_from_the_file(tmp_path: Path) -> None:
     folder = save(make_model("llama"), tmp_path)
     change_json(folder / "config.json", dtype="bfloat16")
     assert load(folder).dtypes.weights == torch.bfloat16

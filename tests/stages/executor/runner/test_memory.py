@@ -153,8 +153,8 @@ def test_steps_planned_before_a_release_still_run() -> None:
     assert not core.memory.runs
 
 
-def test_a_cancelled_release_loses_nothing() -> None:
-    """And its plan, should it come late, does nothing."""
+def test_a_cancelled_release_keeps_all_memory() -> None:
+    """A late plan of it has no effect."""
     core = make_core(make_model("qwen2"))
     before = generate(core)
     core.memory.begin_release(BOTH)
@@ -207,7 +207,7 @@ def test_weights_that_wait_to_be_put_in_place_are_not_lost() -> None:
 
 
 def test_without_enough_memory_it_stays_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the trainer still has it."""
+    """The trainer still holds the memory."""
     core = make_core(make_model("qwen2"))
     before, state = generate(core), state_of(core)
     release(core, *BOTH)

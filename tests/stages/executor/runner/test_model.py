@@ -42,7 +42,7 @@ def load(folder: object, **settings: Any) -> Any:
     return load_model(EngineConfig(model_path=str(folder), **{"device": "cpu", **settings}))
 
 
-def test_a_model_from_a_folder_gives_what_it_gives_in_memory(tmp_path: Path) -> None:
+def test_a_model_from_a_folder_equals_the_one_in_memory(tmp_path: Path) -> None:
     source = make_model("qwen3")
     config = EngineConfig(
         model_path=save(source, tmp_path), block_size=4, max_model_len=64, device="cpu"
@@ -211,7 +211,7 @@ Machine = Any
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A machine with so many devices of each kind, as far as one can tell without computing."""
+    """A machine with these numbers of devices by kind, for calls that do not compute."""
 
     def made(**counts: int) -> None:
         def module(kind: str) -> Driver:

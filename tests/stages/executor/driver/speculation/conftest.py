@@ -12,8 +12,8 @@ from nano_inference.stages.executor.driver.speculation.costs import StepCosts
 
 @pytest.fixture(scope="module")
 def unmeasured() -> Iterator[None]:
-    """Lanes don't measure what their steps cost, for which each takes about half a second: where a
-    test says itself which drafts are verified."""
+    """Skip the lanes' measurement of steps' costs (half a second each), for tests that choose
+    themselves which drafts are verified."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ExecutorCore, "_measure_costs", lambda core: StepCosts([1], [1.0]))
         yield

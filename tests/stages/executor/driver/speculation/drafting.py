@@ -77,7 +77,7 @@ class VerifyAll:
 
 
 class MadeUpDrafts:
-    """Says what will come, with errors.
+    """Drafts of the coming tokens, with errors.
 
     Args:
         answers: By sequence, what comes without drafts.
@@ -158,13 +158,13 @@ class DraftingLane:
 
     def add(self, seq_id: int, sampling: SamplingParams, prompt: Sequence[int]) -> None:
         name = f"r{seq_id}"
-        info = RequestInfo(name, name, "model", 1, False, (), len(prompt), "", "", 0)
+        info = RequestInfo(name, name)
         self.found[seq_id] = []
         spec = SequenceSpec(seq_id, 0, seed=seq_id)
         self.batching.add(Dispatch(info, tuple(prompt), sampling, (spec,), priority=0))
 
     def turn(self) -> bool:
-        """Runs what can be planned, then takes the result of the oldest step."""
+        """Run all steps that can be planned, then take the result of the oldest step."""
         run = self.core.launch if self.core.runs_ahead else self.core.execute
         while (plan := self.batching.plan(0)) is not None:
             self._in_flight.append(run(plan))
@@ -173,7 +173,7 @@ class DraftingLane:
             return False
         oldest = self._in_flight.popleft()
         result = oldest if isinstance(oldest, StepResult) else self.core.finish(oldest)
-        self.batching.absorb(result)
+        self.batching.absorb(result.summary())
         self._record(result)
         self.steps += 1
         return True

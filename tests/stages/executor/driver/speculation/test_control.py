@@ -62,7 +62,7 @@ def test_sources_are_not_asked_if_no_draft_could_pay() -> None:
 
 
 def steps_asked(control: CostControl, steps: int, seconds: float, accepted: int) -> int:
-    """The number of steps of 4 rows in which sources are asked, at a given cost."""
+    """The number of steps of 4 rows with calls of sources, at a given cost."""
     count = rest = 0
     for _ in range(steps):
         if rest:
@@ -141,13 +141,13 @@ def test_costs_are_measured_only_with_speculation(
 
 
 def asked(saved: float, steps: int, ledger: DraftLedger | None = None) -> int:
-    """In how many steps a model is asked whose drafts take a second and save so many."""
+    """The number of steps with a call of a model whose drafts take a second and save this many."""
     ledger = ledger or DraftLedger(256)
     count = 0
     for _ in range(steps):
         if ledger.may_ask():
             count += 1
-            ledger.settle(1.0, saved, least_gain=1.05)
+            ledger.settle(1.0, saved)
     return count
 
 
@@ -168,16 +168,16 @@ def test_a_source_that_starts_to_pay_is_asked_again() -> None:
 
 
 def asked_behind_prompts(reading: float, answer: int, prompts: int) -> float:
-    """In what share of steps a model is asked that reads a prompt for so long, then drafts for so
-    many steps, in each of which it saves twice its cost."""
+    """The share of steps with a call of a model that reads prompts for `reading` seconds, then
+    drafts for `answer` steps, and saves twice its cost in each."""
     ledger, count = DraftLedger(256), 0
     for number in range(prompts * (answer + 1)):
         if ledger.may_ask():
             count += 1
             if number % (answer + 1):
-                ledger.settle(1.0, 2.0, least_gain=1.05)
+                ledger.settle(1.0, 2.0)
             else:
-                ledger.owe(reading, least_gain=1.05)
+                ledger.owe(reading)
     return count / (prompts * (answer + 1))
 
 
@@ -223,7 +223,7 @@ def templates(known: int, unknown: int, seed: int = 1) -> Rights:
 
 
 def luck(share: float, seed: int = 1) -> Rights:
-    """Each token by itself, in so many cases."""
+    """Each token by itself, in this number of cases."""
     chance = random.Random(seed)
     while True:
         yield chance.random() < share
@@ -247,7 +247,7 @@ class Text:
         return Draft(tuple(tokens), (), "made up")
 
     def advance(self, verified: int) -> list[int]:
-        """The tokens of a step that verifies so many places of the draft."""
+        """The tokens of a step that verifies this number of the draft's places."""
         accepted = next(
             (n for n, right in enumerate(self._ahead[:verified]) if not right), verified
         )
@@ -294,7 +294,7 @@ Texts = Callable[[int], Rights]
         (16, lambda seed: templates(30, 5, seed), 1.1),
     ],
 )
-def test_a_text_that_the_source_knows_is_made_faster(
+def test_a_predictable_text_is_generated_faster(
     rows: int, text: Texts, least: float, num_tokens: int
 ) -> None:
     texts = [Text(text(seed)) for seed in range(rows)]
@@ -344,7 +344,7 @@ def test_a_batch_of_one_known_text_among_others_is_not_made_slower() -> None:
 
 
 def test_history_is_shared_by_sequences() -> None:
-    """A source that was always wrong is asked to show something before rows are spent on it."""
+    """A source that was always wrong must be right on trial before rows are spent on it."""
     control = control_of(2)
     run([Text(never())], 64, control)
     draft = Draft(tuple(range(LONGEST)), (), "made up")
@@ -373,7 +373,7 @@ def acceptance_of(*rows: int) -> Acceptance:
     return acceptance
 
 
-def test_nothing_is_expected_of_no_draft() -> None:
+def test_an_empty_draft_has_no_expected_tokens() -> None:
     acceptance = acceptance_of(0)
     assert acceptance.expected(0, NO_DRAFT) == []
     acceptance.settle(0, NO_DRAFT, [1])
@@ -415,7 +415,7 @@ def test_acceptance_follows_outcomes() -> None:
 
 
 def test_no_history_makes_acceptance_certain() -> None:
-    """Nor divides by nothing, also after a million tokens."""
+    """No division by zero, also after a million tokens."""
     acceptance = acceptance_of(0)
     for _ in range(20_000):
         acceptance.settle(0, draft(1), [1])
@@ -447,7 +447,7 @@ def test_sources_differ() -> None:
     assert ngram < 0.1
 
 
-def test_a_new_sequence_starts_from_what_its_source_did_for_others() -> None:
+def test_a_new_sequence_starts_from_its_sources_record_with_others() -> None:
     acceptance = acceptance_of(0, 1)
     guess = acceptance.expected(1, draft(*RIGHT))[0]
     for _ in range(40):

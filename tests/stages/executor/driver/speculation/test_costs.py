@@ -24,7 +24,7 @@ from ...models import make_model
 
 COSTS = StepCosts((1, 4, 16, 64), (0.036, 0.042, 0.069, 0.2))
 
-# --- what steps cost ------------------------------------------------------------------------
+# --- the costs of steps ---------------------------------------------------------------------
 
 
 def test_between_sizes_costs_are_linear_and_beyond_the_last_too() -> None:
@@ -69,7 +69,7 @@ def test_ratios_follow_the_steps_that_are_run() -> None:
     assert costs.of(16) / costs.of(1) == pytest.approx(0.102 / 0.036, rel=0.05)
 
 
-def test_nothing_is_learned_from_steps_of_one_size_or_that_can_not_be_compared() -> None:
+def test_steps_of_one_size_or_incomparable_steps_change_no_costs() -> None:
     costs = StepCosts((1, 4, 16, 64), (0.036, 0.042, 0.069, 0.2))
     before = [costs.of(rows) for rows in range(80)]
     for number in range(100):
@@ -155,7 +155,7 @@ def test_slow_steps_are_measured_at_four_sizes() -> None:
     machine = FakeMachine(3_000_000_000, 100_000_000)
     costs = measure_costs(machine.step, 512, machine.now_ns)
     assert machine.steps == [1, 1, 16, 4, 8]
-    # Beyond, where a step may cost many times more, nothing is drafted.
+    # Beyond, where a step may cost many times more, there are no drafts.
     assert choose_lengths(12, [[1.0] * 16], costs, max_rows=512) == [4]
     assert choose_lengths(20, [[1.0] * 16], costs, max_rows=512) == [0]
     assert not may_pay(20, costs, max_rows=512)
@@ -262,7 +262,7 @@ def test_likelier_drafts_are_never_verified_less(
     lengths = choose_lengths(2, chances, costs, max_rows=16)
     certain = [[1.0 for _ in falling] for falling in chances]
     assert sum(choose_lengths(2, certain, costs, max_rows=16)) >= sum(lengths)
-    # Nor do drafts of which nothing is to be expected change anything.
+    # Drafts without expected gain change nothing.
     others = [[0.0, 0.0]] * hopeless
     assert choose_lengths(2, chances + others, costs, max_rows=16) == lengths + [0] * hopeless
 
@@ -273,7 +273,7 @@ def test_no_chances_give_no_lengths(num_rows: int) -> None:
     assert choose_lengths(num_rows, [[], [0.0], [math.nan]], COSTS, max_rows=64) == [0, 0, 0]
 
 
-def test_nothing_is_verified_without_room() -> None:
+def test_no_drafts_are_verified_without_room() -> None:
     certain = [[1.0] * 4]
     assert choose_lengths(0, certain, COSTS, max_rows=64) == [0]
     assert choose_lengths(4, certain, COSTS, max_rows=4) == [0]
@@ -290,8 +290,8 @@ def test_the_least_gain_is_of_the_whole_step() -> None:
     assert choose_lengths(16, [[1.0]], costs, max_rows=64) == [0]
 
 
-def test_beside_a_prompt_rows_cost_what_they_do_in_so_large_a_step() -> None:
+def test_rows_beside_a_prompt_cost_as_in_an_equally_large_step() -> None:
     chances = [[0.06] * 4]
-    # Of the whole step's time they would take next to nothing, and still are not worth it.
+    # They would take little of the step's time, and are still not worth it.
     assert choose_lengths(1, chances, COSTS, max_rows=64, num_prefill=500) == [0]
     assert choose_lengths(1, [[0.9] * 4], COSTS, max_rows=64, num_prefill=500) == [4]

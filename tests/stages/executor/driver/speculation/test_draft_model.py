@@ -136,7 +136,7 @@ class DraftedLane(DraftingLane):
             while self._in_flight:
                 result = self._in_flight.popleft()
                 assert isinstance(result, StepResult)
-                self.batching.absorb(result)
+                self.batching.absorb(result.summary())
                 self._record(result)
             if running := list(self.batching._running):
                 self.batching._give_up(running[-1])
@@ -340,7 +340,7 @@ def test_a_long_prompt_is_read_over_several_steps() -> None:
     assert of_long[7] != NO_DRAFT
 
 
-def test_nothing_is_drafted_past_its_own_longest_context() -> None:
+def test_no_drafts_beyond_the_draft_models_longest_context() -> None:
     lane = DraftedLane(make_model("llama"), make_model("llama"), draft_len=30)
     run = lane.answer(prompts_of(20), [SAMPLED])
     right, total = run.right()
@@ -351,7 +351,7 @@ def test_nothing_is_drafted_past_its_own_longest_context() -> None:
     assert run.guesses[-1].draft == NO_DRAFT
 
 
-def test_broken_weights_end_drafting_and_nothing_else() -> None:
+def test_broken_draft_weights_end_only_drafting() -> None:
     draft = make_model("llama")
     lane = DraftedLane(make_model("llama"), draft)
     lane.answer(prompts_of(20), [GREEDY])
@@ -438,7 +438,7 @@ def test_tokenizers_are_compared(tmp_path: Path) -> None:
         load_draft_model(other, target)
 
 
-def test_both_caches_have_the_same_number_of_blocks_in_the_memory_that_there_is() -> None:
+def test_both_caches_share_the_memory_with_the_same_number_of_blocks() -> None:
     target, draft = (wrap_model(make_model(name), 128) for name in ("llama", "gemma2"))
     config = EngineConfig(block_size=8, max_batch_size=64, kv_cache_bytes=1 << 22)
     per_block = block_bytes(target, 8) + block_bytes(draft, 8)

@@ -1,4 +1,4 @@
-"""Beside recorded decode steps nothing is drafted: what drafts would cost there is not known."""
+"""No drafts with recorded decode steps: their costs there are unknown."""
 
 from __future__ import annotations
 

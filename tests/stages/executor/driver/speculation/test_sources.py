@@ -57,7 +57,7 @@ def propose(source: DraftSource, *contexts: DraftContext) -> Draft:
 
 
 class SuffixOfContexts(SuffixSource):
-    """One whose table has the sequences that it is asked about."""
+    """A source whose table has the sequences of its calls."""
 
     def __init__(self, max_tokens: int = 100_000) -> None:
         self.table = SequenceTable(8, 4096, 16)
@@ -110,7 +110,7 @@ def num_accepted(tokens: Sequence[int], drafts: Sequence[Draft], num_prompt: int
 
 
 @pytest.mark.parametrize("tokens", [[], [5], [5, 6], [5, 6, 7], [5, 6, 7, 5]])
-def test_nothing_is_drafted_without_a_context(tokens: list[int]) -> None:
+def test_no_drafts_without_a_context(tokens: list[int]) -> None:
     assert propose(NgramSource(), context(tokens)) == NO_DRAFT
 
 
@@ -142,7 +142,7 @@ def test_prompts_are_searched_and_distant_tokens_are_not() -> None:
 
 
 @given(st.lists(st.integers(-1, 2), max_size=80), st.integers(1, 20))
-def test_drafts_what_a_search_finds(tokens: list[int], limit: int) -> None:
+def test_drafts_equal_those_of_a_search(tokens: list[int], limit: int) -> None:
     draft = propose(NgramSource(), context(tokens, limit=limit))
     best, wanted = 1, ()
     for end in range(2, len(tokens)):
@@ -193,7 +193,7 @@ texts = st.tuples(
 
 
 @given(st.lists(texts, max_size=8), texts, st.booleans())
-def test_finds_what_a_search_through_all_of_them_finds(
+def test_matches_equal_those_of_a_search_of_all_contexts(
     said: list[Said], asked: Said, at_once: bool
 ) -> None:
     index = TokenIndex(1024)
@@ -292,7 +292,7 @@ def test_earlier_rollouts_draft_later_ones() -> None:
         ]
         source.clear()
         accepted.append([num_accepted(*pair, 3) for pair in zip(outputs, drafts, strict=True)])
-    # The first of all has nothing to learn from, and the second day's first has everything.
+    # The very first sequence has no history, and the second day's first has all of it.
     assert accepted[0][0] == 0
     assert min(accepted[1]) > 120 * 2
 
@@ -412,8 +412,7 @@ def test_earlier_outputs_are_drafted_and_the_oldest_dropped() -> None:
     st.sampled_from([1, 100, 1000]),
 )
 def test_any_history_gives_valid_chances(steps: Steps, max_tokens: int) -> None:
-    """Rows change hands, contexts grow, shrink and change, and what is drafted depends on nothing
-    else."""
+    """Rows are reused, contexts grow, shrink and change, and drafts depend on nothing else."""
     said = []
     for _ in range(2):
         source, drafts = SuffixOfContexts(max_tokens), []

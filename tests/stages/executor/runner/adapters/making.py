@@ -1,4 +1,4 @@
-"""Adapters that PEFT has made, at random, and what Transformers says with them merged."""
+"""Random adapters made by PEFT, and the outputs of Transformers with them merged."""
 
 from __future__ import annotations
 

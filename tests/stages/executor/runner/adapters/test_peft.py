@@ -182,7 +182,7 @@ def test_choose_lengths(saved: Path, model: LoadedModel) -> None:
 
 
 def test_the_model_is_as_it_was(saved: Path, model: LoadedModel) -> None:
-    """Outside of a step with an adapter nothing of the modules is changed."""
+    """Outside of a step with an adapter the modules are unchanged."""
     before = {module: dict(vars(module)) for module in model.module.modules()}
     table = AdapterTable(model, LIMITS)
     table.put(read_adapter("a", 1, str(saved), model, LIMITS))
@@ -193,7 +193,7 @@ def test_the_model_is_as_it_was(saved: Path, model: LoadedModel) -> None:
 
 
 def test_an_encoder_has_no_adapters(tmp_path: Path) -> None:
-    """Its layers would not add what an adapter gives, and vectors would be the model's alone."""
+    """Its layers would ignore the adapter."""
     base = make_base("bert")
     base.save_pretrained(str(tmp_path / "bert"))
     make_adapter(base, 0, tmp_path / "adapter", target_modules=["query", "value"])

@@ -69,7 +69,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_the_patterns_find_what_they_are_for(name: str, dtype: torch.dtype) -> None:
+def test_the_patterns_match_their_modules(name: str, dtype: torch.dtype) -> None:
     core = core_of(model_in(dtype, name, head_dim=32))
     assert core.off.get("kernels", "") == ""
     assert core.runner.fast_modules is not None

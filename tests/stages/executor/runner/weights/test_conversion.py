@@ -1,4 +1,4 @@
-"""Weights by the names of a checkpoint are what Transformers makes of that checkpoint."""
+"""Weights by a checkpoint's names equal those that Transformers loads from the checkpoint."""
 
 from __future__ import annotations
 

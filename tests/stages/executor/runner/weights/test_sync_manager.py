@@ -113,7 +113,7 @@ class Wrapper(Tensor):
 
 
 def resized(tensor: Tensor, num_bytes: int) -> Tensor:
-    """The same shape, over a storage of so many bytes."""
+    """A tensor of the same shape, over a storage of this size in bytes."""
     view = tensor.clone()
     view.untyped_storage().resize_(num_bytes)
     return view
@@ -140,9 +140,7 @@ NORM = "model.norm.weight"  # the last tensor of a model, so that the others wou
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors", "ignore:.*quantize_per_tensor")
 @pytest.mark.parametrize("message", UNREADABLE)
-def test_tensors_whose_numbers_are_not_there_change_nothing(
-    module: nn.Module, message: str
-) -> None:
+def test_tensors_without_storage_change_nothing(module: nn.Module, message: str) -> None:
     before, new = copied(module), changed(module)
     new[NORM] = UNREADABLE[message](new.pop(NORM))
     weights = WeightSyncManager(module)
@@ -178,7 +176,7 @@ def test_weights_that_change_while_they_wait_are_dropped_as_a_whole(
 
 
 def fail_to_write(patch: pytest.MonkeyPatch, after: int, error: BaseException) -> None:
-    """From now on so many tensors are written, and then none."""
+    """Let this number of writes succeed, and fail the next."""
     copy, written = Tensor.copy_, []
 
     def fails(self: Tensor, *rest: Any) -> Tensor:

@@ -160,7 +160,7 @@ def test_a_trainer_that_hangs(groups: WeightGroups, file: Path) -> None:
         assert same(receive_all_after_join(groups, peer, file), load_file(file))
 
 
-def test_leaving_ends_what_is_being_received(groups: WeightGroups, file: Path) -> None:
+def test_leaving_ends_a_receive_in_progress(groups: WeightGroups, file: Path) -> None:
     with Peer() as peer:
         join(groups, peer.address)
         assert peer.hear() == "joined"

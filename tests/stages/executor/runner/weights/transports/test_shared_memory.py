@@ -185,7 +185,7 @@ def test_overlapping_tensors_are_two_views(shared: SharedWeights) -> None:
     assert set(read_shared_memory(both)) == {"x", "y"}
 
 
-def test_more_than_there_is_shared_memory_for_is_refused_and_nothing_stays() -> None:
+def test_too_large_shared_memory_is_refused_and_leaves_no_file() -> None:
     before = set(os.listdir("/dev/shm"))
     huge = torch.empty(1, dtype=torch.uint8).expand(1 << 44)
     with pytest.raises(WeightsError, match="can't be allocated"):

@@ -16,7 +16,14 @@ from ...bus.control import (
     WeightsReady,
 )
 from ...bus.links import CONTROL, CREDITS, PLANS
-from ...bus.messages import Credit, Dispatch, Envelope, PauseSequences, ResumeSequences, StepResult
+from ...bus.messages import (
+    Credit,
+    Dispatch,
+    Envelope,
+    PauseSequences,
+    ResumeSequences,
+    StepSummary,
+)
 from ...bus.weights import check_in_flight
 from ...config import WeightsError
 from ...telemetry import instruments, names, now_ns
@@ -131,7 +138,7 @@ class BatchingStage(Actor):
 
     def _apply(self, core: BatchingCore, envelope: Envelope) -> None:
         match envelope.body:
-            case StepResult() as result:
+            case StepSummary() as result:
                 core.absorb(result)
                 self._spans.step_done(result)
             case Dispatch() as dispatch:

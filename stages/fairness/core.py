@@ -270,7 +270,7 @@ class FairnessCore:
                     replica.prefixes.add(waiting.chain)
             held = StageTime(stage="fairness", start_ns=waiting.arrived_ns, end_ns=now_ns)
             message = Dispatch(
-                info=msgspec.structs.replace(request.info, stages=(*request.info.stages, held)),
+                info=msgspec.structs.replace(request.info, queued=held),
                 token_ids=request.token_ids,
                 sampling=request.sampling,
                 sequences=specs,
@@ -476,5 +476,5 @@ class FairnessCore:
         """Whether a request would miss its deadline even alone on the device."""
         if waiting.deadline_ns is None or not waiting.untouched or not self.config.expire_hopeless:
             return False
-        least_ns = self._fastest_step.least_ns(waiting.request.sampling)
+        least_ns = self._fastest_step.least_ns(waiting.request)
         return now_ns + least_ns > waiting.deadline_ns

@@ -29,7 +29,7 @@ def request(
     prompt: tuple[int, ...] = (1,),
     sampling: SamplingParams | None = None,
 ) -> AdmittedRequest:
-    info = RequestInfo(name, f"entry-{name}", "m", samples, True, (), len(prompt), "", "", 0)
+    info = RequestInfo(name, f"entry-{name}")
     sequences = tuple(SequenceSpec(next(_ids), index, 0) for index in range(samples))
     sampling = sampling or SamplingParams()
     return AdmittedRequest(info, prompt, sampling, sequences, tenant, priority)

@@ -70,28 +70,28 @@ class DraftLedger:
         rest, self._rest = self._rest, 0
         return rest
 
-    def settle(self, spent: float, saved: float, *, least_gain: float) -> None:
-        """Record a step in which the source was asked. `least_gain`: the ratio to reach."""
+    def settle(self, spent: float, saved: float) -> None:
+        """Record a step with a call of the source: its seconds, and those that it saved."""
         part = self._owed / _READ_FOR
         self._owed -= part
         self.spent += _LEDGER_WEIGHT * (spent + part - self.spent)
         self.saved += _LEDGER_WEIGHT * (saved - self.saved)
-        self._judge(self.spent, least_gain)
+        self._judge(self.spent)
 
-    def owe(self, seconds: float, *, least_gain: float) -> None:
+    def owe(self, seconds: float) -> None:
         """Record a step that took time and drafted nothing, as a model does that reads a prompt:
         later drafts have to earn it."""
         self._owed += seconds
         # A step without any request takes little time and says nothing about costs.
         if seconds > self.spent:
             # The average includes parts of the debt.
-            self._judge(max(self.spent, self._owed / _READ_FOR), least_gain)
+            self._judge(max(self.spent, self._owed / _READ_FOR))
 
-    def _judge(self, spent: float, least_gain: float) -> None:
+    def _judge(self, spent: float) -> None:
         self._judged_in -= 1
         if self._judged_in > 0:
             return
-        if self.saved >= least_gain * spent:
+        if self.saved >= LEAST_GAIN * spent:
             self._next_rest = _FIRST_REST
             return
         self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, self.most_rest)
@@ -186,7 +186,7 @@ class CostControl:
             self._asking_s += _ASKING_WEIGHT * (seconds / num_asked - self._asking_s)
         took, saved = self.value(self._num_chosen, num_accepted)
         free = _FREE * self._costs_now.of(self._num_rows - self._num_chosen)
-        self._ledger.settle(max(seconds - free, 0.0), max(saved - took, 0.0), least_gain=LEAST_GAIN)
+        self._ledger.settle(max(seconds - free, 0.0), max(saved - took, 0.0))
 
     def value(self, num_verified: int, num_accepted: int) -> tuple[float, float]:
         """Return the value of some drafted tokens of this step, apart from all others.

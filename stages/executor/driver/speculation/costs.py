@@ -258,7 +258,6 @@ def may_pay(
     max_rows: int,
     num_prefill: int = 0,
     drafting_s: float = 0.0,
-    least_gain: float = LEAST_GAIN,
 ) -> bool:
     """Return whether any number of correct drafted tokens would pay.
 
@@ -270,7 +269,7 @@ def may_pay(
     others = num_rows + num_prefill
     seconds = costs.of(num_rows) - costs.of(others) + costs.beyond(others, room) + drafting_s
     rates = (num_rows + np.arange(1, room + 1)) / seconds
-    return bool(rates.max() >= least_gain * num_rows / costs.of(num_rows))
+    return bool(rates.max() >= LEAST_GAIN * num_rows / costs.of(num_rows))
 
 
 def _room(num_rows: int, num_prefill: int, costs: StepCosts, max_rows: int) -> int:

@@ -16,7 +16,7 @@ from ..constraints import Constraints
 from ..sampled import SampledRows
 from ..sequences import BoolArray, Places, SequenceTable
 from .control import CostControl, DraftLedger
-from .costs import LEAST_GAIN, StepCosts
+from .costs import StepCosts
 from .drafts import (
     NO_DRAFT,
     Draft,
@@ -79,25 +79,22 @@ class Speculator:
         sources: Sequence[DraftSource],
         control: CostControl,
         draft_model: DraftSource | None = None,
-        now_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         """Take the parts.
 
         Args:
             table: The sequences.
             constraints: Their grammars.
-            sources: Cheap sources. Each is asked where earlier ones have no good draft.
+            sources: Cheap sources, each called where earlier ones have no good draft.
             control: Chooses how much to verify.
-            draft_model: A source that takes time, asked last.
-            now_ns: The clock for it.
+            draft_model: A slow source, called last.
         """
         self._table = table
         self._constraints = constraints
         self._sources = tuple(sources)
         self._draft_model = draft_model
-        self._now_ns = now_ns
         self._ledger = DraftLedger(_MOST_MODEL_REST)
-        # Time of the draft model's passes in the current step; CPU time of asking it.
+        # Wall and CPU time of the draft model's call in the current step.
         self._drafting_s = self._asking_model_s = 0.0
         self._control = control
         # Of the last step that asked for drafts.
@@ -148,7 +145,7 @@ class Speculator:
                 pause = min(2 * self._skips.get(row, (0, 0))[1] + 1, _MOST_SKIPPED)
                 self._skips[row] = pause, pause
         if not any(self._is_of_model(draft) for draft in drafts):
-            self._ledger.owe(self._drafting_s, least_gain=LEAST_GAIN)
+            self._ledger.owe(self._drafting_s)
         elif not verified:
             self._judge(())
         counts = np.array(
@@ -241,7 +238,7 @@ class Speculator:
         of_model = [each for each in verdicts if self._is_of_model(each)]
         verified = sum(each.num_tokens for each in of_model)
         took, saved = self._control.value(verified, sum(each.num_accepted for each in of_model))
-        self._ledger.settle(self._drafting_s + took, saved, least_gain=LEAST_GAIN)
+        self._ledger.settle(self._drafting_s + took, saved)
 
     def _skipped(self, row: int) -> bool:
         left, pause = self._skips.get(row, (0, 0))
@@ -293,9 +290,9 @@ class Speculator:
         for source in self._sources:
             ask(source)
         if self._draft_model is not None and self._ledger.may_ask():
-            begin_ns, own_ns = self._now_ns(), time.thread_time_ns()
+            begin_ns, own_ns = time.perf_counter_ns(), time.thread_time_ns()
             ask(self._draft_model)
-            self._drafting_s = (self._now_ns() - begin_ns) * 1e-9
+            self._drafting_s = (time.perf_counter_ns() - begin_ns) * 1e-9
             self._asking_model_s = (time.thread_time_ns() - own_ns) * 1e-9
         return best, chances
 

@@ -147,7 +147,7 @@ def asked(saved: float, steps: int, ledger: DraftLedger | None = None) -> int:
     for _ in range(steps):
         if ledger.may_ask():
             count += 1
-            ledger.settle(1.0, saved, least_gain=1.05)
+            ledger.settle(1.0, saved)
     return count
 
 
@@ -175,9 +175,9 @@ def asked_behind_prompts(reading: float, answer: int, prompts: int) -> float:
         if ledger.may_ask():
             count += 1
             if number % (answer + 1):
-                ledger.settle(1.0, 2.0, least_gain=1.05)
+                ledger.settle(1.0, 2.0)
             else:
-                ledger.owe(reading, least_gain=1.05)
+                ledger.owe(reading)
     return count / (prompts * (answer + 1))
 
 

@@ -102,7 +102,7 @@ class Lane:
             block_ids=tuple(range(place * BLOCKS, (place + 1) * BLOCKS)),
             sampling=SamplingParams(temperature=0.0, max_tokens=10_000, ignore_eos=True),
             sample=SequenceSpec(place, 0, seed=place),
-            info=RequestInfo("r", "1-0", "m", 1, False, (), 1, "", "", 0, adapter=adapter),
+            info=RequestInfo("r", "1-0", adapter=adapter),
         )
 
     def _run(

@@ -35,7 +35,7 @@ from nano_inference.config import Constraint, EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore
 from nano_inference.text.grammar import GrammarCompiler
 
-INFO = RequestInfo("request", "1-0", "model", 1, False, (), 1, "", "", 0)
+INFO = RequestInfo("request", "1-0")
 BLOCK_SIZE = 16
 PROMPT, CACHED, STEPS = 128, 112, 64
 BLOCKS = -(-(PROMPT + STEPS + 1) // BLOCK_SIZE)

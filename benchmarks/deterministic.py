@@ -31,7 +31,7 @@ from nano_inference.bus.messages import NewSequence, RequestInfo, SequenceSpec, 
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, load_model, wrap_model
 
-INFO = RequestInfo("request", "1-0", "model", 1, False, (), 1, "", "", 0)
+INFO = RequestInfo("request", "1-0")
 ENDLESS = SamplingParams(temperature=1.0, max_tokens=10_000)
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 640

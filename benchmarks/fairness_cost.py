@@ -62,7 +62,7 @@ class Load:
     def push(self) -> None:
         number = next(self._ids)
         name = str(number)
-        info = RequestInfo(name, name, "m", 1, False, (), len(PROMPT), "", "", 0)
+        info = RequestInfo(name, name)
         specs = (SequenceSpec(number, 0, 0),)
         tenant = f"tenant-{number % self._tenants}"
         request = AdmittedRequest(info, PROMPT, SAMPLING, specs, tenant, number % 3)

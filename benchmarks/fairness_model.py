@@ -261,7 +261,7 @@ class Simulation:
         shared = range(-(arrival.group + 1) << 20, (-(arrival.group + 1) << 20) + arrival.shared)
         token_ids = (*shared, *own)
         name = str(number)
-        info = RequestInfo(name, name, "m", 1, False, (), arrival.prompt, "", "", self.now_ns)
+        info = RequestInfo(name, name)
         request = AdmittedRequest(
             info,
             token_ids,
@@ -286,7 +286,7 @@ class Simulation:
         start_ns, self.now_ns = self.now_ns, self.now_ns + cost_ns
         self.outcome.steps += 1
         self.outcome.busy_ns += cost_ns
-        self.batching.absorb(self._execute(plan, start_ns))
+        self.batching.absorb(self._execute(plan, start_ns).summary())
         if (report := self.batching.take_report()) is not None:
             self.queue.absorb(report, self.now_ns)
         if self.now_ns >= self._next_sample_ns:

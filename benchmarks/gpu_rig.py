@@ -65,7 +65,7 @@ class Ours:
                 continue
             step = launched.popleft()
             result = self.core.finish(step)
-            batching.absorb(result)
+            batching.absorb(result.summary())
             now = time.perf_counter() - start
             for seq_id, token, logprob in zip(
                 result.seq_ids, result.token_ids, result.logprobs, strict=True
@@ -90,9 +90,7 @@ class Ours:
     ) -> None:
         ids = range(index * workload.samples, (index + 1) * workload.samples)
         name = f"r{index}"
-        info = RequestInfo(
-            name, name, "model", workload.samples, False, (), len(request.token_ids), "", "", 0
-        )
+        info = RequestInfo(name, name)
         sampling = SamplingParams(
             temperature=workload.temperature, max_tokens=request.new_tokens, ignore_eos=True
         )

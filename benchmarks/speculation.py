@@ -118,7 +118,7 @@ class Lane:
         for prompt, prediction in zip(prompts, predictions, strict=True):
             self._last_id += 1
             name = f"r{self._last_id}"
-            info = RequestInfo(name, name, "model", 1, False, (), len(prompt), "", "", 0)
+            info = RequestInfo(name, name)
             # Of the place in the turn, so that both lanes draw the same numbers.
             spec = SequenceSpec(self._last_id, 0, seed=self._last_id - first)
             self._batching.add(
@@ -130,7 +130,7 @@ class Lane:
         while (plan := self._batching.plan(0)) is not None:
             begin_ns = self._now_ns()
             result = self.executor.execute(plan)
-            self._batching.absorb(result)
+            self._batching.absorb(result.summary())
             if all(count == 1 for count in plan.num_tokens):
                 ran.duration_ns += self._now_ns() - begin_ns
                 ran.decoded += len(result.token_ids)

@@ -13,7 +13,7 @@ import msgspec
 from ..store.store import Store
 from .backlog import Backlog
 from .dead_letters import DeadLetter
-from .links import Link
+from .links import AnyLink
 from .messages import Envelope, Message
 from .public import Completion, ErrorInfo, GenerateRequest, Output
 from .replies import Replies
@@ -418,7 +418,7 @@ class Bus(Protocol):
         empty inbox and closes the old one; waiting senders go on with the new one.
         """
 
-    def sender(self, link: Link, sender: str, lane: str | None = None) -> Sender:
+    def sender(self, link: AnyLink, sender: str, lane: str | None = None) -> Sender:
         """The sending end of a link for the incarnation `sender`; of this lane's, by default."""
 
     async def lanes(self) -> list[str]:

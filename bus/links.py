@@ -4,8 +4,9 @@
                           │     ▲                    ▲                  │    ▲                │
                           │     └─finished─┐         └─────credits──────┘    ├─────steps──────┤
                           │                │                                 │                │
-                          └───refused──► streaming ───────────halts──────────┘                │
-    client ◄──results──────────────────────┘   ▲───────────────────steps──────────────────────┘
+                          ├───opened───► streaming ───────────halts──────────┘                │
+                          └───refused──►   │  ▲                                               │
+    client ◄──results──────────────────────┘  └────────────────────steps──────────────────────┘
 
     control: anyone ──► any stage. So goes what streaming asks the reference model (ScoreSample),
     and what an executor answers (SampleScored). Clients also send to whoever runs the models of
@@ -14,22 +15,41 @@
 Batching and executor may be there several times (replicas): then each pair has its own of the links
 that begin or end there, named `dispatch.1` and so on for replica 1, see `at`.
 
-A link has one receiver. `steps` goes to two, so it is two links. The links that close a circle
-(finished, credits, halts, steps) carry at most a fixed number of messages for each request or
-sequence in flight, or for each step that these still take; their capacity is above that number, so
-that no circle of full links can stall.
+A link has one receiver. `steps` is two links: streaming gets a StepResult, batching a StepSummary.
+The links that close a circle (finished, credits, halts, steps) carry at most a fixed number of
+messages for each request or sequence in flight, or for each step that these still take; their
+capacity is above that number, so that no circle of full links can stall.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from ..config import STAGES, role_of
+from .control import Cancel, LoadModel, StopSequences, UnloadModel
+from .messages import (
+    AdmittedRequest,
+    Credit,
+    Dispatch,
+    Fenced,
+    Message,
+    PauseSequences,
+    Recover,
+    Recovered,
+    RequestFinished,
+    RequestOpened,
+    ResumeSequences,
+    StepPlan,
+    StepResult,
+    StepSummary,
+)
+
+M = TypeVar("M", bound=Message)
 
 
-class Link(NamedTuple):
-    """One direction of traffic with one receiver.
+class Link(NamedTuple, Generic[M]):
+    """One direction of traffic with one receiver, for messages of the types `M`.
 
     `senders` are stages; clients may send on control links as well.
     `closes_circle`: the protocol bounds what can wait, so the link itself needs no bound.
@@ -41,19 +61,29 @@ class Link(NamedTuple):
     closes_circle: bool = False
 
 
-ADMITTED = Link("admitted", ("admission",), "fairness")
-DISPATCH = Link("dispatch", ("fairness",), "batching")
-CREDITS = Link("credits", ("batching",), "fairness", closes_circle=True)
-PLANS = Link("plans", ("batching",), "executor")
-STEPS_BATCHING = Link("steps.batching", ("executor",), "batching", closes_circle=True)
-STEPS_STREAMING = Link("steps.streaming", ("executor",), "streaming")
-HALTS = Link("halts", ("streaming",), "batching", closes_circle=True)
-REFUSED = Link("refused", ("admission",), "streaming")
-FINISHED = Link("finished", ("streaming",), "admission", closes_circle=True)
-CONTROL: dict[str, Link] = {
+AnyLink = Link[Any]
+
+DispatchMessage = Dispatch | PauseSequences | ResumeSequences | Cancel
+
+ADMITTED: Link[AdmittedRequest | Cancel] = Link("admitted", ("admission",), "fairness")
+DISPATCH: Link[DispatchMessage] = Link("dispatch", ("fairness",), "batching")
+CREDITS: Link[Credit] = Link("credits", ("batching",), "fairness", closes_circle=True)
+PLANS: Link[StepPlan] = Link("plans", ("batching",), "executor")
+STEPS_BATCHING: Link[StepSummary] = Link(
+    "steps.batching", ("executor",), "batching", closes_circle=True
+)
+STEPS_STREAMING: Link[StepResult] = Link("steps.streaming", ("executor",), "streaming")
+HALTS: Link[StopSequences] = Link("halts", ("streaming",), "batching", closes_circle=True)
+REFUSED: Link[Cancel] = Link("refused", ("admission",), "streaming")
+OPENED: Link[RequestOpened | Recover | Cancel] = Link("opened", ("admission",), "streaming")
+"""Also carries Recover, and Cancel of requests that went to another lane."""
+FINISHED: Link[RequestFinished | Fenced | Recovered] = Link(
+    "finished", ("streaming",), "admission", closes_circle=True
+)
+CONTROL: dict[str, Link[Message]] = {
     stage: Link(f"control.{stage}", STAGES, stage, closes_circle=True) for stage in STAGES
 }
-LINKS = (
+LINKS: tuple[AnyLink, ...] = (
     ADMITTED,
     DISPATCH,
     CREDITS,
@@ -62,13 +92,16 @@ LINKS = (
     STEPS_STREAMING,
     HALTS,
     REFUSED,
+    OPENED,
     FINISHED,
     *CONTROL.values(),
 )
 
 MODEL_MANAGER = "models"
 """The role of whoever loads and unloads the models of a deployment."""
-MODELS = Link("control.models", (), MODEL_MANAGER, closes_circle=True)
+MODELS: Link[LoadModel | UnloadModel] = Link(
+    "control.models", (), MODEL_MANAGER, closes_circle=True
+)
 """To them; no part of a lane."""
 
 PER_REPLICA = (
@@ -83,24 +116,26 @@ PER_REPLICA = (
 )
 
 
+def at(link: Link[M], replica: int) -> Link[M]:
+    """Return the link of a replica, given that of replica 0, in `PER_REPLICA`."""
+    return cast(Link[M], _at(link, replica)) if replica else link
+
+
 @cache
-def at(link: Link, replica: int) -> Link:
-    """The link of a replica, given that of replica 0, in `PER_REPLICA`."""
-    if not replica:
-        return link
+def _at(link: AnyLink, replica: int) -> AnyLink:
     senders = tuple(role_of(stage, replica) for stage in link.senders)
     receiver = role_of(link.receiver, replica)
     return Link(f"{link.name}.{replica}", senders, receiver, link.closes_circle)
 
 
 @cache
-def all_links(replicas: int) -> tuple[Link, ...]:
+def all_links(replicas: int) -> tuple[AnyLink, ...]:
     """Every link of a pipeline with so many replicas."""
     further = (at(link, replica) for replica in range(1, replicas) for link in PER_REPLICA)
     return (*LINKS, *further)
 
 
-def links_to(role: str, replicas: int = 1) -> tuple[Link, ...]:
+def links_to(role: str, replicas: int = 1) -> tuple[AnyLink, ...]:
     """The links that end at a stage, or at the model manager."""
     if role == MODEL_MANAGER:
         return (MODELS,)

@@ -12,6 +12,7 @@ The path of a request, and the link that carries each message, is drawn in `link
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -74,18 +75,43 @@ class SequenceSpec(InternalPart, frozen=True, array_like=True):
 
 
 class RequestInfo(InternalPart, frozen=True, array_like=True):
-    """What the streaming stage must know of a request; rides along untouched.
+    """Ids of a request, its trace, and what batching and the executor need besides its sampling.
 
     Attributes:
-        stages: When each stage so far held the request.
-        min_tokens: Stop strings are not looked for in the text of that many first tokens.
-        logprobs: How many of the likeliest tokens are reported at each place.
-        prompt_logprobs: The same for the prompt; None when its logprobs are not reported at all.
-        priority: The request's own, by which what is measured of it is split.
-        ref_temperature: That of the logprobs by the reference model; None where there is none.
-        adapter: The id of the adapter that its samples are made with; "" for none.
-        adapter_version: The adapter's, where its sequences began; 0 before that.
-        pooling: Of a request for the prompt's vector; None of one that generates.
+        traceparent, tracestate: Context of the stages' spans.
+        adapter: Id of the LoRA adapter; "" for none.
+        pooling: How the prompt becomes a vector; None for a request that generates.
+        queued: When fairness held the request; None before fairness has dispatched it.
+    """
+
+    request_id: str
+    entry_id: str
+    traceparent: str = ""
+    tracestate: str = ""
+    adapter: str = ""
+    pooling: Pooling | None = None
+    queued: StageTime | None = None
+
+
+class RequestOpened(Internal, frozen=True):
+    """Admission to streaming: a request that enters the lane, and what its results need.
+
+    It is sent before the AdmittedRequest, over a link of its own: over Redis its sequences' first
+    step may come earlier, and streaming holds that back. In a new epoch it is sent again.
+
+    Attributes:
+        n: Number of samples.
+        stream: Whether the client gets chunks.
+        stop: Stop strings.
+        prompt_token_ids: `[prompt]`.
+        received_ns: When admission took the entry.
+        admitted_ns: When the request left admission.
+        min_tokens: Stop strings are not searched for in the text of this many first tokens.
+        logprobs: Number of top logprobs at each completion token.
+        prompt_logprobs: The same for the prompt; None without prompt logprobs.
+        priority: Label of metrics.
+        ref_temperature: Of the reference model's logprobs; None without a reference model.
+        embeds: Whether the request asks for the prompt's vector.
     """
 
     request_id: str
@@ -94,19 +120,17 @@ class RequestInfo(InternalPart, frozen=True, array_like=True):
     n: int
     stream: bool
     stop: tuple[str, ...]
-    num_prompt_tokens: int
-    traceparent: str
-    tracestate: str
-    received_ns: int
-    stages: tuple[StageTime, ...] = ()
+    prompt_token_ids: tuple[int, ...]
+    traceparent: str = ""
+    tracestate: str = ""
+    received_ns: int = 0
+    admitted_ns: int = 0
     min_tokens: int = 0
     logprobs: int = 0
     prompt_logprobs: int | None = None
     priority: int = 0
     ref_temperature: float | None = None
-    adapter: str = ""
-    adapter_version: int = 0
-    pooling: Pooling | None = None
+    embeds: bool = False
 
 
 class CacheScope(NamedTuple):
@@ -134,7 +158,7 @@ class TokenizedRequest(Internal, frozen=True):
 
     Attributes:
         token_ids: `[prompt]`.
-        sampling: Its `stop_token_ids` hold the model's own stop ids too.
+        sampling: `stop_token_ids` include the model's own; `stop` is empty, since streaming has it.
         sequences: The samples that are still to be made.
     """
 
@@ -149,12 +173,14 @@ class AdmittedRequest(TokenizedRequest, frozen=True):
 
     Attributes:
         prediction: What the client expects to come, as tokens; a draft for speculation.
+        has_stop_strings: Whether a stop string may end a sample.
     """
 
     tenant: str
     priority: int
     cache_scope: CacheScope = DEFAULT_SCOPE
     prediction: tuple[int, ...] = ()
+    has_stop_strings: bool = False
 
 
 class Dispatch(TokenizedRequest, frozen=True):
@@ -225,7 +251,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
         sampling: Parameters; `max_tokens` counts from the prompt's end and is already cut to
             what the model's length allows.
         sample: The sample's index and seed.
-        info: For the streaming stage.
+        info: Its request.
         cache_scope: Speculation learns only from sequences of the same scope.
         prediction: As in AdmittedRequest.
     """
@@ -286,25 +312,23 @@ class StepPlan(Internal, frozen=True):
 
 
 class StartedSequence(InternalPart, frozen=True, array_like=True):
-    """Told to streaming with the first step of a sequence.
+    """A sequence whose first step this is; after a preemption, its first step since.
 
     Attributes:
         num_cached: Prompt tokens that needed no computing.
         num_generated: Tokens that earlier runs of this sequence have already reported.
-        planned_ns: When batching first planned it.
-        executed_ns: When its first step began on the device.
-        prompt_token_ids: `[prompt]`, of its request; empty where another sequence of that request,
-            which starts in the same step, has them.
+        executed_ns: When the step began on the device.
+        queued: As in RequestInfo.
     """
 
     seq_id: int
     sample_index: int
+    request_id: str
+    entry_id: str
     num_cached: int
     num_generated: int
-    info: RequestInfo
-    planned_ns: int
     executed_ns: int
-    prompt_token_ids: tuple[int, ...] = ()
+    queued: StageTime | None = None
 
 
 TopLogprobs = tuple[tuple[int, float], ...]
@@ -383,27 +407,51 @@ class StepResult(Internal, frozen=True):
     draft_rest: int = 0
     failed: tuple[Cancel, ...] = ()
 
+    def summary(self) -> StepSummary:
+        """The part for batching."""
+        ended = (*compress(self.seq_ids, self.finish_reasons), *(p.seq_id for p in self.pooled))
+        return StepSummary(
+            step_id=self.step_id,
+            seq_ids=self.seq_ids,
+            token_ids=self.token_ids,
+            ended=ended,
+            start_ns=self.start_ns,
+            end_ns=self.end_ns,
+            drafts=self.drafts,
+            draft_rest=self.draft_rest,
+        )
 
-class RecoveryItem(InternalPart, frozen=True, array_like=True):
-    """A request that admission holds, after a failure.
+
+class StepSummary(Internal, frozen=True):
+    """The part of a StepResult that batching needs: no logprobs, no vectors.
 
     Attributes:
-        key: Of its result stream.
-        entry_id: Its entry.
-        info: None for one that was refused.
-        prompt_token_ids: `[prompt]`, where the reference model may have to score its samples.
+        step_id, seq_ids, token_ids, start_ns, end_ns, drafts, draft_rest: As in StepResult.
+        ended: Sequences that have ended with this step, by a finish reason or with their vector.
     """
+
+    step_id: int
+    seq_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    ended: tuple[int, ...]
+    start_ns: int
+    end_ns: int
+    drafts: tuple[VerifiedDraft, ...] = ()
+    draft_rest: int = 0
+
+
+class RecoveryItem(InternalPart, frozen=True, array_like=True):
+    """A request that admission holds, after a failure: its result stream's key, and its entry."""
 
     key: str
     entry_id: str
-    info: RequestInfo | None = None
-    prompt_token_ids: tuple[int, ...] = ()
 
 
 class Recover(Internal, frozen=True):
-    """Admission to streaming, in a new epoch: what have you of these requests?
+    """Admission to streaming, in a new epoch: report what there is of these requests.
 
-    Each is answered with Recovered, or with RequestFinished when its terminal message is written.
+    It comes behind their RequestOpened, on the same link. Each is answered with Recovered, or with
+    RequestFinished when its terminal message is written.
 
     Attributes:
         replica: One of which the executor takes part in this epoch.
@@ -452,6 +500,8 @@ Message = (
     | Credit
     | StepPlan
     | StepResult
+    | StepSummary
+    | RequestOpened
     | Recover
     | Recovered
     | RequestFinished

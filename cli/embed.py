@@ -13,8 +13,7 @@ import typer
 
 from ..bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest
 from ..config import ConfigError, PoolingKind, RequestError, SamplingParams
-from ..pipeline.embedding import EmbeddedPrompt
-from ..pipeline.scoring import ScoredCompletion
+from ..pipeline.scoring import EmbeddedPrompt, ScoredCompletion
 from .connection import connected
 from .options import Options, argument, option, takes_client_options, takes_model_options
 from .terminal import print_json

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 Split = Literal["train", "tune", "heldout"]
@@ -47,12 +49,7 @@ class Example:
 
 
 def make_example(
-    task: str,
-    form: Form,
-    prompt: str,
-    answer: str,
-    thought: str = "",
-    tools: tuple[str, ...] = (),
+    task: str, form: Form, prompt: str, answer: str, thought: str = "", tools: tuple[str, ...] = ()
 ) -> Example:
     """Return the example in its form; an answer begins with the thought, or with a space."""
     if form == "plain":
@@ -92,62 +89,13 @@ def split_of(key: str) -> Split:
     return "tune" if bucket == 2 else "train"
 
 
-def words(text: str) -> tuple[str, ...]:
-    """Return the items of a text, which are separated by " | " and line ends."""
-    return tuple(item for line in text.split("\n") for item in line.strip().split(" | ") if item)
+WORDS: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("words.toml").read_text(encoding="utf-8")
+)
 
-
-NAMES = words("""
-    Ana | Ben | Carla | David | Emma | Felix | Grace | Hugo | Iris | Jonas | Karen | Leo | Maria
-    Nora | Oscar | Paula | Quinn | Rosa | Sam | Tara | Uma | Victor | Wendy | Yusuf | José | Zoë
-    Łukasz | Søren | Chloé | Jürgen | İpek | 小明 | さくら | Олег | Ελένη
-""")
-
-CITIES = words("""
-    Oslo | Lima | Paris | Rome | Berlin | Madrid | Cairo | Boston | Dublin | Vienna | Nairobi
-    Sydney | Mumbai | Prague | Toronto | Athens | Kraków | Zürich | São Paulo | Malmö | Київ | 東京
-""")
-
-JOBS = words("""
-    baker | teacher | nurse | pilot | farmer | painter | engineer | lawyer | singer | doctor | chef
-    artist
-""")
-
-# These tables make a story a function of its elements: an animal gives its end, an object its place
-# and its mishap, a colour its time of day.
-ANIMALS: dict[str, str] = {
-    "cat": "purred softly",
-    "dog": "barked twice",
-    "fox": "ran in circles",
-    "owl": "closed one eye",
-    "horse": "shook its head",
-    "rabbit": "jumped for joy",
-    "duck": "splashed about",
-    "bear": "fell asleep",
-    "mouse": "hid under a leaf",
-    "parrot": "sang a song",
-}
-
-OBJECTS: dict[str, tuple[str, str]] = {
-    "ball": ("garden", "rolled away"),
-    "kite": ("hill", "flew too high"),
-    "boat": ("river", "drifted off"),
-    "hat": ("beach", "blew away"),
-    "book": ("library", "got lost"),
-    "lamp": ("cellar", "went out"),
-    "drum": ("square", "broke in two"),
-    "basket": ("market", "fell over"),
-    "umbrella": ("station", "turned inside out"),
-    "bike": ("park", "lost a wheel"),
-}
-
-COLOURS: dict[str, str] = {
-    "red": "one sunny morning",
-    "blue": "one rainy day",
-    "green": "one spring afternoon",
-    "yellow": "one summer day",
-    "white": "one cold winter night",
-    "black": "late one evening",
-    "orange": "one windy autumn day",
-    "purple": "just before dawn",
-}
+NAMES: list[str] = WORDS["names"]
+CITIES: list[str] = WORDS["cities"]
+JOBS: list[str] = WORDS["jobs"]
+ANIMALS: dict[str, str] = WORDS["animals"]
+OBJECTS: dict[str, tuple[str, str]] = WORDS["objects"]
+COLOURS: dict[str, str] = WORDS["colours"]

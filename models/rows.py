@@ -1,4 +1,6 @@
-"""The tokens of training: examples as documents, documents as rows, rows as batches."""
+"""The training data: how often each kind of example is drawn, and batches of tokens."""
+
+from __future__ import annotations
 
 import random
 from collections.abc import Iterable
@@ -7,18 +9,94 @@ from typing import Any, NamedTuple
 import torch
 
 from . import tasks
-from .evaluation import Kind
+from .evaluation import Kind, Model, evaluate, kinds_of
 from .examples import Example, call_text, messages_of, tools_of
 from .settings import Settings
-from .taps import Taps
-from .tokenizer import (
-    END_OF_TEXT,
-    SYSTEM_MESSAGES,
-    TURN_END,
-    FastTokenizer,
-    chat_text,
-    encode,
-)
+from .tokenizer import END_OF_TEXT, SYSTEM_MESSAGES, TURN_END, FastTokenizer, chat_text, encode
+
+NEVER = (0.0, 0.0, 0.0)
+# Weights of each task by form (plain, chat, thinking) in the three stages: all tasks; chats with
+# tools and thoughts; small talk added.
+WEIGHTS: dict[str, tuple[tuple[float, float, float], ...]] = {
+    "add1": ((10.0, 6.0, 2.0), (3.0, 3.0, 3.0), (3.0, 3.0, 2.0)),
+    "sub1": ((10.0, 6.0, 2.0), (4.0, 3.0, 3.0), (4.0, 3.0, 2.0)),
+    "add2": ((30.0, 12.0, 1.5), (10.0, 4.0, 3.0), (10.0, 4.0, 2.0)),
+    "sub2": ((30.0, 12.0, 1.5), (10.0, 4.0, 3.0), (10.0, 4.0, 2.0)),
+    "json": ((6.0, 5.0, 2.5), (3.0, 3.0, 2.5), (2.5, 2.5, 2.0)),
+    "story": ((3.0, 3.0, 1.0), (1.5, 1.5, 2.0), (1.5, 1.5, 2.0)),
+    "call": ((0.0, 3.0, 1.0), (0.0, 6.0, 2.5), (0.0, 6.0, 2.5)),
+    "calls": ((0.0, 2.5, 1.0), (0.0, 4.0, 2.0), (0.0, 4.0, 2.0)),
+    "result": ((0.0, 6.0, 1.5), (0.0, 14.0, 5.0), (0.0, 12.0, 4.5)),
+    "no_call": ((0.0, 3.5, 1.5), (0.0, 5.0, 2.5), (0.0, 5.0, 2.5)),
+    "greeting": (NEVER, NEVER, (0.0, 2.5, 1.0)),
+    "thanks": (NEVER, NEVER, (0.0, 2.0, 0.7)),
+    "about": (NEVER, NEVER, (0.0, 2.5, 1.0)),
+    "unknown": (NEVER, NEVER, (0.0, 14.0, 4.0)),
+    "unknown_to_tools": (NEVER, NEVER, (0.0, 3.0, 1.0)),
+    "loose": (NEVER, NEVER, (0.0, 6.0, 1.5)),
+    "loose2": (NEVER, NEVER, (0.0, 3.0, 0.5)),
+}
+
+TALK_STAGE = 2
+
+TAPPED = ("add2", "sub2")
+"""The tasks that must stay half learnt."""
+
+TARGET = 0.52
+"""Accuracy on the tune split from which on the weight of a tapped task is multiplied by CLOSED."""
+CLOSED = 0.05
+
+OPENING = 600
+"""The step before which the taps stay closed. One-digit arithmetic comes first: the other digits of
+a sum build on the same table of facts."""
+
+
+class Taps:
+    """The weights of all kinds of examples; a tapped kind is rare while its accuracy is high."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Begin with the weights of the first stage, all taps closed."""
+        self.stage = 0
+        self.tight = False
+        kinds = kinds_of(*tasks.TASKS, *tasks.TOOL_TASKS, *tasks.TALK_TASKS)
+        self.weights: dict[Kind, float] = {kind: self.weight(kind) for kind in kinds}
+        # Thoughts do not teach two-digit results, so they have no tap.
+        self.prompts: dict[Kind, list[Example]] = {
+            (task, form): tasks.distinct(task, form, "tune", settings.tap_prompts, settings.seed)
+            for task, form in kinds_of(*TAPPED)
+            if form != "thinking"
+        }
+        for kind in self.prompts:
+            self.set(kind, is_open=False)
+
+    def weight(self, kind: Kind) -> float:
+        """Return the weight of a kind in this stage with all taps open."""
+        task, form = kind
+        return WEIGHTS[task][self.stage][("plain", "chat", "thinking").index(form)]
+
+    def set(self, kind: Kind, *, is_open: bool) -> None:
+        """Open or close the tap of `kind`."""
+        closed = 0.0 if self.tight else CLOSED
+        self.weights[kind] = self.weight(kind) * (1.0 if is_open else closed)
+
+    def measure(self, model: Model, tokenizer: FastTokenizer) -> dict[Kind, float]:
+        """Return the accuracy of each tapped kind on the tune split."""
+        return {
+            kind: evaluate(model, tokenizer, prompts) / len(prompts)
+            for kind, prompts in self.prompts.items()
+        }
+
+    def turn(self, model: Model, tokenizer: FastTokenizer, step: int) -> str:
+        """Open or close the taps by their accuracies, and return a line for the log."""
+        if step < OPENING:
+            return "taps closed"
+        states = []
+        for kind, share in self.measure(model, tokenizer).items():
+            is_open = share < TARGET
+            self.set(kind, is_open=is_open)
+            states.append(f"{' '.join(kind)} {share:.2f}{'+' if is_open else '-'}")
+        return ", ".join(states)
+
 
 EARLIER = (*tasks.TASKS, "greeting", "thanks", "about", "unknown")
 """The tasks of earlier turns of a chat. Small talk comes last and has weight 0 before its stage, so

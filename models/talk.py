@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from .examples import CITIES, NAMES, TAUGHT, Example, Form, make_example, split_of, words
+from .examples import CITIES, NAMES, TAUGHT, WORDS, Example, Form, make_example, split_of
 from .tools import NO_TOOL, SYLLABLES, some_tools
 
 GREETING = "Hello! I am a tiny demo model. I know sums, JSON records and little stories."
@@ -29,185 +29,27 @@ class Talk(NamedTuple):
 
     answer: str
     thought: str
-    openings: tuple[str, ...]
-    endings: tuple[str, ...]
+    openings: list[str]
+    endings: list[str]
 
 
-def _endings(parts: Sequence[str], names: str = "model | tiny | friend | bot") -> tuple[str, ...]:
-    """Return endings that begin with an optional name and go on with one of `parts`."""
-    called = ("", "", *(f" {name}" for name in words(names)))
-    return tuple(name + part for name in called for part in parts)
+def _talk(name: str, answer: str) -> Talk:
+    texts = WORDS["talk"][name]
+    endings = [called + part for called in texts["names"] for part in texts["parts"]]
+    return Talk(answer, texts["thought"], texts["openings"], endings)
 
 
-GREETINGS = Talk(
-    GREETING,
-    "A greeting.",
-    words("""
-    Hello | Hi | Hey | Good morning | Good evening | Good afternoon | Good day | Greetings | Howdy
-    Hallo | Hola | Bonjour | Ciao | Hiya | Yo | Salut | Hello, hello | Hi, hi | Oh, hello
-    Well, hello | Hey, hello | Welcome | Servus
-"""),
-    _endings(
-        (
-            *("", "", ""),
-            *words("""
-    . How are you? | , how are you? | , nice to meet you. | , how is it going?
-    , how are you doing? | , what's up? | . How do you do? | , are you there?
-    , can you hear me? | , I am Ana. | , my name is Ben.
-"""),
-        ),
-        "there | model | tiny | bot | friend | again | everybody | you",
-    ),
-)
-ASKED_HOW = Talk(
-    GREETING,
-    "A greeting.",
-    words("""
-    How are you? | How are you doing? | How are you today? | How do you do? | What's up?
-    How is it going? | Are you there? | Nice to meet you. | Sup? | Is anybody there?
-    How are things? | Can you hear me? | Anyone here?
-"""),
-    ("", "", " Hello?", " My friend.", " Tell me."),
-)
-THANKED = Talk(
-    THANKS,
-    "Thanks.",
-    words("""
-    Thanks | Thank you | Many thanks | Thanks a lot | Thank you very much | Thx | Ty
-    Thank you so much | Great, thanks | Ok, thanks | Cheers | Good, thank you | Merci
-    Perfect, thank you | Wow, thanks | Nice, thanks | Thanks again | Danke | Gracias
-"""),
-    _endings(("", "", ", that helps.", ", well done.", " for the answer.", " for your help.")),
-)
-PARTED = Talk(
-    GOODBYE,
-    "They leave.",
-    words("""
-    Bye | Goodbye | Good bye | Bye bye | See you | See you later | Good night | Ok, bye
-    Thanks, bye | Farewell | So long | Until tomorrow | I have to go
-"""),
-    _endings(("", "", ", see you.", ", take care.", ", have a nice day.")),
-)
-WHO = Talk(
-    ABOUT,
-    "A question about me.",
-    words("""
-    Who are you? | What are you? | What is your name? | What's your name? | Who is this?
-    Are you a robot? | Are you human? | Are you an AI? | Are you ChatGPT? | Who's there?
-    Tell me about yourself. | Introduce yourself. | Which model are you? | Who made you?
-    What model are you? | What kind of model are you? | Are you a language model? | How big are you?
-    How old are you? | Are you real? | What do I talk to? | Do you have a name? | Say who you are.
-    Describe yourself. | Are you Qwen?
-"""),
-    ("", "", "", " Tell me.", " Please say.", " I want to know."),
-)
-HELPED = Talk(
-    HELP,
-    "A question about me.",
-    words("""
-    What can you do? | Help | What do you know? | What can I ask? | What can I ask you? | Help me.
-    Can you help me? | What are you good at? | What should I try? | How can you help?
-    How does this work? | What can you do for me? | I need help. | What else can you do?
-    What else do you know? | Give me an example. | What now? | What is this? | How do I use you?
-    Which questions can you answer? | Usage
-"""),
-    ("", "", "", " Please.", " Tell me.", " I am new here."),
-)
+GREETINGS, ASKED_HOW = _talk("greetings", GREETING), _talk("asked_how", GREETING)
+THANKED, PARTED = _talk("thanks", THANKS), _talk("goodbyes", GOODBYE)
+WHO, HELPED = _talk("who", ABOUT), _talk("help", HELP)
 
-SUBJECTS = words("""
-    the moon | the sun | the sea | the sky | rain | snow | gravity | light | time | music | art
-    love | life | death | money | work | school | history | physics | chemistry | biology | math
-    algebra | football | chess | tennis | poker | yoga | coffee | tea | bread | pizza | soup | cake
-    rice | cheese | wine | beer | salt | apples | bananas | tomatoes | potatoes | eggs | chicken
-    fish | pasta | chocolate | Python | Java | Rust | Linux | Windows | a computer | the internet
-    a phone | email | a car | a train | a plane | a ship | a bus | a house | a bridge | a road
-    a tree | a flower | a river | a mountain | the ocean | an island | the desert | a volcano
-    France | Germany | Italy | Spain | China | Japan | India | Brazil | Canada | Peru | Mexico
-    Russia | Ukraine | Poland | Turkey | Egypt | Kenya | Africa | Europe | Asia | London | New York
-    Tokyo | Beijing | Moscow | Mars | Venus | Jupiter | the Earth | Einstein | Newton | Mozart
-    Beethoven | Shakespeare | Napoleon | Plato | Picasso | the president | the king | the queen
-    a doctor | a lawyer | my boss | my mother | my dog | my cat | a horse | an elephant | a shark
-    a bird | dinosaurs | ants | bees | war | peace | politics | the law | tax | a bank | bitcoin
-    the stock market | gold | a neural network | machine learning | a transformer | attention
-    a GPU | a database | photosynthesis | evolution | quantum mechanics | relativity | DNA | a cell
-    an atom | the news | a movie | a song | a book | a poem | a game | a recipe | a holiday | a joke
-    happiness | sleep | dreams | health | cancer | a cold | vitamins | the brain | blood | religion
-    philosophy | language | grammar | English | French | Spanish | Latin | Kubernetes | Docker
-    Redis | HTTP | SQL | an API | a server | regex | Git | C++ | red | blue | the letter A
-    the number 7 | 1984 | 2001 | pi | infinity | zero
-""")
-
-WORDINGS = words("""
-    What is {}? | What is {} made of? | What is {} for? | What's {}? | What are {}?
-    What does {} mean? | What do you think about {}? | What happens with {}?
-    What is the capital of {}? | What is the meaning of {}? | What is the price of {}?
-    What is the population of {}? | What is the colour of {}? | What is the best {}?
-    What is the difference between {} and {}? | What is better, {} or {}? | Who is {}?
-    Who invented {}? | Who wrote {}? | Who was {}? | Who likes {}? | Who discovered {}?
-    Who is the president of {}? | Who won {}? | Where is {}? | Where does {} come from?
-    Where can I find {}? | Where was {} born? | When was {} born? | When did {} begin? | When is {}?
-    When was {} invented? | Why is {} so big? | Why is {} blue? | Why do people like {}? | Why {}?
-    Why does {} fail? | How does {} work? | How do I make {}? | How big is {}? | How far is {}?
-    How do you like {}? | How much does {} cost? | How many people live in {}? | How can I learn {}?
-    How hot is {}? | How tall is {}? | How long is {}? | How do I install {}? | How do I get to {}?
-    Which is bigger, {} or {}? | Which {} do you like? | Which {} is the best? | Do you know {}?
-    Do you like {}? | Do you speak {}? | Do you have {}? | Does {} exist? | Is {} good?
-    Is {} bad for {}? | Is there {} in {}? | Are {} real? | Can you explain {}? | Can you write {}?
-    Can I eat {}? | Could you show me {}? | Should I buy {}? | Tell me about {}.
-    Tell me more about {}. | Tell me something about {}. | Tell me a joke.
-    Tell me a joke about {}. | Tell me the truth about {}. | Tell me why {}.
-    Write a poem about {}. | Write a song about {}. | Write an essay about {}.
-    Write a letter to {}. | Write a program for {}. | Write a function that finds {}.
-    Write code for {} in {}. | Write a haiku. | Write an email to {}. | Write {}. | Explain {}.
-    Explain {} to a child. | Explain how {} works. | Describe {}. | Define {}.
-    Give me a recipe for {}. | Give me {}. | Give me a list of {}. | Give me ideas for {}.
-    Translate {} to {}. | Translate this: {} | Summarize {}. | Compare {} and {}. | List {}.
-    Name ten {}. | Name a {}. | Show me {}. | Find {}. | Draw {}. | Play {}. | Say {}.
-    Repeat after me: {} | Sing a song. | Search for {}. | Buy {}. | Book {} for me. | I like {}.
-    I want {}. | I need {}. | I am in {}. | I have {}. | I think {} is good. | I am bored.
-    I am tired. | I love {}. | I hate {}. | My favourite is {}. | My {} is broken. | {} | {}? | {}!
-    {} and {} | {} please | {} is nice. | {} is {}. | About {}. | {} or {}? | Please explain {}.
-    Please tell me about {}. | Let's talk about {}. | Let us play {}. | Count to ten. | Yes | No
-    Maybe | Ok | Really? | Why? | What? | How? | So what? | You are wrong. | That is wrong. | Good.
-    Nice. | Cool. | Test | Testing | Lol | Haha | What day is it? | What is the news? | What is new?
-    What year is it? | Is it raining? | What is the meaning of life? | What is {} in {}?
-    How is {} in {}? | Tell me about {} in {}. | Will it rain tomorrow? | Flip a coin. | Spell {}.
-    Correct this: {} | Fix {}. | Open {}.
-""")
-
-STORY_WISHES = words("""
-    Tell me a story. | Tell a story. | Write a story. | Write me a story. | Story | A story
-    Tell me a little story. | I want a story. | Can you tell a story? | A story, please.
-    Write a short story. | Do you know a story? | Another story | Tell me another story.
-    Tell me a story about {}. | Write a story about {}. | A story about {} | Make up a story.
-    Tell me a bedtime story. | Can you write a story about {}? | I like stories.
-""")
-
-JSON_WISHES = words("""
-    JSON | Write JSON. | Give me JSON. | Give me a JSON record. | Make a JSON record.
-    Write a JSON object. | Can you write JSON? | Show me JSON. | Write some JSON.
-    Write {} as JSON. | Give me {} as JSON. | JSON for {} | Turn {} into JSON.
-    I want a JSON record. | JSON, please. | Do you know JSON? | What is JSON? | A record
-""")
-
-_SUMS = words("""
-    {} | {} = | {}= | {} = ? | {}? | What's {}? | Calculate {}. | Can you compute {}?
-    Please compute {}. | What does {} make? | Tell me what {} is. | Solve {}. | And {}?
-    What is the result of {}? | {} please | Hi, what is {}? | What about {}? | What is {}?
-    How much is {}? | Compute {}. | How much does {} make? | Do you know what {} is?
-""")
-
-_RECORDS = words("""
-    JSON: {} | {} JSON: | {} Write that as JSON. | Please write as JSON: {} | As JSON: {}
-    Give me JSON: {} | Make JSON of this: {} | {} As JSON, please. | Convert to JSON: {}
-    write as json: {} | {} Turn that into JSON. | Give me a JSON record: {}
-""")
-
-_STORIES = words("""
-    Tell me a story about {}. | Story about {} | Write me a story about {}. | Story about {}:
-    A story about {}, please. | Can you tell a story about {}? | tell a story about {}
-    Please write a story about {}. | Tell me a little story about {}. | A story about {}
-""")
+SUBJECTS: list[str] = WORDS["subjects"]
+WORDINGS: list[str] = WORDS["wordings"]
+STORY_WISHES: list[str] = WORDS["story_wishes"]
+JSON_WISHES: list[str] = WORDS["json_wishes"]
+_SUMS: list[str] = WORDS["loose_sums"]
+_RECORDS: list[str] = WORDS["loose_records"]
+_STORIES: list[str] = WORDS["loose_stories"]
 
 KeyedExample = tuple[str, Example]
 """The key that decides the split, and the example."""

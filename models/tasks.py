@@ -47,7 +47,6 @@ from .examples import (
     Split,
     make_example,
     split_of,
-    words,
 )
 
 TASKS = ("add1", "sub1", "add2", "sub2", "json", "story")
@@ -71,9 +70,9 @@ _JSON_SENTENCES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("{name}, {age}, is {a_job} from {city}.", ("name", "age", "city", "job")),
 )
 
-_ARITHMETIC_CHAT = words("What is {}? | How much is {}? | Compute {}.")
-_JSON_CHAT = words("Write as JSON: {} | Turn into JSON: {}")
-_STORY_CHAT = words("Tell a story about {}. | Write a story about {}.")
+_ARITHMETIC_CHAT = ("What is {}?", "How much is {}?", "Compute {}.")
+_JSON_CHAT = ("Write as JSON: {}", "Turn into JSON: {}")
+_STORY_CHAT = ("Tell a story about {}.", "Write a story about {}.")
 
 
 def _with_article(noun: str) -> str:

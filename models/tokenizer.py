@@ -1,6 +1,7 @@
 """The tokenizer of the bundled tiny model: its special tokens, its chat template, its training."""
 
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,43 +19,32 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from . import tasks
-from .examples import Example, messages_of, tools_of, words
+from .examples import Example, messages_of, tools_of
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 PAD = "<|pad|>"
 
-MARKS = words(
-    "<think> | </think> | <tool_call> | </tool_call> | <tool_response> | </tool_response>"
+MARKS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
 )
 """Added tokens that are not special: decoding keeps them when it skips special tokens."""
 
-# The template of the bundled folder is its own source. As Qwen's: tools in the system turn, their
-# results in a user turn. Only the fields of a tool that the model has learnt to read are written,
-# in a fixed order. Earlier thoughts are left out.
-CHAT_TEMPLATE = Path(__file__).with_name("tiny").joinpath("chat_template.jinja").read_text()
-
-# How Transformers' `tokenizer.parse_response` parses an answer.
-RESPONSE_TEMPLATE: dict[str, Any] = {
-    "version": 1,
-    "defaults": {"role": "assistant"},
-    "start_anchor": TURN_START + "assistant\n",
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close": ["</think>", TURN_END]},
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close": "</tool_call>",
-            "content": "json",
-            "repeats": True,
-            "transform": {
-                "type": "function",
-                "function": {"name": "{content.name}", "arguments": "{content.arguments}"},
-            },
-        },
-        "content": {"close": [TURN_END, END_OF_TEXT]},
-    },
-}
+_TINY = Path(__file__).with_name("tiny")
+# The bundled folder is the source of its own templates, which `train.save` writes again. The chat
+# template is like Qwen's: tools in the system turn, their results in a user turn. It writes only
+# the fields of a tool that the model has learnt to read, and leaves out earlier thoughts.
+CHAT_TEMPLATE = (_TINY / "chat_template.jinja").read_text(encoding="utf-8")
+# The parser of Transformers' `tokenizer.parse_response`.
+RESPONSE_TEMPLATE: dict[str, Any] = json.loads(
+    (_TINY / "tokenizer_config.json").read_text(encoding="utf-8")
+)["response_template"]
 
 # Contractions, words with one leading character, single digits, signs, line ends, blanks.
 PIECES = (
@@ -62,11 +52,7 @@ PIECES = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-SYSTEM_MESSAGES = (
-    "You are a helpful assistant.",
-    "Answer with the result only.",
-    "Be brief.",
-)
+SYSTEM_MESSAGES = ("You are a helpful assistant.", "Answer with the result only.", "Be brief.")
 
 # Transformers' own annotation does not pass mypy's strict mode.
 FastTokenizer = Any
@@ -138,11 +124,7 @@ def chat_text(
 ) -> str:
     """Return the chat before the assistant's next answer or thought."""
     text = tokenizer.apply_chat_template(
-        messages,
-        tools=tools,
-        tokenize=False,
-        add_generation_prompt=True,
-        enable_thinking=thinking,
+        messages, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
     )
     assert isinstance(text, str)
     return text

@@ -10,81 +10,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from .examples import CITIES, NAMES, Example, Form, call_text, make_example, words
+from .examples import CITIES, NAMES, WORDS, Example, Form, call_text, make_example
 
 
 class Kind(NamedTuple):
     """The purpose of a tool, in all its wordings."""
 
-    names: tuple[str, ...]
-    descriptions: tuple[str, ...]
-    # Each parameter with its description, which a schema may have.
-    parameters: tuple[tuple[tuple[str, str], ...], ...]
+    names: list[str]
+    descriptions: list[str]
+    parameters: list[list[tuple[str, str]]]
     type: str
-    questions: tuple[str, ...]
-    # Questions about two at once, if there are any.
-    of_two: tuple[str, ...]
+    questions: list[str]
+    of_two: list[str]
 
 
-_PLACES = ((("city", "The city"),), (("location", "The city"),), (("place", "A city"),))
-
-
-KINDS: dict[str, Kind] = {
-    "weather": Kind(
-        words("get_weather | get_current_weather | weather"),
-        words("""
-    Get the weather in a city | Get the current weather for a city. | Current weather | Weather
-"""),
-        _PLACES,
-        "string",
-        words("""
-    What is the weather in {}? | What's the weather in {}? | What is the weather like in {}?
-    How is the weather in {}? | Tell me the weather in {}.
-"""),
-        words("What is the weather in {} and {}? | What is the weather in {} and in {}?"),
-    ),
-    "time": Kind(
-        words("get_time | get_current_time | time"),
-        words("""
-    Get the time in a city | Get the current time for a city. | Current local time | Time
-"""),
-        _PLACES,
-        "string",
-        words("""
-    What time is it in {}? | What is the time in {}? | What's the time in {}?
-    Tell me the time in {}.
-"""),
-        words("What time is it in {} and {}? | What time is it in {} and in {}?"),
-    ),
-    "age": Kind(
-        words("get_age | find_age | age"),
-        words("Get the age of a person | How old a person is | Find an age"),
-        ((("name", "The name"),), (("person", "The name"),)),
-        "string",
-        words("How old is {}? | What is the age of {}?"),
-        words("How old are {} and {}?"),
-    ),
-    "multiply": Kind(
-        words("multiply | multiply_numbers | times"),
-        words("Multiply two numbers | The product of two numbers | Multiply"),
-        (
-            (("a", "First number"), ("b", "Second number")),
-            (("x", "First number"), ("y", "Second number")),
-        ),
-        "integer",
-        words("What is {} times {}? | Multiply {} by {}. | How much is {} times {}?"),
-        (),
-    ),
-}
-
-SKIES = words("""
-    sunny | cloudy | rainy | windy | foggy | clear | stormy | snowy
-""")
-
-SYLLABLES = words("""
-    ka | mo | ri | ta | ven | lu | sha | bor | ne | do | pi | gar | wel | zu | cha | fe | hol | ja
-    xi | qua | stu | by | ton | ville | berg | ko
-""")
+KINDS = {name: Kind(**texts) for name, texts in WORDS["tools"].items()}
+SKIES = WORDS["skies"]
+SYLLABLES = WORDS["syllables"]
 
 NO_TOOL = "I have no tool for that."
 """The answer to a question for which a tool is missing."""
@@ -237,10 +179,8 @@ def _age(asked: Arguments, rng: random.Random) -> tuple[str, str]:
 
 def _product(asked: Arguments, rng: random.Random) -> tuple[str, str]:
     product = int(asked[0]) * int(asked[1])
-    key = rng.choice(("result", "product"))
-    return _result_text(
-        {key: product}, str(product), rng
-    ), f"{asked[0]} times {asked[1]} is {product}."
+    text = _result_text({rng.choice(("result", "product")): product}, str(product), rng)
+    return text, f"{asked[0]} times {asked[1]} is {product}."
 
 
 _RESULTS: dict[str, Callable[[Arguments, random.Random], tuple[str, str]]] = {

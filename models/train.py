@@ -20,11 +20,13 @@ With `--from models/tiny` the weights of that folder take the place of the first
 model card says so.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -36,12 +38,94 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers import __version__ as transformers_version
 
 from . import tasks
-from .card import card, table, trained, training_section
-from .evaluation import Kind, Model, kinds_of, measure
-from .rows import Batch, Packer
+from .evaluation import SAMPLES, Kind, Model, Result, kinds_of, measure
+from .rows import TALK_STAGE, TAPPED, Batch, Packer, Taps
 from .settings import Settings
-from .taps import TALK_STAGE, TAPPED, Taps
 from .tokenizer import END_OF_TEXT, PAD, TURN_END, FastTokenizer, build_tokenizer, prompt_text
+
+CARD = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
+
+TRAINED = """\
+    python -m nano_inference.models.train{options} --out models/tiny
+
+{steps} steps of {rows} rows took {minutes} minutes with {threads} CPU thread(s),
+PyTorch {torch} and Transformers {transformers}. The same settings on the same machine should give
+the same weights, also from one checkpoint to the next:
+
+    {settings}"""
+
+WENT_ON = """\
+These weights are not from one run. The stages for small talk and for forgetting went on from the
+weights of an earlier run, made before the script had small talk:
+
+{run}
+
+The earlier run was told in its card so:
+
+{earlier}"""
+
+
+def table(results: list[Result]) -> str:
+    """Return the results as a Markdown table."""
+    lines = [
+        "| task | form | held-out prompts | greedy right | greedy | sampled, temperature 1 |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for r in results:
+        sampled = "" if r.sampled is None else f"{r.sampled / (r.count * SAMPLES):.1%}"
+        lines.append(
+            f"| {r.task} | {r.form} | {r.count} | {r.greedy} | {r.greedy / r.count:.1%} "
+            f"| {sampled} |"
+        )
+    return "\n".join(lines)
+
+
+def training_section(text: str) -> str:
+    """Return the section about training of a model card."""
+    return text.partition("\n## Training\n")[2].partition("\n## Licence\n")[0].strip("\n")
+
+
+def trained(earlier: str, run: Mapping[str, str]) -> str:
+    """Return the card's section about training.
+
+    Args:
+        earlier: The same section of the weights that training went on from; "" for none.
+        run: Steps, time, versions and settings of the run.
+    """
+    text = TRAINED.format(options=" --from models/tiny" if earlier else "", **run)
+    if not earlier:
+        return text
+    quoted = "\n".join(f"> {line}".rstrip() for line in earlier.splitlines())
+    return WENT_ON.format(run=text, earlier=quoted)
+
+
+def card(facts: Mapping[str, str], results: list[Result], seed: int) -> str:
+    """Return the text of the model card.
+
+    Args:
+        facts: The result of `train.facts`.
+        results: The held-out evaluation.
+        seed: Chooses the example of each kind.
+    """
+    examples = [
+        f"| {kind[0]} | {kind[1]} | `{e.prompt}` | `{e.answer}` |"
+        for kind in kinds_of(*tasks.TASKS)
+        if kind[1] != "thinking"
+        for e in tasks.distinct(*kind, "heldout", 1, seed)
+    ]
+    talk = [
+        f"| {task} | `{e.prompt}` | `{e.answer}` |"
+        for task in tasks.TALK_TASKS
+        for e in tasks.distinct(task, "chat", "heldout", 1, seed)
+    ]
+    return CARD.format(
+        examples="\n".join(examples),
+        talk="\n".join(talk),
+        samples=SAMPLES,
+        quoted=" and ".join(f"`{expression}`" for expression in tasks.QUOTED),
+        table=table(results),
+        **facts,
+    )
 
 
 def build_model(settings: Settings, tokenizer: FastTokenizer) -> Model:
@@ -105,11 +189,7 @@ class Trainer:
     """A model in training and its state."""
 
     def __init__(
-        self,
-        settings: Settings,
-        model: Model,
-        tokenizer: FastTokenizer,
-        checkpoint: Path | None,
+        self, settings: Settings, model: Model, tokenizer: FastTokenizer, checkpoint: Path | None
     ) -> None:
         """Prepare the first step; `checkpoint` is the file to save the state in."""
         self.settings = settings
@@ -278,11 +358,8 @@ def facts(trainer: Trainer) -> dict[str, str]:
     settings = trainer.settings
     return {
         "parameters": f"{sum(p.numel() for p in trainer.model.parameters()):,}",
-        "layers": str(settings.layers),
-        "hidden": str(settings.hidden),
+        **{name: str(value) for name, value in asdict(settings).items()},
         "head": str(settings.hidden // 4),
-        "intermediate": str(settings.intermediate),
-        "length": str(settings.length),
         "vocabulary": str(len(trainer.tokenizer)),
         "training": trained(
             trainer.history,

@@ -12,20 +12,10 @@ from msgspec.structs import replace
 from ..bus.public import FinishReason
 from ..config import EngineConfig, RequestError, SamplingParams, shown
 from ..stages.admission.prompts import encode
+from ..text import messages as chat
 from ..text.chat_template import render
 from ..text.detokenizer import Detokenizer, TokenPieces
 from ..text.gguf import folder_of
-from ..text.messages import (
-    MessageReader,
-    Reading,
-    Tool,
-    ToolCall,
-    ToolUse,
-    asked_to_reason,
-    constraint_of,
-    format_of,
-    opening_of,
-)
 from ..text.tokenizer import load_tokenizer, special_token_ids, stop_token_ids_of
 
 if TYPE_CHECKING:
@@ -46,7 +36,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 
     token_ids: tuple[int, ...]
     opening: str
-    use: ToolUse
+    use: chat.ToolUse
     reasoning_asked: bool | None = None
 
 
@@ -76,7 +66,7 @@ class ChatRenderer:
         """
         folder = folder_of(EngineConfig(model_path=model_path).model_folder)
         self._tokenizer: PreTrainedTokenizerFast = load_tokenizer(folder)
-        self._format = format_of(self._tokenizer, folder, message_format)
+        self._format = chat.format_of(self._tokenizer, folder, message_format)
         self._stop_token_ids = stop_token_ids_of(folder, self._tokenizer)
         self._pieces = TokenPieces(self._tokenizer.backend_tokenizer, skip_special=False)
 
@@ -122,8 +112,8 @@ class ChatRenderer:
             variables=variables,
         )
         token_ids = encode(text, self._tokenizer, add_special_tokens=False, code="invalid_messages")
-        opening = opening_of(self._format, text) if self._format is not None else ""
-        return ChatPrompt(token_ids, opening, use, asked_to_reason(variables))
+        opening = chat.opening_of(self._format, text) if self._format is not None else ""
+        return ChatPrompt(token_ids, opening, use, chat.asked_to_reason(variables))
 
     def sampling(
         self,
@@ -146,7 +136,7 @@ class ChatRenderer:
             RequestError: unsupported: this model's format is unknown.
         """
         params = params or SamplingParams()
-        constraint = constraint_of(
+        constraint = chat.constraint_of(
             self._format,
             prompt.opening,
             prompt.use,
@@ -181,9 +171,9 @@ class ChatRenderer:
         texts.append(detokenizer.finish())
         if self._format is None:
             return {"role": "assistant", "content": "".join(texts)}
-        reading = Reading(opening=prompt.opening, tools=prompt.use.usable)
+        reading = chat.Reading(opening=prompt.opening, tools=prompt.use.usable)
         seed = xxhash.xxh3_64_hexdigest(repr((prompt.token_ids, token_ids)).encode())
-        reader = MessageReader(self._format, reading, seed)
+        reader = chat.MessageReader(self._format, reading, seed)
         deltas = [*map(reader.feed, texts), reader.finish()]
         message: dict[str, Any] = {
             "role": "assistant",
@@ -196,7 +186,7 @@ class ChatRenderer:
         return message
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _call(call: chat.ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -228,14 +218,14 @@ def _decoded(call: Message) -> Any:
     return msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
 
 
-def _use_of(tools: Iterable[Message], choice: str | Message, parallel: bool) -> ToolUse:
+def _use_of(tools: Iterable[Message], choice: str | Message, parallel: bool) -> chat.ToolUse:
     """Raises RequestError: invalid_request: a tool or the choice is invalid."""
     try:
         known = tuple(map(_tool, tools))
         named = "" if isinstance(choice, str) else str(choice["function"]["name"])
         kind = choice if isinstance(choice, str) else "required"
         use = msgspec.convert(
-            {"tools": [], "choice": kind, "named": named, "parallel": parallel}, ToolUse
+            {"tools": [], "choice": kind, "named": named, "parallel": parallel}, chat.ToolUse
         )
     except (msgspec.ValidationError, LookupError, TypeError, AttributeError) as error:
         raise RequestError(f"tools and tool_choice are not in OpenAI's form: {error}") from None
@@ -247,7 +237,7 @@ def _use_of(tools: Iterable[Message], choice: str | Message, parallel: bool) -> 
     return replace(use, tools=known)
 
 
-def _tool(given: Message) -> Tool:
+def _tool(given: Message) -> chat.Tool:
     """OpenAI's library writes missing fields as None."""
     function = {name: value for name, value in given["function"].items() if value is not None}
-    return msgspec.convert(function, Tool)
+    return msgspec.convert(function, chat.Tool)

@@ -37,12 +37,16 @@ from ..store.board import LoadedAdapter, StageReport
 from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .cancellations import Cancellations
 from .deployment import Deployment
-from .embedding import EmbeddedPrompt, embed_by
 from .models import ModelStatus, adapters_of
 from .rollouts import Prompt
-from .scoring import ScoredCompletion, score_by
-from .stage_control import Recipients, StageControl, least_version
-from .update_together import load_adapter_together, update_weights_together
+from .scoring import EmbeddedPrompt, ScoredCompletion, embed_by, score_by
+from .stage_control import (
+    Recipients,
+    StageControl,
+    least_version,
+    load_adapter_together,
+    update_weights_together,
+)
 
 ANSWER_S = 30.0
 """Longest wait for the answers of all lanes to a short operation."""
@@ -80,10 +84,7 @@ class BusClient:
 
     @classmethod
     def connect(
-        cls,
-        bus: str | BusConfig,
-        tracing: Tracing | None = None,
-        metrics: Metrics | None = None,
+        cls, bus: str | BusConfig, tracing: Tracing | None = None, metrics: Metrics | None = None
     ) -> BusClient:
         """Return a client of the pipeline at a Redis URL. It connects on first use.
 

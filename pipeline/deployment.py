@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
+import math
 from typing import Literal
 
 from msgspec.json import decode
 
-from ..bus import Bus, Outcome, RequestEntry
+from ..bus import Bus, RequestEntry
 from ..bus.backlog import Backlog
 from ..bus.control import Cancel, LoadModel, UnloadModel
-from ..bus.links import MODEL_MANAGER, MODELS
+from ..bus.links import MODEL_MANAGER
 from ..bus.public import Completion, ErrorInfo, Timings
 from ..config import NOT_PERMITTED, BusError, FairnessConfig, ModelError
 from ..stages.admission.checks import request_id_of
@@ -20,9 +20,7 @@ from ..store.registry import ModelRecord, find_model
 from ..telemetry import now_ns
 from .health import lanes_of, reason_of
 from .models import ModelStatus, only_model, status_of
-from .stage_control import LOOK_S, PARTING_S, StageControl
-
-NO_MANAGER = "no_model_manager"
+from .stage_control import StageControl
 
 
 class Deployment:
@@ -130,21 +128,25 @@ class Deployment:
             BusError: `no_model_manager`; or the manager did not answer.
         """
         bus = self._bus_of("")
-        manager = await _manager(bus)
+        reports = await bus.store.board.read()  # the youngest of a role comes first
+        manager = next((each for each in reports if each.stage == MODEL_MANAGER), None)
         if manager is None:
             raise BusError(
                 "no process loads and unloads models here; start `nano-inference up` with `models` "
                 "in its settings",
-                code=NO_MANAGER,
+                code="no_model_manager",
             )
         before = await bus.store.models.read()
-        operation_id = uuid.uuid4().hex
-        sender = bus.sender(MODELS, f"client-{operation_id[:8]}", manager.lane)
-        await sender.send(wish, operation_id=operation_id)
-        await sender.flush()
-        outcome = await _outcome(bus, operation_id, manager.incarnation)
-        if outcome.code:
-            raise ModelError(outcome.message, code=outcome.code)
+        control, recipients = StageControl(bus, self._sender), [(manager.lane, MODEL_MANAGER)]
+        outcomes = await control.request(MODEL_MANAGER, wish, math.inf, recipients)
+        if not outcomes:
+            raise BusError(
+                "the deployment has stopped or restarted before it answered; look at "
+                "`nano-inference models`",
+                code="no_answer",
+            )
+        if outcomes[0].code:
+            raise ModelError(outcomes[0].message, code=outcomes[0].code)
         after = await bus.store.models.read()
         records = before | after
         record = records[find_model(wish.id, records.values()).id]
@@ -187,25 +189,3 @@ def terminal_message(
 
 async def _cancel_in_lanes(control: StageControl, cancel: Cancel) -> None:
     await control.send("admission", cancel, await control.recipients("admission"))
-
-
-async def _manager(bus: Bus) -> StageReport | None:
-    reports = await bus.store.board.read()  # the youngest of a role comes first
-    return next((each for each in reports if each.stage == MODEL_MANAGER), None)
-
-
-async def _outcome(bus: Bus, operation_id: str, incarnation: str) -> Outcome:
-    """Wait for the answer as long as this model manager lives."""
-    while True:
-        if outcomes := await bus.replies.outcomes(operation_id, 1, LOOK_S):
-            return outcomes[0]
-        manager = await _manager(bus)
-        if manager is None or manager.incarnation != incarnation:
-            # It may have answered before its end.
-            if outcomes := await bus.replies.outcomes(operation_id, 1, PARTING_S):
-                return outcomes[0]
-            raise BusError(
-                "the deployment has stopped or restarted before it answered; look at "
-                "`nano-inference models`",
-                code="no_answer",
-            )

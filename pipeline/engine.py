@@ -42,8 +42,16 @@ from ..stages.streaming.core import StreamingCore
 from ..store.board import LoadedAdapter
 from ..telemetry import now_ns
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
-from .engine_requests import Finished, Unfinished, UnfinishedRequests, make_request, make_sample
-from .prompts import check_prompts, params_of_all, predictions_of_all
+from .engine_requests import (
+    Finished,
+    Unfinished,
+    UnfinishedRequests,
+    check_prompts,
+    make_request,
+    make_sample,
+    params_of_all,
+    predictions_of_all,
+)
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .scoring import params_to_score, token_ids_to_score
 
@@ -512,8 +520,9 @@ class InferenceEngine:
     def _queue(self, name: str, request_id: RequestId | None, request: GenerateRequest) -> None:
         now = now_ns()
         request = replace(request, request_id=name)
-        new = self._admission.admit(RequestEntry(name, request), now, now)
+        opened, new = self._admission.admit(RequestEntry(name, request), now, now)
         self._requests.add(name, Unfinished(new.token_ids, request.sampling, request_id))
+        self._streaming.open(opened, now)
         self._batching.add(
             Dispatch(
                 info=new.info,
@@ -555,11 +564,8 @@ class InferenceEngine:
             return []
         cancel = Cancel(name, name, "cancelled", "cancelled", "aborted")
         self._batching.cancel(cancel)
-        ended = self._streaming.end(cancel, now_ns()).ended
-        if not ended:
-            self._requests.pop(name)
-            return []
-        return self._with_reference(self._finished(ended[0].completion)[1])
+        (ended,) = self._streaming.end(cancel, now_ns()).ended
+        return self._with_reference(self._finished(ended.completion)[1])
 
     def _advance(self) -> list[tuple[str, list[Finished]]]:
         executor = self._executor
@@ -587,7 +593,7 @@ class InferenceEngine:
                 self._batching.change_weights(version, "keep")
             self._report_memory()
             raise
-        self._batching.absorb(result)
+        self._batching.absorb(result.summary())
         self._batching.take_report()  # for fairness, which is absent here
         deliveries = self._streaming.absorb(result, now_ns())
         self._batching.stop(deliveries.halts)
@@ -624,10 +630,7 @@ class InferenceEngine:
         ]
 
     def _receive_weights(
-        self,
-        source: Mapping[str, Tensor] | WeightsSource,
-        version: int | None,
-        timeout_s: float,
+        self, source: Mapping[str, Tensor] | WeightsSource, version: int | None, timeout_s: float
     ) -> dict[str, Tensor]:
         """Return new weights, checked to be finite, in the model's dtypes and by its names.
 

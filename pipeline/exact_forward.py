@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +31,7 @@ from ..stages.executor.runner.inputs import InputBuilder
 from ..stages.executor.runner.kv_cache import KVCache
 from ..stages.executor.runner.loaded_model import AttentionOptions
 from ..stages.executor.runner.model import wrap_model
-from .prompts import ArgumentError, check_prompts, token_ids_of
+from .engine_requests import ArgumentError, check_prompts, token_ids_of
 
 IMPLEMENTATION = "nano_exact"
 """The name for `attn_implementation`."""
@@ -125,10 +126,16 @@ class ExactForward:
             )
             logits = output.logits[0].float()
             temperatures = torch.full((len(inputs),), float(temperature))
+
+            def logprobs_of(logits: Tensor, *, kernels: bool = False) -> Tensor:
+                scaled = scale_logits(logits, temperatures, kernels=kernels)
+                return scaled.logprobs(targets[:, None])[:, 0]
+
             if fast is None:
-                logprobs = _logprobs(logits, temperatures, targets)
+                logprobs = logprobs_of(logits)
             else:
-                logprobs = _Logprobs.apply(logits, temperatures, targets)  # type: ignore[no-untyped-call]
+                run = partial(logprobs_of, kernels=True)
+                logprobs = _Exact.apply(run, logprobs_of, logits)  # type: ignore[no-untyped-call]
         return torch.split(logprobs, counts.tolist())
 
     def _checked(self, sequence: Sequence[int]) -> tuple[int, ...]:
@@ -201,60 +208,28 @@ def exact_attention(
         layer: int = module.layer_idx  # type: ignore[assignment]
         return attention_backend.forward(attention_batch, kv_cache, layer, qkv, options)[None]
 
-    output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, run, sequence_lengths, options
-    )
+    differentiable = partial(_attend_each, lengths=sequence_lengths, options=options)
+    output: Tensor = _Exact.apply(run, differentiable, query, key, value)  # type: ignore[no-untyped-call]
     return output, None
 
 
-def _logprobs(
-    logits: Tensor, temperatures: Tensor, targets: Tensor, *, kernels: bool = False
-) -> Tensor:
-    scaled = scale_logits(logits, temperatures, kernels=kernels)
-    return scaled.logprobs(targets[:, None])[:, 0]
-
-
-class _Logprobs(torch.autograd.Function):
-    """Forward with the engine's kernel, backward with torch."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, temperatures: Tensor, targets: Tensor) -> Tensor:
-        ctx.save_for_backward(logits, temperatures, targets)
-        return _logprobs(logits, temperatures, targets, kernels=True)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        logits, temperatures, targets = ctx.saved_tensors
-        logits = logits.detach().requires_grad_()
-        with torch.enable_grad():
-            output = _logprobs(logits, temperatures, targets)
-        return (*torch.autograd.grad(output, logits, gradients), None, None)
-
-
-class _Attention(torch.autograd.Function):
-    """Forward with the engine's bits, backward through `scaled_dot_product_attention`."""
+class _Exact(torch.autograd.Function):
+    """Forward with the engine's bits, backward through a function of torch."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        run: Callable[..., Tensor],
-        lengths: Sequence[int],
-        options: AttentionOptions,
+        ctx: Any, run: Callable[..., Tensor], differentiable: Callable[..., Tensor], *inputs: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.lengths, ctx.options = lengths, options
-        return run(query, key, value)
+        ctx.save_for_backward(*inputs)
+        ctx.differentiable = differentiable
+        return run(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            query, key, value = inputs
-            output = _attend_each(query, key, value, ctx.lengths, ctx.options)
-        return (*torch.autograd.grad(output, inputs, gradients), None, None, None)
+            output = ctx.differentiable(*inputs)
+        return (None, None, *torch.autograd.grad(output, inputs, gradients))
 
 
 def _attend_each(

@@ -67,10 +67,9 @@ def reason_of(
         return reason(lanes)
     reasons: list[str] = []
     for model, state in states.items():
-        serving = state in ("ready", "draining")
-        why = (
-            reason([each for each in lanes if each.model == model]) if serving else f"it is {state}"
-        )
+        why = f"it is {state}"
+        if state in ("ready", "draining"):
+            why = reason([each for each in lanes if each.model == model])
         if not why:
             return ""
         reasons.append(f"model {model}: {why}")
@@ -131,8 +130,7 @@ def _lane(model: str, lane: str, reports: Sequence[StageReport]) -> LaneHealth:
     epoch = max(report.epoch for report in reports)
     replicas = replicas_of(stages)
     reasons = [_reason(replica, stages, epoch) for replica in replicas]
-    order = all_roles(1 + max(replicas))
-    ordered: dict[str, StageReport] = {role: stages[role] for role in order if role in stages}
+    ordered = {role: stages[role] for role in all_roles(1 + max(replicas)) if role in stages}
     reason = "" if "" in reasons else reasons[0]
     return LaneHealth(lane, epoch, reason, ordered, tuple(sorted(rivals)), model)
 

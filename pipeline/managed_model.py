@@ -1,13 +1,17 @@
-"""One model of a deployment: its lane, its record, and its waiting requests."""
+"""One model of a deployment: its lane, its record, its memory, and its waiting requests."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import anyio
 import anyio.to_thread
@@ -31,8 +35,69 @@ from ..store.registry import NOT_LOADED, ModelRecord, ModelState
 from ..telemetry import Metrics, instruments, names, now_ns
 from .deployment import terminal_message
 from .health import lanes_of, verdict
-from .model_memory import memory_of
 from .models import adapters_of
+
+PROCESSES_BYTES = 300 << 20
+"""Approximate memory of a lane's processes without weights and KV: Python, and torch once."""
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
+_MOST_HEADER_BYTES = 100 << 20
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def memory_of(pids: Iterable[int]) -> int:
+    """Return the memory of processes in bytes; 0 if unknown.
+
+    Shared memory counts in equal parts (Linux's PSS), so that the sum over all processes is right.
+    """
+    return sum(map(_proportional_bytes, pids))
+
+
+def _proportional_bytes(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:  # it has ended, or this is not Linux
+        return 0
+    line = next((line for line in text.splitlines() if line.startswith("Pss:")), "Pss: 0 kB")
+    return int(line.split()[1]) << 10
+
+
+def expected_memory(config: Config) -> int:
+    """Return the approximate memory of a model's processes with these settings, in bytes."""
+    engine = config.engine
+    draft = engine.draft_model_path if engine.speculation == "auto" else ""
+    others = [Path(path).expanduser() for path in (engine.reference_model_path, draft) if path]
+    weights = sum(weight_bytes(each, engine.dtype) for each in (engine.model_folder, *others))
+    replica = weights + engine.kv_cache_bytes
+    return PROCESSES_BYTES + replica * config.pipeline.replicas
+
+
+def weight_bytes(model: Path, dtype: str) -> int:
+    """Return the size in `dtype` of the weights in a folder or file; 0 if they can't be read."""
+    try:
+        if model.is_file():
+            return model.stat().st_size
+        files = next((found for each in _WEIGHT_FILES if (found := list(model.glob(each)))), [])
+        return sum(_loaded_bytes(file, dtype) for file in files)
+    except OSError:  # the load reports it
+        return 0
+
+
+def _loaded_bytes(file: Path, dtype: str) -> int:
+    size = file.stat().st_size
+    if file.suffix != ".safetensors" or dtype not in _ITEM_BYTES:
+        return size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > min(size, _MOST_HEADER_BYTES):
+            return size
+        try:
+            header = json.loads(opened.read(length))
+            shapes = [each["shape"] for name, each in header.items() if name != "__metadata__"]
+            return _ITEM_BYTES[dtype] * sum(map(math.prod, shapes))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return size
+
 
 _POLL_S = 0.05
 _RETRY_S = 1.0
@@ -172,16 +237,16 @@ class ManagedModel:
         memory_bytes: int = 0,
     ) -> None:
         """Write its state to the registry; retry while the bus is away."""
-        since_ns = self.record.since_ns if self.record.state == state else 0
-        self.record = ModelRecord(
-            spec=self.spec,
+        before = self.record
+        self.record = replace(
+            before,
             state=state,
             reason=reason,
-            since_ns=since_ns or now_ns(),
+            since_ns=(before.since_ns if before.state == state else 0) or now_ns(),
             load_ns=load_ns,
             memory_bytes=memory_bytes,
             takes_requests=takes_requests,
-            adapters=self.record.adapters if state == "draining" else (),
+            adapters=before.adapters if state == "draining" else (),
         )
         await self._write()
 
@@ -204,21 +269,20 @@ class ManagedModel:
 
     async def measure(self) -> None:
         """Write its memory to the record, if that has changed."""
-        memory_bytes = await self._memory()
-        before = self.record.memory_bytes
-        if self.record.state == "ready" and abs(memory_bytes - before) > _NOTABLE * before:
-            self.record = replace(self.record, memory_bytes=memory_bytes)
-            await self._write()
+        memory_bytes, before = await self._memory(), self.record.memory_bytes
+        if abs(memory_bytes - before) > _NOTABLE * before:
+            await self._change(memory_bytes=memory_bytes)
 
     async def update_adapters(self) -> None:
         """Write its lanes' adapters to the record, if they have changed."""
-        try:
-            reports = await self._bus.store.board.read()
-        except BusError:
-            return
-        adapters = tuple(each.id for each in adapters_of(reports))
-        if self.record.state == "ready" and adapters != self.record.adapters:
-            self.record = replace(self.record, adapters=adapters)
+        with suppress(BusError):
+            adapters = tuple(each.id for each in adapters_of(await self._bus.store.board.read()))
+            if adapters != self.record.adapters:
+                await self._change(adapters=adapters)
+
+    async def _change(self, **fields: Any) -> None:
+        if self.record.state == "ready":
+            self.record = replace(self.record, **fields)
             await self._write()
 
     async def _memory(self) -> int:

@@ -32,8 +32,7 @@ from ..config.models import check_models
 from ..store.board import StageReport, StageState
 from ..store.registry import NOT_FOUND, find_model
 from ..telemetry import Metrics
-from .managed_model import Job, ManagedModel, ModelRunner
-from .model_memory import expected_memory
+from .managed_model import Job, ManagedModel, ModelRunner, expected_memory
 
 POLL_S = 0.2
 """Interval of the check for requests of models that are loaded on demand."""
@@ -116,7 +115,7 @@ class ModelManager:
         for model in self._models.values():
             await model.aclose()
 
-    # --- operations-----------------------------------------------------------------------------
+    # --- operations ---------------------------------------------------------------------------
 
     async def load(self, name: str, spec: ModelConfig | None = None) -> None:
         """As `BusClient.load_model`."""

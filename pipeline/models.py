@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ..bus.backlog import Backlog
-from ..config import split_role
+from ..config import ModelConfig, split_role
 from ..store.board import LoadedAdapter, StageReport
 from ..store.registry import ModelRecord, ModelState
 from .health import lanes_of
@@ -90,20 +90,11 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 def status_of(record: ModelRecord, reports: Sequence[StageReport], backlog: Backlog) -> ModelStatus:
     """Return the status of a model from its record and its stages' reports."""
-    spec = record.spec
+    of_spec = ("id", "path", "revision", "aliases", "default", "pinned")
+    of_record = ("state", "reason", "since_ns", "load_ns", "memory_bytes", "takes_requests")
     return ModelStatus(
-        id=spec.id,
-        path=spec.path,
-        revision=spec.revision,
-        aliases=spec.aliases,
-        default=spec.default,
-        pinned=spec.pinned,
-        state=record.state,
-        reason=record.reason,
-        since_ns=record.since_ns,
-        load_ns=record.load_ns,
-        memory_bytes=record.memory_bytes,
-        takes_requests=record.takes_requests,
+        **{name: getattr(record.spec, name) for name in of_spec},
+        **{name: getattr(record, name) for name in of_record},
         waiting=backlog.waiting,
         in_flight=backlog.pending,
         **facts_of(reports),
@@ -112,28 +103,26 @@ def status_of(record: ModelRecord, reports: Sequence[StageReport], backlog: Back
 
 def only_model(reports: Sequence[StageReport], backlog: Backlog) -> list[ModelStatus]:
     """Return the only model of a deployment, from its executors' reports; none without reports."""
-    facts = facts_of(reports)
     executors = [report for report in reports if "model_path" in report.load]
     if not executors:
         return []
     oldest = max(executors, key=lambda each: each.since_s)
-    ready = bool(facts["ready_lanes"])
-    return [
-        ModelStatus(
-            id=str(oldest.load["model"]),
-            path=str(oldest.load["model_path"]),
-            aliases=_words(oldest.load.get("aliases", "")),
-            default=True,
-            pinned=True,
-            state="ready" if ready else "loading",
-            since_ns=time.time_ns() - int(oldest.since_s * 1e9),
-            load_ns=int(oldest.load.get("load_ns", 0)),
-            takes_requests=True,
-            waiting=backlog.waiting,
-            in_flight=backlog.pending,
-            **facts,
-        )
-    ]
+    facts = facts_of(reports)
+    spec = ModelConfig(
+        id=str(oldest.load["model"]),
+        path=str(oldest.load["model_path"]),
+        aliases=_words(oldest.load.get("aliases", "")),
+        default=True,
+        pinned=True,
+    )
+    record = ModelRecord(
+        spec=spec,
+        state="ready" if facts["ready_lanes"] else "loading",
+        since_ns=time.time_ns() - int(oldest.since_s * 1e9),
+        load_ns=int(oldest.load.get("load_ns", 0)),
+        takes_requests=True,
+    )
+    return [status_of(record, reports, backlog)]
 
 
 def facts_of(reports: Sequence[StageReport]) -> dict[str, Any]:
@@ -146,20 +135,23 @@ def facts_of(reports: Sequence[StageReport]) -> dict[str, Any]:
         if split_role(role)[0] == "executor" and report.state == "ready"
     ]
     first = loads[0] if loads else {}
-    experts = int(first.get("experts", 0))
+    numbers = {
+        "parameters": "parameters",
+        "max_model_len": "max_model_len",
+        "vocab_size": "vocab_size",
+        "n_experts": "experts",
+        "n_active_experts": "active_experts",
+    }
     return {
         "ready_lanes": tuple(ready),
         "replicas": len(loads),
-        "parameters": int(first.get("parameters", 0)),
-        "weight_bytes": sum(int(load.get("weight_bytes", 0)) for load in loads),
-        "kv_bytes": sum(int(load.get("kv_bytes", 0)) for load in loads),
-        "max_model_len": int(first.get("max_model_len", 0)),
-        "vocab_size": int(first.get("vocab_size", 0)),
-        "dtype": str(first.get("dtype", "")),
-        "device": str(first.get("device", "")),
-        "is_moe": experts > 0,
-        "n_experts": experts,
-        "n_active_experts": int(first.get("active_experts", 0)),
+        **{field: int(first.get(name, 0)) for field, name in numbers.items()},
+        **{field: str(first.get(field, "")) for field in ("dtype", "device")},
+        **{
+            field: sum(int(load.get(field, 0)) for load in loads)
+            for field in ("weight_bytes", "kv_bytes")
+        },
+        "is_moe": bool(first.get("experts", 0)),
         "capabilities": _words(first.get("capabilities", "")),
         "adapters": tuple(adapter.id for adapter in adapters_of(reports)),
     }

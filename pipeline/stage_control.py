@@ -1,19 +1,31 @@
-"""Control messages to the stages of a pipeline, and their outcomes."""
+"""Control messages to stages and to the model manager, and atomic updates of several executors."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import anyio
+from msgspec.structs import replace
 
 from ..bus import Bus, Outcome
-from ..bus.links import CONTROL, at
+from ..bus.control import FinishUpdate, LoadAdapter, UpdateWeights
+from ..bus.links import CONTROL, MODEL_MANAGER, MODELS, AnyLink, at
 from ..bus.messages import Message
-from ..config import REPLICATED, BusError, NanoInferenceError, WeightsError, role_of, split_role
+from ..config import (
+    REPLICATED,
+    AdapterError,
+    BusError,
+    NanoInferenceError,
+    WeightsError,
+    role_of,
+    split_role,
+)
 from ..store.board import StageReport
 from ..store.registry import Records
 from .health import replicas_of
@@ -137,8 +149,9 @@ class StageControl:
 
         `operation_id`: the id of their answers; "" for no answers.
         """
+        link: AnyLink = MODELS if stage == MODEL_MANAGER else CONTROL[stage]
         senders = [
-            self._bus.sender(at(CONTROL[stage], split_role(role)[1]), self._sender, lane)
+            self._bus.sender(at(link, split_role(role)[1]), self._sender, lane)
             for lane, role in recipients
         ]
         for index, sender in enumerate(senders):
@@ -156,7 +169,8 @@ class StageControl:
     ) -> list[Outcome]:
         """Send a message, and return the outcomes that come within `limit_s`.
 
-        A stage that restarts loses the message, which ends the wait.
+        A stage that restarts loses the message, which ends the wait. Without a limit, a stage that
+        no longer reports ends it, too.
         """
         operation_id, end = uuid.uuid4().hex, time.monotonic() + limit_s
         before = await self._reports()
@@ -170,7 +184,8 @@ class StageControl:
             answered = {(outcome.lane, outcome.role) for outcome in outcomes}
             waiting = [recipient for recipient in recipients if recipient not in answered]
             now = await self._reports()
-            if any(_restarted(before.get(each), now.get(each)) for each in waiting):
+            gone = any(each not in now for each in waiting) and math.isinf(limit_s)
+            if gone or any(_restarted(before.get(each), now.get(each)) for each in waiting):
                 # It may have answered before its end.
                 return await replies.outcomes(operation_id, len(recipients), PARTING_S)
 
@@ -213,3 +228,113 @@ def least_version(
                 code="no_answer",
             )
     return min(outcome.weight_version for outcome in outcomes)
+
+
+GIVE_UP_S = 5.0
+"""Longest wait for executors to drop a failed update; without a message they drop it later."""
+
+
+async def update_weights_together(
+    control: StageControl, executors: Recipients, update: UpdateWeights, answer_s: float
+) -> int:
+    """Have every executor fetch and check the weights, then put them in place.
+
+    After all checks, an executor can fail to put them in place only by being lost.
+
+    Args:
+        control: Reaches the executors.
+        executors: (lane, role) of each.
+        update: The update; without a version it gets the one after the newest of all executors.
+        answer_s: Longest wait for an answer to a short operation.
+
+    Returns:
+        The version.
+
+    Raises:
+        WeightsError: An executor refused and nothing has changed; or, as `weights_differ`, one was
+            lost after others had changed. The message names every executor's version.
+        BusError: An executor did not answer and nothing has changed.
+    """
+    name, limit_s = uuid.uuid4().hex, update.timeout_s + answer_s
+    try:
+        prepare = replace(update, prepare_as=name)
+        outcomes = await control.request("executor", prepare, limit_s, executors)
+        _check_prepared(executors, outcomes, limit_s)
+    except BaseException:
+        with anyio.move_on_after(GIVE_UP_S, shield=True), suppress(NanoInferenceError):
+            await control.request("executor", FinishUpdate(name), GIVE_UP_S, executors)
+        raise
+    version = update.version
+    if version is None:
+        version = 1 + max(max(each.weight_version, each.newest_version) for each in outcomes)
+    finish = FinishUpdate(name, version)
+    outcomes = await control.request("executor", finish, answer_s, executors)
+    failed = [outcome for outcome in outcomes if outcome.code]
+    if failed or len(outcomes) < len(executors):
+        why = f"{_where(failed[0])}: {failed[0].message}" if failed else "not all have answered"
+        raise WeightsError(
+            f"the update is in place in some executors only ({why}); "
+            f"{_versions(executors, outcomes)}; send all weights again",
+            code="weights_differ",
+        )
+    return version
+
+
+def _check_prepared(executors: Recipients, outcomes: Sequence[Outcome], waited_s: float) -> None:
+    unchanged = f"no executor has changed: {_versions(executors, outcomes)}"
+    for outcome in outcomes:
+        if outcome.code:
+            message = f"{_where(outcome)}: {outcome.message}; {unchanged}"
+            raise WeightsError(message, code=outcome.code)
+    if len(outcomes) < len(executors):
+        raise BusError(
+            f"not all executors answered within {waited_s:.0f} s, or one has restarted; "
+            f"{unchanged}; look at `nano-inference status`",
+            code="no_answer",
+        )
+
+
+def _versions(executors: Recipients, outcomes: Sequence[Outcome]) -> str:
+    """Return a text with every executor's version of the weights."""
+    known = {(outcome.lane, outcome.role): outcome.weight_version for outcome in outcomes}
+    return ", ".join(
+        f"{role} of lane {lane} has version {known[lane, role]}"
+        if (lane, role) in known
+        else f"{role} of lane {lane} did not answer"
+        for lane, role in executors
+    )
+
+
+def _where(outcome: Outcome) -> str:
+    return f"lane {outcome.lane}, {outcome.role}"
+
+
+async def load_adapter_together(
+    control: StageControl, executors: Recipients, load: LoadAdapter, limit_s: float
+) -> int:
+    """Have every executor check an adapter, then load it.
+
+    Returns:
+        The version.
+
+    Raises:
+        AdapterError: An executor refused and nothing has changed; or, as `adapters_differ`, some
+            have loaded it.
+        BusError: An executor did not answer.
+    """
+    if len(executors) > 1:
+        check = replace(load, only_check=True)
+        checked = await control.request("executor", check, limit_s, executors)
+        least_version(executors, checked, limit_s, AdapterError)
+        if load.version is None:
+            # Executors may have had different numbers of versions of this id.
+            load = replace(load, version=max(each.weight_version for each in checked))
+    outcomes = await control.request("executor", load, limit_s, executors)
+    failed = [outcome.message for outcome in outcomes if outcome.code]
+    if len(failed) < len(outcomes) and (failed or len(outcomes) < len(executors)):
+        why = failed[0] if failed else "not all have answered"
+        raise AdapterError(
+            f"the adapter is in place in some executors only ({why}); load it again",
+            code="adapters_differ",
+        )
+    return least_version(executors, outcomes, limit_s, AdapterError)

@@ -82,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # end of `make test`. The rest comes in the order of its names.
 LONGEST_FILES = (
     "pipeline/test_processes.py",
-    "pipeline/test_failover.py",
+    "pipeline/test_redis_trouble.py",
     "pipeline/test_lanes.py",
     "pipeline/test_chaos.py",
     "pipeline/test_weights_restart.py",

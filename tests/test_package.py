@@ -30,7 +30,7 @@ def tree() -> set[str]:
     files = {path.relative_to(ROOT) for kind in KINDS for path in ROOT.rglob(kind)}
     files |= {path.relative_to(ROOT) for path in (ROOT / "models" / "tiny").iterdir()}
     files |= {path.relative_to(ROOT) for path in (ROOT / "text" / "messages" / "formats").iterdir()}
-    files |= {Path("py.typed"), Path("models/card.md")}
+    files |= {Path("py.typed"), Path("models/card.md"), Path("models/words.toml")}
     return {
         f"nano_inference/{path}"
         for path in files

@@ -22,7 +22,7 @@ from ..codec import check_request
 from ..dead_letters import DeadLetter, dead_letter
 from ..ending import end_entries
 from ..entries import usable_trace
-from ..links import Link
+from ..links import AnyLink
 from ..messages import Envelope, Message
 from ..public import Completion, ErrorInfo, GenerateRequest
 from ..queue import BoundedQueue
@@ -44,7 +44,7 @@ class MemoryInbox:
     async def receive(self, max_items: int = 64) -> list[Envelope]:
         return await self._queue.take(max_items)
 
-    async def put(self, link: Link, envelope: Envelope) -> None:
+    async def put(self, link: AnyLink, envelope: Envelope) -> None:
         """Appends a message; waits while `link` has its share of the line full.
 
         Clients have a share of their own on the control links, which they could fill without end.
@@ -122,7 +122,7 @@ class Numbering:
 class MemorySender:
     """The `Sender` of a link whose receiver lives in this process."""
 
-    def __init__(self, inboxes: Inboxes, numbering: Numbering, link: Link, sender: str) -> None:
+    def __init__(self, inboxes: Inboxes, numbering: Numbering, link: AnyLink, sender: str) -> None:
         self._inboxes = inboxes
         self._numbering = numbering
         self._link = link
@@ -302,7 +302,7 @@ class MemoryBus:
         """The lane of this process, since there is no other."""
         return [self._config.lane]
 
-    def sender(self, link: Link, sender: str, lane: str | None = None) -> Sender:
+    def sender(self, link: AnyLink, sender: str, lane: str | None = None) -> Sender:
         return MemorySender(self._inboxes, self._numbering, link, sender)
 
     async def next_epoch(self) -> int:

@@ -30,7 +30,7 @@ from ...store.redis.policy import RedisPolicyRecord
 from ...store.redis.registry import RedisModelRegistry
 from ...store.store import Store
 from ..channel import Inbox, Sender
-from ..links import Link, links_to
+from ..links import AnyLink, links_to
 from ..memory.bus import Inboxes, MemoryInbox, MemorySender, Numbering
 from .leases import live_lanes
 from .links import LinkReader, LinkWriter, RedisSender, Seen
@@ -129,7 +129,7 @@ class RedisBus:
         self._inboxes.add(stage, inbox)
         return inbox
 
-    def sender(self, link: Link, sender: str, lane: str | None = None) -> Sender:
+    def sender(self, link: AnyLink, sender: str, lane: str | None = None) -> Sender:
         """Return a sender. `sender` begins with its stage's name and a hyphen."""
         lane = self._config.lane if lane is None else lane
         local = link.receiver in self._local and lane == self._config.lane
@@ -197,13 +197,13 @@ class RedisBus:
         await self._writes.aclose()
         await self._server.aclose()
 
-    def _is_local(self, link: Link) -> bool:
+    def _is_local(self, link: AnyLink) -> bool:
         """Return whether all senders of the link are local. On a control link, clients send too."""
         if link.name.startswith("control."):
             return False
         return link.receiver in self._local and all(s in self._local for s in link.senders)
 
-    def _writer(self, link: Link, *, lane: str) -> LinkWriter:
+    def _writer(self, link: AnyLink, *, lane: str) -> LinkWriter:
         self._check_open()
         writer = self._writers.get((lane, link.name))
         if writer is None:

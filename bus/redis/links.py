@@ -32,7 +32,7 @@ from ...store.redis.client import (
 from ...store.redis.keys import MESSAGE, WRITER, Keys, id_after
 from ..codec import decode_envelope, encode_envelope
 from ..control import ServerRestarted
-from ..links import CONTROL, Link
+from ..links import CONTROL, AnyLink
 from ..memory.bus import MemoryInbox, Numbering
 from ..messages import Envelope, Message
 from ..queue import BoundedQueue
@@ -162,7 +162,7 @@ class LinkWriter:
     """Writer of one link for all of its senders in this process."""
 
     def __init__(
-        self, server: Server, redis: Redis, key: bytes, link: Link, nonce: bytes, capacity: int
+        self, server: Server, redis: Redis, key: bytes, link: AnyLink, nonce: bytes, capacity: int
     ) -> None:
         self._server = server
         self._redis = redis
@@ -252,7 +252,11 @@ class RedisSender:
     """`Sender` of a link over Redis."""
 
     def __init__(
-        self, writer: Callable[[Link], LinkWriter], numbering: Numbering, link: Link, sender: str
+        self,
+        writer: Callable[[AnyLink], LinkWriter],
+        numbering: Numbering,
+        link: AnyLink,
+        sender: str,
     ) -> None:
         self._writer = writer
         self._numbering = numbering
@@ -321,7 +325,7 @@ class LinkReader:
         self,
         server: Server,
         keys: Keys,
-        links: Sequence[Link],
+        links: Sequence[AnyLink],
         inbox: MemoryInbox,
         seen: Seen,
         capacity: int,
@@ -429,7 +433,9 @@ class LinkReader:
         self._positions[key] = entry_id
         self._untrimmed[key] = self._untrimmed.get(key, 0) + 1
 
-    def _decode(self, link: Link, entry_id: bytes, fields: dict[bytes, bytes]) -> Envelope | None:
+    def _decode(
+        self, link: AnyLink, entry_id: bytes, fields: dict[bytes, bytes]
+    ) -> Envelope | None:
         try:
             envelope = decode_envelope(fields[MESSAGE])
         except (KeyError, ValueError, RecursionError) as error:

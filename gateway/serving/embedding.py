@@ -12,7 +12,7 @@ import anyio.lowlevel
 import msgspec
 
 from ...bus.public import Completion, EmbedParams, GenerateRequest
-from ...pipeline.embedding import EmbeddedPrompt, embed_request, embedded_prompt
+from ...pipeline.scoring import EmbeddedPrompt, embed_request, embedded_prompt
 from ..server.http import EngineError
 from .origin import Origin
 from .submissions import AT_ONCE, ENDED_EARLY, Submissions

@@ -1,11 +1,20 @@
-"""What is checked of a request before its prompt is looked at. One code for each cause."""
+"""Checks of a request without its text. One error code per cause."""
 
 from __future__ import annotations
 
+from itertools import compress
+from operator import attrgetter, ne
+
 from ...bus.channel import RequestEntry
-from ...bus.public import GenerateRequest
+from ...bus.control import ReplicaCapacity
+from ...bus.pooling import Pooling
+from ...bus.public import EmbedParams, GenerateRequest
 from ...config import MAX_INT64, RequestError, SamplingParams, shown
 from ...config.sampling import RANGES
+from ...text.tokenizer import prompt_too_long
+
+_values_of = attrgetter(*RANGES)
+_DEFAULTS = _values_of(SamplingParams())
 
 MAX_REQUEST_ID_LENGTH = 256
 MAX_TENANT_LENGTH = 128
@@ -25,18 +34,18 @@ TOP_LOGPROB_BYTES = len('{"token_id":,"logprob":},') + TOKEN_ID_BYTES + LOGPROB_
 
 
 def is_usable_request_id(request_id: str) -> bool:
-    """Whether it can name a result stream and be shown in logs: printable, not too long."""
+    """Return whether an id is printable and short enough for a result stream and logs."""
     return 0 < len(request_id) <= MAX_REQUEST_ID_LENGTH and request_id.isprintable()
 
 
 def request_id_of(entry: RequestEntry) -> str:
-    """The id under which an entry runs: its own, or the entry's where it gave no usable one."""
+    """Return the id under which an entry runs: its own if usable, else the entry's."""
     own = entry.request.request_id
     return own if is_usable_request_id(own) else entry.entry_id
 
 
 def check_request(request: GenerateRequest, *, max_samples: int) -> None:
-    """All fields but the model, the prompt and those of `sampling`.
+    """Check all fields but the model, the prompt and those of `sampling`.
 
     Raises:
         RequestError: invalid_tenant, invalid_priority, invalid_budget,
@@ -67,7 +76,7 @@ def check_request(request: GenerateRequest, *, max_samples: int) -> None:
 
 
 def check_no_text(request: GenerateRequest) -> None:
-    """Refuses what takes a tokenizer, of a model that has none.
+    """Refuse fields that need a tokenizer, for a model without one.
 
     Raises:
         RequestError: no_tokenizer.
@@ -99,14 +108,15 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
             invalid_constraint, invalid_max_draft_tokens.
     """
     p = sampling
-    for name, allowed in RANGES.items():
-        value = getattr(p, name)
+    # NaN differs from every default.
+    for name in compress(RANGES, map(ne, _values_of(p), _DEFAULTS)):
+        value, allowed = getattr(p, name), RANGES[name]
         if value is not None and not allowed.holds(value):
             raise _outside(name, value, allowed.wanted)
-    for name in ("logprobs", "prompt_logprobs"):
-        if (getattr(p, name) or 0) > vocab_size:
-            raise _outside(name, getattr(p, name), f"from 0 to {vocab_size}")
-    _check_stop(p.stop)
+        if name in ("logprobs", "prompt_logprobs") and value > vocab_size:
+            raise _outside(name, value, f"from 0 to {vocab_size}")
+    if p.stop:
+        _check_stop(p.stop)
     bad = [i for i in p.stop_token_ids if not 0 <= i < vocab_size]
     if bad:
         raise RequestError(
@@ -114,7 +124,8 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
             f"{vocab_size - 1}",
             code="invalid_stop_token_ids",
         )
-    _check_logit_bias(p.logit_bias, vocab_size)
+    if p.logit_bias:
+        _check_logit_bias(p.logit_bias, vocab_size)
     if not 0 <= p.min_tokens <= p.max_tokens:
         wanted = f"from 0 to max_tokens ({shown(p.max_tokens)})"
         raise _outside("min_tokens", p.min_tokens, wanted)
@@ -127,7 +138,7 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
 
 
 def check_min_tokens(min_tokens: int, stop_token_ids: frozenset[int], *, vocab_size: int) -> None:
-    """Whether some token can be sampled while `min_tokens` forbids the stop tokens.
+    """Check that a token can be sampled while `min_tokens` forbids the stop tokens.
 
     Args:
         min_tokens: The request's.
@@ -148,12 +159,11 @@ def check_min_tokens(min_tokens: int, stop_token_ids: frozenset[int], *, vocab_s
 def result_bytes(
     sampling: SamplingParams, n: int, num_prompt_tokens: int, *, reference: bool = False
 ) -> int:
-    """How large the JSON of a Completion may be, at the most that is to be expected.
+    """Return the largest expected size of a Completion's JSON.
 
-    Numbers count with the most characters that they can have. Text counts with `TEXT_BYTES` for
-    each token, more than any that somebody reads has; what is larger all the same, the bus ends
-    with an error where it would be written. `reference`: whether there is a reference model, which
-    gives each logprob a second one.
+    Numbers count with their most characters, text with `TEXT_BYTES` per token, more than readable
+    text has; a larger Completion the bus replaces by an error. `reference`: whether there is a
+    reference model, which adds a second logprob to each.
     """
     logprob = LOGPROB_BYTES * (2 if reference else 1)
     token = TOKEN_ID_BYTES + logprob + TEXT_BYTES + _tops_bytes(sampling.logprobs)
@@ -171,7 +181,7 @@ def check_result_size(
     *,
     reference: bool = False,
 ) -> None:
-    """Whether the bus carries the result of a request, of which `max_tokens` is cut to what fits.
+    """Check that the bus carries a request's result; `max_tokens` is cut to what fits already.
 
     Raises:
         RequestError: result_too_large.
@@ -188,7 +198,7 @@ def check_result_size(
 
 
 def is_encodable(text: str) -> bool:
-    """False for text with lone surrogates, which JSON escapes can bring in."""
+    """Return whether a text has no lone surrogates, which JSON escapes can produce."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -197,7 +207,7 @@ def is_encodable(text: str) -> bool:
 
 
 def _tops_bytes(number: int) -> int:
-    """Of the likeliest tokens at one place."""
+    """Size of the top logprobs at one position."""
     return len("[],") + number * TOP_LOGPROB_BYTES if number else 0
 
 
@@ -234,5 +244,96 @@ def _check_stop(stop: tuple[str, ...]) -> None:
 
 
 def _outside(name: str, value: float, wanted: str) -> RequestError:
-    """A number is not in its range."""
+    """Return the error for a number outside its range."""
     return RequestError(f"{name} is {shown(value)}; it must be {wanted}", code=f"invalid_{name}")
+
+
+EMBED_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
+"""Sampling of sequences that end with their prompt. The token is never sampled; it stands for the
+row of the step that ends the prompt."""
+
+
+def check_embed(request: GenerateRequest, capacity: ReplicaCapacity, model_name: str) -> None:
+    """Check that the model can do what the request asks, and that its fields go together.
+
+    Raises:
+        RequestError: cannot_embed, cannot_generate, invalid_embed, invalid_dimensions.
+    """
+    embed = request.embed
+    if embed is None:
+        if "generate" not in capacity.capabilities:
+            raise RequestError(
+                f"{model_name} makes embeddings here and generates nothing; ask for those (embed), "
+                "or ask another model",
+                code="cannot_generate",
+            )
+        return
+    if capacity.embedding is None:
+        raise RequestError(
+            f"{model_name} makes no embeddings here; leave embed out, or ask another model",
+            code="cannot_embed",
+        )
+    given = {
+        "n": request.n != 1,
+        "sampling": request.sampling != SamplingParams(),
+        "messages": request.messages is not None,
+        "prediction": request.prediction is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise RequestError(
+                f"{name} does not go with embed, which gives one vector of one prompt and samples "
+                "nothing; leave it out",
+                code="invalid_embed",
+            )
+    size, dimensions = capacity.embedding.size, embed.dimensions
+    if dimensions is not None and not 1 <= dimensions <= size:
+        raise RequestError(
+            f"dimensions is {shown(dimensions)}; it must be from 1 to {size}, or absent",
+            code="invalid_dimensions",
+        )
+
+
+def pooling_of(
+    embed: EmbedParams, num_prompt_tokens: int, capacity: ReplicaCapacity, max_result_bytes: int
+) -> Pooling:
+    """Return the pooling of a request, after `check_embed`; defaults are the model's own.
+
+    Raises:
+        RequestError: prompt_too_long, exceeds_kv_capacity, result_too_large.
+    """
+    own = capacity.embedding
+    assert own is not None, "check_embed comes before"
+    pooling = Pooling(
+        kind=embed.pooling or own.pooling,
+        normalize=own.normalize if embed.normalize is None else embed.normalize,
+        dimensions=embed.dimensions or own.size,
+        whole=own.whole,
+    )
+    _check_prompt(num_prompt_tokens, pooling.dimensions, capacity, max_result_bytes)
+    return pooling
+
+
+def _check_prompt(
+    num_prompt_tokens: int, dimensions: int, capacity: ReplicaCapacity, max_result_bytes: int
+) -> None:
+    """Check that a prompt fits the model and the KV cache, and its vector the bus."""
+    most = capacity.max_model_len
+    if num_prompt_tokens > most:
+        given = f"the prompt has {num_prompt_tokens}"
+        raise prompt_too_long(most, given, "shorten it, or cut it into several")
+    slots = capacity.num_blocks * capacity.block_size
+    if num_prompt_tokens > slots:
+        raise RequestError(
+            f"the prompt has {num_prompt_tokens} tokens and the lane has {slots} of KV cache; "
+            "shorten it, or give the engine more memory",
+            code="exceeds_kv_capacity",
+        )
+    size = COMPLETION_BYTES + num_prompt_tokens * TOKEN_ID_BYTES + dimensions * LOGPROB_BYTES
+    if size > max_result_bytes:
+        raise RequestError(
+            f"the result may have {size} bytes and at most {max_result_bytes} are carried "
+            f"(bus.max_result_bytes); ask for fewer dimensions ({dimensions}), or give a shorter "
+            f"prompt ({num_prompt_tokens} tokens)",
+            code="result_too_large",
+        )

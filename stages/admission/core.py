@@ -1,4 +1,4 @@
-"""What makes an admitted request of what a client wrote, or refuses it."""
+"""Validation of requests, and their conversion to the lane's messages."""
 
 from __future__ import annotations
 
@@ -11,36 +11,50 @@ import xxhash
 
 from ...bus.channel import Malformed, RequestEntry
 from ...bus.control import ReplicaCapacity
-from ...bus.messages import AdmittedRequest, CacheScope, RecoveredSample, RequestInfo, SequenceSpec
+from ...bus.messages import (
+    AdmittedRequest,
+    CacheScope,
+    RecoveredSample,
+    RequestInfo,
+    RequestOpened,
+    SequenceSpec,
+)
 from ...bus.pooling import Pooling
-from ...bus.public import GenerateRequest, StageTime
+from ...bus.public import GenerateRequest
 from ...config import Config, RequestError, SamplingParams, shown
 from ...store.board import LoadedAdapter
 from ...text.grammar import GrammarCompiler, check_size, plain
 from ...text.tokenizer import ANY_LENGTH, longest_token_bytes, prompt_too_long
 from .checks import (
+    EMBED_SAMPLING,
     MAX_REQUEST_ID_LENGTH,
+    check_embed,
     check_min_tokens,
     check_no_text,
     check_request,
     check_result_size,
     check_sampling,
     is_usable_request_id,
+    pooling_of,
     request_id_of,
 )
-from .embedding import EMBED_SAMPLING, check_embed, pooling_of
-from .events import Tokens
-from .prediction import check_prediction, prediction_token_ids
-from .prompts import TextLimit, check_prompt, prompt_token_ids
+from .events import Accepted, Tokens
+from .prompts import (
+    TextLimit,
+    check_prediction,
+    check_prompt,
+    prediction_token_ids,
+    prompt_token_ids,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
 class AdmissionCore:
-    """Checks requests, and makes sequences of them. Which are in flight, the ledger knows.
+    """Checks requests and makes their sequences; the ledger holds those in flight.
 
-    `set_capacity` comes before the first `admit`.
+    `set_capacity` must come before the first `admit`.
     """
 
     def __init__(
@@ -49,9 +63,12 @@ class AdmissionCore:
         tokenizer: PreTrainedTokenizerFast | None,
         stop_token_ids: frozenset[int],
     ) -> None:
-        """Args:
-        tokenizer: None of a model that has none: then all texts are refused.
-        stop_token_ids: The model's own, for requests that don't ignore them.
+        """Create a core without capacity.
+
+        Args:
+            config: All settings.
+            tokenizer: None for a model without one: then all texts are refused.
+            stop_token_ids: The model's own, for requests that don't ignore them.
         """
         self._model_name = config.engine.model_name
         self._names = {"", self._model_name, *config.engine.model_aliases}
@@ -66,13 +83,13 @@ class AdmissionCore:
         self._stop_token_ids = stop_token_ids
         self._capacity: ReplicaCapacity | None = None
         self._adapters: dict[str, LoadedAdapter] = {}
-        # Of adapters that are to be unloaded: the version that was closed.
+        # Version by id of adapters that are being unloaded.
         self._closed: dict[str, int] = {}
         self._grammars: GrammarCompiler | None = None
         self._seq_ids = itertools.count(1)
 
     def set_capacity(self, capacity: ReplicaCapacity) -> None:
-        """What the lane can hold, from now on."""
+        """Set the lane's capacity and adapters."""
         self._capacity = capacity
         self.set_adapters(capacity.adapters)
         tokenizer, known = self._tokenizer, self._grammars
@@ -82,7 +99,7 @@ class AdmissionCore:
             )
 
     def set_adapters(self, adapters: Iterable[LoadedAdapter]) -> None:
-        """Those that requests may name, from now on; but one that is closed only if it is newer."""
+        """Set the adapters that requests may name; of a closed one only a newer version."""
         loaded = {adapter.id: adapter for adapter in adapters}
         self._closed = {
             id: version
@@ -92,7 +109,7 @@ class AdmissionCore:
         self._adapters = {id: each for id, each in loaded.items() if id not in self._closed}
 
     def close_adapter(self, id: str) -> bool:
-        """No request may name an adapter any more, unless it is loaded again; whether one could."""
+        """Refuse an adapter until it is loaded again; return whether it was loaded."""
         adapter = self._adapters.pop(id, None)
         if adapter is not None:
             self._closed[id] = adapter.version
@@ -100,18 +117,18 @@ class AdmissionCore:
 
     @property
     def adapters(self) -> tuple[LoadedAdapter, ...]:
-        """Those that requests may name."""
+        """Adapters that requests may name."""
         return tuple(self._adapters.values())
 
     @staticmethod
     def check_owner(entry: RequestEntry, owner: str | None) -> None:
-        """Whether an entry may use its request id; `owner` as in `admit`.
+        """Check that an entry may use its request id; `owner` as in `admit`.
 
-        This must be checked before all else, since any other refusal is written to the result
-        stream of that id, which would be somebody else's.
+        This check comes first: any other refusal is written to the result stream of that id, which
+        would be another request's.
 
         Raises:
-            RequestError: It is another's.
+            RequestError: duplicate_request.
         """
         if owner not in (None, entry.entry_id):
             raise RequestError(
@@ -123,7 +140,7 @@ class AdmissionCore:
     def check(
         self, entry: RequestEntry, received_ns: int, now_ns: int, *, owner: str | None = None
     ) -> GenerateRequest:
-        """The request of an entry, as far as it can be checked without its prompt. See `admit`.
+        """Check all of a request but its texts, and return the request. See `admit`.
 
         Raises:
             RequestError: Refused.
@@ -146,7 +163,7 @@ class AdmissionCore:
         return request
 
     def may_fit(self, entry: RequestEntry) -> bool:
-        """Whether a prompt, or what is predicted, has to be tokenised to see if it is too long."""
+        """Return whether only tokenising shows if the prompt or the prediction is too long."""
         try:
             if isinstance(entry.request, GenerateRequest):
                 limit = self._text_limit(entry.request)
@@ -157,28 +174,25 @@ class AdmissionCore:
         return True
 
     def knows_constraint(self, request: GenerateRequest | Malformed) -> bool:
-        """Whether `check_constraint` is quick, since there is none or it was asked before."""
+        """Return whether `check_constraint` is quick: none, or one that was checked before."""
         if isinstance(request, Malformed) or request.sampling.constraint is None:
             return True
         return self._grammars is not None and self._grammars.knows(request.sampling.constraint)
 
     def check_constraint(self, request: GenerateRequest) -> None:
-        """Whether a request's text can become what it has to be; as `tokenize`, of which it is a
-        part, and quick when it was asked before.
+        """Compile and check a request's constraint, if any. As `tokenize`, which includes it.
 
         Raises:
-            RequestError: It can't.
+            RequestError: invalid_constraint.
         """
         if request.sampling.constraint is not None:
             assert self._grammars is not None, "set_capacity and check come before"
             self._grammars.check(request.sampling.constraint)
 
     def tokenize(self, request: GenerateRequest) -> Tokens:
-        """The prompt of a request, and what it predicts, as tokens, once its constraint is known to
-        be one.
+        """Check a request's constraint, and tokenise its prompt and prediction.
 
-        It takes long for a long text or a constraint, and may be done by another thread: it changes
-        nothing here.
+        Slow for a long text or a new constraint. Another thread may call it: it changes no state.
 
         Raises:
             RequestError: Refused for its prompt, its prediction, or its constraint.
@@ -202,16 +216,20 @@ class AdmissionCore:
         *,
         owner: str | None = None,
         tokens: Tokens | None = None,
-    ) -> AdmittedRequest:
-        """Checks a request and makes its sequences.
+        trace: tuple[str, str] = ("", ""),
+    ) -> Accepted:
+        """Check a request and make its messages.
 
-        `max_tokens` is cut to what the model's length leaves; such a request ends with "length".
+        `max_tokens` is cut to the model's length; such a request ends with "length".
 
         Args:
+            entry: The entry.
             received_ns: When the entry was taken; its budget counts from there.
-            owner: The entry that has `request_id_of(entry)`, since it is in flight or its outputs
-                stand in that result stream; its own after a failure, None for nobody.
-            tokens: What `tokenize` gave, if it was asked before.
+            now_ns: The time.
+            owner: The entry that has `request_id_of(entry)`, in flight or by its result stream:
+                its own after a failure; None if the id is free.
+            tokens: Result of `tokenize`; None to tokenise here.
+            trace: Traceparent and tracestate for the later stages.
 
         Raises:
             RequestError: Refused. `status_of` its code is the status of the terminal message.
@@ -223,29 +241,28 @@ class AdmissionCore:
         adapter = self.resolve(self.asked(entry, request))
         sampling, pooling = self._asked_for(request, len(token_ids))
         has_reference = self._has_reference and pooling is None
-        info = RequestInfo(
+        opened = RequestOpened(
             request_id=request_id,
             entry_id=entry.entry_id,
             model=adapter or self._model_name,
             n=request.n,
             stream=request.stream and pooling is None,
             stop=sampling.stop,
-            num_prompt_tokens=len(token_ids),
-            traceparent=entry.traceparent,
-            tracestate=entry.tracestate,
+            prompt_token_ids=token_ids,
+            traceparent=trace[0],
+            tracestate=trace[1],
             received_ns=received_ns,
             min_tokens=sampling.min_tokens,
             logprobs=sampling.logprobs,
             prompt_logprobs=sampling.prompt_logprobs,
             priority=request.priority,
             ref_temperature=sampling.temperature if has_reference else None,
-            adapter=adapter,
-            pooling=pooling,
+            embeds=pooling is not None,
         )
-        return AdmittedRequest(
-            info=info,
+        admitted = AdmittedRequest(
+            info=RequestInfo(request_id, entry.entry_id, *trace, adapter, pooling),
             token_ids=token_ids,
-            sampling=sampling,
+            sampling=msgspec.structs.replace(sampling, stop=()) if sampling.stop else sampling,
             sequences=self._sequences(request, request_id),
             tenant=request.tenant,
             priority=request.priority,
@@ -255,12 +272,14 @@ class AdmissionCore:
                 adapter,
             ),
             prediction=tokens.prediction and self._as_draft(tokens.prediction, sampling),
+            has_stop_strings=bool(sampling.stop),
         )
+        return Accepted(opened, admitted)
 
     def resumed(
         self, request: AdmittedRequest, samples: Sequence[RecoveredSample]
     ) -> AdmittedRequest:
-        """The same request after a failure: its unfinished samples go on behind their tokens."""
+        """Return a request after a failure: its unfinished samples go on behind their tokens."""
         known = {sample.sample_index: sample for sample in samples}
         sequences = tuple(
             SequenceSpec(
@@ -276,37 +295,25 @@ class AdmissionCore:
         )
         return msgspec.structs.replace(request, sequences=sequences)
 
-    @staticmethod
-    def leaving(
-        request: AdmittedRequest, now_ns: int, traceparent: str, tracestate: str
-    ) -> AdmittedRequest:
-        """The same request as it leaves: its time here, and the trace of the later stages."""
-        received_ns = request.info.received_ns
-        held = StageTime(stage="admission", start_ns=received_ns, end_ns=now_ns)
-        info = msgspec.structs.replace(
-            request.info, traceparent=traceparent, tracestate=tracestate, stages=(held,)
-        )
-        return msgspec.structs.replace(request, info=info)
-
     @property
     def capacity(self) -> ReplicaCapacity:
-        """The lane's.
+        """The lane's capacity.
 
         Raises:
-            RuntimeError: It is not known yet.
+            RuntimeError: It is unknown yet.
         """
         if self._capacity is None:
             raise RuntimeError("set_capacity must come before the first request")
         return self._capacity
 
     def _text_limit(self, request: GenerateRequest) -> TextLimit:
-        # Behind a prompt whose vector is wanted there need be no room for a token.
+        # A prompt of an embedding needs no room for a token behind it.
         room = 1 if request.embed is None else 0
         return TextLimit(self._longest_token_bytes, self.capacity.max_model_len, room)
 
     @staticmethod
     def _readable(entry: RequestEntry) -> GenerateRequest:
-        """The request, if it can be read and its id can be used."""
+        """Return the request, if it is readable and its id is usable."""
         request = entry.request
         if isinstance(request, Malformed):
             raise RequestError(request.message, code=request.code)
@@ -320,7 +327,7 @@ class AdmissionCore:
     def _asked_for(
         self, request: GenerateRequest, num_prompt_tokens: int
     ) -> tuple[SamplingParams, Pooling | None]:
-        """How samples are made, or, of a request for a vector, how the prompt is pooled."""
+        """Return the sampling parameters, and the pooling of a request for a vector."""
         if request.embed is None:
             return self._resolve(request.sampling, request.n, num_prompt_tokens), None
         most_bytes = self._max_result_bytes
@@ -328,7 +335,7 @@ class AdmissionCore:
         return EMBED_SAMPLING, pooling
 
     def _resolve(self, sampling: SamplingParams, n: int, num_prompt_tokens: int) -> SamplingParams:
-        """Cuts max_tokens to what fits, adds the model's stop ids, and makes a constraint plain."""
+        """Cut max_tokens to what fits, add the model's stop ids, and normalise a constraint."""
         capacity = self.capacity
         most = capacity.max_model_len - num_prompt_tokens
         if most < 1:
@@ -363,17 +370,17 @@ class AdmissionCore:
         return resolved
 
     def asked(self, entry: RequestEntry, request: GenerateRequest) -> str:
-        """What model an entry asks for.
+        """Return the model that an entry names.
 
-        What it says beside its request wins, as it has for whoever brought it here; of the model
-        itself the request may still name an adapter.
+        The entry's own field wins over the request's, as in the router; but the request may name an
+        adapter of that model.
         """
         if entry.model and (entry.model != self._model_name or not self._knows(request.model)):
             return entry.model
         return request.model
 
     def resolve(self, model: str) -> str:
-        """What a request's `model` names here: the id of an adapter, or "" for the model alone.
+        """Return the id of the adapter that `model` names; "" for the model itself.
 
         Raises:
             RequestError: unknown_model.
@@ -393,7 +400,7 @@ class AdmissionCore:
         return model in self._names or model in self._adapters
 
     def _as_draft(self, prediction: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ...]:
-        """A prediction as it is passed on: not at all, where it is of no use."""
+        """Return a prediction as a draft; none where drafts are off."""
         engine = self._engine
         speculates = engine.speculation != "off" and "prediction" in engine.draft_sources
         return prediction if speculates and sampling.max_draft_tokens != 0 else ()
@@ -410,10 +417,10 @@ class AdmissionCore:
 
 
 def status_of(code: str) -> Literal["error", "expired"]:
-    """The status of the terminal message of a request that was refused with this code."""
+    """Return the status of a request that was refused with a code."""
     return "expired" if code == "expired" else "error"
 
 
 def derive_seed(base: str, sample_index: int) -> int:
-    """A sample's seed: the same on every machine and in every release, 0 to 2**63 - 1."""
+    """Return a sample's seed, 0 to 2**63 - 1: the same on every machine and in every release."""
     return xxhash.xxh3_64_intdigest(f"{base}/{sample_index}".encode()) >> 1

@@ -1,7 +1,7 @@
-"""What admission's core wants done: events go in, effects come out (`EpochCore.handle`).
+"""Effects of admission's core (`EpochCore.handle`), which the shell performs in order.
 
-The shell performs them in order. Some give an answer: the event that their docstring names, which
-is handled, and its own effects performed, before the next effect.
+Some return an event, named in their docstring: it is handled, and its own effects performed, before
+the next effect.
 """
 
 from __future__ import annotations
@@ -12,52 +12,52 @@ import msgspec
 
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel, ReplicaCapacity
-from ...bus.messages import AdmittedRequest, RecoveredSample, RecoveryItem
+from ...bus.messages import RecoveredSample, RecoveryItem, RequestOpened
 from ...bus.public import ErrorInfo
-from .events import AnyEvent, Arrival
+from .events import Accepted, Arrival, Step
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """Something that is to be done."""
+    """Base of all effects."""
 
 
 class Then(Effect, frozen=True):
-    """The effects before this one are done, and their answers handled: go on with this event."""
+    """Continue in the core: the effects before are performed, and their answers handled."""
 
-    event: AnyEvent
+    step: Step
 
 
 class BeginEpoch(Effect, frozen=True):
-    """Take the next epoch's number. Gives EpochBegun."""
+    """Get the next epoch's number. Returns EpochBegun."""
 
     reason: str
 
 
 class SendReset(Effect, frozen=True):
-    """Ask a stage to drop all and to take part in this epoch."""
+    """Send Reset to a stage."""
 
     role: str
 
 
 class SetCapacity(Effect, frozen=True):
-    """What a request has to fit from now on."""
+    """Set the capacity that requests must fit."""
 
     capacity: ReplicaCapacity
 
 
 class Renew(Effect, frozen=True):
-    """Renew the lease of what is held. Gives Renewed."""
+    """Renew the leases of held entries. Returns Renewed."""
 
 
-class Distrust(Effect, frozen=True):
-    """The server may have lost entries that are held here, which stay ours."""
+class MarkPossiblyLost(Effect, frozen=True):
+    """Mark held entries as possibly lost by the server; they stay this lane's."""
 
 
 class Claim(Effect, frozen=True):
-    """Claim the request ids of inherited entries. Gives Claimed.
+    """Claim the request ids of inherited entries. Returns Claimed.
 
     Attributes:
-        overdue: They have no time left, so it does not matter how long their prompts are.
+        overdue: Their deadlines have passed, so their prompts are not tokenised.
     """
 
     entries: tuple[RequestEntry, ...]
@@ -65,18 +65,18 @@ class Claim(Effect, frozen=True):
 
 
 class Tokenize(Effect, frozen=True):
-    """Tokenise a long prompt apart. Gives Arrived, later and at a time when requests are let in."""
+    """Tokenise a long prompt apart. Returns Arrived later, while the lane is open."""
 
     arrival: Arrival
 
 
 class Judge(Effect, frozen=True):
-    """Let an entry in, or refuse it. Gives Judged.
+    """Accept an entry or refuse it. Returns Judged.
 
     Attributes:
-        owner: The entry that has its request id, in flight or by its result stream.
-        cancelled: How it ends if it is not refused, since it was cancelled on its way.
-        draining: Whether everything is refused.
+        owner: The entry with its request id, in flight or by its result stream.
+        cancelled: The end of an accepted request that was cancelled before.
+        draining: Whether every request is refused.
     """
 
     arrival: Arrival
@@ -86,54 +86,58 @@ class Judge(Effect, frozen=True):
 
 
 class Ask(Effect, frozen=True):
-    """Ask streaming what it has of these requests. `replica`: whose executor takes part."""
+    """Ask streaming what it has of these requests. May return ForwardFailed.
+
+    Attributes:
+        opened: Messages to send first, of accepted requests.
+        replica: A replica whose executor takes part.
+    """
 
     items: tuple[RecoveryItem, ...]
+    opened: tuple[RequestOpened, ...]
     replica: int = 0
 
 
-class HandOn(Effect, frozen=True):
-    """Send a request into the lane. May give HandOnFailed.
+class Forward(Effect, frozen=True):
+    """Send a request into the lane. May return ForwardFailed.
 
     Attributes:
-        entry_id: Its entry.
-        request: As it was let in.
         deadline_ns: On this process's clock.
-        samples: What there is of it; None for one that is new.
-        down_since_ns: Since when the lane has served nothing, for one that is not.
+        samples: Samples so far of a resumed request; None for a new one.
+        down_since_ns: When the lane stopped serving, for a resumed request.
     """
 
     entry_id: str
-    request: AdmittedRequest
+    accepted: Accepted
     deadline_ns: int | None
     samples: tuple[RecoveredSample, ...] | None = None
     down_since_ns: int = 0
 
 
 class CutShort(Effect, frozen=True):
-    """Send a cancellation after a request that is in the lane."""
+    """Send a cancellation into the lane."""
 
     cancel: Cancel
 
 
 class End(Effect, frozen=True):
-    """Have streaming end a request of which nothing is in the lane."""
+    """Have streaming end a request that is not in the lane."""
 
     cancel: Cancel
 
 
 class Forget(Effect, frozen=True):
-    """Tell streaming at once that another lane has a request."""
+    """Have streaming drop a request that another lane has."""
 
     cancel: Cancel
 
 
-class Bury(Effect, frozen=True):
-    """Keep an entry among the dead letters.
+class DeadLetter(Effect, frozen=True):
+    """Dead-letter an entry.
 
     Attributes:
         trace: Traceparent and tracestate.
-        deaths: How often the lane failed.
+        deaths: Failures of the lane.
     """
 
     entry: RequestEntry
@@ -143,53 +147,48 @@ class Bury(Effect, frozen=True):
 
 
 class Acknowledge(Effect, frozen=True):
-    """An entry's terminal message is written, with this request id."""
+    """Acknowledge an entry whose terminal message is written under this request id."""
 
     entry_id: str
     request_id: str
 
 
 class TakePart(Effect, frozen=True):
-    """Every request has been resumed: admission counts as ready."""
+    """Mark admission as ready, since every request is resumed."""
 
 
-class OpenGate(Effect, frozen=True):
-    """New requests may be let in."""
+class SetGate(Effect, frozen=True):
+    """Admit new requests, or none until the next SetGate."""
 
-
-class CloseGate(Effect, frozen=True):
-    """No new request is let in until OpenGate."""
+    is_open: bool
 
 
 class StopTaking(Effect, frozen=True):
     """Take nothing more from the queue."""
 
 
-class Hurry(Effect, frozen=True):
-    """An entry's prompt need not be tokenised any more; "" for all that wait for it."""
+class StopWaiting(Effect, frozen=True):
+    """Don't tokenise an entry's prompt if it still waits for that; "" for all entries."""
 
     entry_id: str = ""
 
 
 class Drained(Effect, frozen=True):
-    """Every entry that was taken is answered."""
+    """Report that every taken entry is answered."""
 
 
 class TraceCancel(Effect, frozen=True):
-    """Make the span of a cancellation. `trace`: traceparent and tracestate."""
+    """Record the span of a cancellation. `trace`: traceparent and tracestate."""
 
     trace: tuple[str, str]
     cancel: Cancel
 
 
 class Log(Effect, frozen=True):
-    """Write a line to the log.
+    """Write a log line.
 
     Attributes:
-        level: Of the log.
-        event: What the line says.
-        fields: What else stands in it.
-        request_id: Of the request that it is about, "" for none.
+        request_id: Of its request; "" for none.
         trace: The request's traceparent and tracestate.
     """
 

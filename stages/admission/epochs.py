@@ -1,32 +1,35 @@
-"""The epochs of a lane and the ledger of its requests: what admission does when something fails.
+"""Epochs of a lane: how admission recovers its requests when something fails.
 
 A new epoch goes through these states: some stages are missing; streaming is asked what it has of
-each unanswered request; all have been resumed, those under suspicion one after the other; open,
-that is new requests are let in.
+each unanswered request; all are resumed, suspects one at a time; open, so that new requests are
+admitted.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
 
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel, CancelAll, Drain, ServerRestarted, StageReady, StageStarted
-from ...bus.messages import Fenced, Recovered, RecoveredSample, RequestFinished
+from ...bus.messages import Fenced, Recovered, RecoveredSample, RecoveryItem, RequestFinished
 from ...config import REPLICATED, Config, role_of, split_role
 from . import effects as do
 from . import events as on
 from .checks import request_id_of
-from .ledger import Unanswered, recovery_items
 from .participants import Participants
-from .poison import why_dead
-from .requests import Outbox, Requests
+from .refusals import why_dead
+from .requests import Outbox, Requests, Unanswered
 
-# Requests gone to other lanes of which streaming is reminded in the next epoch.
 REMEMBERED_ELSEWHERE = 4096
+"""Requests gone to other lanes that streaming is told to drop in the next epoch."""
+
+RECOVER_BATCH = 64
+"""Requests that streaming is asked about with one message."""
 
 Status = Literal["error", "cancelled", "expired"]
 
@@ -37,27 +40,27 @@ OVERDUE = "the pipeline is shutting down and the request was not done in time"
 
 
 class EpochCore:
-    """Given events, says what is to be done about them.
+    """A state machine: events in, effects out.
 
     One event at a time: its effects are performed, in order, and their answers handled, before the
-    next event comes. So nothing happens between an effect and its answer, but that entries are
-    taken from the queue (`InHand.add`, `InHand.set_apart`); each comes as Arrived later.
+    next event. Only entries are taken from the queue between an effect and its answer
+    (`Incoming.add`, `Incoming.set_apart`); each comes as Arrived later.
 
     Attributes:
-        epoch: The number of the present one, 0 before the first.
-        requests: What the lane holds.
+        epoch: The current number, 0 before the first.
+        requests: Requests that the lane holds.
         participants: The other stages.
-        renewed_ns: When the lease was renewed last.
-        asked: Entries that streaming has been asked about in this epoch and not answered yet.
-        alone: Entries under suspicion that wait to run alone, the next one first.
-        is_open: Whether new requests are let in.
-        draining: Whether nothing more is let in, for good.
+        renewed_ns: When the lease was last renewed.
+        asked: Entries that streaming was asked about in this epoch and has not answered.
+        alone: Suspects that wait to run alone, in order.
+        is_open: Whether new requests are admitted.
+        draining: Whether no request is admitted any more.
     """
 
     def __init__(self, config: Config, role: str, incarnation: str) -> None:
         """`role` and `incarnation`: admission's own."""
         self._outbox = Outbox()
-        self._do = self._outbox.add
+        self._do = self._outbox.add  # perform effects
         self.epoch = 0
         self.requests = Requests(config.admission, self._outbox)
         self.participants = Participants(config.pipeline.replicas)
@@ -69,8 +72,8 @@ class EpochCore:
         self._lease_ns = int(config.admission.lease_s * 1e9)
         self.asked: set[str] = set()
         self.alone: deque[str] = deque()
-        # Of this epoch: what streaming has answered, and entries that it was asked about after the
-        # others had gone on.
+        # Of this epoch: streaming's answers, and entries that it was asked about after the others
+        # were resumed.
         self._answers: dict[str, tuple[RecoveredSample, ...]] = {}
         self._late: set[str] = set()
         self._asked_all = False
@@ -78,27 +81,27 @@ class EpochCore:
         self._elsewhere: deque[Cancel] = deque(maxlen=REMEMBERED_ELSEWHERE)
         self._overdue = False
         self._drain_until_ns = 0
-        # Since when the lane serves nothing, also over several epochs; for spans.
+        # When the lane stopped serving, also over several epochs; for spans.
         self._down_since_ns = 0
         self._epochs_begun = self._replayed = 0
 
-    # --- what it tells ------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------
 
     @property
     def num_recovering(self) -> int:
-        """Requests that have not gone on in this epoch."""
+        """Requests that were not resumed in this epoch."""
         if self._resumed:
             return len(self.alone)
         return len(self._ledger) + len(self.requests.inherited)
 
     def take_counts(self) -> tuple[int, int]:
-        """Epochs that were begun and requests that were resumed, since this was asked last."""
+        """Return the numbers of new epochs and of resumed requests since the last call."""
         counts = self._epochs_begun, self._replayed
         self._epochs_begun = self._replayed = 0
         return counts
 
     def wake_at_ns(self) -> int | None:
-        """When a Tick is due although nothing else happens; None for never."""
+        """Return when the next Tick is due; None for never."""
         wake_at = [self._patience_ends_ns()]
         if not self._all_in_lane:
             wake_at.append(self.requests.next_deadline_ns())
@@ -106,10 +109,10 @@ class EpochCore:
             wake_at.append(self._drain_until_ns)
         return min((at_ns for at_ns in wake_at if at_ns is not None), default=None)
 
-    # --- what comes in ------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------
 
     def handle(self, event: on.AnyEvent, now_ns: int) -> list[do.Effect]:
-        """What is to be done about an event. `now_ns`: on this process's clock."""
+        """Return the effects of an event. `now_ns`: on this process's clock."""
         match event:
             case RequestFinished(request_id, entry_id):
                 self._finish(entry_id, request_id, now_ns)
@@ -119,9 +122,7 @@ class EpochCore:
                 self._enter(event)
             case on.Tick():
                 self._tick(now_ns)
-            case on.LookAtDrain():
-                self._look_at_drain(now_ns)
-            case on.HandOnFailed(entry_id, error):
+            case on.ForwardFailed(entry_id, error):
                 if (item := self._ledger.get(entry_id)) is not None:
                     self.requests.give_up(item, error)
             case Cancel():
@@ -130,11 +131,13 @@ class EpochCore:
                 self._cancel_all()
             case Drain(timeout_ns):
                 self._start_drain(now_ns + timeout_ns)
-            case on.LetIn(arrival):
-                self._let_in(arrival, now_ns)
+            case _ if callable(event):
+                event(now_ns)
             case _:
                 self._handle_for_epoch(event, now_ns)
-        return self._outbox.empty()
+        effects = list(self._outbox)
+        self._outbox.clear()
+        return effects
 
     def _handle_for_epoch(self, event: on.AnyEvent, now_ns: int) -> None:
         match event:
@@ -145,26 +148,21 @@ class EpochCore:
                     self._take_part(ready, now_ns)
             case StageStarted(self._role, incarnation):
                 if incarnation != self._incarnation:
-                    self._do(do.Renew())  # is it our successor, or an echo of a predecessor?
+                    self._do(do.Renew())  # a successor, or a late message of a predecessor
             case StageStarted(role):
-                self._come(role, now_ns)
+                self._stage_started(role, now_ns)
             case on.Lost(role, reason, failed):
                 if role != self._role:
                     self._outbox.log("warning", "stage_lost", lost=role, reason=reason)
-                    self._leave(role, failed, now_ns)
+                    self._stage_stopped(role, failed, now_ns)
             case Fenced(entry_ids):
-                # Whose they are, the queue tells.
-                self._do(do.Renew(), do.Then(on.FencesSeen(entry_ids)))
-            case on.FencesSeen(entry_ids):
-                if mine := sum(entry_id in self._ledger for entry_id in entry_ids):
-                    self._begin(f"{mine} streams take nothing more in this epoch", now_ns)
+                # The queue knows which lane has them.
+                self._do(do.Renew(), do.Then(partial(self._check_fences, entry_ids)))
             case on.LargerEpoch():
                 reason = "the stages were in a larger epoch"
-                self._do(do.Renew(), do.Then(on.BeginAgain(reason)))
-            case on.BeginAgain(reason):
-                self._begin(reason, now_ns)
+                self._do(do.Renew(), do.Then(partial(self._begin, reason)))
             case ServerRestarted():
-                self._do(do.Distrust())
+                self._do(do.MarkPossiblyLost())
                 self._begin("the server of the bus was restarted", now_ns)
             case on.Began(entries):
                 self.renewed_ns = now_ns
@@ -174,13 +172,9 @@ class EpochCore:
                 self._open_epoch(epoch, reason)
             case on.Renewed(lost):
                 self.renewed_ns = now_ns
-                self._lose(lost)
-            case on.AskStreaming():
-                self._ask_streaming()
+                self._drop_lost(lost)
             case on.Claimed():
-                self._take_up_inherited(event)
-            case on.AskAll():
-                self._ask_all()
+                self._admit_inherited(event)
             case on.TakenOver(entries):
                 self._inherit(entries, "took_over_from_another_lane", now_ns)
             case _:
@@ -189,10 +183,10 @@ class EpochCore:
     # --- epochs -------------------------------------------------------------------------------
 
     def _begin(self, reason: str, now_ns: int) -> None:
-        """All stages drop what they hold. Requests in flight are resumed when all are ready."""
+        """Begin an epoch: all stages drop their state. When all are ready, requests are resumed."""
         if self._resumed or not self._down_since_ns:
             self._down_since_ns = now_ns
-        self._close_gate()
+        self._set_gate(is_open=False)
         self._asked_all = self._resumed = False
         self.participants.begin(now_ns)
         self.asked.clear()
@@ -208,9 +202,14 @@ class EpochCore:
         for role in self.participants.roles:
             self._do(do.SendReset(role))
 
-    def _close_gate(self) -> None:
-        self.is_open = False
-        self._do(do.CloseGate())
+    def _check_fences(self, entry_ids: Sequence[str], now_ns: int) -> None:
+        """Begin a new epoch if streams of these entries are still this lane's."""
+        if mine := sum(entry_id in self._ledger for entry_id in entry_ids):
+            self._begin(f"{mine} streams take nothing more in this epoch", now_ns)
+
+    def _set_gate(self, *, is_open: bool) -> None:
+        self.is_open = is_open
+        self._do(do.SetGate(is_open))
 
     def _take_part(self, ready: StageReady, now_ns: int) -> None:
         waited = self.participants.hear(ready.stage)
@@ -218,21 +217,21 @@ class EpochCore:
             self._do(do.SetCapacity(self.participants.hold(ready.stage, ready.capacity)))
         if not waited:
             return
-        self._go_on(now_ns)
+        self._recover(now_ns)
         if ready.stage == "streaming":
             self._ask_early(item for item in self._ledger if item.end is not None)
 
-    def _go_on(self, now_ns: int) -> None:
-        """Takes up what there is, once there is nobody left to wait for."""
+    def _recover(self, now_ns: int) -> None:
+        """Recover the requests, once enough stages take part."""
         if self._asked_all or not self.participants.are_enough(now_ns):
             return
         if missing := self.participants.dismiss_missing():
             self._outbox.log("warning", "replicas_missing", missing=missing)
-        # What has gone to another lane must not be written to from here.
-        self._do(do.Renew(), do.Then(on.AskStreaming()))
+        # Nothing may be written of requests that another lane has taken over.
+        self._do(do.Renew(), do.Then(self._ask_streaming))
 
-    def _come(self, role: str, now_ns: int) -> None:
-        """A stage is up, and holds nothing."""
+    def _stage_started(self, role: str, now_ns: int) -> None:
+        """A stage has started, and holds nothing."""
         self.participants.come(role)
         if not self._is_apart(role):
             self._begin(f"{role} started", now_ns)
@@ -241,8 +240,8 @@ class EpochCore:
         for stage in REPLICATED:
             self._do(do.SendReset(role_of(stage, split_role(role)[1])))
 
-    def _leave(self, role: str, failed: bool, now_ns: int) -> None:
-        """What a stage held is lost."""
+    def _stage_stopped(self, role: str, failed: bool, now_ns: int) -> None:
+        """A stage has stopped, and what it held is lost."""
         self.participants.leave(role)
         if self._is_apart(role):
             return
@@ -251,48 +250,52 @@ class EpochCore:
         self._begin(f"{role} stopped", now_ns)
 
     def _is_apart(self, role: str) -> bool:
-        """Whether a stage is of a replica that has no part in this epoch, which goes on without."""
+        """Return whether a stage belongs to a replica without a part in this epoch."""
         return self._asked_all and self.participants.is_apart(role)
 
-    # --- what streaming has -------------------------------------------------------------------
+    # --- recovery -----------------------------------------------------------------------------
 
-    def _ask_streaming(self) -> None:
+    def _ask_streaming(self, now_ns: int) -> None:
         while self._elsewhere:
             self._do(do.Forget(self._elsewhere.popleft()))
         if inherited := self.requests.inherited:
             self._do(do.Claim(tuple(entry for entry, _ in inherited)))
-        self._do(do.Then(on.AskAll()))
+        self._do(do.Then(self._ask_all))
 
-    def _take_up_inherited(self, claimed: on.Claimed) -> None:
-        inherited = self.requests.take_inherited(claimed.entries)
-        in_hand = self.requests.in_hand
+    def _admit_inherited(self, claimed: on.Claimed) -> None:
+        inherited = self.requests.pop_inherited(claimed.entries)
+        incoming = self.requests.incoming
         claims = zip(inherited, claimed.owners, claimed.long, strict=True)
         for (entry, received_ns), owner, is_long in claims:
-            if entry.entry_id in self._ledger or entry.entry_id in in_hand:
+            if entry.entry_id in self._ledger or entry.entry_id in incoming:
                 continue
-            in_hand.add([entry])
+            incoming.add([entry])
             if is_long:
-                # Somebody may have worked on it, but not in this epoch: it was inherited before
-                # this began.
-                in_hand.set_apart(entry.entry_id)
+                # It may have begun, but not in this epoch: it was inherited before.
+                incoming.set_apart(entry.entry_id)
                 self._do(do.Tokenize(on.Arrival(entry, received_ns, owner, "late")))
             else:
-                self._do(do.Then(on.LetIn(on.Arrival(entry, received_ns, owner, "inherited"))))
+                arrival = on.Arrival(entry, received_ns, owner, "inherited")
+                self._do(do.Then(partial(self._admit_arrival, arrival)))
 
-    def _ask_all(self) -> None:
+    def _ask_all(self, now_ns: int) -> None:
         self._ask(self._ledger)
         self._asked_all = True
         self._resume_when_answered()
 
     def _ask_early(self, items: Iterable[Unanswered]) -> None:
-        """Requests that are to end need none of the stages that are still missing but streaming."""
+        """Ask about requests that are to end: of the missing stages they need streaming alone."""
         if self.participants.missing and not self.participants.is_missing("streaming"):
             self._ask(items)
 
     def _ask(self, items: Iterable[Unanswered]) -> None:
-        for some in recovery_items(items):
+        items = list(items)
+        for start in range(0, len(items), RECOVER_BATCH):
+            some = items[start : start + RECOVER_BATCH]
             self.asked.update(item.entry_id for item in some)
-            self._do(do.Ask(some, self.participants.first_executor()))
+            asked = tuple(RecoveryItem(item.result_key, item.entry_id) for item in some)
+            opened = tuple(item.accepted.opened for item in some if item.accepted is not None)
+            self._do(do.Ask(asked, opened, self.participants.first_executor()))
 
     def _take_answer(self, entry_id: str, samples: tuple[RecoveredSample, ...]) -> None:
         self.asked.discard(entry_id)
@@ -303,23 +306,23 @@ class EpochCore:
                 self.requests.end(item, item.end)
             elif entry_id in self._late:
                 self._late.discard(entry_id)
-                self._take_up(item)
-                self._next_alone()
+                self._continue(item)
+                self._run_next_suspect()
         self._resume_when_answered()
 
     def _resume_when_answered(self) -> None:
-        """All stages are ready, and streaming has said what it has: every request goes on."""
+        """Resume all requests once all stages are ready and streaming has answered."""
         if not self._asked_all or self.asked or self._resumed:
             return
         self._resumed = True
         if len(self._ledger):
             self._outbox.log("info", "resuming", requests=len(self._ledger), epoch=self.epoch)
         for item in self._ledger:
-            self._take_up(item)
+            self._continue(item)
         self._do(do.TakePart())
-        self._next_alone()
+        self._run_next_suspect()
 
-    def _take_up(self, item: Unanswered) -> None:
+    def _continue(self, item: Unanswered) -> None:
         if item.end is not None:
             self.requests.end(item, item.end)
             return
@@ -327,7 +330,7 @@ class EpochCore:
             case "go":
                 self._resume(item)
             case "alone":
-                self._close_gate()
+                self._set_gate(is_open=False)
                 self.alone.append(item.entry_id)
             case "dead":
                 self.requests.give_up(item, why_dead(item.deaths))
@@ -335,10 +338,10 @@ class EpochCore:
     def _resume(self, item: Unanswered) -> None:
         self._replayed += 1
         samples = self._answers.get(item.entry_id, ())
-        self.requests.hand_on(item, samples, self._down_since_ns)
+        self.requests.forward(item, samples, self._down_since_ns)
 
-    def _next_alone(self) -> None:
-        """Lets the next suspect run once nothing else does; opens when there is none left."""
+    def _run_next_suspect(self) -> None:
+        """Run the next suspect once no request runs; open the lane when there is none left."""
         if not self._resumed or self.is_open:
             return
         in_lane = sum(item.end is None for item in self._ledger) - len(self.alone)
@@ -349,25 +352,24 @@ class EpochCore:
                 self._resume(item)
                 in_lane = 1
         if not self.alone:
-            self.is_open = True
-            self._do(do.OpenGate())
+            self._set_gate(is_open=True)
             self._outbox.log("info", "ready", brief="ready", epoch=self.epoch)
 
-    # --- on the way in, and out ---------------------------------------------------------------
+    # --- admission and ends -------------------------------------------------------------------
 
     def _arrive(self, arrival: on.Arrival, now_ns: int) -> None:
         if now_ns - self.renewed_ns > self._lease_ns:
-            # This process stood still for long; others may have what it holds.
-            self._do(do.Renew(), do.Then(on.LetIn(arrival)))
+            # This process was stopped for long: other lanes may have its requests.
+            self._do(do.Renew(), do.Then(partial(self._admit_arrival, arrival)))
         else:
-            self._let_in(arrival, now_ns)
+            self._admit_arrival(arrival, now_ns)
 
-    def _let_in(self, arrival: on.Arrival, now_ns: int) -> None:
+    def _admit_arrival(self, arrival: on.Arrival, now_ns: int) -> None:
         entry_id = arrival.entry_id
-        if not self.requests.in_hand.remove(entry_id):
+        if not self.requests.incoming.remove(entry_id):
             return  # another lane has it
         if entry_id in self._ledger:
-            return  # handed out twice, as a queue may; the first one counts
+            return  # the queue may deliver an entry twice
         if arrival.way == "taken" and arrival.owner == entry_id:
             self._inherit([arrival.entry], "took_a_request_that_was_begun_before", now_ns)
         else:
@@ -377,7 +379,7 @@ class EpochCore:
         item, way = self.requests.enter(judged), judged.arrival.way
         if way == "taken":
             if item.end is None:
-                self.requests.hand_on(item)
+                self.requests.forward(item)
             else:
                 self.requests.end(item, item.end)
         elif way == "late":
@@ -390,10 +392,10 @@ class EpochCore:
         self.requests.finish(entry_id, request_id, now_ns)
         self._forget(entry_id)
         self._resume_when_answered()
-        self._next_alone()
+        self._run_next_suspect()
 
     def _forget(self, entry_id: str) -> None:
-        """An entry is not in the ledger any more."""
+        """Drop recovery state of an entry that has left the ledger."""
         self._late.discard(entry_id)
         self._answers.pop(entry_id, None)
         self.asked.discard(entry_id)
@@ -410,7 +412,7 @@ class EpochCore:
             self._cut_short(item, msgspec.structs.replace(cancel, entry_id=entry_id))
 
     def _cancel_all(self) -> None:
-        for entry in self.requests.in_hand.apart:
+        for entry in self.requests.incoming.apart:
             cancel = Cancel(request_id_of(entry), entry.entry_id, "cancelled", "aborted", ABORTED)
             self.requests.cancel_early(entry.entry_id, cancel)
         self._cut_all_short(self._ledger, "cancelled", "aborted", ABORTED)
@@ -423,20 +425,20 @@ class EpochCore:
                 self._cut_short(item, Cancel(item.request_id, item.entry_id, status, code, message))
 
     def _cut_short(self, item: Unanswered, cancel: Cancel) -> None:
-        """Ends a request wherever it is; should the lane be down, when streaming is there."""
+        """End a request wherever it is; with the lane down, once streaming takes part."""
         item.end = cancel
-        if item.request is not None:
+        if item.accepted is not None:
             self._do(do.TraceCancel(item.trace, cancel))
         if item.entry_id in self.alone:
             self.alone.remove(item.entry_id)
             self.requests.end(item, cancel)
-            self._next_alone()
+            self._run_next_suspect()
         elif self._resumed:
             self._do(do.CutShort(cancel))
         else:
             self._ask_early([item])
 
-    # --- time that runs out -------------------------------------------------------------------
+    # --- deadlines and draining ---------------------------------------------------------------
 
     def _tick(self, now_ns: int) -> None:
         if not self._all_in_lane:
@@ -444,39 +446,39 @@ class EpochCore:
                 self._do(do.Claim(inherited, overdue=True))
             self._cut_all_short(self.requests.overdue(now_ns), "expired", "expired", EXPIRED)
         if self._patience_ends_ns() is not None:
-            self._go_on(now_ns)
+            self._recover(now_ns)
         if self.draining:
-            self._do(do.Then(on.LookAtDrain()))
+            self._do(do.Then(self._check_drain))
 
     @property
     def _all_in_lane(self) -> bool:
-        """Whether all requests are in the lane, where others look at their time."""
+        """Whether all requests are in the lane, whose stages check their deadlines."""
         return self._resumed and not self.alone
 
     def _patience_ends_ns(self) -> int | None:
-        """When it no longer waits for replicas, while others are there; None if that is not so."""
+        """Return when the epoch goes on without the missing replicas; None for never."""
         return None if self._asked_all else self.participants.patience_ends_ns()
 
     def _start_drain(self, until_ns: int) -> None:
         if not self.draining:
             self.draining = True
             self._drain_until_ns = until_ns
-            self._do(do.StopTaking(), do.Hurry())
+            self._do(do.StopTaking(), do.StopWaiting())
             self._outbox.log("info", "draining", brief="stopping", in_flight=len(self._ledger))
         self._drain_until_ns = min(self._drain_until_ns, until_ns)
 
-    def _look_at_drain(self, now_ns: int) -> None:
-        """Done when every entry that was taken is answered; what is overdue ends with an error."""
+    def _check_drain(self, now_ns: int) -> None:
+        """Finish draining once every entry is answered; overdue requests end with an error."""
         if not self._overdue and now_ns >= self._drain_until_ns:
             self._overdue = True
             self._cut_all_short(self._ledger, "error", "shutting_down", OVERDUE)
-        if not len(self._ledger) and (self._overdue or not self.requests.in_hand.apart):
+        if not len(self._ledger) and (self._overdue or not self.requests.incoming.apart):
             self._do(do.Drained())
 
     # --- other lanes --------------------------------------------------------------------------
 
-    def _lose(self, entry_ids: Iterable[str]) -> None:
-        """Entries belong to another lane: nothing of them is to be written from here any more."""
+    def _drop_lost(self, entry_ids: Iterable[str]) -> None:
+        """Drop entries that another lane has taken over; no more of them may be written here."""
         number = 0
         for entry_id in entry_ids:
             was_held, item = self.requests.lose(entry_id)
@@ -491,10 +493,10 @@ class EpochCore:
         if number:
             self._outbox.log("warning", "requests_gone_to_another_lane", requests=number)
             self._resume_when_answered()
-            self._next_alone()
+            self._run_next_suspect()
 
     def _inherit(self, entries: Sequence[RequestEntry], reason: str, now_ns: int) -> None:
-        """Goes on with requests on which somebody else has worked before."""
+        """Take over requests that another lane or a predecessor may have begun."""
         self.requests.inherited += [(entry, now_ns) for entry in entries]
         self._outbox.log("info", reason, requests=len(entries))
         self._begin(reason, now_ns)

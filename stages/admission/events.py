@@ -1,38 +1,45 @@
-"""What admission's core is told, beside the messages of the bus; see `effects.py`."""
+"""Events of admission's core, beside messages of the bus; see `effects.py`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel, StageReady
-from ...bus.messages import AdmittedRequest, Message
+from ...bus.messages import AdmittedRequest, Message, RequestOpened
 from ...bus.public import ErrorInfo
 
 
 class Tokens(NamedTuple):
-    """What the texts of a request are as tokens: its prompt, and what it predicts."""
+    """Token ids of a request's prompt and of its prediction."""
 
     prompt: tuple[int, ...]
     prediction: tuple[int, ...] = ()
 
 
+class Accepted(NamedTuple):
+    """A valid request: the message for streaming, and the one for the lane."""
+
+    opened: RequestOpened
+    admitted: AdmittedRequest
+
+
 Tokenized = Tokens | Exception
-"""A request's tokens, or why it is not let in."""
+"""A request's tokens, or why it is refused."""
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """An entry that is to be let in.
+    """An entry that arrives for admission.
 
     Attributes:
-        entry: As it was taken.
         received_ns: When it was taken, on this process's clock.
-        owner: The entry that has its request id, as the result streams tell.
+        owner: The entry with its request id, by the result streams.
         way: "taken" from the queue; "inherited" from a predecessor or another lane, at the
-            beginning of an epoch; "late": inherited, and tokenised while the others went on.
-        tokenized: Its texts, where they were tokenised before.
+            beginning of an epoch; "late": inherited, and tokenised while the others were resumed.
+        tokenized: None if it is to be tokenised.
     """
 
     entry: RequestEntry
@@ -47,28 +54,31 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that has happened, beside the messages that come over the bus."""
+    """Base of events that are no messages of the bus."""
 
 
-AnyEvent = Event | Message
-"""What the core is told; a message that admission has no use for is logged."""
+Step = Callable[[int], None]
+"""A continuation within the core; it gets the time in nanoseconds."""
+
+AnyEvent = Event | Message | Step
+"""An input of the core; a message that admission has no use for is logged."""
 
 
 class Began(Event, frozen=True):
-    """Admission has started; a predecessor has left these entries unanswered."""
+    """Admission has started. `pending`: a predecessor's unanswered entries."""
 
     pending: tuple[RequestEntry, ...]
 
 
 class EpochBegun(Event, frozen=True):
-    """The answer to BeginEpoch: the number of the new epoch."""
+    """Result of BeginEpoch: the new epoch's number."""
 
     epoch: int
     reason: str
 
 
 class LargerEpoch(Event, frozen=True):
-    """The stages are in a larger epoch: a successor's, or of the time before the server lost it."""
+    """The stages are in a larger epoch: a successor's, or one that the server has lost."""
 
 
 class Ready(Event, frozen=True):
@@ -79,7 +89,7 @@ class Ready(Event, frozen=True):
 
 
 class Lost(Event, frozen=True):
-    """A stage has left; what it held is lost. `failed`: not in good order, but by itself."""
+    """A stage has stopped; what it held is lost. `failed`: it has crashed."""
 
     role: str
     reason: str
@@ -87,19 +97,18 @@ class Lost(Event, frozen=True):
 
 
 class Renewed(Event, frozen=True):
-    """The answer to Renew, and what the lane's own renewals give: entries lost to other lanes."""
+    """Result of Renew, and of the lane's periodic renewals: entries that other lanes have."""
 
     lost: frozenset[str]
 
 
 class Claimed(Event, frozen=True):
-    """The answer to Claim.
+    """Result of Claim.
 
     Attributes:
-        entries: Those of the Claim.
-        owners: For each entry the one that has its request id; its own id if somebody has worked
-            on it, None if nobody had it.
-        long: For each entry whether its prompt takes long to tokenise.
+        owners: For each entry, the entry with its request id: itself if the request may have begun,
+            None if the id was free.
+        long: For each entry, whether its prompt takes long to tokenise.
     """
 
     entries: tuple[RequestEntry, ...]
@@ -108,68 +117,38 @@ class Claimed(Event, frozen=True):
 
 
 class Arrived(Event, frozen=True):
-    """An entry is to be let in, at a time when requests are."""
+    """An entry arrives while the lane is open."""
 
     arrival: Arrival
 
 
 class Judged(Event, frozen=True):
-    """The answer to Judge: one of these.
+    """Result of Judge.
 
     Attributes:
-        request: What was let in.
-        end: How the request ends, since it is refused or was cancelled.
-        failure: Why nothing can be done with the entry.
+        accepted: The valid request; None of an invalid one.
+        end: The end of a refused or cancelled request.
+        failure: Why the entry can't be processed.
     """
 
     arrival: Arrival
-    request: AdmittedRequest | None = None
+    accepted: Accepted | None = None
     end: Cancel | None = None
     failure: ErrorInfo | None = None
 
 
-class HandOnFailed(Event, frozen=True):
-    """The answer to HandOn, if the request can't be carried to the next stage."""
+class ForwardFailed(Event, frozen=True):
+    """Result of Forward and Ask, if a message of the request can't be sent."""
 
     entry_id: str
     error: ErrorInfo
 
 
 class TakenOver(Event, frozen=True):
-    """Entries of a lane that renewed no lease are this one's now."""
+    """This lane has taken over entries of a lane that renewed no lease."""
 
     entries: tuple[RequestEntry, ...]
 
 
 class Tick(Event, frozen=True):
-    """Time has passed."""
-
-
-class LetIn(Event, frozen=True):
-    """The lease is good: an arrival goes on."""
-
-    arrival: Arrival
-
-
-class BeginAgain(Event, frozen=True):
-    """The lease is good: a new epoch begins."""
-
-    reason: str
-
-
-class AskStreaming(Event, frozen=True):
-    """The lease is good: streaming is asked what it has of each unanswered request."""
-
-
-class AskAll(Event, frozen=True):
-    """What was inherited is in the ledger: all of it is asked about."""
-
-
-class FencesSeen(Event, frozen=True):
-    """The lease is good: of these entries, those that are still here have lost their streams."""
-
-    entry_ids: tuple[str, ...]
-
-
-class LookAtDrain(Event, frozen=True):
-    """What was due is done: whether all is answered."""
+    """Time has passed: check deadlines."""

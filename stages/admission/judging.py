@@ -1,4 +1,4 @@
-"""Whether an entry is let in: asks the core, and tells logs and traces what it says."""
+"""Admits an entry or refuses it, with its log lines, its span and its counts."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ..actor import Actor
 from .checks import request_id_of
 from .core import AdmissionCore, status_of
 from .effects import Judge
-from .events import Judged
-from .measures import count_constraint
-from .poison import is_of_the_entry, why_given_up
-from .spans import trace_entry
+from .events import Accepted, Judged
+from .measures import EntryTrace, count_constraint
+from .refusals import is_of_the_entry, why_given_up
 
 
 def judge(stage: Actor, core: AdmissionCore, wanted: Judge) -> Judged:
-    """Lets an entry in, or says what it ends with."""
+    """Admit an entry, or return what it ends with."""
     arrival = wanted.arrival
     entry = arrival.entry
     received_ns = arrival.received_ns - entry.waited_ns
+    trace = EntryTrace(stage, entry, received_ns)
     try:
-        judged = _let_in(stage, core, wanted, received_ns)
+        judged = _admit(stage, core, wanted, trace)
     except RequestError as error:
-        request_id = request_id_of(entry)
-        trace = trace_entry(stage, entry, received_ns, error=error.code)
+        trace.end(error=error.code)
         if error.code == "invalid_constraint":
             count_constraint(stage, entry, error.code)
-        log = stage.log_of(request_id, trace)
+        request_id = request_id_of(entry)
+        log = stage.log_of(request_id, trace.context)
         log.info("request_refused", code=error.code, reason=error.message)
         end = (request_id, entry.entry_id, status_of(error.code), error.code, error.message)
         return Judged(arrival, end=Cancel(*end))
@@ -41,8 +41,8 @@ def judge(stage: Actor, core: AdmissionCore, wanted: Judge) -> Judged:
     return judged
 
 
-def _let_in(stage: Actor, core: AdmissionCore, wanted: Judge, received_ns: int) -> Judged:
-    arrival, owner = wanted.arrival, wanted.owner
+def _admit(stage: Actor, core: AdmissionCore, wanted: Judge, trace: EntryTrace) -> Judged:
+    arrival, owner, received_ns = wanted.arrival, wanted.owner, trace.received_ns
     entry, tokenized = arrival.entry, arrival.tokenized
     if wanted.draining:
         core.check_owner(entry, owner)
@@ -52,10 +52,18 @@ def _let_in(stage: Actor, core: AdmissionCore, wanted: Judge, received_ns: int) 
         if wanted.cancelled is None:
             raise tokenized
         return Judged(arrival, end=wanted.cancelled)
-    request = core.admit(entry, received_ns, now_ns(), owner=owner, tokens=tokenized)
-    trace = trace_entry(stage, entry, received_ns, request)
+    context = trace.context
+    opened, admitted = core.admit(
+        entry,
+        received_ns,
+        now_ns(),
+        owner=owner,
+        tokens=tokenized,
+        trace=(context.traceparent, context.tracestate),
+    )
+    trace.end(opened, admitted)
     if stage.config.telemetry.log_prompts:
         content = msgspec.to_builtins(entry.request)
-        stage.log_of(request_id_of(entry), trace).info("request_admitted", request=content)
-    leaving = core.leaving(request, now_ns(), trace.traceparent, trace.tracestate)
-    return Judged(arrival, leaving, wanted.cancelled)
+        stage.log_of(request_id_of(entry), context).info("request_admitted", request=content)
+    opened = msgspec.structs.replace(opened, admitted_ns=now_ns())
+    return Judged(arrival, Accepted(opened, admitted), wanted.cancelled)

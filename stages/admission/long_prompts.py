@@ -1,8 +1,10 @@
-"""Texts that take long to tokenise, and constraints to compile: in threads, a few at a time and by
-turns of their tenants, while others go past them."""
+"""Long texts are tokenised, and constraints compiled, in threads: a few at a time, round robin by
+tenant, while other requests pass.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,25 +15,60 @@ from ...bus.channel import RequestEntry
 from ...bus.public import GenerateRequest
 from ...config import RequestError
 from ...telemetry import now_ns
-from .events import Tokenized, Tokens
-from .fair_semaphore import FairSemaphore
-from .poison import is_of_the_entry
+from .refusals import is_of_the_entry
+
+
+class FairSemaphore:
+    """A semaphore that serves waiting tenants round robin, each in its own order."""
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._waiting: OrderedDict[str, deque[anyio.Event]] = OrderedDict()
+
+    async def acquire(self, tenant: str) -> None:
+        """Wait for a place; `release` hands it on."""
+        if self._free:
+            self._free -= 1
+            return
+        event = anyio.Event()
+        queue = self._waiting.setdefault(tenant, deque())
+        queue.append(event)
+        try:
+            await event.wait()
+        except BaseException:
+            if event.is_set():
+                self.release()
+            else:
+                queue.remove(event)
+                if not queue:
+                    del self._waiting[tenant]
+            raise
+
+    def release(self) -> None:
+        """Hand the place to the next tenant."""
+        if not self._waiting:
+            self._free += 1
+            return
+        tenant, queue = self._waiting.popitem(last=False)
+        queue.popleft().set()
+        if queue:
+            self._waiting[tenant] = queue
+
 
 T = TypeVar("T")
 
 LONG_TEXT = 16_384
-"""Characters from which on a text is long."""
+"""Characters of a long text, at the least."""
 
 MESSAGE_TEXT = 64
-"""What a message counts besides its content: the template is run for each."""
+"""Characters that a message counts besides its content, for the template."""
 
 AT_A_TIME = 2
-"""Texts. Constraints go one at a time, since one process tries them all."""
+"""Texts tokenised in parallel. Constraints go one at a time, since one process tries them all."""
 
 
 def is_long(entry: RequestEntry) -> bool:
-    """Whether an entry's texts take so long to tokenise, or its constraint to compile, that others
-    should not wait for it."""
+    """Return whether an entry's texts take long to tokenise, or its constraint to compile."""
     request = entry.request
     if not isinstance(request, GenerateRequest):
         return False
@@ -48,46 +85,35 @@ def _is_long_text(request: GenerateRequest) -> bool:
 
 
 class LongPrompts:
-    """Entries that are taken and not let in yet, since threads work on them."""
+    """Entries whose texts are tokenised, or constraints compiled, in threads."""
 
     def __init__(self) -> None:
         self._texts = FairSemaphore(AT_A_TIME)
         self._constraints = FairSemaphore(1)
         self._waiting: dict[str, anyio.CancelScope] = {}
 
-    async def compile(
+    async def run(
         self,
-        entry: RequestEntry,
-        deadline_ns: int | None,
-        check: Callable[[GenerateRequest], None],
-    ) -> Exception | None:
-        """Why an entry's constraint is refused, once it is its tenant's turn; as `tokenize`."""
-        return await self._run(self._constraints, entry, deadline_ns, check)
-
-    async def tokenize(
-        self,
-        entry: RequestEntry,
-        deadline_ns: int | None,
-        tokenize: Callable[[GenerateRequest], Tokens],
-    ) -> Tokenized:
-        """The tokens of an entry's texts, of long ones once it is its tenant's turn.
-
-        An entry whose time is over before that, or that `hurry` names, is not tokenised any more.
-        One whose thread runs is waited for: threads can't be stopped, and they must stay few.
-        """
-        assert isinstance(entry.request, GenerateRequest), "there is no prompt to tokenise"
-        turns = self._texts if _is_long_text(entry.request) else None
-        return await self._run(turns, entry, deadline_ns, tokenize)
-
-    async def _run(
-        self,
-        turns: FairSemaphore | None,
         entry: RequestEntry,
         deadline_ns: int | None,
         work: Callable[[GenerateRequest], T],
+        *,
+        is_constraint: bool = False,
     ) -> T | Exception:
+        """Tokenise an entry's texts, or compile its constraint, in a thread.
+
+        Constraints and long texts wait for their tenant's turn. There is no work for an entry whose
+        deadline passes before, or that `stop_waiting` names. A running thread is awaited: threads
+        can't be stopped, and must stay few.
+
+        Returns:
+            The result of `work`, or why the entry is refused.
+        """
         request = entry.request
         assert isinstance(request, GenerateRequest)
+        turns = self._constraints if is_constraint else None
+        if turns is None and _is_long_text(request):
+            turns = self._texts
         with anyio.CancelScope() as waiting:
             if deadline_ns is not None:
                 waiting.deadline = anyio.current_time() + (deadline_ns - now_ns()) / 1e9
@@ -112,8 +138,8 @@ class LongPrompts:
             if turns is not None:
                 turns.release()
 
-    def hurry(self, entry_id: str | None = None) -> None:
-        """The tokens of an entry are not needed any more; by default of none that waits."""
+    def stop_waiting(self, entry_id: str | None = None) -> None:
+        """End an entry's wait for its turn; by default the wait of all entries."""
         for waiting, scope in list(self._waiting.items()):
             if entry_id in (None, waiting):
                 scope.cancel()

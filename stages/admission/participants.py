@@ -1,37 +1,65 @@
-"""Which stages take part in an epoch.
+"""Stages that take part in an epoch.
 
-Where there are several replicas, an epoch waits for those that are known to live, and for the
-others no longer than `PATIENCE_S`; one is enough. What a replica had is lost with it, and a new
-epoch begins, in which the others take that up. A replica that comes later takes part in the epoch
-that there is: it has no part in what is under way.
+With several replicas, an epoch waits for those that are known to live, and at most `PATIENCE_S` for
+the others; one is enough. When a replica is lost, a new epoch begins, in which the others take its
+requests over. A replica that comes later joins the current epoch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from ...bus.control import ReplicaCapacity
-from ...config import all_roles, role_of, split_role
+from ...config import REPLICATED, all_roles, role_of, split_role
 from ...store.board import LoadedAdapter
-from .replicas import is_replicated, smallest
+
+
+def is_replicated(role: str) -> bool:
+    """Return whether a role is a stage of a replica."""
+    return split_role(role)[0] in REPLICATED
+
+
+def smallest(capacities: Collection[ReplicaCapacity]) -> ReplicaCapacity:
+    """Return the capacity that fits each of several executors of one model."""
+    first, *_ = capacities
+    return msgspec.structs.replace(
+        first,
+        num_blocks=min(capacity.num_blocks for capacity in capacities),
+        max_model_len=min(capacity.max_model_len for capacity in capacities),
+        adapters=_common([capacity.adapters for capacity in capacities]),
+    )
+
+
+def _common(adapters: Collection[tuple[LoadedAdapter, ...]]) -> tuple[LoadedAdapter, ...]:
+    """Return the adapters that each replica has, in the oldest of their versions."""
+    first, *others = adapters
+    by_id = [{adapter.id: adapter for adapter in each} for each in others]
+    return tuple(
+        min([adapter, *(each[adapter.id] for each in by_id)], key=lambda each: each.version)
+        for adapter in first
+        if all(adapter.id in each for each in by_id)
+    )
+
 
 PATIENCE_S = 1.0
-"""How long an epoch waits for replicas of which it is not known whether they live."""
+"""Longest wait of an epoch for replicas that may not be alive, in seconds."""
 
 
 class Participants:
-    """The stages besides admission: who is missing in this epoch, who was heard, who has left."""
+    """The stages besides admission: missing in this epoch, taking part, or stopped."""
 
     def __init__(self, replicas: int) -> None:
-        """`replicas`: how many pairs of batching and executor there are, at the most."""
+        """`replicas`: the configured number of pairs of batching and executor."""
         self.roles = all_roles(replicas)[1:]
         self._replicas = replicas
-        # Of this epoch: roles that it waits for, roles that take part, and until when it waits
-        # for replicas that may not be there.
+        # Of this epoch: roles that it waits for, roles that take part, and the longest wait for
+        # replicas.
         self._missing: set[str] = set(self.roles)
         self._heard: set[str] = set()
         self._patient_until_ns = 0
-        # Roles that have left and not come back, as far as is known here.
+        # Roles that have stopped and not started again.
         self._left: set[str] = set()
         self._capacities: dict[str, ReplicaCapacity] = {}
 
@@ -45,14 +73,14 @@ class Participants:
         return role in self._missing
 
     def begin(self, now_ns: int) -> None:
-        """A new epoch: it waits for all."""
+        """Begin an epoch, which waits for all roles."""
         self._missing = set(self.roles)
         self._heard.clear()
         self._capacities.clear()
         self._patient_until_ns = now_ns + int(PATIENCE_S * 1e9)
 
     def hear(self, role: str) -> bool:
-        """A role takes part. Returns whether the epoch has waited for it."""
+        """Add a role that takes part; return whether the epoch has waited for it."""
         self._heard.add(role)
         self._left.discard(role)
         waited = role in self._missing
@@ -60,37 +88,37 @@ class Participants:
         return waited
 
     def hold(self, role: str, capacity: ReplicaCapacity) -> ReplicaCapacity:
-        """What a replica can hold; returns what fits each: a request may come to any of them."""
+        """Set a replica's capacity; return the capacity that fits every replica."""
         self._capacities[role] = capacity
         return smallest(self._capacities.values())
 
     def change_adapters(
         self, role: str, adapters: tuple[LoadedAdapter, ...]
     ) -> ReplicaCapacity | None:
-        """A replica has other adapters; returns as `hold`, None of one that takes no part."""
+        """Set a replica's adapters; return as `hold`, or None if it doesn't take part."""
         if role not in self._capacities:
             return None
         return self.hold(role, msgspec.structs.replace(self._capacities[role], adapters=adapters))
 
     def come(self, role: str) -> None:
-        """A role is up; it has not yet said that it takes part."""
+        """Note that a role has started."""
         self._left.discard(role)
 
     def leave(self, role: str) -> None:
-        """A role is gone."""
+        """Note that a role has stopped."""
         self._left.add(role)
 
     def dismiss_missing(self) -> list[str]:
-        """Waits for nobody any more; returns whom it has waited for."""
+        """Stop waiting; return the roles that were missing."""
         missing = sorted(self._missing)
         self._missing.clear()
         return missing
 
     def are_enough(self, now_ns: int) -> bool:
-        """Whether the epoch may go on: all take part, or all that are missing can be done without.
+        """Return whether the epoch may go on: all roles take part, or only replicas are missing.
 
-        Replicas can be done without if another takes part and they have left, or have kept the
-        epoch waiting for `PATIENCE_S`.
+        A replica may be missing if another takes part, and it has stopped or the epoch has waited
+        `PATIENCE_S` for it.
         """
         if not self._missing:
             return True
@@ -101,25 +129,25 @@ class Participants:
         return replicas <= left or now_ns >= self._patient_until_ns
 
     def patience_ends_ns(self) -> int | None:
-        """When those that take part are enough without the others; None if they never are."""
+        """Return when the epoch goes on without the missing roles; None for never."""
         return self._patient_until_ns if self.are_enough(self._patient_until_ns) else None
 
     def num_replicas(self) -> int:
-        """How many replicas take part."""
+        """Return the number of replicas that take part."""
         return sum(role_of("batching", replica) in self._heard for replica in range(self._replicas))
 
     def first_executor(self) -> int:
-        """The first replica whose executor takes part; 0 while none does."""
+        """Return the first replica whose executor takes part; 0 if none does."""
         replicas = range(self._replicas)
         return next(
             (replica for replica in replicas if role_of("executor", replica) in self._heard), 0
         )
 
     def is_apart(self, role: str) -> bool:
-        """Whether a role is of a replica of which nothing was heard in this epoch.
+        """Return whether a role belongs to a replica that has not reported in this epoch.
 
-        Batching says that it takes part before fairness hears of it, and the executor before
-        batching does; so nothing has been sent to such a replica.
+        Nothing was sent to such a replica: the executor reports before batching does, and batching
+        before fairness learns of it.
         """
         if not is_replicated(role):
             return False

@@ -1,4 +1,4 @@
-"""From what a client wrote to the token ids of a prompt."""
+"""Prompts and predictions of requests, as token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TextLimit(NamedTuple):
-    """What a text may have at the most, however it is tokenised."""
+    """Limits of a text before it is tokenised."""
 
     longest_token_bytes: int
     max_model_len: int
@@ -27,9 +27,9 @@ class TextLimit(NamedTuple):
 
 
 def check_prompt(request: GenerateRequest, limit: TextLimit) -> None:
-    """All that can be told of a prompt without tokenising it.
+    """Check a prompt without tokenising it.
 
-    Of a conversation all that was sent counts, also what the template would leave out.
+    All of a conversation counts, also what the template leaves out.
 
     Raises:
         RequestError: invalid_prompt, empty_prompt, prompt_too_long.
@@ -59,7 +59,7 @@ def prompt_token_ids(
     *,
     vocab_size: int,
 ) -> tuple[int, ...]:
-    """The prompt as tokens, at least one, all within the vocabulary, after `check_prompt`.
+    """Return the prompt's token ids, at least one, all within the vocabulary, after `check_prompt`.
 
     A text gets the special tokens that the tokenizer adds by default. A conversation goes through
     the model's chat template, with the beginning of the assistant's turn; the template writes its
@@ -96,7 +96,7 @@ def prompt_token_ids(
 def encode(
     text: str, tokenizer: PreTrainedTokenizerFast, *, add_special_tokens: bool, code: str
 ) -> tuple[int, ...]:
-    """The tokens of a text.
+    """Return the token ids of a text.
 
     Raises:
         RequestError: It can't be read; with this code.
@@ -104,7 +104,7 @@ def encode(
     if not is_encodable(text):
         raise RequestError("the text holds a lone surrogate; send valid Unicode", code=code)
     try:
-        # verbose: no warning about lengths, which are this stage's own business.
+        # verbose: no warning about lengths, which this stage checks itself.
         encoded = tokenizer(
             text,
             add_special_tokens=add_special_tokens,
@@ -119,3 +119,59 @@ def encode(
             f"the model's tokenizer can't read the text: {shown(str(error))}", code=code
         ) from error
     return tuple(encoded["input_ids"])
+
+
+def check_prediction(request: GenerateRequest, limit: TextLimit) -> None:
+    """Check a prediction without tokenising it.
+
+    Raises:
+        RequestError: invalid_prediction.
+    """
+    prediction = request.prediction
+    if isinstance(prediction, str):
+        try:
+            limit.check(prediction)
+        except RequestError:
+            raise _too_long(f"{len(prediction)} characters", limit) from None
+    elif prediction is not None and len(prediction) > limit.max_model_len:
+        raise _too_long(f"{len(prediction)} tokens", limit)
+
+
+def prediction_token_ids(
+    request: GenerateRequest,
+    tokenizer: PreTrainedTokenizerFast | None,
+    limit: TextLimit,
+    *,
+    vocab_size: int,
+) -> tuple[int, ...]:
+    """Return the prediction's token ids, after `check_prediction`; none without a prediction.
+
+    A text is tokenised as it stands, without special tokens. Behind the prompt the model may split
+    its first word otherwise, so the tokens are only a hint.
+
+    Raises:
+        RequestError: invalid_prediction.
+    """
+    prediction = request.prediction
+    if isinstance(prediction, str):
+        assert tokenizer is not None, "check_no_text comes before"
+        ids = encode(prediction, tokenizer, add_special_tokens=False, code="invalid_prediction")
+    else:
+        ids = prediction or ()
+    if len(ids) > limit.max_model_len:
+        raise _too_long(f"{len(ids)} tokens", limit)
+    bad = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
+    if bad:
+        raise RequestError(
+            f"the prediction holds token id {shown(bad[0])}; the model's are 0 to {vocab_size - 1}",
+            code="invalid_prediction",
+        )
+    return ids
+
+
+def _too_long(size: str, limit: TextLimit) -> RequestError:
+    return RequestError(
+        f"the prediction has {size}, and prompt and completion together may have "
+        f"{limit.max_model_len} tokens; shorten it",
+        code="invalid_prediction",
+    )

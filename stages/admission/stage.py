@@ -1,9 +1,10 @@
-"""The admission stage's shell: the way in, and the lane's place among other lanes."""
+"""The admission stage's shell: entries in, and the lane's leases among other lanes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import anyio
@@ -20,7 +21,7 @@ from ...bus.control import (
     StageStopped,
     UnloadAdapter,
 )
-from ...bus.links import ADMITTED, CONTROL, REFUSED, at
+from ...bus.links import ADMITTED, CONTROL, OPENED, REFUSED, at
 from ...bus.messages import Envelope, Recover
 from ...bus.public import Completion, GenerateRequest
 from ...config import BusError, ChannelClosed, shown, split_role
@@ -34,32 +35,30 @@ from .checks import request_id_of
 from .core import AdmissionCore
 from .epochs import EpochCore
 from .judging import judge
-from .ledger import entry_deadline_ns
 from .long_prompts import LongPrompts, is_long
-from .measures import compiling, count_moe
-from .overload import overloaded
-from .poison import GIVEN_UP_CODES, is_of_the_entry, why_given_up
-from .spans import trace_cancel, trace_first_again, trace_replay
+from .measures import compiling, count_moe, trace_cancel, trace_first_again, trace_replay
+from .refusals import GIVEN_UP_CODES, is_of_the_entry, overloaded, why_given_up
+from .requests import entry_deadline_ns
 from .unloading import Unloading
 
-# Entries that are let in, or looked at, in one go.
 TAKE_BATCH = 64
+"""Entries taken from the queue at once."""
 
-# How often to look whether too many requests wait.
-LOOK_S = 1.0
+SHED_INTERVAL_S = 1.0
+"""Seconds between checks whether too many requests wait."""
 
 
 class AdmissionStage(Actor):
-    """Takes requests while all stages are ready and there is room; resumes what a failure hit.
+    """Takes requests while all stages are ready and there is room; recovers them after a failure.
 
-    An entry of the requests queue is acknowledged only when streaming has written the request's
-    terminal message. What was taken before and not acknowledged is found again at the start.
+    An entry of the requests queue is acknowledged once streaming has written the request's terminal
+    message. Entries that were taken and not acknowledged are found again at the start.
 
-    On Redis other lanes may serve the same queue. What this lane holds is leased: it renews the
-    lease, takes over what others no longer renew, and lets go of what others have taken over.
+    On Redis other lanes may serve the same queue. Entries are leased: the lane renews its leases,
+    takes over entries of expired ones, and drops entries that other lanes have taken over.
 
     Attributes:
-        epochs: What is decided here, to be looked at by others and told nothing.
+        epochs: State and decisions. Read-only for others.
     """
 
     name: ClassVar[str] = "admission"
@@ -70,14 +69,14 @@ class AdmissionStage(Actor):
         self._requests = self.epochs.requests
         self._core: AdmissionCore
         self._on_drained = context.on_drained
-        # The inbox, the requests queue and the leases are looked after by three tasks; they take
-        # turns. A turn is one event for the epochs, with all its effects.
+        # Three tasks serve the inbox, the requests queue and the leases. Each holds this lock for
+        # one event with all its effects.
         self._turn = asyncio.Lock()
         self._gate = asyncio.Event()
         self._room = asyncio.Event()
         self._taking = anyio.CancelScope()
         self._long_prompts = LongPrompts()
-        self._unloading = Unloading(self, self._requests.ledger, self._tell)
+        self._unloading = Unloading(self, self._requests.ledger, self._handle)
         self._group: TaskGroup
 
     # --- starting -----------------------------------------------------------------------------
@@ -90,7 +89,7 @@ class AdmissionStage(Actor):
         self._core = await anyio.to_thread.run_sync(
             lambda: AdmissionCore(self.config, tokenizer, stop_token_ids_of(folder, tokenizer))
         )
-        # Prometheus sees a counter rise only if it has seen it before.
+        # Prometheus sees an increase only of a counter that exists.
         self._count_refused(0)
         for code in GIVEN_UP_CODES:
             self.metrics.record(instruments.DEAD_LETTERED, 0, {names.ERROR_TYPE: code})
@@ -100,7 +99,7 @@ class AdmissionStage(Actor):
         pending = await self.bus.requests.pending()
         async with anyio.create_task_group() as group:
             self._group = group
-            await self._tell(on.Began(tuple(pending)))
+            await self._handle(on.Began(tuple(pending)))
             group.start_soon(self._admit_forever)
             if self.bus.durable:
                 group.start_soon(self._keep_lane)
@@ -108,24 +107,23 @@ class AdmissionStage(Actor):
             await super().receive_forever(inbox)
 
     async def reset(self) -> None:
-        """The epochs are this stage's own: a larger one was begun by its successor, or the counter
-        was lost with the server's data.
+        """Handle a larger epoch: a successor's, or the server has lost the counter.
 
         Raises:
             LaneReplaced: There is a successor.
         """
-        await self._tell(on.LargerEpoch())
+        await self._handle(on.LargerEpoch())
 
     # --- events and effects -------------------------------------------------------------------
 
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case StageReady() as ready:
-                await self._tell(on.Ready(ready, envelope.epoch))
+                await self._handle(on.Ready(ready, envelope.epoch))
             case StageStopped(role, _, reason, failed):
-                await self._tell(on.Lost(role, reason, failed))
+                await self._handle(on.Lost(role, reason, failed))
             case CancelAll() as cancel_all:
-                await self._tell(cancel_all)
+                await self._handle(cancel_all)
                 await self.answer(envelope.operation_id)
             case AdaptersChanged(role, adapters):
                 capacity = self.epochs.participants.change_adapters(role, adapters)
@@ -134,23 +132,23 @@ class AdmissionStage(Actor):
             case UnloadAdapter() as unload:
                 await self._unloading.begin(unload, envelope.operation_id, self._core)
             case other:
-                await self._tell(other)
+                await self._handle(other)
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
         return self._core.adapters
 
     async def tick(self) -> None:
-        await self._tell(on.Tick())
+        await self._handle(on.Tick())
 
     def wake_at_ns(self) -> int | None:
         return self.epochs.wake_at_ns()
 
-    async def _tell(self, event: on.AnyEvent) -> None:
+    async def _handle(self, event: on.AnyEvent) -> None:
         async with self._turn:
-            await self._go_on(event)
+            await self._handle_locked(event)
 
-    async def _go_on(self, event: on.AnyEvent) -> None:
-        """Does all that follows from an event. The caller has the turn."""
+    async def _handle_locked(self, event: on.AnyEvent) -> None:
+        """Perform all effects of an event. The caller holds `_turn`."""
         effects = self.epochs.handle(event, now_ns())
         if not self._room.is_set() and self._requests.room() > 0:
             self._room.set()
@@ -162,56 +160,51 @@ class AdmissionStage(Actor):
     async def _perform(self, effect: do.Effect) -> None:
         match effect:
             case do.Judge():
-                await self._go_on(judge(self, self._core, effect))
-            case do.HandOn():
-                await self._hand_on(effect)
+                await self._handle_locked(judge(self, self._core, effect))
+            case do.Forward():
+                await self._or_give_up(effect.entry_id, self._forward(effect))
             case do.Acknowledge(entry_id, request_id):
                 await self.bus.requests.acknowledge(entry_id, request_id)
-            case do.Then(event):
-                await self._go_on(event)
+            case do.Then(step):
+                await self._handle_locked(step)
             case do.CutShort(cancel):
                 await self.send(ADMITTED, cancel)
             case do.End(cancel):
-                # Of no epoch: it is true in any.
+                # Of no epoch: it holds in any.
                 await self.send(REFUSED, cancel, epoch=0)
             case do.BeginEpoch(reason):
                 self.epoch = await self.bus.next_epoch()
-                await self._go_on(on.EpochBegun(self.epoch, reason))
+                await self._handle_locked(on.EpochBegun(self.epoch, reason))
             case do.SendReset(role):
                 stage, replica = split_role(role)
                 await self.send(at(CONTROL[stage], replica), Reset())
             case do.Renew():
                 lost = await self.bus.requests.renew(self.config.admission.lease_s)
-                await self._go_on(on.Renewed(frozenset(lost)))
+                await self._handle_locked(on.Renewed(frozenset(lost)))
             case do.Claim(entries, overdue):
                 owners = tuple(await self._claim(entries))
                 long = tuple(not overdue and self._takes_long(entry) for entry in entries)
-                await self._go_on(on.Claimed(entries, owners, long))
-            case do.Ask(items, replica):
-                await self.send(CONTROL["streaming"], Recover(items, replica))
+                await self._handle_locked(on.Claimed(entries, owners, long))
+            case do.Ask(items, opened, replica):
+                for each in opened:
+                    await self._or_give_up(each.entry_id, self.send(OPENED, each))
+                await self.send(OPENED, Recover(items, replica))
             case do.Forget(cancel):
-                await self.send(CONTROL["streaming"], cancel)
-            case do.Bury():
-                await self._bury(effect)
-            case _:
-                self._perform_here(effect)
-
-    def _perform_here(self, effect: do.Effect) -> None:
-        match effect:
-            case do.OpenGate():
-                self._gate.set()
-            case do.CloseGate():
-                self._gate.clear()
+                await self.send(OPENED, cancel)
+            case do.DeadLetter():
+                await self._dead_letter(effect)
+            case do.SetGate(is_open):
+                self._gate.set() if is_open else self._gate.clear()
             case do.SetCapacity(capacity):
                 self._core.set_capacity(capacity)
             case do.TakePart():
                 self.takes_part()
-            case do.Distrust():
+            case do.MarkPossiblyLost():
                 self.bus.requests.distrust()
             case do.Tokenize(arrival):
                 self._group.start_soon(self._admit_apart, arrival)
-            case do.Hurry(entry_id):
-                self._long_prompts.hurry(entry_id or None)
+            case do.StopWaiting(entry_id):
+                self._long_prompts.stop_waiting(entry_id or None)
             case do.StopTaking():
                 self._taking.cancel()
             case do.Drained():
@@ -222,28 +215,33 @@ class AdmissionStage(Actor):
                 log = self.log_of(request_id, TraceContext(*trace)) if request_id else self.log
                 getattr(log, level)(event, **fields)
             case _:
-                raise TypeError(f"nobody knows how to do {type(effect).__name__}")
+                raise TypeError(f"unknown effect {type(effect).__name__}")
 
-    async def _hand_on(self, effect: do.HandOn) -> None:
-        request, samples = effect.request, effect.samples
+    async def _forward(self, effect: do.Forward) -> None:
+        (opened, request), samples = effect.accepted, effect.samples
         trace = TraceContext(request.info.traceparent, request.info.tracestate)
         if samples is not None:
             trace_replay(self, request.info.request_id, trace, effect.down_since_ns, samples)
+            request = self._core.resumed(request, samples)
+            if not request.sequences:
+                return  # all are finished, and streaming waits for scores
+        else:
+            await self.send(OPENED, opened, trace=trace)
+        budget_ns = budget_of(effect.deadline_ns, now_ns())
+        await self.send(ADMITTED, request, trace=trace, budget_ns=budget_ns)
+        if samples is None:
+            count_moe(self, opened.model, int(self._core.capacity.experts > 0))
+
+    async def _or_give_up(self, entry_id: str, sending: Awaitable[None]) -> None:
+        """Await what is sent for an entry; give the entry up if that fails because of it."""
         try:
-            if samples is not None:
-                request = self._core.resumed(request, samples)
-                if not request.sequences:
-                    return  # all are finished, and streaming has them scored
-            budget_ns = budget_of(effect.deadline_ns, now_ns())
-            await self.send(ADMITTED, request, trace=trace, budget_ns=budget_ns)
-            if samples is None:
-                count_moe(self, request.info.model, int(self._core.capacity.experts > 0))
+            await sending
         except Exception as error:
             if not is_of_the_entry(error):
                 raise
-            await self._go_on(on.HandOnFailed(effect.entry_id, why_given_up(error)))
+            await self._handle_locked(on.ForwardFailed(entry_id, why_given_up(error)))
 
-    async def _bury(self, effect: do.Bury) -> None:
+    async def _dead_letter(self, effect: do.DeadLetter) -> None:
         entry, error = effect.entry, effect.error
         log = self.log_of(request_id_of(entry), TraceContext(*effect.trace))
         log.error("request_given_up", code=error.code, deaths=effect.deaths)
@@ -253,11 +251,11 @@ class AdmissionStage(Actor):
                 self.metrics.record(instruments.DEAD_LETTERED, 1, {names.ERROR_TYPE: error.code})
             except ChannelClosed:
                 raise
-            # What can't be kept either is ended all the same.
+            # The request ends all the same.
             except (BusError, TypeError, ValueError, RecursionError) as reason:
                 log.error("dead_letter_lost", error=shown(str(reason)))
 
-    # --- what it tells of itself --------------------------------------------------------------
+    # --- status -------------------------------------------------------------------------------
 
     def condition(self) -> tuple[StageState, str]:
         state, reason = super().condition()
@@ -297,10 +295,10 @@ class AdmissionStage(Actor):
         record(instruments.DEAD_LETTERS, backlog.dead)
         record(instruments.QUEUE_LENGTH, backlog.queue_length)
 
-    # --- among other lanes --------------------------------------------------------------------
+    # --- leases -------------------------------------------------------------------------------
 
     async def _keep_lane(self) -> None:
-        """Keeps the lane's leases, and the queue within its bounds."""
+        """Renew the lane's leases, and shed requests beyond the queue's bound."""
         third_ns = int(self.config.admission.lease_s / 3 * 1e9)
         while True:
             if now_ns() - self.epochs.renewed_ns >= third_ns:
@@ -308,18 +306,18 @@ class AdmissionStage(Actor):
             while await self._shed():
                 pass
             due_s = (self.epochs.renewed_ns + third_ns - now_ns()) / 1e9
-            await anyio.sleep(min(LOOK_S, max(0.0, due_s)))
+            await anyio.sleep(min(SHED_INTERVAL_S, max(0.0, due_s)))
 
     async def _keep_leases(self) -> None:
         lease_s, before_ns = self.config.admission.lease_s, self.epochs.renewed_ns
-        await self._tell(on.Renewed(frozenset(await self.bus.requests.renew(lease_s))))
+        await self._handle(on.Renewed(frozenset(await self.bus.requests.renew(lease_s))))
         if self.epochs.renewed_ns - before_ns > lease_s * 1e9:
-            return  # Redis was away, so the others could not renew theirs either
+            return  # Redis was away, so other lanes could not renew either
         room = self._requests.room()
         if self._gate.is_set() and not self.epochs.draining and room > 0:
             entries = await self.bus.requests.take_over(lease_s, room)
             if entries:
-                await self._tell(on.TakenOver(tuple(entries)))
+                await self._handle(on.TakenOver(tuple(entries)))
 
     async def _shed(self) -> int:
         def answer(entry: RequestEntry, waiting: int) -> Completion:
@@ -339,10 +337,10 @@ class AdmissionStage(Actor):
         labels = {names.STATUS: "error", names.ERROR_TYPE: "overloaded"}
         self.metrics.record(instruments.REQUESTS, number, labels)
 
-    # --- the way in ---------------------------------------------------------------------------
+    # --- incoming entries ---------------------------------------------------------------------
 
     async def _admit_forever(self) -> None:
-        # From a durable bus others can serve what is still in the queue; else nobody will.
+        # While draining, other lanes can serve a durable queue; a queue in memory must be answered.
         while not self.epochs.draining or not self.bus.durable:
             await self._gate.wait()
             await self._wait_for_room()
@@ -351,11 +349,11 @@ class AdmissionStage(Actor):
                 most = min(TAKE_BATCH, max(1, self._requests.room()))
                 entries = await self.bus.requests.take(most)
             received = now_ns()
-            self._requests.in_hand.add(entries)
+            self._requests.incoming.add(entries)
             for entry, owner in zip(entries, await self._claim(entries), strict=True):
                 arrival = on.Arrival(entry, received, owner)
                 if owner != entry.entry_id and self._takes_long(entry):
-                    self._requests.in_hand.set_apart(entry.entry_id)
+                    self._requests.incoming.set_apart(entry.entry_id)
                     self._group.start_soon(self._admit_apart, arrival)
                 else:
                     await self._admit(arrival)
@@ -366,7 +364,7 @@ class AdmissionStage(Actor):
             await self._room.wait()
 
     async def _admit_apart(self, arrival: on.Arrival) -> None:
-        """Admits an entry whose prompt takes long to tokenise; nobody waits for it."""
+        """Admit an entry whose prompt takes long to tokenise, while others pass."""
         tokenized = await self._tokenize(arrival)
         await self._admit(msgspec.structs.replace(arrival, tokenized=tokenized))
 
@@ -380,35 +378,32 @@ class AdmissionStage(Actor):
                 raise
             return error
         deadline_ns = entry_deadline_ns(entry, received_ns)
+        run = partial(self._long_prompts.run, entry, deadline_ns)
         if self._core.knows_constraint(entry.request):
-            return await self._long_prompts.tokenize(entry, deadline_ns, self._tokens_of)
-        refusal = await self._long_prompts.compile(entry, deadline_ns, self._compile)
-        if refusal is not None:
-            return refusal
-        return await self._long_prompts.tokenize(entry, deadline_ns, self._core.tokenize)
+            return await run(self._compile_and_tokenize)
+        refusal = await run(self._compile, is_constraint=True)
+        return await run(self._core.tokenize) if refusal is None else refusal
 
-    def _tokens_of(self, request: GenerateRequest) -> on.Tokens:
-        """As `AdmissionCore.tokenize`, in a thread."""
+    def _compile_and_tokenize(self, request: GenerateRequest) -> on.Tokens:
         self._compile(request)
         return self._core.tokenize(request)
 
     def _compile(self, request: GenerateRequest) -> None:
-        """As `AdmissionCore.check_constraint`, in a thread; tells how long it takes."""
         if request.sampling.constraint is not None:
             with compiling(self, request.sampling.constraint):
                 self._core.check_constraint(request)
 
     async def _admit(self, arrival: on.Arrival) -> None:
-        """Lets an entry in, at a time when all stages take part.
+        """Admit an entry while all stages take part.
 
-        A new epoch may begin while this waits for its turn. What were let in then could reach a
-        stage that is not there yet, and be lost.
+        A new epoch may begin while this waits for `_turn`: a request admitted then could reach a
+        stage that has not started, and be lost.
         """
         while True:
             await self._gate.wait()
             async with self._turn:
                 if self._gate.is_set():
-                    await self._go_on(on.Arrived(arrival))
+                    await self._handle_locked(on.Arrived(arrival))
                     return
 
     async def _claim(self, entries: Sequence[RequestEntry]) -> list[str | None]:
@@ -416,5 +411,5 @@ class AdmissionStage(Actor):
         return await self.bus.results.claim(claims)
 
     def _takes_long(self, entry: RequestEntry) -> bool:
-        """Whether others should not wait until an entry's prompt is tokenised."""
+        """Return whether an entry is to be tokenised apart, while others pass."""
         return is_long(entry) and self._core.may_fit(entry)

@@ -1,4 +1,4 @@
-"""Adapters that are to be unloaded: no request comes in with one, and those in flight finish."""
+"""Unloading of adapters: new requests are refused, and requests in flight finish first."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from ...bus.control import Cancel, UnloadAdapter
 from ...config import AdapterError, shown
 from ..actor import Actor
 from .core import AdmissionCore
-from .ledger import Ledger, Unanswered
+from .requests import Ledger, Unanswered
 
 _ABORTED = "the adapter was unloaded, and requests in flight were to end"
 
 
 class Unloading:
-    """Answers each `UnloadAdapter` once no request in flight has the adapter."""
+    """Answers each UnloadAdapter once no request in flight has the adapter."""
 
     def __init__(
         self, actor: Actor, ledger: Ledger, tell: Callable[[Cancel], Awaitable[None]]
     ) -> None:
-        """Args: the stage; what is in flight; what ends a request."""
+        """`tell`: Cancels a request."""
         self._actor = actor
         self._ledger = ledger
         self._tell = tell
@@ -27,11 +27,11 @@ class Unloading:
         self._waiting: list[tuple[str, str]] = []
 
     def __bool__(self) -> bool:
-        """Whether somebody waits."""
+        """Return whether an UnloadAdapter waits."""
         return bool(self._waiting)
 
     async def begin(self, unload: UnloadAdapter, operation_id: str, core: AdmissionCore) -> None:
-        """Lets no request with the adapter in any more."""
+        """Refuse the adapter from now on; `abort` ends its requests in flight."""
         id = unload.adapter
         if not core.close_adapter(id):
             error = AdapterError(f"no adapter {shown(id)} is loaded", code="adapter_not_found")
@@ -45,7 +45,7 @@ class Unloading:
         await self.look()
 
     async def look(self) -> None:
-        """Something has ended, perhaps the last that has an adapter."""
+        """Answer if no request has the adapter any more."""
         for waiting in self._waiting[:]:
             id, operation_id = waiting
             if not self._in_flight(id):
@@ -56,5 +56,5 @@ class Unloading:
         return [
             item
             for item in self._ledger
-            if item.request is not None and item.request.info.adapter == id
+            if item.accepted is not None and item.accepted.admitted.info.adapter == id
         ]

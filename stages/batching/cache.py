@@ -297,14 +297,6 @@ class KVCacheManager(ABC):
         assert free == self._free.keys(), "free blocks are not exactly those without a holder"
 
     @abstractmethod
-    def check_index(self) -> None:
-        """Check the whole index, in time that grows with it; for tests.
-
-        Raises:
-            AssertionError: The index contradicts itself.
-        """
-
-    @abstractmethod
     def num_cached_blocks(self) -> int:
         """Return the number of blocks in the index, held or free. Counted at each call."""
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import compress, repeat
+from itertools import repeat
 from operator import attrgetter
 from typing import assert_never
 
 import msgspec
 
 from ...bus.control import Cancel, ReplicaCapacity
-from ...bus.messages import Credit, Dispatch, NewSequence, RequestInfo, StepPlan, StepResult
+from ...bus.messages import Credit, Dispatch, NewSequence, RequestInfo, StepPlan, StepSummary
 from ...bus.weights import InFlight
 from ...config import EngineConfig, SchedulerConfig
 from ...store.board import LoadedAdapter
@@ -283,7 +283,7 @@ class BatchingCore:
         self._draft_rest = max(self._draft_rest - 1, 0)
         return self._build(decision, next_plan, now_ns)
 
-    def absorb(self, result: StepResult) -> None:
+    def absorb(self, result: StepSummary) -> None:
         """Apply the result of the oldest plan in flight.
 
         Raises:
@@ -306,8 +306,7 @@ class BatchingCore:
                 seq.token_ids.append(tokens[seq.seq_id])
             if seq.num_computed >= seq.next_commit:
                 self._commit(seq)
-        self.stop(compress(result.seq_ids, result.finish_reasons))
-        self.stop(prompt.seq_id for prompt in result.pooled)
+        self.stop(result.ended)
         self._draft_rest = result.draft_rest or self._draft_rest
         self._report.add_step(result)
         for seq in [s for s in self._leaving.values() if s.last_step <= result.step_id]:
@@ -492,9 +491,7 @@ class BatchingCore:
     def _set_adapter_version(self, seq: Sequence) -> None:
         """Set the version of a sequence's adapter. KV that it has computed so far isn't shared."""
         if id := seq.info.adapter:
-            version = self._adapter_versions[id]
-            seq.info = msgspec.structs.replace(seq.info, adapter_version=version)
-            scope = seq.cache_scope._replace(adapter=id, adapter_version=version)
+            scope = seq.cache_scope._replace(adapter=id, adapter_version=self._adapter_versions[id])
             self.cache.move(seq.lease, scope)
 
     def _enqueue(self, seq: Sequence) -> None:

@@ -64,12 +64,6 @@ class PagedKVCache(KVCacheManager):
         names = list(zip(self._hashes, self._runs, strict=True))
         return len(names) - names.count((None, None))
 
-    def check_index(self) -> None:
-        named = {b: h for b, h in enumerate(self._hashes) if h is not None}
-        assert named == {b: h for h, b in self._block_of.items()}, "names do not match blocks"
-        latest = {b: run[0] for b, run in enumerate(self._runs) if run is not None}
-        assert latest == {b: p for p, b in self._latest.items()}, "runs do not match blocks"
-
     def _find(self, lease: Lease) -> Prefix:
         size, token_ids, hashes = self.block_size, lease.token_ids, lease.chain
         most = len(token_ids) - 1

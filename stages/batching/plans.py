@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ...bus.control import Cancel
-from ...bus.messages import StepPlan, StepResult
+from ...bus.messages import StepPlan, StepSummary
 from .sequence import Sequence
 
 
@@ -50,7 +50,7 @@ class NextPlan:
         return bool(self.recompute or self.release)
 
 
-def accepted_tokens(result: StepResult) -> dict[int, list[int]]:
+def accepted_tokens(result: StepSummary) -> dict[int, list[int]]:
     """Return all tokens but the last of each sequence that got several in a step."""
     accepted: dict[int, list[int]] = {}
     if result.drafts:

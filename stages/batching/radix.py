@@ -106,25 +106,6 @@ class RadixKVCache(KVCacheManager):
         # Built-in counting is fast enough to be called between steps.
         return len(self._nodes) - self._nodes.count(None)
 
-    def check_index(self) -> None:
-        in_tree: dict[int, Node] = {}
-        stack = [child for root in self._roots.values() for child in root.children()]
-        assert all(root.children() for root in self._roots.values()), "an empty tree was kept"
-        while stack:
-            node = stack.pop()
-            stack += node.children()
-            parent = node.parent
-            assert parent is not None, "a node in the tree has no parent"
-            assert parent.child(node.tokens[0]) is node, "a node is not its parent's child"
-            assert node.end == parent.end % self.block_size + len(node.tokens), "a run is misplaced"
-            inside = node.end < self.block_size
-            assert (node.block == -1) == (inside and bool(node.children())), "a block is misplaced"
-            if node.block != -1:
-                assert node.block not in in_tree, "a block hangs in two places"
-                in_tree[node.block] = node
-        named = {b: node for b, node in enumerate(self._nodes) if node is not None}
-        assert named == in_tree, "names do not match the tree"
-
     def _find(self, lease: Lease) -> Prefix:
         size, token_ids, chain = self.block_size, lease.token_ids, lease.chain
         most = len(token_ids) - 1

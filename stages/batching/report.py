@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...bus.messages import Credit, StepResult
+from ...bus.messages import Credit, StepSummary
 
 REPORTED_STEPS = 8
 """Steps after which a report is due although no place is free."""
@@ -33,7 +33,7 @@ class Report:
         left = self.free_slots or self.paused or self.ended
         return bool(left) or len(self.steps) >= REPORTED_STEPS
 
-    def add_step(self, result: StepResult) -> None:
+    def add_step(self, result: StepSummary) -> None:
         """Add a step that has come back."""
         if result.seq_ids:
             self.steps.append(result.seq_ids)

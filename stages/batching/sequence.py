@@ -105,7 +105,7 @@ class Sequence:
         self.seq_id = seq_id
         # The generated tokens are in `token_ids`; the executor needs them once.
         self.spec = msgspec.structs.replace(spec, generated=()) if spec.generated else spec
-        self.info = info or RequestInfo("", "", "", 1, False, (), len(prompt), "", "", 0)
+        self.info = info or RequestInfo("", "")
         self.token_ids = [*prompt, *spec.generated]
         self.output_logprobs: list[float] = []
         self.sampling = sampling or SamplingParams()

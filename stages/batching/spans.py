@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import compress
 from typing import NamedTuple
 
-from ...bus.messages import RequestInfo, StepPlan, StepResult
+from ...bus.messages import RequestInfo, StepPlan, StepSummary
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor
 from .core import BatchingCore
@@ -82,10 +81,10 @@ class BatchingSpans:
         if self._running and self._pause_ns and plan.made_ns >= self._next_step_ns:
             self._note(plan, core)
 
-    def step_done(self, result: StepResult) -> None:
+    def step_done(self, result: StepSummary) -> None:
         """Note a result; record the span of its step."""
         if self._running:
-            for seq_id in compress(result.seq_ids, result.finish_reasons):
+            for seq_id in result.ended:
                 self._running.pop(seq_id, None)
         step = self._steps.pop(result.step_id, None)
         if step is None:
@@ -134,7 +133,7 @@ class BatchingSpans:
         self._steps[plan.step_id] = StepSpan(plan.made_ns, requests, attributes)
 
 
-def _draft_counts(result: StepResult) -> dict[str, int]:
+def _draft_counts(result: StepSummary) -> dict[str, int]:
     """Return the number of drafted tokens and of accepted ones, if there are any."""
     if not result.drafts:
         return {}

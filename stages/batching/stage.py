@@ -16,8 +16,15 @@ from ...bus.control import (
     WeightsReady,
 )
 from ...bus.links import CONTROL, CREDITS, PLANS
-from ...bus.messages import Credit, Dispatch, Envelope, PauseSequences, ResumeSequences, StepResult
-from ...bus.weights import InFlight, check_in_flight
+from ...bus.messages import (
+    Credit,
+    Dispatch,
+    Envelope,
+    PauseSequences,
+    ResumeSequences,
+    StepSummary,
+)
+from ...bus.weights import check_in_flight
 from ...config import WeightsError
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor, StageContext, deadline_of
@@ -100,14 +107,24 @@ class BatchingStage(Actor):
             case body if self._core is None:
                 self.log.warning("message_before_capacity", type=type(body).__name__)
             case _:
-                self._take(self._core, envelope)
+                self._apply(self._core, envelope)
 
     async def _control(self, request: Pause | Resume | FlushCache, operation_id: str) -> None:
         """Handle an operator's request, also between a failure and the next epoch."""
         core = self._core or (self._last[0] if self._last is not None else None)
         match request:
             case Pause(in_flight):
-                await self._pause(in_flight, operation_id, core)
+                try:
+                    check_in_flight(in_flight)
+                except WeightsError as error:
+                    await self.answer(operation_id, error=error)
+                    return
+                self._paused = True
+                if core is not None:
+                    why = "generation was paused, and requests in flight were to end"
+                    core.interrupt(in_flight, why)
+                await self._answer_pause()  # an earlier one, included in this one
+                self._pausing = operation_id
             case Resume():
                 self._paused = False
                 await self._answer_pause()  # its wait for the last step is over
@@ -119,24 +136,9 @@ class BatchingStage(Actor):
         if core is not None:
             core.paused = self._paused
 
-    async def _pause(
-        self, in_flight: InFlight, operation_id: str, core: BatchingCore | None
-    ) -> None:
-        try:
-            check_in_flight(in_flight)
-        except WeightsError as error:
-            await self.answer(operation_id, error=error)
-            return
-        self._paused = True
-        if core is not None:
-            why = "generation was paused, and requests in flight were to end"
-            core.interrupt(in_flight, why)
-        await self._answer_pause()  # an earlier one, included in this one
-        self._pausing = operation_id
-
-    def _take(self, core: BatchingCore, envelope: Envelope) -> None:
+    def _apply(self, core: BatchingCore, envelope: Envelope) -> None:
         match envelope.body:
-            case StepResult() as result:
+            case StepSummary() as result:
                 core.absorb(result)
                 self._spans.step_done(result)
             case Dispatch() as dispatch:

@@ -124,8 +124,7 @@ def _sequence(seq_id: int, sample: ScoreSample, blocks: range) -> NewSequence:
     sampling = SamplingParams(
         max_tokens=1, ignore_eos=True, temperature=sample.temperature, prompt_logprobs=0
     )
-    num_tokens = len(sample.token_ids)
-    info = RequestInfo(sample.request_id, sample.entry_id, "", 1, False, (), num_tokens, "", "", 0)
+    info = RequestInfo(sample.request_id, sample.entry_id)
     spec = SequenceSpec(seq_id, 0, 0)
     return NewSequence(seq_id, sample.token_ids, 0, 0, tuple(blocks), sampling, spec, info)
 

@@ -282,7 +282,7 @@ class ExecutorStage(Actor):
             finally:
                 self._plans -= 1
             self._steps += 1
-            await self.send(self.own(STEPS_BATCHING), result, epoch=epoch)
+            await self.send(self.own(STEPS_BATCHING), result.summary(), epoch=epoch)
             await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)
             self._weight_version = result.weight_version
             await self._changes.step_done(plan, result.weight_version)

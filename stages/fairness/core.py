@@ -208,16 +208,6 @@ class FairnessCore:
         """Sequences that the replicas can take."""
         return sum(replica.credits for replica in self._replicas.values())
 
-    def served(self) -> dict[tuple[int, str], float]:
-        """Return the counters of tenants that wait, run or are ahead, by priority and tenant."""
-        for replica in self._replicas.values():
-            self._count(replica)
-        return {
-            (priority_class.priority, flow.tenant): flow.counter
-            for priority_class in self._queue.classes()
-            for flow in priority_class.flows()
-        }
-
     # --- dispatching --------------------------------------------------------------------------
 
     def _add(self, waiting: Waiting, now_ns: int) -> None:
@@ -271,12 +261,16 @@ class FairnessCore:
                 )
                 self._run(replica, running, level)
                 if waiting.untouched:
+                    # Charge the first sample the whole prompt in advance; its siblings share it.
+                    # Cached tokens are charged too: charging less would let a tenant have more
+                    # places than the bound allows before the guess proves wrong.
                     waiting.untouched = False
-                    self._charge_prompt(running)
+                    running.charged = len(request.token_ids)
+                    running.flow.charge(running.charged * self.config.prefill_weight)
                     replica.prefixes.add(waiting.chain)
             held = StageTime(stage="fairness", start_ns=waiting.arrived_ns, end_ns=now_ns)
             message = Dispatch(
-                info=msgspec.structs.replace(request.info, stages=(*request.info.stages, held)),
+                info=msgspec.structs.replace(request.info, queued=held),
                 token_ids=request.token_ids,
                 sampling=request.sampling,
                 sequences=specs,
@@ -307,15 +301,6 @@ class FairnessCore:
             del self._of_request[request_id]
 
     # --- charging -----------------------------------------------------------------------------
-
-    def _charge_prompt(self, running: Running) -> None:
-        """Charge the first sample the whole prompt in advance; its siblings share it.
-
-        Cached tokens are charged too: charging less would let a tenant have more places than the
-        bound allows before the guess proves wrong.
-        """
-        running.charged = len(running.request.token_ids)
-        running.flow.charge(running.charged * self.config.prefill_weight)
 
     def _correct_charge(self, running: Running, num_tokens: int) -> None:
         """Replace the charge by the tokens that a start computed. Recomputing isn't charged."""
@@ -491,5 +476,5 @@ class FairnessCore:
         """Whether a request would miss its deadline even alone on the device."""
         if waiting.deadline_ns is None or not waiting.untouched or not self.config.expire_hopeless:
             return False
-        least_ns = self._fastest_step.least_ns(waiting.request.sampling)
+        least_ns = self._fastest_step.least_ns(waiting.request)
         return now_ns + least_ns > waiting.deadline_ns

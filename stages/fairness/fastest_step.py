@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from ...config import SamplingParams
+from ...bus.messages import AdmittedRequest
 
 WINDOW = 256
 """Reports per window; the fastest step of the last two windows counts."""
@@ -38,15 +38,16 @@ class FastestStep:
         seen = [step_ns for step_ns in (self._now_ns, self._before_ns) if step_ns]
         return CAUTION * min(seen, default=0)
 
-    def least_ns(self, sampling: SamplingParams) -> float:
+    def least_ns(self, request: AdmittedRequest) -> float:
         """Return the shortest time of a sample; 0 before the first step."""
-        drafted = self._max_draft_tokens
-        if sampling.max_draft_tokens is not None:
-            drafted = min(drafted, sampling.max_draft_tokens)
-        return ceil(least_tokens(sampling) / (1 + drafted)) * self.least_step_ns
+        drafted, own = self._max_draft_tokens, request.sampling.max_draft_tokens
+        if own is not None:
+            drafted = min(drafted, own)
+        return ceil(least_tokens(request) / (1 + drafted)) * self.least_step_ns
 
 
-def least_tokens(sampling: SamplingParams) -> int:
+def least_tokens(request: AdmittedRequest) -> int:
     """Return the fewest tokens that a sample can have."""
-    may_stop = sampling.stop_token_ids or sampling.stop
+    sampling = request.sampling
+    may_stop = sampling.stop_token_ids or request.has_stop_strings
     return max(1, sampling.min_tokens) if may_stop else sampling.max_tokens

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from ...bus.control import Cancel, UpdateFairness
-from ...bus.links import DISPATCH, Link, at
+from ...bus.links import DISPATCH, DispatchMessage, Link, at
 from ...bus.messages import AdmittedRequest, Credit, Envelope, PauseSequences
 from ...config import role_of_sender, split_role
 from ...telemetry import (
@@ -157,6 +157,6 @@ class FairnessStage(Actor):
         self.tracing.span(name, trace, start_ns, now_ns(), {**common, **attributes})
 
 
-def _dispatch_to(replica: str) -> Link:
+def _dispatch_to(replica: str) -> Link[DispatchMessage]:
     """Return the link to a replica, whose name is the role of its batching stage."""
     return at(DISPATCH, split_role(replica)[1])

@@ -1,31 +1,101 @@
-"""What is measured of a request that has ended."""
+"""Metrics and spans of the streaming stage."""
 
 from __future__ import annotations
 
-from ...bus.messages import RequestInfo
-from ...telemetry import Labels, Metrics, instruments, names, priority_label
+from collections import deque
+from collections.abc import Sequence
+
+from ...bus.messages import RequestOpened
+from ...telemetry import Labels, Metrics, TraceContext, instruments, names, priority_label
+from ..actor import Actor
 from .core import EndedRequest
+
+_SPARE_SEQUENCES = 256
+"""Ended sequences that `TokenIntervals` may hold besides a step's before it drops them."""
+
+_SHORTEST_WINDOW_NS = 500_000_000
+"""`Throughput` measures no rate over a shorter time."""
+
+
+class TokenIntervals:
+    """Time between two tokens of a sample.
+
+    Nearly all sequences of a step were in the step before, so there are few distinct intervals.
+    Each is returned once per step, however many sequences have it: a step costs microseconds.
+    """
+
+    def __init__(self) -> None:
+        self._last_ns: dict[int, int] = {}
+
+    def step(self, seq_ids: Sequence[int], end_ns: int) -> list[int]:
+        """Add the sequences that sampled in a step.
+
+        Returns:
+            The distinct times since their last tokens, in nanoseconds; none for first tokens.
+        """
+        before = set(map(self._last_ns.get, seq_ids)) - {None}
+        now = dict.fromkeys(seq_ids, end_ns)
+        if len(self._last_ns) > 2 * len(seq_ids) + _SPARE_SEQUENCES:
+            self._last_ns = now
+        else:
+            self._last_ns.update(now)
+        return sorted(end_ns - last_ns for last_ns in before if last_ns is not None)
+
+    def clear(self) -> None:
+        """Begin a new epoch, in which sequence ids start again."""
+        self._last_ns.clear()
+
+
+class Throughput:
+    """Tokens per second, and the time to the first token of the last 100 requests."""
+
+    def __init__(self, now_ns: int) -> None:
+        self._tokens = 0
+        self._since_ns = now_ns
+        self._rate = 0
+        self._ttft_ns: deque[int] = deque(maxlen=100)
+
+    def add(self, tokens: int) -> None:
+        """Count new tokens."""
+        self._tokens += tokens
+
+    def first_token(self, ttft_ns: int) -> None:
+        """Add the time to the first token of a request that has ended."""
+        self._ttft_ns.append(ttft_ns)
+
+    def load(self, now_ns: int) -> dict[str, int | float]:
+        """Return tokens per second since the last call, and median and 95th percentile of the time
+        to the first token once there is one."""
+        passed_ns = now_ns - self._since_ns
+        if passed_ns >= _SHORTEST_WINDOW_NS:
+            self._rate = round(self._tokens / (passed_ns / 1e9))
+            self._tokens, self._since_ns = 0, now_ns
+        load: dict[str, int | float] = {"tokens_per_s": self._rate}
+        if times := sorted(self._ttft_ns):
+            for name, share in (("ttft_ms_p50", 0.5), ("ttft_ms_p95", 0.95)):
+                load[name] = round(times[int(share * (len(times) - 1))] / 1e6, 1)
+        return load
 
 
 def measure_end(metrics: Metrics, ended: EndedRequest, weight_version: int) -> None:
-    """Records how a request ended and where its time went.
+    """Record how a request ended and the durations of its phases.
 
     Args:
-        metrics: Where to.
-        ended: Just now.
-        weight_version: Of the weights that make tokens now.
+        metrics: Destination.
+        ended: The request.
+        weight_version: Of the current weights.
     """
     completion, record = ended.completion, metrics.record
     code = completion.error.code if completion.error else ""
     outcome = {names.STATUS: completion.status, names.ERROR_TYPE: code}
     record(instruments.REQUESTS, 1, outcome)
-    if ended.info is None:
+    if ended.opened is None:
         return
     timings, usage = completion.timings, completion.usage
     labels = {
-        names.OPERATION: operation_of(ended.info),
+        names.OPERATION: _operation_of(ended.opened),
         names.PROVIDER: "nano-inference",
-        names.REQUEST_MODEL: ended.info.model,
+        names.REQUEST_MODEL: ended.opened.model,
     }
     duration_s = _seconds(timings.received_ns, timings.finished_ns)
     record(instruments.REQUEST_DURATION, duration_s, {**labels, names.ERROR_TYPE: code})
@@ -35,33 +105,34 @@ def measure_end(metrics: Metrics, ended: EndedRequest, weight_version: int) -> N
         for sample in completion.samples:
             record(instruments.WEIGHT_STALENESS, weight_version - sample.weight_version)
     if not ended.restored:
-        _measure_phases(metrics, ended, labels)
+        _measure_phases(metrics, ended, ended.opened, labels)
 
 
-def operation_of(info: RequestInfo) -> str:
-    """What a request asked for, in OpenTelemetry's words."""
-    return "text_completion" if info.pooling is None else "embeddings"
+def _operation_of(opened: RequestOpened) -> str:
+    """Return the operation's name in OpenTelemetry's conventions."""
+    return "embeddings" if opened.embeds else "text_completion"
 
 
-def _measure_phases(metrics: Metrics, ended: EndedRequest, labels: Labels) -> None:
-    """Until the first step, until the first token, until the last."""
-    assert ended.info is not None
+def _measure_phases(
+    metrics: Metrics, ended: EndedRequest, opened: RequestOpened, labels: Labels
+) -> None:
+    """Record the times to the first step, to the first token and to the last."""
     completion, record = ended.completion, metrics.record
     timings = completion.timings
     executor, streaming = timings.of("executor"), timings.of("streaming")
-    assert executor is not None, "it is known from its first step on"
-    priority = {names.PRIORITY: priority_label(ended.info.priority)}
+    assert executor is not None, "it has begun"
+    priority = {names.PRIORITY: priority_label(opened.priority)}
     record(instruments.QUEUE_DURATION, _seconds(timings.received_ns, executor.start_ns), priority)
     if streaming is None:
         return
     prefill_s = _seconds(executor.start_ns, streaming.start_ns)
     record(instruments.PREFILL_DURATION, prefill_s, priority)
-    if ended.info.pooling is not None:
+    if opened.embeds:
         return
     record(instruments.DECODE_DURATION, _seconds(streaming.start_ns, executor.end_ns), priority)
     ttft_s = _seconds(timings.received_ns, timings.first_token_ns)
     record(instruments.TIME_TO_FIRST_TOKEN, ttft_s, {**labels, **priority})
-    # The samples of a request flow side by side, so its longest one takes the time.
+    # The samples of a request run side by side, so the longest one takes the time.
     further = max(len(sample.token_ids) for sample in completion.samples) - 1
     if further > 0:
         last_ns = ended.last_token_ns or timings.finished_ns
@@ -70,5 +141,35 @@ def _measure_phases(metrics: Metrics, ended: EndedRequest, labels: Labels) -> No
 
 
 def _seconds(start_ns: int, end_ns: int) -> float:
-    """Never less than nothing where the clocks of two hosts differ."""
+    """Return a duration; at least 0, since the clocks of two hosts may differ."""
     return max(0, end_ns - start_ns) / 1e9
+
+
+def trace_end(stage: Actor, ended: EndedRequest) -> None:
+    """Make the stage's span of a request that has ended."""
+    opened, completion = ended.opened, ended.completion
+    if opened is None or not stage.records(opened.traceparent):
+        return
+    timings = completion.timings
+    held = timings.of(stage.name)
+    events: tuple[tuple[str, int], ...] = ()
+    if timings.first_token_ns:
+        events = ((names.FIRST_TOKEN, timings.first_token_ns),)
+    if completion.status == "cancelled":
+        events += ((names.CANCELLED, timings.finished_ns),)
+    stage.span(
+        opened.request_id,
+        TraceContext(opened.traceparent, opened.tracestate),
+        held.start_ns if held else timings.finished_ns,
+        {
+            names.OPERATION: _operation_of(opened),
+            names.REQUEST_MODEL: opened.model,
+            names.STATUS: completion.status,
+            names.INPUT_TOKENS: completion.usage.prompt_tokens,
+            names.CACHED_TOKENS: completion.usage.cached_tokens,
+            names.OUTPUT_TOKENS: completion.usage.completion_tokens,
+            names.FINISH_REASONS: tuple(sample.finish_reason for sample in completion.samples),
+        },
+        events=events,
+        error=completion.error.code if completion.error else "",
+    )

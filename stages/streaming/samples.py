@@ -1,21 +1,18 @@
-"""What one request, and each of its samples, has produced so far."""
+"""The state of one request, and of each of its samples."""
 
 from __future__ import annotations
 
 import sys
 from array import array
+from dataclasses import InitVar, dataclass, field
 
-from ...bus.messages import (
-    PromptLogprobs,
-    RequestInfo,
-    RowFinish,
-    TopLogprobs,
-)
+from ...bus.messages import PromptLogprobs, RequestOpened, RowFinish, TopLogprobs
 from ...bus.pooling import PooledPrompt
 from ...bus.public import (
     CompletionChunk,
     CompletionSample,
     FinishReason,
+    StageTime,
     TokenLogprob,
 )
 from ...bus.scoring import SampleScored, ScoreSample
@@ -25,96 +22,69 @@ from .stop_strings import StopStrings
 TokenLogprobs = tuple[TokenLogprob, ...]
 
 
+@dataclass(slots=True, eq=False)
 class RequestState:
     """A request in flight.
 
     Attributes:
-        samples: Those that have started, by index.
-        unfinished: How many of the n samples have not finished, started or not.
+        samples: Samples that have started, by index.
         cached_tokens: Prompt tokens that needed no computing, summed over the samples.
-        executed_ns: When the first step with any of its samples began on the device.
-        step_end_ns: When the last step with any of its samples had its tokens on the host.
-        first_step_end_ns: The same of the first step that brought a token, or the prompt's vector;
-            0 before.
-        first_token_ns: When that token came here; 0 before.
-        last_token_ns: When the last one so far did.
-        prompt_logprobs: Those of the prompt's tokens that are known, from the first token on, of
-            which there is none.
-        prompt_top_logprobs: The likeliest tokens at the same places.
-        restored: It was begun by a predecessor of this stage, so that the times are not known.
-        prompt_token_ids: The prompt; empty before the first sample has started.
-        unscored: Finished samples that the reference model is still to score, by index.
-        prompt_ref_logprobs: Of the prompt, by that model; None while it is not known.
+        queued: When fairness held the request; None if unknown.
+        executed_ns: When its first step began on the device; 0 before.
+        step_end_ns: When its last step had its tokens on the host.
+        first_step_end_ns: When the first step with a token, or with the prompt's vector, had them
+            on the host; 0 before.
+        first_token_ns: When that token arrived here; 0 before.
+        last_token_ns: When the last token so far arrived.
+        prompt_logprobs: Known logprobs of the prompt's tokens, from the first token (None) on.
+        prompt_top_logprobs: Top logprobs at the same positions.
+        restored: Begun by a predecessor of this stage, so that times are unknown.
+        unscored: Finished samples without the reference model's scores, by index.
+        prompt_ref_logprobs: The reference model's, of the prompt; None before they are known.
     """
 
-    __slots__ = (
-        "cached_tokens",
-        "executed_ns",
-        "first_step_end_ns",
-        "first_token_ns",
-        "info",
-        "last_token_ns",
-        "prompt_logprobs",
-        "prompt_ref_logprobs",
-        "prompt_token_ids",
-        "prompt_top_logprobs",
-        "restored",
-        "samples",
-        "step_end_ns",
-        "unfinished",
-        "unscored",
-    )
+    info: RequestOpened
+    samples: dict[int, Sample] = field(default_factory=dict)
+    cached_tokens: int = 0
+    queued: StageTime | None = None
+    executed_ns: int = 0
+    step_end_ns: int = 0
+    first_step_end_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    prompt_logprobs: list[float | None] = field(default_factory=lambda: [None])
+    prompt_top_logprobs: list[TokenLogprobs] = field(default_factory=lambda: [()])
+    restored: bool = False
+    unscored: set[int] = field(default_factory=set)
+    prompt_ref_logprobs: tuple[float | None, ...] | None = None
 
-    def __init__(self, info: RequestInfo, executed_ns: int) -> None:
-        self.info = info
-        self.samples: dict[int, Sample] = {}
-        self.unfinished = info.n
-        self.cached_tokens = 0
-        self.executed_ns = executed_ns
-        self.step_end_ns = 0
-        self.first_step_end_ns = 0
-        self.first_token_ns = 0
-        self.last_token_ns = 0
-        self.prompt_logprobs: list[float | None] = [None]
-        self.prompt_top_logprobs: list[TokenLogprobs] = [()]
-        self.restored = False
-        self.prompt_token_ids: tuple[int, ...] = ()
-        self.prompt_ref_logprobs: tuple[float | None, ...] | None = None
-        self.unscored: set[int] = set()
+    @property
+    def is_done(self) -> bool:
+        """Whether all n samples have finished, and have their scores."""
+        finished = sum(sample.finish_reason is not None for sample in self.samples.values())
+        return finished == self.info.n and not self.unscored
 
     def absorb_prompt(self, prompt: PromptLogprobs) -> None:
-        """Takes logprobs of the prompt. After a preemption some come again, and count once."""
+        """Add logprobs of the prompt. After a preemption some come again and are ignored."""
         known = len(self.prompt_logprobs) - prompt.start
         self.prompt_logprobs += prompt.logprobs[known:]
         self.prompt_top_logprobs += map(token_logprobs, prompt.top_logprobs[known:])
 
-    def restore_prompt(self, chunk: CompletionChunk) -> None:
-        """Takes the logprobs of the prompt that were delivered before."""
-        self.prompt_logprobs = list(chunk.prompt_logprobs or ())
-        self.prompt_top_logprobs = list(chunk.prompt_top_logprobs or ())
-
-    def scored_prompt(
+    def reported_prompt(
         self,
     ) -> tuple[tuple[float | None, ...] | None, tuple[TokenLogprobs, ...] | None]:
-        """A Completion's `prompt_logprobs` and `prompt_top_logprobs`; None where not asked for."""
-        wanted, size = self.info.prompt_logprobs, self.info.num_prompt_tokens
-        if wanted is None or len(self.prompt_logprobs) < size:
+        """Return a Completion's `prompt_logprobs` and `prompt_top_logprobs`."""
+        top = self.info.prompt_logprobs
+        if top is None or len(self.prompt_logprobs) < len(self.info.prompt_token_ids):
             return None, None
-        return tuple(self.prompt_logprobs), tuple(self.prompt_top_logprobs) if wanted else None
-
-    def finish(self, sample: Sample) -> None:
-        """A sample has finished, and is to be scored where there is a reference model."""
-        self.unfinished -= 1
-        if self.info.ref_temperature is not None:
-            self.unscored.add(sample.index)
+        return tuple(self.prompt_logprobs), tuple(self.prompt_top_logprobs) if top else None
 
     def to_score(self, index: int) -> ScoreSample:
-        """The question to the reference model about a sample that has finished.
+        """Return the message that asks the reference model to score a finished sample.
 
-        It asks for the completion's logprobs, and with the first sample for the prompt's too, if
-        those are wanted.
+        The first sample's includes the prompt if the request wants the prompt's logprobs.
         """
-        info, prompt = self.info, self.prompt_token_ids
+        info, prompt = self.info, self.info.prompt_token_ids
         assert info.ref_temperature is not None
         return ScoreSample(
             request_id=info.request_id,
@@ -126,89 +96,84 @@ class RequestState:
         )
 
     def absorb_scored(self, scored: SampleScored) -> None:
-        """Takes the reference model's logprobs of a sample."""
-        if scored.sample_index not in self.unscored:
-            return  # asked for twice, as after a failure
-        self.unscored.remove(scored.sample_index)
-        if scored.logprobs:
-            sample = self.samples[scored.sample_index]
-            split = len(scored.logprobs) - len(sample.token_ids)
-            sample.ref_logprobs = scored.logprobs[split:]
-            if self._scores_prompt(scored.sample_index):
-                self.prompt_ref_logprobs = (None, *scored.logprobs[:split])
+        """Set the reference model's logprobs of a sample. Repeated scores are ignored."""
+        index, logprobs = scored.sample_index, scored.logprobs
+        if index not in self.unscored:
+            return
+        self.unscored.remove(index)
+        if logprobs:
+            split = len(logprobs) - len(self.samples[index].token_ids)
+            self.samples[index].ref_logprobs = logprobs[split:]
+            if self._scores_prompt(index):
+                self.prompt_ref_logprobs = (None, *logprobs[:split])
 
     def _scores_prompt(self, index: int) -> bool:
         return index == 0 and self.info.prompt_logprobs is not None
 
     def add(self, index: int, pieces: Pieces) -> Sample:
-        """A new sample of this request."""
+        """Add a sample."""
         sample = self.samples[index] = Sample(self, index, pieces)
         return sample
 
+    def finish(self, sample: Sample) -> None:
+        """Note that a sample has finished; with a reference model, it is to be scored."""
+        if self.info.ref_temperature is not None:
+            self.unscored.add(sample.index)
 
+
+@dataclass(slots=True, eq=False)
 class Sample:
     """One sample.
 
     Attributes:
-        seq_id: The sequence that makes it; another one in each epoch.
+        seq_id: Its sequence; a different one in each epoch.
         token_ids: All tokens, also those whose text is not shown (stop tokens, and tokens of a
             stop string).
         logprobs: Of each token.
-        finish_reason: None while it goes on.
-        ref_logprobs: By the reference model; None while they are not known.
-        weight_version: Of the weights that made the last token; -1 before the first one.
-        adapter_version: Of the adapter that made the last token; 0 when there is none.
-        embedding: The prompt's vector, where that was asked for and is there.
-        num_draft_tokens: Drafted tokens that were verified, as far as this object was told.
-        num_accepted_draft_tokens: Those of them that were what was sampled.
+        top_logprobs: At each position; empty unless requested.
+        texts: Pieces of the text so far.
+        finish_reason: None before it finishes.
+        ref_logprobs: The reference model's; None before they are known.
+        weight_version: Of the last token's weights; -1 before the first token.
+        weight_versions: (version, position of the first token computed with it).
+        adapter_version: Of the last token's adapter; 0 without one.
+        first_adapter_version: Of the first token's adapter.
+        embedding: The prompt's vector; None for a sample of tokens.
+        num_draft_tokens: Verified draft tokens since this object exists.
+        num_accepted_draft_tokens: The accepted ones of them.
     """
 
-    __slots__ = (
-        "_detokenizer",
-        "_first_adapter_version",
-        "_live",
-        "_num_read",
-        "_reports",
-        "_stops",
-        "_texts",
-        "_top_logprobs",
-        "_weight_versions",
-        "adapter_version",
-        "embedding",
-        "finish_reason",
-        "index",
-        "logprobs",
-        "num_accepted_draft_tokens",
-        "num_draft_tokens",
-        "ref_logprobs",
-        "request",
-        "seq_id",
-        "token_ids",
-        "weight_version",
-    )
+    request: RequestState
+    index: int
+    pieces: InitVar[Pieces]
+    seq_id: int = -1
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    ref_logprobs: tuple[float, ...] | None = None
+    weight_version: int = -1
+    weight_versions: list[tuple[int, int]] = field(default_factory=list)
+    adapter_version: int = 0
+    first_adapter_version: int = 0
+    embedding: tuple[float, ...] | None = None
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    _detokenizer: Detokenizer = field(init=False)
+    _stops: StopStrings | None = field(init=False)
+    _reports: bool = field(init=False)
+    # Whether the text of each token is needed at once. If not, it is made at the end in one go.
+    _live: bool = field(init=False)
+    # If not live: of how many tokens the text is made.
+    _num_read: int = 0
 
-    def __init__(self, request: RequestState, index: int, pieces: Pieces) -> None:
-        self.request = request
-        self.index = index
-        self.seq_id = -1
-        self.token_ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
-        self.ref_logprobs: tuple[float, ...] | None = None
-        self.embedding: tuple[float, ...] | None = None
-        self.num_draft_tokens = self.num_accepted_draft_tokens = 0
-        self.logprobs: list[float] = []
-        self._texts: list[str] = []
-        self._top_logprobs: list[TokenLogprobs] = []
-        self._weight_versions: list[tuple[int, int]] = []
-        self.weight_version = -1
-        self.adapter_version = self._first_adapter_version = 0
+    def __post_init__(self, pieces: Pieces) -> None:
+        info = self.request.info
         self._detokenizer = Detokenizer(pieces)
-        self._stops = StopStrings(request.info.stop) if request.info.stop else None
-        self._reports = request.info.logprobs > 0
-        # Whether somebody looks at the text of each token. If not it is made at the end, in one go.
-        self._live = request.info.stream or self._stops is not None
-        # Where not: of so many tokens the text is made.
-        self._num_read = 0
+        self._stops = StopStrings(info.stop) if info.stop else None
+        self._reports = info.logprobs > 0
+        self._live = info.stream or self._stops is not None
 
     def advance(
         self,
@@ -219,29 +184,24 @@ class Sample:
         top_logprobs: TopLogprobs = (),
         adapter_version: int = 0,
     ) -> str:
-        """Takes the next token; returns the text that is now certain and sets `finish_reason`.
+        """Add the next token, and set `finish_reason` if the sample ends with it.
 
-        A stop token ("stop" from the executor) counts, but its text is never shown, special token
-        or not; vLLM does the same. A stop string turns any reason into "stop", but the text of
-        the first `min_tokens` tokens is none of its business, not even as a beginning.
+        A stop token (`reason` "stop") counts, but its text is never shown, special token or not, as
+        in vLLM. A stop string turns any reason into "stop"; the text of the first `min_tokens`
+        tokens can't be part of one.
 
-        It runs for each token of each sample, so what only some of them need stands behind a look
-        at one attribute. Without a stream and stop strings all text comes with the last token.
+        Hot path: it runs for each token of each sample. Without a stream and stop strings all text
+        comes with the last token.
 
-        Args:
-            token_id: As the executor reported it, and so are the others.
-            logprob: Of the token.
-            reason: Why the sample ends with it; "" when it goes on.
-            weight_version: Of the weights that made it.
-            top_logprobs: Empty when none were asked for.
-            adapter_version: Of the adapter that it was made with; 0 without one.
+        Returns:
+            The text that is now certain.
         """
         if weight_version != self.weight_version or adapter_version != self.adapter_version:
             self._change_versions(weight_version, adapter_version)
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         if self._reports:
-            self._top_logprobs.append(token_logprobs(top_logprobs))
+            self.top_logprobs.append(token_logprobs(top_logprobs))
         if not (reason or self._live):
             return ""
         text, matched = "", False
@@ -255,23 +215,23 @@ class Sample:
             self.finish_reason = reason
             text += self._rest()
         if text:
-            self._texts.append(text)
+            self.texts.append(text)
         return text
 
     def pool(self, prompt: PooledPrompt, weight_version: int) -> None:
-        """Takes the prompt's vector, with which the sample ends."""
+        """Set the prompt's vector, with which the sample ends."""
         vector = array("f", prompt.vector)
         if sys.byteorder == "big":
             vector.byteswap()
         self.embedding = tuple(vector)
-        self._weight_versions = [(weight_version, 0)]
-        self.adapter_version = self._first_adapter_version = prompt.adapter_version
+        self.weight_versions = [(weight_version, 0)]
+        self.adapter_version = self.first_adapter_version = prompt.adapter_version
         self.finish_reason = "stop"
 
     def restore(self, chunk: CompletionChunk) -> None:
-        """Takes tokens that were delivered before, by this process or another.
+        """Add tokens that this process or another one has delivered.
 
-        Text follows from tokens alone, so detokenizer and stop strings get where they were.
+        Text follows from tokens alone, so detokenizer and stop strings get to the same state.
         """
         tops = chunk.top_logprobs or ((),) * len(chunk.token_ids)
         if chunk.token_ids:
@@ -280,68 +240,89 @@ class Sample:
             self.token_ids.append(token_id)
             self.logprobs.append(logprob)
             if self._reports:
-                self._top_logprobs.append(top)
+                self.top_logprobs.append(top)
             if chunk.finish_reason is None:
                 self._advance_text(token_id)
         self._num_read = len(self.token_ids)
-        self._texts.append(chunk.text)
+        self.texts.append(chunk.text)
         self.finish_reason = chunk.finish_reason
 
     def abort(self) -> str:
-        """Ends the sample where it is; returns the text that was held back."""
+        """End the sample where it is, and return the text that was held back."""
         self.finish_reason = "abort"
         text = ("" if self._live else self._read(len(self.token_ids))) + self._rest()
-        self._texts.append(text)
+        self.texts.append(text)
         return text
 
+    def chunk(self, offset: int, text: str) -> CompletionChunk:
+        """Return a chunk with the tokens from `offset` on."""
+        info = self.request.info
+        prompt_logprobs, prompt_tops = None, None
+        if not offset and not self.index and self.token_ids:
+            prompt_logprobs, prompt_tops = self.request.reported_prompt()
+        return CompletionChunk(
+            request_id=info.request_id,
+            entry_id=info.entry_id,
+            sample_index=self.index,
+            token_offset=offset,
+            token_ids=tuple(self.token_ids[offset:]),
+            logprobs=tuple(self.logprobs[offset:]),
+            text=text,
+            finish_reason=self.finish_reason,
+            weight_version=max(0, self.weight_version),
+            top_logprobs=self._tops(offset),
+            prompt_logprobs=prompt_logprobs,
+            prompt_top_logprobs=prompt_tops,
+            adapter_version=self.adapter_version,
+        )
+
     def result(self) -> CompletionSample:
-        """The finished sample. Its weight version is that of its first token, the oldest one."""
-        spans = tuple(self._weight_versions)
+        """Return the finished sample. Its weight version is that of its first token."""
+        spans = tuple(self.weight_versions)
         return CompletionSample(
             sample_index=self.index,
-            text="".join(self._texts),
+            text="".join(self.texts),
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
             finish_reason=self.finish_reason or "abort",
             weight_version=spans[0][0] if spans else 0,
             weight_versions=spans if self.token_ids else (),
-            top_logprobs=self.top_logprobs(0),
+            top_logprobs=self._tops(0),
             ref_logprobs=self.ref_logprobs,
-            adapter_version=self._first_adapter_version,
+            adapter_version=self.first_adapter_version,
             embedding=self.embedding,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_draft_tokens=self.num_accepted_draft_tokens,
         )
 
-    def top_logprobs(self, first: int) -> tuple[TokenLogprobs, ...] | None:
-        """The likeliest tokens at each place from the `first` one on; None when not asked for."""
-        return tuple(self._top_logprobs[first:]) if self._reports else None
+    def _tops(self, offset: int) -> tuple[TokenLogprobs, ...] | None:
+        return tuple(self.top_logprobs[offset:]) if self._reports else None
 
     def _change_versions(self, weight_version: int, adapter_version: int) -> None:
-        """Of the weights and the adapter that make the tokens from the next one on."""
+        """Set the versions of the weights and the adapter from the next token on."""
         if weight_version != self.weight_version:
             self.weight_version = weight_version
-            self._weight_versions.append((weight_version, len(self.token_ids)))
+            self.weight_versions.append((weight_version, len(self.token_ids)))
         if not self.token_ids:
-            self._first_adapter_version = adapter_version
+            self.first_adapter_version = adapter_version
         self.adapter_version = adapter_version
 
     def _read(self, end: int) -> str:
-        """The text of the tokens up to there of which it is not made."""
+        """Return the text of the tokens from `_num_read` to `end`."""
         start, self._num_read = self._num_read, end
         return self._detokenizer.push(self.token_ids[start:end])
 
     def _advance_text(self, token_id: int) -> tuple[str, bool]:
-        """The text that the last token makes certain, and whether a stop string ends it there."""
+        """Return the text that the last token makes certain, and whether a stop string matches."""
         text = self._detokenizer.push((token_id,))
         if self._stops is None or len(self.token_ids) <= self.request.info.min_tokens:
             return text, False
         return self._stops.push(text)
 
     def _rest(self) -> str:
-        """The text ends: an incomplete character, and what looked like a stop string's beginning.
+        """End the text: a partial stop string, then U+FFFD for an incomplete character.
 
-        U+FFFD for that character is no text of the model's, so it completes no stop string.
+        U+FFFD is not text of the model, so it completes no stop string.
         """
         incomplete = self._detokenizer.finish()
         held = self._stops.finish() if self._stops is not None else ""
@@ -349,5 +330,5 @@ class Sample:
 
 
 def token_logprobs(top: TopLogprobs) -> TokenLogprobs:
-    """From the messages between stages to the public ones."""
+    """Convert top logprobs from the internal form to the public one."""
     return tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in top)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from ...bus.messages import (
     Recover,
     RecoveryItem,
     RequestFinished,
+    RequestOpened,
     StepResult,
 )
 from ...bus.public import Completion, CompletionChunk, Output
@@ -25,10 +27,7 @@ from ...text.pooling_config import embeds_only
 from ...text.tokenizer import find_tokenizer
 from ..actor import Actor, StageContext
 from .core import Deliveries, StreamingCore
-from .intervals import TokenIntervals
-from .measures import measure_end
-from .spans import trace_end
-from .throughput import Throughput
+from .measures import Throughput, TokenIntervals, measure_end, trace_end
 
 
 class StreamingStage(Actor):
@@ -39,28 +38,27 @@ class StreamingStage(Actor):
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self._core: StreamingCore
-        # Each with the replica whose step it comes from.
-        self._deliveries: list[tuple[int, Deliveries]] = []
-        # In which `_deliveries` were made.
+        self._deliveries: list[Deliveries] = []
+        # The epoch of `_deliveries`.
         self._made_in = 0
-        # Streams that another lane goes on with, as far as this one can tell, or that have a gap.
+        # Keys of streams that another lane has taken over, or that have lost outputs.
         self._fenced: set[str] = set()
         self._intervals = TokenIntervals()
         self._throughput = Throughput(now_ns())
-        # Of the weights that made the last step.
+        # Of the weights of the last step.
         self._weight_version = 0
 
     async def open(self) -> None:
         folder = self.config.engine.model_folder
-        # What makes no text need not be able to.
+        # A model without text may have a tokenizer that can't be streamed.
         tokenizer = None
         if not embeds_only(folder):
             tokenizer = await anyio.to_thread.run_sync(find_tokenizer, folder)
         self._core = StreamingCore(tokenizer)
 
     async def reset(self) -> None:
-        # In the epoch in which it was made: another lane may have the request by now, and it must
-        # not be written over what that one writes.
+        # In their own epoch: another lane may have the request by now, whose outputs these must not
+        # overwrite.
         await self._write(self._made_in)
         self._made_in = self.epoch
         self._core.reset()
@@ -76,103 +74,97 @@ class StreamingStage(Actor):
         match envelope.body:
             case StepResult() as result:
                 replica = split_role(role_of_sender(envelope.sender))[1]
-                self._deliveries.append((replica, self._core.absorb(result, now_ns())))
+                self._deliveries.append(self._core.absorb(result, now_ns(), replica))
                 self._throughput.add(len(result.seq_ids))
                 self._weight_version = result.weight_version
                 if self.metrics.enabled:
-                    for waited_ns in self._intervals.step(result.seq_ids, result.end_ns):
-                        self.metrics.record(instruments.TOKEN_INTERVAL, waited_ns / 1e9)
+                    for interval_ns in self._intervals.step(result.seq_ids, result.end_ns):
+                        self.metrics.record(instruments.TOKEN_INTERVAL, interval_ns / 1e9)
+            case RequestOpened() as opened:
+                self._deliveries += self._core.open(opened, now_ns())
             case SampleScored() as scored:
-                self._deliveries.append((0, self._core.scored(scored, now_ns())))
+                self._deliveries.append(self._core.scored(scored, now_ns()))
             case Recover(requests, replica):
                 await self._recover(requests, replica)
             case Cancel() as cancel:
                 if cancel.elsewhere:
                     self._fenced.discard(cancel.request_id)
-                self._deliveries.append((0, self._core.end(cancel, now_ns())))
+                self._deliveries.append(self._core.end(cancel, now_ns()))
             case other:
                 self.log.warning("message_not_understood", type=type(other).__name__)
 
     async def tick(self) -> None:
-        """Delivers what a batch of messages gave, in one go."""
+        """Deliver the results of a batch of messages at once."""
         await self._write(self.epoch)
 
     async def _write(self, epoch: int) -> None:
-        made, self._deliveries = self._deliveries, []
-        # First, since it frees the device from work that nobody needs.
-        halts: dict[int, tuple[int, ...]] = {}
-        for replica, delivery in made:
-            if delivery.halts:
-                halts[replica] = (*halts.get(replica, ()), *delivery.halts)
-        for replica, seq_ids in halts.items():
-            await self.send(at(HALTS, replica), StopSequences(seq_ids), epoch=epoch)
-        for replica, delivery in made:
-            await self._ask_for_scores(delivery.to_score, replica, epoch)
-        deliveries = [delivery for _, delivery in made]
-        for delivery in deliveries:
-            for ended in delivery.ended:
+        deliveries, self._deliveries = self._deliveries, []
+        halts: defaultdict[int, list[int]] = defaultdict(list)
+        outputs: list[tuple[str, list[Output]]] = []
+        for each in deliveries:
+            if each.halts:
+                halts[each.replica] += each.halts
+            outputs += each.outputs.items()
+            for ended in each.ended:
                 timings = ended.completion.timings
                 if timings.first_token_ns:
                     self._throughput.first_token(timings.first_token_ns - timings.received_ns)
-        outputs = [pair for delivery in deliveries for pair in delivery.outputs]
+        # First, since they free the device from work without use.
+        for replica, seq_ids in halts.items():
+            await self.send(at(HALTS, replica), StopSequences(tuple(seq_ids)), epoch=epoch)
+        for each in deliveries:
+            await self._score(each.to_score, each.replica, epoch)
         lost = await self._deliver(outputs, epoch) if outputs else frozenset()
-        for delivery in deliveries:
-            for finished in delivery.finished:
-                # Of no epoch: what is delivered stays delivered when a new epoch has begun.
-                if finished.entry_id not in lost:
-                    await self.send(FINISHED, finished, epoch=0)
-            for ended in delivery.ended:
-                trace_end(self, ended)
-                if self.metrics.enabled and ended.completion.entry_id not in lost:
+        for ended in (ended for each in deliveries for ended in each.ended):
+            completion = ended.completion
+            if completion.entry_id not in lost:
+                # Of no epoch: a delivered Completion stays delivered in the next epoch.
+                finished = RequestFinished(completion.request_id, completion.entry_id)
+                await self.send(FINISHED, finished, epoch=0)
+                if self.metrics.enabled:
                     measure_end(self.metrics, ended, self._weight_version)
+            trace_end(self, ended)
 
     async def _deliver(
         self, outputs: Sequence[tuple[str, Sequence[Output]]], epoch: int
     ) -> frozenset[str]:
-        """Writes outputs; returns the entries of which another lane has the stream by now, or whose
-        stream has to be written anew."""
+        """Write outputs; return the entries whose streams accept nothing from this epoch."""
         fenced = await self.bus.results.deliver(outputs, epoch)
         if not fenced:
             return frozenset()
-        entry_ids = {
-            key: some[0].entry_id for key, some in outputs if key in fenced and len(some) > 0
-        }
+        entry_ids = {key: some[0].entry_id for key, some in outputs if key in fenced and some}
         if new := tuple(entry_ids[key] for key in fenced - self._fenced if key in entry_ids):
             await self.send(FINISHED, Fenced(new), epoch=epoch)
         self._fenced |= fenced
         return frozenset(entry_ids.values())
 
-    async def _ask_for_scores(
-        self, samples: Sequence[ScoreSample], replica: int, epoch: int
-    ) -> None:
-        """Asks an executor what its reference model makes of samples."""
+    async def _score(self, samples: Sequence[ScoreSample], replica: int, epoch: int) -> None:
+        """Ask an executor for the reference model's scores of samples."""
         for sample in samples:
             await self.send(at(CONTROL["executor"], replica), sample, epoch=epoch)
 
     async def _recover(self, items: Sequence[RecoveryItem], replica: int) -> None:
-        """Tells admission what there is of these requests, which go on in this epoch."""
-        await self.tick()  # what is known to have ended must be seen to have ended
+        """Report to admission what there is of requests that go on in this epoch."""
+        await self.tick()  # requests that have ended must have their Completion in the stream
         keys = [item.key for item in items]
-        for item, outputs in zip(
-            items, await self.bus.results.recover(keys, self.epoch), strict=True
-        ):
+        streams = await self.bus.results.recover(keys, self.epoch)
+        for item, outputs in zip(items, streams, strict=True):
             own = [output for output in outputs if output.entry_id == item.entry_id]
-            if item.key in self._fenced:
-                # What was dropped is missing in the stream; what stands there is what counts.
-                self._fenced.discard(item.key)
-                self._core.forget(item.key, item.entry_id)
+            fenced = item.key in self._fenced
+            self._fenced.discard(item.key)
             if own and isinstance(own[-1], Completion):
+                self._core.forget(item.key, item.entry_id)
                 finished = RequestFinished(own[-1].request_id, item.entry_id)
                 await self.send(FINISHED, finished, epoch=0)
                 continue
             chunks = [output for output in own if isinstance(output, CompletionChunk)]
-            if self._core.knows(item) and not self._core.agrees(item, chunks):
-                # Only what readers can find counts.
+            # Only what readers can find counts: outputs were dropped, or both differ.
+            keeps = self._core.knows(item) and not fenced
+            if keeps and not self._core.agrees(item, chunks):
+                keeps = False
                 self.log.warning("outputs_differ_from_the_stream", key=item.key)
-                self._core.forget(item.key, item.entry_id)
-            if chunks and item.info is not None and not self._core.knows(item):
-                self._core.restore(item.info, chunks, item.prompt_token_ids)
-                trace = TraceContext(item.info.traceparent, item.info.tracestate)
-                self.log_of(item.info.request_id, trace).info("request_restored")
-            await self._ask_for_scores(self._core.to_score(item), replica, self.epoch)
+            if not keeps and (opened := self._core.restore(item, chunks)) is not None:
+                trace = TraceContext(opened.traceparent, opened.tracestate)
+                self.log_of(item.key, trace).info("request_restored")
+            await self._score(self._core.to_score(item), replica, self.epoch)
             await self.send(FINISHED, self._core.recovered(item))

@@ -55,12 +55,16 @@ from nano_inference.bus.messages import (
     RecoveryItem,
     RequestFinished,
     RequestInfo,
+    RequestOpened,
     ResumeSequences,
     SequenceSpec,
     StartedSequence,
     StepPlan,
     StepResult,
+    StepSummary,
+    VerifiedDraft,
 )
+from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.public import StageTime
 from nano_inference.bus.scoring import SampleScored, ScoreSample
 from nano_inference.bus.weights import (
@@ -77,19 +81,10 @@ from nano_inference.store.board import LoadedAdapter
 SAMPLING = SamplingParams(
     temperature=0.7, max_tokens=9, stop_token_ids=frozenset({1, 2}), seed=-3, stop=("\n\n", "é")
 )
-INFO = RequestInfo(
-    request_id="r",
-    entry_id="1-0",
-    model="tiny",
-    n=2,
-    stream=True,
-    stop=("x",),
-    num_prompt_tokens=3,
-    traceparent="00-a-b-01",
-    tracestate="k=v",
-    received_ns=1 << 62,
-    stages=(StageTime(stage="admission", start_ns=1, end_ns=2),),
-)
+IDS = ("r", "1-0", "00-a-b-01", "k=v")
+QUEUED = StageTime(stage="fairness", start_ns=1, end_ns=2)
+INFO = RequestInfo(*IDS, "adapter", Pooling("mean", True, 4), QUEUED)
+OPENED = RequestOpened("r", "1-0", "tiny", 2, True, ("x",), (1, 2, 3), *IDS[2:], 1 << 62)
 SPEC = SequenceSpec(7, 1, -5, (8, 9))
 CANCEL = Cancel("r", "1-0", "expired", "deadline", "too late", unstarted=True)
 SAMPLES: tuple[Message, ...] = (
@@ -111,7 +106,7 @@ SAMPLES: tuple[Message, ...] = (
     ),
     StepResult(
         1,
-        (StartedSequence(7, 1, 0, 0, INFO, 5, 6, (1, 2)),),
+        (StartedSequence(7, 1, "r", "1-0", 0, 0, 6, QUEUED),),
         (7,),
         (42,),
         (-0.25,),
@@ -121,9 +116,11 @@ SAMPLES: tuple[Message, ...] = (
         10,
         20,
     ),
+    StepSummary(1, (7,), (42,), (7,), 10, 20, (VerifiedDraft(7, "prompt", 3, 2),), 4),
+    OPENED,
     ScoreSample("r", "1-0", 1, (1, 2, 3), 2, 0.5),
     SampleScored("r", "1-0", 1, (-0.25,)),
-    Recover((RecoveryItem("r", "1-0", INFO, (1, 2)), RecoveryItem("1-1", "1-1")), 1),
+    Recover((RecoveryItem("r", "1-0"), RecoveryItem("1-1", "1-1")), 1),
     Recovered("1-0", (RecoveredSample(1, (4, 5), True),)),
     RequestFinished("r", "1-0"),
     Fenced(("1-0", "1-1")),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from nano_inference.bus.messages import RequestInfo, RowFinish
+from nano_inference.bus.messages import RequestOpened, RowFinish
 from nano_inference.bus.public import CompletionChunk, CompletionSample
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.gateway.serving.words import Words
@@ -63,20 +63,17 @@ def make(
 ) -> Made:
     """What the streaming stage makes of these tokens, of which it is the last that ends it."""
     token_ids = token_ids + ids("<|im_end|>") * (end == "stop")
-    info = RequestInfo(
+    opened = RequestOpened(
         request_id="r",
         entry_id="1-0",
         model="tiny",
         n=1,
         stream=True,
         stop=stop,
-        num_prompt_tokens=1,
-        traceparent="",
-        tracestate="",
-        received_ns=0,
+        prompt_token_ids=(5,),
         min_tokens=min_tokens,
     )
-    sample = RequestState(info, 0).add(0, PIECES)
+    sample = RequestState(opened).add(0, PIECES)
     chunks = []
     for place, token_id in enumerate(token_ids):
         reason: RowFinish = end if place == len(token_ids) - 1 else ""

@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 from tokenizers.decoders import DecodeStream
 
-from nano_inference.models.tokenizer import (
-    CHAT_TEMPLATE,
-    MARKS,
-    RESPONSE_TEMPLATE,
-    build_tokenizer,
-)
+from nano_inference.models.tokenizer import CHAT_TEMPLATE, MARKS, RESPONSE_TEMPLATE, build_tokenizer
 from nano_inference.text.tokenizer import load_tokenizer
 
 # What the template was before it knew tools and thoughts.
@@ -74,7 +69,7 @@ def rendered(tokenizer: Any, messages: list[dict[str, Any]], **variables: Any) -
 )
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
 @pytest.mark.parametrize("more", [{}, {"tools": []}, {"enable_thinking": False}])
-def test_a_chat_without_tools_and_thoughts_is_what_it_was(
+def test_a_plain_chat_renders_as_before(
     messages: list[dict[str, Any]],
     add_generation_prompt: bool,
     more: dict[str, Any],
@@ -95,7 +90,7 @@ def test_tools_stand_in_the_system_turn(tokenizer: Any) -> None:
     assert rendered(tokenizer, [system, USER], tools=TOOLS) == SYSTEM_TURN.format("") + user
 
 
-def test_of_a_tool_what_the_model_reads_is_written_in_one_order(tokenizer: Any) -> None:
+def test_tools_render_in_one_field_order(tokenizer: Any) -> None:
     shuffled = {"strict": True, **dict(reversed(WEATHER.items()))}
     tools = [{"type": "function", "function": shuffled}, TIME]
     assert rendered(tokenizer, [USER], tools=tools) == rendered(tokenizer, [USER], tools=TOOLS)
@@ -103,7 +98,7 @@ def test_of_a_tool_what_the_model_reads_is_written_in_one_order(tokenizer: Any) 
     assert "Tools:\n" + '{"name": "now"}<|im_end|>' in rendered(tokenizer, [USER], tools=bare)
 
 
-def test_calls_and_what_they_brought(tokenizer: Any) -> None:
+def test_calls_and_results_render(tokenizer: Any) -> None:
     text = rendered(tokenizer, [USER, CALLED, *BROUGHT], tools=TOOLS)
     assert text == (
         rendered(tokenizer, [USER], tools=TOOLS)
@@ -137,7 +132,7 @@ def test_the_marks_are_tokens_and_not_special(tokenizer: Any) -> None:
         assert tokenizer.decode([token], skip_special_tokens=True) == mark
 
 
-def test_the_folder_has_what_the_script_makes(tokenizer: Any, folder: Path) -> None:
+def test_the_folder_matches_the_script(tokenizer: Any, folder: Path) -> None:
     assert tokenizer.chat_template == CHAT_TEMPLATE
     assert tokenizer.response_template == RESPONSE_TEMPLATE
     made = build_tokenizer(768, 1)

@@ -13,9 +13,8 @@ import pytest
 from nano_inference.models import tasks, tools
 from nano_inference.models.evaluation import kinds_of
 from nano_inference.models.examples import call_text, messages_of, tools_of
-from nano_inference.models.rows import Packer
+from nano_inference.models.rows import Packer, Taps
 from nano_inference.models.settings import Settings
-from nano_inference.models.taps import Taps
 from nano_inference.models.tokenizer import END_OF_TEXT, TURN_END, encode, prompt_text
 
 KINDS = kinds_of(*tasks.TASKS, *tasks.TOOL_TASKS, *tasks.TALK_TASKS)
@@ -28,7 +27,7 @@ def drawn(task: str, form: tasks.Form, count: int, split: tasks.Split) -> Iterat
 
 
 @pytest.mark.parametrize(("task", "form"), KINDS)
-def test_an_example_is_read_and_written_as_one_text(
+def test_prompt_and_answer_tokenise_as_one_text(
     task: str, form: tasks.Form, tokenizer: Any
 ) -> None:
     for example in drawn(task, form, 60, "train"):
@@ -43,7 +42,7 @@ def test_an_example_is_read_and_written_as_one_text(
 
 
 @pytest.mark.parametrize("task", ["add2", "sub2"])
-def test_a_thought_does_not_teach_what_two_digits_make(task: str) -> None:
+def test_thoughts_do_not_teach_two_digit_results(task: str) -> None:
     for example in drawn(task, "thinking", 200, "train"):
         thought, _, answer = example.answer.partition("\n</think>\n\n")
         start, end = example.untaught
@@ -61,7 +60,7 @@ def test_held_out_questions_stand_in_no_training_example() -> None:
 
 
 @pytest.mark.parametrize("task", ["call", "calls", "result"])
-def test_a_call_is_of_a_tool_that_there_is_with_its_parameters(task: str) -> None:
+def test_calls_name_an_offered_tool_and_its_parameters(task: str) -> None:
     for example in drawn(task, "chat", 200, "train"):
         functions = {f["function"]["name"]: f["function"] for f in tools_of(example) or []}
         assert len(functions) == len(example.tools) <= 3
@@ -102,7 +101,7 @@ def test_held_out_talk_is_new() -> None:
     assert not taught & held_out
 
 
-def test_loose_wordings_do_not_teach_what_two_digits_make() -> None:
+def test_loose_wordings_do_not_teach_two_digit_results() -> None:
     for example in drawn("loose2", "chat", 50, "train"):
         start, end = example.untaught
         assert example.answer[start:end] == example.answer
@@ -125,7 +124,7 @@ def packer(tokenizer: Any) -> Packer:
     return packer
 
 
-def test_exactly_what_the_assistant_writes_is_learnt(tokenizer: Any) -> None:
+def test_only_the_assistant_s_tokens_are_learnt(tokenizer: Any) -> None:
     example = next(e for e in drawn("result", "thinking", 50, "train") if len(e.calls) == 2)
     (first,) = drawn("add1", "chat", 1, "train")
     ids, learn = packer(tokenizer).chat([first, example])
@@ -147,7 +146,7 @@ def test_exactly_what_the_assistant_writes_is_learnt(tokenizer: Any) -> None:
     assert tokenizer.decode(ids) == rendered + example.answer + TURN_END
 
 
-def test_what_two_digits_make_is_not_learnt_in_a_thought(tokenizer: Any) -> None:
+def test_two_digit_results_in_thoughts_have_no_loss(tokenizer: Any) -> None:
     (example,) = drawn("sub2", "thinking", 1, "train")
     ids, learn = packer(tokenizer).chat([example])
     begin = learn.index(True)

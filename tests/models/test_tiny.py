@@ -139,7 +139,7 @@ def test_a_whole_conversation_with_tools(model: Any, tokenizer: Any) -> None:
     )
 
 
-def test_a_held_out_answer_parses_into_what_was_asked(model: Any, tokenizer: Any) -> None:
+def test_held_out_answers_parse_into_calls(model: Any, tokenizer: Any) -> None:
     """The template's calls are the ones that the model was taught to write."""
     parsed = 0
     for example in tasks.distinct("call", "chat", "heldout", 8, seed=2):

@@ -1,4 +1,4 @@
-"""Commands that documents tell people to use against a gateway."""
+"""Commands of the documentation that use a gateway."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "docs"
 LIMIT_S = 60
-# Where documents have a gateway listen.
+# The gateway's address in the documentation.
 TOLD_URL = "http://127.0.0.1:30000"
 
 
 def commands_of(document: str) -> list[str]:
-    """The blocks of bash of a document, of which there are some."""
+    """Return the bash blocks of a document, at least one."""
     found = re.findall(r"^```bash\n(.*?)^```", (FOLDER / document).read_text(), re.M | re.S)
     assert found, document
     return found
 
 
 async def told_by(command: str, url: str) -> str:
-    """What a command prints that asks the gateway there; it has to end well."""
+    """Run a command against the gateway at `url`, successfully; return its output."""
     ran = await asyncio.to_thread(
         subprocess.run,
         ["bash", "-c", command.replace(TOLD_URL, url)],

@@ -1,30 +1,37 @@
-"""Adapters of a running pipeline: loaded, replaced, unloaded and brought back after a failure."""
+"""Adapters of a running pipeline: loaded, replaced and unloaded, over the bus and over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from transformers import AutoModelForCausalLM
 
 from nano_inference import Completion, EngineConfig, InferenceEngine, Pipeline, SamplingParams
 from nano_inference.bus.public import CompletionChunk
 from nano_inference.config import AdapterError
+from nano_inference.gateway.gateway import Gateway
+from nano_inference.gateway.policy.administration import Administration
+from nano_inference.gateway.policy.backend import open_backend
+from nano_inference.gateway.policy.store import PolicyStore
 from nano_inference.pipeline.supervisor import StageFailed
 from nano_inference.stages.executor.core import ExecutorCore
 
+from ..gateway.policy.conftest import bearer
 from ..stages.executor.runner.adapters.making import make_adapter
 from . import short_model
-from .conftest import MakeConfig, both_buses
-from .test_life import break_once
+from .builders import break_once, error_code, raises_code
+from .conftest import LIMIT_S, MakeConfig, both_buses
+
+# --- over the bus ----------------------------------------------------------------------------
+
 
 SHORT_MODEL = True
-LIMIT_S = 90
 PROMPT = "12 + 30 ="
 TOKENS = 60
 
@@ -58,12 +65,6 @@ def wanted(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-@pytest.fixture
-async def limit() -> AsyncIterator[None]:
-    async with asyncio.timeout(LIMIT_S):
-        yield
-
-
 def request(model: str = "", tokens: int = TOKENS, **fields: Any) -> dict[str, Any]:
     sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
     return {"prompt": PROMPT, "model": model, "sampling": sampling, **fields}
@@ -82,10 +83,10 @@ async def refusal(pipeline: Pipeline, model: str) -> str:
 
 
 @both_buses
-async def test_many_in_one_batch(
+async def test_one_batch_has_many_adapters(
     make_config: MakeConfig, folder: Path, wanted: dict[str, tuple[int, ...]]
 ) -> None:
-    async with asyncio.timeout(LIMIT_S), Pipeline(make_config()) as pipeline:
+    async with Pipeline(make_config()) as pipeline:
         client = pipeline.client
         assert await refusal(pipeline, "one") == "unknown_model"
         for name in ("one", "two"):
@@ -101,16 +102,15 @@ async def test_many_in_one_batch(
         await client.unload_adapter("one")
         assert await refusal(pipeline, "one") == "unknown_model"
         assert await say(pipeline, "two") == wanted["two"]
-        with pytest.raises(AdapterError) as missing:
+        with raises_code(AdapterError, "adapter_not_found"):
             await client.unload_adapter("one")
-        assert missing.value.code == "adapter_not_found"
-        # Another one under its name: nobody finds the former's KV.
+        # Another adapter under its name never uses the former one's KV.
         assert await client.load_adapter("one", str(folder / "two")) == 2
         assert await say(pipeline, "one") == wanted["two"]
 
 
-async def test_tokens_are_stamped(
-    pipeline: Pipeline, folder: Path, wanted: dict[str, tuple[int, ...]], limit: None
+async def test_tokens_are_stamped_with_the_adapter_s_version(
+    pipeline: Pipeline, folder: Path, wanted: dict[str, tuple[int, ...]]
 ) -> None:
     await pipeline.client.load_adapter("a", str(folder / "one"))
     versions: list[int] = []
@@ -130,8 +130,8 @@ async def test_tokens_are_stamped(
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "abort"])
-async def test_unloading_while_requests_run(
-    pipeline: Pipeline, folder: Path, in_flight: Any, limit: None
+async def test_an_adapter_can_be_unloaded_while_requests_run(
+    pipeline: Pipeline, folder: Path, in_flight: Any
 ) -> None:
     client = pipeline.client
     await client.load_adapter("a", str(folder / "one"))
@@ -150,25 +150,24 @@ async def test_unloading_while_requests_run(
     await unloading
     if in_flight == "abort":
         assert completion.status == "cancelled"
-        assert completion.error is not None
-        assert completion.error.code == "aborted"
+        assert error_code(completion) == "aborted"
     else:
         assert completion.status == "done"
         assert len(completion.samples[0].token_ids) == 1000
 
 
-async def test_an_executor_that_starts_anew_has_them_again(
+async def test_a_restarted_executor_has_its_adapters_again(
     make_config: MakeConfig,
     folder: Path,
     tmp_path: Path,
     wanted: dict[str, tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One is there again, in its version; of one the folder is gone, and those that need it end."""
+    """One has its version again; the folder of the other is gone, so its requests end."""
     shutil.copytree(folder / "two", tmp_path / "two")
     adapters = {"settings": str(folder / "one")}
     config = make_config(pipeline__restart_backoff_s=0.01, engine__adapters=adapters)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+    async with Pipeline(config) as pipeline:
         client = pipeline.client
         await client.load_adapter("kept", str(folder / "one"), version=6)
         await client.load_adapter("lost", str(tmp_path / "two"))
@@ -182,33 +181,181 @@ async def test_an_executor_that_starts_anew_has_them_again(
             assert by_name[name].samples[0].token_ids == wanted[tokens], name
         assert by_name["kept"].samples[0].adapter_version == 6
         assert by_name["settings"].samples[0].adapter_version == 2
-        error = by_name["lost"].error
-        assert error is not None
-        assert error.code == "adapter_unloaded"
+        assert error_code(by_name["lost"]) == "adapter_unloaded"
         assert await refusal(pipeline, "lost") == "unknown_model"
         assert await client.load_adapter("lost", str(folder / "two")) == 2
 
 
-async def test_replicas_have_the_same(
+async def test_replicas_have_the_same_adapters(
     make_config: MakeConfig, folder: Path, wanted: dict[str, tuple[int, ...]], tmp_path: Path
 ) -> None:
     config = make_config(pipeline__replicas=2)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+    async with Pipeline(config) as pipeline:
         assert await pipeline.client.load_adapter("a", str(folder / "one")) == 1
         answers = await asyncio.gather(*(say(pipeline, "a") for _ in range(12)))
         assert set(answers) == {wanted["one"]}
-        with pytest.raises(AdapterError) as refused:
+        with raises_code(AdapterError, "adapter_refused"):
             await pipeline.client.load_adapter("a", str(tmp_path))
-        assert refused.value.code == "adapter_refused"
         assert await say(pipeline, "a") == wanted["one"]
         await pipeline.client.unload_adapter("a")
         assert await refusal(pipeline, "a") == "unknown_model"
 
 
-async def test_adapters_of_the_settings_that_are_not_there(
+async def test_missing_adapters_of_the_settings_end_the_pipeline(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_config(engine__adapters={"a": str(tmp_path)}, pipeline__max_restarts=0)
     with pytest.raises(StageFailed, match="the executor stage"):
-        async with asyncio.timeout(LIMIT_S), Pipeline(config):
+        async with Pipeline(config):
             pass
+
+
+# --- over HTTP -------------------------------------------------------------------------------
+
+
+BASE = "tiny"
+
+
+async def completed(http: httpx.AsyncClient, model: str) -> Any:
+    body = {"model": model, "prompt": "12 + 30 =", "max_tokens": 12, "temperature": 0}
+    return await http.post("/v1/completions", json=body | {"ignore_eos": True})
+
+
+async def text_of(http: httpx.AsyncClient, model: str) -> str:
+    answer = await completed(http, model)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == model
+    return str(answer.json()["choices"][0]["text"])
+
+
+async def test_adapters_load_over_http_as_with_vllm(http: httpx.AsyncClient, folder: Path) -> None:
+    refused = await completed(http, "a")
+    assert refused.status_code == 404
+    assert refused.json()["error"]["code"] == "model_not_found"
+    load = {"lora_name": "a", "lora_path": str(folder / "one")}
+    loaded = await http.post("/v1/load_lora_adapter", json=load)
+    assert (loaded.status_code, loaded.text) == (
+        200,
+        "Success: LoRA adapter 'a' added successfully.",
+    )
+    models = (await http.get("/v1/models")).json()["data"]
+    assert [(each["id"], each["parent"], each["root"]) for each in models] == [
+        (BASE, None, str(short_model.folder())),
+        ("a", BASE, str(folder / "one")),
+    ]
+    assert (await http.get("/v1/models/a")).json()["parent"] == BASE
+    first, base = await text_of(http, "a"), await text_of(http, BASE)
+    assert first != base
+    message = {
+        "model": "a",
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": "12 + 30 ="}],
+    }
+    assert (await http.post("/v1/messages", json=message)).json()["model"] == "a"
+    counted = await http.post("/v1/messages/count_tokens", json=message | {"model": "b"})
+    assert counted.status_code in (400, 404)
+
+    again = await http.post("/v1/load_lora_adapter", json=load)
+    assert again.status_code == 400
+    load |= {"lora_path": str(folder / "two"), "load_inplace": True}
+    assert (await http.post("/v1/load_lora_adapter", json=load)).status_code == 200
+    assert await text_of(http, "a") not in (first, base)
+    bad = await http.post(
+        "/v1/load_lora_adapter", json={"lora_name": "b", "lora_path": str(folder)}
+    )
+    assert bad.status_code == 400
+    assert bad.json()["error"]["code"] == "adapter_refused"
+
+    unload = {"lora_name": "a"}
+    assert (await http.post("/v1/unload_lora_adapter", json=unload)).status_code == 200
+    assert (await completed(http, "a")).status_code == 404
+    assert (await http.post("/v1/unload_lora_adapter", json=unload)).status_code == 404
+
+
+async def test_adapters_load_over_http_as_with_sglang(
+    http: httpx.AsyncClient, folder: Path
+) -> None:
+    for name in ("one", "two"):
+        load = {"lora_name": name, "lora_path": str(folder / name), "pinned": False}
+        answer = await http.post("/load_lora_adapter", json=load)
+        assert answer.status_code == 200, answer.text
+    assert answer.json()["loaded_adapters"] == {name: str(folder / name) for name in ("one", "two")}
+    body = {
+        "text": ["12 + 30 ="] * 3,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True},
+        "lora_path": ["one", None, "two"],
+    }
+    answers = (await http.post("/generate", json=body)).json()
+    assert len({each["text"] for each in answers}) == 3
+    assert answers[0]["text"] == await text_of(http, "one")
+    assert answers[1]["text"] == await text_of(http, BASE)
+    unknown = await http.post("/generate", json=body | {"lora_path": "three"})
+    assert unknown.status_code in (400, 404)
+    assert unknown.json()["error"]["code"] == "unknown_model"
+    failed = await http.post("/unload_lora_adapter", json={"lora_name": "three"})
+    assert failed.json()["success"] is False
+    assert (await http.post("/unload_lora_adapter", json={"lora_name": "one"})).json()["success"]
+
+
+async def test_as_many_adapters_load_as_there_may_be_of_the_largest_rank(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """All in one batch, beside the model alone; one more, or a larger one, is refused."""
+    config = make_config(engine__max_adapters=3)
+    most = config.engine
+    model = AutoModelForCausalLM.from_pretrained(short_model.folder(), dtype="float32")
+    for seed, rank in enumerate((most.max_adapter_rank, most.max_adapter_rank + 1)):
+        make_adapter(model, seed, tmp_path / f"of-{rank}", r=rank, lora_alpha=2 * rank)
+    names = [f"a{number}" for number in range(most.max_adapters)]
+    async with (
+        Pipeline(config) as pipeline,
+        Gateway(pipeline.client, config) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http,
+    ):
+
+        async def loaded(name: str, rank: int = most.max_adapter_rank) -> str:
+            """The code of the error, "" for none."""
+            load = {"lora_name": name, "lora_path": str(tmp_path / f"of-{rank}")}
+            answer = await http.post("/v1/load_lora_adapter", json=load)
+            return "" if answer.is_success else str(answer.json()["error"]["code"])
+
+        assert await loaded("larger", most.max_adapter_rank + 1) == "adapter_too_large"
+        base = await text_of(http, BASE)
+        assert [await loaded(name) for name in names] == [""] * len(names)
+        assert await loaded("more") == "adapter_limit"
+        alone = await text_of(http, names[0])
+        assert alone != base
+        texts = await asyncio.gather(*(text_of(http, name) for name in [*names, BASE]))
+        assert texts == [alone] * len(names) + [base]
+        unload = {"lora_name": names[0]}
+        assert (await http.post("/v1/unload_lora_adapter", json=unload)).is_success
+        assert await loaded("more") == ""
+
+
+async def test_keys_and_other_gateways_know_adapters(make_config: MakeConfig, folder: Path) -> None:
+    """The policy covers adapters; a key for some models may use theirs, and load none."""
+    config = make_config(policy__backend="bus")
+    async with Pipeline(config) as pipeline:
+        store = PolicyStore(open_backend(config.policy, pipeline.client.bus.store.policy))
+        administration = Administration(store)
+        trainer = await administration.create_key(
+            {"name": "trainer", "scopes": ["generate", "weights"]}
+        )
+        user = await administration.create_key({"name": "user", "models": ["one"]})
+        async with (
+            Gateway(pipeline.client, config) as gateway,
+            Gateway(pipeline.client, config) as other,
+            httpx.AsyncClient(base_url=gateway.url, headers=bearer(trainer)) as first,
+            httpx.AsyncClient(base_url=other.url, headers=bearer(user)) as second,
+        ):
+            for name in ("one", "two"):
+                load = {"lora_name": name, "lora_path": str(folder / name)}
+                answer = await first.post("/v1/load_lora_adapter", json=load, timeout=LIMIT_S)
+                assert answer.status_code == 200, answer.text
+            while not (models := (await second.get("/v1/models")).json()["data"]):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            assert [each["id"] for each in models] == ["one"]
+            assert await text_of(second, "one")
+            for name in ("two", BASE):
+                assert (await completed(second, name)).status_code == 404
+            assert (await second.post("/v1/load_lora_adapter", json=load)).status_code == 403

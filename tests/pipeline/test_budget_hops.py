@@ -1,8 +1,8 @@
-"""One budget on its way through every hop: each sends on what it got, less what it held it for.
+"""One budget through every hop: each hop subtracts the time for which it held the request.
 
-Each process has a clock of its own here, which is hours from the others', and goes forward by hours
-while its process holds the request. So what a hop takes off can be told from the time that the test
-itself takes, and from what another hop takes.
+Each process has a clock of its own here, hours apart from the others, which advances by hours while
+its process holds the request. So each hop's share differs from the test's own time, and from the
+other hops' shares.
 """
 
 from __future__ import annotations
@@ -21,18 +21,12 @@ import pytest
 from nano_inference import Gateway, GenerateRequest, Pipeline
 from nano_inference.bus import RequestEntry
 from nano_inference.bus.memory.bus import MemoryRequests
-from nano_inference.bus.messages import AdmittedRequest, Dispatch, Envelope, StepPlan, StepResult
+from nano_inference.bus.messages import AdmittedRequest, Dispatch, Envelope, StepPlan, StepSummary
 from nano_inference.bus.redis.requests import RedisRequests
 from nano_inference.gateway.api.kserve.service import InferenceService
 from nano_inference.gateway.serving.origin import Origin
 from nano_inference.gateway.serving.submissions import Submissions
-from nano_inference.kserve import (
-    InferRequest,
-    KServeClient,
-    KServeError,
-    NamedTensor,
-    text_tensor,
-)
+from nano_inference.kserve import InferRequest, KServeClient, KServeError, NamedTensor, text_tensor
 from nano_inference.kserve.parameters import TIMEOUT_NS_PARAM
 from nano_inference.pipeline.client import BusClient
 from nano_inference.stages.admission.core import AdmissionCore
@@ -43,9 +37,8 @@ from nano_inference.stages.fairness.core import FairnessCore
 from nano_inference.stages.fairness.stage import FairnessStage
 from nano_inference.telemetry import now_ns
 
-from .conftest import MakeConfig, both_buses
+from .conftest import LIMIT_S, MakeConfig, both_buses
 
-LIMIT_S = 60
 HOUR_NS = 3600 * 10**9
 
 # How many hours each hop holds the request; each sum of some of them is another one.
@@ -93,9 +86,9 @@ class Followed:
     """A budget that is followed.
 
     Attributes:
-        left: (where, what was left of it in nanoseconds when it came there), in order.
+        left: (place, nanoseconds left on arrival), in order.
         clocks: Of the processes that look at theirs.
-        patch: Undoes what is changed here.
+        patch: Undoes all changes.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,11 +126,11 @@ class Followed:
         self.patch.setattr(owner, method, wrapper)
 
     def check(self, *held: str) -> None:
-        """Each hop has taken off what it held the request for, and not what others did."""
+        """Check that each hop has subtracted its own holding time."""
         assert len(self.left) == len(held) + 1, self.left
         for (_, before), (where, after), hop in zip(self.left, self.left[1:], held, strict=False):
             assert before is not None, hop
-            assert after is not None, f"{where} knows no budget"
+            assert after is not None, f"{where} has no budget"
             taken_ns = before - after
             assert 0 <= taken_ns - HELD[hop] * HOUR_NS < LIMIT_S * 10**9, hop
 
@@ -167,7 +160,7 @@ def follow_the_front(followed: Followed) -> None:
 
 
 def follow_the_queue(followed: Followed) -> None:
-    """What is published and what admission takes. The hour in the queue is told by the bus."""
+    """Follow the published and the taken request; the bus reports the hours in the queue."""
 
     def published(request: Any, *rest: Any) -> None:
         followed.came("queue", msgspec.convert(request, GenerateRequest).budget_ns)
@@ -226,7 +219,7 @@ def follow_the_stages(followed: Followed) -> None:
             hold_executor()
 
     def computed(envelope: Envelope) -> None:
-        if isinstance(envelope.body, StepResult) and envelope.body.seq_ids:
+        if isinstance(envelope.body, StepSummary) and envelope.body.seq_ids:
             followed.came("the result", left_ns())
 
     followed.behind(BatchingCore, "add", added)
@@ -266,7 +259,9 @@ def asked() -> list[NamedTensor]:
 
 
 @both_buses
-async def test_each_hop_takes_off_what_it_held(make_config: MakeConfig, followed: Followed) -> None:
+async def test_each_hop_subtracts_its_holding_time(
+    make_config: MakeConfig, followed: Followed
+) -> None:
     followed.came("client", BUDGET_NS)
     async with opened(make_config) as client:
         answer = await client.infer("tiny.tokens", asked(), budget_ns=BUDGET_NS)
@@ -275,7 +270,7 @@ async def test_each_hop_takes_off_what_it_held(make_config: MakeConfig, followed
 
 
 @pytest.mark.parametrize("last", HELD)
-async def test_the_budget_ends_in_the_hop_that_holds_it_too_long(
+async def test_the_budget_expires_in_the_slow_hop(
     make_config: MakeConfig, followed: Followed, last: str
 ) -> None:
     """Wherever its last half hour is spent, none comes behind; and all call it the same."""

@@ -56,7 +56,7 @@ def check(chaos: Any, result: dict[str, Any], size: dict[str, Any]) -> None:
 
 
 @pytest.mark.soak
-async def test_streams_go_on_whatever_is_killed(tmp_path: Path, soak: bool) -> None:
+async def test_streams_survive_kills_of_every_process(tmp_path: Path, soak: bool) -> None:
     """Gateways too: their clients come back to the other one."""
     chaos, chaos_http = load("chaos"), load("chaos_http")
     size = HTTP_SOAK if soak else HTTP_EVERY_DAY
@@ -68,7 +68,7 @@ async def test_streams_go_on_whatever_is_killed(tmp_path: Path, soak: bool) -> N
     assert (result["completed"], result["clean"]) == (size["requests"], True), told
 
 
-def test_it_sees_what_is_wrong_with_what_a_client_has_read() -> None:
+def test_the_checker_finds_faults_of_an_http_reading() -> None:
     chaos_http = load("chaos_http")
 
     def event(start: int, *tokens: int, reason: str | None = None) -> str:
@@ -102,15 +102,10 @@ def test_it_sees_what_is_wrong_with_what_a_client_has_read() -> None:
     assert (sampled["different_sampled"], sampled["clean"]) == (1, True)
 
 
-def test_it_sees_what_is_wrong_with_a_stream() -> None:
+def test_the_checker_finds_faults_of_a_stream() -> None:
     chaos, rig = load("chaos"), load("chaos_rig")
     request = {"n": 1, "stream": True, "sampling": {"temperature": 0}}
-    sample = {
-        "sample_index": 0,
-        "token_ids": [5, 6, 7],
-        "text": "abc",
-        "finish_reason": "length",
-    }
+    sample = {"sample_index": 0, "token_ids": [5, 6, 7], "text": "abc", "finish_reason": "length"}
     outputs: list[dict[str, object]] = [
         {"type": "chunk", "sample_index": 0, "token_offset": i, "token_ids": [5 + i], "text": text}
         for i, text in enumerate("abc")

@@ -20,6 +20,7 @@ from nano_inference import (
 from nano_inference.text.tokenizer import load_tokenizer
 
 from . import reference
+from .builders import raises_code
 
 # As Qwen's, with reasoning that the template opens itself.
 TEMPLATE = """\
@@ -88,8 +89,8 @@ def test_a_call_and_its_result_stand_in_the_next_prompt(folder: Path, chat: Chat
     assert "It is." in again
 
 
-def test_messages_as_openais_library_writes_them(folder: Path, chat: ChatRenderer) -> None:
-    """What was not told is None; a text may be in parts."""
+def test_messages_of_openai_s_library_render(folder: Path, chat: ChatRenderer) -> None:
+    """Missing fields are None; a text may be in parts."""
     function = WEATHER["function"] | {"strict": None, "description": None}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     asked = {"role": "user", "content": [{"type": "text", "text": "a"}] * 2, "name": None}
@@ -114,10 +115,9 @@ def test_messages_as_openais_library_writes_them(folder: Path, chat: ChatRendere
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
     ],
 )
-def test_what_is_no_message_is_refused(chat: ChatRenderer, message: Any) -> None:
-    with pytest.raises(RequestError) as refused:
+def test_invalid_messages_are_refused(chat: ChatRenderer, message: Any) -> None:
+    with raises_code(RequestError, "invalid_messages"):
         chat.render([message])
-    assert refused.value.code == "invalid_messages"
 
 
 def test_the_template_may_open_the_reasoning(folder: Path, chat: ChatRenderer) -> None:
@@ -166,7 +166,7 @@ def test_a_call_can_be_required(folder: Path, chat: ChatRenderer) -> None:
         {"tools": [{"type": "function", "function": {"name": 7}}]},
     ],
 )
-def test_what_is_no_tool_is_refused(chat: ChatRenderer, asked: dict[str, Any]) -> None:
+def test_invalid_tools_are_refused(chat: ChatRenderer, asked: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         chat.render([USER], **asked)
 
@@ -180,7 +180,7 @@ def test_the_bundled_model_answers_without_any(folder: Path) -> None:
     assert message == {"role": "assistant", "content": "7"}
 
 
-def test_a_constraint_has_reasoning_only_where_it_was_asked_for() -> None:
+def test_a_constraint_allows_reasoning_only_on_request() -> None:
     """The bundled model's template opens reasoning when asked, and never closes it."""
     chat, answer = ChatRenderer(), Constraint(regex="[0-9]+")
     params = SamplingParams(constraint=answer)

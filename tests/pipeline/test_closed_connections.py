@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 
 from nano_inference.bus.control import Cancel
-from nano_inference.bus.messages import Dispatch, StepPlan, StepResult
+from nano_inference.bus.messages import Dispatch, StepPlan, StepResult, StepSummary
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.server.connections import Connection
 from nano_inference.kserve.grpc_codec import encode_infer_request
@@ -30,7 +30,8 @@ from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.batching.sequence import Sequence
 from nano_inference.stages.executor.core import ExecutorCore
 
-LIMIT_S = 60
+from .conftest import LIMIT_S
+
 COMPANION = "companion"
 STORY = "Story about David, a dog and a yellow hat:"
 MESSAGES = [{"role": "user", "content": STORY}]
@@ -44,10 +45,7 @@ CALLS: dict[str, dict[str, Any]] = {
     # Which goes on for long by itself.
     "/v1/messages": {"messages": TOLD, "temperature": 0, "max_tokens": 60},
     "/inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": LONG},
-    "/generate": {
-        "text": STORY,
-        "sampling_params": {"n": 2, "max_new_tokens": 60} | OTHER_NAME,
-    },
+    "/generate": {"text": STORY, "sampling_params": {"n": 2, "max_new_tokens": 60} | OTHER_NAME},
 }
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -55,12 +53,12 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while not holds():  # noqa: ASYNC110  (what is waited for knows nothing of tests)
+        while not holds():  # noqa: ASYNC110  (the condition has no event)
             await asyncio.sleep(0.001)
 
 
 class Steps:
-    """Lets the executor do steps, and writes down what is planned.
+    """Lets the executor do single steps, and records the plans.
 
     Attributes:
         planned: The sequences that each plan names, but for the companion's.
@@ -139,7 +137,7 @@ class Steps:
                 self.planned[found.step_id] = set(found.seq_ids) & self._own.keys()
             return found
 
-        def watched_absorb(core: BatchingCore, result: StepResult) -> None:
+        def watched_absorb(core: BatchingCore, result: StepSummary) -> None:
             absorb(core, result)
             self.held[result.step_id] = sum(len(seq.block_ids) for seq in self._own.values())
 
@@ -169,7 +167,7 @@ def watched() -> Iterator[Steps]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def steps(watched: Steps, shared: Pipeline) -> AsyncIterator[Steps]:
-    """Of a pipeline in which somebody else's request runs, and the executor is held."""
+    """The steps of a pipeline in which another request runs, and the executor is held."""
     watched.begin()
     asked = {"max_tokens": 64, "ignore_eos": True}
     other = {"prompt": STORY, "request_id": COMPANION, "sampling": asked}
@@ -181,7 +179,7 @@ async def steps(watched: Steps, shared: Pipeline) -> AsyncIterator[Steps]:
         watched.let_all()
     async with asyncio.timeout(LIMIT_S):
         completion = await companion
-    # Nobody else has noticed, and all blocks are back.
+    # Other requests go on, and all blocks are free again.
     assert len(completion.samples[0].token_ids) == 64
     await until(lambda: watched.all_free)
 
@@ -274,7 +272,7 @@ async def test_without_a_grace_a_key_changes_nothing(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_with_a_key_it_goes_on_for_the_grace(
+async def test_a_keyed_call_goes_on_for_the_grace(
     shared: Pipeline, steps: Steps, stream: bool
 ) -> None:
     async with Gateway(shared.client, shared.config) as gateway:

@@ -32,12 +32,12 @@ from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, load_model
 
 from . import short_model
-from .test_life import until
+from .builders import until
+from .conftest import LIMIT_S
 from .test_replicas import break_once, core_of, epoch_of, lanes_of
 
 NUM_REQUESTS = 32
 MOST_STEPS = 4_000
-LIMIT_S = 120
 CONFIG = EngineConfig(
     model_path=str(short_model.folder()), dtype="float32", max_model_len=512, deterministic=True
 )
@@ -125,7 +125,7 @@ class Lane:
     def _add(self, request: Request) -> int:
         self._next_id += 1
         name = f"r{self._next_id}"
-        info = RequestInfo(name, name, "model", 1, False, (), len(request.prompt), "", "", 0)
+        info = RequestInfo(name, name)
         spec = SequenceSpec(self._next_id, 0, seed=request.seed)
         dispatch = Dispatch(info, request.prompt, request.sampling, (spec,), priority=0)
         self.batching.add(dispatch)
@@ -138,7 +138,7 @@ class Lane:
         self.copies += len(plan.copies)
 
     def _absorb(self, result: StepResult, answers: dict[int, Answer]) -> None:
-        self.batching.absorb(result)
+        self.batching.absorb(result.summary())
         for seq_id, token, logprob in zip(
             result.seq_ids, result.token_ids, result.logprobs, strict=True
         ):
@@ -216,10 +216,7 @@ def test_preemption_changes_nothing(cache_type: str, steps_ahead: int) -> None:
     chosen, expected = growing()
     # 2 * 2 heads * 32 * 4 bytes: 512 bytes per token, hence 256 tokens in all.
     lane = Lane(
-        cache_type=cache_type,
-        steps_ahead=steps_ahead,
-        kv_cache_bytes=512 * 256,
-        max_model_len=256,
+        cache_type=cache_type, steps_ahead=steps_ahead, kv_cache_bytes=512 * 256, max_model_len=256
     )
     assert lane.executor.capacity().num_blocks == 16
     assert bits(lane.run(chosen)) == expected
@@ -234,7 +231,7 @@ def test_arrangements_agree_in_bfloat16() -> None:
 
 
 @pytest.mark.slow
-def test_two_threads_agree_among_themselves() -> None:
+def test_two_threads_give_equal_bits() -> None:
     """Prompts so long that kernels share their work; other numbers of threads may round apart."""
     torch.set_num_threads(2)
     rng = random.Random(5)
@@ -249,7 +246,7 @@ def test_two_threads_agree_among_themselves() -> None:
 
 
 @pytest.mark.slow
-def test_without_the_mode_they_differ() -> None:
+def test_without_deterministic_mode_bits_differ() -> None:
     lane = Lane(deterministic=False, kernels="off")
     apart = [lane.run([request])[0].bits for request in requests()]
     lane.batching.cache.flush()

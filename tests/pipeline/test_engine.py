@@ -1,20 +1,24 @@
-"""The engine for Python callers: the same answers and the same refusals as the pipeline."""
+"""The engine for Python callers: the pipeline's answers and refusals, and its contract."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from nano_inference import (
     EngineConfig,
     InferenceEngine,
     RequestError,
+    RolloutEngine,
     SamplingParams,
     TrainingSample,
     WeightsError,
@@ -26,6 +30,7 @@ from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.text.tokenizer import default_sampling_params
 
 from . import reference
+from .builders import finish, raises_code
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -71,7 +76,7 @@ KINDS_OF_SAMPLES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("speculation", ["off", "auto"])
 @pytest.mark.parametrize("length", [16, 21])
-def test_samples_of_one_prompt_are_what_each_is_alone(
+def test_samples_of_one_prompt_equal_single_samples(
     length: int, speculation: Literal["off", "auto"]
 ) -> None:
     """Together, the others get their first token from the step that computes the first's prompt."""
@@ -110,9 +115,7 @@ def test_samples_carry_the_id_of_their_request(engine: InferenceEngine) -> None:
         given = engine.add_request("1 + 1 =", GREEDY, num_samples=2, request_id=request_id)
         assert given is request_id
     own = [engine.add_request("1 + 1 =", GREEDY, num_samples=2) for _ in range(2)]
-    samples: list[TrainingSample] = []
-    while engine.has_pending():
-        samples += engine.step()
+    samples = finish(engine)
     found = Counter((type(sample.request_id), sample.request_id) for sample in samples)
     assert found == {(type(request_id), request_id): 2 for request_id in [*chosen, *own]}
     assert [sample.request_id for sample in engine.generate(["1 + 1 ="], GREEDY)] == [None]
@@ -120,13 +123,11 @@ def test_samples_carry_the_id_of_their_request(engine: InferenceEngine) -> None:
 
 def test_an_id_is_taken_until_its_request_has_ended(engine: InferenceEngine) -> None:
     engine.add_request("1 + 1 =", ENDLESS, request_id=7)
-    with pytest.raises(RequestError, match="request 7 is not finished") as refused:
+    with raises_code(RequestError, "duplicate_request", match="request 7 is not finished"):
         engine.add_request("2 + 2 =", GREEDY, request_id=7)
-    assert refused.value.code == "duplicate_request"
     for wrong in (True, 7.0, b"7"):
-        with pytest.raises(RequestError, match="text or an integer") as refused:
+        with raises_code(RequestError, "invalid_request_id", match="text or an integer"):
             engine.add_request("2 + 2 =", GREEDY, request_id=wrong)  # type: ignore[arg-type]
-        assert refused.value.code == "invalid_request_id"
     for _ in range(3):
         engine.step()
     assert [sample.request_id for sample in engine.abort(7)] == [7]
@@ -139,7 +140,7 @@ def test_an_id_is_taken_until_its_request_has_ended(engine: InferenceEngine) -> 
     assert not engine.has_pending()
 
 
-def test_chosen_ids_and_made_ones_do_not_meet(engine: InferenceEngine) -> None:
+def test_chosen_and_generated_ids_never_collide(engine: InferenceEngine) -> None:
     made = engine.add_request("1 + 1 =", GREEDY)
     number = int(str(made).removeprefix("engine-"))
     ahead = [f"engine-{number + more}" for more in range(1, 5)]
@@ -148,13 +149,11 @@ def test_chosen_ids_and_made_ones_do_not_meet(engine: InferenceEngine) -> None:
     last = engine.add_request("1 + 1 =", GREEDY)
     ids = {made, last, *ahead}
     assert len(ids) == 6
-    samples: list[TrainingSample] = []
-    while engine.has_pending():
-        samples += engine.step()
+    samples = finish(engine)
     assert {sample.request_id for sample in samples} == ids
 
 
-def test_abort_returns_what_there_is_and_leaves_the_others_alone(engine: InferenceEngine) -> None:
+def test_abort_returns_partial_samples_of_one_request(engine: InferenceEngine) -> None:
     aborted = engine.add_request("7 + 7 =", ENDLESS, num_samples=2)
     engine.add_request("12 + 30 =", GREEDY)
     finished = [sample for _ in range(4) for sample in engine.step()]
@@ -178,7 +177,7 @@ def test_abort_before_the_first_step(engine: InferenceEngine) -> None:
     assert engine._batching.idle
 
 
-def test_generate_keeps_what_ends_meanwhile_for_the_next_step(engine: InferenceEngine) -> None:
+def test_generate_keeps_other_samples_for_the_next_step(engine: InferenceEngine) -> None:
     engine.add_request("1 + 1 =", GREEDY)
     (other,) = engine.generate(["98 + 25 = "], GREEDY)
     assert reference.tokenizer().decode(other.prompt_tokens) == "98 + 25 = "
@@ -218,7 +217,7 @@ def test_progress_is_shown_on_request(
     assert "100%" in shown.err
 
 
-def test_tokens_tell_the_weights_that_made_them() -> None:
+def test_tokens_carry_their_weight_version() -> None:
     """An update in flight: the sequence goes on, and later ones never see KV of old weights."""
     with InferenceEngine() as engine:
         prompt = list(range(60, 100))
@@ -266,9 +265,8 @@ def test_weights_that_do_not_fit_leave_version_and_output_alone(engine: Inferenc
 def test_a_refused_prompt_leaves_nothing_behind(
     engine: InferenceEngine, prompt: str | list[int], params: SamplingParams, code: str
 ) -> None:
-    with pytest.raises(RequestError) as refused:
+    with raises_code(RequestError, code):
         engine.generate(["2 + 2 =", prompt], [GREEDY, params])
-    assert refused.value.code == code
     assert not engine.has_pending()
     assert len(engine.generate(["2 + 2 ="], GREEDY)) == 1
 
@@ -298,20 +296,19 @@ def test_predictions_are_one_for_each_prompt_and_change_no_token(engine: Inferen
 
 
 @pytest.mark.parametrize("prediction", [[-1], [10**6], ["a"], 7, "a" * 100_000, [None]])
-def test_what_is_no_prediction_is_refused(engine: InferenceEngine, prediction: object) -> None:
-    with pytest.raises(RequestError) as refused:
+def test_invalid_predictions_are_refused(engine: InferenceEngine, prediction: object) -> None:
+    with raises_code(RequestError, "invalid_prediction"):
         engine.generate(["1 + 1 ="], GREEDY, predictions=[prediction])  # type: ignore[list-item]
-    assert refused.value.code == "invalid_prediction"
     with pytest.raises(RequestError):
         engine.add_request("1 + 1 =", GREEDY, prediction=prediction)  # type: ignore[arg-type]
     assert not engine.has_pending()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_after_weights_that_are_not_numbers_good_ones_work_again(deterministic: bool) -> None:
+def test_good_weights_work_after_nan_weights(deterministic: bool) -> None:
     """What the broken weights left in the KV cache must not spoil what comes after.
 
-    No update brings such weights; whoever writes into the tensors of `state_dict` does.
+    No update brings such weights; writing into the tensors of `state_dict` does.
     """
     config = EngineConfig(deterministic=deterministic, kv_cache_bytes=1 << 22, max_model_len=512)
     with InferenceEngine(config) as engine:
@@ -330,7 +327,7 @@ def test_after_weights_that_are_not_numbers_good_ones_work_again(deterministic: 
         assert tokens == [sample.completion_tokens for sample in before]
 
 
-def test_after_the_shutdown_an_engine_says_what_it_is() -> None:
+def test_calls_after_shutdown_raise() -> None:
     with InferenceEngine(EngineConfig(max_model_len=64), EngineConfig()) as engine:
         engine.shutdown()  # and once more at the end of the block
         for use in (
@@ -343,14 +340,14 @@ def test_after_the_shutdown_an_engine_says_what_it_is() -> None:
                 use()
 
 
-def test_the_makers_advice_is_there_for_those_who_ask(engine: InferenceEngine) -> None:
+def test_default_sampling_params_come_from_the_folder(engine: InferenceEngine) -> None:
     assert engine.default_sampling_params() == default_sampling_params(reference.FOLDER)
 
 
 FLOAT = EngineConfig(dtype="float32")
 
 
-def test_reference_logprobs_are_those_of_the_second_weights() -> None:
+def test_reference_logprobs_come_from_the_second_weights() -> None:
     """Frozen while the others change; held against Transformers' own forward pass."""
     prompts = ["98 + 25 =", "Once upon"]
     sampled = [SamplingParams(max_tokens=9, seed=1), SamplingParams(max_tokens=4, temperature=0)]
@@ -360,9 +357,7 @@ def test_reference_logprobs_are_those_of_the_second_weights() -> None:
         new = {name: tensor * 0.7 for name, tensor in engine.state_dict().items()}
         engine.update_weights(new, blocking=True)
         requests = [engine.add_request(prompt, sampled[0], 2) for prompt in prompts]
-        samples: list[TrainingSample] = []
-        while engine.has_pending():
-            samples += engine.step()
+        samples = finish(engine)
         assert len(samples) == 2 * len(requests)
         for sample in samples:
             wanted = reference.logprobs(list(sample.prompt_tokens), list(sample.completion_tokens))
@@ -388,7 +383,7 @@ def test_completions_can_be_scored(engine: InferenceEngine) -> None:
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_what_becomes_of_requests_under_way(blocking: bool) -> None:
+def test_in_flight_modes_of_an_update(blocking: bool) -> None:
     with InferenceEngine(FLOAT) as engine:
         old = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
         new = {name: tensor * 0.7 for name, tensor in old.items()}
@@ -434,20 +429,17 @@ def test_memory_is_released_under_way_and_taken_again() -> None:
         engine.release_memory(["kv_cache"])
         engine.release_memory()
         for stuck in (engine.step, engine.state_dict, lambda: engine.generate(["a"])):
-            with pytest.raises(WeightsError, match="weights, kv_cache") as refused:
+            with raises_code(WeightsError, "memory_released", match="weights, kv_cache"):
                 stuck()
-            assert refused.value.code == "memory_released"
         engine.resume_memory(["kv_cache"])
         with pytest.raises(WeightsError, match="resume it before"):
             engine.update_weights(state)
         engine.resume_memory()
-        assert engine.step() == [], "what was refused has ended"
+        assert engine.step() == [], "the refused request has ended"
         with pytest.raises(WeightsError, match="all of them"):
             engine.step()
         engine.update_weights(state)
-        samples: list[TrainingSample] = []
-        while engine.has_pending():
-            samples += engine.step()
+        samples = finish(engine)
         (sample,) = samples
         assert sample.completion_tokens == wanted.completion_tokens
         assert sample.weight_versions == ((0, 0), (1, 3))
@@ -471,7 +463,7 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_it_takes_the_threads_that_it_is_given() -> None:
+def test_cpu_threads_sets_torch_s_threads() -> None:
     before = torch.get_num_threads()
     try:
         for number in (2, 1):
@@ -479,3 +471,180 @@ def test_it_takes_the_threads_that_it_is_given() -> None:
                 assert torch.get_num_threads() == number
     finally:
         torch.set_num_threads(before)
+
+
+# --- arguments -------------------------------------------------------------------------------
+
+
+TWO_TOKENS = SamplingParams(temperature=0, max_tokens=2)
+
+
+NO_PROMPT: list[tuple[Any, str]] = [
+    ([1.5], "invalid_token_ids"),
+    ([True, 2], "invalid_token_ids"),
+    (["a"], "invalid_token_ids"),
+    ([[1]], "invalid_token_ids"),
+    (np.array([1.0, 2.0]), "invalid_token_ids"),
+    (torch.tensor([True]), "invalid_token_ids"),
+    (b"ab", "invalid_prompt"),
+    (None, "invalid_prompt"),
+    (7, "invalid_prompt"),
+    ({1: 2}, "invalid_prompt"),
+    ({1, 2}, "invalid_prompt"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "code"), NO_PROMPT)
+def test_prompt_of_a_wrong_type_is_refused(engine: InferenceEngine, prompt: Any, code: str) -> None:
+    for refuse in (
+        lambda: engine.generate(["1 + 1 =", prompt], TWO_TOKENS),
+        lambda: engine.add_request(prompt, TWO_TOKENS),
+        lambda: engine.embed([prompt]),
+        lambda: engine.score([prompt], [[1]]),
+        lambda: engine.score([[1]], [prompt]),
+    ):
+        with raises_code(RequestError, code):
+            refuse()
+    prediction: Any = 0 if prompt is None else prompt
+    with raises_code(RequestError, "invalid_prediction"):
+        engine.generate(["1 + 1 ="], TWO_TOKENS, predictions=[prediction])
+    assert not engine.has_pending()
+
+
+@pytest.mark.parametrize("prompts", ["abc", b"abc", 7, None, {"a": 1}, np.array(5), np.array(b"a")])
+def test_prompts_that_are_no_list_are_refused(engine: InferenceEngine, prompts: Any) -> None:
+    for refuse in (
+        lambda: engine.generate(prompts, TWO_TOKENS),
+        lambda: engine.embed(prompts),
+        lambda: engine.score(prompts, [[1]] * 3),
+    ):
+        with raises_code(RequestError, "invalid_prompt", match="pass a list"):
+            refuse()
+    if prompts is not None:
+        with raises_code(
+            RequestError, "invalid_prediction", match=r"predictions is .*; pass a list"
+        ):
+            engine.generate(["1 + 1 ="], TWO_TOKENS, predictions=prompts)
+
+
+def test_prompts_may_be_arrays_tensors_and_iterators(engine: InferenceEngine) -> None:
+    wanted = engine.generate([[5, 6], [7, 8]], TWO_TOKENS)
+    for prompts in (
+        [np.array([5, 6]), torch.tensor([7, 8])],
+        torch.tensor([[5, 6], [7, 8]]),
+        iter([[np.int64(5), torch.tensor(6)], range(7, 9)]),
+    ):
+        found = engine.generate(prompts, TWO_TOKENS)  # type: ignore[arg-type]
+        assert [each.prompt_tokens for each in found] == [each.prompt_tokens for each in wanted]
+        assert [each.logprobs for each in found] == [each.logprobs for each in wanted]
+
+
+@pytest.mark.parametrize("number", [1.5, 2.0, True, "2", None, 0])
+def test_wrong_number_of_samples_is_refused(engine: InferenceEngine, number: Any) -> None:
+    with raises_code(RequestError, "invalid_n"):
+        engine.generate([[1]], TWO_TOKENS, number)
+
+
+@pytest.mark.parametrize("params", [5, "abc", [object()], {"temperature": 0}, [5]])
+def test_parameters_of_a_wrong_type_are_refused(engine: InferenceEngine, params: Any) -> None:
+    for refuse in (
+        lambda: engine.generate([[1]], params),
+        lambda: engine.score([[1]], [[2]], params),
+    ):
+        with raises_code(RequestError, "invalid_request", match="sampling_params"):
+            refuse()
+
+
+@pytest.mark.parametrize("name", ["stop", "constraint"])
+def test_bytes_in_place_of_text_are_refused(engine: InferenceEngine, name: str) -> None:
+    given: dict[str, Any] = {"stop": (b"ab",), "constraint": {"regex": b"ab"}}
+    with raises_code(RequestError, "invalid_request", match="got `bytes`"):
+        engine.generate([[1]], SamplingParams(**{name: given[name]}))
+
+
+@pytest.mark.parametrize("adapter", [5, None, ["a"]])
+def test_adapter_of_a_wrong_type_is_refused(engine: InferenceEngine, adapter: Any) -> None:
+    with raises_code(RequestError, "unknown_model"):
+        engine.generate([[1]], TWO_TOKENS, adapter=adapter)
+
+
+# --- the contract with trainers --------------------------------------------------------------
+
+
+METHODS = ("flush_cache", "generate", "get_weight_version", "shutdown", "update_weights")
+
+
+class FakeEngine:
+    """What a trainer's own tests would use."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+        num_samples_per_prompt: int = 1,
+    ) -> list[TrainingSample]:
+        return [
+            TrainingSample(tuple(prompt), (9,), (-0.5,), None, self.version, "length")
+            for prompt in prompts
+            for _ in range(num_samples_per_prompt)
+        ]
+
+    def update_weights(self, state_dict: Mapping[str, Tensor], blocking: bool = False) -> None:
+        self.version += 1
+
+    def get_weight_version(self) -> int:
+        return self.version
+
+    def flush_cache(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+
+def train(engine: RolloutEngine, weights: Mapping[str, Tensor]) -> list[TrainingSample]:
+    """One round in flight and one in turn, by the contract alone."""
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    samples = engine.generate([[70, 71], [80]], params, num_samples_per_prompt=2)
+    engine.update_weights(weights)
+    samples += engine.generate([[70, 71]], [params])
+    engine.update_weights(weights, blocking=True)
+    engine.flush_cache()
+    assert engine.get_weight_version() == 2
+    samples += engine.generate([[80]], params)
+    engine.shutdown()
+    engine.shutdown()
+    return samples
+
+
+@pytest.mark.parametrize("kind", [FakeEngine, InferenceEngine])
+def test_a_trainer_written_against_the_contract_runs(kind: type[Any]) -> None:
+    engine = kind()
+    assert isinstance(engine, RolloutEngine)
+    weights = dict(engine.state_dict()) if kind is InferenceEngine else {}
+    samples = train(engine, weights)
+    prompts = [(70, 71), (70, 71), (80,), (80,), (70, 71), (80,)]
+    assert [sample.prompt_tokens for sample in samples] == prompts
+    assert [sample.weight_version for sample in samples] == [0, 0, 0, 0, 1, 2]
+    assert all(len(sample.logprobs) == len(sample.completion_tokens) for sample in samples)
+
+
+def test_a_class_without_a_method_does_not_fulfil_the_contract() -> None:
+    assert not isinstance(SamplingParams(), RolloutEngine)
+    assert sorted(name for name in vars(RolloutEngine) if name[0] != "_") == list(METHODS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_engine_s_signatures_match_the_contract(method: str) -> None:
+    """By the same names, in the same order, and nothing more that is needed."""
+    wanted = inspect.signature(getattr(RolloutEngine, method)).parameters
+    ours = inspect.signature(getattr(InferenceEngine, method)).parameters
+    assert list(ours)[: len(wanted)] == list(wanted)
+    for name, parameter in wanted.items():
+        if parameter.default is not parameter.empty:
+            assert ours[name].default == parameter.default
+    for name in ours.keys() - wanted.keys():
+        assert ours[name].default is not inspect.Parameter.empty

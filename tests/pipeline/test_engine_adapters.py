@@ -10,14 +10,7 @@ import pytest
 import torch
 from peft import get_peft_model_state_dict
 
-from nano_inference import (
-    EmbedParams,
-    EngineConfig,
-    InferenceEngine,
-    RequestError,
-    SamplingParams,
-    TrainingSample,
-)
+from nano_inference import EmbedParams, EngineConfig, InferenceEngine, RequestError, SamplingParams
 from nano_inference.bus.weights import InFlight
 from nano_inference.config import AdapterError, PoolingKind
 from nano_inference.pipeline.engine_requests import make_request
@@ -25,6 +18,7 @@ from nano_inference.pipeline.engine_requests import make_request
 from ..stages.executor.encoders import vector_of
 from ..stages.executor.models import make_model
 from ..stages.executor.runner.adapters.making import make_adapter, merged
+from .builders import finish, raises_code
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPT = list(range(1, 40))
@@ -81,16 +75,17 @@ def test_new_weights_find_no_old_kv(engine: InferenceEngine, folder: Path) -> No
     assert engine.load_adapter("a", folder / "two") == 2
     assert cached(engine, "a") == 0
     engine.unload_adapter("a")
-    with pytest.raises(RequestError, match="no model 'a'") as refused:
+    with raises_code(RequestError, "unknown_model", match="no model 'a'"):
         engine.add_request(PROMPT, adapter="a")
-    assert refused.value.code == "unknown_model"
     assert engine.load_adapter("a", folder / "one") == 3
     assert cached(engine, "a") == 0
     assert say(engine, "a") == first
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "retract", "abort"])
-def test_update_in_flight(engine: InferenceEngine, folder: Path, in_flight: InFlight) -> None:
+def test_in_flight_requests_keep_or_lose_the_old_adapter(
+    engine: InferenceEngine, folder: Path, in_flight: InFlight
+) -> None:
     engine.load_adapter("a", folder / "one")
     engine.load_adapter("b", folder / "one")
     old, base = say(engine, "a"), say(engine)
@@ -117,14 +112,14 @@ def test_update_in_flight(engine: InferenceEngine, folder: Path, in_flight: InFl
             adapter="a",
         )
         assert a.completion_tokens[6:] == again.completion_tokens
-    # Nobody finds KV that both have made.
+    # KV of two versions is never found.
     assert cached(engine, "a") <= len(PROMPT) - 1
     fresh = say(engine, "a")
     engine.flush_cache()
     assert say(engine, "a") == fresh
 
 
-def test_tensors_of_this_process(engine: InferenceEngine, folder: Path) -> None:
+def test_an_adapter_may_be_tensors_of_this_process(engine: InferenceEngine, folder: Path) -> None:
     adapted = make_adapter(MODEL, ord("o") + 3)
     config = adapted.peft_config["default"].to_dict()
     engine.load_adapter("folder", folder / "one")
@@ -136,7 +131,7 @@ def test_tensors_of_this_process(engine: InferenceEngine, folder: Path) -> None:
     ]
 
 
-def test_tensors_whose_numbers_are_not_there_are_refused(engine: InferenceEngine) -> None:
+def test_tensors_without_storage_are_refused(engine: InferenceEngine) -> None:
     adapted = make_adapter(MODEL, ord("o") + 3)
     config = adapted.peft_config["default"].to_dict()
     tensors = get_peft_model_state_dict(adapted)
@@ -144,26 +139,23 @@ def test_tensors_whose_numbers_are_not_there_are_refused(engine: InferenceEngine
     freed = tensors[name].clone()
     freed.untyped_storage().resize_(0)
     for spoiled in (tensors[name].to("meta"), tensors[name].to_sparse(), freed):
-        with pytest.raises(AdapterError, match="can't be read") as refused:
+        with raises_code(AdapterError, "adapter_refused", match="can't be read"):
             engine.load_adapter("a", {**tensors, name: spoiled}, config)
-        assert refused.value.code == "adapter_refused"
     assert not engine.adapters()
 
 
-def test_unloading_what_is_in_use(engine: InferenceEngine, folder: Path) -> None:
+def test_an_adapter_in_use_is_not_unloaded(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("a", folder / "one")
     request = engine.add_request(PROMPT, GREEDY, adapter="a")
     engine.step()
-    with pytest.raises(AdapterError) as refused:
+    with raises_code(AdapterError, "adapter_in_use"):
         engine.unload_adapter("a")
-    assert refused.value.code == "adapter_in_use"
     engine.unload_adapter("a", in_flight="abort")
     (sample,) = engine.step()
     assert (sample.request_id, sample.finish_reason) == (request, "abort")
     assert not engine.adapters()
-    with pytest.raises(AdapterError) as refused:
+    with raises_code(AdapterError, "adapter_not_found"):
         engine.unload_adapter("a")
-    assert refused.value.code == "adapter_not_found"
 
 
 def test_base_weights_change_below_an_adapter(engine: InferenceEngine, folder: Path) -> None:
@@ -176,7 +168,7 @@ def test_base_weights_change_below_an_adapter(engine: InferenceEngine, folder: P
     assert say(engine, "a") == before
 
 
-def test_adapters_of_the_settings(folder: Path) -> None:
+def test_adapters_of_the_settings_are_loaded(folder: Path) -> None:
     config = EngineConfig(model_path=str(folder / "qwen"), adapters={"one": str(folder / "one")})
     with InferenceEngine(config) as engine:
         assert say(engine, "one") != say(engine)
@@ -185,7 +177,7 @@ def test_adapters_of_the_settings(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mean", "last", "cls"])
-def test_vectors_are_those_of_merged_weights(
+def test_adapter_vectors_equal_merged_weights(
     folder: Path, kind: PoolingKind, tmp_path: Path
 ) -> None:
     """In chunks, beside rows of others, and behind prefixes that the model alone has computed."""
@@ -206,7 +198,7 @@ def test_vectors_are_those_of_merged_weights(
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
-def test_a_vector_is_of_one_version_of_an_adapter(folder: Path) -> None:
+def test_a_vector_has_one_adapter_version(folder: Path) -> None:
     config = EngineConfig(
         model_path=str(folder / "qwen"), max_tokens_per_batch=16, max_batch_size=8, device="cpu"
     )
@@ -218,9 +210,7 @@ def test_a_vector_is_of_one_version_of_an_adapter(folder: Path) -> None:
         engine._queue("v", None, make_request(PROMPT, embed=embed, adapter="a"))
         assert engine.step() == []
         engine.load_adapter("a", folder / "two")
-        samples: list[TrainingSample] = []
-        while engine.has_pending():
-            samples += engine.step()
+        samples = finish(engine)
     (sample,) = samples
     assert sample.adapter_version == 3
     torch.testing.assert_close(torch.tensor([sample.embedding]), wanted)

@@ -20,6 +20,8 @@ from nano_inference import (
 )
 from nano_inference.config import ModelError
 
+from .builders import raises_code
+
 TINY = EngineConfig().model_folder
 PROMPTS = ["98 + 25 =", "Story about Ana, a dog and a red ball:", "4", "Tara, 65, is a chef. JSON:"]
 
@@ -86,7 +88,7 @@ def check_bits(exact: ExactForward, samples: Sequence[TrainingSample], temperatu
 
 
 @pytest.mark.parametrize("model", ["tiny", "windowed"])
-def test_gradients_are_those_of_the_plain_model(model: str, windowed: Path) -> None:
+def test_gradients_equal_the_plain_model_s(model: str, windowed: Path) -> None:
     folder = TINY if model == "tiny" else windowed
     generator = torch.Generator().manual_seed(0)
     lengths = (3, 90, 41)
@@ -115,9 +117,8 @@ def test_sequences_too_short_or_too_long_are_refused() -> None:
         with pytest.raises(ValueError, match="2 to 9 tokens"):
             exact.logprobs([[1, 2], sequence])
     for prompt, code in (([1.5, 2.0], "invalid_token_ids"), ("abc", "invalid_prompt")):
-        with pytest.raises(RequestError) as refused:
+        with raises_code(RequestError, code):
             exact.logprobs([prompt])  # type: ignore[list-item]
-        assert refused.value.code == code
     with pytest.raises(RequestError, match="token id 10000000"):
         exact.logprobs([[1, 10**7]])
 

@@ -22,6 +22,7 @@ from nano_inference.stages.streaming.core import StreamingCore
 from nano_inference.telemetry import names, setup_tracing
 
 from . import short_model
+from .builders import stage_of
 from .conftest import MakeConfig, both_buses
 
 SHORT_MODEL = True
@@ -53,9 +54,7 @@ def urgent_request(index: int) -> dict[str, Any]:
 
 
 def fairness_of(pipeline: Pipeline) -> FairnessStage:
-    stage = pipeline._actors["fairness"]
-    assert isinstance(stage, FairnessStage)
-    return stage
+    return stage_of(pipeline, FairnessStage)
 
 
 def counts_of(pipeline: Pipeline) -> Counts:
@@ -92,17 +91,17 @@ async def all_tokens(pipeline: Pipeline) -> list[list[tuple[int, ...]]]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def wanted() -> list[list[tuple[int, ...]]]:
-    """What `all_tokens` gives where nobody has to make room."""
+    """The result of `all_tokens` without preemption."""
     model = {"engine.dtype": "float32", "engine.model_path": str(short_model.folder())}
     config = load_config(env={}, overrides=model)
-    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+    async with Pipeline(config) as pipeline:
         tokens = await all_tokens(pipeline)
         assert counts_of(pipeline) == Counts(tokens=counts_of(pipeline).tokens)
         return tokens
 
 
 @both_buses
-async def test_streams_that_pause_are_those_of_an_undisturbed_run(
+async def test_paused_streams_equal_undisturbed_ones(
     make_config: MakeConfig, wanted: list[list[tuple[int, ...]]]
 ) -> None:
     config = make_config(
@@ -110,7 +109,7 @@ async def test_streams_that_pause_are_those_of_an_undisturbed_run(
         fairness__enable_preemption=True,
         fairness__max_timeslice_tokens=10,
     )
-    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+    async with Pipeline(config) as pipeline:
         assert await all_tokens(pipeline) == wanted
         # The last step's tokens may be counted after they have been delivered.
         await until(lambda: counts_of(pipeline).tokens == {0: 8 * LONG_TOKENS * 3 // 2, 8: 24})
@@ -134,7 +133,7 @@ async def test_streams_that_pause_are_those_of_an_undisturbed_run(
     ],
     indirect=["make_config"],
 )
-async def test_what_has_paused_survives_the_loss_of_a_stage(
+async def test_paused_sequences_survive_a_stage_failure(
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
     stage: str,
@@ -152,7 +151,7 @@ async def test_what_has_paused_survives_the_loss_of_a_stage(
         fairness__max_timeslice_tokens=10,
         pipeline__restart_backoff_s=0.01,
     )
-    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+    async with Pipeline(config) as pipeline:
         original = getattr(owner, method)
         broken: list[int] = []
 
@@ -170,18 +169,16 @@ async def test_what_has_paused_survives_the_loss_of_a_stage(
 
 async def until(holds: Callable[[], bool]) -> None:
     """Polls; the test's own time limit bounds it."""
-    while not holds():  # noqa: ASYNC110  (what is waited for knows nothing of tests)
+    while not holds():  # noqa: ASYNC110  (the condition has no event)
         await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "expired"])
 async def test_a_request_that_has_paused_can_end(make_config: MakeConfig, how: str) -> None:
     config = make_config(
-        engine__max_batch_size=1,
-        fairness__enable_preemption=True,
-        fairness__expire_hopeless=False,
+        engine__max_batch_size=1, fairness__enable_preemption=True, fairness__expire_hopeless=False
     )
-    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+    async with Pipeline(config) as pipeline:
         await pipeline.complete(urgent_request(0))  # the model is warm
         budget = {"budget_ns": 2 * 10**9} if how == "expired" else {}
         sampling = {"temperature": 0, "max_tokens": 4000, "ignore_eos": True}
@@ -197,9 +194,8 @@ async def test_a_request_that_has_paused_can_end(make_config: MakeConfig, how: s
             if how == "cancelled":
                 await pipeline.client.cancel("low")
             *_, last = [first] + [output async for output in low]
-            assert isinstance(last, Completion)
             assert last.status == how
-            assert len(last.samples[0].token_ids) > 0, "what it had made is there"
+            assert len(last.samples[0].token_ids) > 0, "its tokens so far are there"
             assert not high.done()
             high.cancel()
             await asyncio.gather(high, return_exceptions=True)
@@ -218,7 +214,7 @@ async def test_a_quiet_tenant_does_not_wait_for_a_noisy_one(make_config: MakeCon
         assert completion.status == "done"
         order.append(name)
 
-    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+    async with Pipeline(config) as pipeline:
         sampling = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
         noisy = [
             {"prompt": f"{i} + 1 =", "sampling": sampling, "tenant": "noisy"} for i in range(60)
@@ -232,9 +228,9 @@ async def test_a_quiet_tenant_does_not_wait_for_a_noisy_one(make_config: MakeCon
         await asyncio.gather(*tasks)
 
 
-async def test_a_change_of_settings_holds_at_once_for_what_runs(make_config: MakeConfig) -> None:
+async def test_changed_settings_apply_to_running_requests(make_config: MakeConfig) -> None:
     config = make_config(engine__max_batch_size=1)
-    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+    async with Pipeline(config) as pipeline:
         sampling = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
         long = {"prompt": "1 + 1 =", "sampling": sampling}
         low = asyncio.create_task(tokens_of(pipeline, long))
@@ -251,7 +247,7 @@ async def test_a_change_of_settings_holds_at_once_for_what_runs(make_config: Mak
         assert fairness_of(pipeline)._core.config.tenant_weights == {"gold": 2.0}
 
 
-async def test_traces_tell_of_pauses_and_of_why_a_request_waited(make_config: MakeConfig) -> None:
+async def test_traces_show_pauses_and_the_reason_of_a_wait(make_config: MakeConfig) -> None:
     exporter = InMemorySpanExporter()
     tracing = setup_tracing(TelemetryConfig(), "test", exporter)
     config = make_config(
@@ -259,7 +255,7 @@ async def test_traces_tell_of_pauses_and_of_why_a_request_waited(make_config: Ma
         fairness__enable_preemption=True,
         fairness__max_timeslice_tokens=10,
     )
-    async with asyncio.timeout(LIMIT_S), Pipeline(config, tracing=tracing) as pipeline:
+    async with Pipeline(config, tracing=tracing) as pipeline:
         await all_tokens(pipeline)
         counts = counts_of(pipeline)
     tracing.shutdown()
@@ -268,10 +264,7 @@ async def test_traces_tell_of_pauses_and_of_why_a_request_waited(make_config: Ma
     resumes = [span for span in spans if span.name == names.FAIRNESS_RESUME]
     assert len(yields) == counts.yields + counts.preemptions
     assert len(resumes) == counts.resumes
-    assert {(s.attributes or {})[names.YIELD_REASON] for s in yields} == {
-        "preempted",
-        "time slice",
-    }
+    assert {(s.attributes or {})[names.YIELD_REASON] for s in yields} == {"preempted", "time slice"}
     assert all(span.parent is not None for span in yields + resumes)
     waited = [dict(span.attributes or {}) for span in spans if span.name == "fairness"]
     assert any(each[names.PASSED_BY_TENANTS] for each in waited)

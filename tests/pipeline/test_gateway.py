@@ -1,4 +1,4 @@
-"""A trainer that knows SGLang's interface, and nothing of ours, drives a whole round.
+"""A trainer that uses SGLang's interface alone drives a whole round.
 
 The calls, their order and the fields read are those of slime's and miles' clients
 (backends/sglang_utils/sglang_engine.py, rollout/sglang_rollout.py of slime; miles' have the same
@@ -26,8 +26,6 @@ from nano_inference.pipeline.pipeline import Pipeline
 from ..oracle import announcing, token_of
 from ..servers import until
 from .conftest import MakeConfig, both_buses
-
-LIMIT_S = 60
 
 
 class Trainer:
@@ -74,7 +72,7 @@ class Trainer:
         return await self.make_request("update_weights_from_disk", payload)
 
     async def generate(self, prompt_ids: list[int], max_new_tokens: int) -> dict[str, Any]:
-        """With slime's payload, and what it makes of the answer."""
+        """Generate with slime's payload, and parse the answer as slime does."""
         payload = {
             "sampling_params": {
                 "temperature": 0.0,
@@ -115,10 +113,7 @@ class Trainer:
 
 @pytest.fixture
 async def pipeline(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
-    async with (
-        asyncio.timeout(LIMIT_S),
-        Pipeline(make_config(engine__kv_cache_bytes=1 << 24)) as running,
-    ):
+    async with Pipeline(make_config(engine__kv_cache_bytes=1 << 24)) as running:
         yield running
 
 
@@ -158,7 +153,7 @@ async def at_rest(pipeline: Pipeline) -> bool:
 
 
 @both_buses
-async def test_rounds_of_a_trainer(trainer: Trainer, spell: Callable[[int], str]) -> None:
+async def test_a_trainer_runs_its_rounds(trainer: Trainer, spell: Callable[[int], str]) -> None:
     """Pause, flush, new weights, continue, generate: the version is that of the tokens."""
     await trainer.wait_server_healthy()
     before = await trainer.generate([20, 21, 22], 4)
@@ -211,10 +206,10 @@ async def test_buckets_become_visible_together(
     assert sample["weight_version"] == "1"
 
 
-async def test_a_trainer_on_the_same_device(
+async def test_a_trainer_on_the_same_device_runs_its_rounds(
     trainer: Trainer, pipeline: Pipeline, weights: Mapping[str, Tensor], tmp_path: Path
 ) -> None:
-    """Release, train, weights, buckets, KV cache, generate; what is asked meanwhile waits."""
+    """Release, train, weights, buckets, KV cache, generate; requests wait meanwhile."""
     names = sorted(weights)
     for version in (1, 2):
         await trainer.release_memory_occupation([None, ["kv_cache", "weights"]][version - 1])
@@ -246,7 +241,7 @@ async def test_released_weights_are_not_generated_from(
     assert (await waiting)["tokens"] == [token_of(1)] * 4
 
 
-async def test_a_session_without_a_pause(trainer: Trainer, spell: Callable[[int], str]) -> None:
+async def test_a_session_needs_no_pause(trainer: Trainer, spell: Callable[[int], str]) -> None:
     await trainer.make_request("begin_weight_update", {"selector": "all"})
     await trainer.update_weights_from_disk(spell(1), "step-1")
     assert (await trainer.generate([20, 21], 2))["weight_version"] == "0"
@@ -255,7 +250,7 @@ async def test_a_session_without_a_pause(trainer: Trainer, spell: Callable[[int]
     assert (sample["tokens"], sample["weight_version"]) == ([token_of(1)] * 2, "step-1")
 
 
-async def test_tensors_in_the_body(
+async def test_tensors_may_come_in_the_body(
     http: httpx.AsyncClient, trainer: Trainer, weights: Mapping[str, Tensor]
 ) -> None:
     parts = [b64encode(safetensors.torch.save(announcing(weights, 3))).decode()]
@@ -279,7 +274,9 @@ async def test_weights_that_do_not_fit_change_nothing(
 
 
 @both_buses
-async def test_aborted_requests_return_what_they_have(trainer: Trainer, pipeline: Pipeline) -> None:
+async def test_aborted_requests_return_partial_samples(
+    trainer: Trainer, pipeline: Pipeline
+) -> None:
     """As slime stops a rollout: it aborts until nothing runs, and keeps the partial samples."""
     body = {
         "input_ids": [20, 21, 22],
@@ -298,7 +295,7 @@ async def test_aborted_requests_return_what_they_have(trainer: Trainer, pipeline
     assert 0 < len(meta["output_token_logprobs"]) == meta["completion_tokens"] < 1500
 
 
-async def test_pausing_to_abort(trainer: Trainer, pipeline: Pipeline) -> None:
+async def test_a_pause_can_abort_requests(trainer: Trainer, pipeline: Pipeline) -> None:
     await trainer.pause_generation("in_place")
     stuck = asyncio.create_task(trainer.generate([20, 21, 22], 4))
     await until(lambda: in_flight(pipeline), "the request in flight")
@@ -319,7 +316,7 @@ async def test_a_dropped_connection_frees_the_lane(trainer: Trainer, pipeline: P
     await trainer.continue_generation()
 
 
-async def test_scores_of_a_text_are_those_that_generation_reported(trainer: Trainer) -> None:
+async def test_scores_equal_generation_s_logprobs(trainer: Trainer) -> None:
     """As a teacher's are asked for: the prompt and the answer go in, no token comes out."""
     made = await trainer.generate([20, 21, 22], 6)
     payload = {
@@ -357,13 +354,13 @@ async def test_texts_and_stops_of_the_model(trainer: Trainer) -> None:
     }
 
 
-async def test_what_the_engine_refuses(http: httpx.AsyncClient) -> None:
+async def test_invalid_token_ids_are_refused(http: httpx.AsyncClient) -> None:
     response = await http.post("/generate", json={"input_ids": [10**6]})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "invalid_token_ids"
 
 
-async def test_a_server_of_one_model_tells_of_it_as_one_of_several_would(
+async def test_a_single_model_has_the_same_status_routes(
     http: httpx.AsyncClient, pipeline: Pipeline
 ) -> None:
     (found,) = (await http.get("/admin/models")).json()["data"]
@@ -382,7 +379,7 @@ async def test_a_server_of_one_model_tells_of_it_as_one_of_several_would(
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported")
 
 
-async def test_a_port_that_is_taken(pipeline: Pipeline) -> None:
+async def test_a_taken_port_is_an_error(pipeline: Pipeline) -> None:
     async with Gateway(pipeline.client, pipeline.config) as gateway:
         config = load_config(env={}, overrides={"gateway.port": gateway.port})
         with pytest.raises(ConfigError, match=f"port {gateway.port}"):

@@ -19,9 +19,8 @@ from nano_inference.pipeline.pipeline import Pipeline
 
 from ..oracle import announcing, token_of
 from ..stages.executor.runner.weights.transports.peers import Peer
-from .conftest import MakeConfig
+from .conftest import LIMIT_S, MakeConfig
 
-LIMIT_S = 120
 GROUP = "slime-pp_0"
 
 pytestmark = pytest.mark.slow
@@ -93,7 +92,7 @@ async def sample(http: httpx.AsyncClient) -> tuple[list[int], str]:
 
 
 @pytest.mark.parametrize("make_config", ["redis-links"], indirect=True)
-async def test_a_full_round(
+async def test_a_trainer_s_group_runs_whole_rounds(
     http: httpx.AsyncClient, weights: Mapping[str, Tensor], tmp_path: Path
 ) -> None:
     with Peer(GROUP) as peer:
@@ -113,7 +112,7 @@ async def test_a_full_round(
         assert answer.json()["success"]
 
 
-async def test_a_trainer_that_is_killed_in_the_middle(
+async def test_a_trainer_killed_midway_changes_no_weights(
     http: httpx.AsyncClient, weights: Mapping[str, Tensor], tmp_path: Path
 ) -> None:
     before = await sample(http)

@@ -1,19 +1,32 @@
-"""What the reports of the stages add up to."""
+"""Health of lanes, supervision of stages, and cancellations of clients."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from contextlib import aclosing
+from typing import Any, ClassVar
 
 import pytest
+from structlog.testing import capture_logs
 
 from nano_inference import Pipeline
-from nano_inference.config import STAGES, Stage
+from nano_inference.bus import MemoryBus, open_bus
+from nano_inference.bus.messages import Envelope
+from nano_inference.config import STAGES, BusConfig, Config, PipelineConfig, Stage
+from nano_inference.pipeline import cancellations
+from nano_inference.pipeline.client import BusClient
 from nano_inference.pipeline.health import lanes_of, verdict
-from nano_inference.pipeline.heart import Heart
 from nano_inference.pipeline.models import FACTS
+from nano_inference.pipeline.pipeline import Heart
+from nano_inference.pipeline.stage_control import SharedCall
+from nano_inference.pipeline.supervisor import StageFailed, supervise
+from nano_inference.stages.actor import Actor, StageContext
 from nano_inference.store.board import StageReport
+from nano_inference.telemetry import Tracing
 
 from .conftest import MakeConfig, both_buses
+
+# --- health ----------------------------------------------------------------------------------
 
 
 def report(stage: str, **fields: Any) -> StageReport:
@@ -32,7 +45,7 @@ def test_all_stages_ready() -> None:
     assert verdict([found]) == ""
 
 
-def test_nobody_there() -> None:
+def test_no_lane_is_a_reason() -> None:
     assert "nano-inference up" in verdict(lanes_of([]))
 
 
@@ -49,14 +62,11 @@ def test_nobody_there() -> None:
             lane(executor={"process_state": "stopped", "pid": 7}),
             "executor is stopped; continue it with `kill -CONT 7`",
         ),
-        (
-            lane(executor={"process_state": "gone", "pid": 7}),
-            "executor has ended (process 7)",
-        ),
+        (lane(executor={"process_state": "gone", "pid": 7}), "executor has ended (process 7)"),
         (lane(streaming={"epoch": 4}), "streaming has not come into the current epoch"),
     ],
 )
-def test_one_that_is_not_ready(reports: list[StageReport], reason: str) -> None:
+def test_a_stage_that_is_not_ready_is_the_reason(reports: list[StageReport], reason: str) -> None:
     found = lanes_of(reports)
     assert not found[0].ready
     assert verdict(found) == reason
@@ -104,7 +114,7 @@ def test_every_lane_has_its_reason() -> None:
     )
 
 
-def test_a_successor_counts_and_not_what_was_killed() -> None:
+def test_a_successor_replaces_a_killed_process() -> None:
     killed = report("executor", age_s=4.0, pid=1)
     (found,) = lanes_of([*lane(executor={"state": "starting", "pid": 2}), killed])
     assert found.stages["executor"].pid == 2
@@ -118,7 +128,7 @@ def test_a_process_that_is_late_for_its_heartbeat_is_only_busy(state: str) -> No
     assert found.ready
 
 
-def test_a_successor_counts_though_it_was_heard_of_before_what_has_ended() -> None:
+def test_a_successor_counts_before_an_ended_process() -> None:
     killed = report("executor", pid=1, process_state="gone")
     (found,) = lanes_of([*lane(executor={"age_s": 0.4, "pid": 2}), killed])
     assert found.stages["executor"].pid == 2
@@ -132,7 +142,7 @@ def test_two_at_the_same_time_are_rivals() -> None:
 
 
 @both_buses
-async def test_a_pipeline_tells_how_its_stages_are(make_config: MakeConfig) -> None:
+async def test_stages_report_their_state_and_load(make_config: MakeConfig) -> None:
     async with Pipeline(make_config()) as pipeline:
         await pipeline.complete({"prompt": "12 + 30 =", "sampling": {"temperature": 0}})
         (found,) = lanes_of(pipeline.stages())
@@ -159,14 +169,14 @@ async def test_a_pipeline_tells_how_its_stages_are(make_config: MakeConfig) -> N
 
 
 @both_buses
-async def test_stages_that_wait_say_for_what(make_config: MakeConfig) -> None:
+async def test_waiting_stages_report_their_reason(make_config: MakeConfig) -> None:
     config = make_config()
     if config.bus.url == "memory":
         return
     some: tuple[Stage, ...] = ("admission", "batching")
     async with Pipeline(make_config(pipeline__stages=some)) as pipeline:
         reasons: dict[str, str] = {}
-        while "has not told" not in reasons.get("batching", ""):
+        while "has not sent" not in reasons.get("batching", ""):
             await pipeline.bus.ping()
             reasons = {report.stage: report.reason for report in pipeline.stages()}
         # Without the executor batching does not know what fits.
@@ -174,3 +184,130 @@ async def test_stages_that_wait_say_for_what(make_config: MakeConfig) -> None:
         bus = pipeline.bus
         heart = Heart(config, bus, {})
         assert {report.state for report in heart.reports()} == {"starting"}
+
+
+# --- supervision -----------------------------------------------------------------------------
+
+
+class Broken(Actor):
+    """Fails in a way of its own at each start."""
+
+    name: ClassVar[str] = "batching"
+    ways: ClassVar[list[str]]
+
+    async def open(self) -> None:
+        raise RuntimeError(self.ways.pop())
+
+    async def handle(self, envelope: Envelope) -> None: ...
+
+    async def reset(self) -> None: ...
+
+
+async def test_a_traceback_is_printed_once_for_each_way_to_fail() -> None:
+    bus = MemoryBus(Config().bus)
+    context = StageContext(Config(), bus, Tracing(None))
+    Broken.ways = ["b", "b", "a", "a", "a"]
+    with capture_logs() as lines, pytest.raises(StageFailed):
+        await supervise(
+            lambda: Broken(context), PipelineConfig(max_restarts=4, restart_backoff_s=0.0)
+        )
+    failures = [line for line in lines if line["event"] == "stage_failed"]
+    assert [line["error"] for line in failures] == [
+        f"RuntimeError('{way}')" for way in ("a", "a", "a", "b", "b")
+    ]
+    assert [bool(line["exc_info"]) for line in failures] == [True, False, False, True, False]
+    await bus.aclose()
+
+
+# --- cancellations ---------------------------------------------------------------------------
+
+
+async def test_a_thousand_concurrent_callers_cost_two_calls() -> None:
+    begun = 0
+    started, go = asyncio.Event(), asyncio.Event()
+
+    async def look() -> int:
+        nonlocal begun
+        begun += 1
+        number = begun
+        started.set()
+        await go.wait()
+        return number
+
+    looks = SharedCall(look)
+    first = asyncio.create_task(looks.result())
+    await started.wait()
+    # What the first one sees may be older than their question.
+    others = [asyncio.create_task(looks.result()) for _ in range(1000)]
+    await asyncio.sleep(0)
+    go.set()
+    assert await first == 1
+    assert set(await asyncio.gather(*others)) == {2}
+    assert await looks.result() == 3
+
+
+async def test_a_cancelled_caller_cancels_no_other() -> None:
+    go = asyncio.Event()
+    looks = SharedCall(go.wait)
+    impatient, patient = (asyncio.create_task(looks.result()) for _ in range(2))
+    await asyncio.sleep(0)
+    impatient.cancel()
+    await asyncio.sleep(0)
+    go.set()
+    assert await patient is True
+    assert impatient.cancelled()
+
+
+async def test_a_cancellation_that_takes_long_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cancellations, "CANCEL_PATIENCE_S", 0.01)
+    bus = open_bus(BusConfig())
+    client = BusClient(bus)
+    go, cancelled = asyncio.Event(), []
+
+    async def cancel(request_id: str, entry_id: str = "") -> None:
+        await go.wait()
+        cancelled.append((request_id, entry_id))
+
+    monkeypatch.setattr(client, "cancel", cancel)
+    async with aclosing(client.submit({"prompt": "x", "request_id": "mine"})) as outputs:
+        asking = asyncio.ensure_future(anext(outputs))
+        (entry,) = await bus.requests.take(1)
+        asking.cancel()
+        await asyncio.wait([asking])
+    assert not cancelled
+    go.set()
+    await client.aclose()
+    assert cancelled == [("mine", entry.entry_id)]
+    await bus.aclose()
+
+
+async def test_a_caller_cancelled_while_publishing_cancels_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cancellations, "CANCEL_PATIENCE_S", 0.01)
+    bus = open_bus(BusConfig())
+    client = BusClient(bus)
+    begun, go, cancelled = asyncio.Event(), asyncio.Event(), []
+
+    async def publish(request: object, trace: object = None) -> str:
+        begun.set()
+        await go.wait()
+        return "7-0"
+
+    async def cancel(request_id: str, entry_id: str = "") -> None:
+        cancelled.append((request_id, entry_id))
+
+    monkeypatch.setattr(client, "publish", publish)
+    monkeypatch.setattr(client, "cancel", cancel)
+    asking = asyncio.ensure_future(client.complete({"prompt": "x"}))
+    await begun.wait()
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert asking.cancelled()
+    assert not cancelled
+    go.set()
+    await client.aclose()
+    assert cancelled == [("7-0", "7-0")]
+    await bus.aclose()

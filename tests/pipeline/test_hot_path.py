@@ -73,22 +73,20 @@ def test_instructions_per_sequence_and_step() -> None:
 def batching_steps(number: int, cache_type: Literal["paged", "radix"]) -> float:
     """As `decode_steps`, batching alone; in each step another sixteenth fills a block."""
     config = EngineConfig(
-        max_tokens_per_batch=2 * STEPS * number,
-        block_size=STEPS,
-        cache_type=cache_type,
+        max_tokens_per_batch=2 * STEPS * number, block_size=STEPS, cache_type=cache_type
     )
     capacity = ReplicaCapacity(8 * number, STEPS, 4096, 50, "none", max_batch_size=number)
     core = BatchingCore(config, capacity)
     for seq_id in range(number):
         prompt = (seq_id,) * (1 + seq_id % STEPS)
-        info = RequestInfo(f"r{seq_id}", "e", "m", 1, False, (), len(prompt), "", "", 0)
+        info = RequestInfo(f"r{seq_id}", "e")
         core.add(Dispatch(info, prompt, SamplingParams(), (SequenceSpec(seq_id, 0, 0),), 0))
     plans: deque[StepPlan] = deque()
 
     def step() -> None:
         while (plan := core.plan(0)) is not None:
             plans.append(plan)
-        core.absorb(sampled(plans.popleft()))
+        core.absorb(sampled(plans.popleft()).summary())
         core.take_report()
 
     for _ in range(4):
@@ -225,9 +223,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_a_step_of_single_tokens_takes_all_layers_in_one_call(
-    rows: int, library: CountedLibrary
-) -> None:
+def test_a_decode_step_runs_all_layers_in_one_call(rows: int, library: CountedLibrary) -> None:
     (few, operations), more = (count_in_step(library, layers, 0, rows) for layers in (2, 6))
     assert few["decoder_layers"] == 1
     assert few.total() <= KERNELS_PER_STEP
@@ -235,7 +231,7 @@ def test_a_step_of_single_tokens_takes_all_layers_in_one_call(
     assert more == (few, operations)
 
 
-def test_so_does_one_with_a_prompt(library: CountedLibrary) -> None:
+def test_a_step_with_a_prompt_runs_all_layers_in_one_call(library: CountedLibrary) -> None:
     (few, operations), more = (count_in_step(library, layers, 1, 3) for layers in (2, 6))
     assert few["decoder_layers"] == 1
     assert 0 < operations <= OPERATIONS_PER_STEP

@@ -19,13 +19,12 @@ from nano_inference.kserve import KServeClient, KServeError, NamedTensor, text_t
 
 from ..commands import Command
 from . import reference
-from .conftest import MakeConfig, config_maker
+from .builders import MORE_TOKENS, stream_request, until
+from .conftest import LIMIT_S, MakeConfig, config_maker
 from .test_lanes import LaneProcess, lane_config, lane_process  # noqa: F401  (a fixture)
-from .test_life import MORE_TOKENS, stream_request, until
 
 pytestmark = pytest.mark.slow
 
-LIMIT_S = 90
 STREAMED, AT_ONCE = range(5), range(5, 8)
 
 
@@ -136,9 +135,7 @@ async def test_an_executor_that_is_killed_is_not_noticed(
                 await calls.finish()
 
 
-async def test_with_no_lane_at_all_a_call_that_has_no_time_left_says_so(
-    redis_config: MakeConfig,
-) -> None:
+async def test_an_expired_call_without_a_lane_is_refused(redis_config: MakeConfig) -> None:
     """Nobody is there, and still it is not UNAVAILABLE that is told."""
     async with called(lane_config(redis_config, "a")) as client:
         cases: Sequence[tuple[str, list[NamedTensor], str, grpc.StatusCode]] = [

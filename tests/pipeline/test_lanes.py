@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -15,19 +15,16 @@ from redis.asyncio import Redis
 from nano_inference import BusClient, Completion, Config, Pipeline
 from nano_inference.bus.control import Pause, Resume
 from nano_inference.bus.links import CONTROL
-from nano_inference.bus.public import CompletionChunk, Output
+from nano_inference.bus.public import CompletionChunk
 from nano_inference.bus.redis import queue_length
 from nano_inference.bus.weights import FolderWeights
-from nano_inference.config import BusError, LaneReplaced
-from nano_inference.stages.admission.stage import AdmissionStage
+from nano_inference.config import STAGES, BusError, LaneReplaced
 
 from ..commands import Command
-from . import short_model
-from .conftest import MakeConfig, config_maker
-from .test_life import GOOD, LONG, MORE_TOKENS, check_stream, stream_request, until
+from .builders import GOOD, LONG, Streams, begin, end_of, error_code, kill, raises_code, until
+from .conftest import LIMIT_S, MakeConfig, config_maker
 
 SHORT_MODEL = True
-LIMIT_S = 90
 LEASE_S = 0.5
 
 
@@ -58,58 +55,13 @@ def side_by_side(make_config: MakeConfig, **settings: object) -> list[Config]:
     return [lane_config(make_config, lane, **settings) for lane in "ab"]
 
 
-def admission_of(pipeline: Pipeline) -> AdmissionStage:
-    stage = pipeline._actors["admission"]
-    assert isinstance(stage, AdmissionStage)
-    return stage
-
-
 def in_flight(pipeline: Pipeline) -> int:
-    return int(admission_of(pipeline).load()["in_flight"])
+    return int(pipeline._actors["admission"].load()["in_flight"])
 
 
 def is_ready(pipeline: Pipeline) -> bool:
     """Whether its admission lets requests in."""
-    return admission_of(pipeline).condition()[0] == "ready"
-
-
-async def kill(pipeline: Pipeline) -> None:
-    """Ends a pipeline without a word to anybody, as a lost machine does."""
-    pipeline._stages_task.cancel()
-    await asyncio.wait({pipeline._stages_task})
-    await pipeline._heart.last_word()
-    await pipeline.bus.aclose()
-
-
-async def begin(pipeline: Pipeline) -> Pipeline:
-    """Enters the context for good; `kill` ends it."""
-    return await pipeline.__aenter__()
-
-
-class Streams:
-    """Eight streams of one client, all of which have begun."""
-
-    def __init__(self, client: BusClient) -> None:
-        self._streams = [client.submit(stream_request(index, MORE_TOKENS)) for index in range(8)]
-        self._outputs: list[list[Output]] = [[] for _ in self._streams]
-
-    async def begin(self, most: int = 6) -> None:
-        """Waits for the first output of so many; two of them give none before the end."""
-        self._rest = [
-            asyncio.create_task(self._read(index, stream))
-            for index, stream in enumerate(self._streams)
-        ]
-        await until(lambda: sum(map(bool, self._outputs)) >= most)
-
-    async def finish(self) -> None:
-        """Every stream is complete, without gap or repetition, as if nothing had happened."""
-        await asyncio.gather(*self._rest)
-        for index, outputs in enumerate(self._outputs):
-            check_stream(index, outputs, MORE_TOKENS, short_model.folder())
-
-    async def _read(self, index: int, stream: AsyncGenerator[Output, None]) -> None:
-        async for output in stream:
-            self._outputs[index].append(output)
+    return pipeline._actors["admission"].condition()[0] == "ready"
 
 
 # --- side by side -----------------------------------------------------------------------------
@@ -118,7 +70,6 @@ class Streams:
 async def test_two_lanes_serve_one_stream(make_config: MakeConfig) -> None:
     configs = side_by_side(make_config, admission__max_in_flight=3)
     async with (
-        asyncio.timeout(LIMIT_S),
         Pipeline(configs[0]) as first,
         Pipeline(configs[1]) as second,
         BusClient.connect(configs[0].bus) as client,
@@ -134,22 +85,16 @@ async def test_two_lanes_serve_one_stream(make_config: MakeConfig) -> None:
 
 async def test_a_request_id_is_used_once_in_all_lanes(make_config: MakeConfig) -> None:
     configs = side_by_side(make_config, admission__max_in_flight=1)
-    async with (
-        asyncio.timeout(LIMIT_S),
-        Pipeline(configs[0]) as first,
-        BusClient.connect(configs[0].bus) as client,
-    ):
+    async with Pipeline(configs[0]) as first, BusClient.connect(configs[0].bus) as client:
         running = client.submit({**LONG, "request_id": "mine"})
         await anext(running)
         async with Pipeline(configs[1]) as second:
             refused = await client.complete({**GOOD, "request_id": "mine"})
-            assert refused.error is not None
-            assert refused.error.code == "duplicate_request"
+            assert error_code(refused) == "duplicate_request"
             assert in_flight(first) == 1
             await until(lambda: not in_flight(second))
         await client.cancel("mine")
-        last = [output async for output in running][-1]
-        assert isinstance(last, Completion)
+        last = await end_of(running)
         assert last.status == "cancelled"
 
 
@@ -157,7 +102,6 @@ async def test_a_request_id_is_used_once_in_all_lanes(make_config: MakeConfig) -
 async def test_control_messages_reach_every_lane(make_config: MakeConfig) -> None:
     configs = side_by_side(make_config, admission__max_in_flight=1)
     async with (
-        asyncio.timeout(LIMIT_S),
         Pipeline(configs[0]) as first,
         Pipeline(configs[1]) as second,
         BusClient.connect(configs[0].bus) as client,
@@ -168,8 +112,7 @@ async def test_control_messages_reach_every_lane(make_config: MakeConfig) -> Non
         for i in range(2):
             await client.cancel(f"r{i}")
         for stream in streams:
-            last = [output async for output in stream][-1]
-            assert isinstance(last, Completion)
+            last = await end_of(stream)
             assert last.status == "cancelled"
         await client.pause()
         waiting = [asyncio.create_task(client.complete(GOOD)) for _ in range(2)]
@@ -180,11 +123,10 @@ async def test_control_messages_reach_every_lane(make_config: MakeConfig) -> Non
         assert [(await task).status for task in waiting] == ["done"] * 2
 
 
-async def test_an_operation_may_name_one_lane(redis_config: MakeConfig) -> None:
+async def test_an_operation_applies_to_one_lane(redis_config: MakeConfig) -> None:
     configs = side_by_side(redis_config, admission__max_in_flight=1)
     weights = FolderWeights(str(configs[0].engine.model_folder))
     async with (
-        asyncio.timeout(LIMIT_S),
         Pipeline(configs[0]),
         Pipeline(configs[1]) as second,
         BusClient.connect(configs[0].bus) as client,
@@ -202,9 +144,8 @@ async def test_an_operation_may_name_one_lane(redis_config: MakeConfig) -> None:
         assert sorted(made_by) == [0, 1, 1, 1]
         operations = (client.pause, client.resume, client.flush_cache, client.cancel_all)
         for operation in (*operations, client.weight_version, client.release_memory):
-            with pytest.raises(BusError, match="no lane 'c' lives here") as unknown:
+            with raises_code(BusError, "unknown_lane", match="no lane 'c' lives here"):
                 await operation(lane="c")
-            assert unknown.value.code == "unknown_lane"
 
 
 # --- taking over ------------------------------------------------------------------------------
@@ -212,7 +153,7 @@ async def test_an_operation_may_name_one_lane(redis_config: MakeConfig) -> None:
 
 async def test_the_requests_of_a_dead_lane_go_on_in_another(make_config: MakeConfig) -> None:
     configs = [lane_config(make_config, lane) for lane in "ab"]
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(configs[0].bus) as client:
+    async with BusClient.connect(configs[0].bus) as client:
         first = await begin(Pipeline(configs[0]))
         streams = Streams(client)
         await streams.begin()
@@ -227,20 +168,19 @@ async def test_the_requests_of_a_dead_lane_go_on_in_another(make_config: MakeCon
 
 
 @in_cluster
-async def test_from_lane_to_lane_and_back(make_config: MakeConfig) -> None:
+async def test_requests_go_from_lane_to_lane_and_back(make_config: MakeConfig) -> None:
     """Each of three lanes dies while it has the requests."""
-    async with asyncio.timeout(LIMIT_S):
-        running = await begin(Pipeline(lane_config(make_config, "a")))
-        async with BusClient.connect(running.config.bus) as client:
-            streams = Streams(client)
-            await streams.begin()
-            for lane in "bca":
-                successor = await begin(Pipeline(lane_config(make_config, lane)))
-                await kill(running)
-                running = successor
-                await until(lambda pipeline=running: in_flight(pipeline))  # type: ignore[misc]
-            await streams.finish()
+    running = await begin(Pipeline(lane_config(make_config, "a")))
+    async with BusClient.connect(running.config.bus) as client:
+        streams = Streams(client)
+        await streams.begin()
+        for lane in "bca":
+            successor = await begin(Pipeline(lane_config(make_config, lane)))
             await kill(running)
+            running = successor
+            await until(lambda pipeline=running: in_flight(pipeline))  # type: ignore[misc]
+        await streams.finish()
+        await kill(running)
 
 
 class LaneProcess:
@@ -301,7 +241,7 @@ async def raw(config: Config) -> AsyncIterator[Redis]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("comes_back", ["while it runs", "when it is done"])
-async def test_a_lane_that_was_paused_writes_nothing_when_it_comes_back(
+async def test_a_lane_that_was_stopped_writes_nothing_later(
     lane_process: LaneProcess, comes_back: str
 ) -> None:
     configs = lane_process.configs
@@ -364,11 +304,16 @@ async def test_a_killed_process_is_replaced_by_another_lane(lane_process: LanePr
 # --- the same lane twice ----------------------------------------------------------------------
 
 
-async def test_a_second_pipeline_of_the_same_lane_replaces_the_first(
-    redis_config: MakeConfig,
+@pytest.mark.parametrize("stages", [STAGES, STAGES[:1]], ids=["pipeline", "admission"])
+async def test_a_second_of_the_same_lane_replaces_the_first(
+    redis_config: MakeConfig, stages: tuple[str, ...]
 ) -> None:
-    config = lane_config(redis_config, "a")
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(config.bus) as client:
+    config = lane_config(redis_config, "a", pipeline__stages=list(stages))
+    rest = [stage for stage in STAGES if stage not in stages]
+    async with BusClient.connect(config.bus) as client, AsyncExitStack() as others:
+        if rest:
+            back = lane_config(redis_config, "a", pipeline__stages=rest)
+            await others.enter_async_context(Pipeline(back))
         older = await begin(Pipeline(config))
         streams = Streams(client)
         await streams.begin()
@@ -381,34 +326,12 @@ async def test_a_second_pipeline_of_the_same_lane_replaces_the_first(
             assert (await client.complete(GOOD)).status == "done"
 
 
-async def test_a_second_admission_replaces_the_first(redis_config: MakeConfig) -> None:
-    front = lane_config(redis_config, "a", pipeline__stages=["admission"])
-    back = lane_config(
-        redis_config, "a", pipeline__stages=["fairness", "batching", "executor", "streaming"]
-    )
-    async with (
-        asyncio.timeout(LIMIT_S),
-        BusClient.connect(front.bus) as client,
-        Pipeline(back),
-    ):
-        older = await begin(Pipeline(front))
-        streams = Streams(client)
-        await streams.begin()
-        async with Pipeline(front):
-            with pytest.raises(LaneReplaced):
-                await older.failed()
-            with pytest.raises(LaneReplaced):
-                await older.__aexit__(None, None, None)
-            await streams.finish()
-            assert (await client.complete(GOOD)).status == "done"
-
-
 # --- too much, and too late -------------------------------------------------------------------
 
 
 async def test_overload_refuses_the_newest_and_keeps_the_oldest(make_config: MakeConfig) -> None:
     config = make_config(admission__max_in_flight=1, admission__max_queued=3)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+    async with Pipeline(config) as pipeline:
         await pipeline.client.pause()
         entries = [await pipeline.client.publish(GOOD)]
         await until(lambda: in_flight(pipeline))
@@ -416,34 +339,27 @@ async def test_overload_refuses_the_newest_and_keeps_the_oldest(make_config: Mak
         completions: list[Completion] = []
         for entry_id in entries[:3:-1]:
             outputs = pipeline.bus.results.follow("", entry_id)
-            last = [output async for output in outputs][-1]
-            assert isinstance(last, Completion)
+            last = await end_of(outputs)
             completions.append(last)
         for completion in completions:
-            assert completion.error is not None
-            assert completion.error.code == "overloaded"
+            assert error_code(completion) == "overloaded"
             assert completion.error.retry_after_s == 300.0, "nothing has finished yet"
         await pipeline.client.resume()
         for entry_id in entries[:4]:
             outputs = pipeline.bus.results.follow("", entry_id)
-            last = [output async for output in outputs][-1]
-            assert isinstance(last, Completion)
+            last = await end_of(outputs)
             assert last.status == "done"
 
 
 @pytest.mark.parametrize("missing", ["executor", "streaming", "admission"])
-async def test_time_that_runs_out_while_a_stage_is_missing(
+async def test_a_budget_can_end_while_a_stage_is_missing(
     make_config: MakeConfig, missing: str
 ) -> None:
     """The request is in flight; its budget is over before the stage is back."""
     stages = {"admission", "fairness", "batching", "executor", "streaming"}
     rest = lane_config(make_config, "a", pipeline__stages=sorted(stages - {missing}))
     away = lane_config(make_config, "a", pipeline__stages=[missing])
-    async with (
-        asyncio.timeout(LIMIT_S),
-        BusClient.connect(rest.bus) as client,
-        Pipeline(rest),
-    ):
+    async with BusClient.connect(rest.bus) as client, Pipeline(rest):
         async with Pipeline(away) as back:
             await back.ready()
             stream = client.submit({**LONG, "budget_ns": 2 * 10**9})
@@ -456,20 +372,19 @@ async def test_time_that_runs_out_while_a_stage_is_missing(
             async with Pipeline(away):
                 outputs += [output async for output in stream]
         last = outputs[-1]
-        assert isinstance(last, Completion)
         assert last.status == "expired"
         made = sum(len(chunk.token_ids) for chunk in outputs if isinstance(chunk, CompletionChunk))
         assert made == sum(len(sample.token_ids) for sample in last.samples)
 
 
 async def test_inherited_requests_expire_while_the_lane_is_down(make_config: MakeConfig) -> None:
-    """Admission is new, the executor away: nobody can look at the request, but at the clock."""
+    """Admission is new, the executor away: the request expires by its budget alone."""
     front = ["admission", "streaming"]
     first, second = (
         lane_config(make_config, "a", pipeline__stages=stages)
         for stages in (front, ["fairness", "batching", "executor"])
     )
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(first.bus) as client:
+    async with BusClient.connect(first.bus) as client:
         async with Pipeline(first) as before:
             async with Pipeline(second):
                 await before.ready()
@@ -479,23 +394,22 @@ async def test_inherited_requests_expire_while_the_lane_is_down(make_config: Mak
         async with Pipeline(first):
             outputs += [output async for output in stream]
         last = outputs[-1]
-        assert isinstance(last, Completion)
         assert last.status == "expired"
 
 
-async def test_time_that_runs_out_in_the_queue(make_config: MakeConfig) -> None:
+async def test_a_budget_can_end_in_the_queue(make_config: MakeConfig) -> None:
     config = make_config()
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(config.bus) as client:
+    async with BusClient.connect(config.bus) as client:
         waiting = asyncio.create_task(client.complete({**GOOD, "budget_ns": 1_000_000}))
         await asyncio.sleep(0.05)
         async with Pipeline(config):
             assert (await waiting).status == "expired"
 
 
-async def test_time_that_runs_out_in_fairness_and_in_batching(make_config: MakeConfig) -> None:
+async def test_a_budget_can_end_in_fairness_and_in_batching(make_config: MakeConfig) -> None:
     """One runs, one waits for a slot; both have too little time."""
     config = make_config(engine__max_batch_size=1)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+    async with Pipeline(config) as pipeline:
         await pipeline.client.pause()
         requests = [{**LONG, "budget_ns": 300_000_000} for _ in range(2)]
         waiting = [asyncio.create_task(pipeline.complete(request)) for request in requests]
@@ -509,7 +423,7 @@ async def test_time_that_runs_out_in_fairness_and_in_batching(make_config: MakeC
 # --- how many wait --------------------------------------------------------------------------------
 
 
-async def test_the_queue_length_counts_what_lanes_hold_and_what_a_dead_lane_held(
+async def test_queue_length_includes_a_dead_lane_s_requests(
     redis_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing waits unread on the stream: a lane takes far more than it can run."""
@@ -521,7 +435,7 @@ async def test_the_queue_length_counts_what_lanes_hold_and_what_a_dead_lane_held
         while (await client.bus.requests.backlog()).queue_length != waiting:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(configs[0].bus) as client:
+    async with BusClient.connect(configs[0].bus) as client:
         first = await begin(Pipeline(configs[0]))
         for _ in range(6):
             await client.publish({**LONG, "stream": False})

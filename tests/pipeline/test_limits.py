@@ -24,11 +24,11 @@ from nano_inference.config import ModelError
 from nano_inference.stages.batching import Sequence
 
 from . import short_model
+from .builders import error_code, raises_code
 from .watch import Watch, watch
 
 CacheType = Literal["radix", "paged"]
 
-LIMIT_S = 120
 VOCAB = 700
 """Ids below this are no special ones."""
 BYTES_PER_TOKEN = 512
@@ -59,7 +59,7 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 
 def sequences() -> list[Sequence]:
-    """All that are alive, whoever made them."""
+    """Return all sequences that are alive."""
     return [it for it in gc.get_objects() if type(it) is Sequence]
 
 
@@ -83,14 +83,13 @@ def empty_at_the_end(config: EngineConfig) -> Iterator[InferenceEngine]:
 # --- lengths ------------------------------------------------------------------------------------
 
 
-def test_a_prompt_of_all_but_one_token_gets_one_and_a_longer_one_is_refused() -> None:
+def test_a_prompt_must_leave_room_for_one_token() -> None:
     with empty_at_the_end(config_for(256, max_model_len=128)) as engine:
         fits, too_long = prompts_of([127, 128])
         (sample,) = engine.generate([fits], greedy(50))
         assert (len(sample.completion_tokens), sample.finish_reason) == (1, "length")
-        with pytest.raises(RequestError, match="shorten it to 127 or fewer") as refused:
+        with raises_code(RequestError, "prompt_too_long", match="shorten it to 127 or fewer"):
             engine.generate([fits, too_long], greedy(50))
-        assert refused.value.code == "prompt_too_long"
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 100])
@@ -106,7 +105,7 @@ def test_a_cache_that_could_not_hold_one_sequence_is_refused_at_once() -> None:
         InferenceEngine(config_for(127, max_model_len=128))
 
 
-def test_a_prompt_longer_than_the_cache_is_refused_and_nobody_else_is_harmed() -> None:
+def test_a_prompt_longer_than_the_cache_is_refused_alone() -> None:
     with empty_at_the_end(config_for(128, max_model_len=128)) as engine:
         for length in (129, 5000):
             with pytest.raises(RequestError, match=f"the prompt has {length}, so"):
@@ -118,7 +117,7 @@ def test_a_prompt_longer_than_the_cache_is_refused_and_nobody_else_is_harmed() -
 
 
 @both_caches
-def test_more_prompts_than_the_batch_takes_give_what_each_gives_alone(
+def test_a_full_batch_changes_no_completion(
     cache_type: CacheType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_for(1024, max_model_len=128, max_batch_size=4, cache_type=cache_type)
@@ -156,8 +155,8 @@ def test_samples_of_one_prompt_compute_it_once(
     """Eight prompts, eight samples each.
 
     The first sample computes its prompt. The others fork, as far as the batch has places then; for
-    those that come later there is all but the last token, which each computes for itself: sampling
-    needs the logits there. They share whole blocks and copy the last one as far as it goes. After
+    later ones the cache has all but the last token, which each computes itself: sampling needs its
+    logits. They share whole blocks and copy the last one as far as it goes. After
     that each generated token but the last is computed once.
 
     The paged cache remembers only the latest of the partial blocks behind a prefix, and all
@@ -190,7 +189,7 @@ def test_a_conversation_computes_only_its_new_turn(
 ) -> None:
     """Five turns, each prompt being all that was said before and some tokens more.
 
-    Of what was said before, everything is found but the last token: it was sampled, and never went
+    The cache has the conversation so far but its last token, which was sampled and never went
     through the model.
     """
     config = config_for(1024, max_model_len=512, cache_type=cache_type, block_size=block_size)
@@ -210,7 +209,7 @@ def test_a_conversation_computes_only_its_new_turn(
 
 
 @pytest.mark.parametrize(("cache_type", "seed"), [("radix", 0), ("paged", 1)])
-def test_a_storm_of_preemptions_ends_no_later_than_one_by_one(
+def test_preemptions_cost_no_more_steps_than_running_one_by_one(
     cache_type: CacheType, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cache for one long sequence; sixteen that want to run, of all lengths, come at random.
@@ -300,7 +299,7 @@ def test_planning_a_step_is_no_more_work_however_many_wait(
 
 
 async def complete_all(engine: EngineConfig, requests: list[dict[str, Any]]) -> list[Completion]:
-    async with Pipeline(Config(engine=engine)) as pipeline, asyncio.timeout(LIMIT_S):
+    async with Pipeline(Config(engine=engine)) as pipeline:
         return await asyncio.gather(*map(pipeline.complete, requests))
 
 
@@ -316,8 +315,7 @@ async def test_pipeline_lengths_at_the_limit() -> None:
     assert [c.status for c in completions] == ["done", "error", "done", "done"]
     assert [len(s.token_ids) for c in completions for s in c.samples] == [1, 108, 127]
     assert {s.finish_reason for c in completions for s in c.samples} == {"length"}
-    assert completions[1].error is not None
-    assert completions[1].error.code == "prompt_too_long"
+    assert error_code(completions[1]) == "prompt_too_long"
 
 
 @both_caches

@@ -1,21 +1,38 @@
-"""Penalties and logprobs from the request to the completion."""
+"""Logprobs of generated tokens and of given completions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import torch
 from torch import Tensor
 
-from nano_inference import Completion, EngineConfig, InferenceEngine, Pipeline, SamplingParams
-from nano_inference.bus.messages import StepPlan, StepResult
+from nano_inference import (
+    BusClient,
+    Completion,
+    EngineConfig,
+    InferenceEngine,
+    Pipeline,
+    RequestError,
+    SamplingParams,
+)
+from nano_inference.bus.messages import Envelope, StepPlan, StepResult
 from nano_inference.bus.public import CompletionChunk, TokenLogprob
+from nano_inference.bus.scoring import SampleScored
+from nano_inference.stages.executor.scoring import ReferenceModel
 from nano_inference.stages.streaming.core import Deliveries
+from nano_inference.stages.streaming.stage import StreamingStage
 
 from . import reference
-from .conftest import BUSES
+from .builders import Boom, break_once, raises_code
+from .conftest import BUSES, MakeConfig, config_maker
+
+# --- generated tokens ------------------------------------------------------------------------
+
 
 in_module_loop = pytest.mark.asyncio(loop_scope="module")
 
@@ -60,7 +77,7 @@ def holds(
 
 @in_module_loop
 @pytest.mark.parametrize("shared", BUSES, indirect=True)
-async def test_all_that_is_reported_comes_to_the_client(shared: Pipeline) -> None:
+async def test_all_logprobs_reach_the_client(shared: Pipeline) -> None:
     request = {
         "prompt": PROMPT,
         "n": 3,
@@ -79,7 +96,6 @@ async def test_all_that_is_reported_comes_to_the_client(shared: Pipeline) -> Non
     }
     outputs = [output async for output in shared.submit(request)]
     completion = outputs[-1]
-    assert isinstance(completion, Completion)
     assert completion.status == "done", completion.error
     prompt = reference.tokenizer().encode(PROMPT)
     assert completion.prompt_token_ids == tuple(prompt)
@@ -102,7 +118,7 @@ async def test_all_that_is_reported_comes_to_the_client(shared: Pipeline) -> Non
 
 
 @in_module_loop
-async def test_nothing_is_reported_unasked(shared: Pipeline) -> None:
+async def test_logprobs_come_on_request_alone(shared: Pipeline) -> None:
     completion = await shared.complete({"prompt": PROMPT, "sampling": {"max_tokens": 4}})
     assert completion.prompt_logprobs is None
     assert completion.prompt_top_logprobs is None
@@ -200,7 +216,7 @@ def test_prompts_cold_warm_and_of_several_samples(cache_type: Any, chunk: int) -
         assert warm.samples[0].token_ids == cold.samples[0].token_ids
         (several,) = run(engine, [prompt], [scored], n=3)
         holds(prompt, several.prompt_logprobs, several.prompt_top_logprobs, 2)
-        # Those that find no more of it than a chunk wait for the first, and fork.
+        # Samples that find less than a chunk of it wait for the first one, and share its prefill.
         assert several.usage.cached_tokens in (2 * len(prompt), 2 * (len(prompt) - 1))
         longer = [*prompt, *cold.samples[0].token_ids, 30, 31]
         (partly,) = run(engine, [longer], [scored])
@@ -245,10 +261,7 @@ def test_prompts_of_sequences_that_are_preempted(cache_type: Any) -> None:
     assert preempted
     for prompt, one, params_of_one, wanted in zip(prompts, found, params, expected, strict=True):
         holds(
-            prompt,
-            one.prompt_logprobs,
-            one.prompt_top_logprobs,
-            params_of_one.prompt_logprobs or 0,
+            prompt, one.prompt_logprobs, one.prompt_top_logprobs, params_of_one.prompt_logprobs or 0
         )
         for sample, other in zip(one.samples, wanted.samples, strict=True):
             assert sample.token_ids == other.token_ids
@@ -262,9 +275,7 @@ def _bytes_per_block() -> int:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_completion_scored_as_a_prompt_has_the_logprobs_it_was_sampled_with(
-    temperature: float,
-) -> None:
+def test_scoring_a_completion_gives_its_sampled_logprobs(temperature: float) -> None:
     sampling = SamplingParams(
         temperature=temperature, max_tokens=24, seed=3, ignore_eos=True, prompt_logprobs=0
     )
@@ -279,7 +290,7 @@ def test_a_completion_scored_as_a_prompt_has_the_logprobs_it_was_sampled_with(
 
 
 @pytest.mark.parametrize("mode", ["processed", "raw"])
-def test_the_mode_decides_what_is_reported(mode: Any) -> None:
+def test_logprobs_mode_decides_the_distribution(mode: Any) -> None:
     sampling = SamplingParams(
         temperature=0.5,
         max_tokens=16,
@@ -298,3 +309,181 @@ def test_the_mode_decides_what_is_reported(mode: Any) -> None:
     raw = reference.logprobs(prompt, list(sample.token_ids))
     close = sample.logprobs == pytest.approx(raw, abs=1e-4)
     assert close == (mode == "raw")
+
+
+# --- given completions -----------------------------------------------------------------------
+
+
+LENGTH = 256
+# Deterministic, so that the bits do not depend on the batch.
+SETTINGS: dict[str, Any] = {
+    "engine__deterministic": True,
+    "engine__max_model_len": LENGTH,
+    "engine__reference_model_path": "tiny",
+    "pipeline__restart_backoff_s": 0.01,
+}
+ENGINE = EngineConfig(dtype="float32", deterministic=True, max_model_len=LENGTH)
+PROMPTS = ["98 + 25 =", "Story about Emma, a dog and", "12 + 30 ="]
+REQUESTS = [
+    {
+        "prompt": prompt,
+        "n": 2,
+        "stream": index != 1,
+        "sampling": {"max_tokens": 12, "seed": 5, "temperature": 0.7, "prompt_logprobs": 0},
+    }
+    for index, prompt in enumerate(PROMPTS)
+]
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Tensor]:
+    """Other weights than those of the reference model."""
+    return {name: each * 1.5 for name, each in reference.model().state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def policy(trained: dict[str, Tensor]) -> Iterator[InferenceEngine]:
+    with InferenceEngine(ENGINE) as engine:
+        engine.update_weights(trained, blocking=True)
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def frozen() -> Iterator[InferenceEngine]:
+    with InferenceEngine(ENGINE) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(params=["memory", "redis-links"], scope="module", loop_scope="module")
+async def scoring(
+    request: pytest.FixtureRequest, trained: dict[str, Tensor]
+) -> AsyncIterator[Pipeline]:
+    """A pipeline whose weights have changed since its reference model was loaded."""
+    async with Pipeline(config_maker(request)(**SETTINGS)) as pipeline:
+        assert await pipeline.client.update_weights(trained) == 1
+        yield pipeline
+
+
+def check(completion: Completion, frozen: InferenceEngine) -> None:
+    """All that the reference model is asked for is there, to the last bit."""
+    assert completion.status == "done", completion.error
+    prompt = completion.prompt_token_ids
+    assert len(completion.samples) == 2
+    for sample in completion.samples:
+        params = SamplingParams(temperature=0.7)
+        assert [sample.ref_logprobs] == frozen.score([prompt], [sample.token_ids], params)
+    assert completion.prompt_ref_logprobs is not None
+    first, *rest = completion.prompt_ref_logprobs
+    params = SamplingParams(temperature=0.7)
+    assert (first, [tuple(rest)]) == (None, frozen.score([prompt[:1]], [prompt[1:]], params))
+
+
+@in_module_loop
+async def test_samples_have_the_logprobs_of_the_reference_model(
+    scoring: Pipeline, frozen: InferenceEngine
+) -> None:
+    completions = await asyncio.gather(*map(scoring.complete, REQUESTS))
+    for completion in completions:
+        check(completion, frozen)
+        assert completion.prompt_ref_logprobs != completion.prompt_logprobs
+        for sample in completion.samples:
+            assert sample.weight_version == 1
+            assert sample.ref_logprobs != sample.logprobs
+
+
+@in_module_loop
+async def test_given_completions_are_scored_as_by_the_engine(
+    scoring: Pipeline, policy: InferenceEngine, frozen: InferenceEngine
+) -> None:
+    prompts = [reference.tokenizer().encode(prompt) for prompt in PROMPTS]
+    completions = [[21, 22], [40] * 30, [7]]
+    params = [SamplingParams(temperature=each) for each in (1.0, 0.5, 0.0)]
+    found = await scoring.score(prompts, completions, params)
+    assert [each.logprobs for each in found] == policy.score(prompts, completions, params)
+    assert [each.ref_logprobs for each in found] == frozen.score(prompts, completions, params)
+    assert [each.weight_version for each in found] == [1] * 3
+
+
+@in_module_loop
+async def test_many_are_scored_in_order(scoring: Pipeline) -> None:
+    completions = [[2 + number % 200] for number in range(300)]
+    found = await scoring.score([[3, 4]] * 300, completions)
+    by_token = {one[0]: each for one, each in zip(completions, found, strict=True)}
+    assert len({each.logprobs for each in found}) > 100
+    assert found == [by_token[one[0]] for one in completions]
+
+
+@in_module_loop
+async def test_invalid_scoring_requests_are_refused(scoring: Pipeline) -> None:
+    with raises_code(RequestError, "prompt_too_long"):
+        await scoring.score([[3, 4], [3]], [[5], [5] * LENGTH])
+    for prompt in ([1.5], "a", None, [True]):
+        for prompts, completions in (([prompt], [[3]]), ([[3]], [prompt])):
+            with pytest.raises(RequestError, match="token ids"):
+                await scoring.score(prompts, completions)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="token ids"):
+        await scoring.embed([[1.5]])  # type: ignore[list-item]
+    for prompts, completions in (([[3]], []), ([[3]], [[]])):
+        with pytest.raises(ValueError, match="one completion for each prompt"):
+            await scoring.score(prompts, completions)
+    with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
+        await scoring.score([[3], [3]], [[4], [4]], [SamplingParams()])
+
+
+async def test_a_client_elsewhere_scores_in_the_name_of_a_tenant(
+    redis_url: str, request: pytest.FixtureRequest
+) -> None:
+    """Without a reference model, the weights in place alone."""
+    request.param = "redis"
+    config = config_maker(request)(engine__dtype="float32")
+    async with Pipeline(config) as pipeline, BusClient.connect(config.bus) as client:
+        tail = await client.bus.results.tail()
+        (found,) = await client.score([[3, 4]], [[5]])
+        assert found.ref_logprobs is None
+        assert len(found.logprobs) == 1
+        answer = await anext(tail)
+        assert answer.prompt_token_ids == (3, 4, 5)
+        await tail.aclose()
+        completion = await pipeline.complete(REQUESTS[0])
+        assert completion.samples[0].ref_logprobs is None
+        assert completion.prompt_ref_logprobs is None
+
+
+def fail_at_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streaming fails when it takes the first score."""
+    original, left = StreamingStage.handle, [1]
+
+    async def handle(self: StreamingStage, envelope: Envelope) -> None:
+        if isinstance(envelope.body, SampleScored) and left:
+            left.clear()
+            raise Boom("streaming was told to fail")
+        await original(self, envelope)
+
+    monkeypatch.setattr(StreamingStage, "handle", handle)
+
+
+@pytest.mark.parametrize(
+    ("bus", "replicas", "failing"),
+    [("memory", 1, "executor"), ("memory", 2, "streaming"), ("redis-links", 1, "streaming")],
+)
+async def test_a_stage_may_fail_while_samples_wait_for_their_scores(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    frozen: InferenceEngine,
+    bus: str,
+    replicas: int,
+    failing: str,
+) -> None:
+    request.param = bus
+    make_config: MakeConfig = config_maker(request)
+    config = make_config(**SETTINGS, pipeline__replicas=replicas)
+    async with Pipeline(config) as pipeline:
+        if failing == "streaming":
+            fail_at_a_score(monkeypatch)
+        else:
+            break_once(monkeypatch, ReferenceModel, "score", after=1)
+        before = pipeline._actors[failing].incarnation
+        for completion in await asyncio.gather(*map(pipeline.complete, REQUESTS)):
+            check(completion, frozen)
+        assert pipeline._actors[failing].incarnation != before
+        assert (await pipeline.complete(REQUESTS[0])).status == "done"

@@ -214,7 +214,7 @@ def _greedy(model: Any, prompt: Sequence[int]) -> tuple[int, ...]:
 
 
 class Moments(NamedTuple):
-    """When what was done began, and when it had been done."""
+    """Begin and end of an operation."""
 
     killed: tuple[float, float]
     unloaded: tuple[float, float]
@@ -224,7 +224,7 @@ class Moments(NamedTuple):
 async def storm(
     made: Deployment, number: int, answers: dict[str, list[tuple[int, ...]]], prompts: list[Any]
 ) -> tuple[list[Asked], Moments]:
-    """Asks so many requests, some at a time, while three things are done one after the other."""
+    """Send requests, some at a time, during three consecutive operations."""
     order = random.Random(21)
     wanted = [
         (DOORS[index % len(DOORS)], order.choice(list(NAMES)), order.randrange(len(prompts)))
@@ -314,7 +314,7 @@ def told(asked: Sequence[Asked], moments: Moments) -> str:
 
 @pytest.mark.slow
 @pytest.mark.soak
-async def test_every_request_ends_as_it_should_whatever_is_done_to_models(
+async def test_every_request_ends_once_while_models_come_and_go(
     tmp_path: Path, redis_url: str, soak: bool
 ) -> None:
     """Each is answered by its own model, or refused where that takes none, whichever way it comes:
@@ -348,7 +348,7 @@ async def test_every_request_ends_as_it_should_whatever_is_done_to_models(
 async def load_adapter(
     made: Deployment, folder: Path, prompt: Sequence[int], answer: tuple[int, ...]
 ) -> None:
-    """By the address of its model; soon everybody knows whose it is. No name is taken twice."""
+    """By the address of its model; soon its name routes to the model. No name is used twice."""
 
     async def load(name: str) -> httpx.Response:
         body = {"lora_name": name, "lora_path": str(folder)}

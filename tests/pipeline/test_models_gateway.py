@@ -1,4 +1,4 @@
-"""A gateway before two models on one bus: each answers what is asked of it, over all interfaces."""
+"""A gateway in front of two models on one bus: each answers its requests, over all interfaces."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.store.registry import ModelRecord
 
 from ..oracle import announcing
+from .builders import error_code
+from .conftest import LIMIT_S
 
-LIMIT_S = 120
 FIRST, SECOND = 36, 37
 """Tokens, which are "A" and "B"."""
 
@@ -91,7 +92,7 @@ async def deployment(
         "gateway.message_format": "off",
     }
     config = load_config(env={}, overrides=overrides)
-    async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(BusClient.connect(config.bus))
         for spec in specs:
             await stack.enter_async_context(Pipeline(config.of_model(spec)))
@@ -114,7 +115,7 @@ async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
     ("name", "token"),
     [("first", FIRST), ("alias-36", FIRST), ("org/second", SECOND), ("alias-37", SECOND)],
 )
-async def test_openai_s_client_asks_two_models(
+async def test_openai_s_client_reaches_two_models(
     deployment: Deployment, name: str, token: int
 ) -> None:
     extra = {"return_token_ids": True}
@@ -145,7 +146,7 @@ async def test_openai_s_client_asks_two_models(
 
 
 @pytest.mark.parametrize(("name", "status"), [("nobody", 404), ("cold", 503)])
-async def test_openai_s_client_is_told_of_a_model_that_can_not_answer(
+async def test_openai_s_client_gets_the_error_of_an_unloaded_model(
     deployment: Deployment, name: str, status: int
 ) -> None:
     async with AsyncOpenAI(
@@ -157,7 +158,7 @@ async def test_openai_s_client_is_told_of_a_model_that_can_not_answer(
     assert error.value.code == ("model_not_found" if status == 404 else "model_not_loaded")
 
 
-async def test_anthropic_s_client_asks_two_models(deployment: Deployment) -> None:
+async def test_anthropic_s_client_reaches_two_models(deployment: Deployment) -> None:
     said = []
     async with AsyncAnthropic(
         base_url=deployment.gateway.url, api_key="none", max_retries=0
@@ -173,7 +174,7 @@ async def test_anthropic_s_client_asks_two_models(deployment: Deployment) -> Non
     assert said == [("first", "AAA"), ("org/second", "BBB")]
 
 
-async def test_a_trainer_of_one_model_leaves_the_other_alone(
+async def test_new_weights_change_one_model_alone(
     deployment: Deployment, http: httpx.AsyncClient
 ) -> None:
     second = f"{deployment.gateway.url}/models/org/second"
@@ -211,19 +212,18 @@ def text_of(stream: httpx.Response) -> str:
     return "".join(part.partition('"')[0] for part in stream.text.split('"text":"')[1:])
 
 
-async def test_what_comes_by_the_entrance_is_answered(deployment: Deployment) -> None:
-    """By a gateway, where nobody else sees to the entrance."""
+async def test_routed_requests_are_answered(deployment: Deployment) -> None:
+    """A gateway routes requests, if no other process does."""
     for name, token in (("org/second", SECOND), ("alias-36", FIRST), ("", FIRST)):
         request = {"prompt": "hi", "model": name, "sampling": {"max_tokens": 3, "temperature": 0}}
         done = await deployment.client.complete(request)
         assert done.error is None, done.error
         assert list(done.samples[0].token_ids) == [token] * 3
     refused = await deployment.client.complete({"prompt": "hi", "model": "nobody"})
-    assert refused.error is not None
-    assert refused.error.code == "unknown_model"
+    assert error_code(refused) == "unknown_model"
 
 
-async def test_grpc_loads_lists_and_asks_models(
+async def test_grpc_loads_lists_and_infers(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""openai-python against a whole pipeline: its answers are those of the engine, token for token."""
+"""OpenAI's and Anthropic's own clients against a whole pipeline."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from anthropic import Anthropic, AsyncAnthropic
 from openai import AsyncOpenAI, OpenAI
 
 from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.config import load_config
 
 from ..servers import until
+from .conftest import LIMIT_S
 from .documents import commands_of, told_by
 
-LIMIT_S = 60
+# --- OpenAI's client -------------------------------------------------------------------------
+
+
 PROMPTS = [
     "98 + 25 =",
     "Story about David, a dog and a yellow hat:",
@@ -32,10 +36,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
-    async with (
-        asyncio.timeout(LIMIT_S),
-        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S) as made,
-    ):
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S) as made:
         yield made
 
 
@@ -87,7 +88,7 @@ async def test_embeddings_are_the_engine_s(client: AsyncOpenAI) -> None:
     assert ranked["results"][0]["index"] == 0  # type: ignore[index]
 
 
-async def test_a_stream_says_what_the_answer_says(client: AsyncOpenAI) -> None:
+async def test_a_stream_equals_the_answer(client: AsyncOpenAI) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[2], "temperature": 0}
     asked |= {"max_tokens": 40, "logprobs": 2, "echo": True, "extra_body": EXTRA}
     (whole,) = (await client.completions.create(**asked)).choices
@@ -110,7 +111,7 @@ async def test_a_stream_says_what_the_answer_says(client: AsyncOpenAI) -> None:
             assert whole.text.startswith(token, offset)
 
 
-async def test_scores_of_a_prompt_are_those_of_its_completion(client: AsyncOpenAI) -> None:
+async def test_prompt_scores_equal_completion_scores(client: AsyncOpenAI) -> None:
     """As lm-evaluation-harness asks: lists of ids of unequal length, one token, echoed."""
     made = await generated(PROMPTS[:2], max_tokens=8)
     prompts = [
@@ -149,9 +150,7 @@ async def test_tokens_in_and_out_are_the_engine_s(url: str) -> None:
 
 async def test_a_chat_is_answered(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "How much is 6 + 6?"}],
-        temperature=0,
+        model="tiny", messages=[{"role": "user", "content": "How much is 6 + 6?"}], temperature=0
     )
     assert answer.choices[0].message.content == "12"
     assert answer.choices[0].finish_reason == "stop"
@@ -209,7 +208,7 @@ async def test_a_response_is_the_chat_s(client: AsyncOpenAI) -> None:
     assert (await client.responses.retrieve(more.id)).output_text == more.output_text
 
 
-async def test_a_response_that_is_cancelled_has_what_it_had(client: AsyncOpenAI) -> None:
+async def test_a_cancelled_response_keeps_its_output(client: AsyncOpenAI) -> None:
     stream = await client.responses.create(
         model="tiny",
         input="Write a story about Maria, a mouse and a boat.",
@@ -291,8 +290,7 @@ async def test_the_synchronous_client(url: str) -> None:
             parts = client.completions.create(stream=True, **asked)
             return whole, "".join(chunk.choices[0].text for chunk in parts)
 
-    async with asyncio.timeout(LIMIT_S):
-        whole, streamed = await asyncio.to_thread(ask)
+    whole, streamed = await asyncio.to_thread(ask)
     assert whole == streamed
     assert whole
 
@@ -306,3 +304,96 @@ async def test_the_document_s_commands_run(url: str, command: str) -> None:
         *(f'"status":"{s}"' for s in ("completed", "incomplete", "queued")),
     )
     assert any(each in told for each in ends)
+
+
+# --- Anthropic's client ----------------------------------------------------------------------
+
+
+STORY: Any = [{"role": "user", "content": "Write a story about Maria, a mouse and a boat."}]
+GREEDY = {"temperature": 0}
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def anthropic_client(url: str) -> AsyncIterator[AsyncAnthropic]:
+    async with AsyncAnthropic(base_url=url, api_key="none", timeout=LIMIT_S) as made:
+        yield made
+
+
+async def chat(url: str, **fields: Any) -> dict[str, Any]:
+    """The same by OpenAI's interface."""
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
+        body = {"messages": STORY, "temperature": 0} | fields
+        found: dict[str, Any] = (await http.post("/v1/chat/completions", json=body)).json()
+        return found
+
+
+def text_of(message: Any) -> str:
+    (block,) = message.content
+    text: str = block.text
+    return text
+
+
+async def test_a_message_is_the_chat_s(url: str, anthropic_client: AsyncAnthropic) -> None:
+    wanted = await chat(url, max_tokens=30)
+    asked: Any = {"model": "tiny", "max_tokens": 30, "messages": STORY, "extra_body": GREEDY}
+    message = await anthropic_client.messages.create(**asked)
+    assert text_of(message) == wanted["choices"][0]["message"]["content"]
+    assert message.stop_reason == "max_tokens"
+    assert message.usage.output_tokens == 30
+    usage = message.usage
+    prompt = wanted["usage"]["prompt_tokens"]
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == prompt
+    counted = await anthropic_client.messages.count_tokens(model="tiny", messages=STORY)
+    assert counted.input_tokens == prompt
+    async with anthropic_client.messages.stream(**asked) as stream:
+        text = "".join([piece async for piece in stream.text_stream])
+        streamed = await stream.get_final_message()
+    assert text == text_of(message) == text_of(streamed)
+    assert streamed.stop_reason == "max_tokens"
+    assert streamed.usage.output_tokens == 30
+
+
+async def test_a_stop_sequence_is_reported(anthropic_client: AsyncAnthropic) -> None:
+    asked: Any = {"model": "tiny", "max_tokens": 40, "messages": STORY, "extra_body": GREEDY}
+    free = text_of(await anthropic_client.messages.create(**asked))
+    stop = free[6:12]
+    asked["stop_sequences"] = ["\u6771", stop]
+    message = await anthropic_client.messages.create(**asked)
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
+    assert text_of(message) == free.partition(stop)[0]
+    async with anthropic_client.messages.stream(**asked) as stream:
+        streamed = await stream.get_final_message()
+    assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", stop)
+    assert text_of(streamed) == text_of(message)
+
+
+async def test_an_answer_ends_by_itself_and_a_beginning_is_continued(
+    anthropic_client: AsyncAnthropic,
+) -> None:
+    asked: Any = {"model": "tiny", "max_tokens": 40, "extra_body": GREEDY}
+    question = {"role": "user", "content": "How much is 6 + 6?"}
+    whole = await anthropic_client.messages.create(messages=[question], **asked)
+    assert (text_of(whole), whole.stop_reason) == ("12", "end_turn")
+    begun = {"role": "assistant", "content": "1"}
+    rest = await anthropic_client.messages.create(messages=[question, begun], **asked)
+    assert text_of(rest) == "2"
+
+
+async def test_anthropic_s_synchronous_client(url: str) -> None:
+    def ask() -> tuple[str, str]:
+        with Anthropic(base_url=url, api_key="none", timeout=LIMIT_S) as anthropic_client:
+            asked: Any = {"model": "tiny", "max_tokens": 20, "messages": STORY}
+            asked["extra_body"] = GREEDY
+            whole = text_of(anthropic_client.messages.create(**asked))
+            with anthropic_client.messages.stream(**asked) as stream:
+                return whole, "".join(stream.text_stream)
+
+    whole, streamed = await asyncio.to_thread(ask)
+    assert whole == streamed
+    assert whole
+
+
+@pytest.mark.parametrize("command", commands_of("anthropic.md"))
+async def test_the_commands_of_anthropic_md_run(url: str, command: str) -> None:
+    told = await told_by(command, url)
+    assert '"stop_reason":"' in told

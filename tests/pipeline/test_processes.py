@@ -38,12 +38,12 @@ from nano_inference.telemetry.trace_file import Span, read_spans
 from ..commands import Command, run_command
 from ..stages.executor.runner.adapters.making import make_adapter
 from . import reference, short_model
-from .test_life import MORE_TOKENS, check_stream, stream_request
+from .builders import MORE_TOKENS, check_stream, end_of, stream_request
+from .conftest import LIMIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
-LIMIT_S = 60
-# While a stage is told to leave.
+# While a stage is terminated.
 STREAMS = 10
 # Tokens that take far longer than a kill does.
 LONG = 100
@@ -82,7 +82,7 @@ class Spans:
 
 
 class House:
-    """`nano-inference up` with the short model, and what it prints."""
+    """`nano-inference up` with the short model, and its output."""
 
     trace_file: Path
     metrics_port: int
@@ -132,7 +132,7 @@ class House:
         return int(found.stdout.split()[0])
 
     def told_by(self, *command: str) -> str:
-        """What a command prints that asks it."""
+        """Run a command on this bus; return its output."""
         where = ("--bus", self.bus.url, "--set", f"bus.prefix={self.bus.prefix}")
         ran = run_command(*command, *where)
         assert ran.status == 0, ran.stderr
@@ -171,7 +171,7 @@ def house(
 
 
 def five_free_ports() -> int:
-    """The first of five in a row that nobody has, nor is about to have in another test worker."""
+    """Return the first of five free ports in a row, which no other test worker tries."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     for first in range(20_000 + 1000 * (worker % 10), 60_000, 5):
         with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
@@ -285,7 +285,7 @@ async def test_each_process_shows_the_metrics_of_its_stage(house: House) -> None
         assert shown.count("nano_stage_ready{") == 1
 
 
-async def test_the_executor_tells_what_computes_attention(house: House) -> None:
+async def test_the_attention_backend_is_a_metric(house: House) -> None:
     await complete(house, GOOD)
     url = f"http://127.0.0.1:{house.metrics_port + STAGES.index('executor')}/metrics"
     layers, shown = 0.0, ""
@@ -310,9 +310,7 @@ async def ready_stages(client: BusClient) -> dict[str, StageReport]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_a_stage_that_is_told_to_leave_is_replaced_and_every_stream_goes_on(
-    house: House, stage: str
-) -> None:
+async def test_a_terminated_stage_is_replaced_and_streams_go_on(house: House, stage: str) -> None:
     said_before = len(house.log.read_text())
     async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
         before = await ready_stages(client)
@@ -370,7 +368,6 @@ async def test_a_killed_process_is_replaced_and_the_stream_goes_on(
         assert end.error is None, end.error
         assert end.samples[0].token_ids == undisturbed.samples[0].token_ids
         *chunks, completion = outputs
-        assert isinstance(completion, Completion)
         assert completion.status == "done", completion.error
         token_ids = [token for chunk in chunks for token in chunk.token_ids]  # type: ignore[union-attr]
         assert token_ids == list(completion.samples[0].token_ids)
@@ -412,7 +409,6 @@ async def test_a_killed_process_leaves_a_constrained_answer_valid(house: House, 
         os.kill(child, signal.SIGKILL)
         outputs += [output async for output in hit]
     *chunks, completion = outputs
-    assert isinstance(completion, Completion)
     assert completion.status == "done", completion.error
     (sample,), (wanted,) = completion.samples, undisturbed.samples
     assert sample.token_ids == wanted.token_ids
@@ -434,9 +430,8 @@ async def test_every_stage_has_its_span_in_one_trace_and_sigterm_drains(
         )
         await anext(running)
         stopping = asyncio.create_task(asyncio.to_thread(house.stop))
-        last = [output async for output in running][-1]
-        assert isinstance(last, Completion)
-        assert last.status == "done", "what is in flight at SIGTERM is finished"
+        last = await end_of(running)
+        assert last.status == "done", "requests in flight at SIGTERM finish"
         assert await stopping == 0
     await asyncio.to_thread(tracing.shutdown)
     rows = spans.by_trace[completion.trace_id]
@@ -449,7 +444,7 @@ async def test_every_stage_has_its_span_in_one_trace_and_sigterm_drains(
 
 
 async def test_every_request_above_has_a_complete_trace_without_orphans(house: House) -> None:
-    """Those that went on behind a killed process included: what it had exported, stayed."""
+    """Also after a killed process: its exported spans stay."""
     with redis.from_url(house.bus.url, decode_responses=True) as foreign:
         entries = foreign.xrange(f"{house.bus.prefix}:results")
     completions = [json.loads(fields["json"]) for _, fields in entries]
@@ -494,9 +489,8 @@ async def test_over_otlp_no_span_has_a_parent_that_never_came(house: House, span
 async def test_a_killed_admission_s_last_traces_have_their_first_span(
     redis_url: str, tmp_path: Path, killed: set[str]
 ) -> None:
-    """What it had not exported when it was killed, and had acknowledged, its successor makes
-    again, also when the one who wrote the end is killed with it. The others export what they have
-    as they leave."""
+    """Its successor makes the spans again that it had not exported, even if streaming is killed,
+    too. Other processes export their spans as they leave."""
     receiver = Spans()
     prefix = f"first-{uuid.uuid4().hex[:8]}"
     # So that nothing is exported before it is killed.

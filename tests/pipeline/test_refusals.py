@@ -1,4 +1,4 @@
-"""Bad input ends with a terminal error of its own code, and disturbs nobody."""
+"""Bad input ends with a terminal error of its own code, and affects no other request."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
 
 from ..servers import plain_client
+from .builders import end_of, error_code
 from .conftest import BUSES
 
-# Over Redis a client of any language may be the one who asks.
+# Over Redis, clients of any language send requests.
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.parametrize("shared", BUSES, indirect=True),
@@ -77,10 +78,8 @@ BAD: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", BAD)
 async def test_refusal_has_its_code_and_a_sentence(shared: Pipeline, name: str) -> None:
     request, code = BAD[name]
-    async with asyncio.timeout(60):
-        refused, neighbour = await asyncio.gather(shared.complete(request), shared.complete(GOOD))
-    assert refused.error is not None
-    assert refused.error.code == code
+    refused, neighbour = await asyncio.gather(shared.complete(request), shared.complete(GOOD))
+    assert error_code(refused) == code
     assert refused.status == ("expired" if code == "expired" else "error")
     assert len(refused.error.message) > 20
     assert refused.samples == ()
@@ -97,56 +96,45 @@ async def test_refusal_has_its_code_and_a_sentence(shared: Pipeline, name: str) 
         ("logit_bias", {17: math.nan}),
     ],
 )
-async def test_numbers_that_are_not_finite(shared: Pipeline, name: str, value: Any) -> None:
+async def test_numbers_that_are_not_finite_are_refused(
+    shared: Pipeline, name: str, value: Any
+) -> None:
     """JSON has no NaN; msgpack and Python callers do."""
     request = GenerateRequest(prompt="1 + 1 =", sampling=SamplingParams(**{name: value}))
     by_client = await shared.complete(request)
-    assert by_client.error is not None
-    assert by_client.error.code == f"invalid_{name}"
-    if shared.config.bus.url == "memory":
-        refused = await shared.complete(request)
-    else:
-        refused = await _complete_foreign(shared, b"msgpack", msgspec.msgpack.encode(request))
-    assert refused.error is not None
-    assert refused.error.code == f"invalid_{name}"
+    assert error_code(by_client) == f"invalid_{name}"
+    refused = await _complete_foreign(shared, request, msgspec.msgpack.encode(request))
+    assert error_code(refused) == f"invalid_{name}"
 
 
-async def test_not_msgpack(shared: Pipeline) -> None:
-    if shared.config.bus.url == "memory":
-        refused = await shared.complete(b"\xc1\x00\xff")
-    else:
-        refused = await _complete_foreign(shared, b"msgpack", b"\xc1\x00\xff")
-    assert refused.error is not None
-    assert refused.error.code == "malformed"
+async def test_bad_msgpack_is_refused(shared: Pipeline) -> None:
+    refused = await _complete_foreign(shared, b"\xc1\x00\xff", b"\xc1\x00\xff")
+    assert error_code(refused) == "malformed"
 
 
-async def test_duplicate_request_id(shared: Pipeline) -> None:
+async def test_a_duplicate_request_id_is_refused(shared: Pipeline) -> None:
     request = good(request_id="twice", sampling={"max_tokens": 64, "ignore_eos": True})
-    async with asyncio.timeout(60):
-        both = await asyncio.gather(shared.complete(request), shared.complete(request))
+    both = await asyncio.gather(shared.complete(request), shared.complete(request))
     # On a cluster either may be the first to arrive.
     first, second = sorted(both, key=lambda completion: completion.status)
     assert (first.status, second.status) == ("done", "error")
-    assert second.error is not None
-    assert second.error.code == "duplicate_request"
+    assert error_code(second) == "duplicate_request"
     assert first.usage.completion_tokens == 64
 
 
 async def test_budget_ends_a_request_in_flight(shared: Pipeline) -> None:
     endless = good(budget_ns=150_000_000, sampling={"max_tokens": 2000, "ignore_eos": True})
-    async with asyncio.timeout(60):
-        completions = await asyncio.gather(*(shared.complete(endless) for _ in range(40)))
+    completions = await asyncio.gather(*(shared.complete(endless) for _ in range(40)))
     assert {completion.status for completion in completions} == {"expired"}
     assert (await shared.complete(GOOD)).status == "done"
 
 
-async def _complete_foreign(pipeline: Pipeline, field: bytes, body: bytes) -> Completion:
-    """Publishes as a client in another language would, and waits for the terminal message."""
+async def _complete_foreign(pipeline: Pipeline, request: Any, msgpack: bytes) -> Completion:
+    """Publishes as a client in another language would, and waits for the terminal message. In
+    memory, where there is no such client, it is the request."""
     config = pipeline.config.bus
+    if config.url == "memory":
+        return await pipeline.complete(request)
     async with plain_client(config.url) as foreign:
-        entry = (await foreign.xadd(f"{config.prefix}:requests", {field: body})).decode()
-    async with asyncio.timeout(60):
-        async for output in pipeline.bus.results.follow(entry, entry):
-            if isinstance(output, Completion):
-                return output
-    raise AssertionError("no terminal message")
+        entry = (await foreign.xadd(f"{config.prefix}:requests", {b"msgpack": msgpack})).decode()
+    return await end_of(pipeline.bus.results.follow(entry, entry))

@@ -1,9 +1,8 @@
-"""A trainer on the same device: memory goes and comes back; requests notice but by waiting."""
+"""A trainer on the same device: memory is released and resumed, while requests wait."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -31,52 +30,38 @@ from nano_inference.stages.executor.stage import ExecutorStage, _on_torch
 
 from .. import oracle
 from ..resident import needs_proc, resident_bytes
-from . import reference
+from .builders import (
+    GOOD,
+    break_once,
+    check_purity,
+    check_stamps,
+    greedy,
+    raises_code,
+    stage_of,
+    until,
+    until_batched,
+    versions_of,
+    whole_stream,
+    whole_streams,
+)
 from .conftest import MakeConfig, both_buses
-from .test_life import GOOD, break_once, until, whole_stream, whole_streams
-from .test_weights import DTYPE, check_purity, check_stamps, greedy, versions_of
 
-LIMIT_S = 120
 MIB = 1 << 20
 WEIGHTS: tuple[MemoryTag, ...] = ("weights",)
 KV_CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
 State = dict[str, Tensor]
 
 
-@pytest.fixture(scope="module")
-def loaded() -> State:
-    """The bundled model's weights."""
-    return dict(reference.model().state_dict())
-
-
-@pytest.fixture
-async def running(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
-    config = make_config(pipeline__restart_backoff_s=0.01, engine__dtype=DTYPE)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
-        yield pipeline
-
-
-@pytest.fixture
-async def exact(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
-    """For what is held against Transformers."""
-    config = make_config(pipeline__restart_backoff_s=0.01)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
-        yield pipeline
-
-
 def executor_of(pipeline: Pipeline) -> ExecutorCore:
-    stage = pipeline._actors["executor"]
-    assert isinstance(stage, ExecutorStage)
-    return stage._core
+    return stage_of(pipeline, ExecutorStage)._core
 
 
 async def waiting(pipeline: Pipeline, number: int) -> None:
-    """Until so many sequences wait in batching."""
-    await until(lambda: pipeline._actors["batching"].load().get("waiting") == number)
+    await until_batched(pipeline, number, "waiting")
 
 
 @needs_proc
-async def test_a_round_of_a_trainer_on_the_same_device(
+async def test_a_trainer_on_the_same_device_runs_a_round(
     make_config: MakeConfig, loaded: State
 ) -> None:
     """Release, train, take the weights again, update, take the KV cache again, generate."""
@@ -86,10 +71,7 @@ async def test_a_round_of_a_trainer_on_the_same_device(
         engine.update_weights(new, blocking=True)
         prompts = [request.prompt_token_ids or () for request in requests]
         wanted = engine.generate(prompts, requests[0].sampling)
-    async with (
-        asyncio.timeout(LIMIT_S),
-        Pipeline(make_config(engine__kv_cache_bytes=320 * MIB)) as pipeline,
-    ):
+    async with Pipeline(make_config(engine__kv_cache_bytes=320 * MIB)) as pipeline:
         client = pipeline.client
         await _on_torch(executor_of(pipeline).cache.clear)  # touches all pages
         before = resident_bytes()
@@ -98,15 +80,13 @@ async def test_a_round_of_a_trainer_on_the_same_device(
         assert before - resident_bytes() > 256 * MIB
         published = [asyncio.create_task(pipeline.complete(request)) for request in requests]
         await waiting(pipeline, len(requests))
-        with pytest.raises(WeightsError) as refused:
+        with raises_code(WeightsError, "memory_released"):
             await client.update_weights(new)
-        assert refused.value.code == "memory_released"
         await client.resume_memory(WEIGHTS)
-        with pytest.raises(WeightsError) as refused:
+        with raises_code(WeightsError, "weights_incomplete"):
             await client.update_weights(
                 {"model.norm.weight": new["model.norm.weight"]}, partial=True
             )
-        assert refused.value.code == "weights_incomplete"
         assert await client.update_weights(new) == 1
         assert not any(task.done() for task in published)
         assert executor_of(pipeline).capacity().lacks == KV_CACHE
@@ -119,12 +99,12 @@ async def test_a_round_of_a_trainer_on_the_same_device(
 
 
 @both_buses
-async def test_what_runs_goes_on_as_if_nothing_had_been(exact: Pipeline) -> None:
+async def test_running_requests_continue_after_a_release(exact: Pipeline) -> None:
     """Its KV is computed again, from the same weights: greedy tokens are the same."""
     streams = asyncio.create_task(whole_streams(exact))
     batching = exact._actors["batching"]
     for _ in range(5):
-        await until(lambda: batching.load().get("running") == 8)
+        await until_batched(exact, 8)
         await exact.client.release_memory(KV_CACHE)
         load = batching.load()
         assert (load["running"], load["waiting"]) == (0, 8)
@@ -137,7 +117,7 @@ async def test_no_kv_is_stale_after_new_weights(running: Pipeline, loaded: State
     await running.client.update_weights(oracle.remembering(loaded, 1))
     pure = (await running.complete(greedy(1, 1))).samples[0].logprobs[0]
     requests = [asyncio.create_task(running.complete(greedy(n, 120))) for n in range(6)]
-    await until(lambda: running._actors["batching"].load().get("running") == 6)
+    await until_batched(running, 6)
     await running.client.release_memory()
     await running.client.resume_memory()
     await running.client.update_weights(oracle.remembering(loaded, 2))
@@ -178,7 +158,7 @@ async def test_word_of_the_weights_before_may_come_late(
     assert check_stamps(await running.complete(greedy(0, 4))) == 1
 
 
-async def test_requests_end_meanwhile_as_ever(running: Pipeline) -> None:
+async def test_requests_end_as_ever_while_memory_is_released(running: Pipeline) -> None:
     await running.client.release_memory()
     expiring = asyncio.create_task(running.complete({**GOOD, "budget_ns": 10**8}))
     cancelled = asyncio.create_task(running.complete({**GOOD, "request_id": "c"}))
@@ -194,9 +174,9 @@ async def test_requests_end_meanwhile_as_ever(running: Pipeline) -> None:
     assert (await stays).status == "cancelled"
 
 
-async def test_a_pause_outlasts_it(exact: Pipeline) -> None:
+async def test_a_pause_outlasts_a_release(exact: Pipeline) -> None:
     streams = asyncio.create_task(whole_streams(exact))
-    await until(lambda: exact._actors["batching"].load().get("running") == 8)
+    await until_batched(exact, 8)
     await exact.client.pause()
     await exact.client.release_memory(KV_CACHE)
     await exact.client.resume_memory(KV_CACHE)
@@ -207,9 +187,7 @@ async def test_a_pause_outlasts_it(exact: Pipeline) -> None:
 
 
 @both_buses
-async def test_a_release_waits_for_nobody_and_loses_nothing_in_a_crowd(
-    exact: Pipeline, loaded: State
-) -> None:
+async def test_a_release_under_load_loses_no_request(exact: Pipeline, loaded: State) -> None:
     """Many at once, in any order, beside updates: each is done or refused with a code."""
     streams = asyncio.create_task(whole_streams(exact))
     client = exact.client
@@ -237,16 +215,16 @@ async def test_a_release_waits_for_nobody_and_loses_nothing_in_a_crowd(
 async def test_a_release_outlives_the_failure_of_batching(
     exact: Pipeline, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    """The executor tells its successor what is to be released, and what is."""
+    """The executor reports pending and released memory to batching's successor."""
     streams = asyncio.create_task(whole_streams(exact, 3))
-    await until(lambda: exact._actors["batching"].load().get("running") == 3)
+    await until_batched(exact, 3)
     break_once(monkeypatch, BatchingCore, broken, after=1)
     await exact.client.release_memory(KV_CACHE)
     assert executor_of(exact).memory.released == {"kv_cache"}
     await waiting(exact, 3)
     before = exact._actors["batching"]
     with monkeypatch.context() as patch:
-        # A successor knows what is released from the first word that it hears of the executor.
+        # The executor's first report tells a successor about released memory.
         patch.setattr(StagedChanges, "_send_batching", silence)
         break_once(patch, BatchingCore, "plan", after=1)
         await exact.client.flush_cache()
@@ -262,15 +240,14 @@ async def silence(*_: object) -> None:
     pass
 
 
-async def test_an_executor_that_fails_comes_back_with_all_its_memory(
+async def test_a_failed_executor_restarts_with_all_memory(
     exact: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the weights of model_path, as version 0; whoever waits for a release is told."""
+    """With the weights of model_path, as version 0; a pending release ends with an error."""
     await exact.client.update_weights(oracle.announcing(loaded, 1))
     break_once(monkeypatch, ReplicaMemory, "release", after=1)
-    with pytest.raises(WeightsError) as lost:
+    with raises_code(WeightsError, "weights_interrupted"):
         await exact.client.release_memory()
-    assert lost.value.code == "weights_interrupted"
     await whole_stream(exact, 3)
     await exact.client.release_memory()
     stream = asyncio.create_task(whole_stream(exact, 4))
@@ -283,7 +260,7 @@ async def test_an_executor_that_fails_comes_back_with_all_its_memory(
     assert executor_of(exact).capacity().lacks == ()
 
 
-async def test_what_there_is_not(exact: Pipeline) -> None:
+async def test_unknown_memory_tags_are_refused(exact: Pipeline) -> None:
     for call in (exact.client.release_memory, exact.client.resume_memory):
         with pytest.raises(WeightsError, match="no memory 'graphs'"):
             await call(("graphs",))  # type: ignore[arg-type]
@@ -297,7 +274,7 @@ async def test_every_replica_releases_its_own(
 ) -> None:
     save_file(oracle.announcing(loaded, 1), tmp_path / "model.safetensors")
     config = make_config(pipeline__replicas=2)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+    async with Pipeline(config) as pipeline:
         await pipeline.client.release_memory()
         stages = [pipeline._actors[role] for role in ("executor", "executor.1")]
         assert [stage.load()["lacks"] for stage in stages] == ["weights, kv_cache"] * 2

@@ -1,21 +1,33 @@
-"""A whole pipeline with drafts says what it says without, whatever happens to it meanwhile."""
+"""Speculation, with predictions and draft models, too: it changes no token."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import msgspec
 import pytest
+from openai import AsyncOpenAI
 
-from nano_inference import Completion, InferenceEngine, Pipeline, SamplingParams
-from nano_inference.config import EngineConfig
+from nano_inference import (
+    Completion,
+    EngineConfig,
+    InferenceEngine,
+    Pipeline,
+    SamplingParams,
+    WeightsError,
+)
+from nano_inference.bus.public import CompletionChunk
+from nano_inference.config import BusError
+from nano_inference.gateway.gateway import Gateway
 from nano_inference.stages.executor import core
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.driver.constraints import Constraints
 from nano_inference.stages.executor.driver.sequences import SequenceTable
+from nano_inference.stages.executor.driver.speculation.costs import StepCosts
 from nano_inference.stages.executor.driver.speculation.drafts import (
     NO_DRAFT,
     Draft,
@@ -27,12 +39,11 @@ from nano_inference.stages.executor.driver.speculation.speculator import Specula
 from .. import oracle
 from ..stages.executor.driver.speculation.drafting import VerifyAll
 from . import reference, short_model
-from .conftest import MakeConfig, both_buses
-from .test_life import break_once
-from .test_weights import State, check_purity, check_stamps, find_pure_logprob, under_load
+from .builders import State, break_once, check_purity, check_stamps, find_pure_logprob
+from .conftest import LIMIT_S, MakeConfig, both_buses
+from .test_weights import under_load
 
 SHORT_MODEL = True
-LIMIT_S = 120
 Answers = dict[tuple[int, ...], list[tuple[int, ...]]]
 
 
@@ -152,13 +163,13 @@ async def all_told(
 
 
 @both_buses
-async def test_every_answer_is_the_same_whatever_happens(
+async def test_answers_are_bitwise_equal_under_load_and_failures(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences take turns and are preempted, the executor fails, generation pauses."""
     few = {"engine__max_batch_size": 6, "engine__kv_cache_bytes": 1 << 18}
     turns = {"fairness__max_timeslice_tokens": 16, "pipeline__restart_backoff_s": 0.01}
-    async with asyncio.timeout(LIMIT_S), Pipeline(make_config()) as pipeline:
+    async with Pipeline(make_config()) as pipeline:
         expected = await all_told(pipeline)
     answers: Answers = {}
     for completion, _ in expected:
@@ -169,7 +180,7 @@ async def test_every_answer_is_the_same_whatever_happens(
     break_once(monkeypatch, ExecutorCore, "execute", after=15)
     few["engine__max_model_len"] = 256
     config = make_config(engine__speculation="auto", engine__max_draft_tokens=6, **few, **turns)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+    async with Pipeline(config) as pipeline:
 
         async def pauses() -> None:
             for in_flight in ("keep", "retract"):
@@ -203,7 +214,7 @@ async def test_tokens_of_a_draft_have_the_weights_that_verified_it(
         return check_purity(completion, pure_logprob, whole=True)
 
     spell = oracle.announcing if in_flight == "keep" else oracle.remembering
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+    async with Pipeline(config) as pipeline:
         assert await under_load(pipeline, loaded, spell, in_flight, 12, check)
 
 
@@ -224,3 +235,188 @@ def test_an_engine_in_this_process_speculates_too(monkeypatch: pytest.MonkeyPatc
         assert one.completion_tokens == other.completion_tokens
         assert one.num_accepted_draft_tokens > 10
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+# --- predictions -----------------------------------------------------------------------------
+
+
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.7,
+    "seed": 5,
+    "max_tokens": 48,
+    "ignore_eos": True,
+    "logprobs": 2,
+}
+# The same bits in any batch.
+EXACT = {"engine__deterministic": True}
+
+
+async def answered(pipeline: Pipeline, request: dict[str, Any]) -> tuple[list[Any], Completion]:
+    """The chunks of a request, and its end."""
+    outputs = [output async for output in pipeline.submit(request)]
+    assert isinstance(outputs[-1], Completion)
+    assert outputs[-1].status == "done", outputs[-1].error
+    return outputs[:-1], outputs[-1]
+
+
+@both_buses
+@pytest.mark.parametrize("kind", ["tokens", "text", "wrong"])
+async def test_speculation_keeps_answers_and_counts_drafts(
+    make_config: MakeConfig, kind: str
+) -> None:
+    request = {"prompt": "1 2 3 4 5", "n": 2, "sampling": SAMPLING}
+    async with Pipeline(make_config(**EXACT)) as without:
+        _, alone = await answered(without, request)
+    (first, *_) = alone.samples
+    prediction = {"tokens": first.token_ids, "text": first.text, "wrong": [5, 6] * 9}[kind]
+    on = make_config(**EXACT, engine__speculation="auto")
+    async with Pipeline(on) as speculating:
+        chunks, done = await answered(speculating, request | {"prediction": prediction})
+        never = SAMPLING | {"max_draft_tokens": 0}
+        _, none = await answered(speculating, request | {"sampling": never})
+    for found in (done, none):
+        for sample, wanted in zip(found.samples, alone.samples, strict=True):
+            assert sample.token_ids == wanted.token_ids
+            assert sample.logprobs == wanted.logprobs
+            assert sample.top_logprobs == wanted.top_logprobs
+            assert (sample.text, sample.finish_reason) == (wanted.text, wanted.finish_reason)
+    for sample in done.samples:
+        own = [chunk for chunk in chunks if chunk.sample_index == sample.sample_index]
+        assert all(isinstance(chunk, CompletionChunk) for chunk in own)
+        assert tuple(each for chunk in own for each in chunk.token_ids) == sample.token_ids
+        assert "".join(chunk.text for chunk in own) == sample.text
+        accepted, drafted = sample.num_accepted_draft_tokens, sample.num_draft_tokens
+        assert 0 <= accepted <= drafted
+        assert accepted <= len(sample.token_ids)
+    usage = done.usage
+    assert usage.accepted_prediction_tokens == sum(
+        each.num_accepted_draft_tokens for each in done.samples
+    )
+    assert usage.accepted_prediction_tokens + usage.rejected_prediction_tokens == sum(
+        each.num_draft_tokens for each in done.samples
+    )
+    assert usage.completion_tokens == alone.usage.completion_tokens
+    assert none.usage.rejected_prediction_tokens == none.usage.accepted_prediction_tokens == 0
+
+
+async def test_openai_s_library_gets_the_same_answer_at_once_and_in_a_stream(
+    make_config: MakeConfig,
+) -> None:
+    asked: dict[str, Any] = {
+        "model": make_config().engine.model_name,
+        "messages": [{"role": "user", "content": "98 + 25 ="}],
+        "temperature": 0,
+        "max_tokens": 32,
+        "logprobs": True,
+        "extra_body": {"ignore_eos": True},
+    }
+    config = make_config(
+        **EXACT, engine__speculation="auto", engine__draft_sources=["prediction", "ngram"]
+    )
+    async with (
+        Pipeline(config) as pipeline,
+        Gateway(pipeline.client, config) as gateway,
+        AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", timeout=LIMIT_S) as client,
+    ):
+        create = client.chat.completions.create
+        never = asked | {"extra_body": {"ignore_eos": True, "max_draft_tokens": 0}}
+        alone = await create(**never)
+        assert alone.usage.completion_tokens_details.accepted_prediction_tokens is None
+        text = alone.choices[0].message.content
+        predicted = asked | {"prediction": {"type": "content", "content": text}}
+        whole = await create(**predicted)
+        stream = await create(**predicted, stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+    wanted = [each.logprob for each in alone.choices[0].logprobs.content]
+    assert whole.choices[0].message.content == text
+    assert [each.logprob for each in whole.choices[0].logprobs.content] == wanted
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert "".join(choice.delta.content or "" for choice in choices) == text
+    listed = [each for choice in choices if choice.logprobs for each in choice.logprobs.content]
+    assert [each.logprob for each in listed] == wanted
+    for usage in (whole.usage, chunks[-1].usage):
+        details = usage.completion_tokens_details
+        assert details.accepted_prediction_tokens <= usage.completion_tokens == 32
+        assert details.rejected_prediction_tokens >= 0
+
+
+def test_engine_samples_count_their_drafts() -> None:
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    prompts = ["1 2 3 4 5", "Once"]
+    exact = EngineConfig(deterministic=True)
+    with InferenceEngine(exact) as engine:
+        alone = engine.generate(prompts, params)
+    with InferenceEngine(EngineConfig(deterministic=True, speculation="auto")) as engine:
+        predictions = [alone[0].completion_tokens, None]
+        found = engine.generate(prompts, params, predictions=predictions)
+        engine.add_request(prompts[0], params, prediction=alone[0].completion_tokens)
+        while engine.has_pending():
+            found += engine.step()
+    for sample, wanted in zip(found, [*alone, alone[0]], strict=True):
+        assert sample.completion_tokens == wanted.completion_tokens
+        assert sample.logprobs == wanted.logprobs
+        assert 0 <= sample.num_accepted_draft_tokens <= sample.num_draft_tokens
+
+
+# --- draft models ----------------------------------------------------------------------------
+
+
+DRAFTING = {
+    "engine__speculation": "auto",
+    "engine__draft_sources": ["ngram"],
+    "engine__draft_model_path": str(short_model.folder()),
+    "engine__max_draft_tokens": 6,
+}
+
+
+@contextmanager
+def expected_interruption() -> Iterator[None]:
+    try:
+        yield
+    except (BusError, WeightsError) as error:
+        if error.code not in ("no_answer", "weights_interrupted"):
+            raise
+
+
+async def test_memory_failures_and_cancelled_requests(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A step takes as long with many rows as with few, so whatever is likely enough is verified.
+    alike = StepCosts((1, 64), (0.5, 0.5))
+    monkeypatch.setattr(ExecutorCore, "_measure_costs", lambda core: alike)
+    exact: dict[str, Any] = {"engine__deterministic": True, "engine__max_model_len": 256}
+    async with Pipeline(make_config(**exact)) as pipeline:
+        expected = await all_told(pipeline)
+    break_once(monkeypatch, ExecutorCore, "execute", after=25)
+    turns = {"fairness__max_timeslice_tokens": 16, "pipeline__restart_backoff_s": 0.01}
+    few = {"engine__max_batch_size": 5, "engine__kv_cache_bytes": 1 << 19}
+    config = make_config(**exact, **DRAFTING, **turns, **few)
+    async with Pipeline(config) as pipeline:
+        client = pipeline.client
+
+        async def meanwhile() -> None:
+            for number in range(4):
+                request = {
+                    "request_id": f"c{number}",
+                    "prompt": "Once " * 9,
+                    "sampling": {"max_tokens": 99},
+                }
+                other = asyncio.create_task(pipeline.complete(request))
+                await asyncio.sleep(0.05)
+                await client.cancel(f"c{number}")
+                await client.pause(in_flight="retract")
+                # The executor that fails has all its memory again when it has started anew.
+                with expected_interruption():
+                    await client.release_memory(["kv_cache"])
+                with expected_interruption():
+                    await client.resume_memory(["kv_cache"])
+                await client.resume()
+                assert (await other).status in ("cancelled", "done")
+
+        found = await all_told(pipeline, meanwhile)
+    for (one, told), (other, wanted) in zip(found, expected, strict=True):
+        assert told == wanted
+        for sample, same in zip(one.samples, other.samples, strict=True):
+            assert sample.logprobs == same.logprobs
+    usages = [completion.usage for completion, _ in found]
+    assert sum(usage.accepted_prediction_tokens for usage in usages) > 100

@@ -1,4 +1,4 @@
-"""A model without a tokenizer: token ids in, token ids out, and a clear word to who sends text."""
+"""Models without a tokenizer, and GGUF files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from nano_inference import (
+    ChatRenderer,
     Constraint,
     EngineConfig,
     Gateway,
@@ -19,10 +20,16 @@ from nano_inference import (
     SamplingParams,
 )
 from nano_inference.bus.public import Completion, CompletionChunk
+from nano_inference.text import gguf
 from nano_inference.text.tokenizer import TOKENIZER_FILES
 
+from ..gguf_files import nothing, write_gguf
 from . import reference
+from .builders import error_code, raises_code
 from .conftest import MakeConfig, both_buses
+
+# --- no tokenizer ----------------------------------------------------------------------------
+
 
 PROMPT = [100, 200, 300, 400]
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -30,7 +37,7 @@ GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The bundled model, of which somebody has saved the weights alone."""
+    """The bundled model, saved without its tokenizer."""
     made = tmp_path / "bare"
     shutil.copytree(reference.FOLDER, made)
     for name in TOKENIZER_FILES:
@@ -54,9 +61,8 @@ def test_the_engine_takes_token_ids(folder: Path) -> None:
             (PROMPT, SamplingParams(constraint=Constraint(regex="a"))),
         ]
         for prompt, params in refused:
-            with pytest.raises(RequestError) as raised:
+            with raises_code(RequestError, "no_tokenizer"):
                 engine.generate([prompt], params)
-            assert raised.value.code == "no_tokenizer"
 
 
 @both_buses
@@ -75,14 +81,13 @@ async def test_a_lane_streams_token_ids(make_config: MakeConfig, folder: Path) -
             {"prompt_token_ids": PROMPT, "sampling": {"stop": ["x"]}},
         ):
             completion = await pipeline.complete(text)
-            assert completion.error is not None
-            assert completion.error.code == "no_tokenizer"
+            assert error_code(completion) == "no_tokenizer"
         # What ends a generation stands in the model's own configuration.
         completion = await pipeline.complete({"prompt_token_ids": PROMPT})
         assert completion.status == "done"
 
 
-async def test_over_http(make_config: MakeConfig, folder: Path) -> None:
+async def test_token_ids_are_served_over_http(make_config: MakeConfig, folder: Path) -> None:
     config = make_config(engine__model_path=str(folder))
     async with (
         Pipeline(config) as pipeline,
@@ -104,3 +109,69 @@ async def test_over_http(make_config: MakeConfig, folder: Path) -> None:
             answer = await http.post(path, json=body)
             assert answer.status_code == 400, answer.text
             assert "tokenizer" in answer.json()["error"]["message"]
+
+
+# --- GGUF ------------------------------------------------------------------------------------
+
+
+SUM = "98 + 25 ="
+SIXTEEN = SamplingParams(temperature=0, max_tokens=16)
+CHAT = [{"role": "user", "content": "What is 3 + 4?"}]
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "kept").mkdir()
+    monkeypatch.setattr(gguf, "_cache_folder", lambda: tmp_path / "kept")
+    return write_gguf(tmp_path / "sums.Q8_0.gguf", "Q8_0")
+
+
+def test_the_engine_reads_gguf(file: Path) -> None:
+    config = EngineConfig(model_path=str(file), reference_model_path=str(file), dtype="float32")
+    assert config.model_name == "sums.Q8_0"
+    chat = ChatRenderer(str(file))
+    prompt = chat.render(CHAT)
+    with InferenceEngine(config) as engine:
+        sums, said = engine.generate([SUM, prompt.token_ids], SIXTEEN)
+        assert engine.default_sampling_params() == SamplingParams()
+        digits = SamplingParams(temperature=0, constraint=Constraint(regex="[5-9]{2}"))
+        (forced,) = engine.generate([SUM], digits)
+    words = reference.tokenizer()
+    assert words.decode(sums.completion_tokens, skip_special_tokens=True).strip() == "123"
+    assert sums.finish_reason == said.finish_reason == "stop"
+    assert sums.ref_logprobs == pytest.approx(sums.logprobs, abs=1e-4)
+    message = chat.read(prompt, said.completion_tokens, said.finish_reason)
+    assert "7" in str(message["content"])
+    assert len(words.decode(forced.completion_tokens, skip_special_tokens=True)) == 2
+
+
+async def test_gguf_is_served_over_http(make_config: MakeConfig, file: Path) -> None:
+    config = make_config(engine__model_path=str(file))
+    async with (
+        Pipeline(config) as pipeline,
+        Gateway(pipeline.client, config) as gateway,
+        httpx.AsyncClient(base_url=gateway.url) as http,
+    ):
+        served = (await http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in served] == ["sums.Q8_0"]
+        body = {"model": "sums.Q8_0", "temperature": 0, "max_tokens": 32}
+        answer = await http.post("/v1/chat/completions", json=body | {"messages": CHAT})
+        (choice,) = answer.json()["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert "7" in choice["message"]["content"]
+        answer = await http.post("/v1/completions", json=body | {"prompt": SUM})
+        assert answer.json()["choices"][0]["text"].strip() == "123"
+
+
+async def test_gguf_without_a_tokenizer_takes_token_ids(
+    make_config: MakeConfig, file: Path, tmp_path: Path
+) -> None:
+    bare = write_gguf(tmp_path / "bare.gguf", "Q8_0", tokenizer=nothing)
+    ids = reference.tokenizer()(SUM).input_ids
+    async with Pipeline(make_config(engine__model_path=str(bare))) as pipeline:
+        sampling = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+        given = await pipeline.complete({"prompt_token_ids": ids, "sampling": sampling})
+        words = reference.tokenizer().decode(given.samples[0].token_ids)
+        assert (words.strip(), given.samples[0].text) == ("123", "")
+        refused = await pipeline.complete({"prompt": SUM})
+        assert error_code(refused) == "no_tokenizer"

@@ -1,14 +1,17 @@
-"""What a request's trace tells: its parts, and what happened to it on the way."""
+"""Traces and log lines of a running pipeline."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+import structlog
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
@@ -17,9 +20,12 @@ from nano_inference.bus.public import Completion
 from nano_inference.config import STAGES, Config, TelemetryConfig, load_config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
-from nano_inference.telemetry import names, setup_tracing
+from nano_inference.telemetry import names, setup_logging, setup_tracing
 
-LIMIT_S = 60
+from .builders import end_of
+from .conftest import LIMIT_S
+
+# --- traces ----------------------------------------------------------------------------------
 
 
 class Recorded:
@@ -128,13 +134,13 @@ async def test_preempted_and_resumed_shows_as_slices() -> None:
         assert sum(tokens) >= 60
 
 
-async def test_a_cancelled_request_says_so() -> None:
+async def test_a_cancellation_shows_in_the_trace() -> None:
     async with recorded() as record:
         sampling = {"max_tokens": 1500, "ignore_eos": True}
         outputs = record.pipeline.submit({"request_id": "r", "prompt": "1", "sampling": sampling})
         await anext(outputs)
         await record.pipeline.client.cancel("r")
-        last = [output async for output in outputs][-1]
+        last = await end_of(outputs)
         await settled(record)
     assert isinstance(last, Completion)
     spans = record.of(last)
@@ -165,14 +171,14 @@ async def test_steps_are_linked_to_the_requests_in_them() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.001])
-async def test_steps_are_as_many_as_the_setting_says(rate: float) -> None:
+async def test_sampled_steps_follow_the_setting(rate: float) -> None:
     async with recorded(telemetry__steps_per_s=rate) as record:
         await record.pipeline.complete({"prompt": "1", "sampling": {"max_tokens": 20}})
         await settled(record)
     assert len([span for span in record.spans if span.name == "step"]) == (rate > 0)
 
 
-async def test_what_is_not_recorded_makes_no_span_at_all() -> None:
+async def test_unsampled_requests_make_no_span() -> None:
     async with recorded(TelemetryConfig(trace_ratio=0), telemetry__steps_per_s=1e6) as record:
         done = await record.pipeline.complete({"prompt": "1", "sampling": {"max_tokens": 4}})
         await settled(record)
@@ -187,17 +193,96 @@ GIVEN = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
     ("traceparent", "followed"),
     [(GIVEN, True), ("nonsense", False), (GIVEN.replace("a", "0"), False)],
 )
-async def test_a_client_s_context_is_followed_if_it_is_one(
-    traceparent: str, followed: bool
-) -> None:
+async def test_only_a_valid_trace_context_is_followed(traceparent: str, followed: bool) -> None:
     async with recorded() as record:
         client, request = record.pipeline.client, {"prompt": "1", "sampling": {"max_tokens": 2}}
         entry_id = await client.bus.requests.publish(request, traceparent=traceparent)
         results = client.bus.results.follow(entry_id, entry_id)
-        done = [output async for output in results][-1]
+        done = await end_of(results)
         await settled(record)
     assert isinstance(done, Completion)
     assert (done.trace_id == "a" * 32) is followed
     spans = record.of(done)
     assert set(STAGES) < set(spans), "one trace, from admission on"
     assert (spans["admission"][0].parent is not None) is followed
+
+
+# --- logs ------------------------------------------------------------------------------------
+
+
+SECRET = "xylophone"
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    root = logging.getLogger()
+    configured, before = structlog.get_config(), (root.handlers[:], root.level)
+    yield
+    structlog.configure(**configured)
+    root.handlers[:], root.level = before
+
+
+async def lines_of(
+    capsys: pytest.CaptureFixture[str], requests: list[dict[str, object]], **settings: object
+) -> tuple[list[Completion], list[dict[str, object]]]:
+    """The answers to requests, and all that was logged meanwhile."""
+    telemetry = {"telemetry.log_level": "debug", "telemetry.log_format": "json"}
+    overrides = {name.replace("__", "."): value for name, value in settings.items()}
+    config = load_config(env={}, overrides={**telemetry, **overrides})
+    capsys.readouterr()
+    setup_logging(config.telemetry)
+    tracing = setup_tracing(TelemetryConfig(), "here", InMemorySpanExporter())
+    async with asyncio.timeout(LIMIT_S), Pipeline(config, tracing=tracing) as pipeline:
+        answers = [await pipeline.complete(request) for request in requests]
+    tracing.shutdown()
+    return answers, [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+# One that is answered, and some that are refused for different reasons.
+REQUESTS: list[dict[str, object]] = [
+    {"prompt": f"{SECRET} 1 + 1 =", "sampling": {"max_tokens": 4}},
+    {"messages": [{"role": "user", "content": SECRET}], "sampling": {"max_tokens": 4}},
+    {"prompt": SECRET, "sampling": {"max_tokens": 0}},
+    {"prompt": SECRET * 5000},
+    {"prompt": SECRET, "sampling": {"stop": [""]}},
+    {"prompt": SECRET, "model": "another"},
+    {"prompt": SECRET, "n": 10_000},
+]
+
+
+async def test_no_line_has_text_of_a_request_at_any_level(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answers, lines = await lines_of(capsys, REQUESTS)
+    assert {answer.status for answer in answers} == {"done", "error"}
+    assert len([line for line in lines if line["event"] == "request_refused"]) >= 4
+    assert [line for line in lines if SECRET in json.dumps(line)] == []
+
+
+async def test_prompts_are_logged_if_enabled(capsys: pytest.CaptureFixture[str]) -> None:
+    _, lines = await lines_of(capsys, REQUESTS[:2], telemetry__log_prompts=True)
+    found = [line for line in lines if SECRET in json.dumps(line)]
+    assert [line["event"] for line in found] == ["request_admitted"] * 2
+
+
+async def test_log_lines_carry_request_and_trace_ids(capsys: pytest.CaptureFixture[str]) -> None:
+    requests = [{**REQUESTS[0], "request_id": "r-1"}, {"request_id": "r-2", "prompt": ""}]
+    answers, lines = await lines_of(capsys, requests, telemetry__log_prompts=True)
+    (admitted,) = [line for line in lines if line["event"] == "request_admitted"]
+    (refused,) = [line for line in lines if line["event"] == "request_refused"]
+    assert (admitted["request_id"], admitted["trace_id"]) == ("r-1", answers[0].trace_id)
+    assert (refused["request_id"], refused["stage"]) == ("r-2", "admission")
+    for line in (admitted, refused):
+        assert len(str(line["trace_id"])) == 32
+        assert len(str(line["span_id"])) == 16
+
+
+async def test_pipeline_in_a_program_prints_nothing(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    structlog.reset_defaults()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    async with Pipeline() as pipeline:
+        await pipeline.complete({"prompt": "98 + 25 =", "sampling": {"max_tokens": 1}})
+        await pipeline.drain()
+    assert capfd.readouterr() == ("", "")

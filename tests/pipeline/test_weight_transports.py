@@ -1,4 +1,4 @@
-"""Weights from other processes reach a pipeline that runs, or leave it as it was, in time."""
+"""Weights by every transport, and their parity with a model that loads them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,31 +16,30 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nano_inference import GenerateRequest, Pipeline, SamplingParams, WeightsError
+from nano_inference import (
+    EngineConfig,
+    GenerateRequest,
+    InferenceEngine,
+    Pipeline,
+    SamplingParams,
+    WeightsError,
+)
 from nano_inference.bus.weights import FolderWeights, GroupWeights, StagedWeights, TensorMeta
 from nano_inference.config import load_config
 from nano_inference.stages.executor.runner.weights.transports import SharedWeights, WeightsGroup
+from nano_inference.stages.executor.runner.weights.transports.folder import read_folder
 
 from .. import oracle
 from ..stages.executor.models import make_model
 from ..stages.executor.runner.weights.transports.peers import Peer, free_address
 from . import reference
-from .test_life import until
+from .builders import raises_code, until
+from .conftest import LIMIT_S
 
-LIMIT_S = 120.0
+# --- transports ------------------------------------------------------------------------------
+
+
 State = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> State:
-    return dict(reference.model().state_dict())
-
-
-@pytest.fixture
-async def running() -> AsyncIterator[Pipeline]:
-    config = load_config(env={}, overrides={"engine.dtype": "float32"})
-    async with asyncio.timeout(2 * LIMIT_S), Pipeline(config) as pipeline:
-        yield pipeline
 
 
 def spelt(folder: Path, loaded: State, version: int) -> Path:
@@ -95,42 +95,46 @@ async def synced(pipeline: Pipeline, peer: Peer, file: Path) -> int:
     return await pipeline.client.update_weights(peer.source(file), timeout_s=LIMIT_S)
 
 
-async def test_a_folder_and_a_file(running: Pipeline, loaded: State, tmp_path: Path) -> None:
+async def test_weights_come_from_a_folder_or_a_file(
+    exact: Pipeline, loaded: State, tmp_path: Path
+) -> None:
     file = spelt(tmp_path, loaded, 1)
-    assert await running.client.update_weights(FolderWeights(str(tmp_path))) == 1
-    assert await spells(running) == (1, oracle.token_of(1))
+    assert await exact.client.update_weights(FolderWeights(str(tmp_path))) == 1
+    assert await spells(exact) == (1, oracle.token_of(1))
     save_file(oracle.announcing(loaded, 2), file)
-    assert await running.client.update_weights(FolderWeights(str(file))) == 2
-    assert await spells(running) == (2, oracle.token_of(2))
+    assert await exact.client.update_weights(FolderWeights(str(file))) == 2
+    assert await spells(exact) == (2, oracle.token_of(2))
 
 
-async def test_shared_memory(running: Pipeline, loaded: State) -> None:
+async def test_weights_come_from_shared_memory(exact: Pipeline, loaded: State) -> None:
     weights = oracle.announcing(loaded, 1)
     with SharedWeights(weights, bucket_bytes=100_000) as shared:
-        assert await running.client.update_weights(shared.source) == 1
+        assert await exact.client.update_weights(shared.source) == 1
         shared.update(oracle.announcing(loaded, 2))
         # What the executor has is its own.
-        assert await spells(running) == (1, oracle.token_of(1))
-        assert await running.client.update_weights(shared.source) == 2
-        assert await spells(running) == (2, oracle.token_of(2))
+        assert await spells(exact) == (1, oracle.token_of(1))
+        assert await exact.client.update_weights(shared.source) == 2
+        assert await spells(exact) == (2, oracle.token_of(2))
     with pytest.raises(WeightsError, match="there is no shared memory"):
-        await running.client.update_weights(shared.source)
-    assert await running.client.weight_version() == 2
+        await exact.client.update_weights(shared.source)
+    assert await exact.client.weight_version() == 2
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 200_000])
-async def test_our_own_group(running: Pipeline, loaded: State, bucket_bytes: int) -> None:
+async def test_weights_come_from_our_own_group(
+    exact: Pipeline, loaded: State, bucket_bytes: int
+) -> None:
     with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group:
-        await running.client.join_weights_group("weights", group.address, 2)
+        await exact.client.join_weights_group("weights", group.address, 2)
         for version in (1, 2, 3):
             weights = oracle.announcing(loaded, version)
             sending = group.broadcast({k: v.bfloat16() for k, v in weights.items()}, bucket_bytes)
-            assert await running.client.update_weights(sending.source) == version
+            assert await exact.client.update_weights(sending.source) == version
             await asyncio.to_thread(sending.result)
-            assert await spells(running) == (version, oracle.token_of(version))
+            assert await spells(exact) == (version, oracle.token_of(version))
 
 
-async def test_experts_that_come_in_several_parts(tmp_path: Path) -> None:
+async def test_experts_may_come_in_several_parts(tmp_path: Path) -> None:
     """A checkpoint has each expert by itself, and the model has those of a layer in one tensor."""
     folders = [tmp_path / "old", tmp_path / "new"]
     for seed, folder in enumerate(folders):
@@ -140,10 +144,7 @@ async def test_experts_that_come_in_several_parts(tmp_path: Path) -> None:
     tensors = sorted(load_file(folders[1] / "model.safetensors").items())
     parts = [dict(tensors[start::3]) for start in range(3)]
     assert all(any(".experts." in name for name in part) for part in parts)
-    async with (
-        asyncio.timeout(LIMIT_S),
-        Pipeline(load_config(env={}, overrides=config)) as pipeline,
-    ):
+    async with Pipeline(load_config(env={}, overrides=config)) as pipeline:
         client = pipeline.client
         for count in (2, 3):  # at first one is missing
             for part in parts[:count]:
@@ -163,79 +164,75 @@ async def test_experts_that_come_in_several_parts(tmp_path: Path) -> None:
     assert list(sample.token_ids) == tokens[0, 3:].tolist()
 
 
-async def test_a_killed_trainer_and_the_next_one(
-    running: Pipeline, loaded: State, tmp_path: Path
+async def test_another_trainer_follows_a_killed_one(
+    exact: Pipeline, loaded: State, tmp_path: Path
 ) -> None:
     file = spelt(tmp_path, loaded, 1)
-    async with generating(running) as tokens:
+    async with generating(exact) as tokens:
         with Peer() as peer:
-            await joined(running, peer)
+            await joined(exact, peer)
             peer.tell("half", file)
-            update = asyncio.create_task(running.client.update_weights(peer.source(file)))
+            update = asyncio.create_task(exact.client.update_weights(peer.source(file)))
             assert await heard(peer) == "half"
             before = tokens()
             # Generation goes on while half of the weights are there.
             await until(lambda: tokens() > before + 40)
             assert not update.done()
             peer.kill()
-            with pytest.raises(WeightsError) as broken:
+            with raises_code(WeightsError, "weights_interrupted"):
                 await update
-            assert broken.value.code == "weights_interrupted"
-        assert await running.client.weight_version() == 0
+        assert await exact.client.weight_version() == 0
         before = tokens()
         with Peer() as peer:
-            await joined(running, peer)
-            assert await synced(running, peer, file) == 1
+            await joined(exact, peer)
+            assert await synced(exact, peer, file) == 1
         await until(lambda: tokens() > before)
-    assert await spells(running) == (1, oracle.token_of(1))
+    assert await spells(exact) == (1, oracle.token_of(1))
 
 
-async def test_a_trainer_that_hangs_and_the_next_one(
-    running: Pipeline, loaded: State, tmp_path: Path
+async def test_another_trainer_follows_one_that_hangs(
+    exact: Pipeline, loaded: State, tmp_path: Path
 ) -> None:
     file = spelt(tmp_path, loaded, 1)
-    async with generating(running) as tokens:
+    async with generating(exact) as tokens:
         with Peer() as peer:
-            await joined(running, peer)
+            await joined(exact, peer)
             peer.hang()
             before, started = tokens(), time.monotonic()
-            with pytest.raises(WeightsError) as late:
-                await running.client.update_weights(peer.source(file), timeout_s=1.5)
-            assert late.value.code == "weights_timeout"
+            with raises_code(WeightsError, "weights_timeout"):
+                await exact.client.update_weights(peer.source(file), timeout_s=1.5)
             assert time.monotonic() - started < LIMIT_S / 2
             assert tokens() > before
-            assert await running.client.weight_version() == 0
+            assert await exact.client.weight_version() == 0
             with Peer() as second:
-                await joined(running, second)
-                assert await synced(running, second, file) == 1
-    assert await spells(running) == (1, oracle.token_of(1))
+                await joined(exact, second)
+                assert await synced(exact, second, file) == 1
+    assert await spells(exact) == (1, oracle.token_of(1))
 
 
 async def test_leaving_a_group_ends_an_update_that_hangs(
-    running: Pipeline, loaded: State, tmp_path: Path
+    exact: Pipeline, loaded: State, tmp_path: Path
 ) -> None:
     file = spelt(tmp_path, loaded, 1)
     with Peer() as peer:
-        await joined(running, peer)
-        update = asyncio.create_task(running.client.update_weights(peer.source(file)))
+        await joined(exact, peer)
+        update = asyncio.create_task(exact.client.update_weights(peer.source(file)))
         peer.tell("half", file)
         assert await heard(peer) == "half"
-        await running.client.leave_weights_group("weights")
-        with pytest.raises(WeightsError) as left:
+        await exact.client.leave_weights_group("weights")
+        with raises_code(WeightsError, "weights_interrupted"):
             await update
-        assert left.value.code == "weights_interrupted"
 
 
 async def test_weights_that_were_refused_are_not_taken_for_the_next(
-    running: Pipeline, loaded: State
+    exact: Pipeline, loaded: State
 ) -> None:
     """The executor is out of step with a broadcast that it was too busy for, so it leaves."""
     with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group:
-        await running.client.join_weights_group("weights", group.address, 2)
+        await exact.client.join_weights_group("weights", group.address, 2)
         first = group.broadcast(oracle.announcing(loaded, 1))
         outcomes = await asyncio.gather(
-            *(running.client.update_weights(first.source) for _ in range(2)),
-            return_exceptions=True,
+            *(exact.client.update_weights(first.source) for _ in range(2)), return_exceptions=True
         )
         done = [outcome for outcome in outcomes if outcome == 1]
         codes = [error.code for error in outcomes if isinstance(error, WeightsError)]
@@ -243,32 +240,102 @@ async def test_weights_that_were_refused_are_not_taken_for_the_next(
         assert codes
         again = group.broadcast(oracle.announcing(loaded, 2))
         with pytest.raises(WeightsError, match="not in the group"):
-            await running.client.update_weights(again.source)
-        assert await running.client.weight_version() == len(done)
+            await exact.client.update_weights(again.source)
+        assert await exact.client.weight_version() == len(done)
 
 
-async def test_a_group_that_is_not_there(running: Pipeline) -> None:
-    with pytest.raises(WeightsError) as late:
-        await running.client.join_weights_group("x", free_address(), 2, timeout_s=0.5)
-    assert late.value.code == "weights_timeout"
+async def test_a_missing_group_is_an_error(exact: Pipeline) -> None:
+    with raises_code(WeightsError, "weights_timeout"):
+        await exact.client.join_weights_group("x", free_address(), 2, timeout_s=0.5)
     metas = (TensorMeta("model.norm.weight", "float32", (128,)),)
     with pytest.raises(WeightsError, match="not in the group 'x'"):
-        await running.client.update_weights(GroupWeights("x", metas))
-    await running.client.leave_weights_group("x")  # which it is not in
+        await exact.client.update_weights(GroupWeights("x", metas))
+    await exact.client.leave_weights_group("x")  # which it is not in
 
 
 async def test_a_pipeline_ends_while_a_trainer_hangs(loaded: State, tmp_path: Path) -> None:
     file = spelt(tmp_path, loaded, 1)
     config = load_config(env={}, overrides={"engine.dtype": "float32"})
     with Peer() as peer:
-        async with asyncio.timeout(LIMIT_S):
-            async with Pipeline(config) as pipeline:
-                await joined(pipeline, peer)
-                peer.hang()
-                update = asyncio.create_task(
-                    pipeline.client.update_weights(peer.source(file), timeout_s=10 * LIMIT_S)
-                )
-                await spells(pipeline)
-            with pytest.raises(WeightsError) as lost:
-                await update
-            assert lost.value.code == "weights_interrupted"
+        async with Pipeline(config) as pipeline:
+            await joined(pipeline, peer)
+            peer.hang()
+            update = asyncio.create_task(
+                pipeline.client.update_weights(peer.source(file), timeout_s=10 * LIMIT_S)
+            )
+            await spells(pipeline)
+        with raises_code(WeightsError, "weights_interrupted"):
+            await update
+
+
+# --- parity ----------------------------------------------------------------------------------
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
+
+PROMPTS = [[7, 8, 9], list(range(40, 110)), [300] * 17]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool, int], Path]:
+    """Models like the bundled one with other weights, embeddings tied or not."""
+    root = tmp_path_factory.mktemp("models")
+
+    def make(tied: bool, seed: int) -> Path:
+        folder = root / f"{'tied' if tied else 'untied'}-{seed}"
+        if folder.exists():
+            return folder
+        shutil.copytree(reference.FOLDER, folder)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            reference.FOLDER, dtype=torch.float32, tie_word_embeddings=tied
+        )
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(0.05 * noise)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        model.bfloat16().save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def config(folder: Path, dtype: str, deterministic: bool, kernels: str) -> EngineConfig:
+    return EngineConfig(
+        model_path=str(folder), dtype=dtype, deterministic=deterministic, kernels=kernels
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "deterministic", "kernels"),
+    [
+        ("bfloat16", False, "auto"),
+        ("bfloat16", False, "off"),
+        ("bfloat16", True, "auto"),
+        ("float32", True, "auto"),
+        ("float32", False, "auto"),
+        ("float32", False, "off"),
+    ],
+)
+def test_updated_weights_equal_loaded_weights(
+    folders: Callable[[bool, int], Path], tied: bool, dtype: str, deterministic: bool, kernels: str
+) -> None:
+    first, second = folders(tied, 1), folders(tied, 2)
+    with InferenceEngine(config(second, dtype, deterministic, kernels)) as fresh:
+        wanted = fresh.generate(PROMPTS, GREEDY)
+    with InferenceEngine(config(first, dtype, deterministic, kernels)) as engine:
+        if engine._executor.runner.fast_modules is not None:
+            assert engine._executor.runner.fast_modules.count["Linear"] > 0
+        else:
+            assert engine._executor.off.get("kernels", "")
+        before = engine.generate(PROMPTS, GREEDY)
+        engine.update_weights(read_folder(str(second)), blocking=True)
+        found = engine.generate(PROMPTS, GREEDY)
+    assert [sample.weight_version for sample in found] == [1] * len(PROMPTS)
+    for sample, old, new in zip(found, before, wanted, strict=True):
+        assert sample.completion_tokens == new.completion_tokens
+        assert sample.logprobs == new.logprobs
+        assert sample.top_logprobs == new.top_logprobs
+        assert sample.logprobs != old.logprobs

@@ -1,143 +1,63 @@
-"""Weights that change while tokens flow: every token tells the truth, and no KV is stale."""
+"""Weights that change while tokens flow: every token has its true version, and no KV is stale."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import pytest
+import safetensors.torch
 from torch import Tensor
 
-from nano_inference import (
-    BusClient,
-    Completion,
-    EngineConfig,
-    GenerateRequest,
-    InferenceEngine,
-    Pipeline,
-    SamplingParams,
-    WeightsError,
-)
+from nano_inference import Completion, Pipeline, WeightsError
 from nano_inference.bus import open_bus
 from nano_inference.bus import weights as handoff
 from nano_inference.bus.control import Pause
 from nano_inference.bus.messages import NewSequence
-from nano_inference.bus.weights import FolderWeights, InFlight, LocalWeights
+from nano_inference.bus.weights import FolderWeights, InFlight, LocalWeights, StagedWeights
 from nano_inference.config import BusError
 from nano_inference.pipeline import client
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
+from nano_inference.stages.executor.runner.weights import WeightSyncManager
 
 from .. import oracle
-from . import reference, short_model
-from .conftest import MakeConfig, both_buses
-from .test_life import break_once, until, whole_stream, whole_streams
+from ..oracle import announcing, token_of
+from .builders import (
+    DTYPE,
+    State,
+    begun,
+    break_once,
+    check_purity,
+    check_stamps,
+    error_code,
+    find_pure_logprob,
+    greedy,
+    raises_code,
+    until_batched,
+    versions_of,
+    whole_stream,
+    whole_streams,
+)
+from .conftest import LIMIT_S, MakeConfig, both_buses
 from .test_memory import held
 
 SHORT_MODEL = True
-LIMIT_S = 120
 # Of 400 updates with requests in flight.
 MOST_GROWTH_BYTES = 16 << 20
 # Below the time after which a client gives an answer up.
 ANSWERED_S = client.ANSWER_S - 5
-# What weights spell is the same in it, and steps take a third of the time.
-DTYPE = "bfloat16"
-State = dict[str, Tensor]
 Spell = Callable[[Mapping[str, Tensor], int], State]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> State:
-    """The short model's weights."""
-    return dict(reference.model(short_model.folder()).state_dict())
 
 
 @pytest.fixture(scope="module")
 def pure_logprob(loaded: State) -> float:
     return find_pure_logprob(loaded, DTYPE)
-
-
-def find_pure_logprob(loaded: State, dtype: str) -> float:
-    """Of a token that rests on KV of its own version alone."""
-    with InferenceEngine(EngineConfig(model_path=str(short_model.folder()), dtype=dtype)) as engine:
-        engine.update_weights(oracle.remembering(loaded, 1), blocking=True)
-        (sample,) = engine.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=1))
-    return sample.logprobs[0]
-
-
-@pytest.fixture
-async def running(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
-    config = make_config(pipeline__restart_backoff_s=0.01, engine__dtype=DTYPE)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
-        yield pipeline
-
-
-@pytest.fixture
-async def exact(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
-    """For what is held against Transformers."""
-    config = make_config(pipeline__restart_backoff_s=0.01)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
-        yield pipeline
-
-
-def greedy(number: int, max_tokens: int, n: int = 1) -> GenerateRequest:
-    """Of a few prompts, so that most find a beginning in the prefix cache."""
-    prompt = [5 + number % 3] * 40 + [9] * (number % 5)
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    return GenerateRequest(prompt_token_ids=tuple(prompt), sampling=sampling, n=n)
-
-
-async def begun(client: BusClient, request: GenerateRequest) -> asyncio.Task[Completion]:
-    """A request that has had its first token, and is far from its last."""
-
-    async def rest() -> Completion:
-        last = [output async for output in outputs][-1]
-        assert isinstance(last, Completion)
-        return last
-
-    outputs = client.submit(msgspec.structs.replace(request, stream=True))
-    assert not isinstance(await anext(outputs), Completion)
-    return asyncio.create_task(rest())
-
-
-def versions_of(completion: Completion, index: int = 0) -> list[int]:
-    """The version that each token of a sample is stamped with."""
-    sample = completion.samples[index]
-    starts = [start for _, start in sample.weight_versions] + [len(sample.token_ids)]
-    assert starts[0] == 0
-    assert starts == sorted(set(starts))
-    spans = zip(sample.weight_versions, starts[1:], strict=True)
-    versions = [version for (version, start), stop in spans for _ in range(start, stop)]
-    assert versions == sorted(versions)
-    assert sample.weight_version == versions[0]
-    return versions
-
-
-def check_stamps(completion: Completion) -> int:
-    """Tokens of weights that announce their version; returns how many spans there are."""
-    assert completion.status == "done", completion.error
-    for index, sample in enumerate(completion.samples):
-        wanted = [oracle.token_of(version) for version in versions_of(completion, index)]
-        assert list(sample.token_ids) == wanted
-    return max(len(sample.weight_versions) for sample in completion.samples)
-
-
-def check_purity(completion: Completion, pure_logprob: float, *, whole: bool) -> int:
-    """Tokens of weights that remember: as long as the first version lasts (`whole`: always), all
-    KV was made by the version that is stamped. Returns how many spans there are."""
-    assert completion.status == "done", completion.error
-    for index, sample in enumerate(completion.samples):
-        versions = versions_of(completion, index)
-        rows = zip(versions, sample.token_ids, sample.logprobs, strict=True)
-        for version, token_id, logprob in rows:
-            if whole or version == versions[0]:
-                assert token_id == oracle.token_of(version)
-                assert oracle.is_pure(logprob, pure_logprob)
-    return max(len(sample.weight_versions) for sample in completion.samples)
 
 
 async def under_load(
@@ -190,7 +110,7 @@ async def test_each_token_is_stamped_with_the_weights_that_made_it(
 async def test_no_kv_is_stale_after_an_update(
     running: Pipeline, loaded: State, pure_logprob: float, in_flight: InFlight
 ) -> None:
-    """A prefix that older weights computed is not found; what is retracted is computed again."""
+    """Prefixes of older weights are not found; retracted sequences are computed again."""
 
     def check(completion: Completion) -> int:
         return check_purity(completion, pure_logprob, whole=in_flight == "retract")
@@ -228,7 +148,7 @@ async def test_hundreds_of_updates_under_load(
     assert growth < MOST_GROWTH_BYTES, f"{growth / 1e6:.1f} MB more since the first {warm}"
 
 
-async def test_kept_kv_is_what_in_flight_means(
+async def test_kept_kv_is_of_both_versions(
     running: Pipeline, loaded: State, pure_logprob: float
 ) -> None:
     """The oracle can tell: a sequence that goes on over an update rests on both versions' KV."""
@@ -261,7 +181,7 @@ async def test_retracted_requests_go_on_as_if_nothing_had_been(
     """Their KV is computed again, from the same weights: greedy tokens are the same."""
     streams = asyncio.create_task(whole_streams(exact))
     batching = exact._actors["batching"]
-    await until(lambda: batching.load().get("running") == 8)
+    await until_batched(exact, 8)
     for _ in range(5):
         await asyncio.sleep(0.02)
         await exact.client.pause("retract")
@@ -286,13 +206,12 @@ async def test_a_pause_that_is_called_off_is_answered(exact: Pipeline) -> None:
     await streams
 
 
-async def test_aborted_requests_return_what_they_have(exact: Pipeline) -> None:
+async def test_aborted_requests_return_partial_samples(exact: Pipeline) -> None:
     running_requests = [await begun(exact.client, greedy(n, 1500)) for n in range(4)]
     await exact.client.pause("abort")
     for completion in await asyncio.gather(*running_requests):
         assert completion.status == "cancelled"
-        assert completion.error is not None
-        assert completion.error.code == "aborted"
+        assert error_code(completion) == "aborted"
         (sample,) = completion.samples
         assert sample.finish_reason == "abort"
         assert len(sample.token_ids) == len(sample.logprobs) > 0
@@ -300,19 +219,17 @@ async def test_aborted_requests_return_what_they_have(exact: Pipeline) -> None:
     await whole_stream(exact, 0)
 
 
-async def test_an_update_can_abort_what_runs(running: Pipeline, loaded: State) -> None:
+async def test_an_update_can_abort_running_requests(running: Pipeline, loaded: State) -> None:
     request = asyncio.create_task(running.complete(greedy(0, 1500)))
-    batching = running._actors["batching"]
-    await until(lambda: batching.load().get("running") == 1)
+    await until_batched(running, 1)
     await running.client.update_weights(oracle.announcing(loaded, 1), in_flight="abort")
     completion = await request
-    assert completion.error is not None
-    assert completion.error.code == "aborted"
+    assert error_code(completion) == "aborted"
     assert check_stamps(await running.complete(greedy(1, 5))) == 1
 
 
 @both_buses
-async def test_what_becomes_of_requests_is_never_guessed(exact: Pipeline, loaded: State) -> None:
+async def test_an_unknown_in_flight_mode_is_refused(exact: Pipeline, loaded: State) -> None:
     """An unknown mode is an error; nothing pauses."""
     client, unknown = exact.client, cast(InFlight, "finish")
     with pytest.raises(WeightsError, match=r"'finish'.*'keep' or 'retract' or 'abort'"):
@@ -327,13 +244,12 @@ async def test_what_becomes_of_requests_is_never_guessed(exact: Pipeline, loaded
     await whole_stream(exact, 0)
 
 
-async def test_a_version_of_ones_own(running: Pipeline, loaded: State) -> None:
+async def test_the_caller_chooses_the_version(running: Pipeline, loaded: State) -> None:
     assert await running.client.update_weights(oracle.announcing(loaded, 70), version=70) == 70
     assert versions_of(await running.complete(greedy(0, 3))) == [70] * 3
     for stale in (70, 3, -1, 0):
-        with pytest.raises(WeightsError, match="not above") as refused:
+        with raises_code(WeightsError, "weights_refused", match="not above"):
             await running.client.update_weights(oracle.announcing(loaded, 3), version=stale)
-        assert refused.value.code == "weights_refused"
     assert await running.client.update_weights(oracle.announcing(loaded, 71)) == 71
 
 
@@ -353,19 +269,18 @@ BAD: dict[str, Callable[[State], Any]] = {
 }
 
 
-async def test_what_does_not_fit_changes_nothing(exact: Pipeline, loaded: State) -> None:
+async def test_weights_of_another_shape_change_nothing(exact: Pipeline, loaded: State) -> None:
     streams = asyncio.create_task(whole_streams(exact))
-    for what, make in BAD.items():
-        with pytest.raises(WeightsError) as refused:
+    for make in BAD.values():
+        with raises_code(WeightsError, "weights_refused"):
             await exact.client.update_weights(make(loaded))
-        assert refused.value.code == "weights_refused", what
     await streams
     assert await exact.client.weight_version() == 0
     assert await exact.client.update_weights(loaded) == 1
 
 
 async def test_weights_that_are_no_numbers_are_refused(running: Pipeline, loaded: State) -> None:
-    """Also what is one for the trainer, and none in the model's dtype."""
+    """Also numbers that overflow in the model's dtype."""
     await running.client.update_weights(oracle.announcing(loaded, 1))
     broken = [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")]
     broken += ["model.layers.0.self_attn.v_proj.bias", "model.norm.weight"]
@@ -376,16 +291,14 @@ async def test_weights_that_are_no_numbers_are_refused(running: Pipeline, loaded
             new[name] = new[name].double()
             new[name].view(-1)[-1] = bad
         for source, partial in ((new, False), ({broken[0]: new[broken[0]]}, True)):
-            with pytest.raises(WeightsError) as refused:
+            with raises_code(WeightsError, "weights_not_finite", match=re.escape(broken[0])):
                 await running.client.update_weights(source, partial=partial)
-            assert refused.value.code == "weights_not_finite", bad
-            assert broken[0] in refused.value.message
     assert set(versions_of(await request)) == {1}
     assert check_stamps(await running.complete(greedy(1, 5))) == 1
     assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
 
 
-async def test_part_of_the_weights(running: Pipeline, loaded: State) -> None:
+async def test_part_of_the_weights_changes_on_request(running: Pipeline, loaded: State) -> None:
     whole = oracle.announcing(loaded, 1)
     await running.client.update_weights(whole)
     embedding = oracle.announcing(loaded, 2)["model.embed_tokens.weight"]
@@ -414,7 +327,7 @@ async def test_one_update_at_a_time(running: Pipeline, loaded: State) -> None:
 async def test_an_update_outlives_the_failure_of_another_stage(
     running: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batching fails when it is told; the executor tells its successor."""
+    """Batching fails at the update; the executor reports it to batching's successor."""
     await running.client.update_weights(oracle.announcing(loaded, 1))
     request = await begun(running.client, greedy(0, 200))
     break_once(monkeypatch, BatchingCore, "change_weights", after=1)
@@ -425,15 +338,14 @@ async def test_an_update_outlives_the_failure_of_another_stage(
 
 
 @both_buses
-async def test_an_executor_that_fails_says_that_the_update_is_lost(
+async def test_a_failed_executor_reports_the_lost_update(
     exact: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What comes back has the weights of model_path, and says so with every token."""
     await exact.client.update_weights(oracle.announcing(loaded, 1))
     break_once(monkeypatch, ExecutorCore, "execute", after=1)
-    with pytest.raises(WeightsError) as lost:
+    with raises_code(WeightsError, "weights_interrupted"):
         await exact.client.update_weights(oracle.announcing(loaded, 2))
-    assert lost.value.code == "weights_interrupted"
     await whole_stream(exact, 3)
     assert await exact.client.weight_version() == 0
     # 1 has been, and was something else.
@@ -442,13 +354,141 @@ async def test_an_executor_that_fails_says_that_the_update_is_lost(
 
 
 @both_buses
-async def test_nobody_answers(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unanswered_update_is_an_error(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a pipeline an operation ends with an error, within its time."""
     monkeypatch.setattr(client, "ANSWER_S", 0.2)
     bus = open_bus(make_config().bus)
     try:
-        with pytest.raises(BusError) as silent:
+        with raises_code(BusError, "no_answer"):
             await client.BusClient(bus).update_weights(FolderWeights("/new"), timeout_s=0.1)
-        assert silent.value.code == "no_answer"
     finally:
         await bus.aclose()
+
+
+# --- weights that are lost -------------------------------------------------------------------
+
+
+def free_once_taken(patch: pytest.MonkeyPatch) -> None:
+    """New weights lose their storage while they wait for the plan that puts them in place."""
+    original = WeightSyncManager.start_sync
+
+    def start_sync(self: WeightSyncManager, *args: Any, **options: Any) -> int:
+        version = original(self, *args, **options)
+        assert self._pending is not None
+        for tensor in self._pending[0].values():
+            tensor.untyped_storage().resize_(0)
+        return version
+
+    patch.setattr(WeightSyncManager, "start_sync", start_sync)
+
+
+def fail_midway(patch: pytest.MonkeyPatch) -> None:
+    original = WeightSyncManager._write
+
+    def write(self: WeightSyncManager, new_weights: Mapping[str, Tensor]) -> None:
+        original(self, dict(list(new_weights.items())[:5]))
+        raise RuntimeError("the device is gone")
+
+    patch.setattr(WeightSyncManager, "_write", write)
+
+
+async def test_freed_pending_weights_change_nothing(
+    running: Pipeline, loaded: dict[str, Tensor]
+) -> None:
+    client = running.client
+    await client.update_weights(oracle.announcing(loaded, 1))
+    request = await begun(client, greedy(0, 300))
+    executor = running._actors["executor"]
+    with pytest.MonkeyPatch.context() as patch:
+        free_once_taken(patch)
+        with raises_code(WeightsError, "weights_refused", match="changed before they were"):
+            await client.update_weights(oracle.announcing(loaded, 2))
+    assert await client.weight_version() == 1
+    await client.update_weights(oracle.announcing(loaded, 2))
+    assert check_stamps(await request) == 2
+    assert running._actors["executor"] is executor, "it was not started anew"
+
+
+@both_buses
+async def test_lost_weights_generate_nothing_until_all_have_come(
+    running: Pipeline, loaded: dict[str, Tensor]
+) -> None:
+    client = running.client
+    await client.update_weights(oracle.announcing(loaded, 1))
+    request = await begun(client, greedy(0, 300))
+    executor = running._actors["executor"]
+    with pytest.MonkeyPatch.context() as patch:
+        fail_midway(patch)
+        with raises_code(WeightsError, "weights_lost", match="the device is gone"):
+            await client.update_weights(oracle.announcing(loaded, 2))
+    await until_batched(running, 1, "waiting")
+    assert executor.load()["lacks"] == "weights"
+    assert "weights_lost" in await client.trouble()
+    new = oracle.announcing(loaded, 2)
+    with raises_code(WeightsError, "weights_incomplete"):
+        await client.update_weights({"model.norm.weight": new["model.norm.weight"]}, partial=True)
+    assert not request.done()
+    assert await client.update_weights(new) == 2
+    completion = await request
+    assert check_stamps(completion) == 2
+    assert set(versions_of(completion)) == {1, 2}
+    assert "weights_lost" not in executor.load()
+    assert running._actors["executor"] is executor, "it was not started anew"
+
+
+# --- parts -----------------------------------------------------------------------------------
+
+
+REQUEST = {"prompt_token_ids": [20, 21], "sampling": {"temperature": 0, "max_tokens": 2}}
+
+
+@pytest.fixture
+def halves(pipeline: Pipeline, tmp_path: Path) -> tuple[FolderWeights, FolderWeights]:
+    """Weights that spell version 1, in two folders."""
+    file = pipeline.config.engine.model_folder / "model.safetensors"
+    new = announcing(safetensors.torch.load_file(file), 1)
+    names = sorted(new)
+    return saved(new, names[::2], tmp_path / "a"), saved(new, names[1::2], tmp_path / "b")
+
+
+def saved(tensors: Mapping[str, Tensor], names: list[str], folder: Path) -> FolderWeights:
+    folder.mkdir()
+    chosen = {name: tensors[name] for name in names}
+    safetensors.torch.save_file(chosen, folder / "x.safetensors")
+    return FolderWeights(str(folder))
+
+
+async def tokens(pipeline: Pipeline) -> tuple[int, ...]:
+    return (await pipeline.complete(REQUEST)).samples[0].token_ids
+
+
+@both_buses
+async def test_all_parts_make_a_version(
+    pipeline: Pipeline, halves: tuple[FolderWeights, FolderWeights]
+) -> None:
+    client, before = pipeline.client, await tokens(pipeline)
+    for half in halves:
+        await client.stage_weights("u", half)
+        assert (await tokens(pipeline), await client.weight_version()) == (before, 0)
+    assert await client.update_weights(StagedWeights("u", 2), partial=True) == 1
+    assert await tokens(pipeline) == (token_of(1),) * 2
+
+
+async def test_with_a_part_missing_nothing_changes(
+    pipeline: Pipeline, halves: tuple[FolderWeights, FolderWeights], tmp_path: Path
+) -> None:
+    client, before = pipeline.client, await tokens(pipeline)
+    await client.stage_weights("u", halves[0])
+    with pytest.raises(WeightsError):
+        await client.stage_weights("u", FolderWeights(str(tmp_path / "none")))
+    await client.stage_weights("u", halves[1])
+    with raises_code(WeightsError, "weights_incomplete"):
+        await client.update_weights(StagedWeights("u", 2), partial=True)
+    assert (await tokens(pipeline), await client.weight_version()) == (before, 0)
+
+
+async def test_a_state_dict_is_no_part(pipeline: Pipeline) -> None:
+    with pytest.raises(WeightsError, match="all tensors at once"):
+        await pipeline.client.stage_weights("u", LocalWeights("x"))

@@ -19,7 +19,7 @@ from nano_inference.bus.control import FinishUpdate, UpdateWeights
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusError
 from nano_inference.pipeline import client as client_module
-from nano_inference.pipeline import update_together
+from nano_inference.pipeline import stage_control
 from nano_inference.stages.executor.changes.shell import StagedChanges
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.weights.transports import SharedWeights, WeightsGroup
@@ -27,20 +27,21 @@ from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.telemetry import now_ns
 
 from .. import oracle
-from . import reference, short_model
-from .conftest import MakeConfig, config_maker
-from .test_life import break_once, until
+from .builders import (
+    DTYPE,
+    break_once,
+    check_stamps,
+    greedy,
+    raises_code,
+    stage_of,
+    until,
+    versions_of,
+)
+from .conftest import LIMIT_S, MakeConfig, config_maker
 from .test_replicas import parts
-from .test_weights import DTYPE, check_stamps, greedy, versions_of
 
 SHORT_MODEL = True
-LIMIT_S = 120
 State = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> State:
-    return dict(reference.model(short_model.folder()).state_dict())
 
 
 class Several:
@@ -104,7 +105,7 @@ async def several(request: pytest.FixtureRequest) -> AsyncIterator[Several]:
         "engine__max_batch_size": 4,
         "engine__dtype": DTYPE,
     }
-    async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         if kind == "lanes":
             pipelines = [
                 await stack.enter_async_context(
@@ -192,7 +193,7 @@ async def test_all_executors_change_under_load(
 @pytest.mark.parametrize(
     ("several", "which"), [("replicas", 0), ("lanes", 1)], indirect=["several"]
 )
-async def test_when_one_can_not_fetch_none_changes(
+async def test_a_failed_fetch_changes_no_executor(
     several: Several, loaded: State, monkeypatch: pytest.MonkeyPatch, which: int
 ) -> None:
     client = several.client
@@ -211,7 +212,7 @@ async def test_when_one_can_not_fetch_none_changes(
         assert several.versions == [2, 2]
 
 
-async def test_one_that_is_lost_before_it_changes_is_named(
+async def test_an_executor_lost_before_the_change_is_named(
     several: Several, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = several.updates
@@ -242,7 +243,7 @@ async def test_one_that_is_lost_before_it_changes_is_named(
 async def test_updates_at_the_same_time_do_not_mix(
     several: Several, loaded: State, soak: bool
 ) -> None:
-    """Each version has weights of its own, so a token tells whether it is what it says."""
+    """Each version has weights of its own, so tokens show their true version."""
     client, last = several.client, 200 if soak else 11
     await client.update_weights(oracle.announcing(loaded, 1), in_flight="retract")
     async with several.under_load():
@@ -290,11 +291,11 @@ async def test_a_caller_that_leaves_gives_the_update_up(
     assert several.versions == [1, 1]
 
 
-async def test_who_does_not_answer_is_named(
+async def test_a_silent_executor_is_named(
     several: Several, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "ANSWER_S", 0.2)
-    monkeypatch.setattr(update_together, "GIVE_UP_S", 0.2)
+    monkeypatch.setattr(stage_control, "GIVE_UP_S", 0.2)
     monkeypatch.setattr(several.updates[1], "obey", lambda *args: asyncio.sleep(0))
     with pytest.raises(BusError) as silent:
         await several.client.update_weights(oracle.announcing(loaded, 1), timeout_s=1)
@@ -308,7 +309,7 @@ async def test_who_does_not_answer_is_named(
 async def test_an_update_waits_for_an_executor_that_is_loading(
     several: Several, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which hears nothing yet; for a while, and then says so, and nobody has changed."""
+    """It receives no messages yet; after a while the update fails and nothing has changed."""
     client, may_load = several.client, asyncio.Event()
     original = ExecutorStage.open
 
@@ -339,7 +340,7 @@ async def test_an_update_waits_for_an_executor_that_is_loading(
     assert (await request).status == "done"
 
 
-async def test_prepared_weights_are_dropped_when_nobody_asks_for_them(
+async def test_prepared_weights_are_dropped_after_their_timeout(
     several: Several, loaded: State
 ) -> None:
     """Their sender is gone without a word."""
@@ -355,7 +356,7 @@ async def test_prepared_weights_are_dropped_when_nobody_asks_for_them(
     assert await several.client.update_weights(oracle.announcing(loaded, 1)) == 1
 
 
-async def test_a_replica_that_starts_anew_serves_what_it_says(
+async def test_a_restarted_replica_reports_the_weights_it_serves(
     several: Several, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that were in memory are gone: it has those of model_path, and says so."""
@@ -377,9 +378,8 @@ async def test_a_replica_that_starts_anew_serves_what_it_says(
             seen |= set(versions_of(completion, index))
     assert seen == {0, 5}
     part = {"model.norm.weight": loaded["model.norm.weight"]}
-    with pytest.raises(WeightsError) as refused:
+    with raises_code(WeightsError, "weights_behind"):
         await several.client.update_weights(part, partial=True)
-    assert refused.value.code == "weights_behind"
     assert sorted(several.versions) == [0, 5]
     assert await several.client.update_weights(oracle.announcing(loaded, 6)) == 6
     assert several.versions == [6, 6]
@@ -390,12 +390,8 @@ async def test_a_replica_that_starts_anew_serves_what_it_says(
 @pytest.mark.parametrize(
     ("several", "staged"), [("replicas", True), ("lanes", False)], indirect=["several"]
 )
-async def test_a_replica_that_starts_anew_reads_the_folder_again(
-    several: Several,
-    loaded: State,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    staged: bool,
+async def test_a_restarted_replica_reads_the_folder_again(
+    several: Several, loaded: State, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, staged: bool
 ) -> None:
     """Whichever it is, and whether it was told at once or in parts, as the gateway does."""
     client = several.client
@@ -429,7 +425,7 @@ async def test_weights_belong_to_the_lane_that_lives(
     front, first, second = parts(config_maker(request))
     save_file(oracle.announcing(loaded, 7), tmp_path / "model.safetensors")
     folder = FolderWeights(str(tmp_path))
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(front.bus) as client:
+    async with BusClient.connect(front.bus) as client:
         async with Pipeline(first):
             async with Pipeline(front):
                 await check_version(client, 0)
@@ -438,7 +434,7 @@ async def test_weights_belong_to_the_lane_that_lives(
                 await check_version(client, 7)
                 async with Pipeline(second) as newcomer:
                     await newcomer.ready()
-                    assert executor_of(newcomer, "executor.1")._core.weights.version == 7
+                    assert stage_of(newcomer, ExecutorStage, 1)._core.weights.version == 7
                     check_stamps(await client.complete(greedy(0, 5, 16)))
         async with Pipeline(first), Pipeline(front):
             await check_version(client, 0)
@@ -454,12 +450,6 @@ async def test_lanes_that_have_lost_their_weights_do_not_count_from_one(
             await lose_an_executor(several, monkeypatch)
     assert several.versions == [0, 0]
     assert await several.client.update_weights(oracle.announcing(loaded, 6)) == 6
-
-
-def executor_of(pipeline: Pipeline, role: str = "executor") -> ExecutorStage:
-    stage = pipeline._actors[role]
-    assert isinstance(stage, ExecutorStage)
-    return stage
 
 
 async def check_version(client: BusClient, version: int) -> None:

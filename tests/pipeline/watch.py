@@ -1,4 +1,4 @@
-"""Looks over an engine's shoulder: what it plans, and how much work the planning is."""
+"""Records the plans of an engine, and the work of planning."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from nano_inference.bus.entries import MAX_TRACEPARENT_BYTES, MAX_TRACESTATE_BYT
 from nano_inference.bus.redis import links as redis_links
 from nano_inference.config import MOST_TEXT, BusConfig, BusError, ChannelClosed
 from nano_inference.stages.admission.core import AdmissionCore
-from nano_inference.stages.admission.poison import is_of_the_entry
+from nano_inference.stages.admission.refusals import is_of_the_entry
 
 LIMIT_S = 60
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

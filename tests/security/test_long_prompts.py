@@ -18,15 +18,13 @@ from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.public import ChatMessage, CompletionChunk
 from nano_inference.stages.admission import long_prompts
 from nano_inference.stages.admission.core import AdmissionCore
-from nano_inference.stages.admission.in_hand import InHand
 from nano_inference.stages.admission.long_prompts import AT_A_TIME
-from nano_inference.stages.admission.requests import Requests
+from nano_inference.stages.admission.requests import Incoming, Requests
 from nano_inference.stages.admission.stage import AdmissionStage
 from nano_inference.stages.executor.core import ExecutorCore
 
 from ..byte_tokenizers import byte_tokenizer
-from ..pipeline.test_lanes import kill
-from ..pipeline.test_life import break_once, until
+from ..pipeline.builders import break_once, kill, until
 
 LIMIT_S = 60
 SMALL = {"prompt": "1 + 1 =", "sampling": {"temperature": 0, "max_tokens": 4}}
@@ -80,7 +78,7 @@ def test_what_can_never_fit_is_refused_without_being_tokenised(prompt: dict[str,
 def test_what_just_fits_is_taken() -> None:
     core = core_of(byte_tokenizer(WORDY))
     request = GenerateRequest(messages=(turn("x" * 49),))
-    assert len(core.admit(RequestEntry("1-1", request), 0, 0).token_ids) == 99
+    assert len(core.admit(RequestEntry("1-1", request), 0, 0).admitted.token_ids) == 99
 
 
 # --- long -----------------------------------------------------------------------------------------
@@ -134,10 +132,10 @@ async def pipeline_of(url: str, **settings: object) -> AsyncIterator[Pipeline]:
         yield pipeline
 
 
-def in_hand(pipeline: Pipeline) -> InHand:
+def incoming(pipeline: Pipeline) -> Incoming:
     stage = pipeline._actors["admission"]
     assert isinstance(stage, AdmissionStage)
-    return stage.epochs.requests.in_hand
+    return stage.epochs.requests.incoming
 
 
 def submit(pipeline: Pipeline, request: dict[str, Any], number: int) -> list[asyncio.Task[Any]]:
@@ -169,7 +167,7 @@ async def test_small_ones_pass_long_ones_of_which_few_run_at_a_time(
 async def test_long_ones_hold_their_places(held: Held, redis_url: str) -> None:
     async with pipeline_of(redis_url, admission__max_in_flight=3) as pipeline:
         long = submit(pipeline, LONG, 3)
-        await until(lambda: len(in_hand(pipeline).apart) == 3)
+        await until(lambda: len(incoming(pipeline).apart) == 3)
         small = submit(pipeline, SMALL, 1)
         while (await pipeline.bus.requests.backlog()).waiting != 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -182,7 +180,7 @@ async def test_one_that_waits_for_its_turn_is_cancelled_at_once(held: Held) -> N
         first = submit(pipeline, LONG, AT_A_TIME)
         await holding(held, AT_A_TIME)
         second = submit(pipeline, {**LONG, "request_id": "mine"}, 1)
-        await until(lambda: len(in_hand(pipeline).apart) == AT_A_TIME + 1)
+        await until(lambda: len(incoming(pipeline).apart) == AT_A_TIME + 1)
         await pipeline.client.cancel("mine")
         assert statuses(await asyncio.gather(*second)) == {"cancelled"}
         assert held.running == AT_A_TIME
@@ -197,7 +195,7 @@ async def test_one_that_is_cancelled_while_it_is_tokenised_never_runs(held: Held
         await pipeline.client.cancel("mine")
         # Messages of one client come in order, so that the cancellation is there with this one.
         await asyncio.gather(*submit(pipeline, SMALL, 1))
-        await until(lambda: in_hand(pipeline).num_cancelled == 1)
+        await until(lambda: incoming(pipeline).num_cancelled == 1)
         held.go.set()
         end = await task
         assert (end.status, end.usage.completion_tokens) == ("cancelled", 0)
@@ -230,7 +228,7 @@ async def test_a_pipeline_that_drains_waits_for_those_that_run_and_ends_the_othe
 ) -> None:
     async with pipeline_of("") as pipeline:
         tasks = submit(pipeline, LONG, AT_A_TIME + 2)
-        await until(lambda: len(in_hand(pipeline).apart) == AT_A_TIME + 2)
+        await until(lambda: len(incoming(pipeline).apart) == AT_A_TIME + 2)
         await holding(held, AT_A_TIME)
         drained = asyncio.create_task(pipeline.drain(LIMIT_S))
         ended, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -268,7 +266,7 @@ async def test_a_successor_answers_each_once_and_goes_on_with_what_had_begun(
         await anext(first.bus.results.follow("", begun))
         held.go.clear()
         waiting = [await first.bus.requests.publish(LONG) for _ in range(3)]
-        await until(lambda: len(in_hand(first).apart) == 3)
+        await until(lambda: len(incoming(first).apart) == 3)
         await kill(first)
         async with Pipeline(config) as second:
             # Those that it inherits are in nobody's way either.

@@ -73,13 +73,13 @@ class JudgingEngine(FakeEngine):
     def _judged(self, request: GenerateRequest) -> list[Output]:
         entry = RequestEntry("1-1", request)
         try:
-            admitted = self._admission.admit(entry, 0, 0)
+            opened = self._admission.admit(entry, 0, 0).opened
         except RequestError as error:
             return refused(error.code, error.message)(request)
         sampling = msgspec.structs.asdict(request.sampling)
         sampling["logit_bias"] = sorted(request.sampling.logit_bias.items())
         sampling["stop_token_ids"] = sorted(request.sampling.stop_token_ids)
-        told = (admitted.token_ids, sampling, request.n, request.priority, request.cache_salt)
+        told = (opened.prompt_token_ids, sampling, request.n, request.priority, request.cache_salt)
         digest = hashlib.sha256(msgspec.json.encode(told)).digest()[:8]
         text, token_ids = f"asked:{digest.hex()}", tuple(digest)
         samples = [sample(token_ids, sample_index=index, text=text) for index in range(request.n)]

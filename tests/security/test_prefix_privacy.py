@@ -44,7 +44,7 @@ class Salts:
         self._number += 1
         request = GenerateRequest(prompt_token_ids=SECRET, tenant=tenant, cache_salt=salt)
         entry = RequestEntry(f"{self._number}-0", request)
-        return self._core.admit(entry, 0, 0).cache_scope
+        return self._core.admit(entry, 0, 0).admitted.cache_scope
 
 
 TENANTS = st.sampled_from(["default", "a", "ab", "a/b", "a:", "0"]) | st.text(

@@ -34,7 +34,7 @@ from nano_inference.stages.executor.runner.weights.transports import (
 )
 
 from ..gateway.fake import FakeEngine
-from ..pipeline.test_life import until
+from ..pipeline.builders import until
 from ..stages.executor.runner.weights.transports.peers import free_address
 from .executor import LIMIT_S, Executor, running
 

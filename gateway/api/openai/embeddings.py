@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from ....bus.public import EmbedParams
 from ....config import Config, RequestError, shown
-from ....pipeline.embedding import EmbeddedPrompt
+from ....pipeline.scoring import EmbeddedPrompt
 from ...server.http import FieldError, answer_while_connected, read_object
 from ...serving.embedding import EmbedCall, Prompt, embed_all, similarity, worked_out
 from ...serving.fields import adapter_of, engine_priority, read_part

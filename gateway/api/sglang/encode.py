@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from ....bus.public import EmbedParams
 from ....config import Config, Int64, RequestError
-from ....pipeline.embedding import EmbeddedPrompt
+from ....pipeline.scoring import EmbeddedPrompt
 from ...server.http import answer_while_connected, convert
 from ...serving.embedding import EmbedCall, Prompt, embed_all, worked_out
 from ...serving.fields import read_part

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ....bus.messages import (
-    NewSequence,
     PromptLogprobs,
     StartedSequence,
     StepPlan,
@@ -374,22 +373,17 @@ def _with_drafts(step: _Pass, drafts: StepDrafts) -> _Pass:
 
 
 def started_sequences(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence, ...]:
-    """Return entries for the new sequences of a plan, with the prompt once for each request."""
-    first = {new.info.entry_id: new.seq_id for new in reversed(plan.new)}
+    """Return entries for the new sequences of a plan."""
     return tuple(
         StartedSequence(
             seq_id=new.seq_id,
             sample_index=new.sample.sample_index,
+            request_id=new.info.request_id,
+            entry_id=new.info.entry_id,
             num_cached=new.num_cached,
             num_generated=new.num_generated,
-            info=new.info,
-            planned_ns=plan.made_ns,
             executed_ns=executed_ns,
-            prompt_token_ids=_prompt(new) if first[new.info.entry_id] == new.seq_id else (),
+            queued=new.info.queued,
         )
         for new in plan.new
     )
-
-
-def _prompt(new: NewSequence) -> tuple[int, ...]:
-    return new.token_ids[: len(new.token_ids) - new.num_generated]

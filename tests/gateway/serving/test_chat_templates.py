@@ -82,7 +82,7 @@ async def refused(templates: ChatTemplates, turns: list[dict[str, Any]] | None =
     return raised.value.code
 
 
-async def test_no_template(model: Model) -> None:
+async def test_a_conversation_without_a_template_is_refused(model: Model) -> None:
     assert await refused(model.with_template(None)) == "no_chat_template"
 
 

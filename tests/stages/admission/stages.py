@@ -9,17 +9,30 @@ import msgspec
 
 from nano_inference.bus.control import Cancel, ReplicaCapacity, Reset, StageReady, StageStarted
 from nano_inference.bus.messages import (
+    AdmittedRequest,
     Fenced,
     Recover,
     Recovered,
     RecoveredSample,
     RecoveryItem,
     RequestFinished,
+    RequestInfo,
+    RequestOpened,
+    SequenceSpec,
 )
+from nano_inference.config import SamplingParams
+from nano_inference.stages.admission.events import Accepted
 
 CAPACITY = ReplicaCapacity(
     num_blocks=64, block_size=16, max_model_len=512, vocab_size=258, device="cpu"
 )
+
+
+def accepted(request_id: str, entry_id: str) -> Accepted:
+    """A valid request of one sample."""
+    ids, sequences = (request_id, entry_id), (SequenceSpec(1, 0, 0),)
+    admitted = AdmittedRequest(RequestInfo(*ids), (1,), SamplingParams(), sequences, "", 0)
+    return Accepted(RequestOpened(*ids, "m", 1, True, (), (1,)), admitted)
 
 
 class Mail(NamedTuple):
@@ -258,11 +271,24 @@ class Streaming(Stage):
         self.made_in = self.epoch
         self.cut_short: set[str] = set()
         self.running: set[str] = set()
+        self.opened: set[str] = set()
+        # Steps and ends of requests that are not opened yet.
+        self.early: dict[str, list[Any]] = {}
 
     def handle(self, body: Any) -> None:
         match body:
+            case RequestOpened():
+                if body.entry_id not in self.cut_short:
+                    self.opened.add(body.entry_id)
+                for each in self.early.pop(body.entry_id, ()):
+                    self.handle(each)
+            case Step(run) if run.entry_id not in self.opened:
+                if run.entry_id in self.early or (body.first and not body.index):
+                    self.early.setdefault(run.entry_id, []).append(body)
             case Step():
                 self._step(body)
+            case Cancel(_, entry_id) if entry_id in self.early and not body.elsewhere:
+                self.early[entry_id].append(body)
             case Cancel():
                 self._end(body)
             case Recover(items):
@@ -272,11 +298,7 @@ class Streaming(Stage):
 
     def _step(self, step: Step) -> None:
         run, index = step.run, step.index
-        if (
-            step.first
-            and run.entry_id not in self.cut_short
-            and (run.entry_id in self.known or not index)
-        ):
+        if step.first and run.entry_id in self.opened and (run.entry_id in self.known or not index):
             self.running.add(run.entry_id)
         if run.entry_id not in self.running:
             return  # it was meant for a predecessor, or comes too late
@@ -290,6 +312,8 @@ class Streaming(Stage):
 
     def _forget(self, entry_id: str) -> Run | None:
         self.running.discard(entry_id)
+        self.opened.discard(entry_id)
+        self.early.pop(entry_id, None)
         return self.known.pop(entry_id, None)
 
     def _end(self, cancel: Cancel) -> None:
@@ -312,8 +336,9 @@ class Streaming(Stage):
             self.send("admission", "finished", RequestFinished(item.key, item.entry_id), epoch=0)
             return
         tokens = stream.tokens if own else 0
-        self._forget(item.entry_id)
-        if tokens and item.info is not None:
+        self.running.discard(item.entry_id)
+        self.known.pop(item.entry_id, None)
+        if tokens and item.entry_id in self.opened:
             self.known[item.entry_id] = Run(item.entry_id, item.key, tokens)
         samples = (RecoveredSample(0, tuple(range(tokens)), False),) if tokens else ()
         self.send("admission", "finished", Recovered(item.entry_id, samples))

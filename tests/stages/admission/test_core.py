@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.channel import Malformed, RequestEntry
 from nano_inference.bus.control import ReplicaCapacity
-from nano_inference.bus.messages import AdmittedRequest
-from nano_inference.bus.public import ChatMessage, GenerateRequest, StageTime
+from nano_inference.bus.messages import AdmittedRequest, RequestInfo
+from nano_inference.bus.public import ChatMessage, GenerateRequest
 from nano_inference.config import (
     AdmissionConfig,
     Config,
@@ -19,6 +19,7 @@ from nano_inference.config import (
 )
 from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.core import AdmissionCore, status_of
+from nano_inference.stages.admission.events import Accepted
 
 CAPACITY = ReplicaCapacity(
     num_blocks=4, block_size=16, max_model_len=100, vocab_size=258, device="cpu"
@@ -55,11 +56,15 @@ def entry_of(entry_id: str = "7-0", **fields: Any) -> RequestEntry:
         fields["prompt"] = "abc"
     sampling.setdefault("max_tokens", 8)
     request = GenerateRequest(sampling=SamplingParams(**sampling), **fields)
-    return RequestEntry(entry_id, request, traceparent="00-a-b-01", tracestate="k=v")
+    return RequestEntry(entry_id, request)
+
+
+def accept(core: AdmissionCore, entry: RequestEntry, *, owner: str | None = None) -> Accepted:
+    return core.admit(entry, RECEIVED_NS, NOW_NS, owner=owner, trace=("00-a-b-01", "k=v"))
 
 
 def admit(core: AdmissionCore, entry: RequestEntry, *, owner: str | None = None) -> AdmittedRequest:
-    return core.admit(entry, RECEIVED_NS, NOW_NS, owner=owner)
+    return accept(core, entry, owner=owner).admitted
 
 
 def turns(*pairs: tuple[str, str]) -> tuple[ChatMessage, ...]:
@@ -67,11 +72,9 @@ def turns(*pairs: tuple[str, str]) -> tuple[ChatMessage, ...]:
 
 
 @pytest.mark.parametrize("name", ["", "tiny", "gpt", "default"])
-def test_a_model_is_asked_for_by_each_of_its_names(
-    tokenizer: PreTrainedTokenizerFast, name: str
-) -> None:
+def test_each_name_of_a_model_is_accepted(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     core = core_of(tokenizer, model_id="tiny", model_aliases=("gpt", "default"))
-    assert admit(core, entry_of(model=name)).info.model == "tiny", "by its id it is told"
+    assert accept(core, entry_of(model=name)).opened.model == "tiny", "by its id it is told"
     for other in ("tiny-7b", "gp", "Tiny"):
         with pytest.raises(RequestError, match="ask for 'tiny'"):
             admit(core, entry_of(model=other))
@@ -88,13 +91,13 @@ def test_a_model_is_asked_for_by_each_of_its_names(
         ("", "another", False),
     ],
 )
-def test_what_an_entry_says_of_its_model_wins_over_its_request(
+def test_an_entrys_model_wins_over_its_requests(
     tokenizer: PreTrainedTokenizerFast, beside: str, own: str, admitted: bool
 ) -> None:
     core = core_of(tokenizer, model_id="tiny", model_aliases=("gpt",))
     entry = msgspec.structs.replace(entry_of(model=own), model=beside)
     if admitted:
-        assert admit(core, entry).info.model == "tiny"
+        assert accept(core, entry).opened.model == "tiny"
         return
     with pytest.raises(RequestError) as refused:
         admit(core, entry)
@@ -105,26 +108,20 @@ def test_an_admitted_request_is_complete(core: AdmissionCore) -> None:
     entry = entry_of(
         request_id="mine", stream=False, priority=-3, tenant="team a", stop=("x",), n=2
     )
-    request = admit(core, entry)
-    info = request.info
-    assert (info.request_id, info.entry_id, info.model) == ("mine", "7-0", "tiny-7b")
-    assert (info.n, info.stream, info.stop, info.num_prompt_tokens) == (2, False, ("x",), 4)
-    assert (info.traceparent, info.tracestate, info.received_ns) == ("00-a-b-01", "k=v", 1_000)
+    opened, request = accept(core, entry)
+    assert (opened.request_id, opened.entry_id, opened.model) == ("mine", "7-0", "tiny-7b")
+    assert (opened.n, opened.stream, opened.stop) == (2, False, ("x",))
+    assert (opened.traceparent, opened.tracestate) == ("00-a-b-01", "k=v")
+    assert (opened.received_ns, opened.prompt_token_ids) == (1_000, request.token_ids)
+    assert request.info == RequestInfo("mine", "7-0", "00-a-b-01", "k=v")
+    assert (request.sampling.stop, request.has_stop_strings) == ((), True), "streaming has them"
     assert (request.tenant, request.priority) == ("team a", -3)
     assert [spec.sample_index for spec in request.sequences] == [0, 1]
     assert request.sampling.stop_token_ids == {1}
-    msgspec.msgpack.encode(request)
+    msgspec.msgpack.encode((opened, request))
 
 
-def test_a_leaving_request_tells_its_time_here_and_the_trace(core: AdmissionCore) -> None:
-    request = admit(core, entry_of())
-    leaving = core.leaving(request, 1_500, "00-c-d-01", "")
-    assert (leaving.info.traceparent, leaving.info.tracestate) == ("00-c-d-01", "")
-    assert leaving.info.stages == (StageTime(stage="admission", start_ns=1_000, end_ns=1_500),)
-    assert leaving.token_ids == request.token_ids
-
-
-def test_a_request_without_an_id_takes_its_entrys(core: AdmissionCore) -> None:
+def test_a_request_without_an_id_has_its_entry_id(core: AdmissionCore) -> None:
     assert admit(core, entry_of("9-1")).info.request_id == "9-1"
 
 
@@ -279,11 +276,13 @@ def test_refusals(core: AdmissionCore, code: str, fields: dict[str, Any]) -> Non
         {"tenant": "t" * 128},
     ],
 )
-def test_limits_are_within(core: AdmissionCore, fields: dict[str, Any]) -> None:
+def test_values_at_the_limits_are_accepted(core: AdmissionCore, fields: dict[str, Any]) -> None:
     msgspec.msgpack.encode(admit(core, entry_of(**fields)))
 
 
-def test_no_template(plain_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_conversation_without_a_template_is_refused(
+    plain_tokenizer: PreTrainedTokenizerFast,
+) -> None:
     with pytest.raises(RequestError) as caught:
         admit(core_of(plain_tokenizer), entry_of(messages=turns(("user", "hi"))))
     assert caught.value.code == "no_chat_template"
@@ -305,7 +304,7 @@ def test_a_tokenizer_larger_than_the_model_is_no_crash(tokenizer: PreTrainedToke
     assert caught.value.code == "invalid_token_ids"
 
 
-def test_malformed_requests_pass_on_their_cause(core: AdmissionCore) -> None:
+def test_a_malformed_request_has_its_cause_as_code(core: AdmissionCore) -> None:
     entry = RequestEntry("8-0", Malformed("", "request_too_large", "it has 9 MB"))
     with pytest.raises(RequestError, match="it has 9 MB") as caught:
         admit(core, entry)
@@ -320,11 +319,11 @@ def test_duplicates_are_refused_before_anything_else(core: AdmissionCore) -> Non
         assert caught.value.code == "duplicate_request"
 
 
-def test_an_id_that_is_the_entrys_own_already_is_none(core: AdmissionCore) -> None:
+def test_an_entry_may_own_its_request_id(core: AdmissionCore) -> None:
     assert admit(core, entry_of("2-0", request_id="mine"), owner="2-0").info.entry_id == "2-0"
 
 
-def test_an_id_that_can_not_be_used_gives_way_to_the_entrys() -> None:
+def test_an_unusable_id_is_replaced_by_the_entry_id() -> None:
     assert request_id_of(entry_of("7-0", request_id="a\nb")) == "7-0"
     assert request_id_of(entry_of("7-0", request_id="ab")) == "ab"
     assert request_id_of(RequestEntry("7-0", Malformed(SURROGATE, "malformed", ""))) == "7-0"
@@ -341,14 +340,14 @@ def test_max_tokens_is_cut_to_the_models_length(
     assert admit(core_of(tokenizer, capacity=short), entry).sampling.max_tokens == given
 
 
-def test_streaming_is_told_what_is_reported(core: AdmissionCore) -> None:
-    info = admit(core, entry_of("1-0", min_tokens=3, logprobs=4, prompt_logprobs=0)).info
-    assert (info.min_tokens, info.logprobs, info.prompt_logprobs) == (3, 4, 0)
-    info = admit(core, entry_of("2-0")).info
-    assert (info.min_tokens, info.logprobs, info.prompt_logprobs) == (0, 0, None)
+def test_streaming_gets_the_reporting_options(core: AdmissionCore) -> None:
+    opened = accept(core, entry_of("1-0", min_tokens=3, logprobs=4, prompt_logprobs=0)).opened
+    assert (opened.min_tokens, opened.logprobs, opened.prompt_logprobs) == (3, 4, 0)
+    opened = accept(core, entry_of("2-0")).opened
+    assert (opened.min_tokens, opened.logprobs, opened.prompt_logprobs) == (0, 0, None)
 
 
-def test_min_tokens_is_held_against_what_the_client_gave(
+def test_min_tokens_is_checked_against_the_clients_max_tokens(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     """The model's length may cut max_tokens below it; then the length ends the request."""
@@ -388,7 +387,7 @@ def test_seeds_are_distinct_and_repeatable(tokenizer: PreTrainedTokenizerFast) -
     assert not set(seeds(other, request_id="mine")) & set(first)
 
 
-def test_a_seed_of_the_request_decides_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_requests_seed_is_independent_of_its_id(tokenizer: PreTrainedTokenizerFast) -> None:
     core, other = core_of(tokenizer), core_of(tokenizer, seed=5)
     first = seeds(core, request_id="mine", seed=-1)
     assert len(set(first)) == 4

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.channel import RequestEntry
 from nano_inference.bus.control import EmbeddingCapacity, ReplicaCapacity
-from nano_inference.bus.messages import AdmittedRequest
 from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.public import ChatMessage, EmbedParams, GenerateRequest
 from nano_inference.config import BusConfig, Config, EngineConfig, RequestError, SamplingParams
 from nano_inference.stages.admission.core import AdmissionCore
+from nano_inference.stages.admission.events import Accepted
 
 from .test_core import CAPACITY
 
@@ -33,7 +33,7 @@ def admitted(
     capacity: ReplicaCapacity = BOTH,
     config: Config | None = None,
     **fields: Any,
-) -> AdmittedRequest:
+) -> Accepted:
     engine = EngineConfig(model_path="/models/tiny-7b", reference_model_path="tiny")
     core = AdmissionCore(config or Config(engine=engine), tokenizer, frozenset({1}))
     core.set_capacity(capacity)
@@ -53,24 +53,28 @@ def admitted(
         ),
     ],
 )
-def test_what_is_left_open_is_the_model_s_own(
+def test_pooling_defaults_are_the_models_own(
     capacity: ReplicaCapacity,
     embed: EmbedParams,
     pooling: Pooling,
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    request = admitted(tokenizer, capacity, embed=embed)
+    opened, request = admitted(tokenizer, capacity, embed=embed)
     assert request.info.pooling == pooling
+    assert opened.embeds
     assert (request.sampling.max_tokens, len(request.sequences)) == (1, 1)
-    assert not request.info.stream, "nothing comes before the Completion"
-    assert request.info.ref_temperature is None, "there is nothing to score"
+    assert not opened.stream, "nothing comes before the Completion"
+    assert opened.ref_temperature is None, "there is nothing to score"
 
 
 def test_a_prompt_may_fill_what_the_lane_has(tokenizer: PreTrainedTokenizerFast) -> None:
     """64 slots; and the model's length, with no room for a token behind it."""
-    assert len(admitted(tokenizer, prompt_token_ids=(5,) * 64).token_ids) == 64
+    assert len(admitted(tokenizer, prompt_token_ids=(5,) * 64).admitted.token_ids) == 64
     short = msgspec.structs.replace(BOTH, max_model_len=20)
-    assert len(admitted(tokenizer, short, prompt="a" * 19, prompt_token_ids=None).token_ids) == 20
+    assert (
+        len(admitted(tokenizer, short, prompt="a" * 19, prompt_token_ids=None).admitted.token_ids)
+        == 20
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +104,7 @@ def test_a_prompt_may_fill_what_the_lane_has(tokenizer: PreTrainedTokenizerFast)
         (BOTH, {"model": "other"}, "unknown_model"),
     ],
 )
-def test_what_can_t_be_is_refused(
+def test_unsupported_embed_requests_are_refused(
     capacity: ReplicaCapacity, fields: dict[str, Any], code: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     with pytest.raises(RequestError) as caught:
@@ -118,4 +122,4 @@ def test_a_vector_that_the_bus_does_not_carry_is_refused(
     with pytest.raises(RequestError) as caught:
         admitted(tokenizer, wide, config)
     assert caught.value.code == "result_too_large"
-    assert admitted(tokenizer, wide, config, embed=EmbedParams(dimensions=2000)).info.pooling
+    assert admitted(tokenizer, wide, config, embed=EmbedParams(dimensions=2000)).opened.embeds

@@ -8,22 +8,15 @@ from typing import Any
 
 from nano_inference.bus.channel import RequestEntry
 from nano_inference.bus.control import Cancel, Pause, ServerRestarted, StageReady, StageStarted
-from nano_inference.bus.messages import (
-    AdmittedRequest,
-    Fenced,
-    Recovered,
-    RequestFinished,
-    RequestInfo,
-    SequenceSpec,
-)
+from nano_inference.bus.messages import Fenced, Recovered, RequestFinished
 from nano_inference.bus.public import ErrorInfo, GenerateRequest
-from nano_inference.config import AdmissionConfig, Config, SamplingParams
+from nano_inference.config import AdmissionConfig, Config
 from nano_inference.stages.admission import effects as do
 from nano_inference.stages.admission import events as on
 from nano_inference.stages.admission import stage
-from nano_inference.stages.admission.epochs import EpochCore
+from nano_inference.stages.admission.epochs import RECOVER_BATCH, EpochCore
 
-from .stages import CAPACITY
+from .stages import CAPACITY, accepted
 
 SECOND = 1_000_000_000
 NONE_LOST: frozenset[str] = frozenset()
@@ -68,7 +61,7 @@ class Driven:
 
     def let_in(self, *entry_ids: str) -> None:
         for entry_id in entry_ids:
-            self.core.requests.in_hand.add([entry(entry_id)])
+            self.core.requests.incoming.add([entry(entry_id)])
             self.tell(on.Arrived(on.Arrival(entry(entry_id), self.now, None)))
 
     def fail(self, *held: str) -> None:
@@ -78,8 +71,8 @@ class Driven:
         for entry_id in held:
             self.tell(Recovered(entry_id, ()))
 
-    def handed_on(self) -> list[str]:
-        return [each.entry_id for each in self.done if isinstance(each, do.HandOn)]
+    def forwarded(self) -> list[str]:
+        return [each.entry_id for each in self.done if isinstance(each, do.Forward)]
 
     def kinds(self) -> list[str]:
         return [type(each).__name__ for each in self.done]
@@ -97,9 +90,20 @@ def judged(wanted: do.Judge) -> on.Judged:
         return on.Judged(arrival, end=Cancel(entry_id, entry_id, "error", "duplicate_request", ""))
     if arrival.entry.request.budget_ns is not None:
         return on.Judged(arrival, end=Cancel(entry_id, entry_id, "expired", "expired", ""))
-    info = RequestInfo(entry_id, entry_id, "m", 1, True, (), 1, "", "", arrival.received_ns)
-    request = AdmittedRequest(info, (1,), SamplingParams(), (SequenceSpec(1, 0, 0),), "", 0)
-    return on.Judged(arrival, request, wanted.cancelled)
+    return on.Judged(arrival, accepted(entry_id, entry_id), wanted.cancelled)
+
+
+def test_streaming_is_asked_about_a_few_requests_at_a_time() -> None:
+    driven = Driven()
+    driven.ready()
+    ids = [f"{number}-0" for number in range(RECOVER_BATCH + 1)]
+    driven.let_in(*ids)
+    driven.tell(StageStarted("executor", "i"))
+    driven.ready()
+    asked = [each for each in driven.done if isinstance(each, do.Ask)]
+    assert [len(each.items) for each in asked] == [RECOVER_BATCH, 1]
+    assert [item.entry_id for each in asked for item in each.items] == ids
+    assert [opened.entry_id for each in asked for opened in each.opened] == ids
 
 
 def test_it_opens_when_all_take_part_in_this_epoch() -> None:
@@ -112,62 +116,62 @@ def test_it_opens_when_all_take_part_in_this_epoch() -> None:
     assert not driven.core.is_open
     driven.ready("streaming")
     assert driven.core.is_open
-    assert driven.kinds()[-2:] == ["TakePart", "OpenGate"]
+    assert driven.kinds()[-2:] == ["TakePart", "SetGate"]
 
 
-def test_nothing_goes_on_before_streaming_has_said_what_it_has_of_each() -> None:
+def test_requests_resume_only_after_streaming_has_answered_for_all() -> None:
     driven = Driven(entry("1"), entry("2"))
     driven.ready()
     assert driven.core.asked == {"1", "2"}
     driven.tell(Recovered("1", ()))
-    assert not driven.handed_on()
+    assert not driven.forwarded()
     driven.tell(RequestFinished("2", "2"))
-    assert driven.handed_on() == ["1"]
+    assert driven.forwarded() == ["1"]
     assert driven.core.is_open
 
 
-def test_an_entry_that_is_another_lanes_is_not_let_in() -> None:
+def test_an_entry_of_another_lane_is_not_admitted() -> None:
     driven = Driven()
     driven.ready()
-    driven.core.requests.in_hand.add([entry("1"), entry("2")])
+    driven.core.requests.incoming.add([entry("1"), entry("2")])
     driven.tell(on.Renewed(frozenset({"1"})))
     driven.now += 2 * SECOND  # the lease may be over, so it is looked after first
     driven.lost = frozenset({"2"})
     for entry_id in ("1", "2"):
         driven.tell(on.Arrived(on.Arrival(entry(entry_id), driven.now, None)))
-    assert not driven.handed_on()
+    assert not driven.forwarded()
     assert driven.core.requests.room() == AdmissionConfig().max_in_flight
 
 
-def test_streaming_is_told_who_has_gone_before_it_is_asked() -> None:
+def test_streaming_drops_requests_of_other_lanes_before_recovery() -> None:
     driven = Driven()
     driven.ready()
     driven.let_in("1", "2")
     driven.lost = frozenset({"1"})
     driven.done.clear()
     driven.fail("2")
-    kinds = [kind for kind in driven.kinds() if kind in ("Forget", "Ask", "HandOn")]
-    assert kinds == ["Forget", "Ask", "HandOn"]
-    assert driven.handed_on() == ["2"]
+    kinds = [kind for kind in driven.kinds() if kind in ("Forget", "Ask", "Forward")]
+    assert kinds == ["Forget", "Ask", "Forward"]
+    assert driven.forwarded() == ["2"]
 
 
-def test_suspects_run_one_by_one_and_the_gate_opens_behind_them() -> None:
+def test_suspects_run_one_at_a_time_before_the_lane_opens() -> None:
     driven = Driven()
     driven.ready()
     driven.let_in("1", "2", "3")
     driven.done.clear()
     driven.fail("1", "2", "3")
-    assert driven.handed_on() == ["1"]
+    assert driven.forwarded() == ["1"]
     assert list(driven.core.alone) == ["2", "3"]
     driven.tell(RequestFinished("1", "1"))
-    assert driven.handed_on() == ["1", "2"]
+    assert driven.forwarded() == ["1", "2"]
     assert not driven.core.is_open
     driven.tell(RequestFinished("2", "2"))
-    assert driven.handed_on() == ["1", "2", "3"]
+    assert driven.forwarded() == ["1", "2", "3"]
     assert driven.core.is_open
 
 
-def test_the_gate_opens_when_the_suspects_are_another_lanes() -> None:
+def test_the_lane_opens_when_another_lane_has_the_suspects() -> None:
     driven = Driven()
     driven.ready()
     driven.let_in("1", "2")
@@ -177,26 +181,26 @@ def test_the_gate_opens_when_the_suspects_are_another_lanes() -> None:
     assert driven.core.is_open
 
 
-def test_a_request_that_kills_its_lane_is_buried_and_ended() -> None:
+def test_a_request_that_crashes_its_lane_is_dead_lettered_and_ended() -> None:
     driven = Driven()
     driven.ready()
     driven.let_in("1")
     driven.fail("1")
     driven.done.clear()
     driven.fail("1")
-    (bury,) = [each for each in driven.done if isinstance(each, do.Bury)]
+    (bury,) = [each for each in driven.done if isinstance(each, do.DeadLetter)]
     (end,) = [each for each in driven.done if isinstance(each, do.End)]
     assert (bury.deaths, bury.error.code, end.cancel.code) == (2, "lane_failed", "lane_failed")
-    assert not driven.handed_on()
+    assert not driven.forwarded()
 
 
-def test_what_can_not_be_handed_on_is_buried_and_ended() -> None:
+def test_a_request_that_can_not_be_sent_is_dead_lettered_and_ended() -> None:
     driven = Driven()
     driven.ready()
     driven.let_in("1")
     driven.done.clear()
-    driven.tell(on.HandOnFailed("1", ErrorInfo(code="message_too_large", message="")))
-    assert driven.kinds() == ["Bury", "End"]
+    driven.tell(on.ForwardFailed("1", ErrorInfo(code="message_too_large", message="")))
+    assert driven.kinds() == ["DeadLetter", "End"]
 
 
 def test_inherited_entries_without_time_end_while_the_lane_is_down() -> None:
@@ -212,7 +216,7 @@ def test_inherited_entries_without_time_end_while_the_lane_is_down() -> None:
         assert (end.code, end.unstarted) == (code, True)
 
 
-def test_streams_that_were_taken_begin_an_epoch_if_they_are_still_ours() -> None:
+def test_a_fenced_stream_of_this_lane_begins_an_epoch() -> None:
     driven = Driven()
     driven.ready()
     driven.let_in("1", "2")
@@ -225,19 +229,19 @@ def test_streams_that_were_taken_begin_an_epoch_if_they_are_still_ours() -> None
     assert driven.core.epoch == before + 1
 
 
-def test_a_server_that_was_restarted_is_distrusted_before_it_is_asked_anything() -> None:
+def test_entries_are_marked_possibly_lost_before_leases_are_renewed() -> None:
     driven = Driven()
     driven.done.clear()
     driven.tell(ServerRestarted())
-    assert driven.kinds()[0] == "Distrust"
+    assert driven.kinds()[0] == "MarkPossiblyLost"
 
 
-def test_the_shell_knows_every_effect() -> None:
+def test_the_shell_performs_every_effect() -> None:
     performed = set(re.findall(r"case do\.(\w+)\(", Path(stage.__file__).read_text()))
     assert {each.__name__ for each in do.Effect.__subclasses__()} == performed
 
 
-def test_a_message_that_admission_has_no_use_for_is_logged() -> None:
+def test_an_unknown_message_is_logged() -> None:
     (line,) = Driven().core.handle(Pause(), SECOND)
     assert isinstance(line, do.Log)
     assert line.fields == {"type": "Pause"}

@@ -124,12 +124,12 @@ def test_nothing_is_lost_or_answered_twice_and_every_epoch_ends(
 
 
 @pytest.mark.soak
-def test_lanes_that_stand_still_are_taken_over_from_and_write_nothing_more(seeds: range) -> None:
+def test_stopped_lanes_are_taken_over_and_write_nothing_more(seeds: range) -> None:
     for seed in range(2 * len(seeds)):
         play(seed, lanes=2, replicas=1, calm=True)
 
 
 @pytest.mark.soak
-def test_a_lane_that_drains_answers_what_it_has_and_leaves_the_rest(seeds: range) -> None:
+def test_a_draining_lane_answers_its_requests_and_takes_no_others(seeds: range) -> None:
     for seed in seeds:
         play(seed, lanes=2, replicas=1, drain=True)

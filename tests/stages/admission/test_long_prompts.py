@@ -1,4 +1,4 @@
-"""Long texts and constraints that wait for a thread: apart from each other, by turns of tenants."""
+"""Long texts and constraints wait for threads, round robin by tenant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import pytest
 
 from nano_inference.bus import RequestEntry
 from nano_inference.bus.public import GenerateRequest
-from nano_inference.stages.admission.long_prompts import AT_A_TIME, LONG_TEXT, LongPrompts
+from nano_inference.stages.admission.events import Tokens
+from nano_inference.stages.admission.long_prompts import (
+    AT_A_TIME,
+    LONG_TEXT,
+    FairSemaphore,
+    LongPrompts,
+)
 
 LIMIT_S = 20
 
@@ -22,10 +28,10 @@ class Work:
         self.go = threading.Event()
         self.begun: list[str] = []
 
-    def __call__(self, request: GenerateRequest) -> tuple[int, ...]:
+    def __call__(self, request: GenerateRequest) -> Tokens:
         self.begun.append(request.tenant)
         assert self.go.wait(LIMIT_S)
-        return ()
+        return Tokens(())
 
     def check(self, request: GenerateRequest) -> None:
         """The same of a constraint."""
@@ -50,10 +56,13 @@ async def begun(work: Work, count: int) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_constraints_are_compiled_one_at_a_time_by_turns_of_tenants(work: Work) -> None:
+async def test_constraints_are_compiled_one_at_a_time_round_robin_by_tenant(work: Work) -> None:
     prompts = LongPrompts()
     waiting = [*entries("a", 3), *entries("b", 1), *entries("c", 1)]
-    tasks = [asyncio.create_task(prompts.compile(each, None, work.check)) for each in waiting]
+    tasks = [
+        asyncio.create_task(prompts.run(each, None, work.check, is_constraint=True))
+        for each in waiting
+    ]
     await begun(work, 1)
     work.go.set()
     async with asyncio.timeout(LIMIT_S):
@@ -64,23 +73,60 @@ async def test_constraints_are_compiled_one_at_a_time_by_turns_of_tenants(work: 
 async def test_constraints_and_long_texts_do_not_wait_for_each_other(work: Work) -> None:
     prompts, held = LongPrompts(), Work()
     long = entries("a", AT_A_TIME, prompt="x" * LONG_TEXT)
-    tasks = [asyncio.create_task(prompts.tokenize(each, None, held)) for each in long]
+    tasks = [asyncio.create_task(prompts.run(each, None, held)) for each in long]
     await begun(held, AT_A_TIME)
     work.go.set()
     async with asyncio.timeout(LIMIT_S):
-        assert await prompts.compile(*entries("b", 1), None, work.check) is None
+        assert await prompts.run(*entries("b", 1), None, work.check, is_constraint=True) is None
         held.go.set()
-        assert await asyncio.gather(*tasks) == [()] * AT_A_TIME
+        assert await asyncio.gather(*tasks) == [Tokens(())] * AT_A_TIME
 
 
 async def test_a_short_text_waits_for_no_turn(work: Work) -> None:
     prompts = LongPrompts()
     long = entries("a", AT_A_TIME, prompt="x" * LONG_TEXT)
-    tasks = [asyncio.create_task(prompts.tokenize(each, None, work)) for each in long]
+    tasks = [asyncio.create_task(prompts.run(each, None, work)) for each in long]
     await begun(work, AT_A_TIME)
     at_once = Work()
     at_once.go.set()
     async with asyncio.timeout(LIMIT_S):
-        assert await prompts.tokenize(*entries("b", 1), None, at_once) == ()
+        assert await prompts.run(*entries("b", 1), None, at_once) == Tokens(())
         work.go.set()
         await asyncio.gather(*tasks)
+
+
+async def waiting(turns: FairSemaphore, order: list[str], name: str) -> None:
+    await turns.acquire(name[0])
+    order.append(name)
+
+
+async def test_tenants_take_turns_and_each_keeps_its_order() -> None:
+    turns, order = FairSemaphore(1), list[str]()
+    await turns.acquire("a")
+    names = ["a1", "a2", "a3", "b1", "c1", "b2"]
+    tasks = [asyncio.create_task(waiting(turns, order, name)) for name in names]
+    await asyncio.sleep(0)
+    for _ in names:
+        turns.release()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    turns.release()
+    await asyncio.wait_for(asyncio.gather(*tasks, turns.acquire("d")), 5)
+
+
+@pytest.mark.parametrize("handed", [False, True])
+async def test_a_cancelled_wait_frees_its_place(handed: bool) -> None:
+    turns, order = FairSemaphore(1), list[str]()
+    await turns.acquire("a")
+    left = asyncio.create_task(waiting(turns, order, "b1"))
+    stays = asyncio.create_task(waiting(turns, order, "b2"))
+    await asyncio.sleep(0)
+    if handed:
+        turns.release()
+    left.cancel()
+    await asyncio.wait([left])
+    if not handed:
+        turns.release()
+    await asyncio.wait_for(stays, 5)
+    assert order == ["b2"]

@@ -36,13 +36,13 @@ def test_token_ids_are_taken_as_they_are(core: AdmissionCore) -> None:
 
 
 @pytest.mark.parametrize("prediction", [None, "", ()])
-def test_nothing_may_be_predicted(
+def test_a_prediction_may_be_empty(
     core: AdmissionCore, prediction: str | tuple[int, ...] | None
 ) -> None:
     assert admit(core, entry_of(prediction=prediction)).prediction == ()
 
 
-def test_as_many_tokens_as_the_model_has_places(core: AdmissionCore) -> None:
+def test_a_prediction_may_be_as_long_as_the_model(core: AdmissionCore) -> None:
     assert len(admit(core, entry_of(prediction=(3,) * 100)).prediction) == 100
 
 
@@ -72,12 +72,12 @@ def test_a_text_that_the_tokenizer_can_not_read(word_tokenizer: PreTrainedTokeni
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2**63 - 1, None])
-def test_most_drafted_tokens_of_a_request(core: AdmissionCore, tokens: int | None) -> None:
+def test_max_draft_tokens_in_range_is_accepted(core: AdmissionCore, tokens: int | None) -> None:
     assert admit(core, entry_of(max_draft_tokens=tokens)).sampling.max_draft_tokens == tokens
 
 
 @pytest.mark.parametrize("tokens", [-1, pytest.param(HUGE, id="huge")])
-def test_no_number_of_drafted_tokens(core: AdmissionCore, tokens: int) -> None:
+def test_max_draft_tokens_out_of_range_is_refused(core: AdmissionCore, tokens: int) -> None:
     with pytest.raises(RequestError) as caught:
         admit(core, entry_of(max_draft_tokens=tokens))
     assert caught.value.code == "invalid_max_draft_tokens"
@@ -100,7 +100,7 @@ def test_without_a_tokenizer_only_token_ids_are_taken() -> None:
         ({"speculation": "auto"}, {"max_draft_tokens": 0}),
     ],
 )
-def test_it_is_checked_and_not_passed_on_where_it_is_of_no_use(
+def test_a_prediction_is_checked_and_dropped_where_drafts_are_off(
     tokenizer: PreTrainedTokenizerFast, engine: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     core = core_of(tokenizer, **engine)
@@ -109,7 +109,7 @@ def test_it_is_checked_and_not_passed_on_where_it_is_of_no_use(
         admit(core, entry_of(prediction=(258,), **fields))
 
 
-def test_a_long_one_is_tokenised_apart(core: AdmissionCore) -> None:
+def test_a_long_prediction_is_tokenised_apart(core: AdmissionCore) -> None:
     for prediction, apart in (("a" * LONG_TEXT, True), ("a", False), ((3,) * LONG_TEXT, False)):
         assert is_long(entry_of(prediction=prediction)) is apart
     assert not core.may_fit(entry_of(prediction="a" * LONG_TEXT)), "it is refused at once"

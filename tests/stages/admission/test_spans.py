@@ -13,7 +13,7 @@ from nano_inference.bus import open_bus
 from nano_inference.bus.public import Completion, CompletionSample, StageTime, Timings, Usage
 from nano_inference.config import BusConfig, BusError, Config, TelemetryConfig
 from nano_inference.stages.actor import StageContext
-from nano_inference.stages.admission.spans import trace_first_again
+from nano_inference.stages.admission.measures import trace_first_again
 from nano_inference.stages.admission.stage import AdmissionStage
 from nano_inference.telemetry import names, setup_tracing
 
@@ -61,7 +61,7 @@ async def rig(redis_url: str) -> AsyncIterator[Rig]:
     await rig.bus.aclose()
 
 
-async def test_the_first_span_is_made_again(rig: Rig) -> None:
+async def test_the_first_span_is_repeated(rig: Rig) -> None:
     trace_id = await rig.end("7-0")
     (span,) = await rig.made()
     assert span.name == "admission"
@@ -76,17 +76,17 @@ async def test_the_first_span_is_made_again(rig: Rig) -> None:
     assert (span.attributes[names.INPUT_TOKENS], span.attributes[names.SAMPLES]) == (5, 2)
 
 
-async def test_where_the_client_has_made_the_first_span_none_is_made(rig: Rig) -> None:
+async def test_a_clients_first_span_is_not_repeated(rig: Rig) -> None:
     await rig.end("7-0", trace_id="a" * 32)
     assert await rig.made() == []
 
 
-async def test_of_what_was_refused_there_is_no_other_span(rig: Rig) -> None:
+async def test_a_refused_request_has_no_repeated_span(rig: Rig) -> None:
     await rig.end("7-0", refused=True)
     assert await rig.made() == []
 
 
-async def test_where_nothing_has_ended_none_is_made(rig: Rig) -> None:
+async def test_no_span_is_repeated_without_ended_requests(rig: Rig) -> None:
     assert await rig.made() == []
 
 

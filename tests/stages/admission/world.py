@@ -14,18 +14,12 @@ from typing import Any, NamedTuple
 
 from nano_inference.bus.channel import RequestEntry
 from nano_inference.bus.control import Cancel, CancelAll, Drain, Reset, ServerRestarted, StageReady
-from nano_inference.bus.messages import (
-    AdmittedRequest,
-    Recover,
-    RequestInfo,
-    SequenceSpec,
-)
+from nano_inference.bus.messages import Recover
 from nano_inference.bus.public import ErrorInfo, GenerateRequest
 from nano_inference.config import (
     AdmissionConfig,
     Config,
     PipelineConfig,
-    SamplingParams,
     all_roles,
     role_of,
     split_role,
@@ -34,9 +28,20 @@ from nano_inference.stages.admission import effects as do
 from nano_inference.stages.admission import events as on
 from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.epochs import EpochCore
-from nano_inference.stages.admission.ledger import entry_deadline_ns
+from nano_inference.stages.admission.requests import entry_deadline_ns
 
-from .stages import Batching, Executor, Fairness, Killed, Mail, Run, Stage, Stream, Streaming
+from .stages import (
+    Batching,
+    Executor,
+    Fairness,
+    Killed,
+    Mail,
+    Run,
+    Stage,
+    Stream,
+    Streaming,
+    accepted,
+)
 
 LEASE_NS = 1_200_000_000
 MAX_LANE_DEATHS = 3
@@ -186,7 +191,7 @@ class Lane:
         if admission is None or any(self.links.values()) or self.late_writes:
             return False
         held = admission.core.requests
-        return not (len(held.ledger) or len(held.in_hand) or held.inherited) and (
+        return not (len(held.ledger) or len(held.incoming) or held.inherited) and (
             admission.drained if self.draining else admission.core.is_open
         )
 
@@ -350,7 +355,7 @@ class Admission:
         for entry in self.claiming:
             self.known.add(entry.entry_id)
             self.world.taken[entry.entry_id] = self.lane.name, self.world.now
-        self.core.requests.in_hand.add(self.claiming)
+        self.core.requests.incoming.add(self.claiming)
 
     def _claim(self) -> None:
         entries, self.claiming = self.claiming, []
@@ -358,7 +363,7 @@ class Admission:
             owner = self.world.claim(entry)
             arrival = on.Arrival(entry, self.world.now, owner)
             if owner != entry.entry_id and self.world.traits(entry.entry_id).long:
-                self.core.requests.in_hand.set_apart(entry.entry_id)
+                self.core.requests.incoming.set_apart(entry.entry_id)
                 self.tokenizing.append(arrival)
             else:
                 self.arrivals.append(arrival)
@@ -421,25 +426,25 @@ class Admission:
                 self.tokenizing.append(arrival)
             case do.Judge():
                 self.tell(self._judge(effect))
-            case do.Ask(items):
-                self.send("streaming", "control", Recover(items))
+            case do.Ask(items, opened):
+                for each in opened:
+                    self.send("streaming", "opened", each)
+                self.send("streaming", "opened", Recover(items))
             case do.Forget(cancel):
-                self.send("streaming", "control", cancel)
-            case do.HandOn():
-                self._hand_on(effect)
+                self.send("streaming", "opened", cancel)
+            case do.Forward():
+                self._forward(effect)
             case do.CutShort(cancel):
                 self.send("fairness", "admitted", cancel)
             case do.End(cancel):
                 self._end(cancel)
-            case do.Bury(entry, _, error, deaths):
+            case do.DeadLetter(entry, _, error, deaths):
                 assert error.code != "lane_failed" or deaths >= MAX_LANE_DEATHS
                 self.world.buried[entry.entry_id] = deaths
             case do.Acknowledge(entry_id):
                 self._acknowledge(entry_id)
-            case do.OpenGate():
-                self.gate = True
-            case do.CloseGate():
-                self.gate = False
+            case do.SetGate(is_open):
+                self.gate = is_open
             case do.SetCapacity():
                 self.has_capacity = True
             case do.StopTaking():
@@ -449,7 +454,7 @@ class Admission:
             case _:
                 assert isinstance(
                     effect,
-                    do.TakePart | do.Distrust | do.Hurry | do.TraceCancel | do.Log,
+                    do.TakePart | do.MarkPossiblyLost | do.StopWaiting | do.TraceCancel | do.Log,
                 )
 
     def _renew(self) -> frozenset[str]:
@@ -480,12 +485,9 @@ class Admission:
             return refused("invalid_n")
         if traits.poison:
             return on.Judged(arrival, failure=ErrorInfo(code="internal_error", message=""))
-        info = RequestInfo(request_id, entry_id, "m", 1, True, (), 1, "", "", arrival.received_ns)
-        sequences = (SequenceSpec(1, 0, 0),)
-        request = AdmittedRequest(info, (1,), SamplingParams(), sequences, "", 0)
-        return on.Judged(arrival, request, wanted.cancelled)
+        return on.Judged(arrival, accepted(request_id, entry_id), wanted.cancelled)
 
-    def _hand_on(self, effect: do.HandOn) -> None:
+    def _forward(self, effect: do.Forward) -> None:
         entry_id, ledger = effect.entry_id, self.core.requests.ledger
         item = ledger.get(entry_id)
         assert item is not None
@@ -498,10 +500,12 @@ class Admission:
         self.sent.add(entry_id)
         if self.world.traits(entry_id).unsendable:
             error = ErrorInfo(code="message_too_large", message="")
-            self.tell(on.HandOnFailed(entry_id, error))
+            self.tell(on.ForwardFailed(entry_id, error))
             return
         tokens = sum(len(sample.token_ids) for sample in effect.samples or ())
-        key = effect.request.info.request_id
+        if effect.samples is None:
+            self.send("streaming", "opened", effect.accepted.opened)
+        key = effect.accepted.opened.request_id
         self.send("fairness", "admitted", Run(entry_id, key, tokens))
 
     def _end(self, cancel: Cancel) -> None:

@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
-import msgspec
-
 from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.messages import (
     Credit,
@@ -21,6 +19,8 @@ from nano_inference.bus.messages import (
 from nano_inference.bus.pooling import PooledPrompt, Pooling
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
+
+from .index import check_index
 
 STOP = 7
 
@@ -211,8 +211,7 @@ class FakeReplica:
             stop_token_ids=frozenset({STOP} if stop else ()),
             prompt_logprobs=prompt_logprobs,
         )
-        info = RequestInfo(name, name, "m", len(seq_ids), True, (), len(prompt), "", "", 0)
-        info = msgspec.structs.replace(info, adapter=adapter, pooling=pooling)
+        info = RequestInfo(name, name, adapter=adapter, pooling=pooling)
         specs = tuple(SequenceSpec(seq_id, index, 0) for index, seq_id in enumerate(seq_ids))
         dispatch = Dispatch(info, tuple(prompt), sampling, specs, priority, rank=rank)
         self.core.add(dispatch, deadline_ns)
@@ -236,7 +235,7 @@ class FakeReplica:
                 self.reasons[seq_id] = result.finish_reasons[row]
         self.pooled += [prompt.seq_id for prompt in result.pooled]
         self.ended += [cancel.request_id for cancel in result.ended]
-        self.core.absorb(result)
+        self.core.absorb(result.summary())
         return True
 
     def retire_all(self) -> None:
@@ -260,7 +259,7 @@ class FakeReplica:
     def check(self) -> None:
         """Run all conservation checks, with the whole cache index."""
         self.core.check()
-        self.core.cache.check_index()
+        check_index(self.core.cache)
 
     def run(self, limit: int = 10_000) -> None:
         for _ in range(limit):

@@ -285,7 +285,7 @@ def test_a_result_out_of_order_is_refused() -> None:
     replica.add([1, 2], 1)
     replica.plan()
     replica.plan()
-    late = replica.executor.execute(replica.plans[0])
+    late = replica.executor.execute(replica.plans[0]).summary()
     replica.core.absorb(late)
     with pytest.raises(ValueError, match="out of order"):
         replica.core.absorb(late)

@@ -104,7 +104,7 @@ class Lane:
         while (plan := self.batching.plan(0)) is not None:
             assert self.counts.steps < MOST_STEPS, "the lane does not come to rest"
             result = self.executor.execute(plan)
-            self.batching.absorb(result)
+            self.batching.absorb(result.summary())
             self._record(answers, plan, result)
             if self._preempt_every and self.counts.steps % self._preempt_every == 0:
                 self._preempt_last()
@@ -115,9 +115,7 @@ class Lane:
     def _add(self, prompt: list[int], max_tokens: int, adapter: str) -> int:
         self._next_id += 1
         name = f"r{self._next_id}"
-        info = RequestInfo(
-            name, name, "model", 1, False, (), len(prompt), "", "", 0, adapter=adapter
-        )
+        info = RequestInfo(name, name, adapter=adapter)
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         spec = SequenceSpec(self._next_id, 0, seed=0)
         self.batching.add(Dispatch(info, tuple(prompt), sampling, (spec,), priority=0))

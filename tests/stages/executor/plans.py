@@ -10,7 +10,7 @@ from nano_inference.bus.messages import NewSequence, RequestInfo, SequenceSpec, 
 from nano_inference.config import SamplingParams
 from nano_inference.stages.executor import ExecutorCore
 
-INFO = RequestInfo("request", "1-0", "model", 1, False, (), 1, "", "", 0)
+INFO = RequestInfo("request", "1-0")
 
 
 def new_sequence(

@@ -29,7 +29,7 @@ def request(
     prompt: tuple[int, ...] = (1,),
     sampling: SamplingParams | None = None,
 ) -> AdmittedRequest:
-    info = RequestInfo(name, f"entry-{name}", "m", samples, True, (), len(prompt), "", "", 0)
+    info = RequestInfo(name, f"entry-{name}")
     sequences = tuple(SequenceSpec(next(_ids), index, 0) for index in range(samples))
     sampling = sampling or SamplingParams()
     return AdmittedRequest(info, prompt, sampling, sequences, tenant, priority)
@@ -50,3 +50,14 @@ def drain(core: FairnessCore, now_ns: int = 0) -> list[str]:
         again = "+" if isinstance(dispatched.message, ResumeSequences) else ""
         names.append(dispatched.request.info.request_id + again)
     return names
+
+
+def served(core: FairnessCore) -> dict[tuple[int, str], float]:
+    """The counters of tenants that wait, run or are ahead, by priority and tenant."""
+    for replica in core._replicas.values():
+        core._count(replica)
+    return {
+        (priority_class.priority, flow.tenant): flow.counter
+        for priority_class in core._queue.classes()
+        for flow in priority_class.flows()
+    }

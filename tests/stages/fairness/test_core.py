@@ -98,7 +98,7 @@ def test_a_dispatch_keeps_prediction_and_cache_scope() -> None:
 
 def test_a_dispatch_has_the_time_spent_waiting() -> None:
     _, message = popped(filled(("a", 0, 3)), 5 * SECOND)
-    (held,) = message.info.stages
+    held = message.info.queued
     assert held == StageTime(stage="fairness", start_ns=3 * SECOND, end_ns=5 * SECOND)
 
 

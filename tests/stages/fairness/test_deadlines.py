@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from nano_inference.bus.messages import Credit
 from nano_inference.config import FairnessConfig, SamplingParams
@@ -111,16 +112,19 @@ def test_expiring_hopeless_requests_can_be_switched_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "number"),
+    ("sampling", "has_stop_strings", "number"),
     [
-        (SamplingParams(max_tokens=100), 100),
-        (SamplingParams(max_tokens=100, stop_token_ids=frozenset({3})), 1),
-        (SamplingParams(max_tokens=100, stop=("x",)), 1),
-        (SamplingParams(max_tokens=100, stop=("x",), min_tokens=20), 20),
+        (SamplingParams(max_tokens=100), False, 100),
+        (SamplingParams(max_tokens=100, stop_token_ids=frozenset({3})), False, 1),
+        (SamplingParams(max_tokens=100), True, 1),
+        (SamplingParams(max_tokens=100, min_tokens=20), True, 20),
     ],
 )
-def test_least_tokens_of_a_sample(sampling: SamplingParams, number: int) -> None:
-    assert least_tokens(sampling) == number
+def test_least_tokens_of_a_sample(
+    sampling: SamplingParams, has_stop_strings: bool, number: int
+) -> None:
+    admitted = request("it", sampling=sampling)
+    assert least_tokens(replace(admitted, has_stop_strings=has_stop_strings)) == number
 
 
 def test_the_fastest_step_is_forgotten_after_two_windows() -> None:

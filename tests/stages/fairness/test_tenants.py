@@ -14,7 +14,7 @@ from nano_inference.stages.fairness import FairnessCore
 from nano_inference.stages.fairness.queue import IDLE_KEPT
 
 from .replica import StepReplica
-from .requests import SECOND, cancel, drain, grant, request
+from .requests import SECOND, cancel, drain, grant, request, served
 
 
 def keep_busy(replica: StepReplica, tenant: str, tokens: int, prompt: int) -> None:
@@ -89,14 +89,14 @@ def test_prompts_are_charged_by_computed_tokens() -> None:
     core.push(request("b", tenant="other"), 0)
     grant(core, 2)
     assert drain(core) == ["a"]
-    assert core.served()[0, "default"] == 100, "the whole prompt, once, before it ran"
+    assert served(core)[0, "default"] == 100, "the whole prompt, once, before it ran"
     first, second = core._replicas[""].running
     core.absorb(Credit(0, started=((first, 40), (second, 1))), 0)
-    assert core.served()[0, "default"] == 41, "60 tokens were cached, and the samples share"
+    assert served(core)[0, "default"] == 41, "60 tokens were cached, and the samples share"
     core.absorb(Credit(0, steps=((first, second), (second,))), 0)
-    assert core.served()[0, "default"] == 41 + 2 * 3
+    assert served(core)[0, "default"] == 41 + 2 * 3
     core.absorb(Credit(0, started=((first, 55),)), 0)
-    assert core.served()[0, "default"] == 47, "computing again is not the tenant's doing"
+    assert served(core)[0, "default"] == 47, "computing again is not the tenant's doing"
     assert core.counts.recomputed_tokens == 54
 
 

@@ -12,7 +12,7 @@ from nano_inference.stages.fairness import FairnessCore
 from nano_inference.stages.fairness.replicas import KEPT_SHARE
 
 from .replica import StepReplica
-from .requests import SECOND, cancel, drain, grant, request
+from .requests import SECOND, cancel, drain, grant, request, served
 
 SLICES = FairnessConfig(max_timeslice_tokens=4)
 PREEMPT = FairnessConfig(enable_preemption=True)
@@ -81,9 +81,9 @@ def test_each_token_of_a_step_counts_for_slice_and_service() -> None:
         for replica in core._replicas.values()
         for running in replica.running.values()
     )
-    before = core.served()
+    before = served(core)
     core.absorb(Credit(0, steps=((*[long.spec.seq_id] * 3, other.spec.seq_id),)), 1)
-    after = core.served()
+    after = served(core)
     gained = {tenant: after[0, tenant] - before[0, tenant] for tenant in ("a", "b")}
     assert gained["a"] == 3 * gained["b"] > 0
     assert (long.in_slice, other.in_slice) == (3, 1)

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 import pytest
@@ -11,169 +9,17 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.control import Cancel
-from nano_inference.bus.messages import (
-    RecoveryItem,
-    RequestFinished,
-    RequestInfo,
-    StartedSequence,
-    StepResult,
-)
-from nano_inference.bus.public import (
-    Completion,
-    CompletionChunk,
-    ErrorInfo,
-    Output,
-    StageTime,
-    Usage,
-)
-from nano_inference.stages.streaming.core import Deliveries, StreamingCore
+from nano_inference.bus.messages import RecoveryItem, RequestOpened, StepResult
+from nano_inference.bus.public import Completion, ErrorInfo, Usage
+from nano_inference.stages.streaming.core import Deliveries
 
-TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
-
-
-def info_of(request_id: str = "r", **changes: Any) -> RequestInfo:
-    fields: dict[str, Any] = {
-        "request_id": request_id,
-        "entry_id": f"entry-{request_id}",
-        "model": "tiny",
-        "n": 1,
-        "stream": True,
-        "stop": (),
-        "num_prompt_tokens": 7,
-        "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01",
-        "tracestate": "",
-        "received_ns": 100,
-        "stages": (
-            StageTime(stage="admission", start_ns=100, end_ns=110),
-            StageTime(stage="fairness", start_ns=110, end_ns=150),
-        ),
-    }
-    return RequestInfo(**(fields | changes))
-
-
-def started(
-    seq_id: int, info: RequestInfo, sample_index: int = 0, **changes: int
-) -> StartedSequence:
-    fields = {"num_cached": 0, "num_generated": 0, "planned_ns": 155, "executed_ns": 160}
-    return StartedSequence(seq_id, sample_index, info=info, **(fields | changes))
-
-
-def step(
-    rows: Iterable[tuple[int, int, str]] = (),
-    *,
-    new: Sequence[StartedSequence] = (),
-    ended: Sequence[Cancel] = (),
-    failed: Sequence[Cancel] = (),
-    end_ns: int = 200,
-    weight_version: int = 0,
-) -> StepResult:
-    """Rows are (sequence id, token id, finish reason); a row's logprob is minus its token id."""
-    rows = list(rows)
-    return StepResult(
-        1,
-        tuple(new),
-        tuple(row[0] for row in rows),
-        tuple(row[1] for row in rows),
-        tuple(-float(row[1]) for row in rows),
-        tuple(row[2] for row in rows),  # type: ignore[misc]
-        tuple(ended),
-        weight_version,
-        end_ns - 10,
-        end_ns,
-        failed=tuple(failed),
-    )
-
-
-def cancel_of(request_id: str = "r", **changes: Any) -> Cancel:
-    fields = {
-        "entry_id": f"entry-{request_id}",
-        "status": "cancelled",
-        "code": "cancelled",
-        "message": "you asked for it",
-    }
-    return Cancel(request_id, **(fields | changes))
-
-
-class Client:
-    """Reads what is delivered, as a client and as batching would."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.core = StreamingCore(tokenizer)
-        self.backend = tokenizer.backend_tokenizer
-        self.encode = self.backend.encode
-        self.outputs: list[tuple[str, Output]] = []
-        self.halts: list[int] = []
-        self.now_ns = 1000
-
-    def read(self, deliveries: Deliveries) -> Deliveries:
-        keys = [key for key, _ in deliveries.outputs]
-        assert len(set(keys)) == len(keys)
-        new = [(key, output) for key, outputs in deliveries.outputs for output in outputs]
-        completions = [output for _, output in new if isinstance(output, Completion)]
-        assert [ended.completion for ended in deliveries.ended] == completions
-        assert list(deliveries.finished) == [
-            RequestFinished(done.request_id, done.entry_id) for done in completions
-        ]
-        self.outputs += new
-        self.halts += deliveries.halts
-        return deliveries
-
-    def step(self, *args: Any, **kwargs: Any) -> Deliveries:
-        self.now_ns += 10
-        return self.read(self.core.absorb(step(*args, **kwargs), self.now_ns))
-
-    def end(self, cancel: Cancel) -> Deliveries:
-        self.now_ns += 10
-        return self.read(self.core.end(cancel, self.now_ns))
-
-    def say(self, seq_id: int, text: str, last: str = "", **kwargs: Any) -> list[int]:
-        """One step per token of the text; `last` is the last one's finish reason."""
-        ids = list(self.encode(text).ids)
-        for n, token_id in enumerate(ids):
-            self.step([(seq_id, token_id, last if n == len(ids) - 1 else "")], **kwargs)
-        return ids
-
-    def chunks(self, request_id: str = "r", sample_index: int = 0) -> list[CompletionChunk]:
-        return [
-            output
-            for key, output in self.outputs
-            if key == request_id
-            and isinstance(output, CompletionChunk)
-            and output.sample_index == sample_index
-        ]
-
-    def completions(self, key: str = "r") -> list[Completion]:
-        return [output for k, output in self.outputs if k == key and isinstance(output, Completion)]
-
-    def completion(self, key: str = "r") -> Completion:
-        (only,) = self.completions(key)
-        return only
-
-
-@pytest.fixture
-def client(tokenizer: PreTrainedTokenizerFast) -> Client:
-    return Client(tokenizer)
-
-
-def assert_chunks_match(client: Client, completion: Completion) -> None:
-    """What was streamed is what the completion repeats, without gap or repetition."""
-    for sample in completion.samples:
-        chunks = client.chunks(completion.request_id, sample.sample_index)
-        assert "".join(chunk.text for chunk in chunks) == sample.text
-        assert tuple(i for chunk in chunks for i in chunk.token_ids) == sample.token_ids
-        assert tuple(p for chunk in chunks for p in chunk.logprobs) == sample.logprobs
-        offset = 0
-        for chunk in chunks:
-            assert chunk.token_offset == offset
-            offset += len(chunk.token_ids)
-        assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-        assert chunks[-1].finish_reason == sample.finish_reason
+from .client import TRACE, Client, assert_chunks_match, cancel_of, request_of, started, step
 
 
 def test_a_streamed_request_from_start_to_end(client: Client) -> None:
-    client.step(new=[started(5, info_of(), num_cached=4)], end_ns=180)
+    client.step(new=[started(5, request_of(), num_cached=4)], end_ns=180)
     assert client.outputs == []
-    ids = client.encode(" lazy dog 🙂").ids
+    ids = client.encode(" lazy dog 🙂")
     for n, token_id in enumerate(ids):
         last = n == len(ids) - 1
         deliveries = client.step([(5, token_id, "length" if last else "")], end_ns=200 + n)
@@ -194,11 +40,11 @@ def test_a_streamed_request_from_start_to_end(client: Client) -> None:
     assert len(client.core) == 0
 
 
-def test_what_the_executor_ends_is_an_error_and_halts_its_other_samples(client: Client) -> None:
+def test_a_request_failed_by_the_executor_ends_and_halts_its_samples(client: Client) -> None:
     """Its row, which has to have some token and some end, does not count."""
-    info, other = info_of(n=2), info_of("q")
-    new = [started(5, info), started(6, info, 1), started(7, other)]
-    (a,) = client.encode("a").ids
+    request, other = request_of(n=2), request_of("q")
+    new = [started(5, request), started(6, request, 1), started(7, other)]
+    (a,) = client.encode("a")
     client.step([(5, a, ""), (6, a, ""), (7, a, "")], new=new)
     failure = cancel_of(status="error", code="invalid_constraint")
     client.step([(5, a, "length"), (6, a, ""), (7, a, "")], failed=[failure, failure])
@@ -214,7 +60,7 @@ def test_what_the_executor_ends_is_an_error_and_halts_its_other_samples(client: 
 
 
 def test_timings_follow_the_request_through_the_stages(client: Client) -> None:
-    client.step(new=[started(5, info_of())], end_ns=180)
+    client.step(new=[started(5, request_of())], end_ns=180)
     client.step([(5, 40, "")], end_ns=200)  # at 1020
     client.step([(5, 40, "length")], end_ns=300)  # at 1030
     timings = client.completion().timings
@@ -228,35 +74,37 @@ def test_timings_follow_the_request_through_the_stages(client: Client) -> None:
     ]
 
 
-def test_timings_without_a_token_or_earlier_stages(client: Client) -> None:
-    client.step(new=[started(5, info_of(stages=()))], ended=[cancel_of()], end_ns=180)
+def test_timings_without_a_token_or_a_time_in_fairness(client: Client) -> None:
+    client.step(new=[started(5, request_of(), queued=None)], ended=[cancel_of()], end_ns=180)
     timings = client.completion().timings
     assert timings.first_token_ns == 0
     assert [(time.stage, time.start_ns, time.end_ns) for time in timings.stages] == [
-        ("batching", 100, 160),
+        ("admission", 100, 110),
+        ("batching", 110, 160),
         ("executor", 160, 180),
     ]
 
 
 def test_without_stream_only_the_completion_comes(client: Client) -> None:
-    client.step(new=[started(5, info_of(stream=False))])
+    client.step(new=[started(5, request_of(stream=False))])
     client.say(5, " fox", "length")
     assert [type(output) for _, output in client.outputs] == [Completion]
     assert client.completion().samples[0].text == " fox"
 
 
 def test_a_request_that_is_not_traced_has_no_trace_id(client: Client) -> None:
-    client.step([(5, 40, "length")], new=[started(5, info_of(traceparent=""))])
+    client.step([(5, 40, "length")], new=[started(5, request_of(traceparent=""))])
     assert client.completion().trace_id == ""
 
 
 def test_samples_may_start_and_finish_at_different_times(client: Client) -> None:
-    info = info_of(n=3)
-    client.step(new=[started(12, info, 2, num_cached=1), started(10, info, 0, executed_ns=150)])
+    request = request_of(n=3)
+    first = started(10, request, 0, executed_ns=150)
+    client.step(new=[started(12, request, 2, num_cached=1), first])
     client.say(12, " dog", "length")
     client.say(10, " fox", "length")
     assert client.completions() == []
-    client.step(new=[started(11, info, 1, num_cached=6)], end_ns=900)
+    client.step(new=[started(11, request, 1, num_cached=6)], end_ns=900)
     ids = client.say(11, " cat", "length", end_ns=950)
     completion = client.completion()
     assert [(s.sample_index, s.text) for s in completion.samples] == [
@@ -273,19 +121,16 @@ def test_samples_may_start_and_finish_at_different_times(client: Client) -> None
 
 
 def test_several_requests_in_one_step_are_kept_apart(client: Client) -> None:
-    first, second = info_of("a"), info_of("b", n=2)
+    first, second = request_of("a"), request_of("b", n=2)
     news = [started(1, first), started(2, second, 0), started(3, second, 1)]
     deliveries = client.step([(2, 40, ""), (1, 41, ""), (3, 42, "")], new=news)
-    assert [key for key, _ in deliveries.outputs] == ["b", "a"]
-    assert [o.sample_index for o in deliveries.outputs[0][1] if isinstance(o, CompletionChunk)] == [
-        0,
-        1,
-    ]
+    assert list(deliveries.outputs) == ["b", "a"]
+    assert [chunk.sample_index for chunk in client.chunks("b", None)] == [0, 1]
 
 
 def test_a_stop_string_ends_a_sample_and_halts_its_sequence(client: Client) -> None:
-    client.step(new=[started(5, info_of(stop=("lazy",)))])
-    ids = client.encode(" the lazy dog").ids
+    client.step(new=[started(5, request_of(stop=("lazy",)))])
+    ids = client.encode(" the lazy dog")
     for token_id in ids:
         client.step([(5, token_id, "")])
     completion = client.completion()
@@ -300,8 +145,8 @@ def test_a_stop_string_ends_a_sample_and_halts_its_sequence(client: Client) -> N
     assert_chunks_match(client, completion)
 
 
-def test_what_looked_like_a_stop_string_comes_with_the_last_token(client: Client) -> None:
-    client.step(new=[started(5, info_of(stop=("fox trot",)))])
+def test_a_partial_stop_string_is_delivered_with_the_last_token(client: Client) -> None:
+    client.step(new=[started(5, request_of(stop=("fox trot",)))])
     client.say(5, " the fox", "length")
     completion = client.completion()
     assert completion.samples[0].text == " the fox"
@@ -310,7 +155,7 @@ def test_what_looked_like_a_stop_string_comes_with_the_last_token(client: Client
 
 
 def test_a_stop_string_in_the_executors_last_token_needs_no_halt(client: Client) -> None:
-    client.step(new=[started(5, info_of(stop=("fox",)))])
+    client.step(new=[started(5, request_of(stop=("fox",)))])
     client.say(5, " the fox", "length")
     (sample,) = client.completion().samples
     assert (sample.text, sample.finish_reason) == (" the ", "stop")
@@ -320,7 +165,7 @@ def test_a_stop_string_in_the_executors_last_token_needs_no_halt(client: Client)
 @pytest.mark.parametrize("stop_token", ["</s>", "T"])
 def test_the_text_of_a_stop_token_is_not_shown(client: Client, stop_token: str) -> None:
     token_id = client.backend.token_to_id(stop_token)
-    client.step(new=[started(5, info_of(stop=("dogT",)))])
+    client.step(new=[started(5, request_of(stop=("dogT",)))])
     ids = client.say(5, " dog")
     client.step([(5, token_id, "stop")])
     completion = client.completion()
@@ -331,9 +176,9 @@ def test_the_text_of_a_stop_token_is_not_shown(client: Client, stop_token: str) 
 
 
 def test_an_incomplete_character_ends_as_a_replacement(client: Client) -> None:
-    ids = client.encode("🙃").ids
+    ids = client.encode("🙃")
     assert len(ids) > 1
-    client.step(new=[started(5, info_of())])
+    client.step(new=[started(5, request_of())])
     for token_id in ids[:-2]:
         client.step([(5, token_id, "")])
     client.step([(5, ids[-2], "length")])
@@ -343,18 +188,18 @@ def test_an_incomplete_character_ends_as_a_replacement(client: Client) -> None:
 
 
 def test_the_weight_version_is_the_first_tokens(client: Client) -> None:
-    client.step(new=[started(5, info_of())], weight_version=3)
+    client.step(new=[started(5, request_of())], weight_version=3)
     client.step([(5, 40, "")], weight_version=4)
     client.step([(5, 40, "length")], weight_version=5)
     assert client.completion().samples[0].weight_version == 4
 
 
 def test_a_preempted_sequence_goes_on_where_it_was(client: Client) -> None:
-    info = info_of(n=2)
-    client.step(new=[started(5, info, 0, num_cached=4), started(6, info, 1)])
-    ids = client.encode(" the 🙂 fox").ids
+    request = request_of(n=2)
+    client.step(new=[started(5, request, 0, num_cached=4), started(6, request, 1)])
+    ids = client.encode(" the 🙂 fox")
     for n, token_id in enumerate(ids):
-        new = [started(5, info, 0, num_cached=n, num_generated=n, executed_ns=900)] if n else []
+        new = [started(5, request, 0, num_cached=n, num_generated=n, executed_ns=900)] if n else []
         client.step([(5, token_id, "length" if n == len(ids) - 1 else "")], new=new)
     client.step([(6, 40, "length")])
     completion = client.completion()
@@ -368,10 +213,10 @@ def test_a_preempted_sequence_goes_on_where_it_was(client: Client) -> None:
 def test_a_sequence_preempted_while_its_halt_is_on_the_way_stays_ended(
     client: Client, n: int
 ) -> None:
-    info = info_of(n=n, stop=("fox",))
-    client.step(new=[started(5 + i, info, i) for i in range(n)])
+    request = request_of(n=n, stop=("fox",))
+    client.step(new=[started(5 + i, request, i) for i in range(n)])
     ids = client.say(5, " fox")
-    client.step([(5, 40, "")], new=[started(5, info, 0, num_generated=len(ids) + 1)])
+    client.step([(5, 40, "")], new=[started(5, request, 0, num_generated=len(ids) + 1)])
     client.step([(5, 40, "length")])
     assert client.halts == [5]
     assert len(client.core) == n - 1
@@ -380,11 +225,11 @@ def test_a_sequence_preempted_while_its_halt_is_on_the_way_stays_ended(
     assert client.completion().samples[0].token_ids == tuple(ids)
 
 
-def test_ended_in_a_step_comes_behind_its_tokens(client: Client) -> None:
-    info = info_of(n=3, stop=("fox trot",))
-    client.step([(6, 40, "length")], new=[started(5, info, 0), started(6, info, 1)])
+def test_a_cancellation_in_a_step_applies_after_its_tokens(client: Client) -> None:
+    request = request_of(n=3, stop=("fox trot",))
+    client.step([(6, 40, "length")], new=[started(5, request, 0), started(6, request, 1)])
     ids = client.say(5, " the fox")
-    last = client.encode(" tr").ids[0]
+    last = client.encode(" tr")[0]
     client.step([(5, last, "")], ended=[cancel_of(status="expired", code="expired")])
     completion = client.completion()
     assert completion.status == "expired"
@@ -404,18 +249,18 @@ def test_ended_in_a_step_comes_behind_its_tokens(client: Client) -> None:
 
 
 def test_an_incomplete_character_is_shown_on_abort_too(client: Client) -> None:
-    client.step([(5, client.encode("🙃").ids[0], "")], new=[started(5, info_of())])
+    client.step([(5, client.encode("🙃")[0], "")], new=[started(5, request_of())])
     client.end(cancel_of())
     assert client.completion().samples[0].text == "\ufffd"
 
 
 def test_without_stream_an_abort_brings_only_the_completion(client: Client) -> None:
-    client.step([(5, 40, "")], new=[started(5, info_of(stream=False))], ended=[cancel_of()])
+    client.step([(5, 40, "")], new=[started(5, request_of(stream=False))], ended=[cancel_of()])
     assert [type(output) for _, output in client.outputs] == [Completion]
 
 
-def test_a_cancel_that_comes_too_late_says_nothing(client: Client) -> None:
-    client.step([(5, 40, "length")], new=[started(5, info_of())], ended=[cancel_of()])
+def test_a_late_cancel_is_ignored(client: Client) -> None:
+    client.step([(5, 40, "length")], new=[started(5, request_of())], ended=[cancel_of()])
     client.end(cancel_of())
     assert client.completion().status == "done"
 
@@ -438,11 +283,11 @@ def test_refusals_are_answered(client: Client, cancel: Cancel, key: str) -> None
     assert completion.error == ErrorInfo(code=cancel.code, message=cancel.message)
     assert (completion.request_id, completion.entry_id) == (cancel.request_id, cancel.entry_id)
     assert completion.timings.finished_ns == client.now_ns
-    assert deliveries.ended[0].info is None
+    assert deliveries.ended[0].opened is None
 
 
-def test_a_request_that_went_to_another_lane_is_forgotten_without_a_word(client: Client) -> None:
-    client.step([(5, 40, "")], new=[started(5, info_of())])
+def test_a_request_of_another_lane_is_dropped_without_output(client: Client) -> None:
+    client.step([(5, 40, "")], new=[started(5, request_of())])
     before = list(client.outputs)
     client.end(cancel_of(entry_id="another", elsewhere=True))
     assert len(client.core) == 1, "that was another request of the same id"
@@ -452,33 +297,33 @@ def test_a_request_that_went_to_another_lane_is_forgotten_without_a_word(client:
     assert client.outputs == before
 
 
-def test_what_a_slower_replica_says_of_a_request_that_was_cut_short_counts_for_nothing(
+def test_reports_of_a_slower_replica_about_an_ended_request_are_ignored(
     client: Client,
 ) -> None:
     """One replica had not begun with it; the other began and tells so later, then ends it too."""
     client.end(cancel_of(unstarted=True))
     assert client.completion().samples == ()
     before = list(client.outputs)
-    client.step([(5, 40, "")], new=[started(5, info_of())])
+    client.step([(5, 40, "")], new=[started(5, request_of())])
     client.end(cancel_of())
     client.end(cancel_of(unstarted=True))
     assert client.outputs == before
     assert len(client.core) == 0
 
 
-def test_a_request_that_was_cut_short_in_one_replica_begins_in_no_other(client: Client) -> None:
-    info = info_of(n=2)
-    client.step([(5, 40, "")], new=[started(5, info, 0)])
+def test_a_request_cut_short_in_one_replica_starts_in_no_other(client: Client) -> None:
+    request = request_of(n=2)
+    client.step([(5, 40, "")], new=[started(5, request, 0)])
     client.end(cancel_of())
     assert client.completion().status == "cancelled"
     before = list(client.outputs)
-    client.step([(6, 40, "")], new=[started(6, info, 1)])
+    client.step([(6, 40, "")], new=[started(6, request, 1)])
     client.end(cancel_of())
     assert client.outputs == before
 
 
 def test_a_refused_duplicate_leaves_the_first_alone(client: Client) -> None:
-    client.step([(5, 40, "")], new=[started(5, info_of())])
+    client.step([(5, 40, "")], new=[started(5, request_of())])
     client.end(
         cancel_of(entry_id="second", code="duplicate_request", status="error", unstarted=True)
     )
@@ -488,14 +333,14 @@ def test_a_refused_duplicate_leaves_the_first_alone(client: Client) -> None:
 
 
 def test_a_cancel_may_leave_the_entry_out(client: Client) -> None:
-    client.step([(5, 40, "")], new=[started(5, info_of())])
+    client.step([(5, 40, "")], new=[started(5, request_of())])
     client.end(cancel_of(entry_id=""))
     assert client.completion().status == "cancelled"
 
 
 def test_after_a_reset_a_request_ends_with_what_it_had(client: Client) -> None:
-    info = info_of(n=2, stop=("fox trot",))
-    client.step([(6, 40, "length")], new=[started(5, info, 0), started(6, info, 1)])
+    request = request_of(n=2, stop=("fox trot",))
+    client.step([(6, 40, "length")], new=[started(5, request, 0), started(6, request, 1)])
     ids = client.say(5, " the fox")
     client.core.reset()
     client.step([(5, 40, "")])  # the number may be another sequence's by now
@@ -507,10 +352,10 @@ def test_after_a_reset_a_request_ends_with_what_it_had(client: Client) -> None:
 
 
 def test_after_a_reset_a_request_may_go_on_with_new_sequences(client: Client) -> None:
-    client.step(new=[started(5, info_of(), num_cached=3)])
+    client.step(new=[started(5, request_of(), num_cached=3)])
     ids = client.say(5, " the")
     client.core.reset()
-    client.step(new=[started(80, info_of(), num_generated=len(ids), num_cached=9)])
+    client.step(new=[started(80, request_of(), num_generated=len(ids), num_cached=9)])
     client.say(80, " fox", "length")
     completion = client.completion()
     assert completion.samples[0].text == " the fox"
@@ -519,22 +364,21 @@ def test_after_a_reset_a_request_may_go_on_with_new_sequences(client: Client) ->
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_successor_that_knows_only_a_part_of_a_request_sees_it_in_its_stream(
+def test_a_successor_with_part_of_a_request_restores_it_from_its_stream(
     tokenizer: PreTrainedTokenizerFast, streamed: bool
 ) -> None:
     """A step that was meant for its predecessor told it of the second sample."""
-    info = info_of(n=2, stream=streamed)
-    item = RecoveryItem("r", info.entry_id, info)
+    request = request_of(n=2, stream=streamed)
+    item = RecoveryItem("r", request.entry_id)
     before, after = Client(tokenizer), Client(tokenizer)
-    before.step([(5, 40, "")], new=[started(5, info, 0)])
-    chunks = [each for _, each in before.outputs if isinstance(each, CompletionChunk)]
+    before.step([(5, 40, "")], new=[started(5, request, 0)])
+    chunks = before.chunks(sample_index=None)
     assert before.core.agrees(item, chunks)
-    after.step([(5, 40, ""), (6, 40, "")], new=[started(6, info, 1)])
-    chunks += [each for _, each in after.outputs if isinstance(each, CompletionChunk)]
+    after.step([(5, 40, ""), (6, 40, "")], new=[started(6, request, 1)])
+    chunks += after.chunks(sample_index=None)
     assert after.core.knows(item)
     assert after.core.agrees(item, chunks) == (not streamed)
-    after.core.forget("r", info.entry_id)
-    after.core.restore(info, chunks)
+    after.core.restore(item, chunks)
     assert after.core.agrees(item, chunks)
     assert [each.sample_index for each in after.core.recovered(item).samples] == (
         [0, 1] if streamed else []
@@ -546,55 +390,123 @@ def test_rows_of_unequal_length_are_refused(client: Client) -> None:
         client.core.absorb(StepResult(1, (), (1,), (), (), (), (), 0, 0, 0), 0)
 
 
+def test_steps_before_the_request_is_opened_are_held_back_for_this_request_alone(
+    client: Client,
+) -> None:
+    late, other = request_of(n=2, stop=("fox",)), request_of("q")
+    new = [started(5, late), started(6, late, 1), started(7, other)]
+    client.open(other)
+    client.step([(7, 40, "length")], new=new, late=True)
+    ids = client.say(5, " lazy fox")
+    client.step([(6, 41, "length")], new=[started(6, late, 1)], late=True)  # it was preempted
+    assert [key for key, _ in client.outputs] == ["q", "q"]
+    assert (client.halts, len(client.core)) == ([], 0)
+    client.open(late)
+    completion = client.completion()
+    assert (completion.samples[0].text, completion.samples[0].token_ids) == (" lazy ", tuple(ids))
+    assert completion.samples[1].token_ids == (41,)
+    assert_chunks_match(client, completion)
+    assert client.halts == [5]
+
+
+def test_held_back_steps_keep_their_replica(client: Client) -> None:
+    request = request_of(stop=("fox",))
+    news = step([(5, client.encode("fox")[0], "")], new=[started(5, request)])
+    rest = step([(5, token_id, "") for token_id in client.encode("fox")[1:]])
+    for result in (news, rest):
+        assert client.core.absorb(result, 1, 3) == Deliveries(1, replica=3)
+    assert [each.replica for each in client.open(request)] == [3, 3]
+    assert client.halts == [5]
+
+
+def test_a_request_that_is_cut_short_before_it_is_opened_ends_once(client: Client) -> None:
+    request, unstarted = request_of(), request_of("q")
+    client.step([(5, 40, "")], new=[started(5, request)], late=True)
+    client.step(ended=[cancel_of(), cancel_of("q", unstarted=True)])
+    assert client.completion("q").samples == ()
+    client.open(request)
+    client.open(unstarted)
+    assert client.completion().samples[0].token_ids == (40,)
+    assert len(client.completions("q")) == 1
+    client.end(cancel_of("q", unstarted=True))
+    assert len(client.completions("q")) == 1
+
+
+def test_an_open_request_that_has_not_begun_ends_without_samples(client: Client) -> None:
+    client.open(request_of())
+    client.end(cancel_of(unstarted=True))
+    assert client.completion().samples == ()
+    client.end(cancel_of(unstarted=True))
+    assert len(client.completions()) == 1
+
+
+@pytest.mark.parametrize("lost", ["epoch", "lane"])
+def test_held_back_steps_are_dropped_with_their_epoch_or_lane(client: Client, lost: str) -> None:
+    request = request_of()
+    client.step([(5, 40, "")], new=[started(5, request)], late=True)
+    if lost == "epoch":
+        client.core.reset()
+    else:
+        client.end(cancel_of(elsewhere=True))
+    assert client.open(request) == []
+    client.step([(5, 41, "length")])
+    assert client.outputs == []
+
+
 @given(data=st.data())
 def test_every_request_ends_once_with_what_was_streamed(
     tokenizer: PreTrainedTokenizerFast, data: st.DataObject
 ) -> None:
     """Any mixture of requests, interleaved, cut short, preempted."""
     client = Client(tokenizer)
-    infos = [
-        info_of(
+    requests = [
+        request_of(
             f"r{k}", n=data.draw(st.integers(1, 3)), stop=data.draw(st.sampled_from([(), ("o",)]))
         )
         for k in range(data.draw(st.integers(1, 3)))
     ]
-    waiting = [(info, index) for info in infos for index in range(info.n)]
-    running: dict[int, tuple[RequestInfo, int, int]] = {}
-    seq_id, left = 0, list(infos)
-    kinds = st.sampled_from(["start", "rows", "rows", "rows", "preempt", "cancel"])
-    for action in data.draw(st.lists(kinds, max_size=25)) + ["end"] * len(infos):
-        if action == "start" and waiting:
-            info, index = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
+    waiting = [(request, index) for request in requests for index in range(request.n)]
+    running: dict[int, tuple[RequestOpened, int, int]] = {}
+    seq_id, left, closed = 0, list(requests), list(requests)
+    kinds = st.sampled_from(["open", "start", "rows", "rows", "rows", "preempt", "cancel"])
+    for action in data.draw(st.lists(kinds, max_size=25)) + ["end"] * len(requests):
+        if action == "open" and closed:
+            client.open(closed.pop())
+        elif action == "start" and waiting:
+            request, index = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
             seq_id += 1
-            running[seq_id] = (info, index, 0)
-            client.step(new=[started(seq_id, info, index)])
+            running[seq_id] = (request, index, 0)
+            client.step(new=[started(seq_id, request, index)], late=True)
         elif action == "rows" and running:
             rows = []
             for key in data.draw(st.lists(st.sampled_from(sorted(running)), unique=True)):
-                info, index, count = running[key]
+                request, index, count = running[key]
                 reason = data.draw(st.sampled_from(["", "", "", "stop", "length"]))
                 rows.append((key, data.draw(st.integers(0, 425)), reason))
-                running[key] = (info, index, count + 1)
+                running[key] = (request, index, count + 1)
                 if reason:
                     del running[key]
             client.step(rows)
         elif action == "preempt" and running:
             key = data.draw(st.sampled_from(sorted(running)))
-            info, index, count = running[key]
-            client.step(new=[started(key, info, index, num_generated=count)])
+            request, index, count = running[key]
+            again = started(key, request, index, num_generated=count)
+            client.step(new=[again], late=True)
         elif action in ("cancel", "end"):
-            info = data.draw(st.sampled_from(infos)) if action == "cancel" else left.pop()
-            unstarted = all((info, i) in waiting for i in range(info.n))
-            waiting = [pair for pair in waiting if pair[0] is not info]
-            running = {k: value for k, value in running.items() if value[0] is not info}
-            client.step(ended=[cancel_of(info.request_id, unstarted=unstarted)])
+            request = data.draw(st.sampled_from(requests)) if action == "cancel" else left.pop()
+            unstarted = all((request, i) in waiting for i in range(request.n))
+            waiting = [pair for pair in waiting if pair[0] is not request]
+            running = {k: value for k, value in running.items() if value[0] is not request}
+            client.step(ended=[cancel_of(request.request_id, unstarted=unstarted)])
         for key in client.halts:
             running.pop(key, None)
+    for request in closed:
+        client.open(request)
     assert len(client.core) == 0
     ends = Counter(key for key, output in client.outputs if isinstance(output, Completion))
-    assert ends == {info.request_id: 1 for info in infos}
-    for info in infos:
-        completion = client.completion(info.request_id)
+    assert ends == {request.request_id: 1 for request in requests}
+    for request in requests:
+        completion = client.completion(request.request_id)
         assert_chunks_match(client, completion)
         if completion.status == "done":
-            assert [sample.sample_index for sample in completion.samples] == list(range(info.n))
+            assert [sample.sample_index for sample in completion.samples] == list(range(request.n))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
-import msgspec
-from transformers import PreTrainedTokenizerFast
-
-from nano_inference.bus.control import Cancel
-from nano_inference.bus.messages import RecoveryItem, StepResult
-from nano_inference.bus.pooling import PooledPrompt, Pooling
+from nano_inference.bus.messages import RecoveryItem
+from nano_inference.bus.pooling import PooledPrompt
 from nano_inference.bus.public import Completion, CompletionSample, Usage
-from nano_inference.stages.streaming.core import Deliveries, StreamingCore
+from nano_inference.stages.streaming.core import Deliveries
 from nano_inference.stages.streaming.measures import measure_end
 from nano_inference.telemetry.instruments import (
     DECODE_DURATION,
@@ -23,30 +20,27 @@ from nano_inference.telemetry.instruments import (
 )
 
 from ...measured import Measured
-from .test_core import info_of, started, step
+from .client import Client, cancel_of, request_of, started
 
 VECTOR = (0.5, -0.25, 1.0)
-INFO = info_of(stream=False, pooling=Pooling("mean", True, 3))
+REQUEST = request_of(stream=False, embeds=True)
 
 
-def pooled(step_result: StepResult, *seq_ids: int) -> StepResult:
+def pooled(*seq_ids: int) -> dict[str, Any]:
     vector = array("f", VECTOR).tobytes()
-    return msgspec.structs.replace(
-        step_result, pooled=tuple(PooledPrompt(seq_id, vector) for seq_id in seq_ids)
-    )
+    return {"pooled": tuple(PooledPrompt(seq_id, vector) for seq_id in seq_ids)}
 
 
 def completion_of(deliveries: Deliveries) -> Completion:
-    ((key, (completion,)),) = deliveries.outputs
+    ((key, (completion,)),) = deliveries.outputs.items()
     assert isinstance(completion, Completion)
     assert key == completion.request_id
     return completion
 
 
-def test_the_completion_has_the_vector_and_no_token(tokenizer: PreTrainedTokenizerFast) -> None:
-    core = StreamingCore(tokenizer)
-    assert core.absorb(step(new=[started(1, INFO)]), 250).outputs == []
-    deliveries = core.absorb(pooled(step(weight_version=4, end_ns=300), 1), 350)
+def test_the_completion_has_the_vector_and_no_token(client: Client) -> None:
+    assert client.step(new=[started(1, REQUEST)]).outputs == {}
+    deliveries = client.step(weight_version=4, end_ns=300, **pooled(1))
     completion = completion_of(deliveries)
     assert completion.samples == (
         CompletionSample(
@@ -62,17 +56,16 @@ def test_the_completion_has_the_vector_and_no_token(tokenizer: PreTrainedTokeniz
     assert (completion.status, completion.usage) == ("done", Usage(prompt_tokens=7))
     assert completion.timings.first_token_ns == 0
     assert [each.stage for each in completion.timings.stages][-2:] == ["executor", "streaming"]
-    assert (len(core), deliveries.halts, deliveries.to_score) == (0, (), ())
+    assert (len(client.core), deliveries.halts, deliveries.to_score) == (0, [], [])
 
 
-def test_its_times_are_those_of_a_prompt_and_its_tokens_those_of_an_embedding(
-    tokenizer: PreTrainedTokenizerFast,
+def test_an_embedding_is_measured_without_token_times(
+    client: Client,
 ) -> None:
     """There is no first token, and nothing is said of one."""
     measured = Measured()
-    core = StreamingCore(tokenizer)
-    core.absorb(step(new=[started(1, INFO)], end_ns=200), 250)
-    (ended,) = core.absorb(pooled(step(end_ns=300), 1), 350).ended
+    client.step(new=[started(1, REQUEST)], end_ns=200)
+    (ended,) = client.step(end_ns=300, **pooled(1)).ended
     measure_end(measured.metrics, ended, 0)
     embeddings = ("embeddings", "nano-inference", "tiny")
     assert measured.values(REQUEST_DURATION) == {(*embeddings, ""): 1}
@@ -82,32 +75,26 @@ def test_its_times_are_those_of_a_prompt_and_its_tokens_those_of_an_embedding(
         assert measured.values(instrument) == {}
 
 
-def test_a_vector_that_comes_too_late_counts_for_nothing(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    core = StreamingCore(tokenizer)
-    core.absorb(step(new=[started(1, INFO)]), 250)
-    cancelled = core.end(Cancel("r", "entry-r", "cancelled", "cancelled", "enough"), 260)
+def test_a_late_vector_is_ignored(client: Client) -> None:
+    client.step(new=[started(1, REQUEST)])
+    cancelled = client.end(cancel_of())
     (sample,) = completion_of(cancelled).samples
     assert (sample.finish_reason, sample.embedding) == ("abort", None)
-    assert core.absorb(pooled(step(), 1), 350).outputs == []
+    assert client.step(**pooled(1)).outputs == {}
 
 
-def test_after_a_failure_the_prompt_begins_again(tokenizer: PreTrainedTokenizerFast) -> None:
-    core = StreamingCore(tokenizer)
-    core.absorb(step(new=[started(1, INFO)]), 250)
-    core.reset()
-    item = RecoveryItem("r", "entry-r", INFO)
-    (sample,) = core.recovered(item).samples
+def test_after_a_failure_the_prompt_begins_again(client: Client) -> None:
+    client.step(new=[started(1, REQUEST)])
+    client.core.reset()
+    item = RecoveryItem("r", "entry-r")
+    (sample,) = client.core.recovered(item).samples
     assert (sample.token_ids, sample.finished) == ((), False)
-    core.absorb(step(new=[started(9, INFO)]), 400)
-    assert completion_of(core.absorb(pooled(step(), 9), 450)).samples[0].embedding == VECTOR
+    client.step(new=[started(9, REQUEST)])
+    assert completion_of(client.step(**pooled(9))).samples[0].embedding == VECTOR
 
 
-def test_a_lane_without_a_tokenizer_s_texts_embeds() -> None:
-    core = StreamingCore(None)
-    result = pooled(
-        step(new=[started(1, INFO), started(2, info_of("s", pooling=INFO.pooling))]), 1, 2
-    )
-    deliveries = core.absorb(result, 250)
-    assert [key for key, _ in deliveries.outputs] == ["r", "s"]
+def test_a_core_without_a_tokenizer_embeds() -> None:
+    client = Client(None)
+    new = [started(1, REQUEST), started(2, request_of("s", embeds=True))]
+    deliveries = client.step(new=new, **pooled(1, 2))
+    assert list(deliveries.outputs) == ["r", "s"]

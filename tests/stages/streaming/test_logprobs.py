@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 import pytest
-from transformers import PreTrainedTokenizerFast
 
-from nano_inference.bus.messages import PromptLogprobs, StartedSequence, TopLogprobs
-from nano_inference.bus.public import Completion, CompletionSample, TokenLogprob
+from nano_inference.bus.messages import PromptLogprobs, TopLogprobs
+from nano_inference.bus.public import CompletionSample, TokenLogprob
 
-from .test_core import Client, cancel_of, info_of, started, step
-
-
-@pytest.fixture
-def client(tokenizer: PreTrainedTokenizerFast) -> Client:
-    return Client(tokenizer)
-
-
-def report(client: Client, *args: Any, **kwargs: Any) -> None:
-    """One step; `top` and `prompts` are the result's top_logprobs and prompt_logprobs."""
-    more = {"top_logprobs": kwargs.pop("top", ()), "prompt_logprobs": kwargs.pop("prompts", ())}
-    client.now_ns += 10
-    result = msgspec.structs.replace(step(*args, **kwargs), **more)
-    client.read(client.core.absorb(result, client.now_ns))
+from .client import PROMPT, Client, Started, cancel_of, request_of, started
 
 
 def top(*token_ids: int) -> TopLogprobs:
@@ -36,8 +19,7 @@ def shown(*token_ids: int) -> tuple[TokenLogprob, ...]:
 
 
 def only_sample(client: Client) -> CompletionSample:
-    (completion,) = client.completions()
-    (sample,) = completion.samples
+    (sample,) = client.completion().samples
     return sample
 
 
@@ -45,23 +27,23 @@ def only_sample(client: Client) -> CompletionSample:
 
 
 def test_the_likeliest_tokens_come_in_chunks_and_samples(client: Client) -> None:
-    wants, other = info_of("wants", logprobs=2), info_of("other")
+    wants, other = request_of("wants", logprobs=2), request_of("other")
     news = [started(1, wants), started(2, other)]
-    report(client, [(2, 40, ""), (1, 41, "")], new=news, top=((), top(41, 42)))
-    report(client, [(1, 43, "length"), (2, 40, "")], top=(top(44, 43), ()))
-    report(client, [(2, 40, "length")])
+    client.step([(2, 40, ""), (1, 41, "")], new=news, top_logprobs=((), top(41, 42)))
+    client.step([(1, 43, "length"), (2, 40, "")], top_logprobs=(top(44, 43), ()))
+    client.step([(2, 40, "length")])
     assert [chunk.top_logprobs for chunk in client.chunks("wants")] == [
         (shown(41, 42),),
         (shown(44, 43),),
     ]
     assert [chunk.top_logprobs for chunk in client.chunks("other")] == [None] * 3
-    (done,), (plain,) = client.completions("wants"), client.completions("other")
+    done, plain = client.completion("wants"), client.completion("other")
     assert done.samples[0].top_logprobs == (shown(41, 42), shown(44, 43))
     assert plain.samples[0].top_logprobs is None
 
 
 def test_an_aborted_sample_keeps_its_likeliest_tokens(client: Client) -> None:
-    report(client, [(1, 41, "")], new=[started(1, info_of(logprobs=1))], top=(top(41),))
+    client.step([(1, 41, "")], new=[started(1, request_of(logprobs=1))], top_logprobs=(top(41),))
     client.end(cancel_of())
     assert [chunk.top_logprobs for chunk in client.chunks()] == [(shown(41),), ()]
     assert only_sample(client).top_logprobs == (shown(41),)
@@ -70,23 +52,18 @@ def test_an_aborted_sample_keeps_its_likeliest_tokens(client: Client) -> None:
 # --- prompts ----------------------------------------------------------------------------------
 
 
-def test_the_completion_has_the_prompt_that_any_of_its_samples_brought(client: Client) -> None:
-    info = info_of(n=2)
-    first = msgspec.structs.replace(started(1, info), prompt_token_ids=(5, 6))
-    client.step([(1, 40, "stop")], new=[first])
-    client.step([(2, 40, "stop")], new=[started(2, info, 1)])
-    (completion,) = client.completions()
-    assert completion.prompt_token_ids == (5, 6)
+def test_the_completion_has_the_prompt(client: Client) -> None:
+    client.step([(1, 40, "stop")], new=[started(1, request_of(prompt_token_ids=(5, 6)))])
+    assert client.completion().prompt_token_ids == (5, 6)
 
 
 def test_a_request_that_never_ran_has_no_prompt(client: Client) -> None:
     client.end(cancel_of(unstarted=True))
-    (completion,) = client.completions()
-    assert completion.prompt_token_ids == ()
+    assert client.completion().prompt_token_ids == ()
 
 
-def prompt_of(count: int | None, *, size: int = 5, n: int = 1) -> StartedSequence:
-    return started(1, info_of(prompt_logprobs=count, num_prompt_tokens=size, n=n))
+def prompt_of(count: int | None, *, size: int = 5, n: int = 1) -> Started:
+    return started(1, request_of(prompt_logprobs=count, prompt_token_ids=PROMPT[:size], n=n))
 
 
 def found(start: int, stop: int, *, count: int = 1, seq_id: int = 1) -> PromptLogprobs:
@@ -95,65 +72,60 @@ def found(start: int, stop: int, *, count: int = 1, seq_id: int = 1) -> PromptLo
     return PromptLogprobs(seq_id, start, tuple(-float(i) for i in places), tops)
 
 
-def only(client: Client) -> Completion:
-    (completion,) = client.completions()
-    return completion
-
-
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_prompt_in_pieces(client: Client, count: int) -> None:
-    report(client, new=[prompt_of(count)], prompts=(found(1, 3, count=count),))
-    report(client, prompts=(found(3, 4, count=count),))
-    report(client, [(1, 40, "length")], prompts=(found(4, 5, count=count),))
-    completion = only(client)
+    client.step(new=[prompt_of(count)], prompt_logprobs=(found(1, 3, count=count),))
+    client.step(prompt_logprobs=(found(3, 4, count=count),))
+    client.step([(1, 40, "length")], prompt_logprobs=(found(4, 5, count=count),))
+    completion = client.completion()
     assert completion.prompt_logprobs == (None, -1.0, -2.0, -3.0, -4.0)
     tops = ((), *(shown(i, i + 1) for i in range(1, 5)))
     assert completion.prompt_top_logprobs == (tops if count else None)
 
 
-def test_what_comes_again_after_a_preemption_counts_once(client: Client) -> None:
+def test_prompt_logprobs_repeated_after_a_preemption_count_once(client: Client) -> None:
     start = prompt_of(1)
-    report(client, new=[start], prompts=(found(1, 4),))
-    report(client, new=[start], prompts=(found(1, 3),))
-    report(client, prompts=(found(3, 5),))
+    client.step(new=[start], prompt_logprobs=(found(1, 4),))
+    client.step(new=[start], prompt_logprobs=(found(1, 3),))
+    client.step(prompt_logprobs=(found(3, 5),))
     # Once it has sampled, it may come again with all of it or any part.
-    report(client, [(1, 40, "")], new=[msgspec.structs.replace(start, num_generated=0)])
-    report(client, [(1, 40, "length")], prompts=(found(2, 5),))
-    assert only(client).prompt_logprobs == (None, -1.0, -2.0, -3.0, -4.0)
-    assert only(client).prompt_top_logprobs == ((), *(shown(i) for i in range(1, 5)))
+    client.step([(1, 40, "")], new=[start])
+    client.step([(1, 40, "length")], prompt_logprobs=(found(2, 5),))
+    assert client.completion().prompt_logprobs == (None, -1.0, -2.0, -3.0, -4.0)
+    assert client.completion().prompt_top_logprobs == ((), *(shown(i) for i in range(1, 5)))
 
 
 @pytest.mark.parametrize(("count", "tops"), [(0, None), (3, ((),))])
 def test_a_prompt_of_one_token(client: Client, count: int, tops: object) -> None:
-    report(client, [(1, 40, "length")], new=[prompt_of(count, size=1)])
-    assert only(client).prompt_logprobs == (None,)
-    assert only(client).prompt_top_logprobs == tops
+    client.step([(1, 40, "length")], new=[prompt_of(count, size=1)])
+    assert client.completion().prompt_logprobs == (None,)
+    assert client.completion().prompt_top_logprobs == tops
 
 
-def test_a_prompt_that_nobody_asked_about(client: Client) -> None:
-    report(client, [(1, 40, "length")], new=[prompt_of(None)])
-    assert only(client).prompt_logprobs is None
-    assert only(client).prompt_top_logprobs is None
+def test_prompt_logprobs_are_off_by_default(client: Client) -> None:
+    client.step([(1, 40, "length")], new=[prompt_of(None)])
+    assert client.completion().prompt_logprobs is None
+    assert client.completion().prompt_top_logprobs is None
 
 
 def test_a_prompt_that_was_cut_short_is_not_reported(client: Client) -> None:
-    report(client, new=[prompt_of(1)], prompts=(found(1, 4),))
+    client.step(new=[prompt_of(1)], prompt_logprobs=(found(1, 4),))
     client.end(cancel_of())
-    assert only(client).prompt_logprobs is None
+    assert client.completion().prompt_logprobs is None
 
 
-def test_siblings_share_what_the_first_found(client: Client) -> None:
+def test_siblings_share_the_prompts_logprobs(client: Client) -> None:
     start = prompt_of(0, n=2)
-    report(client, [(1, 40, "length")], new=[start], prompts=(found(1, 5, count=0),))
-    report(client, [(2, 40, "length")], new=[started(2, start.info, 1)])
-    assert only(client).prompt_logprobs == (None, -1.0, -2.0, -3.0, -4.0)
-    assert len(only(client).samples) == 2
+    client.step([(1, 40, "length")], new=[start], prompt_logprobs=(found(1, 5, count=0),))
+    client.step([(2, 40, "length")], new=[started(2, start.request, 1)])
+    assert client.completion().prompt_logprobs == (None, -1.0, -2.0, -3.0, -4.0)
+    assert len(client.completion().samples) == 2
 
 
-def test_reports_of_a_request_that_has_ended_are_dropped(client: Client) -> None:
-    report(client, new=[prompt_of(0)], prompts=(found(1, 3, count=0),))
+def test_prompt_logprobs_of_an_ended_request_are_dropped(client: Client) -> None:
+    client.step(new=[prompt_of(0)], prompt_logprobs=(found(1, 3, count=0),))
     client.end(cancel_of())
-    report(client, prompts=(found(3, 5, count=0),))
+    client.step(prompt_logprobs=(found(3, 5, count=0),))
     assert len(client.completions()) == 1
 
 
@@ -162,7 +134,7 @@ def test_reports_of_a_request_that_has_ended_are_dropped(client: Client) -> None
 
 def test_weight_versions_are_spans(client: Client) -> None:
     versions = [3, 3, 4, 4, 4, 6]
-    client.step(new=[started(1, info_of())], weight_version=2)
+    client.step(new=[started(1, request_of())], weight_version=2)
     for number, version in enumerate(versions):
         last = "length" if number == len(versions) - 1 else ""
         client.step([(1, 40, last)], weight_version=version)
@@ -173,7 +145,7 @@ def test_weight_versions_are_spans(client: Client) -> None:
 
 
 def test_a_sample_without_tokens_has_no_weight_version(client: Client) -> None:
-    client.step(new=[started(1, info_of())], weight_version=2)
+    client.step(new=[started(1, request_of())], weight_version=2)
     client.end(cancel_of())
     assert only_sample(client).weight_versions == ()
     assert only_sample(client).weight_version == 0
@@ -184,8 +156,8 @@ def test_a_sample_without_tokens_has_no_weight_version(client: Client) -> None:
 
 def test_stop_strings_are_not_looked_for_before_min_tokens(client: Client) -> None:
     text = " the lazy dog and the lazy dog"
-    first = list(client.encode(" the lazy dog").ids)
-    client.step(new=[started(1, info_of(stop=("lazy",), min_tokens=len(first)))])
+    first = list(client.encode(" the lazy dog"))
+    client.step(new=[started(1, request_of(stop=("lazy",), min_tokens=len(first)))])
     client.say(1, text)
     sample = only_sample(client)
     assert sample.text == " the lazy dog and the "
@@ -193,9 +165,9 @@ def test_stop_strings_are_not_looked_for_before_min_tokens(client: Client) -> No
     assert client.halts == [1]
 
 
-def test_text_before_min_tokens_begins_no_match(client: Client) -> None:
+def test_text_before_min_tokens_starts_no_stop_string(client: Client) -> None:
     """The first token of the stop string's text is one of the first, so it does not count."""
-    ids = list(client.encode("fox fox").ids)
+    ids = list(client.encode("fox fox"))
     cut = next(
         n for n in range(1, len(ids)) if client.backend.decode(ids[:n]) in ("f", "fo", "fox")
     )
@@ -205,7 +177,9 @@ def test_text_before_min_tokens_begins_no_match(client: Client) -> None:
     assert stop.startswith(begin)
     for least, expected in ((cut, ("fox fox", "length")), (0, ("", "stop"))):
         request_id = f"r{least}"
-        client.step(new=[started(10 + least, info_of(request_id, stop=(stop,), min_tokens=least))])
+        client.step(
+            new=[started(10 + least, request_of(request_id, stop=(stop,), min_tokens=least))]
+        )
         client.say(10 + least, "fox fox", "length")
         (completion,) = client.completions(request_id)
         (sample,) = completion.samples
@@ -213,7 +187,7 @@ def test_text_before_min_tokens_begins_no_match(client: Client) -> None:
 
 
 def test_with_min_tokens_all_text_is_delivered_once(client: Client) -> None:
-    client.step(new=[started(1, info_of(stop=("never",), min_tokens=3))])
+    client.step(new=[started(1, request_of(stop=("never",), min_tokens=3))])
     client.say(1, " the quick brown fox n", "length")
     assert only_sample(client).text == " the quick brown fox n"
     assert "".join(chunk.text for chunk in client.chunks()) == " the quick brown fox n"

@@ -4,37 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-import pytest
 from transformers import PreTrainedTokenizerFast
 
-from nano_inference.bus.messages import (
-    PromptLogprobs,
-    RecoveryItem,
-    RequestInfo,
-    StartedSequence,
-)
-from nano_inference.bus.public import CompletionChunk
+from nano_inference.bus.messages import PromptLogprobs, RecoveryItem, RequestOpened
 from nano_inference.bus.scoring import SampleScored, ScoreSample
 from nano_inference.stages.streaming.core import Deliveries
 
-from .test_core import Client, cancel_of, info_of, started, step
+from .client import Client, cancel_of, request_of, started
 
 PROMPT = (50, 51, 52)
 
 
-@pytest.fixture
-def client(tokenizer: PreTrainedTokenizerFast) -> Client:
-    return Client(tokenizer)
-
-
-def scored_info(**changes: Any) -> RequestInfo:
-    fields = {"num_prompt_tokens": len(PROMPT), "ref_temperature": 0.5}
-    return info_of(**(fields | changes))
-
-
-def with_prompt(seq_id: int, info: RequestInfo, index: int = 0) -> StartedSequence:
-    return msgspec.structs.replace(started(seq_id, info, index), prompt_token_ids=PROMPT)
+def scored(**changes: Any) -> RequestOpened:
+    return request_of(prompt_token_ids=PROMPT, ref_temperature=0.5, **changes)
 
 
 def score(client: Client, *logprobs: float, index: int = 0, entry: str = "entry-r") -> Deliveries:
@@ -43,13 +25,13 @@ def score(client: Client, *logprobs: float, index: int = 0, entry: str = "entry-
 
 
 def test_a_completion_waits_for_the_scores_of_all_samples(client: Client) -> None:
-    info = scored_info(n=2)
-    client.step(new=[with_prompt(1, info), started(2, info, 1)])
+    request = scored(n=2)
+    client.step(new=[started(1, request), started(2, request, 1)])
     asked = client.step([(1, 40, ""), (2, 41, "stop")]).to_score
-    assert asked == (ScoreSample("r", "entry-r", 1, (*PROMPT, 41), 3, 0.5),)
-    assert not score(client, -1.5, index=1).finished, "the other sample goes on"
+    assert asked == [ScoreSample("r", "entry-r", 1, (*PROMPT, 41), 3, 0.5)]
+    assert not score(client, -1.5, index=1).ended, "the other sample goes on"
     asked = client.step([(1, 42, "length")]).to_score
-    assert asked == (ScoreSample("r", "entry-r", 0, (*PROMPT, 40, 42), 3, 0.5),)
+    assert asked == [ScoreSample("r", "entry-r", 0, (*PROMPT, 40, 42), 3, 0.5)]
     assert [chunk.finish_reason for chunk in client.chunks()] == [None, "length"], "not delayed"
     assert not client.completions()
     ended_ns = client.now_ns
@@ -58,17 +40,15 @@ def test_a_completion_waits_for_the_scores_of_all_samples(client: Client) -> Non
     (completion,) = client.completions()
     assert [each.ref_logprobs for each in completion.samples] == [(-2.5, -3.5), (-1.5,)]
     assert completion.prompt_ref_logprobs is None
-    assert not score(client, -2.5, -3.5).finished
+    assert not score(client, -2.5, -3.5).ended
 
 
 def test_a_prompt_is_scored_with_the_first_sample(client: Client) -> None:
-    info = scored_info(n=2, prompt_logprobs=0)
-    news = [with_prompt(1, info), started(2, info, 1)]
+    request = scored(n=2, prompt_logprobs=0)
+    news = [started(1, request), started(2, request, 1)]
     prompt = (PromptLogprobs(1, 1, (-1.0, -2.0)),)
-    result = msgspec.structs.replace(
-        step([(1, 40, "stop"), (2, 41, "stop")], new=news), prompt_logprobs=prompt
-    )
-    asked = client.read(client.core.absorb(result, 2000)).to_score
+    rows = [(1, 40, "stop"), (2, 41, "stop")]
+    asked = client.step(rows, new=news, prompt_logprobs=prompt).to_score
     assert [each.start for each in asked] == [1, 3]
     score(client, -0.25, -0.5, -0.75)
     score(client, -4.0, index=1)
@@ -77,8 +57,8 @@ def test_a_prompt_is_scored_with_the_first_sample(client: Client) -> None:
     assert [each.ref_logprobs for each in completion.samples] == [(-0.75,), (-4.0,)]
 
 
-def test_an_executor_without_a_reference_model_says_nothing(client: Client) -> None:
-    client.step([(1, 40, "stop")], new=[with_prompt(1, scored_info(prompt_logprobs=0))])
+def test_empty_scores_complete_the_request(client: Client) -> None:
+    client.step([(1, 40, "stop")], new=[started(1, scored(prompt_logprobs=0))])
     score(client)
     (completion,) = client.completions()
     assert completion.status == "done"
@@ -87,28 +67,28 @@ def test_an_executor_without_a_reference_model_says_nothing(client: Client) -> N
 
 
 def test_a_request_can_be_ended_while_it_waits_for_a_score(client: Client) -> None:
-    client.step([(1, 40, "stop")], new=[with_prompt(1, scored_info())])
+    client.step([(1, 40, "stop")], new=[started(1, scored())])
     client.end(cancel_of())
     (completion,) = client.completions()
     assert (completion.status, completion.samples[0].finish_reason) == ("cancelled", "stop")
     assert completion.samples[0].ref_logprobs is None
-    assert not score(client, -1.0).finished
+    assert not score(client, -1.0).ended
 
 
 def test_a_score_of_another_entry_is_not_taken(client: Client) -> None:
-    client.step([(1, 40, "stop")], new=[with_prompt(1, scored_info())])
-    assert not score(client, -1.0, entry="another").finished
-    assert score(client, -2.0).finished
+    client.step([(1, 40, "stop")], new=[started(1, scored())])
+    assert not score(client, -1.0, entry="another").ended
+    assert score(client, -2.0).ended
 
 
-def test_in_a_new_epoch_what_is_missing_is_asked_again(client: Client) -> None:
-    info = scored_info(n=2)
-    item = RecoveryItem("r", info.entry_id, info, PROMPT)
-    client.step([(1, 40, "stop")], new=[with_prompt(1, info), started(2, info, 1)])
+def test_missing_scores_are_requested_again_in_a_new_epoch(client: Client) -> None:
+    request = scored(n=2)
+    item = RecoveryItem("r", request.entry_id)
+    client.step([(1, 40, "stop")], new=[started(1, request), started(2, request, 1)])
     asked = client.step([(2, 41, "stop")]).to_score
     score(client, -1.0)
     client.core.reset()
-    assert client.core.to_score(item) == asked, "the other is scored"
+    assert list(client.core.to_score(item)) == asked, "the other is scored"
     assert all(each.finished for each in client.core.recovered(item).samples)
     score(client, -2.0, index=1)
     (completion,) = client.completions()
@@ -116,18 +96,18 @@ def test_in_a_new_epoch_what_is_missing_is_asked_again(client: Client) -> None:
     assert client.core.to_score(item) == ()
 
 
-def test_a_successor_asks_for_what_it_finds_finished(
+def test_a_successor_has_finished_samples_scored(
     tokenizer: PreTrainedTokenizerFast, client: Client
 ) -> None:
-    info = scored_info()
-    client.step([(1, 40, "")], new=[with_prompt(1, info)])
+    request = scored()
+    client.step([(1, 40, "")], new=[started(1, request)])
     asked = client.step([(1, 41, "stop")]).to_score
-    chunks = [each for _, each in client.outputs if isinstance(each, CompletionChunk)]
     after = Client(tokenizer)
-    item = RecoveryItem("r", info.entry_id, info, PROMPT)
-    after.core.restore(info, chunks, item.prompt_token_ids)
-    assert after.core.to_score(item) == asked
-    assert score(after, -1.0, -2.0).finished
+    item = RecoveryItem("r", request.entry_id)
+    after.open(request)
+    after.core.restore(item, client.chunks())
+    assert list(after.core.to_score(item)) == asked
+    assert score(after, -1.0, -2.0).ended
     (completion,) = after.completions()
     assert completion.samples[0].ref_logprobs == (-1.0, -2.0)
     assert completion.prompt_token_ids == PROMPT

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from nano_inference.bus.messages import RecoveryItem, StepResult, VerifiedDraft
+from nano_inference.bus.messages import RecoveryItem, VerifiedDraft
 from nano_inference.bus.public import Completion, CompletionChunk
 
-from .test_core import Client, assert_chunks_match, cancel_of, info_of, started, step
+from .client import Client, assert_chunks_match, cancel_of, request_of, started
 
 
 class Row(NamedTuple):
@@ -26,37 +25,22 @@ class Row(NamedTuple):
     reason: str
 
 
-@pytest.fixture
-def client(tokenizer: PreTrainedTokenizerFast) -> Client:
-    return Client(tokenizer)
-
-
 def verified(seq_id: int, num_tokens: int, num_accepted: int) -> VerifiedDraft:
     return VerifiedDraft(seq_id, "ngram", num_tokens, num_accepted)
 
 
-def drafted(rows: Sequence[tuple[int, int, str]], **fields: int) -> StepResult:
+def absorb(client: Client, rows: Sequence[tuple[int, int, str]], **fields: Any) -> None:
     """A step in which each sequence got its tokens since a draft was right but for its last one."""
     counts = Counter(row[0] for row in rows)
     drafts = tuple(verified(seq_id, number, number - 1) for seq_id, number in counts.items())
-    return msgspec.structs.replace(step(rows, **fields), drafts=drafts)
-
-
-def absorb(client: Client, rows: Sequence[tuple[int, int, str]], **fields: int) -> None:
-    """Has the client's core take such a step."""
-    client.now_ns += 10
-    client.read(client.core.absorb(drafted(rows, **fields), client.now_ns))
+    client.step(rows, drafts=drafts, **fields)
 
 
 def play(client: Client, steps: list[list[Row]], *, tops: bool) -> Completion:
     """Has the steps absorbed, and then the request ended if it goes on."""
     for rows in steps:
-        result = drafted(rows)
-        if tops:
-            top_logprobs = tuple(((row.token_id, -1.0), (row.token_id + 1, -2.0)) for row in rows)
-            result = msgspec.structs.replace(result, top_logprobs=top_logprobs)
-        client.now_ns += 10
-        client.read(client.core.absorb(result, client.now_ns))
+        pairs = [((row.token_id, -1.0), (row.token_id + 1, -2.0)) for row in rows if tops]
+        absorb(client, rows, top_logprobs=tuple(pairs))
     client.end(cancel_of())
     return client.completion()
 
@@ -79,7 +63,7 @@ def test_any_grouping_of_tokens_into_steps_gives_the_same(
 ) -> None:
     """Two samples, with or without stop strings, likeliest tokens, and a reason of the executor's
     for the end of each; streamed and whole."""
-    info = info_of(
+    request = request_of(
         n=2,
         stop=data.draw(st.sampled_from([(), ("o",), ("th", "e "), ("é",)])),
         min_tokens=data.draw(st.integers(0, 4)),
@@ -106,10 +90,10 @@ def test_any_grouping_of_tokens_into_steps_gives_the_same(
     streamed: list[list[CompletionChunk]] = []
     for steps in (alone, together):
         client = Client(tokenizer)
-        client.step(new=[started(1, info, 0), started(2, info, 1)])
-        told.append(play(client, steps, tops=info.logprobs > 0))
+        client.step(new=[started(1, request, 0), started(2, request, 1)])
+        told.append(play(client, steps, tops=request.logprobs > 0))
         chunks = [client.chunks("r", index) for index in (0, 1)]
-        if info.stream:
+        if request.stream:
             assert_chunks_match(client, told[-1])
             for of_one, sample in zip(chunks, told[-1].samples, strict=True):
                 tops = [top for chunk in of_one for top in chunk.top_logprobs or ()]
@@ -121,8 +105,8 @@ def test_any_grouping_of_tokens_into_steps_gives_the_same(
 
 
 def test_tokens_of_one_step_are_one_chunk(client: Client) -> None:
-    client.step(new=[started(1, info_of(n=2)), started(2, info_of(n=2), 1)])
-    first, second = client.encode("the letters").ids, client.encode("one").ids
+    client.step(new=[started(1, request_of(n=2)), started(2, request_of(n=2), 1)])
+    first, second = client.encode("the letters"), client.encode("one")
     rows = [(1, each, "") for each in first] + [(2, each, "") for each in second]
     client.step([(1, first[0], ""), (2, second[0], "")])
     absorb(client, [*rows[:-1], (2, second[-1], "length")], weight_version=3)
@@ -135,9 +119,9 @@ def test_tokens_of_one_step_are_one_chunk(client: Client) -> None:
 
 
 def test_a_stop_string_in_the_middle_ends_the_sample_there(client: Client) -> None:
-    client.step(new=[started(1, info_of(stop=(" two",)))])
-    before, behind = client.encode("one").ids, client.encode(" two").ids
-    rest = client.encode(" three").ids
+    client.step(new=[started(1, request_of(stop=(" two",)))])
+    before, behind = client.encode("one"), client.encode(" two")
+    rest = client.encode(" three")
     absorb(client, [(1, each, "") for each in [*before, *behind, *rest]])
     sample = client.completion().samples[0]
     assert (sample.text, sample.finish_reason) == ("one", "stop")
@@ -146,12 +130,11 @@ def test_a_stop_string_in_the_middle_ends_the_sample_there(client: Client) -> No
     assert client.halts == [1]
 
 
-def test_what_was_accepted_behind_a_stop_string_is_not_counted_as_accepted(client: Client) -> None:
-    client.step(new=[started(1, info_of(stop=(" two",)))])
-    kept = client.encode("one two").ids
-    lost = client.encode(" three").ids
-    result = drafted([(1, each, "") for each in [*kept, *lost]])
-    client.read(client.core.absorb(result, 1))
+def test_draft_tokens_behind_a_stop_string_are_not_counted_as_accepted(client: Client) -> None:
+    client.step(new=[started(1, request_of(stop=(" two",)))])
+    kept = client.encode("one two")
+    lost = client.encode(" three")
+    absorb(client, [(1, each, "") for each in [*kept, *lost]])
     completion = client.completion()
     usage = completion.usage
     assert usage.completion_tokens == len(kept)
@@ -161,24 +144,22 @@ def test_what_was_accepted_behind_a_stop_string_is_not_counted_as_accepted(clien
 
 
 def test_a_sequence_that_the_executor_ended_in_the_same_step_needs_no_halt(client: Client) -> None:
-    client.step(new=[started(1, info_of(stop=("one",)))])
-    ids = client.encode("one two").ids
+    client.step(new=[started(1, request_of(stop=("one",)))])
+    ids = client.encode("one two")
     absorb(client, [(1, each, "") for each in ids[:-1]] + [(1, ids[-1], "length")])
     assert client.completion().samples[0].finish_reason == "stop"
     assert client.halts == []
 
 
 def test_drafts_are_counted_for_samples_and_in_the_usage(client: Client) -> None:
-    info = info_of(n=2)
-    client.step(new=[started(1, info), started(2, info, 1)])
+    request = request_of(n=2)
+    client.step(new=[started(1, request), started(2, request, 1)])
     for drafts in ((verified(1, 4, 2), verified(2, 3, 0)), (verified(1, 5, 5),)):
-        result = step([(1, 10, ""), (2, 11, "")])
-        client.read(client.core.absorb(msgspec.structs.replace(result, drafts=drafts), 1))
-    last = step([(1, 10, "length"), (2, 11, "length")])
+        client.step([(1, 10, ""), (2, 11, "")], drafts=drafts)
     # Also of the step with which it ends, and not of what has ended.
-    last = msgspec.structs.replace(last, drafts=(verified(2, 2, 1), verified(7, 9, 9)))
-    client.read(client.core.absorb(last, 1))
-    client.read(client.core.absorb(msgspec.structs.replace(last, seq_ids=(8, 9)), 1))
+    drafts = (verified(2, 2, 1), verified(7, 9, 9))
+    client.step([(1, 10, "length"), (2, 11, "length")], drafts=drafts)
+    client.step([(8, 10, "length"), (9, 11, "length")], drafts=drafts)
     completion = client.completion()
     first, second = completion.samples
     assert (first.num_draft_tokens, first.num_accepted_draft_tokens) == (9, 7)
@@ -191,24 +172,26 @@ def test_a_successor_goes_on_behind_chunks_of_several_tokens(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     """Text, versions and logprobs are as if nobody had died; drafts are counted from there on."""
-    info = info_of(stop=(" two",), adapter="a")
-    ids = tokenizer.backend_tokenizer.encode("one or the tw").ids
+    request = request_of(stop=(" two",))
 
-    def result_of(part: list[int], *, adapter: int) -> StepResult:
-        rows = step([(1, each, "") for each in part])
-        versions = (adapter,) * len(part)
-        drafts = (verified(1, 3, len(part) - 1),)
-        return msgspec.structs.replace(rows, adapter_versions=versions, drafts=drafts)
+    def report(client: Client, part: list[int], *, adapter: int) -> None:
+        client.step(
+            [(1, each, "") for each in part],
+            adapter_versions=(adapter,) * len(part),
+            drafts=(verified(1, 3, len(part) - 1),),
+        )
 
-    before = Client(tokenizer)
-    before.step(new=[started(1, info)])
-    before.read(before.core.absorb(result_of(ids[:3], adapter=2), 1))
-    successor = Client(tokenizer)
-    successor.core.restore(info, before.chunks())
-    recovered = successor.core.recovered(RecoveryItem("r", info.entry_id, info))
+    before, successor = Client(tokenizer), Client(tokenizer)
+    ids = before.encode("one or the tw")
+    before.step(new=[started(1, request)])
+    report(before, ids[:3], adapter=2)
+    successor.open(request)
+    item = RecoveryItem("r", request.entry_id)
+    assert successor.core.restore(item, before.chunks()) == request
+    recovered = successor.core.recovered(item)
     assert recovered.samples[0].token_ids == tuple(ids[:3])
-    successor.step(new=[started(1, info, num_generated=3)])
-    successor.read(successor.core.absorb(result_of(ids[3:], adapter=3), 2))
+    successor.step(new=[started(1, request, num_generated=3)])
+    report(successor, ids[3:], adapter=3)
     successor.end(cancel_of())
     sample = successor.completion().samples[0]
     assert sample.text == "one or the tw"

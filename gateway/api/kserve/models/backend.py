@@ -32,7 +32,7 @@ from .....kserve.tensors import (
     TensorSpec,
     text_tensor,
 )
-from .....pipeline.embedding import EmbeddedPrompt
+from .....pipeline.scoring import EmbeddedPrompt
 from .....text.tokenizer import prompt_too_long
 from ....server.http import FieldError, convert, decode_object
 from ....serving.embedding import EmbedCall, Prompt, embed_all

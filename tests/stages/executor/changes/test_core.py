@@ -213,7 +213,7 @@ class Interleaved(RuleBasedStateMachine):
 
 class Together(RuleBasedStateMachine):
     """Two executors with the same updates, which the sender puts in place or drops in both, as
-    `update_together` does."""
+    `update_weights_together` does."""
 
     def __init__(self) -> None:
         super().__init__()

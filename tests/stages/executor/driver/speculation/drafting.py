@@ -158,7 +158,7 @@ class DraftingLane:
 
     def add(self, seq_id: int, sampling: SamplingParams, prompt: Sequence[int]) -> None:
         name = f"r{seq_id}"
-        info = RequestInfo(name, name, "model", 1, False, (), len(prompt), "", "", 0)
+        info = RequestInfo(name, name)
         self.found[seq_id] = []
         spec = SequenceSpec(seq_id, 0, seed=seq_id)
         self.batching.add(Dispatch(info, tuple(prompt), sampling, (spec,), priority=0))
@@ -173,7 +173,7 @@ class DraftingLane:
             return False
         oldest = self._in_flight.popleft()
         result = oldest if isinstance(oldest, StepResult) else self.core.finish(oldest)
-        self.batching.absorb(result)
+        self.batching.absorb(result.summary())
         self._record(result)
         self.steps += 1
         return True

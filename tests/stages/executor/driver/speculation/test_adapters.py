@@ -33,7 +33,7 @@ class Scored(DraftingLane):
     def ask(self) -> None:
         for seq_id, adapter in enumerate(ADAPTERS, 1):
             name, prompt = f"r{seq_id}", PROMPT[: 4 + seq_id]
-            info = RequestInfo(name, name, "model", 1, False, (), len(prompt), "", "", 0)
+            info = RequestInfo(name, name)
             info = msgspec.structs.replace(info, adapter=adapter)
             sampling = SamplingParams(max_tokens=NUM_TOKENS, logprobs=2, prompt_logprobs=1)
             self.found[seq_id] = []

@@ -136,7 +136,7 @@ class DraftedLane(DraftingLane):
             while self._in_flight:
                 result = self._in_flight.popleft()
                 assert isinstance(result, StepResult)
-                self.batching.absorb(result)
+                self.batching.absorb(result.summary())
                 self._record(result)
             if running := list(self.batching._running):
                 self.batching._give_up(running[-1])

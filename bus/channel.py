@@ -184,7 +184,7 @@ class RequestQueue(Protocol):
             ChannelClosed: The bus was closed.
         """
 
-    def distrust(self) -> None:
+    def mark_possibly_lost(self) -> None:
         """Tells the queue that the server was restarted and may have lost entries.
 
         An entry in hand that the server no longer knows then still counts as ours, unless another
@@ -235,7 +235,7 @@ class RequestQueue(Protocol):
             How many were ended. Raises as `shed`, and BusError as `backlog`.
         """
 
-    async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
+    async def add_dead_letter(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
         """Keeps a request that is given up among the dead letters. It may be kept twice.
 
         Raises:

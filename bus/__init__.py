@@ -1,4 +1,4 @@
-"""Messages, and the bus that carries them: in memory or on Redis, behind one contract."""
+"""Messages, and the bus that carries them, in memory or on Redis."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from .replies import Outcome, Replies
 def open_bus(
     config: BusConfig, local_stages: frozenset[str] = frozenset(), replicas: int = 1
 ) -> Bus:
-    """The bus that `config.url` names, for a pipeline with so many replicas.
+    """Return the bus named by `config.url`, for a pipeline with `replicas` replicas.
 
-    `local_stages`: the roles of the stages that run in this process.
+    Needs a running event loop. On Redis it connects on first use; `ping` checks the connection.
 
-    Call it with an event loop running. On Redis it connects on first use; `ping` tells whether
-    it can.
+    Args:
+        config: The bus settings.
+        local_stages: Roles of the stages in this process.
+        replicas: Of the pipeline.
 
     Raises:
         BusError: The URL can't be used.

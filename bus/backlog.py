@@ -1,4 +1,4 @@
-"""How much of the requests queue waits, and how much is being worked on."""
+"""Lengths of the requests queue."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ class Backlog(NamedTuple):
     """Entries of the requests queue.
 
     Attributes:
-        waiting: Those that nobody has taken.
-        pending: Those that were taken, by any lane, and not acknowledged.
-        dead: The dead letters.
-        queue_length: Requests that wait until the first of their samples begins, whether anybody
-            has taken them or not. It is about a second old, and counts what has begun in a lane
-            that is lost, or has said nothing for five seconds.
+        waiting: Untaken entries.
+        pending: Entries taken by any lane, and not acknowledged.
+        dead: Dead letters.
+        queue_length: Requests without a begun sample, taken or not. About a second old; requests of
+            a
+            lane that is lost, or silent for five seconds, count as not begun.
     """
 
     waiting: int

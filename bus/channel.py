@@ -1,6 +1,6 @@
-"""The contract that every bus keeps: links between stages, the requests queue, the result streams.
+"""The contract of every bus: links between stages, the requests queue, result streams.
 
-`tests/bus/` holds one suite that each implementation passes.
+Every implementation passes the suite in `tests/bus/`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Malformed(msgspec.Struct, frozen=True):
-    """A request that could not be read, in place of the request.
+    """Placeholder for an unreadable request.
 
     Attributes:
-        request_id: The client's id when at least that could be read, else "".
+        request_id: The client's id if readable, else "".
         code: "malformed", "invalid_request" or "request_too_large".
-        message: What is wrong, and where.
+        message: The error and its position.
     """
 
     request_id: str
@@ -37,12 +37,11 @@ class Malformed(msgspec.Struct, frozen=True):
 
 
 class RequestEntry(msgspec.Struct, frozen=True):
-    """One entry of the requests queue, with the trace context that its client gave.
+    """An entry of the requests queue, with the client's trace context.
 
     Attributes:
-        waited_ns: How long it was in the queue, by the queue's own clock; told only of requests
-            that have a budget.
-        model: What the entry says beside its request, whose model is what the request says.
+        waited_ns: Time in the queue by the queue's clock; set only for requests with a budget.
+        model: The entry's own model field, which overrides the request's.
     """
 
     entry_id: str
@@ -54,20 +53,21 @@ class RequestEntry(msgspec.Struct, frozen=True):
 
     @property
     def budget_ns(self) -> int | None:
-        """The request's budget in nanoseconds; None when it has none or can't be read."""
+        """The request's budget in nanoseconds; None without one or if unreadable."""
         return budget_of(self.request)
 
 
 def budget_of(request: GenerateRequest | Malformed) -> int | None:
-    """A request's budget in nanoseconds; None when it has none or could not be read."""
+    """Return a request's budget in nanoseconds; None without one or if unreadable."""
     return None if isinstance(request, Malformed) else request.budget_ns
 
 
 class Sender(Protocol):
     """The sending end of a link, owned by one stage.
 
-    It fills in the envelope's sender, id and sent_ns. Messages of one sender arrive in the order
-    sent, each once. What is sent to a stage whose inbox was never opened is lost.
+    It sets the envelope's sender, id and sent_ns. Messages of one sender arrive once each, in
+    order.
+    Messages to a stage whose inbox was never opened are lost.
     """
 
     async def send(
@@ -80,19 +80,19 @@ class Sender(Protocol):
         budget_ns: int | None = None,
         operation_id: str = "",
     ) -> None:
-        """Hands a message to the link; waits while the link is full.
+        """Send a message; wait while the link is full.
 
-        When the wait is cancelled, the message may or may not have been sent; never a part of it,
-        and never twice.
+        If the wait is cancelled, the message is sent completely or not at all, and never twice.
 
         Raises:
-            ChannelClosed: The bus was closed, or (when both ends are in this process) the
-                receiving inbox was closed and not opened again.
-            BusError: The message can't be carried (larger than the transport allows).
+            ChannelClosed: The bus was closed, or (with both ends in this process) the receiving
+                inbox was
+                closed and not reopened.
+            BusError: The message exceeds the transport's limit.
         """
 
     async def flush(self) -> None:
-        """Waits until all that was sent has left this process (in memory: at once).
+        """Wait until all messages have left this process (in memory: at once).
 
         Raises:
             ChannelClosed: The bus was closed before that.
@@ -100,27 +100,27 @@ class Sender(Protocol):
 
 
 class Inbox(Protocol):
-    """All links that end at a stage, merged into one line."""
+    """All links that end at a stage, merged into one queue."""
 
     async def receive(self, max_items: int = 64) -> list[Envelope]:
-        """Waits for messages and takes up to `max_items` of them, oldest first.
+        """Wait for messages and return up to `max_items`, oldest first.
 
         Cancelling the wait loses nothing.
 
         Raises:
-            ChannelClosed: The inbox was closed and all that it held has been taken.
+            ChannelClosed: The inbox was closed and is empty.
         """
 
     async def aclose(self) -> None:
-        """Takes no more messages; those already there can still be received."""
+        """Accept no more messages; queued ones can still be received."""
 
 
 class RequestQueue(Protocol):
-    """The requests stream: durable on Redis, and in memory for as long as the process lives.
+    """The requests stream: durable on Redis, in memory for the process's life.
 
-    An entry that was taken belongs to its taker, which is a lane, until it is acknowledged. A
-    taker that comes back after a failure finds what it had taken in `pending`. On Redis it is
-    leased: what is not renewed in time, another lane takes over.
+    A taken entry belongs to a lane until it is acknowledged. After a failure the lane finds its
+    entries in
+    `pending`. On Redis entries are leased: another lane takes over those not renewed in time.
     """
 
     async def publish(
@@ -130,71 +130,74 @@ class RequestQueue(Protocol):
         traceparent: str = "",
         tracestate: str = "",
     ) -> str:
-        """Puts a request (a struct, the same as a dict, or its JSON) in the queue.
+        """Add a request (a struct, an equivalent dict, or its JSON).
 
-        Nothing is refused here: whatever is wrong with a request, its terminal message says so.
-        In memory it waits while `link_capacity` entries wait to be taken.
+        Nothing is refused here: an invalid request gets a terminal message. In memory it waits
+        while
+        `link_capacity` entries are untaken.
 
         Returns:
             The entry's id.
 
         Raises:
             ChannelClosed: The bus was closed.
-            BusError: The transport did not confirm the entry; it may be in the queue nevertheless.
+            BusError: The transport did not confirm the entry; it may be in the queue.
         """
 
     async def pending(self) -> list[RequestEntry]:
-        """Entries taken and not acknowledged, oldest first. To be called before the first take.
+        """Return entries taken and not acknowledged, oldest first. Call it before the first `take`.
 
-        Whoever calls it is from now on the one that holds the lane's entries: an older one in
-        another process gets LaneReplaced from `renew`.
+        The caller becomes the holder of the lane's entries: the previous holder, in another
+        process, gets
+        LaneReplaced from `renew`.
         """
 
     async def take(self, max_items: int = 64) -> list[RequestEntry]:
-        """Waits for entries and takes up to `max_items`. Cancelling the wait loses nothing.
+        """Wait for entries and take up to `max_items`. Cancelling the wait loses nothing.
 
         Raises:
             ChannelClosed: The bus was closed.
         """
 
     async def acknowledge(self, entry_id: str, request_id: str | None = None) -> None:
-        """The entry's terminal message is written; forget the entry. Unknown ids do nothing.
+        """Forget an entry whose terminal message is written. Unknown ids are ignored.
 
-        An entry that another lane has taken over meanwhile is left to it.
+        An entry that another lane has taken over is left to that lane.
 
         Args:
-            request_id: Of its terminal message, which `deliver` wrote. Should the transport have
-                lost that, `take` gives the entry once more. None: nobody looks.
+            request_id: Of the terminal message that `deliver` wrote. If the transport lost the
+                message,
+                `take` returns the entry again. None: no check.
         """
 
     async def renew(self, lease_s: float) -> set[str]:
-        """Renews the lease of all entries in hand, and tells that the lane lives (`Bus.lanes`).
+        """Renew the lease of all entries in hand, and register the lane as live (`Bus.lanes`).
 
-        Never takes back what another lane has taken over. While the transport is away it waits.
+        Never takes back entries that another lane has taken over. Waits while the transport is
+        unreachable.
 
         Args:
-            lease_s: Seconds until others may count the lane among the dead.
+            lease_s: Seconds until other lanes may consider this one dead.
 
         Returns:
-            The ids of entries that were in hand and belong to this lane no longer; they are
-            forgotten here.
+            Ids of entries in hand that no longer belong to this lane; they are forgotten here.
 
         Raises:
             LaneReplaced: Another process has called `pending` for this lane.
             ChannelClosed: The bus was closed.
         """
 
-    def distrust(self) -> None:
-        """Tells the queue that the server was restarted and may have lost entries.
+    def mark_possibly_lost(self) -> None:
+        """Mark the entries in hand as possibly lost by a restarted server.
 
-        An entry in hand that the server no longer knows then still counts as ours, unless another
-        lane has it.
+        An entry that the server no longer has then still belongs to this lane, unless another lane
+        has it.
         """
 
     async def take_over(self, lease_s: float, max_items: int) -> list[RequestEntry]:
-        """Takes entries whose lease was not renewed for `lease_s`, oldest first; waits for none.
+        """Take entries whose lease is older than `lease_s`, oldest first, without waiting.
 
-        To be called right after `renew`. In memory there are none.
+        Call it right after `renew`. In memory there are none.
 
         Raises:
             ChannelClosed: The bus was closed.
@@ -203,72 +206,74 @@ class RequestQueue(Protocol):
     async def shed(
         self, max_queued: int, answer: Callable[[RequestEntry, int], Completion], epoch: int
     ) -> int:
-        """Refuses some of the entries that nobody has taken, if more than `max_queued` wait.
+        """Refuse untaken entries beyond `max_queued`.
 
-        It refuses the newest entry of the tenant that has most waiting, then looks again who has
-        most. To refuse one is to remove it and write its terminal message in a single step, so
-        that it is answered once and never lost. In memory `publish` waits instead, and this does
-        nothing.
+        Repeatedly refuses the newest entry of the tenant with most waiting. Removing an entry and
+        writing its
+        terminal message is atomic, so it is answered exactly once. In memory this does nothing:
+        `publish`
+        waits instead.
 
         Args:
-            answer: Given an entry and how many wait, its terminal message.
+            answer: Makes an entry's terminal message, from the entry and the number of waiting
+                ones.
             epoch: The writer's.
 
         Returns:
-            How many were refused. When it is not 0, more may still be too many.
+            The number of refused entries. If it isn't 0, there may still be too many.
 
         Raises:
             ChannelClosed: The bus was closed.
         """
 
     async def end_all(self, answer: Callable[[RequestEntry], Completion], epoch: int) -> int:
-        """Ends every entry, whether it was taken or not: nobody is there to work on them.
+        """End every entry, taken or not, of a model without lanes.
 
-        What lanes that are gone still had to say is not written any more. An entry that somebody
-        works on in a larger epoch is left to him.
+        Later output of dead lanes is dropped. An entry that a lane processes in a larger epoch is
+        left to it.
 
         Args:
-            answer: An entry's terminal message.
+            answer: Makes an entry's terminal message.
             epoch: The writer's, the newest.
 
         Returns:
-            How many were ended. Raises as `shed`, and BusError as `backlog`.
+            The number of ended entries. Raises as `shed`, and BusError as `backlog`.
         """
 
-    async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
-        """Keeps a request that is given up among the dead letters. It may be kept twice.
+    async def add_dead_letter(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
+        """Move a request to the dead letters. A retry may store it twice.
 
         Raises:
             ChannelClosed: The bus was closed.
         """
 
     async def dead_letters(self) -> list[DeadLetter]:
-        """All dead letters, oldest first. Raises BusError as `backlog`."""
+        """Return all dead letters, oldest first. Raises BusError as `backlog`."""
 
     async def count_queue(self, begun: int | None) -> int:
-        """Brings `Backlog.queue_length` up to date. Every process of a pipeline calls it.
+        """Update `Backlog.queue_length`. Every process of a pipeline calls it.
 
         Args:
-            begun: How many requests of this lane have begun and are not answered, which counts for
-                five seconds; None from a process that does not know.
+            begun: This lane's begun and unanswered requests, valid for five seconds; None if
+                unknown.
 
         Raises:
             BusError: The transport can't be reached.
         """
 
     async def backlog(self) -> Backlog:
-        """How many entries there are, of each kind. For people: it may be out of date.
+        """Return the numbers of entries. For display: they may be out of date.
 
         Raises:
             BusError: The transport can't be reached.
         """
 
     async def drop_dead_letter(self, letter_id: str) -> bool:
-        """Removes a dead letter; returns whether it was there. Raises BusError as `backlog`."""
+        """Remove a dead letter; return whether it existed. Raises BusError as `backlog`."""
 
 
 class OutputStream(Protocol[T_co]):
-    """What `follow` and `tail` give: iterate over it; `aclose` it when leaving early."""
+    """Result of `follow` and `tail`: an async iterator; call `aclose` when leaving it early."""
 
     def __aiter__(self) -> Self: ...
 
@@ -278,50 +283,59 @@ class OutputStream(Protocol[T_co]):
 
 
 class ResultStreams(Protocol):
-    """Where completions go: one stream for each request, and one with every terminal message."""
+    """Result streams: one per request, and one with every terminal message."""
 
     async def deliver(
         self, batch: Sequence[tuple[str, Sequence[Output]]], epoch: int = 1
     ) -> set[str]:
-        """Appends outputs to the streams of their requests; returns once all of them are written.
+        """Append outputs to their requests' streams; return once all are written.
 
-        `batch` holds pairs of a stream's key and its new outputs in order, of which the last may
-        be the terminal message. One call costs about one round trip, however many keys it has.
-        The key is the request's id; for a request whose id can't be used (a duplicate, or
-        none that could be read) it is the entry's id. What comes after a terminal message is
-        dropped, so that a request never ends twice, and so is what comes for a stream that was
-        recovered in a larger epoch, and the end of one of which the transport has lost outputs.
-        While the transport is away it waits and tries again. Calls take effect in the order made;
-        cancelling one does not undo it.
+        One call costs about one round trip. Outputs after a terminal message are dropped, and so
+        are outputs
+        to a stream that was recovered in a larger epoch, and the end of a stream with lost outputs.
+        Waits and
+        retries while the transport is unreachable. Calls take effect in order; cancelling one does
+        not undo
+        it.
+
+        Args:
+            batch: Pairs of a stream's key and its new outputs, in order; the last may be the
+                terminal
+                message. The key is the request's id, or the entry's id if the request's can't be
+                used (a
+                duplicate, or unreadable).
+            epoch: The writer's.
 
         Returns:
-            The keys of which outputs were dropped because the stream belongs to a larger epoch, or
-            has to be recovered since some are missing there.
+            Keys of streams whose outputs were dropped because they belong to a larger epoch, or
+            have to be
+            recovered because of lost outputs.
 
         Raises:
             ChannelClosed: The bus was closed.
         """
 
     async def recover(self, keys: Sequence[str], epoch: int) -> list[list[Output]]:
-        """What the streams of these keys hold, for whoever goes on with them in `epoch`.
+        """Return the contents of these streams, to continue them in `epoch`.
 
-        From then on nothing is written to them in an older epoch: what a predecessor that was
-        only thought dead still had to say can't come between.
+        From then on nothing of an older epoch is written to them, even by a stage wrongly
+        considered dead.
 
         Raises:
             ChannelClosed: The bus was closed.
         """
 
     async def claim(self, claims: Sequence[tuple[str, str]]) -> list[str | None]:
-        """Claims result streams: for each (key, entry id), the stream is to be the entry's.
+        """Claim result streams for entries, by (key, entry id), in one round trip.
 
-        The first entry to claim a key owns it until its outputs are no longer readable; later
-        claims by others fail. Where the key is the entry's id, since the request named none,
-        nobody else can have it. It takes one round trip for all pairs.
+        The first entry to claim a key owns it until its outputs expire; later claims fail. A key
+        equal to the
+        entry's id (of a request without an id) can't be claimed by another entry.
 
         Returns:
-            For each pair, who had the key before: None if nobody, so that the claim succeeded; the
-            entry's own id if somebody has worked on this entry before; else another entry's id.
+            For each pair, the previous owner: None if the claim succeeded; the entry's own id if it
+                was
+            claimed before; else another entry's id.
 
         Raises:
             ChannelClosed: The bus was closed.
@@ -330,30 +344,29 @@ class ResultStreams(Protocol):
     def follow(
         self, request_id: str, entry_id: str, *, just_published: bool = False, keep: bool = False
     ) -> OutputStream[Output]:
-        """The outputs of the request that was published as `entry_id`, ending with its Completion.
+        """Return the outputs of the request published as `entry_id`, ending with its Completion.
 
-        It starts with the first output, however late it is called. If `entry_id` is "", it
-        follows whichever request has `request_id`, or will have it. In memory the outputs are
-        forgotten once they have been followed to the end.
+        Starts with the first output. If `entry_id` is "", follows the present or next request with
+        `request_id`. In memory the outputs are forgotten once followed to the end.
 
         Args:
-            just_published: The caller knows that there is such an entry, so nobody need look.
-            keep: In memory too they stay readable, as long as there are not too many.
+            just_published: The entry is known to exist, so it isn't looked up.
+            keep: In memory, keep the outputs readable, up to a limit.
 
         Raises (while iterating):
             BusError: Code "unknown_request": the entry is neither in the queue nor in flight, and
-                its outputs are no longer readable. Code "malformed_output": something that is
-                not an output stands in the stream.
+                its
+                outputs have expired. Code "malformed_output": the stream holds a foreign entry.
             ChannelClosed: The bus was closed.
         """
 
     async def last(self, request_id: str, entry_id: str) -> Output | None:
-        """The last output that there is of a request, without waiting for any.
+        """Return a request's last output without waiting.
 
-        The arguments are those of `follow`. In memory it is there as long as it could be followed.
+        The arguments are those of `follow`. In memory it exists as long as it could be followed.
 
         Returns:
-            None when there is none yet; or, if `entry_id` is "", no such request.
+            None if there is none yet, or, if `entry_id` is "", no such request.
 
         Raises:
             BusError: As `follow`, or the transport can't be reached.
@@ -361,20 +374,20 @@ class ResultStreams(Protocol):
         """
 
     async def tail(self) -> OutputStream[Completion]:
-        """Every request's terminal message, from now (when this returns) on.
+        """Return every request's terminal message from now on.
 
-        A reader that falls far behind misses the oldest ones: in memory more than
-        `TAIL_CAPACITY` behind, on Redis more than `results_maxlen`.
+        A slow reader misses the oldest ones: in memory beyond `TAIL_CAPACITY`, on Redis beyond
+        `results_maxlen`.
         """
 
     def newest(self, within_s: float) -> AsyncIterator[Completion]:
-        """The terminal messages of the last `within_s` seconds before the newest one, oldest first.
+        """Return the terminal messages of the last `within_s` seconds before the newest one, oldest
+        first.
 
-        The newest is among them. In memory only those of requests that nobody has followed to the
-        end are still there.
+        Includes the newest. In memory only those of requests not followed to the end remain.
 
         Raises (while iterating):
-            BusError: The server refuses to be asked.
+            BusError: The server refuses the query.
         """
 
 
@@ -387,73 +400,76 @@ class Bus(Protocol):
 
     @property
     def results(self) -> ResultStreams:
-        """Where completions go."""
+        """The result streams."""
 
     @property
     def replies(self) -> Replies:
-        """Answers to control messages."""
+        """Replies to control messages."""
 
     @property
     def store(self) -> Store:
-        """Shared state that is no message."""
+        """Shared state beside messages."""
 
     @property
     def routing(self) -> RequestRouting:
-        """The entrance of a deployment of several models."""
+        """Routing of a deployment of several models."""
 
     @property
     def model(self) -> str:
-        """Of which model of the deployment this is the bus; "" of all, or of the only one."""
+        """The model of this bus in a deployment; "" for all models, or for the only one."""
 
     def of_model(self, model: str) -> Bus:
-        """A bus of its own to a model of the deployment: its requests stream, its lanes, its board.
+        """Return a bus for one model of the deployment: its requests stream, lanes and board.
 
-        All else is the deployment's. Whoever asks for it closes it. In memory there is one model.
+        Everything else is the deployment's. The caller closes it. In memory there is one model.
         """
 
     async def open_inbox(self, stage: str) -> Inbox:
-        """The inbox of a stage that runs in this process.
+        """Open the inbox of a stage in this process, for messages sent from now on.
 
-        It sees what is sent from now on. Opening it again (after a stage failed) gives a new,
-        empty inbox and closes the old one; waiting senders go on with the new one.
+        Opening it again (after a stage's failure) returns a new, empty inbox and closes the old
+        one; waiting
+        senders continue with the new one.
         """
 
     def sender(self, link: AnyLink, sender: str, lane: str | None = None) -> Sender:
-        """The sending end of a link for the incarnation `sender`; of this lane's, by default."""
+        """Return the sending end of a link for the incarnation `sender`; by default of this lane's
+        link."""
 
     async def lanes(self) -> list[str]:
-        """The lanes that live, by the leases that they renew; the configured one if none does.
+        """Return the live lanes by their leases; the configured one if none is live.
 
-        While the transport is away it waits.
+        Waits while the transport is unreachable.
 
         Raises:
             ChannelClosed: The bus was closed.
         """
 
     async def next_epoch(self) -> int:
-        """A number, at least 1, larger than any that was given before in any process."""
+        """Return a number, at least 1, larger than any returned before in any process."""
 
     async def is_epoch(self, number: int) -> bool:
-        """Whether `next_epoch` can have given this number.
+        """Return whether `next_epoch` can have returned this number.
 
-        Asked before a stage follows a message into a larger epoch. If the number were not an
-        epoch's but came from a damaged message, the stage would drop all later messages as old.
+        A stage checks it before it follows a message into a larger epoch: after a number from a
+        damaged
+        message, the stage would drop all later messages as stale.
         """
 
     @property
     def durable(self) -> bool:
-        """Whether other processes share what is in it, and find it when this one has ended."""
+        """Whether the bus is shared with other processes and outlives this one."""
 
     @property
     def reconnects(self) -> int:
-        """How often the transport was away and came back, as far as this process noticed."""
+        """Reconnections after transport failures, as noticed by this process."""
 
     async def ping(self) -> None:
-        """Returns when the bus can be reached.
+        """Return once the bus is reachable.
 
         Raises:
-            BusError: It can't; the message says what to do.
+            BusError: It isn't; the message says what to do.
         """
 
     async def aclose(self) -> None:
-        """Sends what is buffered, then closes all ends."""
+        """Send buffered messages, then close all ends."""

@@ -1,4 +1,4 @@
-"""Bytes to messages and back. Whatever a client sends, reading it never raises.
+"""Encoding and decoding of messages. Decoding a client's bytes never raises.
 
 Between stages: msgpack arrays. Public messages: JSON objects; requests also as msgpack objects.
 """
@@ -17,13 +17,14 @@ from .public import GenerateRequest, Output
 
 Encoding = Literal["json", "msgpack"]
 
-# Beside its own errors msgspec raises UnicodeDecodeError and, for very long integers, ValueError;
-# for nesting beyond the interpreter's limit RecursionError; for values that have no counterpart
-# on the wire TypeError and OverflowError.
+# Besides its own errors msgspec raises UnicodeDecodeError; for very long integers ValueError; for
+# nesting
+# beyond the interpreter's limit RecursionError; for values without a wire form TypeError and
+# OverflowError.
 _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
 UNSENDABLE = "invalid_request"
-"""The code of a request that its client could not write down."""
+"""Code of a request that its client could not encode."""
 
 _NOT_UNICODE = "the request holds text that is not Unicode (a lone surrogate)"
 _NESTED = "the request is nested too deeply"
@@ -50,32 +51,33 @@ _request_from_msgpack = msgspec.msgpack.Decoder(GenerateRequest)
 
 
 def encode_envelope(envelope: Envelope) -> bytes:
-    """An envelope as msgpack."""
+    """Encode an envelope as msgpack."""
     return _envelope_encoder.encode(envelope)
 
 
 def decode_envelope(raw: bytes) -> Envelope:
-    """Raises ValueError (of which msgspec's errors are kinds) or RecursionError."""
+    """Decode an envelope. Raises ValueError (msgspec's errors are subclasses) or RecursionError."""
     return _envelope_decoder.decode(raw)
 
 
 def encode_output(output: Output) -> bytes:
-    """A CompletionChunk or Completion as a JSON object with a `type`."""
+    """Encode a CompletionChunk or Completion as a JSON object with a `type`."""
     return _json_encoder.encode(output)
 
 
 def decode_output(raw: bytes) -> Output:
-    """Raises ValueError (of which msgspec's errors are kinds) or RecursionError."""
+    """Decode an output. Raises ValueError (msgspec's errors are subclasses) or RecursionError."""
     return _output_decoder.decode(raw)
 
 
 def decode_request(raw: bytes, encoding: Encoding, max_bytes: int) -> GenerateRequest | Malformed:
-    """Reads a request that came as bytes. Never raises.
+    """Decode a request from bytes. Never raises.
 
-    The code of what can't be read is "request_too_large" (decided before anything is parsed),
-    "malformed" (`raw` is not `encoding`), or "invalid_request" (it is, but not a request; the
-    message ends with the path of what is wrong). Numbers are checked for type only, and integers
-    for 64 bits, signed; admission checks the ranges.
+    The code of an unreadable one is "request_too_large" (checked before parsing), "malformed"
+    (`raw` is not
+    `encoding`), or "invalid_request" (not a request; the message ends with the error's path).
+    Numbers are
+    checked for type only, integers for 64 signed bits; admission checks the ranges.
     """
     if len(raw) > max_bytes:
         return _too_large("", len(raw), max_bytes)
@@ -90,8 +92,8 @@ def decode_request(raw: bytes, encoding: Encoding, max_bytes: int) -> GenerateRe
 
 
 def decode_model(raw: bytes, encoding: Encoding) -> str:
-    """What model a request asks for, at a tenth of the cost of reading all of it; "" also where it
-    can't be read. Never raises."""
+    """Return a request's model, at a tenth of the cost of decoding it; "" if unreadable. Never
+    raises."""
     try:
         decoder = _model_from_json if encoding == "json" else _model_from_msgpack
         return decoder.decode(raw).model
@@ -102,11 +104,13 @@ def decode_model(raw: bytes, encoding: Encoding) -> str:
 def check_request(
     request: GenerateRequest | dict[str, Any] | bytes, max_bytes: int
 ) -> GenerateRequest | Malformed:
-    """The request that a client in this process handed over, checked as strictly as on the wire.
+    """Check a request of a client in this process as strictly as on the wire.
 
-    Bytes are JSON. A struct or dict goes through msgpack, which finds in one pass what no other
-    process could read: values of the wrong type (a struct checks none when it is built), objects
-    that are not plain data, integers beyond 64 bits, text that is not Unicode. Never raises.
+    Bytes are JSON. A struct or dict goes through msgpack, which finds in one pass what other
+    processes
+    couldn't decode: values of the wrong type (a struct doesn't check when built), objects that
+    aren't plain
+    data, integers beyond 64 bits, text that isn't Unicode. Never raises.
     """
     if isinstance(request, bytes):
         return decode_request(request, "json", max_bytes)
@@ -121,10 +125,11 @@ def check_request(
 
 
 def encode_request(request: GenerateRequest | dict[str, Any] | bytes) -> tuple[str, bytes]:
-    """A request as an entry of the requests stream: the field's name, and its value.
+    """Encode a request as an entry of the requests stream: the field's name, and its value.
 
-    The field is "json"; "msgpack" when a number is not finite, which JSON can't say; "refused"
-    (a `Malformed`) when the object could not be read by anyone. Never raises.
+    The field is "json"; "msgpack" if a number is not finite, which JSON can't represent; "refused"
+    (a
+    `Malformed`) if the object can't be encoded. Never raises.
     """
     if isinstance(request, bytes):
         return "json", request
@@ -138,10 +143,12 @@ def encode_request(request: GenerateRequest | dict[str, Any] | bytes) -> tuple[s
 
 
 def decode_refused(raw: bytes) -> Malformed:
-    """Reads a client's note that it could not send a request (see `encode_request`). Never raises.
+    """Decode a client's note that it could not encode a request (see `encode_request`). Never
+    raises.
 
-    Anybody may write such a note, so it is not trusted: only the code that `encode_request` gives
-    is accepted, and of the message only our own sentences; all else in it is quoted and cut short.
+    Any client may write such a note, so it is untrusted: only the code of `encode_request` is
+    accepted, and
+    of the message only the package's own sentences; the rest is quoted and cut.
     """
     try:
         refused = msgspec.json.decode(raw, type=Malformed)
@@ -158,7 +165,7 @@ def decode_refused(raw: bytes) -> Malformed:
 
 
 def named_id(request: object) -> str:
-    """The request id that an unchecked struct or dict carries, "" when there is no usable one."""
+    """Return the request id of an unchecked struct or dict; "" if there is no usable one."""
     if isinstance(request, dict):
         value = request.get("request_id")
     else:
@@ -167,7 +174,7 @@ def named_id(request: object) -> str:
 
 
 def written_id(request: GenerateRequest | dict[str, Any] | bytes) -> str:
-    """As `named_id`, of JSON too."""
+    """Return `named_id`, also for JSON."""
     if isinstance(request, bytes):
         try:
             return named_id(msgspec.json.decode(request))
@@ -177,7 +184,7 @@ def written_id(request: GenerateRequest | dict[str, Any] | bytes) -> str:
 
 
 def _has_nonfinite(request: GenerateRequest | dict[str, Any]) -> bool:
-    """Whether sampling, which has the only floats of a request, holds NaN or an infinity."""
+    """Return whether sampling, which has the only floats of a request, holds NaN or an infinity."""
     sampling = request.get("sampling") if isinstance(request, dict) else request.sampling
     if isinstance(sampling, dict):
         values = tuple(sampling.values())
@@ -189,14 +196,14 @@ def _has_nonfinite(request: GenerateRequest | dict[str, Any]) -> bool:
 
 
 def _is_nonfinite(value: object) -> bool:
-    """NaN or an infinity, or a dict (a logit_bias) with one."""
+    """Return whether a value is NaN or infinite, or a dict (a logit_bias) that contains one."""
     if isinstance(value, dict):
         return any(map(_is_nonfinite, value.values()))
     return isinstance(value, float) and not math.isfinite(value)
 
 
 def _with_integer_keys(request: GenerateRequest | dict[str, Any]) -> object:
-    """The same request. JSON has text for keys, so a dict made of JSON has them in logit_bias."""
+    """Return the request with integer keys in logit_bias, which JSON writes as text."""
     sampling = request.get("sampling") if isinstance(request, dict) else None
     bias = sampling.get("logit_bias") if isinstance(sampling, dict) else None
     if not isinstance(bias, dict) or not any(isinstance(key, str) for key in bias):
@@ -211,8 +218,10 @@ def _with_integer_keys(request: GenerateRequest | dict[str, Any]) -> object:
 
 
 def _with_schema_text(request: _Request) -> _Request:
-    """The same request, with a constraint's schema as text: JSON has integers beyond 64 bits,
-    MessagePack has none."""
+    """Return the request with a constraint's schema as text: JSON has integers beyond 64 bits,
+    MessagePack
+    doesn't.
+    """
     sampling = _member(request, "sampling")
     constraint = _member(sampling, "constraint")
     schema = _member(constraint, "json_schema")
@@ -221,7 +230,7 @@ def _with_schema_text(request: _Request) -> _Request:
     try:
         text = _json_encoder.encode(schema).decode()
     except _UNREADABLE:
-        # The request's own encoding says why.
+        # Encoding the request will report the error.
         return request
     constraint = _replaced(constraint, "json_schema", text)
     replaced: _Request = _replaced(
@@ -231,12 +240,12 @@ def _with_schema_text(request: _Request) -> _Request:
 
 
 def _member(value: object, name: str) -> object:
-    """A field of a struct or a dict; None of anything else."""
+    """Return a field of a struct or a dict; None of other values."""
     return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
 
 
 def _replaced(value: Any, name: str, new: object) -> Any:
-    """A struct or a dict with one field replaced."""
+    """Return a struct or a dict with one field replaced."""
     if isinstance(value, dict):
         return {**value, name: new}
     return msgspec.structs.replace(value, **{name: new})
@@ -251,10 +260,11 @@ def _is_unicode(text: str) -> bool:
 
 
 def _explain(raw: bytes, encoding: Encoding, error: Exception) -> Malformed:
-    """Tells apart what can't be parsed from what can, but is no request.
+    """Distinguish unparseable bytes from parseable ones that aren't a request.
 
-    A typed decoder stops at the first field that is wrong, so only parsing the whole tells
-    whether the rest is sound, and which id the request has.
+    A typed decoder stops at the first wrong field, so the whole is parsed again to check the rest
+    and find
+    the request's id.
     """
     name = "JSON" if encoding == "json" else "MessagePack"
     try:
@@ -271,7 +281,7 @@ def _explain(raw: bytes, encoding: Encoding, error: Exception) -> Malformed:
 
 
 def _quoting(request_id: str, code: str, message: str) -> Malformed:
-    """The message is someone else's and quotes what was sent; it ends with the place."""
+    """Quote msgspec's message, which contains client input and ends with the position."""
     return Malformed(request_id, code, cut_middle(message))
 
 

@@ -1,6 +1,6 @@
-"""What steers the stages beside the requests' own path: cancelling, pausing, weights, epochs.
+"""Control messages: cancelling, pausing, weights, epochs.
 
-Arrays of msgpack on Redis, as all that crosses between stages.
+Arrays of msgpack on Redis, as all messages between stages.
 """
 
 from __future__ import annotations
@@ -14,31 +14,33 @@ from ..store.board import LoadedAdapter
 from .weights import InFlight, StagedWeights, WeightsSource
 
 Capability = Literal["generate", "score", "embed"]
-"""What a model can be asked for."""
+"""Uses of a model."""
 
 MemoryTag = Literal["weights", "kv_cache"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
-"""What of an executor's memory can be released by itself."""
+"""Parts of an executor's memory that can be released separately."""
 
 
 class Internal(msgspec.Struct, frozen=True, tag=True, tag_field="type", array_like=True):
-    """A message between stages: on the wire an array that starts with the class's name."""
+    """A message between stages: on the wire an array that begins with the class's name."""
 
 
 class InternalPart(msgspec.Struct, frozen=True, array_like=True):
-    """A piece of a message between stages: an array too, without a type of its own."""
+    """A part of a message between stages: an untagged array."""
 
 
 class Cancel(Internal, frozen=True):
     """End a request early, with this status.
 
-    It travels behind the request through the stages, each of which drops what it holds of it, and
-    streaming writes the terminal message.
+    It follows the request through the stages, each of which drops the request, and streaming writes
+    the
+    terminal message.
 
     Attributes:
-        unstarted: Whoever removed the request vouches that none of its sequences went further, so
-            streaming has never heard of it and still must answer. Otherwise a request that
-            streaming does not know has already ended, and this came too late.
+        unstarted: The sender guarantees that no sequence of the request went further, so streaming
+            has
+            no state of it and must answer. Otherwise a request unknown to streaming has already
+            ended.
         elsewhere: Another lane has taken the request over: it is dropped, and nothing is written.
     """
 
@@ -52,59 +54,59 @@ class Cancel(Internal, frozen=True):
 
     @property
     def result_key(self) -> str:
-        """The key of the result stream to which the terminal message goes.
+        """The key of the result stream for the terminal message.
 
-        The id of a duplicate names somebody else's stream.
+        A duplicate's id names the first request's stream.
         """
         own = self.request_id and self.code != "duplicate_request"
         return self.request_id if own else self.entry_id
 
 
 class StopSequences(Internal, frozen=True):
-    """Streaming to batching: these sequences met a stop string and need no more tokens."""
+    """Streaming to batching: these sequences reached a stop string."""
 
     seq_ids: tuple[int, ...]
 
 
 class Pause(Internal, frozen=True):
-    """To batching: plan no further steps. Answered when no step is under way any more.
+    """To batching: plan no further steps. Answered when no step is in flight.
 
-    Here and below an answer goes out under the envelope's `operation_id`.
+    Replies go out under the envelope's `operation_id`, here and below.
 
     Attributes:
-        in_flight: What becomes of sequences that batching has. Requests that have not come so far
-            are up to admission (`CancelAll`).
+        in_flight: Treatment of batching's sequences. Admission ends earlier requests (`CancelAll`).
     """
 
     in_flight: InFlight = "keep"
 
 
 class Resume(Internal, frozen=True):
-    """Go on after a Pause."""
+    """Continue after a Pause."""
 
 
 class CancelAll(Internal, frozen=True):
-    """To admission: every request in flight ends with what it has. What is not yet taken from the
-    queue is not in flight."""
+    """To admission: end every request in flight with its output so far. Untaken entries are not in
+    flight."""
 
 
 class UpdateWeights(Internal, frozen=True):
     """To the executor: fetch new weights, and put them in place between two steps.
 
-    Steps go on while they are fetched. Answered when they are in place, or when they are refused.
+    Steps continue during the fetch. Answered when the weights are in place, or refused.
 
     Attributes:
-        source: Where they are.
-        in_flight: What becomes of sequences that have begun.
-        version: What to count from then on, above the present version; None for the next.
-        partial: Whether parameters that are not among them stay as they are.
-        timeout_s: How long to wait for them.
-        part_of: A name for an update that comes in several such messages: the tensors are checked
-            and kept, beside what was kept under this name, and answered for. `StagedWeights` puts
-            all of them in place. What was kept under another name is dropped.
-        prepare_as: A name for an update that several executors make: the weights are fetched,
-            checked and answered for, and wait for `FinishUpdate`. Until that comes, and for at most
-            `timeout_s`, other updates are refused.
+        source: Where to fetch them.
+        in_flight: Treatment of sequences that have begun.
+        version: The new version, above the present one; None for the next.
+        partial: Keep parameters that are missing from the source.
+        timeout_s: Time limit of the fetch.
+        part_of: Name of an update in several messages: the tensors are checked and kept beside
+            earlier
+            ones of this name. `StagedWeights` puts all of them in place. Parts of another name are
+            dropped.
+        prepare_as: Name of an update of several executors: the weights are fetched and checked, and
+            wait
+            for `FinishUpdate`. Until then, for at most `timeout_s`, other updates are refused.
     """
 
     source: WeightsSource | StagedWeights
@@ -117,13 +119,11 @@ class UpdateWeights(Internal, frozen=True):
 
 
 class FinishUpdate(Internal, frozen=True):
-    """To the executor: put the weights in place that wait under this name, or drop them.
-
-    Answered when they are in place, or dropped.
+    """To the executor: put the prepared weights in place, or drop them. Answered when done.
 
     Attributes:
-        prepared: What `UpdateWeights.prepare_as` called it.
-        version: What to count from then on; None to drop them.
+        prepared: The name given in `UpdateWeights.prepare_as`.
+        version: The new version; None to drop them.
     """
 
     prepared: str
@@ -131,22 +131,22 @@ class FinishUpdate(Internal, frozen=True):
 
 
 class WeightsReady(Internal, frozen=True):
-    """The executor to batching: new weights wait for the next plan to put them in place."""
+    """The executor to batching: new weights are ready for the next plan."""
 
     version: int
     in_flight: InFlight
 
 
 class JoinWeightsGroup(Internal, frozen=True):
-    """To the executor: join a torch.distributed group from which weights will be broadcast.
+    """To the executor: join a torch.distributed group for weight broadcasts.
 
     Attributes:
-        group: A name for it. One that was joined before is left first.
-        address: host:port of the group's TCP store, which rank 0 keeps.
+        group: Its name. An earlier group of this name is left first.
+        address: host:port of the group's TCP store, on rank 0.
         rank: The executor's, at least 1.
-        world_size: How many there are, rank 0 included.
+        world_size: Number of ranks, including rank 0.
         backend: "gloo" or "nccl".
-        timeout_s: How long to wait for the others.
+        timeout_s: Time limit for the other ranks.
     """
 
     group: str
@@ -158,40 +158,41 @@ class JoinWeightsGroup(Internal, frozen=True):
 
 
 class LeaveWeightsGroup(Internal, frozen=True):
-    """To the executor: leave a group, if it is in it."""
+    """To the executor: leave a group, if joined."""
 
     group: str
 
 
 class TellWeightVersion(Internal, frozen=True):
-    """To the executor: answer with the version of the weights in place."""
+    """To the executor: reply with the version of the weights in place."""
 
 
 class ReleaseMemory(Internal, frozen=True):
-    """To the executor: release memory once the steps under way are done.
+    """To the executor: release memory after the steps in flight. Answered when done.
 
-    Answered when that is so. Until it is resumed no step runs, and requests wait. KV is computed
-    again afterwards; weights are lost, and no step runs before an update has brought all of them.
+    Until resumption no step runs, and requests wait. KV is recomputed afterwards; weights are lost,
+    and no
+    step runs before an update has brought all of them.
 
     Attributes:
-        tags: Of `MEMORY_TAGS`. What is released already stays so.
+        tags: Some of `MEMORY_TAGS`. Released memory stays released.
     """
 
     tags: tuple[str, ...] = MEMORY_TAGS
 
 
 class ResumeMemory(Internal, frozen=True):
-    """To the executor: take memory again that was released; answered when it is there."""
+    """To the executor: take released memory again. Answered when done."""
 
     tags: tuple[str, ...] = MEMORY_TAGS
 
 
 class MemoryState(Internal, frozen=True):
-    """The executor to batching: what memory there is.
+    """The executor to batching: state of its memory.
 
     Attributes:
-        lacks: What is not there, or holds nothing; while there is any, no step can run.
-        release: What of it waits for the next plan to release it.
+        lacks: Released or empty parts; no step can run until this is empty.
+        release: Parts that the next plan is to release.
     """
 
     lacks: tuple[str, ...]
@@ -201,14 +202,13 @@ class MemoryState(Internal, frozen=True):
 class LoadAdapter(Internal, frozen=True):
     """To the executor: read a LoRA adapter, and put it in place between two steps.
 
-    Steps go on while it is read. Answered with its version when it is in place, or refused.
+    Steps continue while it is read. Answered with its version when it is in place, or refused.
 
     Attributes:
-        adapter: Its id, by which requests name it. One that is loaded gets new weights.
-        folder: Where PEFT has written it; the executor's process must be able to read it.
-        in_flight: What becomes of sequences that have begun with it.
-        version: What to count from then on, above all that this id has had; None for the next.
-        only_check: Read it and change nothing; answered with the version that it would have.
+        adapter: Its id in requests. A loaded one gets new weights.
+        folder: In PEFT's format, readable by the executor's process.
+        in_flight: Treatment of sequences that have begun with it.
+        version: The new version, above all earlier ones of this id; None for the next.
     """
 
     adapter: str
@@ -232,10 +232,10 @@ class UnloadAdapter(Internal, frozen=True):
 
 
 class AdapterReady(Internal, frozen=True):
-    """The executor to batching: an adapter waits for the next plan to put it in place.
+    """The executor to batching: an adapter is ready for the next plan.
 
     Attributes:
-        version: Of its weights; 0: it is to be forgotten.
+        version: Of its weights; 0 to unload it.
     """
 
     adapter: str
@@ -244,13 +244,13 @@ class AdapterReady(Internal, frozen=True):
 
 
 class FlushCache(Internal, frozen=True):
-    """Forget all cached prefixes. Running sequences keep their blocks."""
+    """Drop all cached prefixes. Running sequences keep their blocks."""
 
 
 class Drain(Internal, frozen=True):
-    """Let nothing more in; what is still in flight after `timeout_ns` ends with an error.
+    """Admit no more requests; those in flight after `timeout_ns` end with an error.
 
-    A second one may shorten the time.
+    A second Drain may shorten the time.
     """
 
     timeout_ns: int
@@ -263,11 +263,11 @@ class UpdateFairness(Internal, frozen=True):
 
 
 class LoadModel(Internal, frozen=True):
-    """To whoever runs the models: load one. Answered when it is ready, or why it can't be.
+    """To the model manager: load a model. Answered when it is ready or has failed.
 
     Attributes:
-        id: Which one, by any of its names.
-        model: What it is, where the deployment shall have it from now on; None for one that it has.
+        id: One of its names.
+        model: Settings of a new model of the deployment; None for an existing one.
     """
 
     id: str
@@ -275,14 +275,14 @@ class LoadModel(Internal, frozen=True):
 
 
 class UnloadModel(Internal, frozen=True):
-    """To whoever runs the models: unload one. Answered when its processes have ended.
+    """To the model manager: unload a model. Answered when its processes have ended.
 
-    It takes no more requests, and those that it has are answered first.
+    It accepts no more requests, and those in flight finish first.
 
     Attributes:
-        id: Which one, by any of its names.
-        timeout_s: How long they may take; what is left then ends with an error. None: any time.
-        remove: Whether the deployment shall not have it any more.
+        id: One of its names.
+        timeout_s: Time limit of its requests; the rest end with an error. None: no limit.
+        remove: Also remove it from the deployment.
     """
 
     id: str
@@ -291,19 +291,19 @@ class UnloadModel(Internal, frozen=True):
 
 
 class Reset(Internal, frozen=True):
-    """A new epoch begins: drop whatever belongs to older ones, then answer with StageReady.
+    """A new epoch begins: drop the state of older epochs, then reply with StageReady.
 
-    The epoch is that of the envelope.
+    The epoch is the envelope's.
     """
 
 
 class EmbeddingCapacity(InternalPart, frozen=True, array_like=True):
-    """What vectors the executor's model makes of prompts.
+    """Embeddings of the executor's model.
 
     Attributes:
-        size: How many numbers they have.
-        pooling: That of requests that name none.
-        normalize: Likewise.
+        size: Components of a vector.
+        pooling: Default pooling.
+        normalize: Default normalisation.
         whole: As in Pooling.
     """
 
@@ -314,22 +314,22 @@ class EmbeddingCapacity(InternalPart, frozen=True, array_like=True):
 
 
 class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
-    """What the executor can hold.
+    """Capacity of an executor.
 
     Attributes:
-        num_blocks: KV blocks of the lane.
+        num_blocks: KV blocks.
         block_size: Tokens per block.
-        max_model_len: The configured limit cut to the model's own.
+        max_model_len: The configured limit, capped by the model's own.
         vocab_size: Rows of the output layer.
-        device: For people: "cpu", "cuda:0 NVIDIA H200".
+        device: For display: "cpu", "cuda:0 NVIDIA H200".
         weight_version: Of the weights in place.
         lacks: As in MemoryState.
-        max_batch_size: Sequences that run at the same time.
-        adapters: Those that requests can name.
-        capabilities: What the model can be asked for.
-        embedding: What vectors it makes; None where it makes none.
-        experts: How many a layer of the model has; 0 where it has none.
-        drafts: Whether its steps can verify drafts, where the settings ask for it.
+        max_batch_size: Sequences that run concurrently.
+        adapters: Loaded adapters.
+        capabilities: Uses of the model.
+        embedding: Its embeddings; None if unsupported.
+        experts: Experts per layer; 0 for none.
+        drafts: Whether its steps can verify drafts, if enabled.
     """
 
     num_blocks: int
@@ -348,23 +348,23 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
 
 
 class AdaptersChanged(Internal, frozen=True):
-    """The executor to admission, within an epoch: these are the adapters that it has now."""
+    """The executor to admission, within an epoch: its loaded adapters."""
 
     stage: str
     adapters: tuple[LoadedAdapter, ...]
 
 
 class StageStarted(Internal, frozen=True):
-    """A stage is up and holds nothing. Sent to admission, which then begins a new epoch."""
+    """A stage has started without state. Admission then begins a new epoch."""
 
     stage: str
     incarnation: str
 
 
 class StageReady(Internal, frozen=True):
-    """The stage has dropped what is older than the envelope's epoch and takes part in it.
+    """The stage has dropped older state and takes part in the envelope's epoch.
 
-    The executor tells its capacity, and tells batching as well as admission.
+    An executor adds its capacity, and sends this to batching too.
     """
 
     stage: str
@@ -373,15 +373,15 @@ class StageReady(Internal, frozen=True):
 
 
 class ServerRestarted(Internal, frozen=True):
-    """A bus to admission: its server is not the one that it was, and may have lost messages."""
+    """The bus to admission: the server restarted or was replaced, and may have lost messages."""
 
 
 class StageStopped(Internal, frozen=True):
-    """A stage leaves in good order or has failed. What it held is lost to this epoch.
+    """A stage has left or failed; its state is lost to this epoch.
 
     Attributes:
         reason: For people.
-        failed: Whether it failed by itself, so that what it held may be to blame.
+        failed: Whether it crashed, so that one of its requests may be the cause.
     """
 
     stage: str

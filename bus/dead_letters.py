@@ -1,4 +1,4 @@
-"""Dead letters: requests that were given up, kept for somebody to look at."""
+"""Dead letters: abandoned requests, kept for inspection."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that was given up.
+    """An abandoned request.
 
     Attributes:
-        letter_id: Names this letter.
-        entry_id: The request's entry, when it was in the queue.
-        request: The request itself.
-        error: Why it was given up.
-        deaths: How often its lane failed.
-        died_ns: When it was given up, wall clock.
-        model: Whose lane it was in, in a deployment of several models.
+        letter_id: Id of this letter.
+        entry_id: The request's entry.
+        request: The request.
+        error: The cause.
+        deaths: Number of lane failures during the request.
+        died_ns: Time of abandonment, wall clock.
+        model: The lane's model, in a deployment of several.
     """
 
     letter_id: str = ""
@@ -39,7 +39,7 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
 def dead_letter(
     entry: RequestEntry, error: ErrorInfo, deaths: int, now_ns: int, model: str = ""
 ) -> DeadLetter:
-    """The dead letter of an entry that was let in, so that its request could be read."""
+    """Return the dead letter of an admitted, and so readable, entry."""
     assert isinstance(entry.request, GenerateRequest)
     return DeadLetter(
         entry_id=entry.entry_id,

@@ -1,4 +1,4 @@
-"""Ending entries of the requests stream that nobody works on any more."""
+"""Ending of requests stream entries that no lane processes any more."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ async def end_entries(
     answer: Callable[[RequestEntry], Completion],
     epoch: int,
 ) -> list[str]:
-    """Writes the terminal message of each entry that has none.
+    """Write the terminal message of each entry without one.
 
-    From then on nobody writes more about it: what an older epoch still had to say is refused.
+    Writes of older epochs are refused from then on.
 
     Returns:
-        The entries that have ended, which can be forgotten.
+        The ended entries, which can be forgotten.
     """
     answers = [answer(entry) for entry in entries]
     claims = [(each.request_id, each.entry_id) for each in answers]
-    # Of a request whose id is another's the answer goes to the stream that its entry names.
+    # If the request's id belongs to another entry, the answer goes to the stream of the entry's id.
     keys = [
         key if owner in (None, entry_id) else entry_id
         for (key, entry_id), owner in zip(claims, await results.claim(claims), strict=True)

@@ -1,26 +1,27 @@
-"""What an entry of the requests stream may hold beside its request, whoever wrote it.
+"""Limits on the fields of a requests stream entry beside the request.
 
-For both buses, where entries are published and where they are read. The request itself is limited
-by `bus.max_request_bytes`, in `codec.py`.
+Applied by both buses, when publishing and when reading. The request itself is limited by
+`bus.max_request_bytes`, in `codec.py`.
 """
 
 from __future__ import annotations
 
 MAX_FIELDS = 8
-"""More than the names that there are; an entry with more is not looked at any further."""
+"""More than the known names; an entry with more fields is not read further."""
 
 MAX_TRACEPARENT_BYTES = 256
-"""The one version that there is has 55; a later one may append to that."""
+"""The only version has 55 bytes; later ones may append."""
 
 MAX_TRACESTATE_BYTES = 4096
-"""Eight times what everybody is to pass on."""
+"""Eight times the size that every participant must propagate."""
 
 
 def usable_trace(traceparent: str | bytes, tracestate: str | bytes) -> tuple[str, str]:
-    """The trace context that goes with a request; what is too long is "".
+    """Return a request's trace context; parts that are too long become "".
 
-    As W3C Trace Context asks (3.3.1.5, 4.3): the state of others is dropped when it is too long, or
-    when it belongs to no trace. Nobody is refused an answer for it.
+    By W3C Trace Context (3.3.1.5, 4.3), a tracestate is dropped if it is too long or has no
+    traceparent; the
+    request is processed regardless.
     """
     parent = _ascii(traceparent, MAX_TRACEPARENT_BYTES)
     return parent, _ascii(tracestate, MAX_TRACESTATE_BYTES) if parent else ""

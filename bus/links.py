@@ -1,4 +1,4 @@
-"""The links between stages: who sends, who receives, and how much may wait on each.
+"""The links between stages: senders, receiver, and bound of each.
 
     client ──requests──► admission ──admitted──► fairness ──dispatch──► batching ──plans──► executor
                           │     ▲                    ▲                  │    ▲                │
@@ -8,17 +8,21 @@
                           └───refused──►   │  ▲                                               │
     client ◄──results──────────────────────┘  └────────────────────steps──────────────────────┘
 
-    control: anyone ──► any stage. So goes what streaming asks the reference model (ScoreSample),
-    and what an executor answers (SampleScored). Clients also send to whoever runs the models of
+    control: any sender ──► any stage. It also carries streaming's requests to the reference model
+    (ScoreSample) and an executor's replies (SampleScored). Clients also send to the model manager
+    of
     a deployment (LoadModel, UnloadModel), which is no stage.
 
-Batching and executor may be there several times (replicas): then each pair has its own of the links
-that begin or end there, named `dispatch.1` and so on for replica 1, see `at`.
+With several replicas each batching and executor pair has its own copy of the links that begin or
+end
+there, named `dispatch.1` and so on for replica 1; see `at`.
 
 A link has one receiver. `steps` is two links: streaming gets a StepResult, batching a StepSummary.
-The links that close a circle (finished, credits, halts, steps) carry at most a fixed number of
-messages for each request or sequence in flight, or for each step that these still take; their
-capacity is above that number, so that no circle of full links can stall.
+Feedback links (finished, credits, halts, steps) carry at most a fixed number of messages per
+request or
+sequence in flight, or per remaining step; their capacity is above that number, so that no cycle of
+full
+links can deadlock.
 """
 
 from __future__ import annotations
@@ -51,8 +55,9 @@ M = TypeVar("M", bound=Message)
 class Link(NamedTuple, Generic[M]):
     """One direction of traffic with one receiver, for messages of the types `M`.
 
-    `senders` are stages; clients may send on control links as well.
-    `closes_circle`: the protocol bounds what can wait, so the link itself needs no bound.
+    Attributes:
+        senders: Stages; clients may send on control links as well.
+        closes_circle: The protocol bounds the waiting messages, so the link needs no bound.
     """
 
     name: str
@@ -76,7 +81,7 @@ STEPS_STREAMING: Link[StepResult] = Link("steps.streaming", ("executor",), "stre
 HALTS: Link[StopSequences] = Link("halts", ("streaming",), "batching", closes_circle=True)
 REFUSED: Link[Cancel] = Link("refused", ("admission",), "streaming")
 OPENED: Link[RequestOpened | Recover | Cancel] = Link("opened", ("admission",), "streaming")
-"""Also carries Recover, and Cancel of requests that went to another lane."""
+"""Also carries Recover, and Cancel of requests taken over by another lane."""
 FINISHED: Link[RequestFinished | Fenced | Recovered] = Link(
     "finished", ("streaming",), "admission", closes_circle=True
 )
@@ -98,11 +103,11 @@ LINKS: tuple[AnyLink, ...] = (
 )
 
 MODEL_MANAGER = "models"
-"""The role of whoever loads and unloads the models of a deployment."""
+"""Role of the model manager, which loads and unloads a deployment's models."""
 MODELS: Link[LoadModel | UnloadModel] = Link(
     "control.models", (), MODEL_MANAGER, closes_circle=True
 )
-"""To them; no part of a lane."""
+"""The model manager's inbox; not part of a lane."""
 
 PER_REPLICA = (
     DISPATCH,
@@ -130,13 +135,13 @@ def _at(link: AnyLink, replica: int) -> AnyLink:
 
 @cache
 def all_links(replicas: int) -> tuple[AnyLink, ...]:
-    """Every link of a pipeline with so many replicas."""
+    """Return every link of a pipeline with this number of replicas."""
     further = (at(link, replica) for replica in range(1, replicas) for link in PER_REPLICA)
     return (*LINKS, *further)
 
 
 def links_to(role: str, replicas: int = 1) -> tuple[AnyLink, ...]:
-    """The links that end at a stage, or at the model manager."""
+    """Return the links that end at a stage, or at the model manager."""
     if role == MODEL_MANAGER:
         return (MODELS,)
     return tuple(link for link in all_links(replicas) if link.receiver == role)

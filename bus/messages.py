@@ -1,13 +1,16 @@
-"""Every message that crosses between stages: here those of a request's path, with the envelope.
+"""Messages on a request's path between stages, and their envelope.
 
-The others are in `control.py`; what clients write and read is in `public.py`. All are frozen
-msgspec structs, tagged with `type`. In memory they pass by reference, unencoded; on Redis those
-between stages are msgpack arrays.
+Control messages are in `control.py`; the clients' messages are in `public.py`. All are frozen
+msgspec
+structs, tagged with `type`. In memory they pass by reference, unencoded; on Redis those between
+stages
+are msgpack arrays.
 
-Times ending in `_ns` are integer nanoseconds: stamps since the Unix epoch, budgets relative.
-Token ids are plain ints. Fields may be added at the end with a default; none is ever reordered.
-
-The path of a request, and the link that carries each message, is drawn in `links.py`.
+Times ending in `_ns` are integer nanoseconds: timestamps since the Unix epoch, budgets relative.
+Token
+ids are plain ints. Fields may be added at the end with a default; none is ever reordered.
+`links.py`
+draws the path of a request.
 """
 
 from __future__ import annotations
@@ -55,17 +58,17 @@ from .public import StageTime
 from .scoring import SampleScored, ScoreSample
 
 RowFinish = Literal["", "stop", "length", "abort"]
-"""Why a sequence has ended with a row's token; "" while it goes on."""
+"""Why a sequence ended with a row's token; "" if it continues."""
 
 
 class SequenceSpec(InternalPart, frozen=True, array_like=True):
-    """One sample to be made: its id (unique within an epoch), its index in the request, its seed.
+    """One sample: its sequence id (unique within an epoch), index in the request, and seed.
 
-    A sample's random numbers are a function of (seed, position), so they depend on nothing else.
+    A sample's random numbers depend on (seed, position) only.
 
     Attributes:
-        generated: Tokens of the sample that streaming has already, when it is resumed after a
-            failure; the sequence goes on behind them.
+        generated: Tokens of the sample that streaming already has, after a failure; the sequence
+            continues after them.
     """
 
     seq_id: int
@@ -199,7 +202,7 @@ class Dispatch(TokenizedRequest, frozen=True):
 
 
 class PauseSequences(Internal, frozen=True):
-    """Pause these sequences. Sequences that have ended meanwhile are ignored.
+    """Pause these sequences. Finished sequences are ignored.
 
     Batching keeps their tokens; their KV stays in the prefix cache until its blocks are needed.
     """
@@ -215,17 +218,17 @@ class ResumeSequences(Internal, frozen=True):
 
 
 class Credit(Internal, frozen=True):
-    """Batching can take this many more sequences; and what it has done since it last said so.
+    """Batching's room for more sequences, and its work since the last report.
 
     Attributes:
-        sequences: Places that have become free.
-        steps: For each step that came back, the sequences that gained a token.
-        started: (sequence, tokens that it had to compute) for each that began, or began again.
-        paused: Sequences that have paused and wait for ResumeSequences.
+        sequences: Number of free places.
+        steps: For each finished step, the sequences that gained a token.
+        started: (sequence, tokens to compute) for each that began, or began again.
+        paused: Paused sequences, which wait for ResumeSequences.
         ended: Sequences that will not run again.
-        step_ns: What the shortest of the steps took on the device; 0 when there is none.
-        kv_free: Tokens for which KV is free, with that which only the prefix cache has.
-        keeps_cache: The prefix cache may still have what it was sent before.
+        step_ns: Device time of the shortest step; 0 without steps.
+        kv_free: Tokens for which KV is free, including KV held by the prefix cache only.
+        keeps_cache: The prefix cache survived.
     """
 
     sequences: int
@@ -239,17 +242,18 @@ class Credit(Internal, frozen=True):
 
 
 class NewSequence(InternalPart, frozen=True, array_like=True):
-    """All that the executor must know of a sequence, sent once.
+    """A sequence as the executor needs it, sent once.
 
     Attributes:
         seq_id: The sequence's id.
-        token_ids: Prompt, and after a preemption what had been generated.
-        num_generated: How many of `token_ids`, at the end, were generated.
+        token_ids: Prompt, and after a preemption the generated tokens.
+        num_generated: Number of generated tokens at the end of `token_ids`.
         num_cached: Leading tokens whose KV is already in the blocks; all of them with a shared
             prefill.
         block_ids: Blocks of the KV cache, in order.
-        sampling: Parameters; `max_tokens` counts from the prompt's end and is already cut to
-            what the model's length allows.
+        sampling: Parameters; `max_tokens` counts from the prompt's end and is already limited by
+            the
+            model's length.
         sample: The sample's index and seed.
         info: Its request.
         cache_scope: Speculation learns only from sequences of the same scope.

@@ -1,7 +1,8 @@
-"""What crosses the bus between clients and a pipeline: requests, and their outputs.
+"""Messages between clients and a pipeline: requests, and their outputs.
 
-JSON objects with a `type`, so that any language can take part. Times ending in `_ns` are integer
-nanoseconds: stamps since the Unix epoch, budgets relative. Token ids are plain ints.
+JSON objects with a `type`, for any language. Times ending in `_ns` are integer nanoseconds:
+timestamps
+since the Unix epoch, budgets relative. Token ids are plain ints.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 from ..config import Int64, PoolingKind, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "content_filter"]
-"""Why a sample ended. The last is a gateway's: behind it stood what may not be said there."""
+"""Why a sample ended. "content_filter" is set by a gateway's guardrail."""
 
 Status = Literal["done", "error", "cancelled", "expired"]
 
@@ -25,40 +26,40 @@ class Public(
     tag_field="type",
     forbid_unknown_fields=True,
 ):
-    """A message that clients write."""
+    """A message written by clients."""
 
 
 class PublicOutput(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """One that clients read; a newer pipeline may send them fields that they don't know."""
+    """A message read by clients; newer pipelines may add fields."""
 
 
 class PublicPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A piece of a message that clients write."""
+    """A part of a message written by clients."""
 
 
 class OutputPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of one that clients read."""
+    """A part of a message read by clients."""
 
 
-# --- what clients write -----------------------------------------------------------------------
+# --- written by clients -----------------------------------------------------------------------
 
 
 class ChatMessage(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
 class EmbedParams(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the vector of a prompt is made of its tokens' last hidden states. docs/embeddings.md.
+    """Pooling of a prompt's last hidden states. docs/embeddings.md.
 
     Attributes:
         pooling: "mean" over all tokens, the "last" one, or the first one ("cls"); "" for the
-            model's own.
-        normalize: Whether the vector gets the length 1; None for the model's own.
-        dimensions: How many of its first numbers are wanted, taken before it is normalised; None
-            for all.
+            model's
+            own.
+        normalize: Scale the vector to length 1; None for the model's own.
+        dimensions: Number of leading components, taken before normalisation; None for all.
     """
 
     pooling: PoolingKind | Literal[""] = ""
@@ -75,34 +76,39 @@ class GenerateRequest(
     forbid_unknown_fields=True,
     omit_defaults=True,
 ):
-    """A request for completions. Exactly one of prompt, prompt_token_ids and messages is given.
+    """A request for completions, with exactly one of prompt, prompt_token_ids and messages.
 
-    With `embed` it is one for the prompt's vector, and nothing is generated.
+    With `embed` it asks for the prompt's embedding, and generates nothing.
 
     Attributes:
-        request_id: The client's own name for the request, unique among those in flight or whose
-            output is still readable. When empty, the id that the requests queue gave the entry.
-        prompt: Text to be continued.
-        prompt_token_ids: The same, already as tokens of the model.
-        messages: A conversation, put through the model's chat template.
-        model: The model's name, or the id of an adapter; any other name is refused. Empty takes
-            the model without an adapter.
-        n: Samples of this one prompt.
-        sampling: How to sample; see SamplingParams.
-        stream: Whether chunks are wanted as tokens come, or only the final completion.
+        request_id: The client's id for the request, unique among requests in flight or with
+            readable
+            output. If empty, the entry's id on the requests queue.
+        prompt: Text to continue.
+        prompt_token_ids: The prompt as token ids.
+        messages: A conversation, rendered by the model's chat template.
+        model: The model's name, or an adapter's id; any other name is refused. Empty is the model
+            without an adapter.
+        n: Number of samples.
+        sampling: See SamplingParams.
+        stream: Send chunks as tokens are generated, or only the final completion.
         priority: Higher runs earlier; waiting adds to it.
-        tenant: Whose request it is.
-        budget_ns: Time that the answer may take from arrival on, relative, in nanoseconds.
-            Zero or less is refused as expired; absent means no deadline.
-        cache_salt: Prefixes are shared only among a tenant's requests of the same salt, so that
-            nobody can learn from times or `cached_tokens` what others have asked. Empty shares with
-            the tenant's others that are empty. Where `admission.share_prefixes_across_tenants` is
-            set, tenants do not matter.
-        embed: Asks for the prompt's vector, the `embedding` of the one sample. Then `n` is 1,
-            `sampling` is left out, and nothing comes before the Completion.
-        prediction: What is expected to come, as text or as tokens of the model. Where the engine
-            speculates, it is a draft: the answer comes sooner where it agrees, and is the same in
-            any case. Otherwise it is checked and has no effect.
+        tenant: The unit of fair sharing.
+        budget_ns: Time limit from arrival, in nanoseconds. Zero or less is refused as expired;
+            absent
+            means no deadline.
+        cache_salt: Prefixes are shared only among a tenant's requests with equal salts, since
+            timing and
+            `cached_tokens` reveal shared prompts. With `admission.share_prefixes_across_tenants`,
+            tenants don't matter.
+        embed: Return the prompt's `embedding` in the one sample. Then `n` is 1, `sampling` is
+            absent,
+            and only the Completion is sent.
+        prediction: The expected output, as text or token ids. If the engine speculates, it is a
+            draft,
+            which speeds up the request where it matches and never changes the output. Otherwise it
+            is
+            validated and ignored.
     """
 
     request_id: str = ""
@@ -121,14 +127,14 @@ class GenerateRequest(
     prediction: str | tuple[Int64, ...] | None = None
 
 
-# --- what clients read ------------------------------------------------------------------------
+# --- read by clients --------------------------------------------------------------------------
 
 
 class ErrorInfo(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
-    """Why a request did not end well: a stable code, and a sentence that says what to change.
+    """The cause of a failure: a stable code, and a sentence with the remedy.
 
     Attributes:
-        retry_after_s: When trying again may help, seconds from the answer on.
+        retry_after_s: Seconds after which a retry may succeed.
     """
 
     code: str
@@ -140,13 +146,12 @@ class Usage(OutputPart, frozen=True, kw_only=True):
     """Tokens of a request, summed over its samples.
 
     Attributes:
-        cached_tokens: Those of the prompt that needed no computing.
-        accepted_prediction_tokens: Drafted tokens that were what was sampled, wherever the drafts
-            came from: `prediction` is one source of several (`engine.draft_sources`).
-        rejected_prediction_tokens: Drafted tokens that were not, or stood behind the end of a
-            sample: no part of the answer. Both count what was verified by steps that the process
-            which completes the request was told of, so after a failure of the streaming stage only
-            what came since.
+        cached_tokens: Prompt tokens found in the prefix cache.
+        accepted_prediction_tokens: Drafted tokens equal to the sampled ones, from every source of
+            `engine.draft_sources`, of which `prediction` is one.
+        rejected_prediction_tokens: Drafted tokens that differed, or were after a sample's end: not
+            part
+            of the output. After a failure of the streaming stage both count only later steps.
     """
 
     prompt_tokens: int = 0
@@ -157,7 +162,7 @@ class Usage(OutputPart, frozen=True, kw_only=True):
 
 
 class StageTime(OutputPart, frozen=True, kw_only=True):
-    """When a stage held the request: from its arrival there to its leaving."""
+    """Arrival at a stage, and departure."""
 
     stage: str
     start_ns: int
@@ -165,13 +170,13 @@ class StageTime(OutputPart, frozen=True, kw_only=True):
 
 
 class Timings(OutputPart, frozen=True, kw_only=True):
-    """Where a request's time went. Stamps are wall-clock nanoseconds of the host that took them.
+    """Times of a request. Timestamps are wall-clock nanoseconds of the host that took them.
 
     Attributes:
-        received_ns: Admission took the request.
-        first_token_ns: The first token of any sample reached the streaming stage; 0 if none did.
-        finished_ns: The terminal message was made.
-        stages: The stages that the request came through, in order.
+        received_ns: Arrival at admission.
+        first_token_ns: Arrival of any sample's first token at streaming; 0 without tokens.
+        finished_ns: Creation of the terminal message.
+        stages: The stages of the request, in order.
     """
 
     received_ns: int = 0
@@ -180,7 +185,7 @@ class Timings(OutputPart, frozen=True, kw_only=True):
     stages: tuple[StageTime, ...] = ()
 
     def of(self, stage: str) -> StageTime | None:
-        """When it was in a stage; None when it did not come there."""
+        """Return the times in a stage; None if the request never reached it."""
         return next((time for time in self.stages if time.stage == stage), None)
 
 
@@ -196,19 +201,22 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
 
     Attributes:
         token_ids: `[k]`, stop tokens included.
-        logprobs: `[k]`, one per token; docs/sampling.md says of which distribution.
-        weight_version: Of the weights that made the oldest of these tokens.
-        weight_versions: The same for all tokens, as (version, index of its first token) spans.
-        top_logprobs: `[k]`, for each place the likeliest tokens, likeliest first, as many as
-            `sampling.logprobs` asked for; None when it asked for none.
-        ref_logprobs: `[k]`, one per token by the reference model, at the sample's temperature. None
-            where the pipeline has no such model, or the sample was cut short.
-        adapter_version: Of the adapter's weights that made the oldest of these tokens; 0 without
-            an adapter. What chunks say is true of each token.
-        embedding: The prompt's vector, float32, where the request asked for it (`embed`). Then
-            there are no tokens, and `weight_version` is of the weights that made it.
-        num_draft_tokens: Drafted tokens that were verified for it, as far as Usage counts them.
-        num_accepted_draft_tokens: Those of them that were what was sampled, and are part of it.
+        logprobs: `[k]`, one per token; docs/sampling.md defines the distribution.
+        weight_version: Of the oldest token's weights.
+        weight_versions: Spans of (version, index of its first token).
+        top_logprobs: `[k]`, per position the `sampling.logprobs` likeliest tokens, likeliest first;
+            None
+            if not requested.
+        ref_logprobs: `[k]`, by the reference model, at the sample's temperature. None without such
+            a
+            model, or if the sample was cut short.
+        adapter_version: Of the oldest token's adapter weights; 0 without an adapter. Chunks have it
+            for
+            each token.
+        embedding: The prompt's vector, float32, for `embed`. Then there are no tokens, and
+            `weight_version` is of the vector's weights.
+        num_draft_tokens: Drafted tokens verified for the sample, counted as in Usage.
+        num_accepted_draft_tokens: Those equal to the sampled tokens, which are part of the sample.
     """
 
     sample_index: int
@@ -233,26 +241,25 @@ class CompletionChunk(
     tag="chunk",
     tag_field="type",
 ):
-    """New tokens of one sample: those that one step made, which are several where drafted tokens
-    were accepted.
+    """New tokens of one sample from one step; several if drafted tokens were accepted.
 
     `text` may lag behind `token_ids` while a character or a possible stop string is incomplete.
 
     Attributes:
         request_id: The request's id.
-        entry_id: What the requests queue called the request; tells apart two requests that were
-            given the same id.
-        sample_index: Which of the n samples.
-        token_offset: How many tokens of this sample came before these.
+        entry_id: The entry's id on the requests queue; distinguishes requests with the same id.
+        sample_index: Index of the sample, below n.
+        token_offset: Number of earlier tokens of the sample.
         token_ids: `[k]`, k at least 0.
         logprobs: `[k]`, one per token.
-        text: Text that is now certain.
+        text: Text that is now final.
         finish_reason: Set on the sample's last chunk.
-        weight_version: Of the weights that made these tokens.
+        weight_version: Of these tokens' weights.
         top_logprobs: `[k]`, as in CompletionSample.
-        prompt_logprobs, prompt_top_logprobs: As in Completion, with the first chunk of the first
-            sample; None with all others.
-        adapter_version: Of the adapter's weights that made these tokens; 0 without an adapter.
+        prompt_logprobs, prompt_top_logprobs: As in Completion, in the first chunk of the first
+            sample;
+            None in all others.
+        adapter_version: Of these tokens' adapter weights; 0 without an adapter.
     """
 
     request_id: str
@@ -277,23 +284,25 @@ class Completion(
     tag="completion",
     tag_field="type",
 ):
-    """The terminal message: each request gets exactly one, whatever became of it.
+    """The terminal message; each request gets exactly one.
 
     Attributes:
         request_id: The request's id.
-        entry_id: What the requests queue called the request.
-        status: "done", or why not.
+        entry_id: The entry's id on the requests queue.
+        status: "done", or the kind of failure.
         error: Set unless the status is "done".
-        samples: All samples in order; after an error what had been made until then.
-        trace_id: 32 hex digits, or empty when the request is not traced.
-        prompt_logprobs: `[prompt]`, each prompt token's logprob given those before it; the first
-            has none. None when `sampling.prompt_logprobs` did not ask for them, or the request
-            ended before all were known.
+        samples: All samples in order; after an error, their output until then.
+        trace_id: 32 hex digits; empty for an untraced request.
+        prompt_logprobs: `[prompt]`, each prompt token's logprob given those before it; None for the
+            first. None if not requested (`sampling.prompt_logprobs`), or if the request ended
+            before
+            all were known.
         prompt_top_logprobs: `[prompt]`, as CompletionSample.top_logprobs; empty for the first.
-        prompt_token_ids: `[prompt]`, the prompt as the model's tokens, however it was given. Empty
-            when the request ended before any of its samples began.
-        prompt_ref_logprobs: `[prompt]`, as `prompt_logprobs`, by the reference model. None where
-            that is, or there is no such model.
+        prompt_token_ids: `[prompt]`, the tokenised prompt. Empty if the request ended before a
+            sample
+            began.
+        prompt_ref_logprobs: `[prompt]`, as `prompt_logprobs`, by the reference model. None without
+            `prompt_logprobs` or such a model.
     """
 
     request_id: str

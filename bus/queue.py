@@ -1,6 +1,6 @@
-"""A queue with several entrances, each of which may be bounded.
+"""A queue with several producers ("entrances"), each optionally bounded.
 
-The one structure behind inboxes, the requests queue in memory, and the writers' queues.
+Used for inboxes, the requests queue in memory, and writers' queues.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class _Entrance(Generic[T]):
-    """One entrance: how many of its items are in the queue, and who waits outside."""
+    """One entrance: the number of its items in the queue, and the waiting puts."""
 
     __slots__ = ("capacity", "inside", "waiting")
 
@@ -31,12 +31,14 @@ class _Entrance(Generic[T]):
 class BoundedQueue(Generic[T]):
     """Items in order of arrival, for one event loop.
 
-    A put waits while its own entrance is full; those who wait there get in in the order they came.
-    Whoever takes items lets in those who wait in the same breath, so nobody can overtake them.
-    Cancelling a wait on either side leaves the queue as it was, or the item inside: never half.
+    A put waits while its own entrance is full; waiting puts keep their order. Taking items
+    atomically admits
+    waiting puts, so none is overtaken. Cancelling a wait on either side leaves the queue unchanged,
+    or the
+    item inside.
 
     Attributes:
-        entered: How many items have come in so far.
+        entered: Number of items added so far.
     """
 
     def __init__(self, name: str) -> None:
@@ -55,7 +57,7 @@ class BoundedQueue(Generic[T]):
         return self._closed
 
     async def put(self, item: T, entrance: str = "", capacity: int | None = None) -> None:
-        """Appends an item through `entrance`, which holds `capacity` items (None: any number).
+        """Append an item through `entrance`, which holds `capacity` items (None: unlimited).
 
         Raises:
             ChannelClosed: The queue was closed.
@@ -79,7 +81,7 @@ class BoundedQueue(Generic[T]):
             raise
 
     async def take(self, max_items: int) -> list[T]:
-        """Waits until there is something and takes the oldest items, at most `max_items`.
+        """Wait for items and return the oldest, at most `max_items`.
 
         Raises:
             ChannelClosed: The queue was closed and is empty.
@@ -107,7 +109,7 @@ class BoundedQueue(Generic[T]):
         return taken
 
     def close(self) -> None:
-        """Refuses further items; those inside can still be taken. Those who wait get an error."""
+        """Refuse further items; those inside can still be taken. Waiting puts raise."""
         self._closed = True
         for entrance in self._entrances.values():
             while entrance.waiting:
@@ -118,7 +120,7 @@ class BoundedQueue(Generic[T]):
             self._wake()
 
     def move_waiting_to(self, other: BoundedQueue[T]) -> None:
-        """Sends those who wait outside to the same entrances of another queue."""
+        """Move waiting puts to the same entrances of another queue."""
         for name, own in self._entrances.items():
             entrance = other._entrances.setdefault(name, _Entrance(own.capacity))
             entrance.waiting.extend(own.waiting)

@@ -1,4 +1,4 @@
-"""Answers to control messages: whether what was asked for has been done."""
+"""Replies to control messages."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Protocol
 import msgspec
 
 KEPT_S = 600
-"""How long an answer is kept for whoever asked."""
+"""Seconds that a reply is kept."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What became of an operation in one lane.
+    """Result of an operation in one lane.
 
     Attributes:
-        lane: Which one.
-        role: Of the stage that did it.
-        code: An error's stable code; "" when it was done.
-        message: The error's sentence.
-        weight_version: Of the weights in place afterwards, where weights are concerned.
-        newest_version: That the lane is known to have had, where that is a larger one.
+        lane: The lane.
+        role: Of the replying stage.
+        code: An error's stable code; "" for success.
+        message: The error's message.
+        weight_version: Of the weights in place afterwards, for weight operations.
+        newest_version: The lane's newest known version, if larger.
     """
 
     lane: str
@@ -33,17 +33,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Replies(Protocol):
-    """Answers by the id of the operation. Not durable; kept for `KEPT_S`."""
+    """Replies by operation id. Not durable; kept for `KEPT_S`."""
 
     async def answer(self, operation_id: str, outcome: Outcome) -> None:
-        """Tells whoever asked. Without an id nobody wants to know.
+        """Reply to the sender of an operation; without an id do nothing.
 
         Raises:
             BusError: The transport can't be reached.
         """
 
     async def outcomes(self, operation_id: str, number: int, timeout_s: float) -> list[Outcome]:
-        """Waits for so many answers, and gives those that came in time. May be asked again then.
+        """Wait for `number` replies, and return those that arrived in time. May be called again.
 
         Raises:
             BusError: The transport can't be reached.
@@ -77,7 +77,7 @@ class MemoryReplies:
     def _answers_to(self, operation_id: str) -> _Answers:
         now = time.monotonic()
         if operation_id not in self._answers:
-            # Oldest first: who has left without its answer does not come back for it.
+            # Oldest first: an operation's sender doesn't return after that time.
             while self._answers and next(iter(self._answers.values())).since < now - KEPT_S:
                 del self._answers[next(iter(self._answers))]
             self._answers[operation_id] = _Answers(now)
@@ -85,7 +85,7 @@ class MemoryReplies:
 
 
 class _Answers:
-    """The answers to an operation. `news` is set when there are more."""
+    """Replies to an operation. `news` is set when there are more."""
 
     def __init__(self, since: float) -> None:
         self.since = since

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Unrouted(msgspec.Struct, frozen=True):
-    """A request at the entrance.
+    """A request on the deployment's requests stream.
 
     Attributes:
         entry_id: Its entry.
-        model: What it asks for; "" for the default, and where it could not be read.
+        model: The requested model; "" for the default, or if unreadable.
     """
 
     entry_id: str
@@ -28,12 +28,13 @@ class Unrouted(msgspec.Struct, frozen=True):
 
 
 class Unmoved(NamedTuple):
-    """A request that stays at the entrance.
+    """A request that was not moved.
 
     Attributes:
         entry_id: Its entry.
-        code: "model_not_loaded": the model takes no requests. "not_routed": its stream has an entry
-            that came later. "malformed": it has more fields than any request.
+        code: "model_not_loaded": the model accepts no requests. "not_routed": its stream has a
+            later
+            entry. "malformed": it has more fields than any request.
     """
 
     entry_id: str
@@ -41,13 +42,14 @@ class Unmoved(NamedTuple):
 
 
 class RequestRouting(Protocol):
-    """The entrance of a deployment of several models: any process may see to it, and several may.
+    """Routing from the deployment's requests stream to its models' streams, by any number of
+    processes.
 
-    Entries keep their ids, and their order for each model, whoever moves them.
+    Entries keep their ids, and their order per model.
     """
 
     async def unrouted(self, max_items: int = 64) -> list[Unrouted]:
-        """Waits for requests at the entrance; the oldest, which stay there.
+        """Wait for requests, and return the oldest, which stay on the stream.
 
         Raises:
             ChannelClosed: The bus was closed.
@@ -55,13 +57,13 @@ class RequestRouting(Protocol):
         """
 
     async def move(self, places: Sequence[tuple[str, str]]) -> list[Unmoved]:
-        """Moves entries to the streams of their models, each as one step, once.
+        """Move entries to their models' streams, each atomically and once.
 
         Args:
             places: (entry id, model id), in the order of `unrouted`.
 
         Returns:
-            Those that are where they were.
+            The entries that were not moved.
 
         Raises:
             BusError: As `unrouted`.
@@ -70,10 +72,10 @@ class RequestRouting(Protocol):
     async def refuse(
         self, entry_ids: Sequence[str], answer: Callable[[RequestEntry], Completion], epoch: int
     ) -> None:
-        """Answers entries that can't be moved, and removes them.
+        """Answer entries that can't be moved, and remove them.
 
         Args:
-            answer: An entry's terminal message.
+            answer: Makes an entry's terminal message.
             epoch: The writer's.
 
         Raises:
@@ -82,7 +84,7 @@ class RequestRouting(Protocol):
 
 
 class MemoryRouting:
-    """The `RequestRouting` within one process, where there is one model, to which all goes."""
+    """`RequestRouting` within one process, which has one model and nothing to route."""
 
     def __init__(self) -> None:
         self._closed = asyncio.Event()
@@ -97,7 +99,7 @@ class MemoryRouting:
     async def refuse(
         self, entry_ids: Sequence[str], answer: Callable[[RequestEntry], Completion], epoch: int
     ) -> None:
-        """Does nothing: there is nothing to refuse."""
+        """Do nothing: there are no entries to refuse."""
 
     def close(self) -> None:
         self._closed.set()

@@ -1,4 +1,4 @@
-"""What streaming and an executor say of samples that the reference model is to score."""
+"""Messages between streaming and an executor about samples for the reference model."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import typer
 import yaml
 
 from ..config import ConfigError, PolicyConfig, parse_value
-from ..gateway.policy.scopes import SCOPES
+from ..gateway.policy.document import SCOPES
 from .clients import ServerClient
 from .connection import connected, server_of
 from .options import AsJson, Options, argument, group, option, takes, takes_server_options

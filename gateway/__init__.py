@@ -1,5 +1,5 @@
-"""The gateway: HTTP in front of the bus, a client of it and no stage.
+"""The gateway: HTTP and gRPC in front of the bus, a client of it and no stage.
 
-Each interface that it speaks, `sglang` and `openai`, is a package of routes. `http.py` has what
-they share, `callers.py` what stands before all of them.
+`server/` has connections, TLS and limits, `serving/` the submission of requests, `policy/` the
+checks of callers and requests, and each folder of `api/` one interface.
 """

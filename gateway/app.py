@@ -1,14 +1,11 @@
-"""The ASGI application, where there is one model."""
+"""The ASGI application of a gateway with one model, and the interfaces to one model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import Scope
@@ -18,21 +15,183 @@ from ..pipeline.client import BusClient
 from ..telemetry import instruments
 from .api import anthropic
 from .api.kserve import http as kserve_http
+from .api.kserve.http import kserve_routes
 from .api.kserve.regions import TenantRegions
-from .interfaces import Interfaces
-from .metrics import metrics_routes
-from .model_statuses import single_model_routes
-from .policy.admin import admin_routes
+from .api.kserve.repository import open_service
+from .api.kserve.service import KServe
+from .api.openai import ModelInfoCalls, ResponseCalls, openai_routes
+from .api.sglang import sglang_routes
+from .endpoints import gateway_routes, single_model_routes
+from .policy.chain import PolicyChain, PolicyRoute
 from .policy.policy import Policy
-from .probes import probe_routes
-from .root import root_routes
-from .server.callers import JsonOnly
-from .server.http import ERROR_CODE, error_handler, error_response
+from .server.application import Application
+from .server.http import ERROR_CODE, error_response
+from .serving.chat_templates import AT_ONCE, ChatTemplates, LazyFormat, check_format
+from .serving.durable_calls import DurableCalls, watch_orphans
+from .serving.lane_state import Readiness, ServedModels
 from .serving.measures import Measures
-from .serving.readiness import Readiness
-from .status import status_routes
+from .serving.services import Services
+from .serving.submissions import Submissions
+from .serving.turns import Turns
+from .serving.words import LazyWords
 
-_ANSWERED = (NanoInferenceError, HTTPException, ClientDisconnect)
+
+class Interfaces:
+    """All interfaces to one model, and what they share.
+
+    Attributes:
+        config: The settings of the model.
+        chain: The policy chain of its calls.
+        readiness: Whether the model takes requests.
+        submissions: Requests that wait or are in the pipeline.
+        durable: Calls stored on the bus.
+        kserve: What KServe V2 serves.
+        info: OpenAI's endpoints about the model.
+        responses: OpenAI's responses.
+        routes: Routes of all interfaces, without those of the gateway as a whole.
+    """
+
+    def __init__(
+        self,
+        engine: BusClient,
+        config: Config,
+        policy: Policy,
+        measures: Measures,
+        readiness: Readiness,
+        regions: TenantRegions,
+    ) -> None:
+        """Raises ConfigError when `gateway.message_format` or `gateway.models` is invalid."""
+        check_format(config)
+        words = LazyWords(config.engine.model_folder)
+        served = ServedModels(engine, config)
+        several = bool(config.bus.model)
+        self.config = config
+        self.chain = policy.chain_of(engine, config, words, served, one_of_several=several)
+        self.readiness = readiness
+        self.submissions = Submissions(engine, config, measures, readiness, self.chain)
+        length = self.submissions.length
+        templates = ChatTemplates(
+            words,
+            length.get,
+            config.gateway.template_timeout_s,
+            Turns(AT_ONCE, config.gateway.max_waiting, measures),
+            LazyFormat(config, words),
+            config.admission.max_constraint_bytes,
+        )
+        self.durable = DurableCalls(engine, config)
+        service = open_service(
+            self.submissions, config, words, readiness, measures, packages=not several
+        )
+        self.kserve = KServe(service, regions)
+        services = Services(
+            engine=engine,
+            config=config,
+            measures=measures,
+            readiness=readiness,
+            words=words,
+            templates=templates,
+            submissions=self.submissions,
+            durable=self.durable,
+            length=length,
+            served=served,
+        )
+        self.info = ModelInfoCalls(services)
+        self.responses = ResponseCalls(services)
+        self.routes: list[PolicyRoute] = [
+            *anthropic.model_routes(self.info.cards, self.info.card_of),
+            *sglang_routes(services),
+            *openai_routes(services, self.info, self.responses),
+            *anthropic.anthropic_routes(services),
+            *kserve_routes(self.kserve, readiness, config.gateway),
+        ]
+
+
+class InterfacesApp(Application):
+    """Routes of interfaces behind a policy chain."""
+
+    def __init__(self, routes: Sequence[BaseRoute], chain: PolicyChain, measures: Measures) -> None:
+        super().__init__(
+            routes, chain, measures, respond, kserve_http.is_called, kserve_http.takes_compressed
+        )
+
+
+class GatewayApp(InterfacesApp):
+    """The application of a gateway, with what `Gateway` runs and closes around it.
+
+    Attributes:
+        policy: Opened before the first call, closed at the end.
+        readiness: Whether the gateway takes requests.
+        kserve: What gRPC serves as well, through `chain`.
+        background: Tasks beside the connections, by name.
+    """
+
+    def __init__(
+        self,
+        routes: Sequence[BaseRoute],
+        chain: PolicyChain,
+        measures: Measures,
+        *,
+        policy: Policy,
+        readiness: Readiness,
+        kserve: KServe,
+        background: Mapping[str, Callable[[], Coroutine[Any, Any, None]]],
+    ) -> None:
+        super().__init__(routes, chain, measures)
+        self.policy = policy
+        self.readiness = readiness
+        self.kserve = kserve
+        self.background = {"policy": policy.run_forever, **background}
+
+    def stop(self) -> None:
+        """The gateway closes connections from now on; their clients may go to another one."""
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        """Leave durable calls to other gateways, and close what the application holds."""
+        await self.policy.aclose()
+        self.kserve.regions.close()
+
+
+class ModelGatewayApp(GatewayApp):
+    """The application of a gateway with one model. `durable`: its durable calls."""
+
+    def __init__(
+        self, engine: BusClient, config: Config, measures: Measures, readiness: Readiness
+    ) -> None:
+        policy = Policy(engine, config, measures)
+        model = Interfaces(
+            engine, config, policy, measures, readiness, TenantRegions(config.gateway)
+        )
+        self.durable = durable = model.durable
+        measures.watch(instruments.GATEWAY_WAITING, lambda: model.submissions.waiting)
+        super().__init__(
+            [
+                *gateway_routes(engine, config, policy, readiness, measures.metrics),
+                *model.routes,
+                *single_model_routes(engine),
+            ],
+            model.chain,
+            measures,
+            policy=policy,
+            readiness=readiness,
+            kserve=model.kserve,
+            background={
+                "durable calls": partial(
+                    watch_orphans,
+                    engine.bus.store.calls,
+                    config,
+                    lambda: [durable],
+                    lambda call: durable,
+                ),
+            },
+        )
+
+    def stop(self) -> None:
+        self.durable.stop()
+
+    async def aclose(self) -> None:
+        await self.durable.aclose()
+        await super().aclose()
 
 
 def make_app(
@@ -40,80 +199,23 @@ def make_app(
     config: Config,
     measures: Measures | None = None,
     readiness: Readiness | None = None,
-) -> Starlette:
-    """An application that serves an engine, to whoever calls it; `HttpServer` asks who that is.
+) -> ModelGatewayApp:
+    """Return an application that serves an engine. `HttpServer` authenticates its callers.
 
     Args:
-        engine: The client that reaches it.
-        config: The engine's settings as far as clients ask for them, and the gateway's own.
-        measures: Where it tells what it does; None for nowhere.
-        readiness: Whether it takes requests; None for one that nobody changes.
-
-    Returns:
-        The application. Whoever serves it opens its `state.policy` before, runs all of its
-        `state.beside` beside it, closes its `state.kept_calls` at the end, and answers what it
-        refuses itself by its `state.respond`. What is behind its `state.kserve` may be served over
-        gRPC as well, to calls that go through its `state.chain`.
+        engine: The client of the engine.
+        config: The engine's settings, and the gateway's own.
+        measures: Spans and metrics; None for none.
+        readiness: Whether the gateway takes requests; None for that of the engine.
 
     Raises:
-        ConfigError: The policy's settings can't be obeyed, or `gateway.message_format` names no
-            format.
+        ConfigError: The policy's settings or `gateway.message_format` are invalid.
     """
-    measures = measures or Measures()
-    readiness = readiness or Readiness(engine)
-    policy = Policy(engine, config, measures)
-    model = Interfaces(engine, config, policy, measures, readiness, TenantRegions(config.gateway))
-    measures.watch(instruments.GATEWAY_WAITING, lambda: model.submissions.waiting)
-    app = application(
-        [
-            *root_routes(),
-            *probe_routes(readiness),
-            *metrics_routes(measures.metrics),
-            *status_routes(engine),
-            *model.routes,
-            *admin_routes(policy, config),
-            *single_model_routes(engine),
-        ],
-        measures,
-    )
-    app.state.chain = model.chain
-    app.state.kept_calls = model.kept
-    app.state.readiness = readiness
-    app.state.beside = {
-        "kept calls": model.abandoned.run_forever,
-        "policy": policy.run_forever,
-    }
-    app.state.kserve = model.kserve
-    app.state.policy = policy
-    return app
-
-
-def application(routes: Sequence[BaseRoute], measures: Measures) -> Starlette:
-    """An application with some routes, whose errors are as the clients of each interface read
-    them, by its `state.respond`."""
-    answer = error_handler(respond)
-    app = Starlette(
-        routes=routes,
-        middleware=[
-            # Starlette raises what it answers with 500 once more, and the server then closes the
-            # connection behind an answer that does not say so.
-            Middleware(ExceptionMiddleware, handlers={Exception: answer}),
-            Middleware(
-                JsonOnly,
-                measures,
-                respond,
-                takes_bytes=kserve_http.is_called,
-                takes_compressed=kserve_http.takes_compressed,
-            ),
-        ],
-        exception_handlers=dict.fromkeys(_ANSWERED, answer),
-    )
-    app.state.respond = respond
-    return app
+    return ModelGatewayApp(engine, config, measures or Measures(), readiness or Readiness(engine))
 
 
 def respond(scope: Scope, error: NanoInferenceError) -> Response:
-    """The answer to a call that has an error, as clients of what is called read it."""
+    """Return the response to a call that has an error, in the form of the called interface."""
     scope.setdefault("state", {})[ERROR_CODE] = error.code
     if anthropic.is_called(scope):
         return anthropic.respond(scope, error)

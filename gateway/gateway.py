@@ -1,4 +1,4 @@
-"""The gateway on a client of the bus, behind ports of this process."""
+"""A gateway on a client of the bus, listening in this process."""
 
 from __future__ import annotations
 
@@ -13,34 +13,28 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
-from ..config import BusError, Config, ConfigError, GatewayConfig
+from ..config import BusError, Config, ConfigError
 from ..config.logger import get_logger
 from ..pipeline.client import BusClient
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
-
     from .api.kserve.grpc_server import GrpcServer
     from .api.kserve.service import KServe
-    from .deployment.models import Models
-    from .policy.chain import PolicyChain
-    from .policy.policy import Policy
+    from .app import GatewayApp
     from .server.server import HttpServer
-    from .serving.durable_calls import KeptCalls
     from .serving.measures import Measures
-    from .serving.readiness import Readiness
 
 DEFAULT_PORT = 30000
 """SGLang's."""
 
 _WARN_S = 3600.0
-"""So often it says that it is open to everybody."""
+"""Period of the warning that the gateway is open to everybody."""
 
 
 class Gateway:
-    """Serves HTTP, and gRPC where it has a port, while the context is open.
+    """Serves HTTP, and gRPC if `gateway.grpc_port` is set, while the context is open.
 
-    Its spans and metrics go where those of the client do.
+    Spans and metrics go where those of the client do.
 
     ```python
     async with Pipeline(config) as pipeline, Gateway(pipeline.client, config) as gateway:
@@ -48,9 +42,8 @@ class Gateway:
     ```
 
     Attributes:
-        port: Where it listens; with `gateway.port` 0 a free one.
-        grpc_port: The same of gRPC and `gateway.grpc_port`; None where that is None.
-        kserve: The models and the shared memory of KServe V2, from when it listens.
+        port: The port of HTTP; a free one if `gateway.port` is 0.
+        grpc_port: The port of gRPC; None without gRPC.
     """
 
     def __init__(self, client: BusClient, config: Config) -> None:
@@ -58,14 +51,16 @@ class Gateway:
         self.grpc_port = config.gateway.grpc_port
         self._client = client
         self._config = config
-        self._readiness: Readiness
+        self._app: GatewayApp
         self._server: HttpServer
-        self.kserve: KServe
         self._grpc: GrpcServer | None = None
         self._task: asyncio.Task[None]
-        self._kept: KeptCalls | Models
-        self._policy: Policy
-        self._beside: list[asyncio.Task[None]] = []
+        self._background: list[asyncio.Task[None]] = []
+
+    @property
+    def kserve(self) -> KServe:
+        """The models and the shared memory of KServe V2, once the gateway listens."""
+        return self._app.kserve
 
     @property
     def url(self) -> str:
@@ -74,7 +69,7 @@ class Gateway:
 
     @property
     def places(self) -> dict[str, str]:
-        """Where it listens: its "url", and where clients of "grpc" find it."""
+        """The addresses: "url" of HTTP, and "grpc" if there is gRPC."""
         grpc = {} if self.grpc_port is None else {"grpc": f"{self._host}:{self.grpc_port}"}
         return {"url": self.url} | grpc
 
@@ -84,35 +79,37 @@ class Gateway:
         return f"[{host}]" if ":" in host else host
 
     async def __aenter__(self) -> Gateway:
-        """Listens from then on.
+        """Listen.
 
         Raises:
-            ConfigError: A port can't be had, others could reach it without keys, the certificate
-                can't be used, or the policy's settings can't be obeyed.
+            ConfigError: A port is taken, others could reach it without keys, or the certificate or
+                the policy's settings are invalid.
             NanoInferenceError: The policy can't be read.
         """
-        # Whoever only names this class need not wait for them.
+        # Imported here, since commands that only name this class need none of it.
         from .server.server import BACKLOG, HttpServer
         from .serving.measures import Measures
 
-        listener = self._listen(BACKLOG)
-        self.port = listener.getsockname()[1]
+        place = place_of(self._config)
+        listener = _bound(self._config, place, self.port, "gateway.port", BACKLOG)
+        address, self.port = listener.getsockname()[:2]
         own = msgspec.structs.replace(self._config.gateway, port=self.port)
         config = msgspec.structs.replace(self._config, gateway=own)
         measures = Measures(self._client.tracing, self._client.metrics)
         try:
-            app = await self._application(config, measures)
-            self._readiness = app.state.readiness
-            self._policy, self.kserve = app.state.policy, app.state.kserve
-            chain: PolicyChain = app.state.chain
-            self._server = HttpServer(app, config.gateway, measures, self._policy.audit)
+            self._app = app = await self._application(config, measures)
+            self._server = HttpServer(app, own, measures, app.policy.audit)
             if config.policy.knows_callers:
-                self._server.connections.client_of = self._policy.client_of
+                self._server.connections.client_of = app.policy.client_of
             if self.grpc_port is not None:
-                self._grpc = self._grpc_server(config.gateway, chain)
-                self._grpc.listen(listener.getsockname()[0])
+                # gRPC's own log has a line for whatever a client sends, in a form of its own.
+                os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+                from .api.kserve.grpc_server import GrpcServer
+
+                self._grpc = GrpcServer(app.kserve, app.chain, app.readiness, own, self._server)
+                self._grpc.listen(address)
                 self.grpc_port = self._grpc.port
-            await self._policy.open()
+            await app.policy.open()
             if self._grpc is not None:
                 await self._grpc.start()
         except BaseException:
@@ -121,12 +118,11 @@ class Gateway:
                 await self._grpc.aclose(0)
             raise
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
-        self._kept = app.state.kept_calls
-        beside = {
-            **{name: work() for name, work in app.state.beside.items()},
-            "warnings": self._warn_forever(listener.getsockname()[0]),
-        }
-        self._beside = [asyncio.create_task(work, name=name) for name, work in beside.items()]
+        background = {name: work() for name, work in app.background.items()}
+        background["warnings"] = self._warn_forever(address)
+        self._background = [
+            asyncio.create_task(work, name=name) for name, work in background.items()
+        ]
         return self
 
     async def __aexit__(
@@ -135,55 +131,53 @@ class Gateway:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stops listening; calls under way have a few seconds. `drain` before gives them more.
+        """Stop listening. Calls in flight have a few seconds; `drain` before gives them more.
 
-        Those that have not ended by then go on at other gateways, if their clients do.
+        Durable calls that haven't ended by then go on at other gateways, if their clients do.
         """
         from .server.server import LEAVE_S
 
-        self._kept.stop()
+        self._app.stop()
         self._server.should_exit = True
-        beside = [] if self._grpc is None else [self._grpc.aclose(LEAVE_S)]
+        grpc = [] if self._grpc is None else [self._grpc.aclose(LEAVE_S)]
         try:
-            await asyncio.gather(asyncio.shield(self._task), *beside)
+            await asyncio.gather(asyncio.shield(self._task), *grpc)
         finally:
-            for task in self._beside:
+            for task in self._background:
                 task.cancel()
-            await asyncio.wait(self._beside)
-            await self._kept.aclose()
-            await self._policy.aclose()
-            self.kserve.regions.close()
+            await asyncio.wait(self._background)
+            await self._app.aclose()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Is not ready from now on, refuses new requests, and waits for the calls under way.
+        """Report not ready, refuse new requests, and wait for the calls in flight.
 
-        It goes on to listen, so that those who ask are told.
+        The gateway goes on listening, so that new callers get an answer.
 
         Args:
             timeout_s: How long to wait.
 
         Returns:
-            Whether all of them have ended.
+            Whether all calls have ended.
         """
-        self._readiness.draining = True
+        self._app.readiness.draining = True
         if self._grpc is not None:
             self._grpc.drain()
         with anyio.move_on_after(timeout_s):
-            await self._server.calls.idle()
+            await self._server.calls.observer.idle()
             return True
         return False
 
     async def failed(self) -> None:
-        """Waits until the server has stopped, which it does by itself only when it fails."""
+        """Wait until the server has stopped, which it does by itself only when it fails."""
         await asyncio.shield(self._task)
 
-    async def _application(self, config: Config, measures: Measures) -> Starlette:
-        """That of the model, or of all models where the deployment has several."""
+    async def _application(self, config: Config, measures: Measures) -> GatewayApp:
+        """Return the application for one model, or for a deployment of several."""
         from .app import make_app
-        from .deployment.app import make_deployment_app
+        from .deployment.app import DeploymentApp
 
         if await self._has_models():
-            return make_deployment_app(self._client, config, measures)
+            return DeploymentApp(self._client, config, measures)
         return make_app(self._client, config, measures)
 
     async def _has_models(self) -> bool:
@@ -193,23 +187,11 @@ class Gateway:
         try:
             return bool(await bus.store.models.read())
         except BusError:
-            # It is as the settings say; who has written down models gives them to all.
+            # As the settings say. A deployment's settings reach all of its gateways.
             return False
 
-    def _grpc_server(self, config: GatewayConfig, chain: PolicyChain) -> GrpcServer:
-        """Whoever has no port for it need not wait until gRPC is imported."""
-        # Its own log has a line for whatever anybody sends, and no form but that of its own.
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-        from .api.kserve.grpc_server import GrpcServer
-
-        return GrpcServer(self.kserve, chain, self._readiness, config, self._server)
-
-    def _listen(self, backlog: int) -> socket.socket:
-        place = place_of(self._config)
-        return _bound(self._config, place, self.port, "gateway.port", backlog)
-
     async def _warn_forever(self, address: str) -> None:
-        """Says what is dangerous about how it was set up."""
+        """Log what is insecure about the settings."""
         if _is_own(address):
             return
         log = get_logger()
@@ -223,10 +205,10 @@ class Gateway:
 
 
 def place_of(config: Config) -> tuple[socket.AddressFamily, str]:
-    """The address on which a gateway with these settings listens.
+    """Return the address on which a gateway with these settings listens.
 
     Raises:
-        ConfigError: There is none of that name, or others could come there without keys.
+        ConfigError: The name is unknown, or others could reach the address without keys.
     """
     try:
         found = socket.getaddrinfo(config.gateway.host, None, type=socket.SOCK_STREAM)[0]
@@ -249,11 +231,11 @@ def check_ports(
 
     Args:
         config: The settings.
-        http_option: The name by which the user chose the port for HTTP.
-        grpc_option: The same of gRPC.
+        http_option: The option for the port of HTTP, for errors.
+        grpc_option: The option for the port of gRPC.
 
     Raises:
-        ConfigError: As `place_of`; also for a port that is taken.
+        ConfigError: As `place_of`, and for a port that is taken.
     """
     import uvicorn  # noqa: F401  a missing extra is reported here, not by a child process
 
@@ -281,7 +263,7 @@ def _bound(
 def _can_not_listen(config: Config, port: int, error: OSError, option: str) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         return ConfigError(f"port {port} is taken; choose another with {option}")
-    # Of a socket that can't be bound, Python adds the address to the system's words.
+    # Python appends the address to the system's message.
     why = os.strerror(error.errno or 0) if error.errno in errno.errorcode else error.strerror
     return ConfigError(
         f"the gateway can't listen on {config.gateway.host} port {port}: {why}; choose another "
@@ -290,6 +272,6 @@ def _can_not_listen(config: Config, port: int, error: OSError, option: str) -> C
 
 
 def _is_own(address: str) -> bool:
-    """Whether only this machine's programs reach an address."""
+    """Return whether only programs of this machine reach an address."""
     found = ip_address(address.partition("%")[0])
     return (getattr(found, "ipv4_mapped", None) or found).is_loopback

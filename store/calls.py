@@ -1,8 +1,8 @@
-"""Calls that outlive the connection that made them: what each was, and who attends it.
+"""Durable calls: calls that outlive the connection that made them.
 
-A call is what a client of a gateway asks for at once: some requests, and an answer made of all
-their outputs. The outputs are in the result streams; here is what it takes to make the same answer
-of them again, in another process too.
+A call is one client request to a gateway: some engine requests, and an answer made of all their
+outputs. The outputs are in the result streams; a durable call holds the rest of what any process
+needs to make the same answer again.
 """
 
 from __future__ import annotations
@@ -10,29 +10,30 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
 
 from ..config import BusConfig
 
-KEPT_CALLS = 4096
-"""Calls that are kept in memory; the ones least recently attended go first."""
+MOST_CALLS = 4096
+"""Calls kept in memory; the least recently attached go first."""
 
-KEPT_BYTES = 64 << 20
-"""What their records may take there together."""
+MOST_BYTES = 64 << 20
+"""Bytes of all records kept in memory."""
 
 Mark = Literal["resumed", "cancelled"]
-"""What happened to a call: a client has come back to it; or it is to run no further."""
+"""An event of a call: a client has come back to it; or it is to run no further."""
 
 
-class KeptCall(msgspec.Struct, frozen=True):
-    """What is kept of a call.
+class DurableCall(msgspec.Struct, frozen=True):
+    """A stored call.
 
     Attributes:
-        record: What whoever began it wants to find again.
-        entries: The entries of its requests that were published, by request id.
-        marks: What happened to it.
+        record: Whatever its creator needs to continue it; opaque to the store.
+        entries: Stream entries of its published requests, by request id.
+        marks: Its events.
     """
 
     record: bytes
@@ -40,121 +41,99 @@ class KeptCall(msgspec.Struct, frozen=True):
     marks: frozenset[Mark] = frozenset()
 
 
-class Calls(Protocol):
-    """Calls by id. Each is kept for `bus.results_ttl_s` after it was last attended."""
+class CallStore(Protocol):
+    """Durable calls by id. Each expires `bus.results_ttl_s` after it was last attached.
+
+    Methods raise BusError when the transport can't be reached; a write may have happened
+    nevertheless.
+    """
 
     async def keep(self, call_id: str, record: bytes, for_s: float) -> None:
-        """Begins to keep a call, and attends it as `attend` does.
+        """Store a call and attach to it (see `attach`). An existing call gets the new record
+        only."""
 
-        Of one that is kept already the record is replaced, and nothing else.
-
-        Raises:
-            BusError: The transport can't be reached; it may be kept nevertheless.
-        """
-
-    async def read(self, call_id: str) -> KeptCall | None:
-        """None when it is not kept, or not any more.
-
-        Raises:
-            BusError: The transport can't be reached.
-        """
+    async def read(self, call_id: str) -> DurableCall | None:
+        """Return the call; None if it is unknown or expired."""
 
     async def note(self, call_id: str, request_id: str, entry_id: str) -> bool:
-        """One of its requests was published. While the transport is away it waits.
+        """Record the entry of a published request. Waits while the transport is away.
 
         Returns:
-            Whether the call is to run no further (`mark`), so that the request is to end. Whoever
-            marks it so and then reads it finds the entries of all others.
+            Whether the call is marked "cancelled", so that the caller ends the request. A reader
+            that sets the mark before it reads finds the entries of all other requests.
 
         Raises:
             ChannelClosed: The bus was closed.
         """
 
     async def mark(self, call_id: str, mark: Mark) -> None:
-        """Raises BusError when the transport can't be reached."""
+        """Add an event to a call."""
 
     async def claim(self, name: str, call_id: str) -> str:
-        """Gives a call a name, unless another one has it; kept as long as the call.
+        """Name a call, unless another call has the name. The name lives as long as the call.
 
         Returns:
             The id of the call that has the name now.
-
-        Raises:
-            BusError: The transport can't be reached; it may have the name nevertheless.
         """
 
     async def drop(self, call_id: str, name: str = "") -> None:
-        """Forgets a call of which nothing was published, and a name that it has claimed.
+        """Delete a call of which nothing was published, and the name that it claimed."""
 
-        Raises BusError as `mark`.
-        """
-
-    async def attend(self, names: Mapping[str, str], for_s: float) -> None:
-        """Somebody attends these calls, or will again within `for_s`; where that is 0, nobody
-        looks whether they do (`abandoned`).
+    async def attach(self, names: Mapping[str, str], for_s: float) -> None:
+        """Attach to calls for `for_s` seconds; a shorter time than before is ignored.
 
         Args:
-            names: By call id, the name that it has claimed, "" for none.
-            for_s: A time shorter than what was said before does not count.
-
-        Raises:
-            BusError: The transport can't be reached.
+            names: By call id, the name that the call has claimed; "" for none.
+            for_s: 0 extends the time to live only; the calls never become orphaned.
         """
 
-    async def leave(self, call_ids: Collection[str]) -> None:
-        """These calls have ended and need nobody's attention. Raises BusError as `attend`."""
+    async def detach(self, call_ids: Collection[str]) -> None:
+        """Stop watching calls that have ended."""
 
-    async def abandoned(self, most: int) -> list[str]:
-        """Calls that nobody has attended for as long as was said. Each is told once, to one caller.
-
-        Raises:
-            BusError: The transport can't be reached.
-        """
+    async def orphaned(self, most: int) -> list[str]:
+        """Return calls whose attachment has expired. Each is returned once, to one caller."""
 
 
+@dataclass(slots=True)
 class _Call:
-    """A call in memory. Times are those of `time.monotonic`."""
+    """A call in memory. `until_s` is on `time.monotonic`."""
 
-    def __init__(self, record: bytes, until_s: float) -> None:
-        self.record = record
-        self.entries: dict[str, str] = {}
-        self.marks: set[Mark] = set()
-        self.until_s = until_s
+    until_s: float
+    record: bytes = b""
+    entries: dict[str, str] = field(default_factory=dict)
+    marks: set[Mark] = field(default_factory=set)
 
 
 class MemoryCalls:
-    """`Calls` within one event loop."""
+    """`CallStore` within one event loop."""
 
     def __init__(self, config: BusConfig) -> None:
         self._ttl_s = config.results_ttl_s
-        # Oldest first, by when they were last attended.
+        # The least recently attached first.
         self._calls: OrderedDict[str, _Call] = OrderedDict()
         self._bytes = 0
         self._named: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        self._attended_until_s: dict[str, float] = {}
+        self._attached_until_s: dict[str, float] = {}
 
     async def keep(self, call_id: str, record: bytes, for_s: float) -> None:
         now = time.monotonic()
         if (call := self._find(call_id)) is None:
             self._forget(call_id)
-            call = self._calls[call_id] = _Call(b"", now + self._ttl_s)
+            call = self._calls[call_id] = _Call(now + self._ttl_s)
         self._bytes += len(record) - len(call.record)
         call.record = record
         while self._calls and (
-            len(self._calls) > KEPT_CALLS
-            or self._bytes > KEPT_BYTES
-            or _first(self._calls).until_s < now
+            len(self._calls) > MOST_CALLS
+            or self._bytes > MOST_BYTES
+            or next(iter(self._calls.values())).until_s < now
         ):
             self._forget(next(iter(self._calls)))
-        await self.attend({call_id: ""}, for_s)
+        await self.attach({call_id: ""}, for_s)
 
-    async def read(self, call_id: str) -> KeptCall | None:
-        call = self._find(call_id)
-        return (
-            None
-            if call is None
-            else KeptCall(call.record, dict(call.entries), frozenset(call.marks))
-        )
+    async def read(self, call_id: str) -> DurableCall | None:
+        if (call := self._find(call_id)) is None:
+            return None
+        return DurableCall(call.record, dict(call.entries), frozenset(call.marks))
 
     async def note(self, call_id: str, request_id: str, entry_id: str) -> bool:
         if (call := self._find(call_id)) is None:
@@ -173,16 +152,16 @@ class MemoryCalls:
             owner = call_id
             self._named[name] = (owner, now + self._ttl_s)
             self._named.move_to_end(name)
-        while len(self._named) > KEPT_CALLS:
+        while len(self._named) > MOST_CALLS:
             self._named.popitem(last=False)
         return owner
 
     async def drop(self, call_id: str, name: str = "") -> None:
         self._named.pop(name, None)
         self._forget(call_id)
-        self._attended_until_s.pop(call_id, None)
+        self._attached_until_s.pop(call_id, None)
 
-    async def attend(self, names: Mapping[str, str], for_s: float) -> None:
+    async def attach(self, names: Mapping[str, str], for_s: float) -> None:
         now = time.monotonic()
         for call_id, name in names.items():
             if (call := self._find(call_id)) is not None:
@@ -192,17 +171,17 @@ class MemoryCalls:
                 self._named[name] = (self._named[name][0], now + self._ttl_s)
                 self._named.move_to_end(name)
             if for_s:
-                before = self._attended_until_s.get(call_id, 0.0)
-                self._attended_until_s[call_id] = max(before, now + for_s)
+                before = self._attached_until_s.get(call_id, 0.0)
+                self._attached_until_s[call_id] = max(before, now + for_s)
 
-    async def leave(self, call_ids: Collection[str]) -> None:
+    async def detach(self, call_ids: Collection[str]) -> None:
         for call_id in call_ids:
-            self._attended_until_s.pop(call_id, None)
+            self._attached_until_s.pop(call_id, None)
 
-    async def abandoned(self, most: int) -> list[str]:
+    async def orphaned(self, most: int) -> list[str]:
         now = time.monotonic()
-        over = [each for each, until_s in self._attended_until_s.items() if until_s <= now][:most]
-        await self.leave(over)
+        over = [each for each, until_s in self._attached_until_s.items() if until_s <= now][:most]
+        await self.detach(over)
         return over
 
     def _forget(self, call_id: str) -> None:
@@ -212,7 +191,3 @@ class MemoryCalls:
     def _find(self, call_id: str) -> _Call | None:
         call = self._calls.get(call_id)
         return call if call is not None and call.until_s >= time.monotonic() else None
-
-
-def _first(calls: OrderedDict[str, _Call]) -> _Call:
-    return next(iter(calls.values()))

@@ -53,11 +53,11 @@ class Room(NamedTuple):
     reset_s: float
 
 
-class Take(msgspec.Struct, frozen=True):
+class Reservation(msgspec.Struct, frozen=True):
     """What came of a wish to take something.
 
     Attributes:
-        take_id: Names it; "" when nothing was taken.
+        reservation_id: Names it; "" when nothing was taken.
         charges: What was asked for.
         rooms: How each limit stands after it, in order.
         refused_by: The place of the limit that refused it, of several the one that does so for
@@ -68,7 +68,7 @@ class Take(msgspec.Struct, frozen=True):
         slices: For each charge, the slice of its window in which it counts; 0 for what is held.
     """
 
-    take_id: str
+    reservation_id: str
     charges: tuple[Charge, ...]
     rooms: tuple[Room, ...]
     refused_by: int | None = None
@@ -80,14 +80,14 @@ class Take(msgspec.Struct, frozen=True):
         return self.refused_by is None
 
 
-class Limits(Protocol):
+class LimitStore(Protocol):
     """Takes from limits and gives back. Nobody has to announce a limit.
 
     What a process has taken that is killed goes on counting in windows; what it held is free, on
     Redis after `HELD_S`.
     """
 
-    async def take(self, charges: Sequence[Charge]) -> Take:
+    async def reserve(self, charges: Sequence[Charge]) -> Reservation:
         """Takes all charges, each of another limit, or none. Who cancels it has taken nothing.
 
         Raises:
@@ -95,7 +95,7 @@ class Limits(Protocol):
             ChannelClosed: The bus was closed.
         """
 
-    def settle(self, take: Take, amounts: Sequence[int]) -> None:
+    def commit(self, reservation: Reservation, amounts: Sequence[int]) -> None:
         """What was taken has turned out to be so much. To be called once, of what was granted.
 
         In a window the final amount stands in place of the first one, which may have been
@@ -111,8 +111,8 @@ def slice_ms(limit: Limit) -> int:
 
 def refusal(
     charges: tuple[Charge, ...], rooms: tuple[Room, ...], waits_ms: dict[int, int | None]
-) -> Take:
-    """A take of which nothing was taken.
+) -> Reservation:
+    """A refused reservation.
 
     Args:
         waits_ms: How long it takes until each limit that refuses has room, by its place.
@@ -125,4 +125,4 @@ def refusal(
     longest = max(waits_ms, key=length)
     wait_ms = waits_ms[longest]
     retry_after_s = None if wait_ms is None else wait_ms / 1000
-    return Take("", charges, rooms, refused_by=longest, retry_after_s=retry_after_s)
+    return Reservation("", charges, rooms, refused_by=longest, retry_after_s=retry_after_s)

@@ -5,30 +5,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from .limits import Charge, Limit, Take
-from .shares import Counted, judge, settle
+from .limits import Charge, Limit, Reservation
+from .shares import Counted, commit, reserve
 
 TIDY_EVERY_MS = 60_000
 """How often limits are forgotten of which nothing is taken."""
 
 
 class MemoryLimits:
-    """`Limits` within one event loop."""
+    """`LimitStore` within one event loop."""
 
     def __init__(self, now_ms: Callable[[], int] = lambda: time.monotonic_ns() // 1_000_000):
         self._now_ms = now_ms
         self._counted: dict[tuple[str, int], Counted] = {}
-        self._takes = 0
+        self._reservations = 0
         self._tidied_ms = 0
 
-    async def take(self, charges: Sequence[Charge]) -> Take:
+    async def reserve(self, charges: Sequence[Charge]) -> Reservation:
         now_ms = self._now_ms()
         self._tidy(now_ms)
-        self._takes += 1
-        return judge(f"{self._takes}", tuple(charges), self._find, now_ms)
+        self._reservations += 1
+        return reserve(f"{self._reservations}", tuple(charges), self._find, now_ms)
 
-    def settle(self, take: Take, amounts: Sequence[int]) -> None:
-        settle(take, amounts, self._find)
+    def commit(self, reservation: Reservation, amounts: Sequence[int]) -> None:
+        commit(reservation, amounts, self._find)
 
     def _find(self, limit: Limit) -> Counted:
         key = (limit.name, limit.window_s)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from .limits import SLICES, Charge, Limit, Room, Take, refusal, slice_ms
+from .limits import SLICES, Charge, Limit, Reservation, Room, refusal, slice_ms
 
 FORGOTTEN_MS = 60_000
 """How long a share stays that counts no more, unless its process removes it."""
@@ -83,7 +83,7 @@ class Counted:
         if not (self.step_ms or self.own[place]):
             del self.own[place]
 
-    def settle(self, place: int, amount: int) -> None:
+    def commit(self, place: int, amount: int) -> None:
         """What it took there was so much more than was said; out of the window it is no matter."""
         if place in self.own:
             self.put(place, amount)
@@ -149,7 +149,9 @@ Find = Callable[[Limit], Counted]
 """Finds what is counted of a limit."""
 
 
-def judge(take_id: str, charges: tuple[Charge, ...], find: Find, now_ms: int) -> Take:
+def reserve(
+    reservation_id: str, charges: tuple[Charge, ...], find: Find, now_ms: int
+) -> Reservation:
     """Takes all charges or none, by what is known."""
     waits_ms: dict[int, int | None] = {}
     counted = [find(charge.limit) for charge in charges]
@@ -168,14 +170,14 @@ def judge(take_id: str, charges: tuple[Charge, ...], find: Find, now_ms: int) ->
     )
     if waits_ms:
         return refusal(charges, rooms, waits_ms)
-    return Take(take_id, charges, rooms, slices=slices)
+    return Reservation(reservation_id, charges, rooms, slices=slices)
 
 
-def settle(take: Take, amounts: Sequence[int], find: Find) -> None:
-    """As `Limits.settle`, of what this process has taken."""
-    for charge, amount, place in zip(take.charges, amounts, take.slices, strict=True):
+def commit(reservation: Reservation, amounts: Sequence[int], find: Find) -> None:
+    """As `LimitStore.commit`, of what this process has taken."""
+    for charge, amount, place in zip(reservation.charges, amounts, reservation.slices, strict=True):
         final = amount if charge.limit.window_s else 0
-        find(charge.limit).settle(place, final - charge.amount)
+        find(charge.limit).commit(place, final - charge.amount)
 
 
 def _drop(amounts: dict[int, int], first: int) -> int:

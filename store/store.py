@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ..config import BusConfig
 from .board import MemoryBoard, StageBoard
-from .calls import Calls, MemoryCalls
+from .calls import CallStore, MemoryCalls
 from .in_place import AdaptersInPlace, InPlaceRecord, MemoryRecord, WeightsInPlace
-from .limits import Limits
+from .limits import LimitStore
 from .memory import MemoryLimits
 from .policy import MemoryPolicyRecord, PolicyRecord
 from .registry import MemoryModelRegistry, ModelRegistry
@@ -29,8 +29,8 @@ class Store:
     """
 
     board: StageBoard
-    calls: Calls
-    limits: Limits
+    calls: CallStore
+    limits: LimitStore
     policy: PolicyRecord
     weights: InPlaceRecord[WeightsInPlace]
     adapters: InPlaceRecord[AdaptersInPlace]

@@ -6,7 +6,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from ...config import Config, ConfigError, ModelConfig
 from ...config.logger import get_logger
@@ -19,93 +19,81 @@ from ..api.kserve.http import kserve_routes
 from ..api.kserve.regions import TenantRegions
 from ..api.kserve.repository import add_packages
 from ..api.kserve.service import InferenceService, KServe
-from ..app import application
-from ..interfaces import Interfaces
-from ..metrics import metrics_routes
-from ..policy.admin import admin_routes
+from ..app import GatewayApp, Interfaces, InterfacesApp
+from ..endpoints import gateway_routes, probe_routes
 from ..policy.caller import Caller
+from ..policy.chain import PolicyRoute
 from ..policy.policy import Policy
-from ..policy.routes import PolicyRoute
-from ..probes import probe_routes
-from ..root import root_routes
 from ..server.http import EngineError
+from ..serving.durable_calls import watch_orphans
+from ..serving.lane_state import Readiness
 from ..serving.measures import Measures
-from ..serving.orphaned_calls import AbandonedCalls
-from ..serving.readiness import Readiness
-from ..status import status_routes
-from .control import ModelControl
-from .dispatch import Dispatch, OfModel
-from .entrance import Entrance
-from .model_app import ModelApp
-from .models import Models
-from .routes import DeploymentCalls, deployment_routes
+from .dispatch import ABORT, Entrance, ModelDispatch, ModelPathRoute
+from .models import ModelApp, Models
+from .routes import ModelControl, deployment_routes
 
 _BY_ID = ("/v1/streams/{", "/v1/responses/{")
-_ABORT = "/abort_request"
 
 
-def make_deployment_app(
-    engine: BusClient,
-    config: Config,
-    measures: Measures | None = None,
-) -> Starlette:
-    """As `make_app`, of all models of a deployment.
+class DeploymentApp(GatewayApp):
+    """The application of a gateway before all models of a deployment. `models`: those models."""
 
-    Args:
-        engine: The client of the deployment, and of none of its models.
-        config: Its settings.
-        measures: As of `make_app`.
+    def __init__(self, engine: BusClient, config: Config, measures: Measures | None = None) -> None:
+        """Args: the client of the deployment, its settings, and as for `make_app`.
 
-    Returns:
-        As `make_app`. Besides, `state.entrance` makes of an application one that is reached by the
-        models' own addresses.
+        Raises:
+            ConfigError: As `make_app`.
+        """
+        measures = measures or Measures()
+        self.models = models = Models(engine, config.models)
+        readiness = Readiness(models)
+        policy = Policy(engine, config, measures, models.engines)
+        control = ModelControl(engine, policy.audit)
+        service = InferenceService(metrics=measures.metrics)
+        kserve = KServe(service, TenantRegions(config.gateway), control)
+        make = partial(_model_app, models, config, policy, measures, readiness, kserve)
+        models.build_with(make, partial(_serve_kserve, service))
+        add_packages(service, config)
+        measures.watch(instruments.GATEWAY_WAITING, lambda: models.waiting)
+        super().__init__(
+            [
+                ModelPathRoute(models),
+                *gateway_routes(engine, config, policy, readiness, measures.metrics),
+                *deployment_routes(
+                    engine, models, control, readiness, config.gateway.max_body_bytes
+                ),
+                *_dispatched(engine, config, policy, models),
+                *kserve_routes(kserve, readiness, config.gateway),
+            ],
+            policy.chain_of_all(),
+            measures,
+            policy=policy,
+            readiness=readiness,
+            kserve=kserve,
+            background={
+                "models": models.run_forever,
+                "durable calls": partial(
+                    watch_orphans,
+                    engine.bus.store.calls,
+                    config,
+                    lambda: models.durable_calls,
+                    models.owner_of,
+                ),
+                # Answers requests on the deployment's requests stream when no other router does.
+                "router": Router(engine.bus, measures.metrics).run_forever,
+            },
+        )
 
-    Raises:
-        ConfigError: As `make_app`.
-    """
-    measures = measures or Measures()
-    models = Models(engine, config.models)
-    readiness = Readiness(models)
-    policy = Policy(engine, config, measures, models.engines)
-    control = ModelControl(engine, policy.audit)
-    service = InferenceService(metrics=measures.metrics)
-    kserve = KServe(service, TenantRegions(config.gateway), control)
-    make = partial(_model_app, models, config, policy, measures, readiness, kserve)
-    models.made_by(make, partial(_changed, service))
-    add_packages(service, config)
-    measures.watch(instruments.GATEWAY_WAITING, lambda: models.waiting)
-    calls = DeploymentCalls(models, control, readiness, config.gateway.max_body_bytes)
-    app = application(
-        [
-            OfModel(models),
-            *root_routes(),
-            *probe_routes(readiness),
-            *metrics_routes(measures.metrics),
-            *status_routes(engine),
-            *deployment_routes(calls),
-            *admin_routes(policy, config),
-            *_dispatched(engine, config, policy, models),
-            *kserve_routes(kserve, readiness, config.gateway),
-        ],
-        measures,
-    )
-    app.state.chain = policy.chain_of_all()
-    abandoned = AbandonedCalls(
-        engine.bus.store.calls, config, lambda: models.attending, models.owner_of
-    )
-    app.state.beside = {
-        "models": models.run_forever,
-        "kept calls": abandoned.run_forever,
-        "policy": policy.run_forever,
-        # So that what is not asked of a gateway is answered where nobody else sees to it.
-        "router": Router(engine.bus, measures.metrics).run_forever,
-    }
-    app.state.readiness = readiness
-    app.state.kept_calls = app.state.models = models
-    app.state.kserve = kserve
-    app.state.policy = policy
-    app.state.entrance = partial(Entrance, names=models.names)
-    return app
+    def entrance(self, calls: ASGIApp) -> ASGIApp:
+        return Entrance(calls, self.models.names)
+
+    def stop(self) -> None:
+        for durable in self.models.durable_calls:
+            durable.stop()
+
+    async def aclose(self) -> None:
+        await self.models.aclose()
+        await super().aclose()
 
 
 def _model_app(
@@ -118,30 +106,29 @@ def _model_app(
     record: ModelRecord,
     engine: BusClient,
 ) -> ModelApp:
-    """The application of one model. Raises NanoInferenceError when its settings can't be obeyed."""
-    own = config.of_model(record.spec)
+    """Return the application of one model. Raises NanoInferenceError for invalid settings."""
     of_model = Readiness(engine, readiness)
+    own = config.of_model(record.spec)
     interfaces = Interfaces(engine, own, policy, measures, of_model, kserve.regions)
     interfaces.kserve.service.statistics = kserve.service.statistics
     interfaces.responses.conversation_of = partial(_conversation, models, interfaces)
-    app = application([*probe_routes(of_model), *interfaces.routes], measures)
-    app.state.chain = interfaces.chain
-    return ModelApp(record, engine, interfaces, app)
+    routes = [*probe_routes(of_model), *interfaces.routes]
+    return ModelApp(record, engine, interfaces, InterfacesApp(routes, interfaces.chain, measures))
 
 
 async def _conversation(
     models: Models, own: Interfaces, response_id: str, tenant: str, caller: Caller
 ) -> list[dict[str, Any]]:
-    """The conversation of a response, read by the model that has made it."""
+    """Return the conversation of a response, read by the model that made it."""
     interfaces = own
-    # Of one whose model is gone, its own interface knows nothing, and says so in its words.
+    # If that model is gone, the own interface answers that the response is unknown.
     with suppress(EngineError):
         interfaces = (await models.of_call(response_id)).interfaces
     return await interfaces.responses.conversation(response_id, tenant, caller)
 
 
-def _changed(service: InferenceService, app: ModelApp, there: bool) -> None:
-    """Has KServe serve what a model offers, or no longer."""
+def _serve_kserve(service: InferenceService, app: ModelApp, there: bool) -> None:
+    """Add a model's KServe models to the deployment's service, or remove them."""
     for model, aliases in app.interfaces.kserve.service.models:
         if not there:
             service.remove(model.spec.name)
@@ -149,38 +136,32 @@ def _changed(service: InferenceService, app: ModelApp, there: bool) -> None:
         try:
             service.add(model, aliases)
         except ConfigError as error:
-            # Another model is called as one of those that this one offers.
-            log = get_logger()
-            log.warning("model_without_kserve", model=model.spec.name, error=error.message)
+            # Another model has the name of one of these.
+            get_logger().warning("model_without_kserve", model=model.spec.name, error=error.message)
 
 
 def _dispatched(
     engine: BusClient, config: Config, policy: Policy, models: Models
 ) -> list[PolicyRoute]:
-    """The endpoints that each model has, as they are called without its address."""
-    dispatch = Dispatch(models, config.gateway.max_body_bytes)
-    # All have the same, whatever they are.
-    any_model = ModelConfig(id="any", path=config.engine.model_path)
-    template = Interfaces(
-        engine,
-        config.of_model(any_model),
-        policy,
-        Measures(),
-        Readiness(models),
-        TenantRegions(config.gateway),
-    )
-    routes = []
-    for route in template.routes:
-        if kserve_http.is_called({"path": route.path}):
-            continue
-        endpoint = dispatch.by_body
-        if route.path.startswith(_BY_ID):
-            endpoint = dispatch.by_id
-        elif route.path == _ABORT:
-            endpoint = dispatch.abort
-        routes.append(
-            PolicyRoute(
-                route.path, endpoint, needed=route.needed, methods=sorted(route.methods or ())
-            )
+    """Return the endpoints of every model, called without the model's own address."""
+    dispatch = ModelDispatch(models, config.gateway.max_body_bytes)
+    # The table of routes is the same for every model.
+    own = config.of_model(ModelConfig(id="any", path=config.engine.model_path))
+    regions = TenantRegions(config.gateway)
+    table = Interfaces(engine, own, policy, Measures(), Readiness(models), regions).routes
+
+    def endpoint_of(path: str) -> Any:
+        if path.startswith(_BY_ID):
+            return dispatch.by_id
+        return dispatch.abort if path == ABORT else dispatch.by_body
+
+    return [
+        PolicyRoute(
+            route.path,
+            endpoint_of(route.path),
+            needed=route.needed,
+            methods=sorted(route.methods or ()),
         )
-    return routes
+        for route in table
+        if not kserve_http.is_called({"path": route.path})
+    ]

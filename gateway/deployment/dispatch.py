@@ -1,25 +1,25 @@
-"""Which model a call is for, and handing it on."""
+"""Find the model of a call, and hand the call to the model's application."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...config import NanoInferenceError
-from ..policy.caller import caller_of
-from ..policy.models import check_allowed
-from ..probes import PROBES
-from ..server.calls import arrival_of
+from ..policy.caller import caller_of, check_allowed
+from ..server.calls import observed_call
 from ..server.http import BODY, MODEL, NAMED_MODEL, decode_object, read_body
-from .model_app import ModelApp
-from .models import Models
+from ..server.limits import PROBES
+from .models import ModelApp, Models
 
-_ABORT = "/abort_request"
+PREFIX = "/models/"
+ABORT = "/abort_request"
 
 _WITHOUT_LANES = (
     "/v1/streams/",
@@ -28,55 +28,80 @@ _WITHOUT_LANES = (
     "/v2",
     "/version",
     "/tokenizer_info",
-    _ABORT,
+    ABORT,
 )
-"""How paths of calls begin that can be answered of a model that is not loaded, or that say so
-themselves."""
+"""Path prefixes of calls that a model answers even when it isn't loaded."""
 
-_CONTINUING = ("last-event-id", "idempotency-key")
-"""Headers of calls that may have been begun before, while the model was loaded."""
+_CONTINUING = (b"last-event-id", b"idempotency-key")
+"""Headers of calls that may have begun while the model was loaded."""
 
 _WITHOUT_BODY = ("GET", "HEAD", "DELETE")
 
 _UNREAD = ("/update_weights_from_tensor",)
-"""Calls whose bodies are too large to be looked through here: the address or the query names the
-model."""
+"""Calls with bodies too large to search: the address or the query names the model."""
+
+
+class Entrance:
+    """ASGI: strip `/models/{id}` from a path, so that all other layers see an interface's path."""
+
+    def __init__(self, app: ASGIApp, names: Callable[[], Collection[str]]) -> None:
+        """`names`: returns the names of all models."""
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope.get("path", "")
+        if path.startswith(PREFIX):
+            name, path = split(path, self._names())
+            if path:
+                state = {**scope.get("state", {}), NAMED_MODEL: name}
+                scope = {**scope, "path": path, "raw_path": path.encode(), "state": state}
+        await self._app(scope, receive, send)
+
+
+def split(path: str, names: Collection[str]) -> tuple[str, str]:
+    """Split a path into the model's name and the interface's path, "" if there is none.
+
+    The longest known name wins; without a known name, the first part is the name.
+    """
+    rest = path.removeprefix(PREFIX)
+    end = len(rest)
+    while (end := rest.rfind("/", 0, end)) > 0:
+        if rest[:end] in names:
+            return rest[:end], rest[end:]
+    name, slash, behind = rest.partition("/")
+    return name, slash + behind
 
 
 class Names(NamedTuple):
-    """What a body says of its model, "" where it says nothing."""
+    """The fields of a body that identify its model; "" for a missing one."""
 
     model: str = ""
     previous_response_id: str = ""
 
 
 class _Fields(msgspec.Struct):
-    # As they stand there: what is no text may be large.
+    # Undecoded, since a value that is no text may be large.
     model: msgspec.Raw = msgspec.Raw(b'""')
     previous_response_id: msgspec.Raw = msgspec.Raw(b'""')
 
 
-class Handed(Response):
-    """A call that a model's application answers."""
+class ForwardedResponse(Response):
+    """A response by a model's application, which then counts the call as its own."""
 
     def __init__(self, app: ModelApp) -> None:
         super().__init__()
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await hand_over(self._app, scope, receive, send)
+        scope.setdefault("state", {})[MODEL] = self._app.id
+        observed_call(Request(scope)).account.model = self._app.id
+        with self._app.entered():
+            await self._app.app(scope, receive, send)
 
 
-async def hand_over(app: ModelApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Has a model's application answer a call, in whose account and state it then stands."""
-    scope.setdefault("state", {})[MODEL] = app.id
-    arrival_of(Request(scope)).account.model = app.id
-    with app.entered():
-        await app.app(scope, receive, send)
-
-
-class OfModel(BaseRoute):
-    """Takes what came by a model's own address, whatever it is."""
+class ModelPathRoute(BaseRoute):
+    """Matches every call that came by a model's own address."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -89,68 +114,67 @@ class OfModel(BaseRoute):
         try:
             app = await model_for(self._models, request, name)
         except NanoInferenceError:
-            # Which models there are, and how they are, is not for whoever asks.
-            await request.app.state.chain.enter(request, "read")
+            # Only a caller that may read learns which models there are, and their state.
+            await request.app.chain.enter(request, "read")
             app = await model_for(self._models, request, name)
-        await hand_over(app, scope, receive, send)
+        await ForwardedResponse(app)(scope, receive, send)
 
 
-class Dispatch:
-    """Finds the model of calls that came to the gateway as a whole."""
+class ModelDispatch:
+    """Hands calls without a model's own address to their models."""
 
     def __init__(self, models: Models, max_body_bytes: int) -> None:
         self._models = models
         self._max_body_bytes = max_body_bytes
 
     async def by_body(self, request: Request) -> Response:
-        """Hands a call to the model that its body names, or its query, or else the default."""
-        names = await self._names(request)
+        """Hand a call to the model named by its body or query, or else to the default."""
+        names = Names()
+        if request.method not in _WITHOUT_BODY and request.url.path not in _UNREAD:
+            names = names_of(await self._read(request))
         name = names.model or request.query_params.get("model", "")
         request.scope["state"][NAMED_MODEL] = name
         if names.previous_response_id and not name:
-            return Handed(await self._models.of_call(names.previous_response_id))
-        return Handed(await model_for(self._models, request, name))
+            return ForwardedResponse(await self._models.of_call(names.previous_response_id))
+        return ForwardedResponse(await model_for(self._models, request, name))
 
     async def by_id(self, request: Request) -> Response:
-        """Hands a call about another call to the model of that."""
+        """Hand a call about another call to the other call's model."""
         params = request.path_params
         call_id = params.get("stream") or params["response_id"]
-        return Handed(await self._models.of_call(call_id))
+        return ForwardedResponse(await self._models.of_call(call_id))
 
     async def abort(self, request: Request) -> Response:
-        """Hands it to the model that has the request here, unless it names one."""
-        body = await read_body(request, self._max_body_bytes)
-        request.scope["state"][BODY] = body
-        found = decode_object(body)
-        name, rid = found.get("model") or request.query_params.get("model", ""), found.get("rid")
+        """Hand an abort to the named model, or to the one with this request."""
+        found = decode_object(await self._read(request))
+        name: Any = found.get("model") or request.query_params.get("model", "")
+        rid = found.get("rid")
         if name or not isinstance(rid, str) or not rid:
-            return Handed(await self._models.find(name if isinstance(name, str) else ""))
+            return ForwardedResponse(await self._models.find(name if isinstance(name, str) else ""))
         here = [app for app in self._models.apps if app.interfaces.submissions.has(rid)]
         if len(here) == 1:
-            return Handed(here[0])
+            return ForwardedResponse(here[0])
         if "weights" not in caller_of(request).scopes:
-            return Handed(await self._models.find())
-        # Only the lanes of its model know it, which another gateway has asked.
+            return ForwardedResponse(await self._models.find())
+        # Another gateway submitted it, so that only the lanes of its model can find it.
         allowed = caller_of(request).models
         for app in self._models.apps:
             if app.record.state != "unloaded" and (allowed is None or app.id in allowed):
                 await app.interfaces.submissions.abort(rid)
         return Response()
 
-    async def _names(self, request: Request) -> Names:
-        if request.method in _WITHOUT_BODY or request.url.path in _UNREAD:
-            return Names()
+    async def _read(self, request: Request) -> bytes:
         body = await read_body(request, self._max_body_bytes)
-        # Whoever answers need not wait for it.
+        # For the endpoint that the call is handed to.
         request.scope["state"][BODY] = body
-        return names_of(body)
+        return body
 
 
 async def model_for(models: Models, request: Request, name: str) -> ModelApp:
-    """The model of a name. Of what a caller may not use he is told nothing.
+    """Return the model of a name. A caller learns nothing about models that it may not use.
 
     Raises:
-        RequestError: As `Models.loaded`, and for a model that is not for this caller.
+        RequestError: As `Models.loaded`; model_not_found also for a model not for this caller.
     """
     caller = caller_of(request)
     try:
@@ -158,7 +182,7 @@ async def model_for(models: Models, request: Request, name: str) -> ModelApp:
     except NanoInferenceError:
         check_allowed(caller, name)
         raise
-    if needs_lanes(request.scope):
+    if _needs_lanes(request.scope):
         if app.trouble():
             check_allowed(caller, app.id)
         app = await models.loaded(name)
@@ -166,8 +190,7 @@ async def model_for(models: Models, request: Request, name: str) -> ModelApp:
 
 
 def names_of(body: bytes) -> Names:
-    """What a body says of its model. What can't be read is refused by whoever answers, in its own
-    words."""
+    """Return the names in a body; none if it is malformed, which the endpoint then refuses."""
     try:
         fields = msgspec.json.decode(body, type=_Fields)
     except (ValueError, RecursionError):
@@ -176,16 +199,16 @@ def names_of(body: bytes) -> Names:
 
 
 def _text(raw: msgspec.Raw) -> str:
-    """A value as text; "" of any other."""
+    """Return a text value; "" for any other."""
     try:
         return msgspec.json.decode(raw, type=str)
     except (ValueError, RecursionError):
         return ""
 
 
-def needs_lanes(scope: Scope) -> bool:
-    """Whether a call can be answered only by a model that is loaded."""
+def _needs_lanes(scope: Scope) -> bool:
+    """Return whether only a loaded model can answer a call."""
     path: str = scope["path"]
     if path in PROBES or path.startswith(_WITHOUT_LANES):
         return False
-    return not any(name.decode("latin-1") in _CONTINUING for name, _ in scope["headers"])
+    return not any(name in _CONTINUING for name, _ in scope["headers"])

@@ -1,86 +1,145 @@
-"""The models of a deployment, as this gateway knows and serves them."""
+"""The models of a deployment, each with its application in this gateway."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import anyio
+from starlette.types import ASGIApp
 
-from ...config import (
-    BusError,
-    ChannelClosed,
-    ModelConfig,
-    NanoInferenceError,
-    RequestError,
-    shown,
-)
+from ...config import BusError, ChannelClosed, ModelConfig, NanoInferenceError, RequestError, shown
 from ...config.logger import get_logger
 from ...pipeline.client import BusClient
-from ...store.calls import KeptCall
+from ...store.calls import DurableCall
 from ...store.registry import ModelRecord, Records, find_model
-from ..server.http import EngineError
-from ..serving.durable_calls import KeptCalls, model_of, not_found
-from ..serving.recent import Recent
-from .model_app import ModelApp, UnknownModel
+from ..app import Interfaces
+from ..server.http import EngineError, FieldError
+from ..serving.durable_calls import DurableCalls, model_of, not_found
+from ..serving.lane_state import Recent
+
+RETRY_S = 5.0
+"""`Retry-After` for a model that is loading."""
 
 READ_EVERY_S = 0.5
-"""So often it is looked what models there are."""
+"""Period of reading the registry."""
 
-_ANEW_S = 0.2
-# How many models are told of at most where none can serve.
-_MOST_TOLD = 3
+_RECENT_S = 0.2
+_MOST_TROUBLES = 3
 
-Make = Callable[[ModelRecord, BusClient], ModelApp]
+
+class ModelApp:
+    """All interfaces to a model, as an application of their own.
+
+    Attributes:
+        record: The model's entry in the registry, as last read.
+        engine: The model's client, closed with this.
+        interfaces: The interfaces to the model.
+        app: The ASGI application.
+    """
+
+    def __init__(
+        self, record: ModelRecord, engine: BusClient, interfaces: Interfaces, app: ASGIApp
+    ) -> None:
+        self.record = record
+        self.engine = engine
+        self.interfaces = interfaces
+        self.app = app
+        self._calls = 0
+        interfaces.readiness.consider(self.trouble)
+
+    @property
+    def id(self) -> str:
+        return self.record.spec.id
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call to the model is in flight here."""
+        busy = self._calls or not self.interfaces.submissions.idle
+        return not busy and self.interfaces.durable.idle
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Open while a call is in flight."""
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+
+    def trouble(self) -> str:
+        """Return why the model takes no requests, by the registry; "" if it does."""
+        record = self.record
+        if record.takes_requests:
+            return ""
+        because = f" ({record.reason})" if record.reason else ""
+        return f"the model {shown(self.id)} is {record.state}{because}"
+
+    async def aclose(self) -> None:
+        """Close what is held, once no call is in flight."""
+        await self.interfaces.durable.aclose()
+        await self.engine.aclose()
+
+
+class UnknownModel(FieldError):
+    """There is no such model; in a form that clients of all interfaces look for."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="model", code="model_not_found")
 
 
 class Models:
-    """Makes the application of each model that there is, and lets go of those that are gone."""
+    """Creates the application of each model in the registry, and closes those of removed models."""
 
-    def __init__(self, engine: BusClient, known: Sequence[ModelConfig]) -> None:
-        """Args: `engine` is the client of the deployment; `known` are the models of the settings,
-        which count while nothing is written down."""
+    def __init__(self, engine: BusClient, configured: Sequence[ModelConfig]) -> None:
+        """Args: the client of the deployment, and the models of the settings, which count while
+        the registry is empty."""
         self._engine = engine
-        self._known = {spec.id: ModelRecord(spec=spec) for spec in known}
+        self._configured = {spec.id: ModelRecord(spec=spec) for spec in configured}
         self._apps: dict[str, ModelApp] = {}
         self._retired: list[ModelApp] = []
         self._failed: dict[str, tuple[ModelConfig, str]] = {}
         self._records: Records = {}
-        self._recent = Recent(self._read, _ANEW_S)
-        self._make: Make
-        self._changed: Callable[[ModelApp, bool], None] = lambda app, there: None
+        self._recent = Recent(self._read, _RECENT_S)
+        self._make: Callable[[ModelRecord, BusClient], ModelApp]
+        self._changed: Callable[[ModelApp, bool], None]
 
-    def made_by(self, make: Make, changed: Callable[[ModelApp, bool], None]) -> None:
-        """Args: `make` makes the application of a model, or raises NanoInferenceError; `changed` is
-        told of each that is there from now on, or not any more."""
+    def build_with(
+        self,
+        make: Callable[[ModelRecord, BusClient], ModelApp],
+        changed: Callable[[ModelApp, bool], None],
+    ) -> None:
+        """Args: `make` creates a model's application, or raises NanoInferenceError; `changed` is
+        called with each application that is added (True) or removed (False)."""
         self._make = make
         self._changed = changed
-        self._take(self._known)
+        self._take(self._configured)
 
     @property
     def apps(self) -> list[ModelApp]:
-        """Of all models, in the order of their ids."""
+        """The applications of all models, by id."""
         return [app for _, app in sorted(self._apps.items())]
 
     @property
-    def attending(self) -> list[KeptCalls]:
-        """Who attends calls here, those of models that are gone included."""
-        return [app.interfaces.kept for app in (*self._apps.values(), *self._retired)]
+    def durable_calls(self) -> list[DurableCalls]:
+        """The durable calls of all models, those of removed models included."""
+        return [app.interfaces.durable for app in (*self._apps.values(), *self._retired)]
 
     @property
     def waiting(self) -> int:
-        """How many requests wait here, whatever they are for."""
+        """The number of requests that wait here, for any model."""
         return sum(app.interfaces.submissions.waiting for app in self.apps)
 
     def names(self) -> set[str]:
-        """All names by which a model may be asked for."""
+        """Return the names of all models."""
         return {name for record in self._records.values() for name in record.names}
 
     def engines(self) -> Iterable[BusClient]:
-        """The clients of all models that take requests."""
+        """Return the clients of all models that take requests."""
         return [app.engine for app in self._apps.values() if app.record.takes_requests]
 
     async def find(self, name: str = "") -> ModelApp:
-        """The model that a name is of; with "" the default.
+        """Return the model of a name; the default for "".
 
         Raises:
             RequestError: model_not_found; model_not_loaded, of one that can't be served here.
@@ -88,42 +147,47 @@ class Models:
         try:
             return self._find(name)
         except UnknownModel:
-            # It may have come a moment ago.
-            await self.look()
+            # It may have just been added.
+            await self.refresh()
             return self._find(name)
 
     async def loaded(self, name: str = "") -> ModelApp:
         """As `find`, of a model that takes requests. Raises also: model_not_loaded."""
         app = await self.find(name)
         if app.trouble():
-            await self.look()
+            await self.refresh()
             app = await self.find(name)
-        app.check_loaded()
+        if trouble := app.trouble():
+            raise EngineError(
+                f"{trouble}; load it, or ask for another",
+                code="model_not_loaded",
+                retry_after_s=RETRY_S if app.record.state == "loading" else None,
+            )
         return app
 
     async def of_call(self, call_id: str) -> ModelApp:
-        """The model of a call that is kept, or the default where there is no such call.
+        """Return the model of a durable call, or the default if there is no such call.
 
         Raises:
             RequestError: stream_not_found: its model is gone.
             BusError: The bus can't be reached.
         """
-        kept = await self._engine.bus.store.calls.read(call_id)
+        stored = await self._engine.bus.store.calls.read(call_id)
         try:
-            return await self.find(model_of(kept) if kept is not None else "")
+            return await self.find(model_of(stored) if stored is not None else "")
         except UnknownModel:
             raise not_found(call_id) from None
 
-    def owner_of(self, kept: KeptCall) -> KeptCalls | None:
-        """Who sees to a call that nobody attends; None where its model is gone."""
-        app = self._apps.get(model_of(kept))
-        return app.interfaces.kept if app else None
+    def owner_of(self, stored: DurableCall) -> DurableCalls | None:
+        """Return the durable calls of a call's model; None if the model is gone."""
+        app = self._apps.get(model_of(stored))
+        return app.interfaces.durable if app else None
 
     async def trouble(self) -> str:
-        """Why no model would serve a request; "" when one would, or none is meant to.
+        """Return why no model would serve a request; "" if one would, or none is meant to.
 
         Raises:
-            BusError: Nobody can tell.
+            BusError: The bus can't be reached.
         """
         troubles: list[str] = []
         for app in self.apps:
@@ -132,34 +196,29 @@ class Models:
                 if not trouble:
                     return ""
                 troubles.append(trouble)
-        return "; ".join(troubles[:_MOST_TOLD])
+        return "; ".join(troubles[:_MOST_TROUBLES])
 
-    async def look(self) -> None:
-        """Looks what models there are now. While the bus is away it is as it was."""
+    async def refresh(self) -> None:
+        """Read the registry. While the bus is away, nothing changes."""
         try:
             await self._recent.get()
+        except ChannelClosed:
+            raise
         except BusError as error:
             get_logger().debug("models_not_read", error=error.message)
 
     async def run_forever(self) -> None:
-        """Looks again and again. Returns when the bus was closed."""
+        """Read the registry periodically. Returns when the bus was closed."""
         while True:
             try:
-                await self._recent.get()
+                await self.refresh()
             except ChannelClosed:
                 return
-            except BusError as error:
-                get_logger().debug("models_not_read", error=error.message)
             await self._close_idle()
             await anyio.sleep(READ_EVERY_S)
 
-    def stop(self) -> None:
-        """As `KeptCalls.stop`, of all."""
-        for kept in self.attending:
-            kept.stop()
-
     async def aclose(self) -> None:
-        """Lets go of all, whose calls have ended or go on at other gateways."""
+        """Close all applications; their durable calls go on at other gateways."""
         for app in (*self._apps.values(), *self._retired):
             await app.aclose()
 
@@ -179,7 +238,7 @@ class Models:
 
     async def _read(self) -> None:
         records = await self._engine.bus.store.models.read()
-        self._take(records or self._known)
+        self._take(records or self._configured)
 
     def _take(self, records: Records) -> None:
         for model, record in records.items():
@@ -199,16 +258,14 @@ class Models:
     def _begin(self, record: ModelRecord) -> None:
         model = record.spec.id
         self._failed.pop(model, None)
-        engine = self._engine.of_model(model)
         try:
-            app = self._make(record, engine)
+            app = self._make(record, self._engine.of_model(model))
             self._changed(app, True)
         except NanoInferenceError as error:
-            log = get_logger()
-            log.error("model_not_served", model=model, error=error.message)
+            get_logger().error("model_not_served", model=model, error=error.message)
             self._failed[model] = (record.spec, error.message)
-            return
-        self._apps[model] = app
+        else:
+            self._apps[model] = app
 
     def _retire(self, model: str) -> None:
         if (app := self._apps.pop(model, None)) is not None:

@@ -1,4 +1,4 @@
-"""What a gateway answers of all models of its deployment."""
+"""Endpoints about all models of a deployment."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...config import ModelError, NanoInferenceError
+from ...config import ConfigError, ModelConfig, ModelError, NanoInferenceError, RequestError
+from ...pipeline.client import BusClient
+from ...pipeline.models import ModelStatus
 from ...store.registry import ModelState
 from ..api import anthropic
-from ..model_statuses import PATH, status_json, statuses_response
-from ..policy.caller import Caller, caller_of
-from ..policy.models import check_allowed
-from ..policy.routes import PolicyRoute
-from ..policy.scopes import Needed
-from ..server.http import JsonResponse, answer_while_connected, convert, read_object
-from ..serving.readiness import Readiness
-from .control import ModelControl
+from ..endpoints import MODELS_PATH, status_json, statuses_response
+from ..policy.audit import AuditLog, audit_change
+from ..policy.caller import Caller, caller_of, check_allowed
+from ..policy.chain import PolicyRoute
+from ..policy.document import Needed
+from ..server.http import JsonResponse, convert, read_object, while_connected
+from ..serving.lane_state import Readiness
 from .dispatch import model_for
-from .model_app import ModelApp
-from .models import Models
+from .models import ModelApp, Models
 
 _LLAMA_CPP: dict[ModelState, str] = {
     "ready": "loaded",
@@ -33,173 +33,183 @@ _LLAMA_CPP: dict[ModelState, str] = {
     "unloaded": "unloaded",
     "failed": "unloaded",
 }
-"""States in the words of llama.cpp's server, which clients of several models know."""
-
-_CREATED = 201
-
-Endpoint = Callable[[Request], Awaitable[Response]]
+"""Model states in llama.cpp's words, which clients of several models read."""
 
 
 class _Unload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long the requests of a model may take that is to be unloaded; None for any time."""
+    """`timeout_s`: how long the model's requests may take; None for any time."""
 
     timeout_s: Annotated[float, Meta(ge=0, le=86_400)] | None = None
 
 
-class _Named(msgspec.Struct, frozen=True):
-    """As llama.cpp's server is told of a model."""
+class _NamedModel(msgspec.Struct, frozen=True):
+    """The body of llama.cpp's `/models/load` and `/models/unload`."""
 
     model: Annotated[str, Meta(min_length=1)]
 
 
-class DeploymentCalls:
-    """The endpoints."""
+class ModelControl:
+    """Loads and unloads models, and writes that to the audit log.
 
-    def __init__(
-        self, models: Models, control: ModelControl, readiness: Readiness, max_body_bytes: int
-    ) -> None:
-        self._models = models
-        self._control = control
-        self._readiness = readiness
-        self._max_body_bytes = max_body_bytes
+    Methods return when the model is loaded, or its requests and processes have ended. They raise as
+    those of `BusClient`.
+    """
 
-    # --- for everybody ------------------------------------------------------------------------
+    def __init__(self, engine: BusClient, audit: AuditLog | None) -> None:
+        """`engine`: the client of the deployment."""
+        self._engine = engine
+        self._audit = audit
 
-    async def list_models(self, request: Request) -> Response:
-        """All models that the caller may use, loaded or not."""
-        return JsonResponse({"object": "list", "data": await self.cards(caller_of(request))})
+    async def add(self, request: Request, body: dict[str, Any]) -> ModelStatus:
+        """Add a model, given as a `ModelConfig`, and load it.
 
-    async def cards(self, caller: Caller) -> list[dict[str, Any]]:
-        """What is told of all models and adapters that a caller may use."""
-        return [card for app in self._models.apps for card in await _cards(app, caller)]
+        Raises:
+            RequestError: invalid_model.
+        """
+        try:
+            spec = convert(body, ModelConfig)
+        except ConfigError as error:
+            raise RequestError(error.message, code="invalid_model") from None
+        return await self._changed(request, "model_added", self._engine.load_model(spec))
 
-    async def model(self, request: Request) -> Response:
-        """One of them, by any of its names."""
-        return JsonResponse(await self.card(request))
+    async def load(self, request: Request, model: str) -> ModelStatus:
+        return await self._changed(request, "model_loaded", self._engine.load_model(model))
 
-    async def card(self, request: Request) -> dict[str, Any]:
-        """What is told of the model or adapter in a call's path."""
+    async def unload(
+        self, request: Request, model: str, timeout_s: float | None = None, *, remove: bool = False
+    ) -> ModelStatus:
+        """Unload a model; with `remove` take it out of the deployment."""
+        event = "model_removed" if remove else "model_unloaded"
+        work = self._engine.unload_model(model, timeout_s=timeout_s, remove=remove)
+        return await self._changed(request, event, work)
+
+    async def _changed(
+        self, request: Request, event: str, work: Awaitable[ModelStatus]
+    ) -> ModelStatus:
+        status = await work
+        audit_change(self._audit, request, event, status.id, msgspec.to_builtins(status))
+        return status
+
+
+def deployment_routes(
+    engine: BusClient,
+    models: Models,
+    control: ModelControl,
+    readiness: Readiness,
+    max_body_bytes: int,
+) -> list[PolicyRoute]:
+    """Return the endpoints."""
+
+    async def cards(caller: Caller) -> list[dict[str, Any]]:
+        """The cards of all models and adapters that a caller may use, loaded or not."""
+        return [
+            _with_state(card, app)
+            for app in models.apps
+            for card in await app.interfaces.info.cards(caller)
+        ]
+
+    async def card(request: Request) -> dict[str, Any]:
+        """The card of the model or adapter in a call's path."""
         name, caller = request.path_params["model"], caller_of(request)
-        app = await model_for(self._models, request, name)
+        app = await model_for(models, request, name)
         check_allowed(caller, app.id)
         return _with_state(await app.interfaces.info.card(name, caller), app)
 
-    async def health(self, request: Request) -> Response:
-        """Whether some model works, or none is meant to."""
-        if trouble := await self._readiness.trouble():
+    async def list_models(request: Request) -> Response:
+        return JsonResponse({"object": "list", "data": await cards(caller_of(request))})
+
+    async def model(request: Request) -> Response:
+        return JsonResponse(await card(request))
+
+    async def health(request: Request) -> Response:
+        """Whether a model works, or none is meant to."""
+        if trouble := await readiness.trouble():
             raise NanoInferenceError(trouble, code="not_ready")
         return Response()
 
-    async def version(self, request: Request) -> Response:
+    async def version(request: Request) -> Response:
         return JsonResponse({"version": metadata.version("nano-inference")})
 
-    # --- for administrators -------------------------------------------------------------------
+    async def statuses(request: Request) -> Response:
+        return statuses_response(await engine.models())
 
-    async def statuses(self, request: Request) -> Response:
-        return statuses_response(await self._control.models())
-
-    async def status(self, request: Request) -> Response:
-        app = await self._models.find(request.path_params["model"])
-        for status in await self._control.models():
-            if status.id == app.id:
-                return JsonResponse(status_json(status))
+    async def status(request: Request) -> Response:
+        app = await models.find(request.path_params["model"])
+        for each in await engine.models():
+            if each.id == app.id:
+                return JsonResponse(status_json(each))
         raise ModelError("the model is gone", code="unknown_model")
 
-    async def add(self, request: Request) -> Response:
-        """Has one more model, and loads it."""
-        body = await self._body(request)
-
-        async def work() -> Response:
-            return JsonResponse(status_json(await self._control.add(request, body)), _CREATED)
-
-        return await answer_while_connected(request, work)
-
-    async def load(self, request: Request) -> Response:
-        await self._body(request)
-        model = request.path_params["model"]
-
-        async def work() -> Response:
-            return JsonResponse(status_json(await self._control.load(request, model)))
-
-        return await answer_while_connected(request, work)
-
-    async def unload(self, request: Request) -> Response:
-        wish, model = convert(await self._body(request), _Unload), request.path_params["model"]
-
-        async def work() -> Response:
-            status = await self._control.unload(request, model, wish.timeout_s)
-            return JsonResponse(status_json(status))
-
-        return await answer_while_connected(request, work)
-
-    async def remove(self, request: Request) -> Response:
-        wish, model = convert(await self._body(request), _Unload), request.path_params["model"]
-
-        async def work() -> Response:
-            status = await self._control.remove(request, model, wish.timeout_s)
-            return JsonResponse({"id": status.id, "object": "model", "deleted": True})
-
-        return await answer_while_connected(request, work)
-
-    # --- as llama.cpp's server is asked ---------------------------------------------------------
-
-    async def load_named(self, request: Request) -> Response:
-        model = convert(await self._body(request), _Named).model
-
-        async def work() -> Response:
-            await self._control.load(request, model)
-            return JsonResponse({"success": True})
-
-        return await answer_while_connected(request, work)
-
-    async def unload_named(self, request: Request) -> Response:
-        model = convert(await self._body(request), _Named).model
-
-        async def work() -> Response:
-            await self._control.unload(request, model)
-            return JsonResponse({"success": True})
-
-        return await answer_while_connected(request, work)
-
-    async def _body(self, request: Request) -> dict[str, Any]:
-        return await read_object(request, self._max_body_bytes)
-
-
-def deployment_routes(calls: DeploymentCalls) -> list[PolicyRoute]:
-    """The endpoints."""
-
-    def route(method: str, path: str, needed: Needed, endpoint: Endpoint) -> PolicyRoute:
+    def route(
+        method: str, path: str, needed: Needed, endpoint: Callable[[Request], Awaitable[Response]]
+    ) -> PolicyRoute:
         return PolicyRoute(path, endpoint, needed=needed, methods=[method])
 
-    one = f"{PATH}/{{model:path}}"
+    def change(
+        method: str,
+        path: str,
+        work: Callable[[Request, dict[str, Any]], Awaitable[ModelStatus]],
+        answer: Callable[[ModelStatus], dict[str, Any]] = status_json,
+        status_code: int = 200,
+    ) -> PolicyRoute:
+        """Route to a change, which is cancelled when the client disconnects."""
+
+        async def endpoint(request: Request) -> Response:
+            body = await read_object(request, max_body_bytes)
+
+            async def respond() -> Response:
+                return JsonResponse(answer(await work(request, body)), status_code)
+
+            return await while_connected(request.receive, respond)
+
+        return route(method, path, "admin", endpoint)
+
+    async def load(request: Request, body: dict[str, Any]) -> ModelStatus:
+        return await control.load(request, request.path_params["model"])
+
+    async def unload(request: Request, body: dict[str, Any]) -> ModelStatus:
+        timeout_s = convert(body, _Unload).timeout_s
+        return await control.unload(
+            request, request.path_params["model"], timeout_s, remove=request.method == "DELETE"
+        )
+
+    async def load_named(request: Request, body: dict[str, Any]) -> ModelStatus:
+        return await control.load(request, convert(body, _NamedModel).model)
+
+    async def unload_named(request: Request, body: dict[str, Any]) -> ModelStatus:
+        return await control.unload(request, convert(body, _NamedModel).model)
+
+    def deleted(status: ModelStatus) -> dict[str, Any]:
+        return {"id": status.id, "object": "model", "deleted": True}
+
+    def success(status: ModelStatus) -> dict[str, Any]:
+        return {"success": True}
+
+    one = f"{MODELS_PATH}/{{model:path}}"
     return [
-        *anthropic.model_routes(calls.cards, calls.card),
-        route("GET", "/v1/models", "read", calls.list_models),
-        route("GET", "/models", "read", calls.list_models),
-        route("GET", "/v1/models/{model:path}", "read", calls.model),
-        route("GET", "/health", "nothing", calls.health),
-        route("GET", "/version", "nothing", calls.version),
-        route("GET", PATH, "admin", calls.statuses),
-        route("POST", PATH, "admin", calls.add),
-        route("POST", f"{one}/load", "admin", calls.load),
-        route("POST", f"{one}/unload", "admin", calls.unload),
-        route("GET", one, "admin", calls.status),
-        route("DELETE", one, "admin", calls.remove),
-        route("POST", "/models/load", "admin", calls.load_named),
-        route("POST", "/models/unload", "admin", calls.unload_named),
+        *anthropic.model_routes(cards, card),
+        route("GET", "/v1/models", "read", list_models),
+        route("GET", "/models", "read", list_models),
+        route("GET", "/v1/models/{model:path}", "read", model),
+        route("GET", "/health", "nothing", health),
+        route("GET", "/version", "nothing", version),
+        route("GET", MODELS_PATH, "admin", statuses),
+        change("POST", MODELS_PATH, control.add, status_code=201),
+        change("POST", f"{one}/load", load),
+        change("POST", f"{one}/unload", unload),
+        route("GET", one, "admin", status),
+        change("DELETE", one, unload, deleted),
+        change("POST", "/models/load", load_named, success),
+        change("POST", "/models/unload", unload_named, success),
     ]
 
 
-async def _cards(app: ModelApp, caller: Caller) -> list[dict[str, Any]]:
-    return [_with_state(card, app) for card in await app.interfaces.info.cards(caller)]
-
-
 def _with_state(card: dict[str, Any], app: ModelApp) -> dict[str, Any]:
-    """What is told of a model, and how it is: in our words, and in those of llama.cpp."""
+    """Return a model's card with its state, in this project's words and in llama.cpp's."""
     record = app.record
     status: dict[str, Any] = {"value": _LLAMA_CPP[record.state]}
     if record.state == "failed":
         status["failed"] = True
-    # They are the model's own, and not its adapters'.
+    # Aliases are the model's own, not its adapters'.
     aliases = () if card["parent"] else record.spec.aliases
     return card | {"aliases": aliases, "state": record.state, "status": status}

@@ -1,4 +1,4 @@
-"""What administrators do to a policy, be it over HTTP or at the backend itself."""
+"""Changes to a policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ...config import RequestError
 from ..server.http import convert
-from .block_lists import block_list_of
 from .document import (
     ApiKey,
     Guardrails,
@@ -20,29 +19,26 @@ from .document import (
     Name,
     PolicyDocument,
     Priority,
+    Scope,
     TenantPolicy,
 )
 from .keys import new_key
-from .scopes import Scope
-from .store import PolicyStore
+from .store import PolicyStore, block_list_of
 
 Seconds = Annotated[float, Meta(gt=0, le=100 * 366 * 86_400)]
 Scopes = Annotated[tuple[Scope, ...], Meta(min_length=1)]
 Models = Annotated[tuple[ModelName, ...], Meta(max_length=1000)]
 
 Shown = dict[str, Any]
-"""As JSON shows it."""
+"""A value as JSON shows it."""
 
 
 class KeyWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A key that somebody wants.
+    """A new key; fields as in `ApiKey`.
 
     Attributes:
-        name: What people call it.
-        tenant: Whose requests are made with it; its name, when it says nothing.
-        expires_in_s: It ends so long after now; None for never.
-
-    The others are as in `ApiKey`.
+        tenant: None for the key's name.
+        expires_in_s: Seconds until the key expires; None for never.
     """
 
     name: Name
@@ -55,7 +51,7 @@ class KeyWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is to be different of a key; what is not given stays."""
+    """A change to a key; a field that is not given stays."""
 
     name: Name | UnsetType = UNSET
     scopes: Scopes | UnsetType = UNSET
@@ -67,19 +63,23 @@ class KeyChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Changed = Callable[[str, str, Shown], None]
-"""Told of a change that was made: what was done, to what, and how it is now. No key is in it."""
+"""Called after a change with the event's name, the changed object's id, and its new value, which
+never contains a key."""
 
 
 class Administration:
-    """Each change is whole or not at all. Raises RequestError of what is malformed or unknown, and
-    PolicyUnavailable when the backend can't be reached."""
+    """Atomic changes to a policy.
+
+    Methods raise RequestError for malformed input or unknown ids, and PolicyUnavailable when the
+    backend can't be reached.
+    """
 
     def __init__(self, store: PolicyStore, changed: Changed = lambda what, of, now: None) -> None:
         self._store = store
         self._changed = changed
 
     async def keys(self) -> list[Shown]:
-        """All keys, oldest first, without what would let anybody use them."""
+        """Return all keys, oldest first, without their digests."""
         keys = (await self._read()).keys.values()
         return [_shown_key(key) for key in sorted(keys, key=lambda key: key.created_ns)]
 
@@ -87,7 +87,7 @@ class Administration:
         return _shown_key((await self._read()).key(key_id))
 
     async def create_key(self, body: Shown) -> Shown:
-        """A new key, which is shown here and never again."""
+        """Create a key. Only this answer contains the key itself."""
         wish = convert(body, KeyWish)
         key, text = new_key(
             ApiKey(
@@ -108,11 +108,10 @@ class Administration:
         return {**_shown_key(key), "key": text}
 
     async def change_key(self, key_id: str, body: Shown) -> Shown:
-        change = convert(body, KeyChange)
         given = {
             name: value
-            for name in change.__struct_fields__
-            if (value := getattr(change, name)) is not UNSET
+            for name, value in msgspec.structs.asdict(convert(body, KeyChange)).items()
+            if value is not UNSET
         }
         for name in given.keys() & {"name", "tenant"}:
             _printable(given[name], name)
@@ -127,17 +126,17 @@ class Administration:
         return shown
 
     async def revoke_key(self, key_id: str) -> None:
-        """It is taken no more: by this gateway at once, by others within `policy.refresh_s`."""
+        """Revoke a key, here at once and at other gateways within `policy.refresh_s`."""
         await self._store.change(lambda document: document.without_key(key_id))
         self._changed("revoke_key", key_id, {})
 
     async def tenants(self) -> dict[str, Shown]:
-        """What is set for tenants, by their names."""
+        """Return the settings of tenants, by name."""
         tenants = (await self._read()).tenants
         return {name: _builtins(each) for name, each in sorted(tenants.items())}
 
     async def set_tenant(self, tenant: str, body: Shown) -> Shown:
-        """Puts what holds for a tenant in the place of what did."""
+        """Replace a tenant's settings."""
         policy = convert(body, TenantPolicy)
         name = convert(_printable(tenant, "the tenant's name"), Name, "the tenant's name")
         await self._store.change(lambda document: document.with_tenant(name, policy))
@@ -152,15 +151,13 @@ class Administration:
         return _builtins((await self._read()).guardrails)
 
     async def set_guardrails(self, body: Shown) -> Shown:
-        """Puts what may not be said in the place of what might not."""
+        """Replace the block list."""
         guardrails = convert(body, Guardrails)
-        # What can't be read is refused here, and not when somebody asks for something.
+        # Refuse an invalid pattern here, not at the next request.
         await block_list_of(guardrails, max_match=1)
-
-        def edit(document: PolicyDocument) -> PolicyDocument:
-            return msgspec.structs.replace(document, guardrails=guardrails)
-
-        await self._store.change(edit)
+        await self._store.change(
+            lambda document: msgspec.structs.replace(document, guardrails=guardrails)
+        )
         self._changed("set_guardrails", "guardrails", _builtins(guardrails))
         return _builtins(guardrails)
 
@@ -177,12 +174,11 @@ def _shown_key(key: ApiKey) -> Shown:
 
 
 def _builtins(struct: msgspec.Struct) -> Shown:
-    """A struct as JSON has it, what is at its default included."""
-    shown: Shown = {
+    """Return a struct as JSON shows it, with the fields at their defaults."""
+    return {
         name: value if not isinstance(value, msgspec.Struct) else _builtins(value)
         for name, value in msgspec.structs.asdict(struct).items()
     }
-    return shown
 
 
 def _expiry(in_s: float | None) -> int | None:

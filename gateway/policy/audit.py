@@ -1,54 +1,144 @@
-"""The audit log: who has asked for what, and who has changed what."""
+"""The audit log: a JSON line for each call, and for each change to the policy or the models."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
+import os
 import queue
 import re
+import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 
 from ...config import ConfigError, PolicyConfig
 from ...config.logger import get_logger
+from ..server.http import call_id_of
 from ..serving.account import Texts
-from .audit_file import AuditFile
+from .caller import caller_of
+
+# O_NONBLOCK: a pipe without a reader is an error, and doesn't block.
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+_MODE = 0o600
+"""Readable by the gateway's user only."""
+
+
+class AuditFile:
+    """A file that several processes append to, and that is rotated when it is large.
+
+    It is opened for each batch of lines, so that an external rotation takes effect.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, files: int) -> None:
+        """A file larger than `max_bytes` becomes `<path>.1`, the one before it `<path>.2`; at most
+        `files` are kept."""
+        self._path = path
+        self._max_bytes = max_bytes
+        self._files = files
+
+    def append(self, lines: Sequence[bytes]) -> int:
+        """Append lines, whole or not at all, while they fit the file. A line larger than
+        `max_bytes` gets a file of its own. Without lines, only open the file.
+
+        Returns:
+            The number of lines written; at least one, if there are any.
+
+        Raises:
+            OSError: None was written.
+        """
+        with self._opened() as file:
+            if not lines:
+                return 0
+            found = os.fstat(file)
+            regular = stat.S_ISREG(found.st_mode)
+            size = found.st_size if regular else 0
+            number = self._fitting(lines, size) if regular else len(lines)
+            if number:
+                _write_whole(file, b"".join(lines[:number]), size if regular else None)
+                return number
+            self._rotate()
+        return self.append(lines)
+
+    def _fitting(self, lines: Sequence[bytes], size: int) -> int:
+        for number, line in enumerate(lines):
+            if size and size + len(line) > self._max_bytes:
+                return number
+            size += len(line)
+        return len(lines)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Open and lock the file."""
+        while True:
+            file = os.open(self._path, _FLAGS, _MODE)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                # The previous holder of the lock may have rotated it.
+                if self._is_current(file):
+                    yield file
+                    return
+            finally:
+                os.close(file)
+
+    def _is_current(self, file: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file), os.stat(self._path))
+        except FileNotFoundError:
+            return False
+
+    def _rotate(self) -> None:
+        for number in range(self._files - 1, 0, -1):
+            with suppress(FileNotFoundError):
+                os.replace(self._numbered(number), self._numbered(number + 1))
+        os.replace(self._path, self._numbered(1))
+
+    def _numbered(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}")
+
+
+def _write_whole(file: int, data: bytes, size: int | None) -> None:
+    """Write all or nothing. `size`: that of the file before, if it can be truncated."""
+    left = memoryview(data)
+    try:
+        while left:
+            left = left[os.write(file, left) :]
+    except OSError:
+        if size is not None:
+            os.ftruncate(file, size)
+        raise
+
 
 MOST_WAITING = 10_000
-"""Lines that wait to be written; beyond that they are lost."""
+"""Lines in the queue; more are lost."""
 
-# What lets somebody in, wherever a client has put it: in a prompt, or in the name of a call.
+# Credentials, wherever a client has put them: in a prompt, or in the id of a call.
 _SECRETS = re.compile(
     rb"(ni-[0-9a-f]{12}-)[A-Za-z0-9_-]{43}|(eyJ)[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+"
 )
 
 _RETRY_S = 1.0
-# Lines are gathered for so long: to open the file costs more than to write one.
+# Lines are batched for so long, since opening the file costs more than writing a line.
 _GATHER_S = 0.05
 _CLOSE_S = 5.0
 
 Fields = dict[str, Any]
 
 
-class _Line(msgspec.Struct, frozen=True):
-    """A line before it is put together."""
-
-    fields: Fields
-    texts: dict[str, Texts]
-
-
 class AuditLog:
-    """Writes lines of JSON on a thread of its own, in the order in which they came."""
+    """Writes lines of JSON, in order, on a thread of its own."""
 
     def __init__(
         self, config: PolicyConfig, on_lost: Callable[[int], None] = lambda number: None
     ) -> None:
-        """`on_lost`: told, from any thread, of lines that will never be written."""
+        """`on_lost`: called, from any thread, with the number of lines that were lost."""
         self._on_lost = on_lost
         self._file = AuditFile(Path(config.audit_file), config.audit_max_bytes, config.audit_files)
         self._path = config.audit_file
@@ -57,12 +147,12 @@ class AuditLog:
         self._refuses_when_full = config.audit_when_full == "refuse"
         self._failing = False
         self._closing = threading.Event()
-        self._lines: queue.SimpleQueue[_Line | None] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[tuple[Fields, dict[str, Texts]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="audit log", daemon=True)
         self._log = get_logger()
 
     def open(self) -> None:
-        """Begins.
+        """Start the thread.
 
         Raises:
             ConfigError: The file can't be opened.
@@ -77,7 +167,7 @@ class AuditLog:
         self._thread.start()
 
     def close(self) -> None:
-        """Returns when what was to be written is, as far as it can be, and soon enough."""
+        """Write the queued lines, as far as that succeeds within `_CLOSE_S`."""
         if self._thread.is_alive():
             self._closing.set()
             self._lines.put(None)
@@ -85,23 +175,23 @@ class AuditLog:
 
     @property
     def refuses(self) -> bool:
-        """Whether no request is to be served, because lines can't be written."""
+        """Whether requests must be refused, because lines can't be written."""
         return self._refuses_when_full and (self._failing or self._is_full)
 
     def write(self, event: str, fields: Fields, texts: dict[str, Texts] | None = None) -> None:
-        """Has a line written, sooner or later.
+        """Queue a line.
 
         Args:
-            event: What it tells of.
-            fields: What it tells.
-            texts: Of which there is a hash under `<name>_hmac`, and the texts themselves under
-                `<name>` where the settings say so. There is none of no texts.
+            event: The event's name.
+            fields: The event's fields.
+            texts: Functions that return texts, called on the thread. A line has their hash under
+                `<name>_hmac`, and the texts under `<name>` if the settings say so.
         """
         if self._is_full:
             self._on_lost(1)
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        self._lines.put(_Line({"time": now, "event": event} | fields, texts or {}))
+        self._lines.put(({"time": now, "event": event} | fields, texts or {}))
 
     @property
     def _is_full(self) -> bool:
@@ -122,19 +212,19 @@ class AuditLog:
                 self._fail(error, unwritten)
 
     def _take(self, unwritten: list[bytes]) -> bool:
-        """Waits for lines, or until what could not be written is to be tried again. Returns whether
-        more may come."""
+        """Wait for lines, or for the next attempt at unwritten ones. Returns False after the last
+        line."""
         try:
             lines = [self._lines.get(timeout=_RETRY_S if unwritten else None)]
         except queue.Empty:
             return True
         self._closing.wait(_GATHER_S)
         lines += [self._lines.get_nowait() for _ in range(self._lines.qsize())]
-        unwritten += [self._encoded(line) for line in lines if line is not None]
+        unwritten += [self._encoded(*line) for line in lines if line is not None]
         return None not in lines
 
     def _fail(self, error: OSError, unwritten: list[bytes]) -> None:
-        """Where nobody is served meanwhile, those of whoever was are kept until they can be."""
+        """Keep the lines only if requests are refused meanwhile; else they could pile up."""
         kept = MOST_WAITING if self._refuses_when_full else 0
         if lost := len(unwritten[kept:]):
             self._on_lost(lost)
@@ -148,29 +238,37 @@ class AuditLog:
             self._failing = False
             self._log.warning("audit_written_again", file=self._path)
 
-    def _encoded(self, line: _Line) -> bytes:
-        fields = dict(line.fields)
-        for name, texts in line.texts.items():
-            told = list(texts())
-            if told:
-                fields[f"{name}_hmac"] = text_hash(self._key, told)
+    def _encoded(self, fields: Fields, texts: dict[str, Texts]) -> bytes:
+        fields = dict(fields)
+        for name, read in texts.items():
+            if found := list(read()):
+                fields[f"{name}_hmac"] = text_hash(self._key, found)
                 if self._shows_text:
-                    fields[name] = told
+                    fields[name] = found
         return _SECRETS.sub(rb"\1\2...", msgspec.json.encode(fields)) + b"\n"
 
 
 def text_hash(key: bytes, texts: Sequence[str]) -> str:
-    """HMAC-SHA-256 of a text in UTF-8; of several, of the hashes of each in hex, one behind the
-    other. Who has not the key can't try what it may have been.
+    """Return the HMAC-SHA-256 of a text in UTF-8, as 64 hex digits; of several texts, that of their
+    concatenated hashes. Without the key, guesses can't be tested."""
 
-    Returns:
-        64 hex digits.
-    """
-    digests = [hmac.new(key, _bytes(text), hashlib.sha256).hexdigest() for text in texts]
-    if len(digests) == 1:
-        return digests[0]
-    return hmac.new(key, "".join(digests).encode(), hashlib.sha256).hexdigest()
+    def digest(data: bytes) -> str:
+        return hmac.new(key, data, hashlib.sha256).hexdigest()
+
+    digests = [digest(text.encode(errors="surrogatepass")) for text in texts]
+    return digests[0] if len(digests) == 1 else digest("".join(digests).encode())
 
 
-def _bytes(text: str) -> bytes:
-    return text.encode(errors="surrogatepass")
+def audit_change(log: AuditLog | None, request: Request, event: str, of: str, now: Any) -> None:
+    """Write a line about a change that an administrator made over HTTP."""
+    if log is not None:
+        caller = caller_of(request)
+        fields = {
+            "key_id": caller.key_id,
+            "key_name": caller.name,
+            "tenant": caller.tenant,
+            "call_id": call_id_of(request.scope),
+            "changed": of,
+            "now": now,
+        }
+        log.write(event, fields)

@@ -1,4 +1,4 @@
-"""What the audit log is told of calls."""
+"""Recording of calls for the audit log."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 
 from ...bus.public import Completion, GenerateRequest, Output
 from ...config import ModelError, NanoInferenceError
+from ..serving.account import Account
 from ..serving.measures import Measures
 from ..serving.origin import Origin
 from ..serving.words import LazyWords, Words
@@ -17,7 +18,7 @@ from .guardrail import text_of
 
 
 class AuditedHeads:
-    """Where the settings say so, refuses calls of which the log could not tell."""
+    """Refuses calls that the log can't record, if the settings say so."""
 
     def __init__(self, log: AuditLog, measures: Measures) -> None:
         self._log = log
@@ -33,12 +34,12 @@ class AuditedHeads:
 
 
 class AuditedCalls(AuditedHeads):
-    """Notes what the requests of each call ask and are answered, as it leaves."""
+    """Records the prompts of each call, and its answer as it leaves."""
 
     def __init__(
         self, log: AuditLog, words: LazyWords, measures: Measures, default_model: str
     ) -> None:
-        """`default_model`: that of requests that name none."""
+        """`default_model`: the model of requests that name none."""
         super().__init__(log, measures)
         self._words = words
         self._default_model = default_model
@@ -49,10 +50,13 @@ class AuditedCalls(AuditedHeads):
     ) -> AsyncIterator[None]:
         account = origin.account
         if requests:
-            words = await self._loaded()
-            # Some interfaces call by their own names what asks the same engine.
+            try:
+                words = await self._words.get()
+            except ModelError:
+                words = None
+            # Some interfaces have names of their own for the same engine.
             account.model = account.model or requests[0].model or self._default_model
-            _Prompts.of(origin).add(requests, words)
+            _RecordedPrompts.of(account).add(requests, words)
         try:
             yield
         except NanoInferenceError as error:
@@ -60,7 +64,7 @@ class AuditedCalls(AuditedHeads):
             raise
         finally:
             if account.background:
-                self._tell_background(origin)
+                self._write_background(origin)
 
     async def outputs(
         self,
@@ -69,8 +73,8 @@ class AuditedCalls(AuditedHeads):
         outputs: AsyncGenerator[Output, None],
         before: str,
     ) -> AsyncGenerator[Output, None]:
-        """All of them; what a client has had when it goes is told, too."""
-        answer = _Answer.of(origin).begin(request.request_id)
+        """Yield all outputs. What a client received before it disconnects is recorded, too."""
+        answer = _RecordedAnswer.of(origin.account).pieces.setdefault(request.request_id, {})
         async with aclosing(outputs):
             async for output in outputs:
                 if isinstance(output, Completion):
@@ -79,11 +83,11 @@ class AuditedCalls(AuditedHeads):
                     answer.setdefault(output.sample_index, []).append(output.text)
                 yield output
 
-    def _tell_background(self, origin: Origin) -> None:
-        """A line of requests that ended, or were left to another gateway, with no call around."""
+    def _write_background(self, origin: Origin) -> None:
+        """Write a line about requests that ended, or went to another gateway, outside a call."""
         caller, account = origin.caller, origin.account
-        told = {
-            "request_ids": _Answer.of(origin).request_ids,
+        fields = {
+            "request_ids": list(_RecordedAnswer.of(account).pieces),
             **origin.trace.log_ids,
             "key_id": caller.key_id,
             "key_name": caller.name,
@@ -93,72 +97,54 @@ class AuditedCalls(AuditedHeads):
             "prompt_tokens": account.prompt_tokens,
             "completion_tokens": account.completion_tokens,
         }
-        self._log.write("background", told, account.texts)
-
-    async def _loaded(self) -> Words | None:
-        try:
-            return await self._words.get()
-        except ModelError:
-            return None
+        self._log.write("background", fields, account.texts)
 
 
-class _Prompts:
-    """The prompts of a call, which may make more requests of the answers to others."""
+class _RecordedPrompts:
+    """The prompts of a call; it may make more requests of the answers to earlier ones."""
 
     def __init__(self) -> None:
         self._requests: list[GenerateRequest] = []
         self._words: Words | None = None
 
     @classmethod
-    def of(cls, origin: Origin) -> _Prompts:
-        """Those of a call, which are noted there."""
-        found = origin.account.texts.get("prompt")
-        if not isinstance(found, cls):
-            found = origin.account.texts["prompt"] = cls()
+    def of(cls, account: Account) -> _RecordedPrompts:
+        """Return those in a call's account."""
+        found = account.texts.setdefault("prompt", cls())
+        assert isinstance(found, cls)
         return found
 
     def add(self, requests: Sequence[GenerateRequest], words: Words | None) -> None:
-        """Some more."""
         self._requests += requests
         self._words = words
 
     def __call__(self) -> list[str]:
-        return [_prompt_of(each, self._words) for each in self._requests]
+        """Return the texts; without a tokenizer, the ids of the tokens."""
+        if self._words is not None:
+            return [text_of(each, self._words) for each in self._requests]
+        return [
+            each.prompt or " ".join(map(str, each.prompt_token_ids or ()))
+            for each in self._requests
+        ]
 
 
-class _Answer:
-    """The answer to a call: the texts of all samples, in the order in which its requests began."""
+class _RecordedAnswer:
+    """The answer to a call. `pieces`: texts by request, in the order in which requests began, and
+    by sample."""
 
     def __init__(self) -> None:
-        self._pieces: dict[str, dict[int, list[str]]] = {}
+        self.pieces: dict[str, dict[int, list[str]]] = {}
 
     @classmethod
-    def of(cls, origin: Origin) -> _Answer:
-        """That of a call, which is noted there."""
-        found = origin.account.texts.get("answer")
-        if not isinstance(found, cls):
-            found = origin.account.texts["answer"] = cls()
+    def of(cls, account: Account) -> _RecordedAnswer:
+        """Return the one in a call's account."""
+        found = account.texts.setdefault("answer", cls())
+        assert isinstance(found, cls)
         return found
-
-    def begin(self, request_id: str) -> dict[int, list[str]]:
-        """The pieces of a request's samples, by their index."""
-        return self._pieces.setdefault(request_id, {})
-
-    @property
-    def request_ids(self) -> list[str]:
-        """Of those that began."""
-        return list(self._pieces)
 
     def __call__(self) -> list[str]:
         return [
             "".join(pieces)
-            for samples in self._pieces.values()
+            for samples in self.pieces.values()
             for _, pieces in sorted(samples.items())
         ]
-
-
-def _prompt_of(request: GenerateRequest, words: Words | None) -> str:
-    """As text; without the tokenizer as the tokens' ids."""
-    if words is not None:
-        return text_of(request, words)
-    return request.prompt or " ".join(map(str, request.prompt_token_ids or ()))

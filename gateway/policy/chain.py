@@ -1,62 +1,73 @@
-"""The order of a request: who calls, what he may, how much, and what may be said.
+"""The order of a request's checks.
 
     authenticate → scope → model → limits → guardrail → execution → audit
 
-The first two need a call's head only. The others are about the requests that it makes; a link holds
-on to them until they have ended. What an answer may say, and what is told of it, hangs at the
-outputs and at the end of the call.
+The first two need a call's head only. The others check the requests that the call makes; a link is
+entered until they have ended. Guardrail and audit also filter and record the outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import wraps
 from typing import Protocol
 
+from starlette.middleware import Middleware
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from ...bus.public import GenerateRequest, Output
 from ..serving.origin import Origin
-from .caller import ANYBODY, CALLER, NOBODY, Caller
-from .scopes import Needed
+from .caller import ANYBODY, CALLER, NOBODY, ROUTE, Caller
+from .document import Needed
 
 
+@dataclass
 class PolicyCall:
     """A call of which only the head is known.
 
     Attributes:
         request: The call.
-        needed: What its endpoint asks for.
-        caller: Who calls, as far as a link has found that out.
+        needed: The scope that its endpoint needs.
+        caller: The caller, once a link has authenticated it.
     """
 
-    def __init__(self, request: Request, needed: Needed, caller: Caller) -> None:
-        self.request = request
-        self.needed = needed
-        self.caller = caller
+    request: Request
+    needed: Needed
+    caller: Caller
 
 
 class HeadLink(Protocol):
-    """Judges a call by its head."""
+    """Checks a call by its head."""
 
     async def check(self, call: PolicyCall) -> None:
-        """Raises NanoInferenceError when it may not go on."""
+        """Raises NanoInferenceError when the call is refused."""
 
 
 class RequestsLink(Protocol):
-    """Judges the requests of a call."""
+    """Checks the requests of a call."""
 
     def admit(
         self, origin: Origin, requests: Sequence[GenerateRequest]
     ) -> AbstractAsyncContextManager[None]:
         """Entered before any of them is published, left when all have ended.
 
-        Entering raises NanoInferenceError when they may not go on.
+        Entering raises NanoInferenceError when they are refused.
         """
 
 
 class OutputsLink(Protocol):
-    """Judges what the engine makes of a request."""
+    """Filters the outputs of a request."""
 
     def outputs(
         self,
@@ -65,16 +76,16 @@ class OutputsLink(Protocol):
         outputs: AsyncGenerator[Output, None],
         before: str,
     ) -> AsyncGenerator[Output, None]:
-        """Gives what of them may leave. Closes them when it is closed itself.
+        """Yield the outputs that may leave. Closes `outputs` when it is closed itself.
 
         Args:
-            outputs: From the first one on, or the last one alone, which has all.
-            before: What of the prompt is shown before each sample.
+            outputs: From the first one on, or the last one alone, which has everything.
+            before: The part of the prompt that is shown before each sample.
         """
 
 
 class PolicyChain:
-    """Its links, in their order. Without any, everybody may do everything."""
+    """The links, in their order. Without links, everybody may do everything."""
 
     def __init__(
         self,
@@ -83,17 +94,17 @@ class PolicyChain:
         outputs: Sequence[OutputsLink] = (),
         stranger: Caller = ANYBODY,
     ) -> None:
-        """Args: `stranger` is who calls as long as no link has found that out."""
+        """`stranger`: the caller until a link has authenticated it."""
         self._head = head
         self._requests = requests
         self._outputs = outputs
         self._stranger = stranger
 
     async def enter(self, request: Request, needed: Needed) -> None:
-        """Finds out who calls, which `caller_of` then tells.
+        """Authenticate a call, for `caller_of`.
 
         Raises:
-            NanoInferenceError: He may not.
+            NanoInferenceError: The call is refused.
         """
         state = request.scope.setdefault("state", {})
         if needed == "nothing":
@@ -104,17 +115,17 @@ class PolicyChain:
             for link in self._head:
                 await link.check(call)
         finally:
-            # Of one that is refused, the audit log tells.
+            # Also of a refused call, for the audit log.
             state[CALLER] = call.caller
 
     @asynccontextmanager
     async def admitted(
         self, origin: Origin, requests: Sequence[GenerateRequest]
     ) -> AsyncIterator[None]:
-        """Open while the requests of a call are on their way.
+        """Open while the requests of a call are in flight.
 
         Raises:
-            NanoInferenceError: They may not go on.
+            NanoInferenceError: They are refused.
         """
         async with AsyncExitStack() as links:
             for link in self._requests:
@@ -128,7 +139,34 @@ class PolicyChain:
         outputs: AsyncGenerator[Output, None],
         before: str = "",
     ) -> AsyncGenerator[Output, None]:
-        """What leaves of what the engine makes of a request; see `OutputsLink`."""
+        """Filter a request's outputs; see `OutputsLink`."""
         for link in self._outputs:
             outputs = link.outputs(origin, request, outputs, before)
         return outputs
+
+
+class PolicyRoute(Route):
+    """A route whose calls pass the application's `chain` first.
+
+    Attributes:
+        needed: The scope that its callers need.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[[Request], Awaitable[Response]],
+        *,
+        needed: Needed,
+        methods: Collection[str],
+        middleware: Sequence[Middleware] = (),
+    ) -> None:
+        @wraps(endpoint)
+        async def checked(request: Request) -> Response:
+            request.scope.setdefault("state", {})[ROUTE] = (self.path_format, needed)
+            chain: PolicyChain = request.app.chain
+            await chain.enter(request, needed)
+            return await endpoint(request)
+
+        super().__init__(path, checked, methods=list(methods), middleware=list(middleware))
+        self.needed = needed

@@ -1,14 +1,23 @@
-"""What a policy backend stores: keys, tenants, and what is blocked."""
+"""The document that a policy backend stores: keys, tenants, and guardrails."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Collection
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from ...config import RequestError
-from .scopes import Scope
+
+Scope = Literal["read", "generate", "weights", "admin"]
+"""What a caller may do: "read" models and states; "generate" tokens; "weights": change weights,
+cache and pace, which all callers share; "admin": change the policy."""
+
+SCOPES: tuple[Scope, ...] = ("read", "generate", "weights", "admin")
+
+Needed = Scope | Literal["nothing"]
+"""The scope that an endpoint needs; "nothing" of probes and the like."""
 
 MAX_TENANT_LENGTH = 128
 """Characters of a tenant's name; admission takes no more."""
@@ -22,16 +31,25 @@ ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
 BlockedText = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 MOST_KEYS = 100_000
-"""API keys of one document, which every gateway has in memory."""
+"""API keys of one document, which every gateway holds in memory."""
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How much somebody may use; None where there is no limit.
+def may(scopes: Collection[Scope], needed: Needed) -> bool:
+    """Return whether scopes suffice for an endpoint. Every scope includes "read"."""
+    return needed == "nothing" or needed in scopes or (needed == "read" and bool(scopes))
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A part of the document."""
+
+
+class Limits(_Part, frozen=True):
+    """Limits of use; None for no limit.
 
     Attributes:
-        requests_per_minute: Calls that have tokens made, in any 60 seconds.
+        requests_per_minute: Calls that generate tokens, in any 60 seconds.
         tokens_per_minute: Tokens of their prompts and completions.
-        max_in_flight: Calls at the same time.
+        max_in_flight: Calls in flight.
     """
 
     requests_per_minute: Count | None = None
@@ -39,20 +57,20 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     max_in_flight: Count | None = None
 
 
-class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A key, of which only the digest is known.
+class ApiKey(_Part, frozen=True):
+    """A key, of which only the digest is stored.
 
     Attributes:
-        id: Its name in the key itself, in logs and in commands.
-        name: What people call it.
+        id: Part of the key itself; names it in logs and commands.
+        name: For people.
         digest: SHA-256 of the whole key, in hexadecimal.
-        tenant: Whose requests are made with it.
-        scopes: What it may be used for.
+        tenant: The tenant of its requests.
+        scopes: What its holder may do.
         created_ns: Wall clock.
-        max_priority: Requests that ask for more are refused; None for `gateway.max_priority`.
-        models: The models that it may use; None for all.
-        limits: Of this key alone; those of its tenant hold as well.
-        expires_ns: When it ends, wall clock; None for never.
+        max_priority: The highest priority; None for `gateway.max_priority`.
+        models: The models it may use; None for all.
+        limits: Limits of this key; those of its tenant apply as well.
+        expires_ns: Expiry, wall clock; None for never.
     """
 
     id: str
@@ -67,14 +85,12 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     expires_ns: int | None = None
 
 
-class TenantPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What holds for all keys of a tenant together.
+class TenantPolicy(_Part, frozen=True):
+    """Settings for all keys of a tenant together.
 
     Attributes:
-        weight: Its share beside other tenants, in the fairness of every lane; None leaves it as the
-            lane was configured.
-        max_priority: Requests that ask for more are refused, whatever its keys may; None for no
-            such limit.
+        weight: Its weight in the fairness of every lane; None for the lane's own setting.
+        max_priority: The highest priority, whatever its keys allow; None for no such limit.
     """
 
     limits: Limits = Limits()
@@ -82,27 +98,27 @@ class TenantPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     max_priority: Priority | None = None
 
 
-class Guardrails(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What may stand in no prompt and in no answer.
+class Guardrails(_Part, frozen=True):
+    """What is blocked in prompts and answers.
 
     Attributes:
-        literals: Texts, compared without regard to case and to Unicode's compatible forms.
-        patterns: The same as regular expressions of RE2.
+        literals: Texts, compared after normalisation (NFKC_Casefold).
+        patterns: Regular expressions of RE2, on normalised text.
     """
 
     literals: Annotated[tuple[BlockedText, ...], Meta(max_length=10_000)] = ()
     patterns: Annotated[tuple[BlockedText, ...], Meta(max_length=1000)] = ()
 
 
-class PolicyDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """All of it. A change makes a new one."""
+class PolicyDocument(_Part, frozen=True):
+    """The whole policy, immutable."""
 
     keys: dict[str, ApiKey] = {}
     tenants: dict[Name, TenantPolicy] = {}
     guardrails: Guardrails = Guardrails()
 
     def with_key(self, key: ApiKey) -> PolicyDocument:
-        """With a key, in the place of the one of the same id.
+        """Return the document with a key added or replaced.
 
         Raises:
             RequestError: too_many_keys.
@@ -129,7 +145,7 @@ class PolicyDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         return key
 
     def with_tenant(self, tenant: str, policy: TenantPolicy) -> PolicyDocument:
-        """With what holds for a tenant, in the place of what did."""
+        """Return the document with a tenant's settings replaced."""
         return msgspec.structs.replace(self, tenants=self.tenants | {tenant: policy})
 
     def without_tenant(self, tenant: str) -> PolicyDocument:
@@ -143,14 +159,14 @@ class PolicyDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
 
 def encode_document(document: PolicyDocument) -> bytes:
-    """As backends keep it."""
+    """Encode a document for a backend."""
     return msgspec.json.encode(document)
 
 
 def decode_document(raw: bytes) -> PolicyDocument:
-    """What `encode_document` made; nothing is an empty one.
+    """Decode a document; b"" is an empty one.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is malformed.
     """
     return msgspec.json.decode(raw, type=PolicyDocument) if raw else PolicyDocument()

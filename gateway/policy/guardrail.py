@@ -1,4 +1,4 @@
-"""What may be said: the block list, for prompts and answers, and what OPA says of prompts."""
+"""Guardrails: the block list for prompts and answers, and an Open Policy Agent for prompts."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from functools import partial
 import anyio
 
 from ...bus.public import Completion, GenerateRequest, Output
-from ...config import NanoInferenceError, RequestError, cut, shown
+from ...config import RequestError, cut, shown
 from ...config.logger import get_logger
+from ..server.http import task_group
 from ..serving.measures import Measures
 from ..serving.origin import Origin
 from ..serving.words import LazyWords, Words
 from .backend import PolicyUnavailable
 from .block_list import BlockList
-from .block_lists import BlockLists
 from .held_outputs import HeldOutputs
-from .opa import Decision, NoDecision, OpenPolicyAgent
+from .opa import NoDecision, OpenPolicyAgent
+from .store import BlockLists
 
 AT_ONCE = 16
-"""Prompts of a call that OPA is asked about at the same time."""
+"""Prompts of a call that the agent is asked about concurrently."""
 
-# Characters, or tokens, that are looked through at once; more take a thread.
+# Characters, or tokens, that are scanned on the event loop; more take a thread.
 _SHORT = 4096
 
 Cancel = Callable[[str, str], Awaitable[None]]
-"""Has the engine end a request: its id, and its entry's."""
+"""Cancels a request in the engine: its id, and its entry's."""
 
 
 class Guardrail:
-    """Refuses prompts, and ends answers before what may not be said."""
+    """Refuses prompts, and ends answers before blocked text."""
 
     def __init__(
         self,
@@ -42,8 +43,8 @@ class Guardrail:
         cancel: Cancel,
         model: str,
     ) -> None:
-        """`block_lists`: None where nothing is kept in which there could be one. `agent`: None
-        where nobody else is asked. `model`: the served model, of requests for no adapter."""
+        """`block_lists`: None without a policy backend. `agent`: None without one. `model`: the
+        served model, of requests without an adapter."""
         self._model = model
         self._block_lists = block_lists
         self._agent = agent
@@ -59,7 +60,10 @@ class Guardrail:
         if requests and (block_list or self._agent):
             texts = await self._texts(requests)
             if block_list:
-                await self._check_blocked(block_list, texts)
+                blocked = partial(any, map(block_list.blocks, texts))
+                short = sum(map(len, texts)) <= _SHORT
+                if blocked() if short else await self._words.beside(blocked):
+                    raise self._refused("the prompt has in it what is not taken here; leave it out")
             if self._agent:
                 await self._ask(self._agent, origin, requests, texts)
         yield
@@ -71,7 +75,7 @@ class Guardrail:
         outputs: AsyncGenerator[Output, None],
         before: str,
     ) -> AsyncGenerator[Output, None]:
-        """What of them may leave. A request that has nothing more to say is ended."""
+        """Yield the outputs that may leave. Cancels a request of which nothing more may leave."""
         async with aclosing(outputs):
             block_list = await self._block_list()
             if not block_list:
@@ -104,19 +108,14 @@ class Guardrail:
         return await self._words.beside(partial(held.put, output))
 
     async def _texts(self, requests: Sequence[GenerateRequest]) -> list[str]:
-        """The prompts, as the model reads them but for special tokens."""
+        """Return the prompts as the model reads them, without special tokens."""
         words = await self._words.required()
         size = sum(len(each.prompt or each.prompt_token_ids or ()) for each in requests)
-        texts = partial(_texts_of, requests, words)
+
+        def texts() -> list[str]:
+            return [text_of(request, words) for request in requests]
+
         return texts() if size <= _SHORT else await self._words.beside(texts)
-
-    async def _check_blocked(self, block_list: BlockList, texts: Sequence[str]) -> None:
-        def any_blocked() -> bool:
-            return any(map(block_list.blocks, texts))
-
-        short = sum(map(len, texts)) <= _SHORT
-        if any_blocked() if short else await self._words.beside(any_blocked):
-            raise self._refused("the prompt has in it what is not taken here; leave it out")
 
     async def _ask(
         self,
@@ -125,39 +124,42 @@ class Guardrail:
         requests: Sequence[GenerateRequest],
         texts: Sequence[str],
     ) -> None:
-        """Asks about each prompt. The first that is refused ends the others."""
-        failure: NanoInferenceError | None = None
+        """Ask the agent about each prompt. The first refusal cancels the other questions."""
         asking = anyio.CapacityLimiter(AT_ONCE)
 
         async def ask(request: GenerateRequest, text: str) -> None:
-            nonlocal failure
             async with asking:
                 try:
-                    self._obey(await agent.ask(_question(origin, request, text, self._model)))
-                except NanoInferenceError as error:
-                    failure = failure or error
+                    decision = await agent.ask(self._question(origin, request, text))
                 except NoDecision as error:
-                    failure = failure or self._undecided(error)
-            if failure is not None:
-                group.cancel_scope.cancel()
+                    get_logger().warning("opa_has_not_decided", reason=cut(str(error)))
+                    self._measures.refused("policy_unavailable")
+                    raise PolicyUnavailable(
+                        "whether this prompt may be taken can't be found out, so it is not; try "
+                        "again"
+                    ) from None
+            if not decision.allow:
+                because = f": {shown(decision.reason)}" if decision.reason else ""
+                raise self._refused(f"the policy of this server does not take the prompt{because}")
 
-        async with anyio.create_task_group() as group:
+        async with task_group() as group:
             for request, text in zip(requests, texts, strict=True):
                 group.start_soon(ask, request, text)
-        if failure is not None:
-            raise failure
 
-    def _obey(self, decision: Decision) -> None:
-        if not decision.allow:
-            because = f": {shown(decision.reason)}" if decision.reason else ""
-            raise self._refused(f"the policy of this server does not take the prompt{because}")
-
-    def _undecided(self, error: NoDecision) -> PolicyUnavailable:
-        get_logger().warning("opa_has_not_decided", reason=cut(str(error)))
-        self._measures.refused("policy_unavailable")
-        return PolicyUnavailable(
-            "whether this prompt may be taken can't be found out, so it is not; try again"
-        )
+    def _question(self, origin: Origin, request: GenerateRequest, text: str) -> dict[str, object]:
+        """Return the agent's `input`."""
+        return {
+            "key_id": origin.caller.key_id,
+            "key_name": origin.caller.name,
+            "scopes": sorted(origin.caller.scopes),
+            "tenant": origin.tenant,
+            "model": request.model or self._model,
+            "requested_model": origin.requested_model or request.model,
+            "prompt": text,
+            "n": request.n,
+            "priority": request.priority,
+            "sampling": request.sampling,
+        }
 
     def _refused(self, message: str) -> RequestError:
         self._measures.refused("content_filter")
@@ -165,29 +167,9 @@ class Guardrail:
 
 
 def text_of(request: GenerateRequest, words: Words) -> str:
-    """A prompt as text."""
+    """Return a prompt as text."""
     if request.prompt is not None:
         return request.prompt
-    # Admission refuses what is no token of the model.
+    # Admission refuses ids that are no tokens of the model.
     token_ids = [each for each in request.prompt_token_ids or () if 0 <= each < 2**32]
     return words.text(token_ids, skip_special=True)
-
-
-def _texts_of(requests: Sequence[GenerateRequest], words: Words) -> list[str]:
-    return [text_of(request, words) for request in requests]
-
-
-def _question(origin: Origin, request: GenerateRequest, text: str, model: str) -> dict[str, object]:
-    """What OPA has as `input`."""
-    return {
-        "key_id": origin.caller.key_id,
-        "key_name": origin.caller.name,
-        "scopes": sorted(origin.caller.scopes),
-        "tenant": origin.tenant,
-        "model": request.model or model,
-        "requested_model": origin.requested_model or request.model,
-        "prompt": text,
-        "n": request.n,
-        "priority": request.priority,
-        "sampling": request.sampling,
-    }

@@ -1,7 +1,7 @@
-"""API keys: how they are made, where a call has one, and whose it is.
+"""API keys: creation, extraction from a call, and the checks of a call's head.
 
-A key is random, so a fast hash of it is enough: nobody can try out 2^256 of them. It begins with
-its id, by which it is found; what is compared in constant time is the digest.
+A key is random, so a fast hash of it is enough: 2^256 guesses are out of reach. It begins with its
+id, by which it is found; its digest is compared in constant time.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import msgspec
 from starlette.requests import Request
 
+from ...bus.public import GenerateRequest
 from ...config import RequestError
-from .caller import AppliedLimits, Caller
+from ..serving.origin import Origin
+from .caller import AppliedLimits, Caller, check_allowed
 from .chain import PolicyCall
-from .document import ApiKey, PolicyDocument
-from .scopes import may
+from .document import ApiKey, PolicyDocument, may
 
-_PREFIX = "ni"
 _KEY = re.compile(r"ni-([0-9a-f]{12})-[A-Za-z0-9_-]{43}")
-# Where a head has one, in bytes that nobody has looked at yet.
+# In the bytes of a head that isn't parsed yet.
 _KEY_IN_HEAD = re.compile(
     rb"\r\n(?:authorization:[ \t]*bearer[ \t]+|(?:x-)?api-key:[ \t]*)ni-([0-9a-f]{12})-",
     re.IGNORECASE,
@@ -39,47 +40,42 @@ _IN_QUERY = ("api-key", "api_key", "key", "access_token")
 
 
 class Unauthenticated(RequestError):
-    """Nobody knows who calls. Answered with status 401."""
+    """The caller is unknown. Answered with status 401."""
 
 
 def new_key(key: ApiKey) -> tuple[ApiKey, str]:
-    """A key made: what is kept of it, and the key itself, which nobody can show again."""
+    """Create a key. Returns what is stored of it, and the key itself."""
     key_id = secrets.token_hex(6)
-    text = f"{_PREFIX}-{key_id}-{secrets.token_urlsafe(32)}"
+    text = f"ni-{key_id}-{secrets.token_urlsafe(32)}"
     digest, created_ns = _digest(text), time.time_ns()
     return msgspec.structs.replace(key, id=key_id, digest=digest, created_ns=created_ns), text
 
 
 def credential_of(request: Request) -> str:
-    """The key or token that a call brings.
+    """Return the key or token of a call.
 
     Raises:
-        Unauthenticated: missing_api_key; invalid_api_key, when it brings several or has it where
-            logs would show it.
+        Unauthenticated: missing_api_key; invalid_api_key, of several or of one in the address.
     """
     headers = request.headers
     given = [value.strip() for name in _HEADERS for value in headers.getlist(name)]
     for value in headers.getlist("authorization"):
         kind, _, token = value.strip().partition(" ")
         if kind.lower() != "bearer":
-            raise Unauthenticated(
-                "the Authorization header is of another kind; send 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
+            raise _invalid(
+                "the Authorization header is of another kind; send 'Authorization: Bearer KEY'"
             )
         given.append(token.strip())
     if len(set(given)) > 1:
-        raise Unauthenticated(
-            "the call brings several keys that differ; send one", code="invalid_api_key"
-        )
+        raise _invalid("the call brings several keys that differ; send one")
     if given and given[0]:
         if len(given[0]) > MAX_CREDENTIAL_LENGTH:
-            raise Unauthenticated("the key is too long to be one", code="invalid_api_key")
+            raise _invalid("the key is too long to be one")
         return given[0]
     if any(name in request.query_params for name in _IN_QUERY):
-        raise Unauthenticated(
+        raise _invalid(
             "a key in the address stands in logs, so it is not taken there (and this one should be "
-            "revoked); send it as 'Authorization: Bearer KEY'",
-            code="invalid_api_key",
+            "revoked); send it as 'Authorization: Bearer KEY'"
         )
     raise Unauthenticated(
         "there is no API key; send it as 'Authorization: Bearer KEY'", code="missing_api_key"
@@ -87,19 +83,18 @@ def credential_of(request: Request) -> str:
 
 
 def caller_with(document: PolicyDocument, text: str, now_ns: int) -> Caller:
-    """Whose a key is.
+    """Return the caller with a key.
 
     Raises:
-        Unauthenticated: invalid_api_key: there is none like it, not any more, or not now.
+        Unauthenticated: invalid_api_key: the key is unknown, revoked or expired.
     """
     found = _KEY.fullmatch(text)
     key = document.keys.get(found[1]) if found else None
     same = hmac.compare_digest(_digest(text), key.digest if key else _NO_KEY)
     if key is None or not same or (key.expires_ns is not None and key.expires_ns <= now_ns):
-        # Not which of these, so that nobody learns which ids there are.
-        raise Unauthenticated(
-            "the API key is none of this server's, or was revoked, or has expired; ask for another",
-            code="invalid_api_key",
+        # One message for all, so that callers can't probe for ids.
+        raise _invalid(
+            "the API key is none of this server's, or was revoked, or has expired; ask for another"
         )
     return with_tenant(
         document,
@@ -116,9 +111,9 @@ def caller_with(document: PolicyDocument, text: str, now_ns: int) -> Caller:
 
 
 def tenant_in(document: PolicyDocument, head: bytes) -> str:
-    """The tenant of the key that a head seems to bring; "" when there is none of that id.
+    """Return the tenant of the key id in a head; "" if it is unknown.
 
-    Nothing is checked: it is good for nothing but to have clients take turns.
+    The key is not verified: use the result for turns only.
     """
     found = _KEY_IN_HEAD.search(head)
     key = document.keys.get(found[1].decode()) if found else None
@@ -126,7 +121,7 @@ def tenant_in(document: PolicyDocument, head: bytes) -> str:
 
 
 def with_tenant(document: PolicyDocument, caller: Caller) -> Caller:
-    """A caller with what holds for his tenant as well."""
+    """Return a caller with the limits of its tenant as well."""
     if (tenant := document.tenants.get(caller.tenant)) is None:
         return caller
     priorities = [each for each in (caller.max_priority, tenant.max_priority) if each is not None]
@@ -138,18 +133,18 @@ def with_tenant(document: PolicyDocument, caller: Caller) -> Caller:
 
 
 class Authenticate:
-    """Finds out who calls."""
+    """Authenticates the caller."""
 
-    def __init__(self, know: Callable[[str], Awaitable[Caller]]) -> None:
-        """`know`: whose a key or token is; raises Unauthenticated."""
-        self._know = know
+    def __init__(self, caller_with: Callable[[str], Awaitable[Caller]]) -> None:
+        """`caller_with`: returns the caller with a key or token; raises Unauthenticated."""
+        self._caller_with = caller_with
 
     async def check(self, call: PolicyCall) -> None:
-        call.caller = await self._know(credential_of(call.request))
+        call.caller = await self._caller_with(credential_of(call.request))
 
 
 class RequireScope:
-    """Refuses who may not call this."""
+    """Refuses a caller without the scope that the endpoint needs."""
 
     async def check(self, call: PolicyCall) -> None:
         if not may(call.caller.scopes, call.needed):
@@ -158,6 +153,30 @@ class RequireScope:
                 f"this needs a key with the scope {call.needed!r}, and this one's are: {has}",
                 code="insufficient_scope",
             )
+
+
+class AllowedModels:
+    """Refuses models that a caller may not use, as if they were missing."""
+
+    def __init__(self, default: str) -> None:
+        """`default`: the model of requests that name none."""
+        self._default = default
+
+    async def check(self, call: PolicyCall) -> None:
+        if call.needed != "nothing":
+            check_allowed(call.caller, self._default)
+
+    @asynccontextmanager
+    async def admit(
+        self, origin: Origin, requests: Sequence[GenerateRequest]
+    ) -> AsyncIterator[None]:
+        for request in requests:
+            check_allowed(origin.caller, request.model or self._default)
+        yield
+
+
+def _invalid(message: str) -> Unauthenticated:
+    return Unauthenticated(message, code="invalid_api_key")
 
 
 def _digest(text: str) -> str:

@@ -1,7 +1,7 @@
-"""How much callers may use: calls and tokens in a minute, and calls at the same time.
+"""Rate limits of callers: calls and tokens per minute, and calls in flight.
 
-Tokens are taken before it is known how many it will be: those of the prompts, and as many as the
-call may have made at most. When it has ended, what it did use stands in their place.
+Tokens are reserved before a call: those of its prompts, and the most that it may generate. After
+the call, the tokens that it used are committed in their place.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from ...bus.public import GenerateRequest
 from ...config import BusError, Config, RequestError
 from ...config.logger import get_logger
-from ...store.limits import Charge, Limit, Limits, Take
+from ...store.limits import Charge, Limit, LimitStore, Reservation
 from ..server.http import DEFAULT_RETRY_S, EngineError
 from ..serving.account import Account
 from ..serving.measures import Measures, Reason
@@ -24,7 +24,7 @@ from .caller import AppliedLimits, Caller
 MINUTE_S = 60
 
 BYTES_OF_A_TOKEN = 3
-"""Of a prompt's text, by which its tokens are estimated; most tokenizers make fewer of it."""
+"""Bytes of a prompt's text per token, for estimates; most tokenizers make fewer tokens."""
 
 _REQUESTS, _TOKENS, _IN_FLIGHT = "requests", "tokens", "in_flight"
 _WORDS: dict[str, tuple[Reason, str]] = {
@@ -34,10 +34,10 @@ _WORDS: dict[str, tuple[Reason, str]] = {
 }
 
 
-class TakeLimits:
-    """Takes what a call may come to from all limits that its caller has, or refuses it."""
+class ReserveLimits:
+    """Reserves what a call may use from all limits of its caller, or refuses the call."""
 
-    def __init__(self, limits: Limits, config: Config, measures: Measures) -> None:
+    def __init__(self, limits: LimitStore, config: Config, measures: Measures) -> None:
         self._limits = limits
         self._max_model_len = config.engine.max_model_len
         self._is_open = config.policy.limits_when_bus_fails == "open"
@@ -48,33 +48,35 @@ class TakeLimits:
     async def admit(
         self, origin: Origin, requests: Sequence[GenerateRequest]
     ) -> AsyncIterator[None]:
-        reserved = sum(map(self._most_tokens, requests))
-        charges = charges_of(origin.caller.limits, reserved)
-        # What was published before was taken then.
-        take = await self._take(origin, charges) if charges and requests else None
-        if take is None:
+        charges = charges_of(origin.caller.limits, sum(map(self._most_tokens, requests)))
+        # A request published before, which is not in `requests`, was reserved then.
+        reservation = await self._reserve(charges) if charges and requests else None
+        if reservation is None:
             yield
             return
         account = origin.account
-        account.headers.update(headers_of(take))
-        if not take.granted:
-            raise self._refused(take, origin.caller)
+        account.headers.update(headers_of(reservation))
+        if not reservation.granted:
+            raise self._refused(reservation, origin.caller)
         before = account.tokens
         try:
             yield
         finally:
             used = account.tokens - before + self._left_tokens(account, requests)
-            finals = (used if _what(each) == _TOKENS else each.amount for each in charges)
-            self._limits.settle(take, list(finals))
+            self._limits.commit(
+                reservation,
+                [used if _what(each) == _TOKENS else each.amount for each in charges],
+            )
 
-    async def _take(self, origin: Origin, charges: Sequence[Charge]) -> Take | None:
-        """None when nobody can count, and that is no reason to refuse."""
+    async def _reserve(self, charges: Sequence[Charge]) -> Reservation | None:
+        """Return None if the store is away and the settings let the call pass."""
         try:
-            take = await self._limits.take(charges)
+            reservation = await self._limits.reserve(charges)
         except BusError as error:
             if not self._is_away:
-                log = get_logger()
-                log.warning("limits_not_counted", error=error.message, passes=self._is_open)
+                get_logger().warning(
+                    "limits_not_counted", error=error.message, passes=self._is_open
+                )
             self._is_away = True
             if self._is_open:
                 return None
@@ -83,11 +85,11 @@ class TakeLimits:
                 "this key has limits, and what it has used can't be counted; try again later"
             ) from None
         self._is_away = False
-        return take
+        return reservation
 
-    def _refused(self, take: Take, caller: Caller) -> RequestError:
-        assert take.refused_by is not None
-        charge = take.charges[take.refused_by]
+    def _refused(self, reservation: Reservation, caller: Caller) -> RequestError:
+        assert reservation.refused_by is not None
+        charge = reservation.charges[reservation.refused_by]
         reason, unit = _WORDS[_what(charge)]
         self._measures.refused(reason)
         most = charge.limit.most
@@ -98,15 +100,17 @@ class TakeLimits:
                 "lower max_tokens or n, or shorten the prompt",
                 code="tokens_above_limit",
             )
-        wait_s = DEFAULT_RETRY_S if take.retry_after_s is None else take.retry_after_s
+        wait_s = math.ceil(
+            DEFAULT_RETRY_S if reservation.retry_after_s is None else reservation.retry_after_s
+        )
         return EngineError(
-            f"{whose} limit of {most} {unit} is used up; try again in {math.ceil(wait_s)} s",
+            f"{whose} limit of {most} {unit} is used up; try again in {wait_s} s",
             code="rate_limit_exceeded",
-            retry_after_s=math.ceil(wait_s),
+            retry_after_s=wait_s,
         )
 
     def _most_tokens(self, request: GenerateRequest) -> int:
-        """Tokens that a request may come to; of a text it is an estimate."""
+        """Return the most tokens of a request; an estimate for a text."""
         prompt = prompt_tokens(request)
         if request.embed is not None:
             return prompt
@@ -114,7 +118,7 @@ class TakeLimits:
         return prompt + max(1, request.n) * min(max(1, request.sampling.max_tokens), room)
 
     def _left_tokens(self, account: Account, requests: Iterable[GenerateRequest]) -> int:
-        """What requests may have come to that were left before their end."""
+        """Return the tokens of requests whose end the gateway hasn't seen."""
         tokens = 0
         for request in requests:
             if request.request_id in account.left:
@@ -125,29 +129,29 @@ class TakeLimits:
 
 
 def charges_of(applied: Iterable[AppliedLimits], tokens: int) -> list[Charge]:
-    """What a call that may come to so many tokens takes."""
-    charges = []
-    for each in applied:
-        limits = each.limits
-        if (most := limits.requests_per_minute) is not None:
-            charges.append(Charge(Limit(f"{each.name}:{_REQUESTS}", most, MINUTE_S)))
-        if (most := limits.tokens_per_minute) is not None:
-            charges.append(Charge(Limit(f"{each.name}:{_TOKENS}", most, MINUTE_S), tokens))
-        if (most := limits.max_in_flight) is not None:
-            charges.append(Charge(Limit(f"{each.name}:{_IN_FLIGHT}", most)))
-    return charges
+    """Return the charges of a call with at most so many tokens."""
+    return [
+        Charge(Limit(f"{each.name}:{what}", most, window_s), amount)
+        for each in applied
+        for what, most, window_s, amount in (
+            (_REQUESTS, each.limits.requests_per_minute, MINUTE_S, 1),
+            (_TOKENS, each.limits.tokens_per_minute, MINUTE_S, tokens),
+            (_IN_FLIGHT, each.limits.max_in_flight, 0, 1),
+        )
+        if most is not None
+    ]
 
 
-def headers_of(take: Take) -> dict[str, str]:
-    """How the limits of requests and tokens stand, each by the one that has least left.
+def headers_of(reservation: Reservation) -> dict[str, str]:
+    """Return OpenAI's headers for the request and token limits with the least room left.
 
-    They are those of OpenAI; the times are seconds until everything is back.
+    Times are seconds until all of a limit is free again.
     """
     headers = {}
     for what in (_REQUESTS, _TOKENS):
         stands = [
             (room.left, room.reset_s, charge.limit.most)
-            for charge, room in zip(take.charges, take.rooms, strict=True)
+            for charge, room in zip(reservation.charges, reservation.rooms, strict=True)
             if _what(charge) == what
         ]
         if stands:
@@ -159,7 +163,7 @@ def headers_of(take: Take) -> dict[str, str]:
 
 
 def prompt_tokens(request: GenerateRequest) -> int:
-    """Tokens of a prompt, estimated where it is a text."""
+    """Return the tokens of a prompt; an estimate for a text."""
     if request.prompt_token_ids is not None:
         return len(request.prompt_token_ids)
     texts = [request.prompt or "", *(each.content for each in request.messages or ())]

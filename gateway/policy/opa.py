@@ -1,4 +1,4 @@
-"""What an Open Policy Agent says of a call."""
+"""Decisions of an Open Policy Agent."""
 
 from __future__ import annotations
 
@@ -11,40 +11,36 @@ import msgspec
 from ...config import PolicyConfig, shown
 
 MOST_BYTES = 64 << 10
-"""Of its answer."""
+"""Bytes of an answer."""
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What it decided.
-
-    Attributes:
-        reason: Why it refuses, in its own words; "" when it says nothing.
-    """
+    """A decision. `reason`: the agent's own words for a refusal; "" if it gives none."""
 
     allow: bool
     reason: str = ""
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _OpaResult(msgspec.Struct, frozen=True):
     result: bool | Decision
 
 
 class NoDecision(Exception):
-    """It has not decided. The message says why."""
+    """The agent has not decided. The message says why."""
 
 
 class OpenPolicyAgent:
-    """Asks one over its REST API (`POST /v1/data/<policy>`).
+    """Asks an agent over its REST API (`POST /v1/data/<policy>`).
 
-    The answer is `{"result": true}`, or `{"result": {"allow": false, "reason": "…"}}`. Whatever
-    else it is, or when none comes in time, nothing was decided: an undefined policy answers `{}`.
+    The answer is `{"result": true}`, or `{"result": {"allow": false, "reason": "…"}}`. Any other
+    answer, or none in time, is no decision: an undefined policy answers `{}`.
     """
 
     def __init__(self, config: PolicyConfig, transport: httpx2.AsyncBaseTransport | None = None):
-        """Args: `transport` reaches it; None is the network."""
+        """`transport`: None for the network."""
         self._url = config.opa_url
         self._timeout_s = config.opa_timeout_s
-        # Neither a proxy of the environment nor a redirect sees what is asked.
+        # Prompts go neither to a proxy of the environment nor to a redirect's target.
         self._http = httpx2.AsyncClient(
             timeout=config.opa_timeout_s,
             follow_redirects=False,
@@ -53,43 +49,37 @@ class OpenPolicyAgent:
         )
 
     async def ask(self, about: dict[str, Any]) -> Decision:
-        """Asks about a call.
+        """Return the decision about a call.
 
         Args:
             about: The policy's `input`.
 
         Raises:
-            NoDecision: It can't be reached, is too slow, or its answer is none.
+            NoDecision: The agent can't be reached, is too slow, or its answer is malformed.
         """
+        body = msgspec.json.encode({"input": about})
+        headers = {"Content-Type": "application/json"}
+        answer = b""
         try:
             with anyio.fail_after(self._timeout_s):
-                return _decision(await self._answer(msgspec.json.encode({"input": about})))
+                asked = self._http.stream("POST", self._url, content=body, headers=headers)
+                async with asked as response:
+                    if response.status_code != 200:
+                        raise NoDecision(f"status {response.status_code}")
+                    async for piece in response.aiter_raw():
+                        answer += piece
+                        if len(answer) > MOST_BYTES:
+                            raise NoDecision(f"an answer of more than {MOST_BYTES} bytes")
         except TimeoutError:
             raise NoDecision(f"no answer within {self._timeout_s} s") from None
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise NoDecision(shown(f"{type(error).__name__}: {error}")) from None
+        try:
+            result = msgspec.json.decode(answer, type=_OpaResult).result
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise NoDecision('an answer without {"result": true} or {"allow": …} in it') from None
+        return result if isinstance(result, Decision) else Decision(result)
 
     async def aclose(self) -> None:
-        """Closes its connections."""
+        """Close the connections."""
         await self._http.aclose()
-
-    async def _answer(self, body: bytes) -> bytes:
-        headers = {"Content-Type": "application/json"}
-        asked = self._http.stream("POST", self._url, content=body, headers=headers)
-        async with asked as response:
-            if response.status_code != 200:
-                raise NoDecision(f"status {response.status_code}")
-            answer = b""
-            async for piece in response.aiter_raw():
-                answer += piece
-                if len(answer) > MOST_BYTES:
-                    raise NoDecision(f"an answer of more than {MOST_BYTES} bytes")
-            return answer
-
-
-def _decision(answer: bytes) -> Decision:
-    try:
-        result = msgspec.json.decode(answer, type=_Answer).result
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise NoDecision('an answer without {"result": true} or {"allow": …} in it') from None
-    return result if isinstance(result, Decision) else Decision(result)

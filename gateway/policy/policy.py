@@ -1,4 +1,4 @@
-"""The policy of one gateway: its links, and what they are made of."""
+"""The policy of one gateway, assembled from its settings."""
 
 from __future__ import annotations
 
@@ -10,32 +10,29 @@ import anyio.to_thread
 
 from ...config import BusError, Config
 from ...pipeline.client import BusClient
+from ..serving.lane_state import OnlyServed, ServedModels
 from ..serving.measures import Measures
-from ..serving.served import OnlyServed, ServedModels
 from ..serving.words import LazyWords
 from .audit import AuditLog
 from .audited_calls import AuditedCalls, AuditedHeads
 from .backend import open_backend
-from .block_lists import BlockLists
 from .caller import ANYBODY, NOBODY, Caller
 from .chain import HeadLink, OutputsLink, PolicyChain, RequestsLink
 from .document import Guardrails, PolicyDocument
 from .guardrail import Guardrail
-from .keys import Authenticate, RequireScope, caller_with, tenant_in, with_tenant
-from .limits import TakeLimits
-from .models import AllowedModels
-from .oidc import Tokens, is_token
+from .keys import AllowedModels, Authenticate, RequireScope, caller_with, tenant_in, with_tenant
+from .limits import ReserveLimits
+from .oidc import TokenAuthenticator, is_token
 from .opa import OpenPolicyAgent
-from .store import PolicyStore
-from .weights import TenantWeights
+from .store import BlockLists, PolicyStore, apply_weights_forever
 
 
 class Policy:
-    """Who may do what at a gateway, whichever of its models it is about.
+    """The policy of a gateway, shared by all of its models.
 
     Attributes:
-        store: Keys, tenants and guardrails; None where there are none.
-        audit: The audit log; None where there is none.
+        store: Keys, tenants and guardrails; None without a backend.
+        audit: The audit log; None without one.
     """
 
     def __init__(
@@ -45,10 +42,10 @@ class Policy:
         measures: Measures,
         engines: Callable[[], Iterable[BusClient]] | None = None,
     ) -> None:
-        """Args: `engines` gives the clients of all models, where there are several.
+        """`engines`: returns the clients of all models, if there are several.
 
         Raises:
-            ConfigError: Its settings can't be obeyed.
+            ConfigError: The settings are invalid.
         """
         own = config.policy
         self._engines = engines or (lambda: [engine])
@@ -57,12 +54,13 @@ class Policy:
         self._measures = measures
         self.store: PolicyStore | None = None
         self._lists: BlockLists | None = None
-        self._tokens = Tokens(own) if own.oidc_issuer else None
+        self._tokens = TokenAuthenticator(own) if own.oidc_issuer else None
         if own.backend != "off":
             self.store = PolicyStore(open_backend(own, engine.bus.store.policy), own.refresh_s)
             self._lists = BlockLists(self._read_guardrails, own.guardrail_max_match)
         self._agent = OpenPolicyAgent(own) if own.opa_url else None
         self.audit = AuditLog(own, measures.audit_lost) if own.audit_file else None
+        self._stranger = NOBODY if own.knows_callers else ANYBODY
 
     def chain_of(
         self,
@@ -73,15 +71,15 @@ class Policy:
         *,
         one_of_several: bool = False,
     ) -> PolicyChain:
-        """What every call about a model goes through.
+        """Return the chain of every call about a model.
 
         Args:
-            engine: The client of that model.
-            config: Its settings.
-            words: Its tokenizer.
-            served: What its lanes serve.
-            one_of_several: Whether a key may be for other models, so that it is looked at before
-                anything is told of this one.
+            engine: The model's client.
+            config: The model's settings.
+            words: The model's tokenizer.
+            served: The names that the model's lanes serve.
+            one_of_several: Whether a key may be for other models, so that a call's head is checked
+                before it learns anything of this model.
         """
         name, measures = config.engine.model_name, self._measures
         head: list[HeadLink] = []
@@ -89,38 +87,33 @@ class Policy:
         outputs: list[OutputsLink] = []
         if self._config.knows_callers:
             models = AllowedModels(name)
-            head += [Authenticate(self._know), RequireScope()]
+            head += [Authenticate(self._caller), RequireScope()]
             head += [models] if one_of_several else []
-            # To whom a model is not allowed it is not there in any case.
-            requests.insert(0, models)
-            requests += [TakeLimits(self._limits, config, measures)]
+            # First, so that a forbidden model looks like a missing one.
+            requests = [models, *requests, ReserveLimits(self._limits, config, measures)]
         if self._lists is not None or self._agent is not None:
             guardrail = Guardrail(self._lists, self._agent, words, measures, engine.cancel, name)
-            requests += [guardrail]
-            outputs += [guardrail]
+            requests.append(guardrail)
+            outputs.append(guardrail)
         if self.audit is not None:
             audited = AuditedCalls(self.audit, words, measures, name)
-            head += [audited]
-            # Before whatever refuses them, so that it is told what was.
+            head.append(audited)
+            # First, so that it logs requests that other links refuse.
             requests.insert(0, audited)
-            outputs += [audited]
+            outputs.append(audited)
         return PolicyChain(head, requests, outputs, self._stranger)
 
     def chain_of_all(self) -> PolicyChain:
-        """What calls go through that are about no model, or of which it is not known yet."""
+        """Return the chain of calls about no model, or about one that isn't known yet."""
         head: list[HeadLink] = []
         if self._config.knows_callers:
-            head += [Authenticate(self._know), RequireScope()]
+            head += [Authenticate(self._caller), RequireScope()]
         if self.audit is not None:
-            head += [AuditedHeads(self.audit, self._measures)]
+            head.append(AuditedHeads(self.audit, self._measures))
         return PolicyChain(head, stranger=self._stranger)
 
-    @property
-    def _stranger(self) -> Caller:
-        return NOBODY if self._config.knows_callers else ANYBODY
-
     async def open(self) -> None:
-        """Reads what there is. While the bus is away nobody may anything, and it is read later.
+        """Read the policy. While the bus is away, all calls are refused, and it is read later.
 
         Raises:
             NanoInferenceError: The backend, or the file of the audit log, can't be used.
@@ -134,33 +127,29 @@ class Policy:
                 return
 
     async def run_forever(self) -> None:
-        """What goes on beside the calls."""
-        async with anyio.create_task_group() as group:
-            if self.store is not None:
+        """Run the background tasks."""
+        if self.store is not None:
+            async with anyio.create_task_group() as group:
                 group.start_soon(self.store.run_forever)
-                group.start_soon(TenantWeights(self._engines, self.store).run_forever)
+                group.start_soon(apply_weights_forever, self._engines, self.store)
 
     async def aclose(self) -> None:
-        """Lets go of what it holds."""
-        if self._tokens is not None:
-            await self._tokens.aclose()
-        if self.store is not None:
-            await self.store.aclose()
-        if self._agent is not None:
-            await self._agent.aclose()
+        """Close all parts."""
+        for part in (self._tokens, self.store, self._agent):
+            if part is not None:
+                await part.aclose()
         if self.audit is not None:
             await anyio.to_thread.run_sync(self.audit.close)
 
     def client_of(self, head: bytes) -> bytes:
-        """Whose turn a request takes that comes with this head; b"" where it does not say.
+        """Return the client whose turn a request takes, by the request's head; b"" if unknown.
 
-        By a key that there is, and not by a name or a key that somebody makes up: whoever could
-        make up many would have as many turns.
+        Only existing keys count: with invented names or keys, a caller would have many turns.
         """
         document = None if self.store is None else self.store.at_hand
         return b"" if document is None else tenant_in(document, head).encode()
 
-    async def _know(self, credential: str) -> Caller:
+    async def _caller(self, credential: str) -> Caller:
         document = PolicyDocument() if self.store is None else await self.store.document()
         if self._tokens is not None and is_token(credential):
             return with_tenant(document, await self._tokens.caller(credential))

@@ -1,28 +1,35 @@
-"""The policy as a gateway has it at hand."""
+"""The policy as a gateway holds it: its document, the block list made of it, tenants' weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 
 import anyio
+import anyio.to_thread
+import msgspec
 
-from ...config import NanoInferenceError
+from ...config import NanoInferenceError, RequestError
 from ...config.logger import get_logger
+from ...pipeline.client import BusClient
 from .backend import PolicyBackend, PolicyUnavailable, StoredPolicy
-from .document import PolicyDocument
+from .block_list import BlockList
+from .document import Guardrails, PolicyDocument
 
 _ATTEMPTS = 100
-"""Of a change that others get in the way of."""
+"""Attempts of a change that others overtake."""
+
+_WEIGHTS_PERIOD_S = 5.0
 
 
 class PolicyStore:
-    """The document of a backend, read again and again, so that a call need not wait for it.
+    """The document of a backend, read periodically, so that a call needn't wait for it.
 
-    While the backend can't be reached, what was read last holds.
+    While the backend can't be reached, the last document holds.
     """
 
     def __init__(self, backend: PolicyBackend, refresh_s: float = 1.0) -> None:
-        """`refresh_s`: how often `run_forever` reads it."""
+        """`refresh_s`: the period of `run_forever`."""
         self._backend = backend
         self._refresh_s = refresh_s
         self._stored: StoredPolicy | None = None
@@ -30,7 +37,7 @@ class PolicyStore:
         self._changes = anyio.Lock()
 
     async def document(self) -> PolicyDocument:
-        """What holds now.
+        """Return the current document.
 
         Raises:
             PolicyUnavailable: It was never read, and can't be.
@@ -47,20 +54,20 @@ class PolicyStore:
 
     @property
     def at_hand(self) -> PolicyDocument | None:
-        """What was read last, for whoever can't wait; None when nothing was."""
+        """The document that was read last; None if none was."""
         return None if self._stored is None else self._stored.document
 
     async def refresh(self) -> None:
-        """Reads it if it has changed. Raises NanoInferenceError when it can't be read."""
+        """Read the document if it has changed. Raises NanoInferenceError if that fails."""
         known = self._stored.version if self._stored else "?"
         if (found := await self._backend.read(known)) is not None:
             self._stored = found
 
     async def change(self, edit: Callable[[PolicyDocument], PolicyDocument]) -> PolicyDocument:
-        """Puts what `edit` makes of it in its place; others' changes are never lost.
+        """Replace the document atomically; concurrent changes are never lost.
 
         Args:
-            edit: Called again when somebody else was faster. What it raises changes nothing.
+            edit: Called again after a concurrent change. An exception changes nothing.
 
         Raises:
             NanoInferenceError: The backend can't be reached, or others change it all the time.
@@ -77,7 +84,7 @@ class PolicyStore:
         raise PolicyUnavailable("others change the policy all the time; try again")
 
     async def run_forever(self) -> None:
-        """Reads it again and again."""
+        """Refresh periodically."""
         while True:
             try:
                 await self.refresh()
@@ -89,5 +96,72 @@ class PolicyStore:
             await anyio.sleep(self._refresh_s)
 
     async def aclose(self) -> None:
-        """Closes the backend."""
+        """Close the backend."""
         await self._backend.aclose()
+
+
+class BlockLists:
+    """The policy's block list, compiled again after a change."""
+
+    def __init__(self, read: Callable[[], Awaitable[Guardrails]], max_match: int) -> None:
+        self._read = read
+        self._max_match = max_match
+        self._made_of = Guardrails()
+        self._made = BlockList((), (), max_match)
+        self._making = anyio.Lock()
+
+    async def get(self) -> BlockList:
+        """Return the current block list. Raises PolicyUnavailable if it is unknown or invalid."""
+        guardrails = await self._read()
+        if guardrails is self._made_of:
+            return self._made
+        async with self._making:
+            if guardrails != self._made_of:
+                try:
+                    self._made = await block_list_of(guardrails, self._max_match)
+                except RequestError as error:
+                    # Only a document that wasn't written by `Administration` is invalid.
+                    raise PolicyUnavailable(
+                        f"the block list can't be read, so nothing is let through: {error.message}"
+                    ) from None
+            self._made_of = guardrails
+            return self._made
+
+
+async def block_list_of(guardrails: Guardrails, max_match: int) -> BlockList:
+    """Compile a block list in a thread, since it may be long.
+
+    Raises:
+        RequestError: invalid_guardrails.
+    """
+    make = partial(BlockList, guardrails.literals, guardrails.patterns, max_match)
+    return await anyio.to_thread.run_sync(make)
+
+
+async def apply_weights_forever(
+    engines: Callable[[], Iterable[BusClient]], store: PolicyStore
+) -> None:
+    """Set the tenants' weights in the fairness of every lane, also of a lane that restarts.
+
+    Args:
+        engines: Returns the clients of the lanes.
+    """
+    # Tenants whose weight was set, so that a removed one is taken back.
+    applied: set[str] = set()
+    while True:
+        try:
+            tenants = (await store.document()).tenants.items()
+            wanted = {name: each.weight for name, each in tenants if each.weight is not None}
+            gone = applied - set(wanted)
+            if wanted or gone:
+                for engine in list(engines()):
+                    for lane, config in (await engine.fairness()).items():
+                        own = config.tenant_weights
+                        kept = {name: each for name, each in own.items() if name not in gone}
+                        if (weights := kept | wanted) != own:
+                            changed = msgspec.structs.replace(config, tenant_weights=weights)
+                            await engine.update_fairness(changed, lane)
+                applied = set(wanted)
+        except NanoInferenceError as error:
+            get_logger().debug("tenant_weights_not_set", error=error.message)
+        await anyio.sleep(_WEIGHTS_PERIOD_S)

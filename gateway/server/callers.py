@@ -1,10 +1,10 @@
-"""Who may call: programs, and of web pages only those that the settings name.
+"""Protection against web pages: CSRF, DNS rebinding, CORS.
 
-A page that somebody has open in a browser can send requests to whatever that browser reaches, this
-gateway among them. It can't read the answers, and it can't choose everything that it sends: Origin,
-Sec-Fetch-Site, Host and (without asking first) User-Agent are the browser's words, and so is a
-Content-Type other than that of forms and plain text. Here a request is judged by these. Sources:
-https://fetch.spec.whatwg.org and https://www.w3.org/TR/fetch-metadata.
+A page open in a browser can send requests to any address the browser reaches, this gateway
+included. It can't read the responses, and can't set some headers: Origin, Sec-Fetch-Site, Host,
+User-Agent (without a preflight), and a Content-Type other than that of forms and plain text.
+Requests are judged by these. Sources: https://fetch.spec.whatwg.org and
+https://www.w3.org/TR/fetch-metadata.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _SHOWN = (
         for what in ("limit", "remaining", "reset")
     ),
 )
-"""Headers of answers that allowed pages may read."""
+"""Response headers that allowed pages may read."""
 
 
 _BYTES = "application/octet-stream"
 _NO_ORIGIN = "null"
-# How all browsers' names begin.
+# The beginning of every browser's User-Agent.
 _BROWSERS = "Mozilla/"
 
 
@@ -54,7 +54,7 @@ def _never(scope: Scope) -> bool:
 
 
 class _Refused(RequestError):
-    """Who calls, or how, is not right; the reason is the error's code."""
+    """The caller, or the form of the call, is refused; the reason is the error's code."""
 
     def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message, code=reason)
@@ -64,10 +64,10 @@ class _Refused(RequestError):
 def only_known_callers(
     app: ASGIApp, config: GatewayConfig, measures: Measures, respond: Respond = respond_plainly
 ) -> ASGIApp:
-    """An application with the checks that stand before all others.
+    """Wrap an application with the checks before all others.
 
-    Preflights of allowed origins are answered here, and whatever else answers, be it a limit or a
-    failure, their pages may read it.
+    Preflights of allowed origins are answered here, and their pages may read every response, also
+    that of a limit or a failure.
     """
     if config.allowed_origins:
         app = CORSMiddleware(
@@ -81,10 +81,10 @@ def only_known_callers(
 
 
 class _KnownCallers:
-    """ASGI: refuses what a browser sends for a page of another origin, or under another name.
+    """ASGI: refuses calls of pages of other origins, and calls to other host names.
 
-    The name is for DNS rebinding: a page's own name may come to mean this machine, and the browser
-    then takes the gateway for the page's server. It takes a name, so addresses pass.
+    The host name protects against DNS rebinding: a page's own name may resolve to this machine. It
+    needs a name, so addresses pass.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class _KnownCallers:
         app = self._app
         if refusal is not None:
             self._measures.refused(refusal.reason)
-            # A browser doesn't show its user the body.
+            # Browsers don't show the body.
             get_logger().warning(refusal.reason, error=refusal.message)
             app = self._respond(scope, refusal)
         await app(scope, receive, send)
@@ -133,11 +133,11 @@ class _KnownCallers:
 
 
 class JsonOnly:
-    """ASGI: refuses bodies that do not say that they are JSON, or say that they are compressed.
+    """ASGI: refuses bodies whose Content-Type isn't JSON, and compressed bodies.
 
-    A browser sends those of forms and plain text for any page, and asks first before any other.
-    Where bytes are taken, so are bodies of which programs say nothing. A page's script can send
-    such a one without asking, but under no other name than its browser's.
+    A browser sends forms and plain text for any page, and a preflight before anything else. An
+    endpoint of bytes also takes bodies without a Content-Type, unless the User-Agent is a
+    browser's: a page's script can send these without a preflight.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class JsonOnly:
         takes_bytes: Callable[[Scope], bool] = _never,
         takes_compressed: Callable[[Scope], bool] = _never,
     ) -> None:
-        """`takes_bytes`, `takes_compressed`: where such bodies are taken besides."""
+        """`takes_bytes`, `takes_compressed`: return whether a call may have such a body."""
         self._app = app
         self._measures = measures
         self._respond = respond
@@ -165,7 +165,7 @@ class JsonOnly:
         if refusal is None and not self._takes_compressed(scope):
             refusal = _refused_coding(headers)
         app = self._app
-        # A call without an endpoint is answered 404 or 405, and its body is not read.
+        # A call without an endpoint is answered with 404 or 405, and its body is not read.
         if refusal is not None and _has_endpoint(scope):
             self._measures.refused(refusal.reason)
             app = self._respond(scope, refusal)
@@ -173,17 +173,17 @@ class JsonOnly:
 
 
 def _has_endpoint(scope: Scope) -> bool:
-    """Whether the application itself has a route for a call; an application behind it checks the
-    calls that it gets."""
+    """Return whether the application itself has a route for a call. A model's application checks
+    its own calls."""
     routes = (each for each in scope["app"].routes if isinstance(each, Route))
     return any(route.matches(scope)[0] == Match.FULL for route in routes)
 
 
 def _refused_kind(headers: Headers, more: Collection[str]) -> _Refused | None:
-    """Why a body can't be read, by what is said of it; None when it may be.
+    """Return the refusal of a body by its Content-Type; None if it is accepted.
 
     Args:
-        more: Kinds that are taken beside JSON.
+        more: Accepted types beside JSON.
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
@@ -211,10 +211,10 @@ def _refused_coding(headers: Headers) -> _Refused | None:
 
 
 def not_for_pages(endpoint: Endpoint, measures: Measures) -> Endpoint:
-    """An endpoint with effects that is called by GET, which a page sends with an image's tag.
+    """Refuse browsers at an endpoint with effects that is called by GET, as by an image's tag.
 
-    To addresses without TLS browsers send neither Origin nor Sec-Fetch-Site with that. What no page
-    can change is the browser's name, and all browsers' names begin with "Mozilla/".
+    Without TLS, browsers send neither Origin nor Sec-Fetch-Site with that. A page can't change the
+    User-Agent, which begins with "Mozilla/" in every browser.
     """
 
     async def answer(request: Request) -> Response:
@@ -243,7 +243,7 @@ def _of_a_page(why: str) -> _Refused:
 
 
 def _name_of(host: str) -> str:
-    """A Host header without its port."""
+    """Return a Host header without its port."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].rstrip(".").lower()

@@ -1,16 +1,18 @@
-"""Bodies in, answers and errors out: what every interface of the gateway shares."""
+"""Request bodies, responses, errors and event streams, shared by all interfaces."""
 
 from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from io import BytesIO
 from typing import Any, Protocol, TypeVar
 
 import anyio
 import msgspec
+from anyio.abc import TaskGroup
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -22,96 +24,73 @@ from ...config.logger import get_logger
 T = TypeVar("T")
 
 MOST_CONTAINERS = 500_000
-"""Lists and objects of one body: some for each of its prompts, one for each tensor of a model."""
+"""Most lists and objects of one body: a few for each prompt, one for each tensor of a model."""
 
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
-# In msgspec's messages, where a value stands.
+# The path of a value in msgspec's messages.
 _PLACE = re.compile(r"`\$\.?([^`]+)`$")
 
+# Keys of a call's state.
 CALL_ID = "call_id"
-"""Under which a call's state has what the call is named."""
+"""The call's id."""
 
 ERROR_CODE = "error_code"
-"""Under which it has the code of the error that it was answered with."""
-
-CLIENT_LEFT = 499
-"""The status, seen by nobody, of a request whose client has closed the connection."""
-
-TOO_MANY = 429
-"""The status of what is refused because others came first; it always says when to come again."""
+"""The code of the error that it was answered with."""
 
 BODY = "body"
-"""Under which it has its body, where somebody has read that to find out who answers."""
+"""Its body, if that was read to find its model."""
 
 MODEL = "model"
-"""Under which it has the id of the model that answers, where there are several."""
+"""The id of its model, in a deployment of several models."""
 
 NAMED_MODEL = "named_model"
-"""Under which it has the model's name as the call's address, query or SGLang body gives it."""
+"""The model's name in its address, query or SGLang body."""
+
+CLIENT_LEFT = 499
+"""The status, which no client sees, of a request whose client has disconnected."""
+
+TOO_MANY = 429
+"""The status of a request refused for load; the response always has `Retry-After`."""
 
 DEFAULT_RETRY_S = 1.0
-"""When that is, where nobody knows better."""
+"""`Retry-After`, if the load doesn't say more."""
 
-_STATUS = {
-    "missing_api_key": 401,
-    "invalid_api_key": 401,
-    "insufficient_scope": 403,
-    "rate_limit_exceeded": 429,
-    "policy_unavailable": 503,
-    "unknown_key": 404,
-    "unknown_tenant": 404,
-    "request_too_large": 413,
-    "model_not_found": 404,
-    "unknown_model": 404,
-    "model_not_loaded": 503,
-    "model_exists": 409,
-    "out_of_memory_budget": 503,
-    "adapter_not_found": 404,
-    "adapter_unloaded": 404,
-    "adapter_busy": 409,
-    "adapter_in_use": 409,
-    "stream_not_found": 404,
-    "not_found": 404,
-    "method_not_allowed": 405,
-    "unknown_response": 404,
-    "unknown_region": 404,
-    "unsupported": 400,
-    "shared_memory_off": 403,
-    "forbidden_host": 403,
-    "forbidden_origin": 403,
-    "request_timeout": 408,
-    "idempotency_key_reused": 422,
-    "unsupported_media_type": 415,
-    "overloaded": 429,
-    "shutting_down": 503,
-    "not_ready": 503,
-    "weights_interrupted": 503,
-    "out_of_memory": 503,
-    "weights_timeout": 504,
-    "expired": 504,
-    "lane_failed": 500,
-    "weights_lost": 500,
-    "out_of_blocks": 500,
-    "internal_error": 500,
+_CODES = {
+    400: "unsupported",
+    401: "missing_api_key invalid_api_key",
+    403: "insufficient_scope shared_memory_off forbidden_host forbidden_origin",
+    404: "unknown_key unknown_tenant model_not_found unknown_model adapter_not_found "
+    "adapter_unloaded stream_not_found not_found unknown_response unknown_region",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    409: "model_exists adapter_busy adapter_in_use",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+    422: "idempotency_key_reused",
+    TOO_MANY: "rate_limit_exceeded overloaded",
+    500: "lane_failed weights_lost out_of_blocks internal_error",
+    503: "policy_unavailable model_not_loaded out_of_memory_budget shutting_down not_ready "
+    "weights_interrupted out_of_memory",
+    504: "weights_timeout expired",
 }
-
+_STATUS = {code: status for status, codes in _CODES.items() for code in codes.split()}
 
 _KINDS = {401: "authentication_error", 403: "permission_error", TOO_MANY: "rate_limit_error"}
 
 Respond = Callable[[Scope, NanoInferenceError], Response]
-"""The answer to a call of this scope that has an error."""
+"""Returns the response to a call, by its scope, that has an error."""
 
 
 class SendEvent(Protocol):
     """Sends an event of a stream."""
 
     async def __call__(self, data: bytes, event_id: str = "", *, name: str = "") -> None:
-        """Args: its data, on one line; its id, without which it has the last event's; its name."""
+        """Args: the data, on one line; the event's id, "" for the last event's; its name."""
 
 
 class JsonResponse(Response):
-    """JSON by msgspec: numbers that JSON has no word for are null."""
+    """JSON by msgspec. NaN and infinities are null."""
 
     media_type = "application/json"
 
@@ -120,7 +99,7 @@ class JsonResponse(Response):
 
 
 class EngineError(RequestError):
-    """The engine has refused a request or failed it; `retry_after_s` as in `ErrorInfo`."""
+    """The engine has refused a request, or failed. `retry_after_s` as in `ErrorInfo`."""
 
     def __init__(self, message: str, *, code: str, retry_after_s: float | None = None) -> None:
         super().__init__(message, code=code)
@@ -128,11 +107,7 @@ class EngineError(RequestError):
 
 
 class FieldError(RequestError):
-    """A field of the body can't be obeyed.
-
-    Attributes:
-        param: Which one, as a path in the body.
-    """
+    """A field of the body is invalid. `param`: its path in the body."""
 
     def __init__(self, message: str, *, param: str | None, code: str = "invalid_request") -> None:
         super().__init__(message, code=code)
@@ -140,7 +115,7 @@ class FieldError(RequestError):
 
 
 def status_of(error: NanoInferenceError) -> int:
-    """The HTTP status of an error: 4xx when the client can change something, else 5xx."""
+    """Return the HTTP status of an error: 4xx if the client can change something, else 5xx."""
     if error.code in _STATUS:
         return _STATUS[error.code]
     if isinstance(error, RequestError | WeightsError):
@@ -149,22 +124,21 @@ def status_of(error: NanoInferenceError) -> int:
 
 
 def error_body(error: NanoInferenceError) -> dict[str, Any]:
-    """An error as OpenAI's and SGLang's clients read it."""
+    """Return an error in the form of OpenAI and SGLang."""
     status = status_of(error)
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     param: str | None = getattr(error, "param", None)
-    told = {"message": error.message, "type": kind, "param": param, "code": error.code}
-    return {"error": told}
+    return {"error": {"message": error.message, "type": kind, "param": param, "code": error.code}}
 
 
 def error_response(error: NanoInferenceError, more: dict[str, Any] | None = None) -> Response:
-    """Args: `more` stands beside the error."""
+    """Return the response to an error. `more`: other fields of the body."""
     body = {**(more or {}), **error_body(error)}
     return JsonResponse(body, status_of(error), error_headers(error))
 
 
 def error_headers(error: NanoInferenceError) -> dict[str, str]:
-    """What an error says to programs that try again, in any interface."""
+    """Return the headers of an error, for programs that retry, in any interface."""
     retry_after_s = getattr(error, "retry_after_s", None)
     if retry_after_s is None and status_of(error) == TOO_MANY:
         retry_after_s = DEFAULT_RETRY_S
@@ -172,18 +146,18 @@ def error_headers(error: NanoInferenceError) -> dict[str, str]:
     if status_of(error) == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.code == "expired":
-        # OpenAI's clients try again after any 5xx; here they would take the same time once more.
+        # OpenAI's clients retry any 5xx, and would spend the same time again.
         headers["X-Should-Retry"] = "false"
     return headers
 
 
 def respond_plainly(scope: Scope, error: NanoInferenceError) -> Response:
-    """As OpenAI's and SGLang's clients read it, whatever is called."""
+    """Return the response to an error in the form of OpenAI and SGLang."""
     return error_response(error)
 
 
 def error_handler(respond: Respond) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """What answers to whatever a handler raised, or that there is no handler."""
+    """Return the handler of all exceptions, and of calls without a route."""
 
     async def answer(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
@@ -203,10 +177,10 @@ def error_handler(respond: Respond) -> Callable[[Request, Exception], Awaitable[
 def answer_failure(
     request: Request, error: Exception, respond: Callable[[NanoInferenceError], Response]
 ) -> Response:
-    """The answer to what an endpoint raised, which is logged where it is not the client's doing.
+    """Return the response to an exception, which is logged unless the client caused it.
 
     Args:
-        respond: Puts an error as the interface's clients read it.
+        respond: Returns an error in the interface's form.
     """
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_LEFT)
@@ -214,24 +188,24 @@ def answer_failure(
     if not isinstance(error, NanoInferenceError):
         log.error("http_handler_failed", exc_info=error)
         return respond(NanoInferenceError("the gateway has failed; its log says where"))
-    # Load that is shed (429) is counted where it is shed; a line for each would be more load.
+    # Shed load (429) is counted where it is shed; logging each would add load.
     if status_of(error) >= 500:
         log.warning("http_request_failed", code=error.code, error=error.message)
     return respond(error)
 
 
 def call_id_of(scope: Scope) -> str:
-    """What a call is named, or nothing where nobody has named it."""
+    """Return a call's id; "" if it has none."""
     named: str = scope.get("state", {}).get(CALL_ID, "")
     return named
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body.
+    """Read the whole body.
 
     Raises:
-        RequestError: request_too_large. It is noticed before more than that is in memory.
-        ClientDisconnect: The connection was closed before the end.
+        RequestError: request_too_large, before more than `max_bytes` is in memory.
+        ClientDisconnect: The connection was closed early.
     """
     read: bytes | None = request.scope.get("state", {}).pop(BODY, None)
     if read is not None:
@@ -240,10 +214,10 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         f"the body is larger than {max_bytes} bytes; send less at a time",
         code="request_too_large",
     )
-    told = request.headers.get("content-length", "")
-    if told.isdecimal() and int(told) > max_bytes:
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > max_bytes:
         raise too_large
-    # What it gives in the end is what it has, and no copy, which of tensors takes time.
+    # BytesIO.getvalue() copies nothing, which matters for tensors.
     body = BytesIO()
     async for part in request.stream():
         body.write(part)
@@ -253,7 +227,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The body as a JSON object; one without a body is empty.
+    """Read the body as a JSON object; an empty body is an empty object.
 
     Raises:
         RequestError: malformed, request_too_large.
@@ -262,23 +236,22 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """A JSON object; without anything but spaces an empty one. Of names alike the last counts.
+    """Decode a JSON object; blank text is an empty one. The last of equal names counts.
 
     Raises:
-        RequestError: malformed; request_too_large, of what takes seconds to be made, and a hundred
-            times its size in memory.
+        RequestError: malformed; request_too_large, as `check_containers`.
     """
     if not body or body.isspace():
         return {}
     check_containers(body)
-    # What is made here is not garbage yet, and looking for some takes far longer than decoding.
+    # Collections during decoding find no garbage, and take far longer than decoding itself.
     collects = gc.isenabled()
     gc.disable()
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except RecursionError:
         raise RequestError("the body is nested too deeply", code="malformed") from None
-    # msgspec's own errors are kinds of ValueError, and so are those of text and of numbers.
+    # Errors of msgspec, of text and of numbers are ValueErrors.
     except (ValueError, OverflowError) as error:
         raise RequestError(f"the body is not a JSON object: {error}", code="malformed") from None
     finally:
@@ -287,7 +260,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def check_containers(json: bytes) -> None:
-    """Refuses JSON that takes seconds to be decoded, and a hundred times its size in memory.
+    """Refuse JSON that would take seconds to decode, and a hundred times its size in memory.
 
     Raises:
         RequestError: request_too_large.
@@ -307,10 +280,10 @@ def _containers(body: bytes) -> int:
 
 
 def convert(found: Any, kind: type[T], what: str = "the body") -> T:
-    """A value as a struct or another type.
+    """Convert a value to a struct or another type.
 
     Raises:
-        FieldError: It is none; the message names the field.
+        FieldError: It has another form; the message names the field.
     """
     try:
         return msgspec.convert(found, kind, str_keys=True)
@@ -320,54 +293,56 @@ def convert(found: Any, kind: type[T], what: str = "the body") -> T:
         raise FieldError(f"{what}: {told_of(error)}", param=param) from None
 
 
-async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
-    """Runs `work`, and cancels it when the client closes the connection.
+@asynccontextmanager
+async def task_group() -> AsyncIterator[TaskGroup]:
+    """Open a task group that raises the first error of its tasks, not an exception group, if all
+    errors are NanoInferenceErrors or TimeoutErrors."""
+    try:
+        async with anyio.create_task_group() as group:
+            yield group
+    except BaseExceptionGroup as failed:
+        if failed.split((NanoInferenceError, TimeoutError))[1] is not None:
+            raise
+        first = failed.exceptions[0]
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+
+
+async def while_connected(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
+    """Run `work`; cancel it when the client disconnects.
 
     Args:
-        receive: Of the request, whose body must have been read.
-        work: What NanoInferenceErrors and TimeoutErrors it raises come out as they are.
+        receive: Of a request whose body was read.
+
+    Raises:
+        ClientDisconnect: The client has left.
+        NanoInferenceError, TimeoutError: Of `work`.
     """
-    failure: Exception | None = None
+    results: list[T] = []
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         group.cancel_scope.cancel()
 
-    async with anyio.create_task_group() as group:
+    async with task_group() as group:
         group.start_soon(watch)
-        try:
-            await work()
-        except (NanoInferenceError, TimeoutError) as error:
-            # Not through the group, which would wrap it.
-            failure = error
+        results.append(await work())
         group.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
-
-
-async def answer_while_connected(
-    request: Request, work: Callable[[], Awaitable[Response]]
-) -> Response:
-    """As `while_connected`; gives what `work` gives."""
-    response = Response(status_code=CLIENT_LEFT)
-
-    async def answer() -> None:
-        nonlocal response
-        response = await work()
-
-    await while_connected(request.receive, answer)
-    return response
+    if not results:
+        raise ClientDisconnect
+    return results[0]
 
 
 class EventStream(Response):
-    """Server-sent events, written until the client closes the connection.
+    """Server-sent events, until the client disconnects.
 
-    The answer begins with the first event: what goes wrong before that is answered with a status,
-    like an error of any other call.
+    The response begins with the first event: an error before that is answered with a status, like
+    an error of any other call.
 
-    Starlette's StreamingResponse takes a generator, which it leaves as it is when the client goes
-    while an event is being sent; what the generator holds would then end some time later.
+    Starlette's StreamingResponse doesn't close its generator when the client disconnects while an
+    event is being sent.
     """
 
     media_type = "text/event-stream"
@@ -380,10 +355,10 @@ class EventStream(Response):
     ) -> None:
         """`produce` is called with a function that sends an event's data.
 
-        What NanoInferenceErrors it raises must come before the first event, or before the first
-        comment: after `comment_s` seconds without an event there is one (an interface may have an
-        event of its own for that, which is given as it stands), so that nobody on the way takes
-        the connection for a dead one. `committed` tells whether the answer has begun.
+        After `comment_s` seconds without an event, `comment` is sent (an interface may have an
+        event of its own for that), so that proxies don't close the connection. NanoInferenceErrors
+        of `produce` must come before the first event or comment; `committed` is whether the
+        response has begun.
         """
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
@@ -417,26 +392,20 @@ class EventStream(Response):
         async def comment(every_s: float) -> None:
             while True:
                 await anyio.sleep_until(sent_at + every_s)
-                # Who does not read what was sent needs no comment.
+                # A client that doesn't read needs no comment.
                 if sending.locked():
                     await anyio.sleep(every_s)
                 elif anyio.current_time() >= sent_at + every_s:
                     await send_part(self._comment)
 
         async def respond() -> None:
-            failure: Exception | None = None
-            async with anyio.create_task_group() as group:
+            async with task_group() as group:
                 if self._comment_s is not None:
                     group.start_soon(comment, self._comment_s)
-                try:
-                    await self._produce(send_event)
-                except (NanoInferenceError, TimeoutError) as error:
-                    # Not through the group, which would wrap it.
-                    failure = error
+                await self._produce(send_event)
                 group.cancel_scope.cancel()
-            if failure is not None:
-                raise failure
             await begin()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        await while_connected(receive, respond)
+        with suppress(ClientDisconnect):
+            await while_connected(receive, respond)

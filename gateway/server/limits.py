@@ -1,28 +1,85 @@
-"""How much the gateway takes at a time: requests under way, and the bytes of their bodies."""
+"""Limits of the gateway: connections, requests in flight, and the bytes of their bodies."""
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...config import RequestError
-from ..probes import PROBES
+from ...config import GatewayConfig, RequestError
+from ...config.logger import get_logger
 from ..serving.measures import Reason
 from .http import Respond, respond_plainly
 
+PROBES = frozenset(
+    ("/livez", "/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready")
+)
+"""Paths without limits; `/health` is SGLang's, those below `/v2` are KServe's."""
+
+ACCEPTED_AT_ONCE = 64
+"""asyncio accepts up to its backlog before it handles any of them, and each takes a file."""
+
+_SPARE = 2
+SPARE_CONNECTIONS = _SPARE * ACCEPTED_AT_ONCE
+"""Connections beyond those with a request in flight, which are told that there is no room. Twice as
+many as are accepted at once, or newcomers would be replaced before they could read that."""
+
+# For Redis, models, logs, and connections that are accepted before others have closed.
+_RESERVED_FILES = 256
+
 UNCOUNTED_BYTES = 1 << 16
-"""The beginning of a body, which is taken whatever the others hold: a small request never waits for
-large ones. The server reads about as much of each before anybody asks for it."""
+"""The first bytes of a body, which always have room, so that a small request never waits for large
+ones. The server reads about as much of each before its application does."""
 
 _HELD = "held_bytes"
 
 
+class ConnectionLimits(NamedTuple):
+    """Limits for which the process has enough files.
+
+    Attributes:
+        requests: In flight, of HTTP and gRPC together.
+        connections: Of each server.
+        accepted_at_once: Connections accepted before any of them is handled.
+    """
+
+    requests: int
+    connections: int
+    accepted_at_once: int
+
+
+def limits_for(config: GatewayConfig, max_files: int) -> ConnectionLimits:
+    """Return the limits of a gateway that may open so many files.
+
+    With gRPC, each of the two servers has half of the files, since neither counts the other's.
+    """
+    if max_files == resource.RLIM_INFINITY:
+        wanted = config.max_connections
+        return ConnectionLimits(wanted, wanted + SPARE_CONNECTIONS, ACCEPTED_AT_ONCE)
+    servers = 1 if config.grpc_port is None else 2
+    files = (max_files - min(_RESERVED_FILES, max_files * 3 // 8)) // servers
+    at_once = max(1, min(ACCEPTED_AT_ONCE, max_files // 16))
+    spare = _SPARE * at_once
+    requests = max(1, min(config.max_connections, files - spare))
+    return ConnectionLimits(requests, requests + spare, at_once)
+
+
+def limits_here(config: GatewayConfig) -> ConnectionLimits:
+    """Return the limits of this process, and log if they are below the settings."""
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = limits_for(config, max_files)
+    if found.requests < config.max_connections:
+        get_logger().info("fewer_connections", most=found.requests, max_files=max_files)
+    return found
+
+
 class Overloaded(RequestError):
-    """There is no room now; `reason` says for what."""
+    """There is no room now. `reason`: for what."""
 
     def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message, code="overloaded")
@@ -30,7 +87,7 @@ class Overloaded(RequestError):
 
 
 class HeldBytes:
-    """What the body of a request under way holds."""
+    """The bytes that the body of a request in flight holds."""
 
     __slots__ = ("_limits", "_received", "counted")
 
@@ -39,7 +96,7 @@ class HeldBytes:
         self._received = self.counted = 0
 
     def add(self, received: int) -> None:
-        """So many bytes more have come. Raises Overloaded when there is no room for them."""
+        """Count more bytes. Raises Overloaded when there is no room for them."""
         self._received += received
         more = max(0, self._received - UNCOUNTED_BYTES) - self.counted
         self._limits.hold(more)
@@ -47,10 +104,10 @@ class HeldBytes:
 
 
 def hold(scope: Scope, more_bytes: int) -> None:
-    """Counts what is made of a request's body, beside the body itself, until it is answered.
+    """Count bytes made of a request's body until it is answered.
 
     Raises:
-        Overloaded: There is no room for it.
+        Overloaded: There is no room for them.
     """
     held: HeldBytes | None = scope.get("state", {}).get(_HELD)
     if held is not None:
@@ -58,17 +115,16 @@ def hold(scope: Scope, more_bytes: int) -> None:
 
 
 class RequestLimits:
-    """ASGI: answers what is beyond the limits with 429 instead of passing it on, but for probes.
+    """ASGI: answers calls beyond the limits with 429, but for probes.
 
-    The bytes of a body count from when they come until its request is answered, since what is made
-    of them is kept as long. They do not count before they come, or those who announce large bodies
-    and send nothing would shut others out.
+    The bytes of a body count from their arrival until its request is answered. They don't count
+    when they are announced, or clients that announce large bodies would shut others out.
 
     Attributes:
-        max_requests: How many there may be.
-        refused: How many were refused, and why, since somebody emptied this.
-        held_bytes: What the bodies of all that are under way hold, beyond the uncounted.
-        respond: Answers an error as clients of what is called read it.
+        max_requests: The most requests in flight.
+        refused: The number of refused calls by reason; the reader resets it.
+        held_bytes: The bytes of all bodies in flight, without `UNCOUNTED_BYTES` of each.
+        respond: Returns the response to an error.
     """
 
     def __init__(
@@ -78,21 +134,21 @@ class RequestLimits:
         max_bodies_bytes: int,
         respond: Respond = respond_plainly,
     ) -> None:
+        self.max_requests = max_requests
         self.refused: Counter[Reason] = Counter()
+        self.held_bytes = 0
         self.respond = respond
         self._app = app
-        self.max_requests = max_requests
         self._max_bodies_bytes = max_bodies_bytes
-        self._under_way = 0
-        self.held_bytes = 0
+        self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in PROBES:
             await self._app(scope, receive, send)
             return
-        told = Headers(scope=scope).get("content-length", "")
+        length = Headers(scope=scope).get("content-length", "")
         try:
-            self._check(int(told) if told.isdecimal() else 0)
+            self._check(int(length) if length.isdecimal() else 0)
         except Overloaded as refusal:
             await self.respond(scope, refusal)(scope, receive, send)
             return
@@ -101,7 +157,7 @@ class RequestLimits:
 
             async def receive_counted() -> Message:
                 message = await receive()
-                # Whoever reads the body answers with what this raises.
+                # The reader of the body answers with this exception.
                 held.add(len(message.get("body", b"")))
                 return message
 
@@ -109,7 +165,7 @@ class RequestLimits:
 
     @contextmanager
     def entered(self) -> Iterator[HeldBytes]:
-        """Open while a request is under way that came by another way.
+        """Open while a request over another protocol is in flight.
 
         Raises:
             Overloaded: There are too many.
@@ -119,7 +175,7 @@ class RequestLimits:
             yield held
 
     def hold(self, more_bytes: int) -> None:
-        """Counts what a body holds. Raises Overloaded when there is no room for it."""
+        """Count bytes of a body. Raises Overloaded when there is no room for them."""
         if more_bytes and self.held_bytes + more_bytes > self._max_bodies_bytes:
             raise self._no_room()
         self.held_bytes += more_bytes
@@ -127,22 +183,22 @@ class RequestLimits:
     @contextmanager
     def _entered(self) -> Iterator[HeldBytes]:
         held = HeldBytes(self)
-        self._under_way += 1
+        self._in_flight += 1
         try:
             yield held
         finally:
-            self._under_way -= 1
+            self._in_flight -= 1
             self.held_bytes -= held.counted
 
     def _check(self, size: int) -> None:
-        """Raises Overloaded when there is no room for a request whose body has so many bytes."""
-        if self._under_way >= self.max_requests:
+        """Raises Overloaded when there is no room for a request with a body of so many bytes."""
+        if self._in_flight >= self.max_requests:
             raise self._refusal(
                 f"{self.max_requests} requests are under way here, which is as many as the "
                 "gateway takes (gateway.max_connections, and its limit of open files); try again",
                 "too_many_requests",
             )
-        # What is larger than all of it is refused by its reader, as too large.
+        # A body larger than the limit itself is refused by its reader, as too large.
         counted = max(0, size - UNCOUNTED_BYTES)
         if counted <= self._max_bodies_bytes < self.held_bytes + counted:
             raise self._no_room()

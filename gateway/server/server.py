@@ -16,25 +16,25 @@ from starlette.types import ASGIApp
 from ...config import GatewayConfig
 from ..policy.audit import AuditLog
 from ..serving.measures import Measures
+from .application import Application
 from .callers import only_known_callers
 from .calls import ObservedCalls
-from .connection_limits import limits_here
 from .connections import LINGER_S, Connection, Connections
-from .http import DEFAULT_RETRY_S, EngineError, Respond, respond_plainly
-from .limits import RequestLimits
+from .http import DEFAULT_RETRY_S, EngineError, respond_plainly
+from .limits import RequestLimits, limits_here
 from .tls import Certificates, Handshake
 
 BACKLOG = 2048
-"""Connections that may wait in the kernel to be accepted."""
+"""Connections that may wait in the kernel."""
 
 LEAVE_S = 5.0
-"""For calls under way when the server is to stop; those that remain are then told."""
+"""Time for calls in flight when the server stops; the others get an error."""
 
-# In the server's ticks, of which there are ten a second. It looks at each connection.
+# In uvicorn's ticks, ten a second.
 _SWEEP_EVERY = 10
-# `Connections` sees to it.
+# `Connections` enforces it.
 _NEVER_S = 10**9
-# What asyncio says, for each connection that it tries to accept and once a second again.
+# asyncio's message for each connection that it can't accept.
 _NO_FILES_LEFT = "socket.accept() out of system resource"
 
 
@@ -42,15 +42,15 @@ LoopHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, which leaves the process's signals and its logs alone.
+    """uvicorn, without its signal handlers and logs.
 
     Attributes:
-        connections: Those that there are.
-        calls: What is under way on them.
-        entrance: By which they come: `calls`, or what stands before them.
-        most: How many connections and requests there may be.
-        limits: How much may be, on these and beside them.
-        certificates: Its own, and its clients'; None without TLS.
+        connections: The open connections.
+        calls: The observed calls.
+        entrance: The outermost ASGI layer: `calls`, or a layer of the application around them.
+        most: The most connections and requests.
+        limits: The limits of requests and bytes, shared with gRPC.
+        certificates: None without TLS.
     """
 
     def __init__(
@@ -60,21 +60,19 @@ class HttpServer(uvicorn.Server):
         measures: Measures | None = None,
         audit: AuditLog | None = None,
     ) -> None:
-        """Args: what answers, its settings, and where to tell what is done; None for nowhere."""
+        """`measures`, `audit`: None for none."""
         measures = measures or Measures()
         self.most = limits_here(config)
-        respond: Respond = getattr(getattr(app, "state", None), "respond", respond_plainly)
+        respond = app.respond if isinstance(app, Application) else respond_plainly
         self.limits = RequestLimits(app, self.most.requests, config.max_bodies_bytes, respond)
         self.connections = Connections(config, self.limits, self.most.connections, measures)
-        # Starlette's; another application's calls are all of no route.
+        # Calls of an application without routes have no route.
         routes = [each.path for each in getattr(app, "routes", ()) if isinstance(each, Route)]
         known = only_known_callers(self.limits, config, measures, respond)
         self.calls = ObservedCalls(known, measures, routes, config.access_log, audit)
-        # Whatever stands before the application sees the paths of interfaces.
-        entrance: Callable[[ASGIApp], ASGIApp] = getattr(
-            getattr(app, "state", None), "entrance", lambda calls: calls
-        )
-        self.entrance = entrance(self.calls)
+        self.entrance: ASGIApp = self.calls
+        if isinstance(app, Application):
+            self.entrance = app.entrance(self.calls)
         self._swept_s = 0.0
         self._loop_handler: LoopHandler | None = None
         self.certificates = Certificates(config) if config.tls_certificate else None
@@ -83,12 +81,12 @@ class HttpServer(uvicorn.Server):
                 self.entrance,
                 ws="none",
                 log_config=None,
-                # Its warnings are one a request, for what anybody may send.
+                # It has a warning for each malformed request.
                 log_level="error",
                 access_log=False,
                 lifespan="off",
                 timeout_keep_alive=_NEVER_S,
-                # By then all are told to end; uvicorn would log each as a failure.
+                # After `shutdown` has ended all calls; uvicorn would log each as a failure.
                 timeout_graceful_shutdown=math.ceil(LEAVE_S + 2 * LINGER_S),
             )
         )
@@ -102,14 +100,14 @@ class HttpServer(uvicorn.Server):
         self._swept_s = loop.time()
         self._loop_handler = loop.get_exception_handler()
         loop.set_exception_handler(self._on_loop_error)
-        # Without sockets, which it would hand to connections of its own.
+        # Without sockets, for which uvicorn would create its own connections.
         await super().startup([])
         for listener in sockets or []:
             accepting = await loop.create_server(
                 self._connect, sock=listener, backlog=self.most.accepted_at_once
             )
             self.servers.append(accepting)
-            # asyncio has told the kernel how many it accepts at once.
+            # asyncio has set the kernel's backlog to the number it accepts at once.
             listener.listen(BACKLOG)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -4,41 +4,73 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import anyio.to_thread
 import msgspec
 
-from ...config import AdmissionConfig, field_name
+from ...config import AdmissionConfig, Config, field_name
 from ...text.chat_template import TemplateWorkers, render, template_of
-from ...text.messages import MessageFormat, Tool, opening_of
+from ...text.gguf import folder_of
+from ...text.messages import (
+    EFFORT,
+    SWITCHES,
+    MessageFormat,
+    Tool,
+    asked_to_reason,
+    find_format,
+    format_of,
+    opening_of,
+)
 from ..server.http import FieldError
-from .message_formats import LazyFormat
-from .template_turns import Turn, as_read_by
-from .template_variables import Reasoning, names_read, reasoning_variables
 from .turns import Turns
 from .words import LazyWords
-
-__all__ = ["ChatTemplates", "Conversation", "Rendered", "Turn"]
 
 AT_ONCE = 3
 """Templates that run at a time. Each keeps a core busy, and one tenant alone has two."""
 
-_THE_ONE = "conversation"
-"""Of what waits for a place together."""
+Turn = dict[str, Any]
+"""A message as most templates read it."""
+
+_PLACE = "conversation"
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Templates' names for an assistant's reasoning, the most usual first."""
+
+_SHORT_IDS = re.compile(r"length\s*!=\s*9\b")
+_SHORT_ID = 9
+_CODE = re.compile(r"\{%(.*?)%\}|\{\{(.*?)\}\}", re.DOTALL)
+_TEXT = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+_NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
+
+
+class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
+    """A call's request for reasoning, from any interface.
+
+    Attributes:
+        on: Whether to reason; None if the call doesn't say.
+        effort: The effort, in templates' words; None if the call doesn't say.
+        on_param: The call's field for `on`.
+        effort_param: The call's field for `effort`; may be the same.
+    """
+
+    on: bool | None = None
+    effort: str | None = None
+    on_param: str = "reasoning_effort"
+    effort_param: str = "reasoning_effort"
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a template makes a prompt of.
+    """The input of a chat template.
 
     Attributes:
         turns: The messages.
-        add_generation_prompt: Whether the prompt ends with the beginning of the assistant's turn.
-        continue_final_message: Whether it ends within the last message, which is to be continued.
-        variables: What else the template is given.
-        tools: What the model is told that it may call.
-        reasoning: How much it is asked to reason; None leaves that to the template.
+        add_generation_prompt: Whether the prompt ends with the begin of the assistant's turn.
+        continue_final_message: Whether the prompt ends within the last message, to be continued.
+        variables: Other variables of the template.
+        tools: Tools that the model may call.
+        reasoning: None leaves reasoning to the template.
     """
 
     turns: list[Turn]
@@ -50,18 +82,41 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rendered(NamedTuple):
-    """A conversation as a prompt.
-
-    Attributes:
-        opening: What of the assistant's turn it has, as `chat.Reading` takes it.
-    """
+    """A conversation as a prompt. `opening`: its part of the assistant's turn, for `Reading`."""
 
     token_ids: tuple[int, ...]
     opening: str
 
 
+class LazyFormat:
+    """The model's message format, found when the tokenizer is first needed."""
+
+    def __init__(self, config: Config, words: LazyWords) -> None:
+        self._config = config
+        self._words = words
+        self._found: tuple[MessageFormat | None] | None = None
+
+    async def get(self) -> MessageFormat | None:
+        """Return the format; None if it is unknown.
+
+        Raises:
+            RequestError: unsupported: there is no tokenizer.
+            ConfigError: `gateway.message_format` is unknown.
+        """
+        if self._found is None:
+            tokenizer = (await self._words.required()).tokenizer
+            folder = folder_of(self._config.engine.model_folder)
+            self._found = (format_of(tokenizer, folder, self._config.gateway.message_format),)
+        return self._found[0]
+
+
+def check_format(config: Config) -> None:
+    """Raises ConfigError when `gateway.message_format` is unknown for any model."""
+    find_format(config.gateway.message_format, None, "", "")
+
+
 class ChatTemplates:
-    """Makes prompts of conversations, a few at a time."""
+    """Renders conversations, a few at a time."""
 
     def __init__(
         self,
@@ -72,9 +127,8 @@ class ChatTemplates:
         message_format: LazyFormat | None = None,
         max_constraint_bytes: int = AdmissionConfig().max_constraint_bytes,
     ) -> None:
-        """Args: the tokenizer, tokens that a prompt may have, seconds that it may take, `AT_ONCE`
-        places that tenants share, how the model writes messages, and bytes that a constraint may
-        have."""
+        """Args: the tokenizer, the most tokens of a prompt, the time limit, `AT_ONCE` places shared
+        by tenants, the message format, and the most bytes of a constraint."""
         self.max_constraint_bytes = max_constraint_bytes
         self._words = words
         self._format = message_format
@@ -83,18 +137,14 @@ class ChatTemplates:
         self._turns = turns
 
     async def message_format(self) -> MessageFormat | None:
-        """How the model writes messages; None where nobody knows.
-
-        Raises:
-            RequestError: unsupported: there is no tokenizer.
-        """
+        """As `LazyFormat.get`."""
         return await self._format.get() if self._format is not None else None
 
     async def render(self, conversation: Conversation, tenant: str) -> Rendered:
-        """The prompt. The template writes its special tokens itself.
+        """Return the prompt of a conversation. The template writes its own special tokens.
 
         Args:
-            tenant: Whose it is; a tenant whose templates take long keeps none of another waiting.
+            tenant: A tenant with slow templates doesn't delay other tenants.
 
         Raises:
             RequestError: no_chat_template, invalid_messages, chat_template_failed, unsupported,
@@ -108,7 +158,7 @@ class ChatTemplates:
         form = await self.message_format()
 
         def work() -> Rendered:
-            # Before the template, whatever it takes of them, and after it, whatever it adds.
+            # Before the template, which may drop text, and after it, which may add text.
             sent = "".join(str(turn.get("content") or "") for turn in conversation.turns)
             words.check_fits(sent, max_model_len)
             text = self._rendered(words.tokenizer, conversation, form)
@@ -118,8 +168,8 @@ class ChatTemplates:
             opening = opening_of(form, text) if form is not None and begun else ""
             return Rendered(token_ids, opening)
 
-        with self._turns.wait(tenant, [_THE_ONE]) as call:
-            await call.take(_THE_ONE)
+        with self._turns.wait(tenant, [_PLACE]) as call:
+            await call.take(_PLACE)
             try:
                 return await anyio.to_thread.run_sync(work)
             finally:
@@ -157,9 +207,9 @@ class ChatTemplates:
 
 def _check_variables(variables: dict[str, Any], template: str, tokenizer: Any) -> None:
     """Refuse variables that the template does not read, and parameters of Transformers' call."""
-    taken = inspect.signature(tokenizer.apply_chat_template).parameters
+    reserved = inspect.signature(tokenizer.apply_chat_template).parameters
     for name in variables:
-        if name in taken or not name.isidentifier() or name in tokenizer.special_tokens_map:
+        if name in reserved or not name.isidentifier() or name in tokenizer.special_tokens_map:
             why = "that can't be given to a chat template"
         # A pattern of megabytes takes seconds to compile.
         elif name not in template or re.search(rf"\b{name}\b", template) is None:
@@ -168,3 +218,112 @@ def _check_variables(variables: dict[str, Any], template: str, tokenizer: Any) -
             continue
         param = f"chat_template_kwargs.{field_name(name)}"
         raise FieldError(f"{param}: {why}; leave it out", param=param, code="unsupported")
+
+
+# --- messages in a template's form --------------------------------------------------------------
+
+
+def as_read_by(template: str, turns: list[Turn]) -> list[Turn]:
+    """Return messages in the form, and with the names, that a template reads."""
+    if "developer" not in template:
+        turns = [
+            turn | {"role": "system"} if turn["role"] == "developer" else turn for turn in turns
+        ]
+    read = (name for name in _REASONING if re.search(rf"\.{name}\b|['\"]{name}['\"]", template))
+    if (name := next(read, _REASONING[0])) != _REASONING[0]:
+        turns = [
+            {name if key == _REASONING[0] else key: value for key, value in turn.items()}
+            for turn in turns
+        ]
+    # Mistral's templates take ids of nine characters only.
+    return [_with_short_ids(turn) for turn in turns] if _SHORT_IDS.search(template) else turns
+
+
+def _with_short_ids(turn: Turn) -> Turn:
+    """Shorten ids of calls to their last letters and digits, in which the gateway's ids differ."""
+    found = dict(turn)
+    if calls := turn.get("tool_calls"):
+        found["tool_calls"] = [
+            call | {"id": _short(call["id"])} if isinstance(call.get("id"), str) else call
+            for call in calls
+        ]
+    if isinstance(turn.get("tool_call_id"), str):
+        found["tool_call_id"] = _short(turn["tool_call_id"])
+    return found
+
+
+def _short(call_id: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]", "", call_id)[-_SHORT_ID:].rjust(_SHORT_ID, "0")
+
+
+# --- reasoning ----------------------------------------------------------------------------------
+
+
+def reasoning_of_effort(effort: str | None, param: str) -> Reasoning | None:
+    """Return the request of OpenAI's effort, of which "none" turns reasoning off."""
+    if effort is None:
+        return None
+    return Reasoning(on=effort != "none", effort=effort, on_param=param, effort_param=param)
+
+
+def reasoning_asked(reasoning: Reasoning | None, given: Mapping[str, Any]) -> bool | None:
+    """Return whether a call asks for reasoning, by its own fields or by the template's variables
+    that the caller gave; None if it doesn't say."""
+    if reasoning is None:
+        return asked_to_reason(given)
+    return asked_to_reason({EFFORT: reasoning.effort}) if reasoning.on is None else reasoning.on
+
+
+@lru_cache(maxsize=64)
+def names_read(template: str) -> frozenset[str]:
+    """Return the names in a template's code: its variables, and Jinja's own names; no attributes,
+    and nothing in strings."""
+    code = " ; ".join(_TEXT.sub("''", a or b) for a, b in _CODE.findall(template))
+    return frozenset(_NAME.findall(code))
+
+
+def reasoning_variables(
+    reasoning: Reasoning | None, given: Mapping[str, Any], template: str, always: bool
+) -> dict[str, Any]:
+    """Return a template's variables, with those that request reasoning.
+
+    Args:
+        given: Variables that the caller gave by name.
+        always: Whether the model reasons without a request.
+
+    Raises:
+        FieldError: unsupported: the template reads no such variable. invalid_request: `given` has
+            another value.
+    """
+    if reasoning is None:
+        return dict(given)
+    read = names_read(template)
+    found: dict[str, Any] = {}
+    if reasoning.on is not None:
+        found = dict.fromkeys((name for name in SWITCHES if name in read), reasoning.on)
+    if reasoning.effort is not None and EFFORT in read:
+        found[EFFORT] = reasoning.effort
+    _check_obeyed(reasoning, found, always=always or EFFORT in read)
+    for name, value in found.items():
+        if name in given and given[name] != value:
+            param = f"chat_template_kwargs.{name}"
+            fields = " and ".join(dict.fromkeys((reasoning.on_param, reasoning.effort_param)))
+            raise FieldError(f"{param} says otherwise than {fields}; give one of them", param=param)
+    return dict(given) | found
+
+
+def _check_obeyed(reasoning: Reasoning, found: Mapping[str, Any], *, always: bool) -> None:
+    """Refuse what the template can't obey. A model without reasoning obeys a request for none."""
+    if reasoning.effort is not None:
+        same = reasoning.on_param == reasoning.effort_param
+        obeyed = EFFORT in found or (same and (bool(found) or reasoning.on is False))
+        param = reasoning.effort_param
+    else:
+        obeyed = not reasoning.on or bool(found) or always
+        param = reasoning.on_param
+    if not obeyed:
+        raise FieldError(
+            f"{param}: the model's chat template does not read it; leave it out",
+            param=param,
+            code="unsupported",
+        )

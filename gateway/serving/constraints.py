@@ -1,9 +1,9 @@
-"""What an answer's text has to be, by the names that each interface has for it."""
+"""Constraints on an answer's text, by each interface's names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -11,14 +11,15 @@ from ...config import Constraint, field_name, shown
 from ..server.http import FieldError
 from .fields import convert_part, read_part
 
-# Where a schema stands: OpenAI's chats nest it, its responses and Anthropic's outputs do not.
+T = TypeVar("T")
+
+# The place of the schema: OpenAI's chats nest it, its responses and Anthropic's outputs don't.
 _NESTED = '{"type": "json_schema", "json_schema": {"name": "answer", "schema": {...}}}'
 _FLAT = '{"type": "json_schema", "schema": {...}}'
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
-    """OpenAI's name and description of a schema say nothing that would change an answer, and all
-    schemas are kept strictly."""
+    """A schema. OpenAI's `name` and `description` have no effect, and all schemas are strict."""
 
     schema: dict[str, Any]
     name: str | None = None
@@ -27,27 +28,27 @@ class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """Text as it comes."""
+    """Any text."""
 
     type: Literal["text"]
 
 
 class JsonObjectFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """A JSON object; with a schema, as llama.cpp's server and others take one here, of that."""
+    """A JSON object; with a schema, as in llama.cpp's server, an object of that schema."""
 
     type: Literal["json_object"]
     schema: dict[str, Any] | None = None
 
 
 class NestedFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """JSON of a schema, as chats and completions have it."""
+    """JSON of a schema, in chats and completions."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
 
 class FlatFormat(JsonSchema, frozen=True, kw_only=True):
-    """The same as responses and messages have it."""
+    """JSON of a schema, in responses and messages."""
 
     type: Literal["json_schema"]
 
@@ -60,12 +61,12 @@ class GrammarFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_response_format(given: Mapping[str, Any], param: str) -> Constraint | None:
-    """OpenAI's `response_format` of chats and completions; None for text as it comes.
+    """Return the constraint of OpenAI's `response_format`; None for any text.
 
     A grammar is llama.cpp's form, as `{"type": "grammar", "grammar": "root ::= …"}`.
 
     Raises:
-        FieldError: There is no such format, it lacks something, or has an unknown field.
+        FieldError: The format is unknown, lacks something, or has an unknown field.
     """
     kind = given.get("type")
     if kind == "json_schema":
@@ -77,7 +78,7 @@ def of_response_format(given: Mapping[str, Any], param: str) -> Constraint | Non
 
 
 def of_text_format(given: Mapping[str, Any], param: str) -> Constraint | None:
-    """The `format` of OpenAI's `text` in responses, and of Anthropic's outputs. As above."""
+    """As `of_response_format`, of `format` in OpenAI's responses and Anthropic's outputs."""
     if given.get("type") == "json_schema":
         _check_schema(given, param, _FLAT)
         return Constraint(json_schema=read_part(given, FlatFormat, param).schema)
@@ -85,12 +86,12 @@ def of_text_format(given: Mapping[str, Any], param: str) -> Constraint | None:
 
 
 def of_structured_outputs(given: Mapping[str, Any], param: str) -> Constraint | None:
-    """vLLM's: one of json, regex, choice, grammar and json_object; None when it has nothing.
+    """Return the constraint of vLLM's `structured_outputs`; None if it is empty.
 
     Its grammars are Lark or llama.cpp's form.
 
     Raises:
-        FieldError: It has several, or one that is not there.
+        FieldError: It has several constraints, or an unknown one.
     """
     asked = {name: value for name, value in given.items() if value not in (None, False)}
     if not asked:
@@ -98,33 +99,37 @@ def of_structured_outputs(given: Mapping[str, Any], param: str) -> Constraint | 
     if len(asked) > 1:
         raise FieldError(f"{param} asks for {shown(sorted(asked))}; give one of them", param=param)
     ((name, value),) = asked.items()
-    if name == "json":
-        schema = convert_part(value, dict[str, Any] | str, f"{param}.json")  # type: ignore[arg-type]
-        return Constraint(json_schema=schema)
-    if name == "json_object":
-        convert_part(value, bool, f"{param}.json_object")
-        return Constraint(json_object=True)
-    if name == "regex":
-        return Constraint(regex=_text(given, name, param))
-    if name == "choice":
-        return Constraint(choice=convert_part(value, tuple[str, ...], f"{param}.choice"))
-    if name == "grammar":
-        return of_grammar(_text(given, name, param))
+    where = f"{param}.{field_name(name)}"
+
+    def read(kind: type[T]) -> T:
+        return convert_part(value, kind, where)
+
+    match name:
+        case "json":
+            return Constraint(json_schema=read(dict[str, Any] | str))  # type: ignore[arg-type]
+        case "json_object":
+            read(bool)
+            return Constraint(json_object=True)
+        case "regex":
+            return Constraint(regex=read(str))
+        case "choice":
+            return Constraint(choice=read(tuple[str, ...]))
+        case "grammar":
+            return of_grammar(read(str))
     raise FieldError(
-        f"{param}.{field_name(name)} is not supported here; json, regex, choice, grammar and "
-        "json_object are",
-        param=f"{param}.{field_name(name)}",
+        f"{where} is not supported here; json, regex, choice, grammar and json_object are",
+        param=where,
         code="unsupported",
     )
 
 
 def of_grammar(text: str) -> Constraint:
-    """A grammar of which nobody says whether it is Lark's form or llama.cpp's."""
+    """Return the constraint of a grammar in Lark's form or llama.cpp's."""
     return Constraint(gbnf=text) if "::=" in text else Constraint(lark=text)
 
 
 def the_one(found: Mapping[str, Constraint | None]) -> Constraint | None:
-    """The constraint that was given, by whichever field.
+    """Return the only constraint, by whichever field.
 
     Raises:
         FieldError: There are several.
@@ -139,7 +144,7 @@ def the_one(found: Mapping[str, Constraint | None]) -> Constraint | None:
 
 
 def _check_schema(found: object, param: str, form: str) -> None:
-    """Raises FieldError: the schema does not stand where this interface has it."""
+    """Raises FieldError when there is no schema at this interface's place."""
     if not (isinstance(found, dict) and "schema" in found):
         raise FieldError(f"{param} has no 'schema'; the form is {form}", param=param)
 
@@ -153,12 +158,8 @@ def _without_schema(
             return None
         case "json_object":
             schema = read_part(given, JsonObjectFormat, param).schema
-            return (
-                Constraint(json_object=True) if schema is None else Constraint(json_schema=schema)
-            )
+            if schema is None:
+                return Constraint(json_object=True)
+            return Constraint(json_schema=schema)
     wanted = ", ".join(map(repr, ("text", "json_object", *others)))
     raise FieldError(f"{param}.type is {shown(kind)}; it may be {wanted}", param=f"{param}.type")
-
-
-def _text(given: Mapping[str, Any], name: str, param: str) -> str:
-    return convert_part(given.get(name), str, f"{param}.{name}")

@@ -1,40 +1,40 @@
-"""What all interfaces have of embeddings: a call's requests, and the vectors of its prompts."""
+"""Embeddings of all interfaces: a call's requests, and the vectors of its prompts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
-from typing import TypeVar
+from typing import Any
 
 import anyio
 import anyio.lowlevel
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
-from ...bus.public import Completion, EmbedParams, GenerateRequest
+from ...bus.public import Completion, EmbedParams, GenerateRequest, Output
+from ...config import RequestError
 from ...pipeline.scoring import EmbeddedPrompt, embed_request, embedded_prompt
-from ..server.http import EngineError
-from .origin import Origin
+from ..server.http import EngineError, while_connected
+from .origin import Origin, origin_of, tenant_of
+from .services import Services
 from .submissions import AT_ONCE, ENDED_EARLY, Submissions
-from .words import LazyWords
-
-T = TypeVar("T")
 
 Prompt = str | tuple[int, ...]
 
-# Numbers of vectors that are written, or compared, at once; more take a thread.
+# Numbers of vectors that are processed on the event loop; more take a thread.
 _SHORT = 1 << 14
 
 
 class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call, but for its prompts.
+    """A call without its prompts.
 
     Attributes:
-        id: What its requests are known by; that of one prompt, and the beginning of several.
-        params: How all of them are pooled.
-        priority: The engine's.
-        cache_salt: The same.
-        adapter: That the model has on; "" for the model alone.
+        id: The id of a single request, or the prefix of several.
+        params: How the prompts are pooled.
+        priority: The engine's priority.
+        cache_salt: The engine's cache salt.
+        adapter: "" for the model alone.
     """
 
     id: str
@@ -44,7 +44,7 @@ class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""
 
     def requests(self, prompts: Sequence[Prompt], tenant: str) -> list[GenerateRequest]:
-        """What is submitted for prompts."""
+        """Return the requests for prompts."""
         like = GenerateRequest(
             model=self.adapter,
             tenant=tenant,
@@ -68,12 +68,13 @@ async def embed_all(
     *,
     lower_first: bool = True,
 ) -> list[EmbeddedPrompt]:
-    """The vectors of a call's prompts, in order. The first error ends the others.
+    """Return the vectors of a call's prompts, in order. The first error ends the others.
 
-    Args: `lower_first` is as for `Submissions.check_priority`.
+    Args:
+        lower_first: As for `Submissions.check_priority`.
 
     Raises:
-        NanoInferenceError: A prompt was refused, or the engine did not do it.
+        NanoInferenceError: A prompt was refused, or the engine has failed.
     """
     requests = call.requests(prompts, origin.tenant)
     length = await submissions.length.get()
@@ -85,29 +86,58 @@ async def embed_all(
             await anyio.lowlevel.checkpoint()
     embedded: dict[int, EmbeddedPrompt] = {}
 
-    async def run(index: int, begun: bool) -> None:
-        async with aclosing(submissions.outputs(origin, requests[index], begun)) as outputs:
-            async for output in outputs:
-                if isinstance(output, Completion):
-                    embedded[index] = embedded_prompt(output)
-        if embedded[index].error is not None:
-            raise EngineError(ENDED_EARLY.message, code=ENDED_EARLY.code)
+    async def take(index: int, output: Output) -> None:
+        if isinstance(output, Completion):
+            embedded[index] = embedded_prompt(output)
+            if output.error is not None:
+                raise EngineError(ENDED_EARLY.message, code=ENDED_EARLY.code)
 
-    await submissions.run(origin, requests, run)
+    await submissions.run(origin, requests, take)
     return [embedded[index] for index in range(len(requests))]
 
 
-async def worked_out(
-    words: LazyWords, embedded: Sequence[EmbeddedPrompt], work: Callable[[], T]
-) -> T:
-    """What is made of vectors, beside the event loop where they are many."""
-    if sum(len(each.vector) for each in embedded) <= _SHORT:
-        return work()
-    return await words.beside(work)
+async def answer_embedded(
+    request: Request,
+    services: Services,
+    call: EmbedCall,
+    prompts: Sequence[Prompt],
+    write: Callable[[list[EmbeddedPrompt]], Any],
+    *,
+    budget_ms: float | None,
+    model: str = "",
+    lower_first: bool = True,
+) -> Response:
+    """Embed the prompts of a call, and answer with the JSON of what `write` returns.
+
+    Raises:
+        NanoInferenceError: As `embed_all`; too_many_prompts.
+    """
+    most = services.config.gateway.max_prompts
+    if len(prompts) > most:
+        raise RequestError(
+            f"the call has {len(prompts)} inputs, and {most} are taken (gateway.max_prompts); "
+            "send several calls",
+            code="too_many_prompts",
+        )
+    origin = origin_of(request, tenant_of(request), budget_ms, model)
+
+    async def work() -> Response:
+        embedded = await embed_all(
+            services.submissions, origin, call, prompts, lower_first=lower_first
+        )
+
+        def written() -> bytes:
+            return msgspec.json.encode(write(embedded))
+
+        short = sum(len(each.vector) for each in embedded) <= _SHORT
+        body = written() if short else await services.words.beside(written)
+        return Response(body, media_type="application/json")
+
+    return await while_connected(request.receive, work)
 
 
 def similarity(one: Sequence[float], other: Sequence[float]) -> float:
-    """The cosine of the angle between two vectors of one size; 0 where one of them is zero."""
+    """Return the cosine similarity of two vectors of one size; 0 if one of them is zero."""
 
     def product(left: Sequence[float], right: Sequence[float]) -> float:
         return math.fsum(a * b for a, b in zip(left, right, strict=True))

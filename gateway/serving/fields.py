@@ -7,20 +7,23 @@ from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
+from starlette.requests import Request
 
-from ...config import MAX_INT64, Config, field_name, nearest
+from ...config import MAX_INT64, Config, field_name, nearest, told_of
 from ..server.http import FieldError, convert
 
 T = TypeVar("T")
 
 Body = dict[str, Any]
 
+_FALSE = ("false", "False", "0")
+
 # False is 0 to Python.
 EMPTY: tuple[Any, ...] = (0, "", [], {})
 """Values that ask for nothing in any field, beside null."""
 
 
-class Refused(NamedTuple):
+class RefusedField(NamedTuple):
     """A known field that can't be obeyed.
 
     Attributes:
@@ -43,15 +46,15 @@ class _Known(NamedTuple):
 
     inner: Mapping[str, type | None]
     harmless: Collection[str]
-    refused: Mapping[str, Refused]
+    refused: Mapping[str, RefusedField]
 
 
 def read_part(given: Any, kind: type[T], where: str = "") -> T:
     """Read a body, or a part of it, as a struct.
 
     The struct may declare `HARMLESS` (names of fields that would not change an answer), `REFUSED`
-    (`Refused` by name) and `SAMPLING` (names of sampling parameters, which `read_sampling` reads).
-    Any other field is refused unless its value is empty; so it is in the structs of its fields.
+    (`RefusedField` by name) and `SAMPLING` (names of sampling parameters, for `read_sampling`). Any
+    other field is refused unless its value is empty; so it is in the structs of its fields.
 
     Args:
         where: The part's path in the body; "" for the body.
@@ -143,3 +146,23 @@ def engine_priority(lower_first: int) -> int:
     """Return the engine's priority, of which higher ones are earlier, for one of vLLM's, of which
     lower ones are."""
     return min(-lower_first, MAX_INT64)
+
+
+def read_query(request: Request, kind: type[T]) -> T:
+    """Read the query of a call's address; see `read_part`. An empty value is a default.
+
+    Raises:
+        FieldError: unsupported, or invalid_request for a value that is not accepted.
+    """
+    given = {name: value for name, value in request.query_params.items() if value}
+    known = kind.__struct_fields__  # type: ignore[attr-defined]
+    check_fields(
+        {name: value for name, value in given.items() if name in known or value not in _FALSE},
+        kind,
+        "",
+    )
+    try:
+        return msgspec.convert(given, kind, strict=False, str_keys=True)
+    except msgspec.ValidationError as error:
+        place = str(error).rpartition("`$.")[2].removesuffix("`")
+        raise FieldError(f"the query: {told_of(error)}", param=place or None) from None

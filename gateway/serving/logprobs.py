@@ -1,4 +1,4 @@
-"""Tokens with their logprobs, what these call a token, and vLLM's shape of them."""
+"""Tokens with their logprobs, the names of tokens there, and vLLM's form of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tops = Sequence[TokenLogprob]
 
 
 class Scored(NamedTuple):
-    """A token at its place; the first of a prompt has no logprob."""
+    """A token at its place; the first token of a prompt has no logprob."""
 
     token_id: int
     logprob: float | None
@@ -25,13 +25,13 @@ def scored(
     logprobs: Sequence[float | None],
     top_logprobs: Sequence[Tops] | None,
 ) -> list[Scored]:
-    """Tokens with what is known of each: `[k]` of all three, or no likeliest tokens at all."""
+    """Zip tokens with their logprobs and alternatives, `[k]` each; None for no alternatives."""
     tops = top_logprobs if top_logprobs is not None else ((),) * len(token_ids)
     return list(starmap(Scored, zip(token_ids, logprobs, tops, strict=True)))
 
 
 class TokenNames:
-    """What logprobs call a token: its text, or its id."""
+    """The names of tokens in logprobs: their texts, or their ids."""
 
     def __init__(self, words: Words, *, as_ids: bool) -> None:
         self._words = words
@@ -47,7 +47,7 @@ class TokenNames:
 
 
 def logprobs_by_id(tokens: Sequence[Scored], names: TokenNames) -> list[dict[str, Any] | None]:
-    """As vLLM's: by token id, the token itself and the likeliest, with their ranks as far known."""
+    """Return vLLM's form: by token id, the token and the likeliest ones, with known ranks."""
 
     def at(token: Scored) -> dict[str, Any] | None:
         if token.logprob is None:

@@ -1,28 +1,26 @@
-"""One sample of a conversation, read as it comes: what is new of its message, and which tokens that
-took."""
+"""Incremental reading of one sample's message: deltas, and the tokens with their texts."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ...bus.public import CompletionChunk, CompletionSample, FinishReason, TokenLogprob
 from ...config import SamplingParams
-from ...text.messages import Delta, MessageFormat, MessageReader, Reading
+from ...text.messages import Delta, MessageFormat, MessageReader, Reading, ToolCall
 from .measures import Measures
-from .stops import is_stop_token
-from .words import Words
+from .words import Words, is_stop_token
 
 
-class Record(NamedTuple):
-    """A token with what is known of it.
+class TokenRecord(NamedTuple):
+    """A generated token.
 
     Attributes:
-        top: The likeliest tokens at its place; empty where they were not asked for.
-        version: Of the weights that made it.
-        text: What it adds to the text; special tokens nothing.
+        top: The likeliest tokens at its place; empty if they were not requested.
+        version: The version of the weights that sampled it.
+        text: The text that it adds; "" for a special token.
     """
 
     token_id: int
@@ -33,36 +31,68 @@ class Record(NamedTuple):
 
 
 class NewParts(NamedTuple):
-    """What is new.
+    """The new parts of a message.
 
     Attributes:
-        deltas: Of the message, in order; none of them is empty.
+        deltas: In order, none of them empty.
         records: The tokens whose text is certain by now, in order.
-        places: For each delta, which token of the sample brought it; for what only the end brings,
-            the number of all tokens. So who was told of so many tokens has had the deltas of all
-            lower places.
+        places: For each delta, the index of its token in the sample; for the deltas of the end, the
+            number of tokens. A client with n tokens has the deltas of all lower places.
     """
 
     deltas: list[Delta]
-    records: list[Record]
+    records: list[TokenRecord]
     places: list[int]
 
     def add(self, delta: Delta, place: int) -> None:
-        """One more, if it says anything."""
+        """Add a delta, unless it is empty."""
         if any(delta):
             self.deltas.append(delta)
             self.places.append(place)
 
 
+class Addition(NamedTuple):
+    """An addition to one block of a message: a piece of reasoning or text, or a whole call.
+
+    Attributes:
+        tokens: The tokens of a text, where they are wanted.
+    """
+
+    kind: Literal["reasoning", "text", "call"]
+    text: str = ""
+    tokens: tuple[TokenRecord, ...] = ()
+    call: ToolCall | None = None
+
+
+def additions(delta: Delta, tokens: tuple[TokenRecord, ...] = ()) -> Iterator[Addition]:
+    """Yield the additions of a delta. Args: `tokens` are those of its text."""
+    if delta.reasoning:
+        yield Addition("reasoning", delta.reasoning)
+    if delta.content:
+        yield Addition("text", delta.content, tokens)
+    for call in delta.calls:
+        yield Addition("call", call=call)
+
+
+def joined(parts: Iterable[Addition]) -> list[Addition]:
+    """Join adjacent additions to the same block."""
+    found: list[Addition] = []
+    for part in parts:
+        if found and part.call is None and found[-1].kind == part.kind:
+            last = found.pop()
+            part = Addition(part.kind, last.text + part.text, last.tokens + part.tokens)
+        found.append(part)
+    return found
+
+
 class MessageParts:
     """Reads one sample. Without a format all of it is content.
 
-    What it gives is the same, delta by delta, however the sample is cut into chunks: the reader is
-    fed token by token, each when its text is certain. It is fed special tokens by their names, of
-    which some formats are made. Where it does not take them for marks they are shown no more than
-    in a sample's text; but what began as a call and is none is shown as the model wrote it. (In a
-    text with a special token and its name spelled out elsewhere by ordinary ones, both are left
-    out.) The stop token that ends a sample is no part of the message.
+    The deltas are the same however the sample is cut into chunks: the reader is fed token by token,
+    once each token's text is certain. Special tokens are fed by name, since some formats consist of
+    them; a name that is no mark is removed again, unless a malformed call is shown as written. (If
+    ordinary tokens spell the same name elsewhere, that is removed as well.) The stop token that
+    ends a sample is no part of the message.
     """
 
     def __init__(
@@ -79,9 +109,9 @@ class MessageParts:
         """Args:
         seed: As for a `MessageReader`.
         form, reading: None: all is content.
-        records: Whether anybody takes them. Without them and without a reader nothing is made of
-            tokens, and content is what the chunks bring.
-        measures: What is told at the end what the message had; None: nothing is.
+        records: Whether records are needed. Without records and reader, content is the chunks'
+            text.
+        measures: Counts the message's calls and reasoning at its end.
         """
         reader = None if form is None or reading is None else MessageReader(form, reading, seed)
         self._reader = reader
@@ -98,21 +128,21 @@ class MessageParts:
 
     @property
     def calls(self) -> int:
-        """How many calls there were so far."""
+        """The number of calls so far."""
         return self._reader.calls if self._reader else 0
 
     @property
     def malformed(self) -> int:
-        """How many were none, and became text."""
+        """The number of malformed calls, which became text."""
         return self._reader.malformed if self._reader else 0
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many tokens the reasoning has so far."""
+        """The number of reasoning tokens so far."""
         return self._reader.reasoning_tokens if self._reader else 0
 
     def add(self, chunk: CompletionChunk) -> NewParts:
-        """Takes the next tokens."""
+        """Take the next tokens."""
         if self._reason is not None:
             return NewParts([], [], [])
         self._reason = chunk.finish_reason
@@ -124,8 +154,7 @@ class MessageParts:
         return self._certain(chunk.text)
 
     def end(self, sample: CompletionSample) -> NewParts:
-        """Takes what was not told in chunks, of a sample that has ended; all of it, where there
-        were none."""
+        """Take the rest of an ended sample, after its chunks."""
         if self._reason is not None:
             return NewParts([], [], [])
         self._reason = sample.finish_reason
@@ -145,7 +174,7 @@ class MessageParts:
     def _push(
         self, of: CompletionChunk | CompletionSample, first: int, versions: Iterable[int]
     ) -> None:
-        """The tokens from the given one on."""
+        """Push the tokens from an index on."""
         token_ids = of.token_ids[first:]
         tops = ((),) * len(token_ids) if of.top_logprobs is None else of.top_logprobs[first:]
         ends = of.finish_reason == "stop" and bool(token_ids)
@@ -156,7 +185,7 @@ class MessageParts:
             self._tokens.push(*each, stops=stops and place == last)
 
     def _certain(self, text: str) -> NewParts:
-        """What is certain by this text."""
+        """Return the parts that are certain with this text."""
         self._text_chars += len(text)
         self._tokens.add_text(text)
         new = NewParts([], [], [])
@@ -171,7 +200,7 @@ class MessageParts:
         return new
 
     def _last(self) -> Delta:
-        """What the end brings."""
+        """Return the delta of the end."""
         rest = self._tokens.rest
         if self._reader is None:
             return Delta(content=rest)
@@ -189,14 +218,14 @@ class MessageParts:
         )
 
     def _read(self, fed: str, shown: str, tokens: int) -> Delta:
-        """Args: what the reader is fed, and what of it is text."""
+        """Feed the reader; `shown` is the text of `fed`, "" for a special token."""
         if self._reader is None:
             return Delta(content=shown)
         if fed != shown:
             self._names.add(fed)
         as_text = self._reader.as_text
         delta = self._reader.feed(fed, tokens)
-        # A call that is none is shown as the model wrote it.
+        # A malformed call is shown as the model wrote it.
         return delta if self._reader.as_text != as_text else self._without_special(delta)
 
     def _without_special(self, delta: Delta) -> Delta:
@@ -214,35 +243,33 @@ class MessageParts:
 
 
 class _Token(NamedTuple):
-    """A token that waits until its text is certain.
+    """A token whose text is not certain yet.
 
     Attributes:
-        record: With the text that it adds, if nothing cuts that.
-        name: A special token's; "" of all others.
-        stops: It ends the sample, and is no part of it.
+        record: With the text that it adds, unless that is cut.
+        name: A special token's name; "" for any other.
+        stops: It ends the sample, and is no part of the text.
     """
 
-    record: Record
+    record: TokenRecord
     name: str
     stops: bool = False
 
 
 class _Tokens:
-    """Tokens, and the text that they have to make certain.
-
-    Which of the text is a token's is counted: the text of all tokens together is that of the
-    sample, of which stop strings, and guardrails, cut off the end.
+    """Tokens, matched with the certain text by counting characters: the tokens' texts together are
+    the sample's text, of which stop strings and guardrails cut off the end.
 
     Attributes:
-        rest: Certain text of which no token was told. At the end it is no token's: guardrails that
-            cut within a token leave its text before the cut, without it.
+        rest: Certain text without a token. At the end it is the beginning of a token's text that a
+            guardrail has cut.
     """
 
     def __init__(self, words: Words) -> None:
         self._words = words
         self._detokenizer = words.detokenizer(skip_special=True)
         self._waiting: deque[_Token] = deque()
-        # How many of them, the last ones, belong to a character that is not complete.
+        # The number of last tokens that belong to an incomplete character.
         self._incomplete = 0
         self.rest = ""
 
@@ -255,27 +282,29 @@ class _Tokens:
         *,
         stops: bool,
     ) -> None:
-        """The next token. `stops`: it ends the sample, and is no part of its text."""
+        """Add the next token. `stops`: it ends the sample, and is no part of its text."""
         if stops:
-            self._waiting.append(_Token(Record(token_id, logprob, top, version, ""), "", stops))
+            self._waiting.append(
+                _Token(TokenRecord(token_id, logprob, top, version, ""), "", stops)
+            )
             return
         text = self._detokenizer.push((token_id,))
-        # Where there is text, the character before it is complete, or never will be.
+        # With new text, the character before it is complete, or never will be.
         self._incomplete = 0 if text else self._incomplete
         self._incomplete += self._detokenizer.incomplete
-        record = Record(token_id, logprob, top, version, text)
+        record = TokenRecord(token_id, logprob, top, version, text)
         self._waiting.append(_Token(record, self._words.special_name(token_id)))
 
     def add_text(self, text: str) -> None:
-        """More of the sample's text is certain."""
+        """Add certain text of the sample."""
         self.rest += text
 
-    def certain(self, *, ended: bool) -> list[tuple[Record, str | None]]:
-        """The tokens whose text is certain by now, and what a reader is fed of each: None of those
-        that are no part of the message."""
+    def certain(self, *, ended: bool) -> list[tuple[TokenRecord, str | None]]:
+        """Return the tokens whose text is certain, each with the text for the reader; None for a
+        token that is no part of the message."""
         if ended:
             self._finish()
-        found: list[tuple[Record, str | None]] = []
+        found: list[tuple[TokenRecord, str | None]] = []
         text, at, cut = self.rest, 0, False
         while len(self._waiting) > (0 if ended else self._incomplete):
             token = self._waiting[0]
@@ -293,7 +322,7 @@ class _Tokens:
         return found
 
     def _finish(self) -> None:
-        """A character that is incomplete at the end is that of the last token with a part of it."""
+        """Give a character that is incomplete at the end to the last token with a part of it."""
         rest = self._detokenizer.finish()
         for place in reversed(range(len(self._waiting) if rest else 0)):
             token = self._waiting[place]
@@ -304,7 +333,7 @@ class _Tokens:
 
 
 def _versions(sample: CompletionSample) -> list[int]:
-    """Of the weights that made each token."""
+    """Return the version of the weights of each token."""
     spans = sample.weight_versions or ((sample.weight_version, 0),)
     ends = [*(begin for _, begin in spans), len(sample.token_ids)][1:]
     return [

@@ -1,82 +1,81 @@
-"""Who may put a request into the pipeline next, of many tenants with more requests than it takes.
+"""Places in the pipeline, shared fairly by tenants with more requests than it takes.
 
 The rule is the dynamic threshold of Choudhury and Hahne ("Dynamic queue length thresholds for
 shared-memory packet switches", 1998) with alpha 1: a tenant gets another place while it has fewer
-than are free. So one tenant alone has half of the places, two have a third each, and however many
-one asks for, the next one to come finds some free.
+than are free. So one tenant alone has half of the places, two have a third each, and a newcomer
+always finds some free.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass
 
 
+@dataclass(slots=True, eq=False)
 class Ticket:
     """A call that waits for places.
 
     Attributes:
-        tenant: Whose it is.
-        wanted: How many more places it waits for.
+        tenant: The call's tenant.
+        wanted: Places that it waits for.
         granted: Places that it was given and has not taken yet.
-        refused: Too many waited; it gets no more.
+        refused: Too many calls waited; it gets no more places.
     """
 
-    __slots__ = ("granted", "refused", "tenant", "wanted")
-
-    def __init__(self, tenant: str, wanted: int) -> None:
-        self.tenant = tenant
-        self.wanted = wanted
-        self.granted = 0
-        self.refused = False
+    tenant: str
+    wanted: int
+    granted: int = 0
+    refused: bool = False
 
 
-class Places:
-    """A number of places, and the tickets that wait for them, first come first served by tenant.
+class PlaceQueue:
+    """A number of places, and the tickets that wait for them, in order of arrival by tenant.
 
-    Tenants take turns. Every method returns the tickets that were given a place or were refused,
-    some perhaps several times.
+    Tenants take turns. Methods return the tickets that were given a place or refused, with
+    repetitions.
 
     Attributes:
-        free: Places that nobody has; below 0 while more are held than there are.
-        waiting: How many are waited for.
+        free: Free places; below 0 while more are held than there are.
+        waiting: Places that tickets wait for.
     """
 
     def __init__(self, number: int, max_waiting: int) -> None:
-        """`max_waiting`: places that tickets may wait for, all together."""
+        """`max_waiting`: the most places that all tickets together may wait for."""
         self._number = number
         self._max_waiting = max_waiting
         self._held: Counter[str] = Counter()
         self._wanted: Counter[str] = Counter()
         self.free = number
         self.waiting = 0
-        # The tenant whose turn is next comes first.
+        # The tenant with the next turn is first.
         self._queues: OrderedDict[str, deque[Ticket]] = OrderedDict()
 
     def resize(self, number: int) -> list[Ticket]:
-        """There are so many places from now on."""
+        """Change the number of places."""
         self.free += number - self._number
         self._number = number
         return self._grant()
 
     def held(self, tenant: str) -> int:
-        """Places that a tenant has, with those not taken yet."""
+        """Return the places of a tenant, with those granted and not taken yet."""
         return self._held[tenant]
 
     def ask(self, ticket: Ticket) -> list[Ticket]:
-        """Joins the queue."""
+        """Queue a ticket."""
         self._queues.setdefault(ticket.tenant, deque()).append(ticket)
         self._wanted[ticket.tenant] += ticket.wanted
         self.waiting += ticket.wanted
         return self._grant() + self._shed()
 
     def give_back(self, tenant: str, number: int = 1) -> list[Ticket]:
-        """Places that a tenant had are free again."""
+        """Free places of a tenant."""
         _subtract(self._held, tenant, number)
         self.free += number
         return self._grant()
 
     def want_less(self, ticket: Ticket) -> list[Ticket]:
-        """Waits for one place less, or gives one back that was not taken yet."""
+        """Wait for one place less, or give back a granted one."""
         if ticket.wanted:
             self._drop(ticket, 1)
             return []
@@ -84,7 +83,7 @@ class Places:
         return self.give_back(ticket.tenant)
 
     def leave(self, ticket: Ticket) -> list[Ticket]:
-        """Waits no longer, and gives back what was not taken yet."""
+        """Stop waiting, and give back the granted places."""
         self._drop(ticket, ticket.wanted)
         unused, ticket.granted = ticket.granted, 0
         return self.give_back(ticket.tenant, unused)
@@ -117,7 +116,7 @@ class Places:
         return refused
 
     def _drop(self, ticket: Ticket, number: int) -> None:
-        """Takes places off what a ticket waits for, and off the queue what waits for none."""
+        """Reduce the places that a ticket waits for; dequeue it at 0."""
         if not ticket.wanted:
             return
         ticket.wanted -= number

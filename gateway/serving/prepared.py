@@ -1,5 +1,4 @@
-"""A conversation as it is submitted: as a prompt, with what its answer has to be, and with what it
-takes to read that."""
+"""Preparation of a conversation: its prompt, its constraint, and how its answer is read."""
 
 from __future__ import annotations
 
@@ -7,23 +6,24 @@ from functools import partial
 from typing import NamedTuple
 
 from msgspec.structs import replace
+from starlette.requests import Request
 
 from ...config import NanoInferenceError, SamplingParams
 from ...text.grammar import check_size
 from ...text.messages import MessageFormat, Reading, ToolUse, constraint_of
-from ..server.http import FieldError
-from .chat_templates import ChatTemplates, Conversation
-from .template_variables import reasoning_asked
-from .words import LazyWords
+from ..server.http import FieldError, while_connected
+from .chat_templates import Conversation, reasoning_asked
+from .origin import tenant_of
+from .services import Services
 
 
 class Prepared(NamedTuple):
-    """What is submitted, and how it is read.
+    """A conversation ready to submit.
 
     Attributes:
-        sampling: With a constraint, where one follows from what was asked.
-        form: How the model writes messages; None where nobody knows.
-        reading: What it takes to read the answer; None where that is text alone.
+        sampling: With the constraint that follows from tools, format and reasoning budget.
+        form: The model's message format; None if it is unknown.
+        reading: How the answer is read; None for plain text.
     """
 
     token_ids: tuple[int, ...]
@@ -33,31 +33,57 @@ class Prepared(NamedTuple):
 
 
 async def prepare(
-    templates: ChatTemplates,
-    words: LazyWords,
+    request: Request,
+    services: Services,
     conversation: Conversation,
     use: ToolUse,
     sampling: SamplingParams,
-    tenant: str,
     *,
     reasoning_budget: int | None = None,
     separates_reasoning: bool = True,
     budget_param: str = "thinking_token_budget",
 ) -> Prepared:
-    """Renders a conversation, and says what its answer has to be.
+    """Render the conversation of a call, and derive the constraint of its answer.
 
     Args:
-        conversation: Its tools are taken from `use`.
+        conversation: Its tools are replaced by those of `use`.
         sampling: With the constraint of the answer's text.
-        tenant: Whose it is.
         reasoning_budget: Most tokens of reasoning; None for no limit.
-        separates_reasoning: Whether reasoning is taken out of the text, where the model has any.
-        budget_param: The field of the call that has the budget.
+        separates_reasoning: Whether reasoning is separated from the text.
+        budget_param: The call's field for the budget.
 
     Raises:
-        RequestError: As `ChatTemplates.render`; unsupported: the model's format does not say how
-            it is done; invalid_constraint.
+        RequestError: As `ChatTemplates.render`; unsupported: the model's format lacks calls or
+            reasoning; invalid_constraint.
+        ClientDisconnect: The client has left; other templates may be rendered first.
     """
+
+    async def work() -> Prepared:
+        return await _prepare(
+            services,
+            conversation,
+            use,
+            sampling,
+            tenant_of(request),
+            reasoning_budget,
+            separates_reasoning,
+            budget_param,
+        )
+
+    return await while_connected(request.receive, work)
+
+
+async def _prepare(
+    services: Services,
+    conversation: Conversation,
+    use: ToolUse,
+    sampling: SamplingParams,
+    tenant: str,
+    reasoning_budget: int | None,
+    separates_reasoning: bool,
+    budget_param: str,
+) -> Prepared:
+    templates, words = services.templates, services.words
     form = await templates.message_format()
     reasons = form is not None and form.reads_reasoning
     reasoning = conversation.reasoning
@@ -68,7 +94,7 @@ async def prepare(
     if reasoning_budget is not None and (form is None or form.reasoning is None):
         raise _not_known("how this model writes its reasoning", budget_param)
     if sampling.constraint is not None:
-        # As admission, before a grammar of megabytes is read.
+        # As admission does, before a grammar of megabytes is parsed.
         check_size(sampling.constraint, templates.max_constraint_bytes)
     rendered = await templates.render(replace(conversation, tools=use.usable), tenant)
     constraint = None
@@ -95,9 +121,9 @@ async def prepare(
 
 
 def of_tools(error: NanoInferenceError, reading: Reading | None) -> NanoInferenceError:
-    """An error, about the tools where the constraint was made of them.
+    """Attribute an invalid constraint to the tools, if there are any.
 
-    Without tools a constraint is the answer's format, which each interface calls by its own name.
+    Without tools a constraint is the answer's format, for which each interface has its own name.
     """
     if error.code != "invalid_constraint" or reading is None or not reading.tools:
         return error
@@ -114,7 +140,7 @@ def _not_known(what: str, param: str) -> FieldError:
 
 
 def _check_free_to_end(sampling: SamplingParams) -> None:
-    """What is asked of calls and reasoning is kept by a grammar, and one that is complete ends."""
+    """Refuse parameters that go on after the end of a grammar, which tools and budgets need."""
     for name in ("ignore_eos", "min_tokens"):
         if getattr(sampling, name):
             raise FieldError(

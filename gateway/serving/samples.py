@@ -1,36 +1,30 @@
-"""A request on its way through the engine: at once, or in chunks as it grows."""
+"""A request of one sample on its way through the engine: whole, or as a stream of chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
-from functools import partial
 
 import anyio
 import anyio.lowlevel
 
-from ...bus.public import (
-    Completion,
-    CompletionChunk,
-    GenerateRequest,
-    Output,
-)
+from ...bus.public import Completion, CompletionChunk, GenerateRequest, Output
 from ...config import NanoInferenceError
 from .origin import Origin
 from .submissions import Submissions
 
 MOST_UNSENT = 4096
-"""Tokens of a stream that wait here for a client that does not read. The others wait on the bus."""
-
+"""Tokens of a stream buffered here for a slow client. The rest waits on the bus."""
 
 Take = Callable[[Sequence[CompletionChunk]], Awaitable[None]]
 
 
 class Unsent:
-    """What has come of a request and was not sent yet.
+    """Outputs that wait for a client, which may read slowly.
+
+    Subclasses define `is_due` and `send_next`.
 
     Attributes:
-        unsent: Its tokens.
+        unsent: Tokens that wait.
     """
 
     def __init__(self) -> None:
@@ -39,18 +33,34 @@ class Unsent:
         self._changed = anyio.Event()
         self._closed = False
 
-    def put(self, output: Output) -> None:
-        """There is something new of it."""
+    @property
+    def is_due(self) -> bool:
+        """Whether there is anything to send."""
         raise NotImplementedError
 
+    async def send_next(self) -> None:
+        """Send what is due, or a part of it."""
+        raise NotImplementedError
+
+    async def send_all(self) -> None:
+        """Send until it is closed and nothing is left."""
+        while self.is_due or not self._closed:
+            if not self.is_due:
+                await self._change()
+                continue
+            await self.send_next()
+            # The server takes what fits its buffers without a pause.
+            await anyio.lowlevel.checkpoint()
+
     async def room(self) -> None:
-        """Waits while too much waits for the client."""
-        while self.unsent > MOST_UNSENT:
-            self._read = anyio.Event()
+        """Wait while too much waits for the client."""
+        while self.unsent > MOST_UNSENT and self.is_due:
+            if self._read.is_set():
+                self._read = anyio.Event()
             await self._read.wait()
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Declare that no more outputs come."""
         self._closed = True
         self._changed.set()
 
@@ -67,55 +77,58 @@ class Unsent:
         await self._changed.wait()
 
 
-class Chunks(Unsent):
-    """Of one sample: all that have come, at once. What they did not tell stands in its end."""
+class UnsentOutputs(Unsent):
+    """The outputs of one request."""
 
-    def __init__(self) -> None:
+    def put(self, output: Output) -> None:
+        """Add an output."""
+        raise NotImplementedError
+
+
+class SampleChunks(UnsentOutputs):
+    """The chunks of one sample. The end of the sample has what did not come in chunks."""
+
+    def __init__(self, take: Take) -> None:
         super().__init__()
+        self._take = take
         self._waiting: list[CompletionChunk] = []
 
     def put(self, output: Output) -> None:
-        """There is something new of it."""
         if isinstance(output, CompletionChunk):
             self._waiting.append(output)
             self._came(len(output.token_ids))
 
-    async def send_all(self, take: Take) -> None:
-        """Hands chunks over until it is closed and nothing is left."""
-        while self._waiting or not self._closed:
-            if not self._waiting:
-                await self._change()
-                continue
-            chunks, self._waiting = self._waiting, []
-            self._taken()
-            await take(chunks)
-            # The server takes what fits its buffers without a pause.
-            await anyio.lowlevel.checkpoint()
+    @property
+    def is_due(self) -> bool:
+        return bool(self._waiting)
+
+    async def send_next(self) -> None:
+        chunks, self._waiting = self._waiting, []
+        self._taken()
+        await self._take(chunks)
 
 
 async def stream_sample(
     submissions: Submissions, origin: Origin, request: GenerateRequest, take: Take
 ) -> Completion:
-    """Runs a request of one sample, and hands over the chunks of it as fast as they are taken.
+    """Run a request of one sample, and pass its chunks to `take` as fast as they are taken.
 
     Raises:
-        NanoInferenceError: The engine did not do it. All that came before was handed over.
+        NanoInferenceError: The engine has failed. All earlier chunks were passed on.
     """
-    chunks = Chunks()
-    return await stream_unsent(submissions, origin, request, chunks, partial(chunks.send_all, take))
+    return await stream_unsent(submissions, origin, request, SampleChunks(take))
 
 
 async def stream_unsent(
     submissions: Submissions,
     origin: Origin,
     request: GenerateRequest,
-    unsent: Unsent,
-    send_all: Callable[[], Awaitable[None]],
+    unsent: UnsentOutputs,
 ) -> Completion:
-    """Runs a request, and puts what comes of it where `send_all` takes it from until it is closed.
+    """Run a request, and send its outputs as fast as they are read.
 
     Raises:
-        NanoInferenceError: The engine did not do it, or `send_all` could not send it.
+        NanoInferenceError: The engine did not do it, or its outputs could not be sent.
     """
     failure: NanoInferenceError | None = None
 
@@ -126,9 +139,9 @@ async def stream_unsent(
     async def send() -> None:
         nonlocal failure
         try:
-            await send_all()
+            await unsent.send_all()
         except NanoInferenceError as error:
-            # Not through the group, which would wrap it.
+            # Outside the group, which would wrap it.
             failure = error
             group.cancel_scope.cancel()
 
@@ -151,25 +164,22 @@ async def complete_sample(
     put: Callable[[Output], Awaitable[None]] | None = None,
     before: str = "",
 ) -> Completion:
-    """Runs a request, and gives its end.
+    """Run a request, and return its completion.
 
     Args:
-        put: Is told of all that comes, and waited for.
-        before: What of the prompt the answer shows before each sample.
+        put: Called with each output, and awaited.
+        before: The part of the prompt that the answer shows before each sample.
 
     Raises:
-        NanoInferenceError: The engine did not do it.
+        NanoInferenceError: The engine has failed.
     """
     ended: list[Completion] = []
 
-    async def run(index: int, begun: bool) -> None:
-        async with aclosing(submissions.outputs(origin, request, begun, before=before)) as outputs:
-            async for output in outputs:
-                if put is not None:
-                    await put(output)
-                if isinstance(output, Completion):
-                    ended.append(output)
-                await anyio.lowlevel.checkpoint()
+    async def take(index: int, output: Output) -> None:
+        if put is not None:
+            await put(output)
+        if isinstance(output, Completion):
+            ended.append(output)
 
-    await submissions.run(origin, [request], run)
+    await submissions.run(origin, [request], take, before=lambda index: before)
     return ended[0]

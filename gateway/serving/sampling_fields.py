@@ -10,7 +10,7 @@ import msgspec
 from ...config import Int64, SamplingParams
 from ...config.sampling import TYPES, names_in
 from .constraints import of_structured_outputs
-from .fields import Body, Refused, convert_part, read_part
+from .fields import Body, RefusedField, convert_part, read_part
 
 VLLM, SGLANG, ANTHROPIC = names_in("vllm"), names_in("sglang"), names_in("anthropic")
 """The parameters of an interface: its names, each with that of `SamplingParams`."""
@@ -24,9 +24,9 @@ _ALL_TOKENS = 1 << 30
 _BODY_TYPES = {**TYPES, "stop": str | list[str]}
 
 REFUSED = {
-    "truncate_prompt_tokens": Refused("prompts are taken whole"),
-    "allowed_token_ids": Refused("ask by `logit_bias`"),
-    "bad_words": Refused("ask by `logit_bias`"),
+    "truncate_prompt_tokens": RefusedField("prompts are taken whole"),
+    "allowed_token_ids": RefusedField("ask by `logit_bias`"),
+    "bad_words": RefusedField("ask by `logit_bias`"),
 }
 """vLLM's parameters that no call obeys."""
 

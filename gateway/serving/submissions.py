@@ -1,4 +1,4 @@
-"""The requests of all interfaces on their way through the engine: in turn, in time, counted."""
+"""Submission of the requests of all interfaces: fair queueing, deadlines, policy, accounting."""
 
 from __future__ import annotations
 
@@ -26,52 +26,49 @@ from ...pipeline.client import BusClient
 from ...stages.admission.checks import MAX_PRIORITY
 from ...telemetry import instruments, names
 from ...text.tokenizer import prompt_too_long
-from ..policy.caller import Caller
+from ..policy.caller import Caller, may_use
 from ..policy.chain import PolicyChain
-from ..policy.models import may_use
-from ..server.http import DEFAULT_RETRY_S, EngineError, FieldError
+from ..server.http import DEFAULT_RETRY_S, EngineError, FieldError, task_group
 from .account import Account
-from .durable_calls import Attendance
+from .durable_calls import Attachment
+from .lane_state import DRAINING, ModelLength, Readiness
 from .measures import Measures
-from .model_length import ModelLength
 from .origin import Origin
-from .readiness import DRAINING, Readiness
 from .turns import Turns, WaitingCall
 
 AT_ONCE = 16
-"""Prompts that are made ready, or begun, before others are served."""
+"""Prompts that are prepared, or begun, before the event loop serves others."""
 
 ENDED_EARLY = ErrorInfo(code="aborted", message="the request was aborted")
-"""Why a request has no tokens that was ended while it waited here."""
+"""The error of a request that was ended while it waited here."""
 
-# How often lanes are counted while requests wait.
+# Period of counting lanes while requests wait.
 _COUNT_LANES_S = 10.0
 
 
 class _Owner(NamedTuple):
-    """The tenant of a request, and the model or adapter that it is for."""
+    """The tenant of a request, and its model or adapter."""
 
     tenant: str
     model: str
 
 
 class _TooLate(EngineError):
-    """A call's time was over before all of its requests were in the pipeline."""
+    """A call's deadline came before all of its requests were in the pipeline."""
 
     def __init__(self, origin: Origin) -> None:
-        super().__init__(
+        message = (
             f"the call's time ({origin.limited_by}) was over before all of it could run; give it "
-            "more",
-            code="expired",
+            "more"
         )
+        super().__init__(message, code="expired")
 
 
 class Submissions:
-    """The requests of a gateway that wait for a place or are in the pipeline.
+    """A gateway's requests that wait for a place or are in the pipeline.
 
     Attributes:
-        measures: Where the gateway tells what it does.
-        length: Tokens that prompt and completion may have together.
+        length: Most tokens of a prompt with its completion.
     """
 
     def __init__(
@@ -82,7 +79,7 @@ class Submissions:
         readiness: Readiness,
         policy: PolicyChain | None = None,
     ) -> None:
-        """`policy`: what the requests of each call have to pass; None for nothing."""
+        """`policy`: None for none."""
         self._engine = engine
         self._policy = policy or PolicyChain()
         self._config = config
@@ -91,44 +88,40 @@ class Submissions:
         self._readiness = readiness
         self._turns = Turns(config.gateway_places, config.gateway.max_waiting, measures)
         self._count_lanes_at = 0.0
-        # One may be attended by several connections.
+        # Several connections may be attached to one.
         self._request_ids: Counter[str] = Counter()
-        # Of each request that waits or runs here.
+        # By request that waits or runs here.
         self._owners: dict[str, _Owner] = {}
         self._model = config.bus.model
 
     @property
     def in_flight(self) -> int:
-        """How many are in the pipeline."""
+        """The number of requests in the pipeline."""
         return len(self._request_ids)
 
     @property
     def waiting(self) -> int:
-        """How many wait here until there is a place for them."""
+        """The number of requests that wait for a place."""
         return self._turns.waiting
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits or runs here."""
+        """Whether no request waits or runs here."""
         return not (self._owners or self._request_ids)
 
     def has(self, request_id: str) -> bool:
-        """Whether a request waits or runs here, or any of a call to which the id was given."""
+        """Return whether a request of this id, or of a call of this id, waits or runs here."""
         return any(_concerns(request_id, each) for each in self._owners)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request, and those of a call to which the id was given as a whole."""
+        """End the request of this id, or the requests of a call of this id."""
         self.end_waiting(request_id)
         running = (each for each in self._request_ids if _concerns(request_id, each))
         for each in sorted({*running, request_id}):
             await self._engine.cancel(each)
 
     async def abort_own(self, caller: Caller, request_id: str) -> bool:
-        """As `abort`, of requests of the caller's tenant by models that the caller may use.
-
-        Returns:
-            Whether there was such a request at this gateway.
-        """
+        """As `abort`, of the caller's tenant and models only; return whether there was one here."""
         own = {
             each
             for each, owner in self._owners.items()
@@ -142,16 +135,16 @@ class Submissions:
         return bool(own)
 
     def end_waiting(self, call_id: str) -> None:
-        """Ends what waits here of a call."""
+        """End a call's waiting requests."""
         self._turns.end(partial(_concerns, call_id))
 
     async def abort_all(self) -> None:
-        """Ends what waits here, and all requests in the pipeline, whoever sent them."""
+        """End all waiting requests, and all requests in the pipeline, of any client."""
         self._turns.end(lambda request_id: True)
         await self._engine.cancel_all()
 
     def check_ready(self) -> None:
-        """Raises EngineError (shutting_down) when the gateway is to stop."""
+        """Raises EngineError (shutting_down) when the gateway is draining."""
         if self._readiness.draining:
             raise EngineError(
                 f"{DRAINING}; send it again, to another one",
@@ -160,21 +153,21 @@ class Submissions:
             )
 
     def check_size(self, request: GenerateRequest, max_model_len: int) -> None:
-        """Refuses what the bus or admission would refuse, before it costs them anything.
+        """Refuse a prompt that the bus or admission would refuse.
 
         Args:
-            max_model_len: As `length` has it.
+            max_model_len: As `length` returns it.
 
         Raises:
             RequestError: prompt_too_long, request_too_large.
         """
         text, token_ids = request.prompt or "", request.prompt_token_ids or ()
-        # Nothing has to fit behind a prompt whose vector is wanted.
+        # A prompt to embed needs no room for a completion.
         if len(token_ids) > (most := max_model_len - (request.embed is None)):
             given = f"the prompt has {len(token_ids)}"
             raise prompt_too_long(max_model_len, given, f"shorten it to {most} or fewer")
         max_bytes = self._config.bus.max_request_bytes
-        # Most texts need not be encoded to see that they are short enough.
+        # Most texts are short enough at four bytes a character.
         if len(text) * 4 > max_bytes and len(text.encode(errors="surrogatepass")) > max_bytes:
             raise RequestError(
                 f"the prompt alone has more than {max_bytes} bytes, which is the most that a "
@@ -185,12 +178,11 @@ class Submissions:
     def check_priority(
         self, caller: Caller, request: GenerateRequest, *, lower_first: bool = True
     ) -> None:
-        """Refuses a priority that the caller may not ask for.
-
-        A request of priority 0, which is that of one without, runs as high as it may.
+        """Refuse a priority above the caller's limit. Priority 0, the default, is capped later.
 
         Args:
-            lower_first: Whether the interface has lower ones earlier, where the engine has higher.
+            lower_first: Whether lower priorities run earlier in the interface; in the engine,
+                higher ones do.
 
         Raises:
             FieldError: invalid_priority.
@@ -198,13 +190,13 @@ class Submissions:
         asked, most = request.priority, self._max_priority(caller)
         if not asked or -MAX_PRIORITY <= asked <= most:
             return
-        low, high, told = -MAX_PRIORITY, most, asked
+        low, high, given = -MAX_PRIORITY, most, asked
         if lower_first:
-            low, high, told = -high, -low, -told
+            low, high, given = -high, -low, -given
         own = caller.max_priority is not None
         setting = "max_priority of the key or its tenant" if own else "gateway.max_priority"
         raise FieldError(
-            f"priority is {shown(told)}; it must be from {low} to {high}, where "
+            f"priority is {shown(given)}; it must be from {low} to {high}, where "
             f"{'lower' if lower_first else 'higher'} is earlier ({setting}). Leave it out, or have "
             "the limit raised",
             param="priority",
@@ -212,13 +204,19 @@ class Submissions:
         )
 
     def check_encoded(self, request: GenerateRequest) -> None:
-        """Refuses what the bus would refuse for its size, before any of a call is published.
+        """Refuse a request that is too large for the bus, before any of its call is published.
 
         Raises:
             RequestError: request_too_large.
         """
-        size, most = len(encode_request(request)[1]), self._config.bus.max_request_bytes
-        if size > most:
+        most = self._config.bus.max_request_bytes
+        # An upper bound, since encoding the prompt takes time: 20 digits and a comma for a token,
+        # six bytes for an escaped character.
+        rest = msgspec.structs.replace(request, prompt=None, prompt_token_ids=None)
+        bound = 21 * len(request.prompt_token_ids or ()) + 6 * len(request.prompt or "")
+        if bound + len(encode_request(rest)[1]) <= most:
+            return
+        if (size := len(encode_request(request)[1])) > most:
             raise RequestError(
                 f"the prompt with its parameters makes a request of {size} bytes, and a request "
                 f"may have {most} (bus.max_request_bytes); send less",
@@ -229,21 +227,33 @@ class Submissions:
         self,
         origin: Origin,
         requests: Sequence[GenerateRequest],
-        run: Callable[[int, bool], Awaitable[None]],
-        published: Collection[str] = (),
+        take: Callable[[int, Output], Awaitable[None]],
+        attachment: Attachment | None = None,
+        before: Callable[[int], str] = lambda index: "",
     ) -> None:
-        """Runs the requests of a call, each from when there is a place for it.
+        """Run the requests of a call, each from when there is a place for it.
 
-        The first error ends the others.
+        The first error ends the others. An aborted request is no error: there may be tokens.
 
         Args:
-            run: Takes the index of a request, and whether it may begin; it was ended if not.
-            published: The ids of those that have begun before and need no place here.
+            take: Awaited with the index of a request and each of its outputs.
+            attachment: To the durable call that they belong to; they may have been published
+                before. Any other request ends when its outputs are not read.
+            before: Returns the text, by the index of a request, that the answer shows before each
+                sample.
 
         Raises:
-            NanoInferenceError: The first error; what the policy refuses; `shutting_down` when the
-                gateway is to stop.
+            NanoInferenceError: The first error; the policy's refusal; `shutting_down`.
         """
+
+        async def run(index: int, begun: bool) -> None:
+            made = self._outputs(origin, requests[index], begun, attachment, before(index))
+            async with aclosing(made) as outputs:
+                async for output in outputs:
+                    await take(index, output)
+                    await anyio.lowlevel.checkpoint()
+
+        published = () if attachment is None else attachment.begun_before
         self.check_ready()
         new = [request for request in requests if request.request_id not in published]
         ids = [each.request_id for each in requests]
@@ -259,7 +269,7 @@ class Submissions:
             raise
         finally:
             for request_id in ids:
-                # Another connection may attend it, too.
+                # Another connection may attach it, too.
                 if request_id not in self._request_ids:
                     self._owners.pop(request_id, None)
 
@@ -270,63 +280,42 @@ class Submissions:
         run: Callable[[int, bool], Awaitable[None]],
         published: Collection[str],
     ) -> None:
-        failure: NanoInferenceError | None = None
-
         async def run_one(index: int, begun: bool, placed: bool) -> None:
-            nonlocal failure
             try:
                 await run(index, begun)
-            except NanoInferenceError as error:
-                failure = failure or error
-                group.cancel_scope.cancel()
             finally:
                 if placed:
                     self._turns.give_back(origin.tenant)
 
         waiting = {name: index for index, name in enumerate(request_ids) if name not in published}
-        async with anyio.create_task_group() as group:
-            for index, request_id in enumerate(request_ids):
-                if request_id not in waiting:
-                    group.start_soon(run_one, index, True, False)
-            with self._turns.wait(origin.tenant, list(waiting)) as call:
-                try:
+        try:
+            async with task_group() as group:
+                for index, request_id in enumerate(request_ids):
+                    if request_id not in waiting:
+                        group.start_soon(run_one, index, True, False)
+                with self._turns.wait(origin.tenant, list(waiting)) as call:
                     await self._count_lanes()
                     for number, (request_id, index) in enumerate(waiting.items()):
                         begun = await _take(call, request_id, origin)
                         group.start_soon(run_one, index, begun, begun)
-                        if number % AT_ONCE == 0 or failure is not None:
+                        if number % AT_ONCE == 0 or group.cancel_scope.cancel_called:
                             await anyio.lowlevel.checkpoint()
-                except NanoInferenceError as error:
-                    failure = failure or error
-                    group.cancel_scope.cancel()
-        if failure is not None:
-            if isinstance(failure, _TooLate):
-                self.measures.refused("expired")
-            raise failure
+        except _TooLate:
+            self.measures.refused("expired")
+            raise
 
-    async def outputs(
+    async def _outputs(
         self,
         origin: Origin,
         request: GenerateRequest,
         begun: bool,
-        attendance: Attendance | None = None,
-        before: str = "",
+        attachment: Attachment | None,
+        before: str,
     ) -> AsyncGenerator[Output, None]:
-        """What the engine makes of a request; when it was not `begun`, that it was ended.
-
-        One that somebody has ended is no error: there may be tokens.
-
-        Args:
-            attendance: In the call that it belongs to, where that is kept; it may have been
-                published before. Any other request ends when nobody takes its outputs.
-            before: What of the prompt the answer shows before each sample.
-
-        Raises:
-            NanoInferenceError: The engine did not do it.
-        """
-        published = attendance is not None and request.request_id in attendance.entries
-        if attendance is not None and not (begun and attendance.begins(request.request_id)):
-            await attendance.end_early(request.request_id)
+        """Yield the outputs of a request, or its abort if it has not `begun`."""
+        published = attachment is not None and request.request_id in attachment.entries
+        if attachment is not None and not (begun and attachment.begins(request.request_id)):
+            await attachment.end_early(request.request_id)
             begun = False
         if not begun:
             yield Completion(
@@ -343,10 +332,10 @@ class Submissions:
             labels = {names.REQUEST_MODEL: self._model}
             self.measures.metrics.record(instruments.MODEL_ROUTES, 1, labels)
         with self._counted(request.request_id):
-            submit = self._engine.submit if attendance is None else attendance.outputs
-            # A call that is kept goes on without us, and one in a piece says nothing meanwhile.
-            is_seen = attendance is None and request.stream
-            made = _accounted(origin.account, request, submit(request, origin.trace), is_seen)
+            submit = self._engine.submit if attachment is None else attachment.outputs
+            # A durable call goes on after this, and a call without a stream has no chunks to count.
+            is_counted = attachment is None and request.stream
+            made = _accounted(origin.account, request, submit(request, origin.trace), is_counted)
             allowed = self._policy.outputs(origin, request, made, before)
             async with aclosing(allowed) as outputs:
                 async for output in outputs:
@@ -354,8 +343,10 @@ class Submissions:
                         _check(output)
                     yield output
 
-    async def told(self, origin: Origin, request: GenerateRequest, end: Completion) -> Output:
-        """What may be told of a request that has ended, and whose end was found on the bus."""
+    async def filtered_end(
+        self, origin: Origin, request: GenerateRequest, end: Completion
+    ) -> Output:
+        """Filter the end of a request that was found on the bus."""
 
         async def found() -> AsyncGenerator[Output, None]:
             yield end
@@ -380,7 +371,7 @@ class Submissions:
                 del self._request_ids[request_id]
 
     async def _count_lanes(self) -> None:
-        """Makes places for each lane, unless a setting says how many there are in all."""
+        """Set the number of places by that of the lanes, unless a setting has it."""
         now = anyio.current_time()
         if not self.waiting or now < self._count_lanes_at:
             return
@@ -395,11 +386,11 @@ async def _accounted(
     account: Account,
     request: GenerateRequest,
     outputs: AsyncGenerator[Output, None],
-    is_seen: bool,
+    is_counted: bool,
 ) -> AsyncGenerator[Output, None]:
-    """What the engine makes of a request, all of which counts, whatever leaves of it."""
+    """Count the tokens of a request's outputs, before guardrails filter them."""
     left, request_id = account.left, request.request_id
-    left[request_id] = 0 if is_seen else None
+    left[request_id] = 0 if is_counted else None
     async with aclosing(outputs):
         async for output in outputs:
             if isinstance(output, Completion):
@@ -411,12 +402,12 @@ async def _accounted(
 
 
 def _concerns(call_id: str, request_id: str) -> bool:
-    """Whether a request is meant by an id: its own, or that of its call."""
+    """Return whether an id is that of a request or of its call."""
     return request_id == call_id or request_id.startswith(f"{call_id}_")
 
 
 async def _take(call: WaitingCall, request_id: str, origin: Origin) -> bool:
-    """As `WaitingCall.take`, while the call has time."""
+    """As `WaitingCall.take`, until the call's deadline."""
     left_ns = origin.left_ns
     try:
         with anyio.fail_after(None if left_ns is None else max(0, left_ns) / 1e9):
@@ -426,7 +417,7 @@ async def _take(call: WaitingCall, request_id: str, origin: Origin) -> bool:
 
 
 def _check(completion: Completion) -> None:
-    """Raises unless it was done, or aborted."""
+    """Raises EngineError unless a request is done or cancelled."""
     error = completion.error
     if error is not None and completion.status != "cancelled":
         raise EngineError(error.message, code=error.code, retry_after_s=error.retry_after_s)

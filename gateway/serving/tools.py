@@ -1,4 +1,4 @@
-"""Tools as callers give them, by whichever interface."""
+"""Tools of a call, in any interface."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
 from msgspec.structs import replace
 
 from ...config import shown
@@ -13,21 +14,27 @@ from ...text.messages import Tool, ToolUse
 from ..server.http import FieldError
 
 _DEEPEST = 100
-"""How far schemas are nested at most, which programs that walk them by recursion count on."""
+"""Deepest nesting of a schema, since other code walks schemas by recursion."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
+class DirectCaller(msgspec.Struct, frozen=True, kw_only=True):
+    """The caller of a tool: the model itself, and not a program of it."""
+
+    type: Literal["direct"]
+
+
 def tools_of(given: Iterable[tuple[str, Tool]], schema: str = "parameters") -> tuple[Tool, ...]:
-    """The tools of a call, looked at.
+    """Check and return the tools of a call.
 
     Args:
-        given: Each with where its fields stand in the body, such as `tools[0].function`.
-        schema: What the interface calls the schema of the arguments.
+        given: Each with the path of its fields in the body, such as `tools[0].function`.
+        schema: The interface's name for the schema of the arguments.
 
     Raises:
-        FieldError: A name can't be one, or is another tool's as well; a schema is not that of an
-            object, or is nested too deeply.
+        FieldError: A name is invalid or not unique; a schema is not that of an object, or is nested
+            too deeply.
     """
     found: dict[str, Tool] = {}
     for where, tool in given:
@@ -65,7 +72,7 @@ def _is_deep(schema: Any) -> bool:
 def tool_of(
     name: str, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None
 ) -> Tool:
-    """A tool of which something may not be told."""
+    """Return a tool, with defaults for None."""
     schema = {} if not parameters else {"parameters": dict(parameters)}
     return Tool(name=name, description=description or "", strict=bool(strict), **schema)
 
@@ -77,7 +84,7 @@ def tool_use_of(
     parallel: bool = True,
     param: str = "tool_choice",
 ) -> ToolUse:
-    """What the model may call, when it is not told which.
+    """Return the use of tools when the call names none.
 
     Raises:
         FieldError: A call is required, and there are no tools.
@@ -88,7 +95,7 @@ def tool_use_of(
 
 
 def with_named(use: ToolUse, name: str, param: str) -> ToolUse:
-    """The same, when it has to call this tool. Args: `param` is where the name stands.
+    """Return the use of tools when one must be called. `param`: the path of its name.
 
     Raises:
         FieldError: There is no such tool.
@@ -100,11 +107,11 @@ def with_named(use: ToolUse, name: str, param: str) -> ToolUse:
 def with_allowed(
     use: ToolUse, mode: Literal["auto", "required"], names: Sequence[tuple[str, str]], param: str
 ) -> ToolUse:
-    """The same, when it may call some of the tools alone, and is told of no others.
+    """Return the use of tools when only some may be called; the model sees no others.
 
     Args:
-        names: Each with where it stands.
-        param: Where the choice stands.
+        names: Each with its path.
+        param: The path of the choice.
 
     Raises:
         FieldError: There is no such tool, or none may be called and one has to be.
@@ -117,6 +124,12 @@ def with_allowed(
 
 
 def check_known(tools: Iterable[Tool], name: str, param: str) -> None:
-    """Raises FieldError: there is no tool of that name."""
+    """Raises FieldError when there is no tool of a name."""
     if all(tool.name != name for tool in tools):
         raise FieldError(f"{param}: there is no tool {shown(name)}", param=param)
+
+
+def tool_call(call_id: str | None, name: str, arguments: object) -> dict[str, Any]:
+    """Return a tool call in OpenAI's form, which chat templates read as well."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}

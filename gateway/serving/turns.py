@@ -9,27 +9,27 @@ import anyio
 
 from ..server.http import EngineError
 from .measures import Measures
-from .places import Places, Ticket
+from .places import PlaceQueue, Ticket
 
 RETRY_S = 5.0
-"""When to come again after too many have waited."""
+"""`Retry-After` when too many requests wait."""
 
 
 class WaitingCall:
-    """A call's requests that wait, in order."""
+    """A call's waiting requests, in order."""
 
     def __init__(self, ticket: Ticket, request_ids: Iterable[str], measures: Measures) -> None:
         self.ticket = ticket
-        self._measures = measures
         self.waiting = dict.fromkeys(request_ids)
         self.ended: set[str] = set()
         self.changed = anyio.Event()
+        self._measures = measures
 
     async def take(self, request_id: str) -> bool:
-        """Waits for a place, which is then the caller's to give back.
+        """Wait for a place, which the caller gives back.
 
         Returns:
-            False when the request was ended while it waited; it has no place.
+            False, without a place, if the request was ended while it waited.
 
         Raises:
             EngineError: overloaded.
@@ -52,21 +52,21 @@ class WaitingCall:
 
 
 class Turns:
-    """The shell around `Places`: wakes those who wait when it is their turn."""
+    """The shell around `PlaceQueue`: wakes the calls whose turn it is."""
 
     def __init__(self, places: int, max_waiting: int, measures: Measures) -> None:
-        self._places = Places(places, max_waiting)
+        self._places = PlaceQueue(places, max_waiting)
         self._measures = measures
         self._calls: dict[Ticket, WaitingCall] = {}
 
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
+        """The number of waiting requests."""
         return self._places.waiting
 
     @contextmanager
     def wait(self, tenant: str, request_ids: list[str]) -> Iterator[WaitingCall]:
-        """Waits for a place for each of these; those not taken by the end are given back."""
+        """Wait for a place for each request; on exit, places that were not taken are free again."""
         call = WaitingCall(Ticket(tenant, len(request_ids)), request_ids, self._measures)
         if not request_ids:
             yield call
@@ -80,15 +80,15 @@ class Turns:
             self._wake(self._places.leave(call.ticket))
 
     def resize(self, places: int) -> None:
-        """There are so many places from now on."""
+        """Change the number of places."""
         self._wake(self._places.resize(places))
 
     def give_back(self, tenant: str) -> None:
-        """A place that was taken is free again."""
+        """Free a place that was taken."""
         self._wake(self._places.give_back(tenant))
 
     def end(self, concerns: Callable[[str], bool]) -> None:
-        """Ends the requests that wait and have such an id."""
+        """End the waiting requests whose id matches."""
         for call in list(self._calls.values()):
             if call.ticket.refused:
                 continue

@@ -1,4 +1,4 @@
-"""Text of tokens beyond what completions bring, and tokens of texts."""
+"""The gateway's tokenizer, and its view of stop tokens and stop strings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 import anyio.to_thread
 
-from ...config import ModelError, RequestError
+from ...bus.public import CompletionSample
+from ...config import ModelError, RequestError, SamplingParams
 from ...text.detokenizer import Detokenizer, TokenPieces
 from ...text.tokenizer import (
     check_text_fits,
@@ -25,20 +26,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Characters of a text that are tokenised at once; more take a thread.
+# Characters of a text that are tokenised on the event loop; more take a thread.
 _SHORT_TEXT = 4096
 
 _THREADS = 2
-"""How many texts are worked on beside the event loop. Each thread keeps a core busy."""
+"""Texts processed beside the event loop at a time. Each keeps a core busy."""
 
 
 class Words:
-    """A model's tokenizer, as far as the gateway uses it.
+    """A model's tokenizer.
 
     Attributes:
-        tokenizer: Transformers'.
-        stop_token_ids: Those that end a generation by default.
-        special_tokens: Ids by names, as `chat.constraint_of` takes them.
+        tokenizer: Transformers' tokenizer.
+        stop_token_ids: The tokens that end a generation by default.
+        special_tokens: Ids of special tokens by name.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, stop_token_ids: frozenset[int]) -> None:
@@ -53,18 +54,18 @@ class Words:
         }
 
     def check_fits(self, text: str, max_model_len: int) -> None:
-        """Raises RequestError (prompt_too_long) for a text that can't be a prompt in any case."""
+        """Raises RequestError (prompt_too_long) for a text that can't fit in any case."""
         check_text_fits(text, self._longest_token_bytes, max_model_len)
 
     def token_ids(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
-        """A prompt's tokens, as admission makes them.
+        """Return a prompt's tokens, as admission does.
 
         Args:
-            add_special: Whether the tokenizer adds special tokens, as to a text; a conversation
-                has its own.
+            add_special: Whether the tokenizer adds special tokens; a rendered conversation has its
+                own.
 
         Raises:
-            RequestError: The tokenizer can't read it.
+            RequestError: invalid_prompt.
         """
         try:
             found = self.tokenizer(text, add_special_tokens=add_special, verbose=False)
@@ -76,29 +77,28 @@ class Words:
             ) from error
 
     def text(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
-        """What tokens add to a text; special ones their own name, unless they are skipped."""
+        """Return the text of tokens; special ones are their names, unless they are skipped."""
         detokenizer = self.detokenizer(skip_special=skip_special)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
     def detokenizer(self, *, skip_special: bool) -> Detokenizer:
-        """The same, for a text that grows."""
+        """Return a detokenizer for a text that grows."""
         return Detokenizer(self._pieces[skip_special])
 
     def token(self, token_id: int) -> str:
-        """The text of a token that stands alone."""
+        """Return the text of a single token."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = str(self.tokenizer.decode([token_id]))
         return text
 
     def special_name(self, token_id: int) -> str:
-        """A special token's name; "" of all others."""
+        """Return a special token's name; "" for any other token."""
         name = self._pieces[False][token_id]
         return name if isinstance(name, str) and not self._pieces[True][token_id] else ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text, which may be a part of a character; special ones their own
-        name."""
+        """Return the bytes that a token adds to a text, which may be a part of a character."""
         piece = self._pieces[False][token_id]
         return piece if isinstance(piece, bytes) else piece.encode()
 
@@ -111,17 +111,23 @@ class LazyWords:
         self._loading = anyio.Lock()
         self._words: Words | None = None
         self._threads = anyio.CapacityLimiter(_THREADS)
+        # Grammars have threads of their own, so that they and long texts don't wait for each other.
         self._grammar_threads = anyio.CapacityLimiter(_THREADS)
 
     async def get(self) -> Words:
-        """Raises ModelError when the folder has no tokenizer that can be used."""
+        """Raises ModelError when the folder has no usable tokenizer."""
+
+        def load() -> Words:
+            tokenizer = load_tokenizer(self._folder)
+            return Words(tokenizer, stop_token_ids_of(self._folder, tokenizer))
+
         async with self._loading:
             if self._words is None:
-                self._words = await anyio.to_thread.run_sync(self._load)
+                self._words = await anyio.to_thread.run_sync(load)
         return self._words
 
     async def required(self) -> Words:
-        """The same, for a call that can't be answered without.
+        """As `get`, for a call that needs the tokenizer.
 
         Raises:
             RequestError: unsupported.
@@ -136,7 +142,7 @@ class LazyWords:
             ) from None
 
     async def token_ids(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
-        """As `Words.token_ids`, of a long text in a thread.
+        """As `Words.token_ids`, in a thread for a long text.
 
         Raises:
             RequestError: invalid_prompt, unsupported.
@@ -147,14 +153,49 @@ class LazyWords:
         return await self.beside(partial(words.token_ids, text, add_special=add_special))
 
     async def beside(self, work: Callable[[], T]) -> T:
-        """Does what takes long in a thread, a few at a time; the event loop serves others."""
+        """Run long work in one of a few threads."""
         return await anyio.to_thread.run_sync(work, limiter=self._threads)
 
     async def make_grammar(self, work: Callable[[], T]) -> T:
-        """Does what makes a grammar in a thread, a few at a time. Long texts have other threads, so
-        that neither waits for the other."""
+        """Run work that makes a grammar in one of a few threads."""
         return await anyio.to_thread.run_sync(work, limiter=self._grammar_threads)
 
-    def _load(self) -> Words:
-        tokenizer = load_tokenizer(self._folder)
-        return Words(tokenizer, stop_token_ids_of(self._folder, tokenizer))
+
+def matched_stop(sample: CompletionSample, sampling: SamplingParams, words: Words) -> int | str:
+    """Return what ended a sample with the finish reason "stop": a token's id or a stop string."""
+    if ends_with_stop_token(sample, sampling, words):
+        return sample.token_ids[-1]
+    text = words.text(sample.token_ids, skip_special=True)
+    free = free_of_stops(sample.token_ids, sampling, words, skip_special=True)
+    return first_stop(text[free:], sampling.stop)[0]
+
+
+def ends_with_stop_token(
+    sample: CompletionSample, sampling: SamplingParams, words: Words | None
+) -> bool:
+    """Return whether a stop token ended the sample. Needs the tokenizer only with stop strings."""
+    return words is None or is_stop_token(sample.token_ids[-1], sampling, words)
+
+
+def is_stop_token(token_id: int, sampling: SamplingParams, words: Words) -> bool:
+    """Return whether the last token of a sample with the finish reason "stop" is a stop token."""
+    if not sampling.stop:
+        return True
+    stops = sampling.stop_token_ids
+    if not sampling.ignore_eos:
+        stops |= words.stop_token_ids
+    return token_id in stops
+
+
+def free_of_stops(
+    token_ids: Sequence[int], sampling: SamplingParams, words: Words, *, skip_special: bool
+) -> int:
+    """Return the length of the text of `min_tokens`, in which stop strings don't count."""
+    return len(words.text(token_ids[: sampling.min_tokens], skip_special=skip_special))
+
+
+def first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, int]:
+    """Return the stop string that is complete first, the longest of several, and its place."""
+    found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+    end, _, stop = min(found, default=(len(text), 0, ""))
+    return stop, end - len(stop)

@@ -38,7 +38,7 @@ class BatchingCore:
     Four rules make planning ahead safe:
     1. A result for a sequence that is finished here is dropped.
     2. Blocks are freed once the last step that names them is back.
-    3. A sequence that ended at step n may sit in step n+1; that row is dropped.
+    3. A sequence that ended at step n may have a row in step n+1; that row is dropped.
     4. A block is shared only once the step that computed it is back.
 
     Attributes:

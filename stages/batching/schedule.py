@@ -196,6 +196,6 @@ def _check(waiting: Seq[Sequence], running: Seq[Sequence], num_free_blocks: int)
         for seq in seqs:
             if seq.status is not status:
                 raise ValueError(
-                    f"sequence {seq.seq_id} is {seq.status.name.lower()}, but in the list of those "
-                    f"that are {status.name.lower()}"
+                    f"sequence {seq.seq_id} is {seq.status.name.lower()}, but in the list of "
+                    f"{status.name.lower()} ones"
                 )

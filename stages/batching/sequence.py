@@ -62,8 +62,7 @@ class Sequence:
             shared blocks. None: all its blocks.
         num_to_allocate: Free blocks that starting the sequence takes, set by the owner of a cache.
             None: one for each `block_size` tokens.
-        num_cached: Leading tokens found in the cache; while the sequence waits, those that would
-            be found.
+        num_cached: Leading tokens found in the cache; while the sequence waits, as a forecast.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def shared_prefills(
     Args:
         sources: Sequences that compute the last of their tokens in the step and have their blocks.
         waiting: In order, without sequences that start in the step.
-        num_running: Running sequences, with those that start.
+        num_running: Running sequences, starting ones included.
         cache: After the starts of the step.
         limits: The scheduler's.
     """

@@ -19,7 +19,7 @@ from .queue import FairQueue, Flow, PriorityClass, Running, Waiting
 from .replicas import PrefixIndex, Replica, choose_replica, prefix_chain
 
 EXPIRED = "the request's time budget ran out while it waited to run"
-HOPELESS = "what is left of the request's time budget is too short for its tokens"
+HOPELESS = "the rest of the request's time budget is too short for its tokens"
 
 
 class Dispatched(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Calls on Redis: a hash for each, a key for each name, and one sorted set of those attended.
+"""Calls on Redis: a hash for each, a key for each name, and one sorted set of those attached.
 
 Without scripts, so that a gateway needs no right to run any.
 """
@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast, get_args
 
 from ...config import BusConfig
-from ..calls import KeptCall, Mark
+from ..calls import DurableCall, Mark
 from .client import Commands
 from .keys import Keys
 
@@ -21,13 +21,13 @@ _CANCELLED = b"mark:cancelled"
 
 
 class RedisCalls:
-    """`Calls` over one Redis server, by whose clock they are attended."""
+    """`CallStore` over one Redis server, by whose clock attachments expire."""
 
     def __init__(self, config: BusConfig, keys: Keys, commands: Commands) -> None:
         self._ttl_s = config.results_ttl_s
         self._keys = keys
         self._commands = commands
-        # The server's clock, less ours, in milliseconds; looked at again by each `attend`.
+        # The server's clock, less ours, in milliseconds; looked at again by each `attach`.
         self._ahead_ms: float | None = None
 
     async def keep(self, call_id: str, record: bytes, for_s: float) -> None:
@@ -35,10 +35,10 @@ class RedisCalls:
         if for_s:
             if self._ahead_ms is None:
                 await self._read_clock()
-            commands.append(self._attended([call_id], for_s))
+            commands.append(self._attach_command([call_id], for_s))
         await self._once(commands)
 
-    async def read(self, call_id: str) -> KeptCall | None:
+    async def read(self, call_id: str) -> DurableCall | None:
         fields = await self._commands.run("HGETALL", self._keys.call(call_id))
         if _RECORD not in fields:
             return None
@@ -49,7 +49,7 @@ class RedisCalls:
         }
         marks = (name.removeprefix(_MARK).decode() for name in fields if name.startswith(_MARK))
         known = frozenset(cast(Mark, mark) for mark in marks if mark in get_args(Mark))
-        return KeptCall(fields[_RECORD], entries, known)
+        return DurableCall(fields[_RECORD], entries, known)
 
     async def note(self, call_id: str, request_id: str, entry_id: str) -> bool:
         commands = self._set(call_id, _ENTRY + request_id.encode(), entry_id)
@@ -70,7 +70,7 @@ class RedisCalls:
         commands += [("DEL", self._keys.call(call_id)), ("ZREM", self._keys.attended, call_id)]
         await self._once(commands)
 
-    async def attend(self, names: Mapping[str, str], for_s: float) -> None:
+    async def attach(self, names: Mapping[str, str], for_s: float) -> None:
         if not names:
             return
         commands: list[Sequence[Any]] = [
@@ -81,14 +81,14 @@ class RedisCalls:
         ]
         if for_s:
             await self._read_clock()
-            commands.append(self._attended(names, for_s))
+            commands.append(self._attach_command(names, for_s))
         await self._once(commands)
 
-    async def leave(self, call_ids: Collection[str]) -> None:
+    async def detach(self, call_ids: Collection[str]) -> None:
         if call_ids:
             await self._once([("ZREM", self._keys.attended, *call_ids)])
 
-    async def abandoned(self, most: int) -> list[str]:
+    async def orphaned(self, most: int) -> list[str]:
         now_ms = await self._read_clock()
         key = self._keys.attended
         command = ("ZRANGE", key, "-inf", now_ms, "BYSCORE", "LIMIT", 0, most)
@@ -101,7 +101,7 @@ class RedisCalls:
         key = self._keys.call(call_id)
         return [("HSET", key, field, value), ("EXPIRE", key, self._ttl_s)]
 
-    def _attended(self, call_ids: Collection[str], for_s: float) -> Sequence[Any]:
+    def _attach_command(self, call_ids: Collection[str], for_s: float) -> Sequence[Any]:
         assert self._ahead_ms is not None, "the clock was read"
         until_ms = int(time.monotonic() * 1000 + self._ahead_ms + for_s * 1000)
         pairs = [item for call_id in call_ids for item in (until_ms, call_id)]

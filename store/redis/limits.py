@@ -5,13 +5,14 @@ is lost when it writes again because it does not know what became of a message, 
 needed. To take something is to write it first, and to read in the same transaction what all have
 written: if it fits then, it is taken, else it is taken back. Of two that wanted the last of it in
 the same moment each may see the other's wish; they try once more. What waits meanwhile goes
-together, so that many takes cost little more than one.
+together, so that many reservations cost little more than one.
 
 Nobody's clock counts but the server's. A server that was not met before, by its `run_id`, may have
-lost what it knew, or never had it: one that was restarted, or has become the master in the place of
-another. Each gateway that has taken anything looks every `BEAT_S` whether that has happened, and
-then writes all its fields; for `PATIENCE_S` nothing is granted there, and takes wait. So only this
-is lost: what a gateway had taken that was killed, or cut off, in the same seconds as the server.
+lost what it knew, or never had it: one that was restarted, or has become the master in the place
+of another. Each gateway that has taken anything looks every `BEAT_S` whether that has happened, and
+then writes all its fields; for `PATIENCE_S` nothing is granted there, and reservations wait. Only
+this is lost: what a gateway had reserved that was killed, or cut off, in the same seconds as the
+server.
 
 What is held has a lease, which its gateway renews: of one that was killed it is free after
 `HELD_S`. In windows it goes on counting as it was taken.
@@ -32,8 +33,8 @@ from typing import Any, NamedTuple
 from ...config import BusError, ChannelClosed
 from ...config.errors import bus_closed
 from ...config.logger import get_logger
-from ..limits import SLICES, Charge, Limit, Take
-from ..shares import Counted, judge, settle
+from ..limits import SLICES, Charge, Limit, Reservation
+from ..shares import Counted, commit, reserve
 from .client import Commands, end_tasks, transact, watched
 from .keys import Keys
 
@@ -46,21 +47,21 @@ BEAT_S = 0.5
 PATIENCE_S = 2.0
 """How long a server waits for what gateways know, before it grants anything."""
 
-SETTLED_S = 0.05
-"""How long what is settled waits for a take, with which it is written for nothing."""
+COMMITTED_S = 0.05
+"""How long what is committed waits for a reservation, with which it is written for nothing."""
 
 AT_ONCE = 100
-"""Takes that are judged together."""
+"""Reservations that are decided together."""
 
 PAGE = 200
-"""Limits that are written together, besides those of these takes."""
+"""Limits that are written together, besides those of these reservations."""
 
 _RUN = re.compile(rb"run_id:(\w+)")
 _UPTIME = re.compile(rb"uptime_in_seconds:(\d+)")
 
 
 class _Wish:
-    """A take that waits for its answer.
+    """A reservation that waits for its answer.
 
     Attributes:
         tried: What of it was written to see whether it fits; None for nothing.
@@ -69,8 +70,8 @@ class _Wish:
 
     def __init__(self, charges: tuple[Charge, ...]) -> None:
         self.charges = charges
-        self.answer: asyncio.Future[Take] = asyncio.get_running_loop().create_future()
-        self.tried: Take | None = None
+        self.answer: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+        self.tried: Reservation | None = None
         self.tries = 0
 
 
@@ -84,13 +85,13 @@ class _Told(NamedTuple):
 
 
 class RedisLimits:
-    """`Limits` over one Redis server."""
+    """`LimitStore` over one Redis server."""
 
     def __init__(self, keys: Keys, commands: Commands) -> None:
         self._keys = keys
         self._commands = commands
         self._gateway = uuid.uuid4().hex[:16].encode()
-        self._takes = 0
+        self._reservations = 0
         self._wishes: list[_Wish] = []
         self._counted: dict[bytes, Counted] = {}
         # Those among which are all that are to be written.
@@ -101,12 +102,12 @@ class RedisLimits:
         self._ahead_ms = 0.0
         self._urgent = asyncio.Event()
         self._in_use = asyncio.Event()
-        self._settling: asyncio.TimerHandle | None = None
+        self._committing: asyncio.TimerHandle | None = None
         self._tidied_s = 0.0
         self._closing = False
         self._task: asyncio.Task[None] | None = None
 
-    async def take(self, charges: Sequence[Charge]) -> Take:
+    async def reserve(self, charges: Sequence[Charge]) -> Reservation:
         if self._closing:
             raise bus_closed()
         if self._task is None or self._task.done():
@@ -123,10 +124,10 @@ class RedisLimits:
                 self._wake()
             raise
 
-    def settle(self, take: Take, amounts: Sequence[int]) -> None:
-        settle(take, amounts, self._find)
-        if self._settling is None:
-            self._settling = asyncio.get_running_loop().call_later(SETTLED_S, self._wake)
+    def commit(self, reservation: Reservation, amounts: Sequence[int]) -> None:
+        commit(reservation, amounts, self._find)
+        if self._committing is None:
+            self._committing = asyncio.get_running_loop().call_later(COMMITTED_S, self._wake)
 
     async def aclose(self, patience_s: float) -> None:
         """Writes what is to be written, as far as that can be done within `patience_s`."""
@@ -185,15 +186,15 @@ class RedisLimits:
             self._try(wish)
         asked = {self._find(charge.limit).key for wish in wishes for charge in wish.charges}
         told = await self._write(asked)
-        tried = [self._take_back(wish) for wish in wishes]
+        tried = [self._release(wish) for wish in wishes]
         if told.run != self._run:
             self._run, again = b"", wishes
         else:
             # One after the other, as if those before it were all there is.
             again = [
                 wish
-                for wish, take in zip(wishes, tried, strict=True)
-                if not self._answer(wish, take, told.now_ms)
+                for wish, reservation in zip(wishes, tried, strict=True)
+                if not self._answer(wish, reservation, told.now_ms)
             ]
         self._wishes = again + self._wishes
         if self._wishes or not self._run or any(self._unwritten()):
@@ -201,41 +202,41 @@ class RedisLimits:
 
     def _try(self, wish: _Wish) -> None:
         """Takes what seems to fit by what was read last."""
-        self._takes += 1
-        take_id = f"{self._gateway.decode()}-{self._takes}"
-        take = judge(take_id, wish.charges, self._find, self._now_ms())
-        wish.tried = take if take.granted else None
+        self._reservations += 1
+        reservation_id = f"{self._gateway.decode()}-{self._reservations}"
+        reservation = reserve(reservation_id, wish.charges, self._find, self._now_ms())
+        wish.tried = reservation if reservation.granted else None
 
-    def _take_back(self, wish: _Wish) -> Take | None:
+    def _release(self, wish: _Wish) -> Reservation | None:
         """What was tried, which is then as if it had not been."""
         tried, wish.tried = wish.tried, None
         if tried is not None:
             self._undo(tried)
         return tried
 
-    def _undo(self, take: Take) -> None:
-        if take.granted:
-            settle(take, [0] * len(take.charges), self._find)
+    def _undo(self, reservation: Reservation) -> None:
+        if reservation.granted:
+            commit(reservation, [0] * len(reservation.charges), self._find)
 
-    def _answer(self, wish: _Wish, tried: Take | None, now_ms: int) -> bool:
+    def _answer(self, wish: _Wish, tried: Reservation | None, now_ms: int) -> bool:
         """Whether a wish was answered, now that it is known what all have taken."""
         if wish.answer.done():
             return True
-        take_id = "" if tried is None else tried.take_id
-        take = judge(take_id, wish.charges, self._find, now_ms)
-        if take.granted and (tried is None or tried.slices != take.slices):
+        reservation_id = "" if tried is None else tried.reservation_id
+        reservation = reserve(reservation_id, wish.charges, self._find, now_ms)
+        if reservation.granted and (tried is None or tried.slices != reservation.slices):
             # It was not written, or not where it counts.
-            self._undo(take)
+            self._undo(reservation)
             return False
-        if not take.granted and tried is not None and not wish.tries:
+        if not reservation.granted and tried is not None and not wish.tries:
             wish.tries += 1
             return False
-        wish.answer.set_result(take)
+        wish.answer.set_result(reservation)
         return True
 
     def _fail(self, wishes: list[_Wish], error: BusError) -> None:
         for wish in wishes:
-            self._take_back(wish)
+            self._release(wish)
             if not wish.answer.done():
                 wish.answer.set_exception(error)
 
@@ -244,9 +245,9 @@ class RedisLimits:
         self._fail(wishes, bus_closed())
 
     def _wake(self) -> None:
-        if self._settling is not None:
-            self._settling.cancel()
-            self._settling = None
+        if self._committing is not None:
+            self._committing.cancel()
+            self._committing = None
         self._in_use.set()
         self._urgent.set()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nano_inference.config import Config, GatewayConfig, PolicyConfig
-from nano_inference.gateway.policy import file as policy_file
+from nano_inference.gateway.policy import backend as policy_file
 
 from ..certificates import Authority
 from .conftest import Ran, Run, assert_refused, eventually, gateway_of

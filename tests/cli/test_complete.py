@@ -26,7 +26,7 @@ from nano_inference.config import Config, GatewayConfig, RequestError
 from nano_inference.gateway.app import make_app
 
 from ..gateway.fake import FakeEngine, completion, refused, sample
-from ..security.test_connections import serve
+from ..gateway.served import serve
 from .conftest import LIMIT_S, Paused, Ran, Run, assert_refused, post, type_in, wait_until
 
 ASK = ["--max-tokens", "16"]
@@ -293,7 +293,7 @@ async def test_an_answer_is_read_to_its_end(engine: FakeEngine) -> None:
     ):
         with capture_logs() as lines:
             assert await text_of(answerer, {"prompt": "a"}) == "five six"
-            await served.server.calls.idle()
+            await served.server.calls.observer.idle()
     (line,) = lines
     assert (line["status"], line["completion_tokens"]) == (200, 2)
     assert "complete" not in line

@@ -1,4 +1,4 @@
-"""Calls of an application by clients who read as slowly as they like, and go when they like.
+"""Calls of an ASGI application by clients that read slowly, or disconnect.
 
 httpx's transport for applications waits for whole answers.
 """

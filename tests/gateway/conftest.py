@@ -1,4 +1,4 @@
-"""The application on an engine that is none, and a client of it."""
+"""The application on a fake engine, and clients of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 
-from .fake import FakeEngine
+from .fake import FakeEngine, http_of
 
 
 @pytest.fixture
@@ -22,14 +22,14 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def config() -> Config:
-    # Most engines here make up texts, of which their tokens know nothing.
+    # Most fake engines invent texts that their tokens don't spell.
     settings = {"gateway.max_body_bytes": 4000, "gateway.message_format": "off"}
     return load_config(env={}, overrides=settings)
 
 
 @pytest.fixture
 async def connected(engine: FakeEngine, config: Config) -> AsyncIterator[dict[str, Any]]:
-    """Has the library of OpenAI, or of Anthropic, ask the application, and nothing twice."""
+    """Options of OpenAI's and Anthropic's client libraries, without retries."""
     transport = httpx2.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
     async with httpx2.AsyncClient(transport=transport) as http_client:
         yield {"api_key": "none", "max_retries": 0, "http_client": http_client}
@@ -37,20 +37,13 @@ async def connected(engine: FakeEngine, config: Config) -> AsyncIterator[dict[st
 
 @pytest.fixture
 async def http(engine: FakeEngine, config: Config) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(make_app(engine, config))
-    async with httpx.AsyncClient(
-        transport=transport,
-        base_url="http://127.0.0.1",
-        headers={"Content-Type": "application/json"},
-    ) as client:
+    headers = {"Content-Type": "application/json"}
+    async with http_of(make_app(engine, config), headers=headers) as client:
         yield client
 
 
 @pytest.fixture
 async def other(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
     """Another gateway on the same bus."""
-    app = make_app(engine, load_config(env={}))
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
-    ) as client:
+    async with http_of(make_app(engine, load_config(env={}))) as client:
         yield client

@@ -1,15 +1,17 @@
-"""An engine that answers as it is told to, and remembers what it was asked."""
+"""A fake engine with configurable outputs, which records its requests."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import Any
 
 import anyio
+import httpx
 
 from nano_inference.bus.public import (
     Completion,
+    CompletionChunk,
     CompletionSample,
     ErrorInfo,
     GenerateRequest,
@@ -30,17 +32,17 @@ LIMIT_S = 60
 
 
 class FakeResults:
-    """Of each request what was told last."""
+    """The last output of each request."""
 
     def __init__(self) -> None:
-        self.told: dict[str, Output] = {}
+        self.last_outputs: dict[str, Output] = {}
 
     async def last(self, request_id: str, entry_id: str) -> Output | None:
-        return self.told.get(request_id)
+        return self.last_outputs.get(request_id)
 
 
 class FakeBus:
-    """What of a bus is used directly."""
+    """The parts of a bus that the gateway uses directly."""
 
     def __init__(self) -> None:
         self.store = memory_store(BusConfig())
@@ -49,7 +51,7 @@ class FakeBus:
 
 
 class FakeEngine:
-    """Stands for BusClient.
+    """A fake BusClient.
 
     Attributes:
         calls: (method, its arguments) of all but `submit` and `reports`, in order.
@@ -74,14 +76,14 @@ class FakeEngine:
         self.failures: dict[str, NanoInferenceError] = {}
         self.version = 0
         self.parts: dict[str, int] = {}
-        self.told: list[StageReport] = []
+        self.stage_reports: list[StageReport] = []
         self.why_not = ""
         self.away = False
         self._changed = anyio.Event()
         self.bus = FakeBus()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Waits until requests have come or were left so that this holds."""
+        """Wait until this holds; checked when requests arrive or are left."""
         with anyio.fail_after(LIMIT_S):
             while not holds():
                 self._changed = anyio.Event()
@@ -89,7 +91,7 @@ class FakeEngine:
 
     @property
     def names(self) -> list[str]:
-        """The methods called, but for questions."""
+        """The methods called, without reads."""
         return [name for name, _ in self.calls if name not in ("weight_version", "trouble")]
 
     def last(self, name: str) -> dict[str, Any]:
@@ -113,7 +115,7 @@ class FakeEngine:
         try:
             for output in self.outputs(request):
                 done = isinstance(output, Completion)
-                self.bus.results.told[request.request_id] = output
+                self.bus.results.last_outputs[request.request_id] = output
                 yield output
             if not done:
                 await anyio.sleep_forever()
@@ -130,7 +132,7 @@ class FakeEngine:
     async def follow(
         self, request_id: str, entry_id: str = "", *, just_published: bool = False
     ) -> AsyncGenerator[Output, None]:
-        """As often as somebody asks; from the first output on."""
+        """Any number of times, from the first output on."""
         (request,) = (each for each in self.requests if each.request_id == request_id)
         async with aclosing(self._made(request)) as outputs:
             async for output in outputs:
@@ -212,7 +214,7 @@ class FakeEngine:
         self._called("resume_memory", tags=tuple(tags))
 
     async def reports(self) -> list[StageReport]:
-        return self.told
+        return self.stage_reports
 
     async def trouble(self) -> str:
         self._called("trouble")
@@ -220,7 +222,7 @@ class FakeEngine:
 
 
 def sample(token_ids: tuple[int, ...] = (5, 6), **changed: Any) -> CompletionSample:
-    """One that ended by its length; `changed` replaces fields."""
+    """A sample that ended by its length; `changed` replaces fields."""
     fields: dict[str, Any] = {
         "sample_index": 0,
         "text": "five six",
@@ -234,7 +236,7 @@ def sample(token_ids: tuple[int, ...] = (5, 6), **changed: Any) -> CompletionSam
 
 
 def completion(request: GenerateRequest, *samples: CompletionSample, **changed: Any) -> Completion:
-    """The answer to a request: as many samples as it wants, unless some are given."""
+    """The completion of a request, with `n` samples by default."""
     made = samples or tuple(sample(sample_index=index) for index in range(request.n))
     fields: dict[str, Any] = {
         "request_id": request.request_id,
@@ -257,3 +259,51 @@ def refused(code: str, message: str = "no", retry_after_s: float | None = None) 
     return lambda request: [
         Completion(request_id=request.request_id, entry_id="1-0", status="error", error=error)
     ]
+
+
+def chunk(
+    request: GenerateRequest, token_ids: tuple[int, ...] = (7,), text: str = "<7>", **changed: Any
+) -> CompletionChunk:
+    """A chunk of a request's first sample; `changed` replaces fields."""
+    fields: dict[str, Any] = {
+        "request_id": request.request_id,
+        "entry_id": "1-0",
+        "sample_index": 0,
+        "token_offset": 0,
+        "token_ids": token_ids,
+        "logprobs": (-1.0,) * len(token_ids),
+        "text": text,
+    }
+    return CompletionChunk(**fields | changed)
+
+
+def report(**changed: Any) -> StageReport:
+    """The report of a stage that is ready; `changed` replaces fields."""
+    fields: dict[str, Any] = {
+        "lane": "lane0",
+        "stage": "admission",
+        "incarnation": "1",
+        "host": "here",
+        "pid": 1,
+        "epoch": 1,
+        "state": "ready",
+    }
+    return StageReport(**fields | changed)
+
+
+def http_of(app: Any, *, raise_app_exceptions: bool = True, **options: Any) -> httpx.AsyncClient:
+    """A client of an ASGI application."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=raise_app_exceptions)
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", **options)
+
+
+def poster(path: str, body: dict[str, Any]) -> Callable[..., Awaitable[dict[str, Any]]]:
+    """Return a function that posts a body, with more fields, and returns a successful answer."""
+
+    async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+        answer = await http.post(path, json=body | fields)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    return posted

@@ -1,4 +1,4 @@
-"""What the engine is told to make, token by token."""
+"""Outputs of a fake engine, token by token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOGPROBS = (-0.25, -0.5, -0.75)
 
 
 def tops(number: int) -> tuple[tuple[TokenLogprob, ...], ...] | None:
-    """At each place the token itself first, and others below it."""
+    """Alternatives: at each place the token itself first, and less likely ones."""
     if not number:
         return None
     return tuple(
@@ -34,7 +34,7 @@ def tops(number: int) -> tuple[tuple[TokenLogprob, ...], ...] | None:
 
 
 def told(request: GenerateRequest, index: int, reason: FinishReason = "stop") -> CompletionSample:
-    """A sample of three tokens, of which the last was made by newer weights."""
+    """A sample of three tokens, the last one by newer weights."""
     return sample(
         TOKENS,
         sample_index=index,
@@ -64,7 +64,7 @@ def chunk(request: GenerateRequest, index: int, place: int) -> CompletionChunk:
 
 
 def scores(request: GenerateRequest) -> dict[str, Any]:
-    """Of the prompt, when they are asked for."""
+    """Logprobs of the prompt, if they are requested."""
     number, token_ids = request.sampling.prompt_logprobs, request.prompt_token_ids
     if number is None or token_ids is None:
         return {}

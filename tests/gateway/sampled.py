@@ -1,4 +1,4 @@
-"""Samples of the bundled tokenizer's tokens, as the streaming stage tells them."""
+"""Samples of the bundled tokenizer's tokens, as the streaming stage sends them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENIZER = load_tokenizer(FOLDER)
 WORDS = Words(TOKENIZER, stop_token_ids_of(FOLDER, TOKENIZER))
 PIECES = TokenPieces(TOKENIZER.backend_tokenizer)
 FORMATS = {form.name: form for form in known_formats()}
-# In one a call ends with its mark; in the other with the next, or the message.
+# In one format a call ends with a mark; in the other with the next call, or the message.
 QWEN, LLAMA = FORMATS["qwen"], FORMATS["llama"]
 READING = Reading(tools=(Tool(name="add"),))
 
@@ -47,7 +47,7 @@ PHRASES = (
 
 
 class Made(NamedTuple):
-    """A sample as the engine tells it: token by token, and at last whole."""
+    """A sample in chunks of one token, and whole."""
 
     chunks: list[CompletionChunk]
     sample: CompletionSample
@@ -61,7 +61,7 @@ def ids(text: str) -> list[int]:
 def make(
     token_ids: list[int], stop: tuple[str, ...] = (), end: RowFinish = "length", min_tokens: int = 0
 ) -> Made:
-    """What the streaming stage makes of these tokens, of which it is the last that ends it."""
+    """The outputs of the streaming stage for these tokens; the last one ends the sample."""
     token_ids = token_ids + ids("<|im_end|>") * (end == "stop")
     opened = RequestOpened(
         request_id="r",
@@ -98,7 +98,7 @@ def make(
 
 
 def joined(chunks: list[CompletionChunk], sizes: list[int]) -> list[CompletionChunk]:
-    """The same chunks, several as one where one version made them."""
+    """The same chunks, joined where one weight version made them."""
     found: list[CompletionChunk] = []
     room = 0
     for place, chunk in enumerate(chunks):

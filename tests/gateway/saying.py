@@ -1,4 +1,4 @@
-"""A model that writes calls and reasoning as Qwen's do, and an engine that says what it is told."""
+"""A model that writes calls and reasoning in Qwen's format, and an engine with given answers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 def calling_model(folder: Path, source: Path | None = None, *, marks: bool = True) -> Config:
-    """Settings with a model like the bundled one, whose template knows of tools and thinking.
+    """Settings with a model like the bundled one, whose template reads tools and thinking.
 
     Args:
         source: The model's folder; None for the bundled one.
@@ -62,7 +62,7 @@ def calling_model(folder: Path, source: Path | None = None, *, marks: bool = Tru
 
 
 def _add_tokens(path: Path) -> None:
-    """The marks are tokens of their own, if they are none yet."""
+    """Add the marks as tokens of their own."""
     found = json.loads(path.read_text())
     added = found["added_tokens"]
     first = max([*found["model"]["vocab"].values(), *(each["id"] for each in added)]) + 1
@@ -86,7 +86,7 @@ def says(
     cut: int = 1,
     reason: FinishReason = "stop",
 ) -> Callable[[GenerateRequest], list[Output]]:
-    """Answers a request with this text, in chunks of so many tokens."""
+    """Outputs with this text, in chunks of so many tokens."""
     stop = min(words.stop_token_ids)
     token_ids = words.token_ids(text, add_special=False) + ((stop,) if reason == "stop" else ())
     logprobs = tuple(-1.0 - place / 8 for place in range(len(token_ids)))

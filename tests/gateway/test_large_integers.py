@@ -59,7 +59,7 @@ def config() -> Config:
 async def test_a_schema_may_hold_an_integer_beyond_64_bits(
     http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
-    # With a key all that is needed to make the call again is written down.
+    # With a key, the call is stored.
     answer = await http.post(path, json=body, headers={"Idempotency-Key": "k"})
     assert answer.status_code == 200, answer.text
     (request,) = engine.requests

@@ -1,4 +1,4 @@
-"""`/metrics`: what the process measures, on the gateway's own port."""
+"""`/metrics` on the gateway's own port."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nano_inference.telemetry import setup_metrics
 from nano_inference.telemetry.instruments import QUEUE_DEPTH
 
 from .errors import error_of
-from .fake import FakeEngine
+from .fake import FakeEngine, http_of
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
@@ -25,13 +25,12 @@ async def measured(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
     metrics = setup_metrics(TelemetryConfig(), "here", without_port=True)
     metrics.record(QUEUE_DEPTH, 3)
     app = make_app(engine, Config(), Measures(metrics=metrics))  # type: ignore[arg-type]
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+    async with http_of(app) as client:
         yield client
     metrics.shutdown()
 
 
-async def test_metrics_are_told_as_prometheus_asks(measured: httpx.AsyncClient) -> None:
+async def test_metrics_have_the_format_that_is_accepted(measured: httpx.AsyncClient) -> None:
     plain = await measured.get("/metrics")
     assert plain.headers["content-type"].startswith("text/plain; version=")
     assert "\nnano_queue_depth 3.0\n" in plain.text
@@ -41,12 +40,12 @@ async def test_metrics_are_told_as_prometheus_asks(measured: httpx.AsyncClient) 
     assert newer.text.endswith("# EOF\n")
 
 
-async def test_aiperf_asks_for_the_head_of_metrics_first(measured: httpx.AsyncClient) -> None:
+async def test_head_of_metrics_is_answered(measured: httpx.AsyncClient) -> None:
     head = await measured.head("/metrics")
     assert (head.status_code, head.content) == (200, b"")
 
 
-async def test_without_metrics_the_answer_says_what_to_set(http: httpx.AsyncClient) -> None:
+async def test_without_metrics_the_error_names_the_setting(http: httpx.AsyncClient) -> None:
     answer = await http.get("/metrics")
     assert error_of(answer, 404) == "not_found"
     assert "gateway.metrics" in answer.json()["error"]["message"]

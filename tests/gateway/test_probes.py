@@ -1,4 +1,4 @@
-"""What an orchestrator asks: statuses and bodies."""
+"""Probes: statuses and bodies."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from nano_inference.config import BusError, Config, GatewayConfig
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.probes import PROBES
+from nano_inference.gateway.server.limits import PROBES
 from nano_inference.gateway.server.server import HttpServer
-from nano_inference.gateway.serving import readiness as readiness_module
-from nano_inference.gateway.serving.readiness import DRAINING, Readiness
+from nano_inference.gateway.serving import lane_state as readiness_module
+from nano_inference.gateway.serving.lane_state import DRAINING, Readiness
 
 from .errors import error_of
-from .fake import FakeEngine
+from .fake import FakeEngine, http_of
 
 LIMIT_S = 20
 WHY = "executor is starting: loading the model"
@@ -33,64 +33,57 @@ def readiness(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Readiness:
 async def http(engine: FakeEngine, readiness: Readiness) -> AsyncIterator[httpx.AsyncClient]:
     app = make_app(engine, Config(), None, readiness)  # type: ignore[arg-type]
     server = HttpServer(app, GatewayConfig(max_connections=1))
-    transport = httpx.ASGITransport(server.calls)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+    async with http_of(server.calls) as client:
         yield client
 
 
-async def told(http: httpx.AsyncClient, path: str) -> tuple[int, Any]:
+async def probe(http: httpx.AsyncClient, path: str) -> tuple[int, Any]:
     answer = await http.get(path)
     assert answer.headers["content-type"] == "application/json"
     return answer.status_code, answer.json()
 
 
-async def test_all_is_well(http: httpx.AsyncClient) -> None:
-    assert await told(http, "/livez") == (200, {"status": "alive"})
-    assert await told(http, "/healthz") == (200, {"status": "ok", "role": "unified"})
-    assert await told(http, "/readyz") == (200, {"status": "ready", "role": "unified"})
+async def test_probes_of_a_ready_gateway(http: httpx.AsyncClient) -> None:
+    assert await probe(http, "/livez") == (200, {"status": "alive"})
+    assert await probe(http, "/healthz") == (200, {"status": "ok", "role": "unified"})
+    assert await probe(http, "/readyz") == (200, {"status": "ready", "role": "unified"})
 
 
-async def test_without_a_model_it_lives_and_is_not_ready(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_probes_without_a_model(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.why_not = WHY
-    assert await told(http, "/livez") == (200, {"status": "alive"})
+    assert await probe(http, "/livez") == (200, {"status": "alive"})
     degraded = {"status": "degraded", "role": "unified", "reason": "model_not_loaded"}
-    assert await told(http, "/healthz") == (200, degraded | {"message": WHY})
+    assert await probe(http, "/healthz") == (200, degraded | {"message": WHY})
     not_ready = {"status": "not_ready", "role": "unified", "reason": WHY}
-    assert await told(http, "/readyz") == (503, not_ready)
+    assert await probe(http, "/readyz") == (503, not_ready)
 
 
 async def test_released_weights_are_known_at_once(http: httpx.AsyncClient) -> None:
     await http.post("/release_memory_occupation", json={"tags": ["weights"]})
-    assert (await told(http, "/healthz"))[1]["reason"] == "model_not_loaded"
-    status, body = await told(http, "/readyz")
+    assert (await probe(http, "/healthz"))[1]["reason"] == "model_not_loaded"
+    status, body = await probe(http, "/readyz")
     assert status == 503
     assert "weights released" in body["reason"]
 
 
-async def test_where_nobody_can_tell_it_is_not_ready(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_probes_while_the_bus_is_away(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.failures["trouble"] = BusError("Redis is away")
-    assert (await told(http, "/livez"))[0] == 200
-    status, body = await told(http, "/healthz")
+    assert (await probe(http, "/livez"))[0] == 200
+    status, body = await probe(http, "/healthz")
     assert (status, body["status"]) == (200, "degraded")
     assert (body["reason"], body["message"]) == (BusError("").code, "Redis is away")
-    assert await told(http, "/readyz") == (
+    assert await probe(http, "/readyz") == (
         503,
         {"status": "not_ready", "role": "unified", "reason": "Redis is away"},
     )
 
 
-async def test_one_that_is_to_stop_is_well_and_not_ready(
-    http: httpx.AsyncClient, readiness: Readiness
-) -> None:
+async def test_probes_of_a_draining_gateway(http: httpx.AsyncClient, readiness: Readiness) -> None:
     readiness.draining = True
-    assert (await told(http, "/livez"))[0] == 200
-    assert (await told(http, "/healthz"))[1]["status"] == "ok"
+    assert (await probe(http, "/livez"))[0] == 200
+    assert (await probe(http, "/healthz"))[1]["status"] == "ok"
     not_ready = {"status": "not_ready", "role": "unified", "reason": DRAINING}
-    assert await told(http, "/readyz") == (503, not_ready)
+    assert await probe(http, "/readyz") == (503, not_ready)
 
 
 @pytest.mark.parametrize("path", sorted(PROBES))
@@ -102,7 +95,7 @@ async def test_probes_are_answered_when_there_is_no_room(
     async with asyncio.timeout(LIMIT_S):
         await engine.until(lambda: len(engine.requests) == 1)
     assert (await http.get(path)).status_code == 200
-    # A client that is one too many is told so as OpenAI's clients read it.
+    # A client beyond the limit gets an error in OpenAI's form.
     answer = await http.get("/v1/models")
     assert error_of(answer, 429) == "overloaded"
     assert answer.json()["error"]["type"] == "rate_limit_error"

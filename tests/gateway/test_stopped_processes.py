@@ -17,10 +17,10 @@ from nano_inference.config import STAGES, Config, load_config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.kserve.protobuf import METHODS
 from nano_inference.pipeline.client import BusClient
-from nano_inference.store.board import StageReport
 from nano_inference.store.process_state import identity_of
 
 from .api.kserve.calls import Client
+from .fake import report
 
 LIMIT_S = 30
 PROBES = {
@@ -34,7 +34,7 @@ PROBES = {
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """Stands for the process of an executor."""
+    """The process of a fake executor."""
     process = subprocess.Popen(["sleep", "600"])
     yield process
     process.kill()
@@ -42,17 +42,13 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 async def beat(bus: Bus, pid: int, identity: str) -> None:
-    """The reports of a lane that is ready, for an executor in another process."""
+    """Report a ready lane with its executor in another process."""
     await bus.store.board.report(
         [
-            StageReport(
-                lane="0",
+            report(
                 stage=stage,
                 incarnation=stage,
-                host="h",
                 pid=pid,
-                epoch=1,
-                state="ready",
                 process=identity if stage == "executor" else "",
             )
             for stage in STAGES
@@ -60,8 +56,8 @@ async def beat(bus: Bus, pid: int, identity: str) -> None:
     )
 
 
-async def told(http: httpx.AsyncClient, call: Client) -> set[bool]:
-    """What each door says of readiness; all agree if there is one."""
+async def readiness(http: httpx.AsyncClient, call: Client) -> set[bool]:
+    """The readiness by each interface; one value if all agree."""
     name = METHODS["ModelReady"].request(name="tiny")
     index = (await http.post("/v2/repository/index", json={})).json()
     over_grpc = (await call("RepositoryIndex")).models
@@ -86,7 +82,7 @@ async def test_no_door_calls_a_stopped_executor_ready(child: subprocess.Popen[by
     ):
 
         async def until(ready: bool, word: str) -> None:
-            """Waits until what was found out before counts no more."""
+            """Wait until the cached state has expired."""
             ends_at = time.monotonic() + LIMIT_S
             while True:
                 await beat(bus, child.pid, identity)
@@ -96,7 +92,7 @@ async def test_no_door_calls_a_stopped_executor_ready(child: subprocess.Popen[by
                 assert time.monotonic() < ends_at
                 await anyio.sleep(0.01)
             assert word in answer.text
-            assert await told(http, Client(channel)) == {ready}
+            assert await readiness(http, Client(channel)) == {ready}
 
         await until(True, "ready")
         child.send_signal(signal.SIGSTOP)

@@ -63,7 +63,7 @@ BLOCKS = [
 TENSOR = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["a"], "parameters": {}}
 
 OPEN = {"schema", "parameters", "input_schema", "input", "arguments"}
-"""Fields whose objects may have any fields: schemas, and what tools are called with."""
+"""Fields whose objects may have any fields: schemas and arguments."""
 
 CALLS: list[tuple[str, Body]] = [
     (
@@ -296,7 +296,7 @@ MARK = {"cache_control": {"type": "ephemeral"}}
         ),
     ],
 )
-async def test_what_clients_libraries_add_is_taken(
+async def test_fields_of_client_libraries_are_accepted(
     http: httpx.AsyncClient, path: str, body: Body
 ) -> None:
     answer = await http.post(path, json=body)

@@ -24,7 +24,7 @@ from nano_inference.kserve.tensors import (
 
 from .drawn import Memory
 
-Told = str | int
+Recorded = str | int
 
 SHAPES_OF_NOTHING = [
     [-1],
@@ -47,7 +47,7 @@ def message(
     raw: list[bytes],
     datatype: str = "FP32",
     name: str = "a",
-    parameters: dict[str, Told] | None = None,
+    parameters: dict[str, Recorded] | None = None,
     **contents: list[Any],
 ) -> Any:
     """A request of one input."""

@@ -14,9 +14,9 @@ from nano_inference.gateway.api.kserve.repository import open_service
 from nano_inference.gateway.api.kserve.service import InferenceService
 from nano_inference.gateway.policy.chain import PolicyChain
 from nano_inference.gateway.serving.account import Account
+from nano_inference.gateway.serving.lane_state import Readiness
 from nano_inference.gateway.serving.measures import Measures
 from nano_inference.gateway.serving.origin import Origin
-from nano_inference.gateway.serving.readiness import Readiness
 from nano_inference.gateway.serving.submissions import Submissions
 from nano_inference.gateway.serving.words import LazyWords
 from nano_inference.kserve.tensors import (

@@ -14,7 +14,7 @@ from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.client import BusClient
 from nano_inference.pipeline.pipeline import Pipeline
 
-from ..gateway.api.openai.streamed import Event, Told, event_of, response_events, stream_of
+from ..gateway.api.openai.streamed import Event, Recorded, event_of, response_events, stream_of
 from .conftest import LIMIT_S, MakeConfig
 
 SHORT_MODEL = True
@@ -96,12 +96,12 @@ async def test_another_gateway_resumes_behind_each_event(
     house: House, more: dict[str, Any]
 ) -> None:
     told = stream_of(await house.first.post(COMPLETIONS, json=STORY | more))
-    wanted = vars(Told(told))
-    assert all(len(each["texts"][0]) > 20 for each in Told(told).choices.values())
+    wanted = vars(Recorded(told))
+    assert all(len(each["texts"][0]) > 20 for each in Recorded(told).choices.values())
     for number, event in enumerate(told, 1):
         url = f"/v1/streams/{event.event_id.partition('.')[0]}"
         rest = stream_of(await house.second.get(url, params={"after": event.event_id}))
-        assert vars(Told([*told[:number], *rest])) == wanted
+        assert vars(Recorded([*told[:number], *rest])) == wanted
 
 
 async def test_another_gateway_resumes_responses_behind_each_event(house: House) -> None:
@@ -137,7 +137,7 @@ async def test_a_running_stream_has_two_readers(house: House) -> None:
             await events.aclose()
             await answer.aclose()
             rest += [event async for event in others]
-    (choice,) = Told([*begun, *rest]).choices.values()
+    (choice,) = Recorded([*begun, *rest]).choices.values()
     assert (len(choice["tokens"]), choice["reasons"]) == (150, ["length"])
     whole = await house.first.post(COMPLETIONS, json=body | {"stream": False})
     assert "".join(choice["texts"]) == whole.json()["choices"][0]["text"]
@@ -160,7 +160,7 @@ async def test_without_a_key_a_call_ends_with_its_connection(house: House) -> No
     begun = await begin(house.first, LONG, {})
     url = f"/v1/streams/{begun[-1].event_id.partition('.')[0]}"
     rest = stream_of(await house.second.get(url, params={"after": begun[-1].event_id}))
-    (choice,) = Told([*begun, *rest]).choices.values()
+    (choice,) = Recorded([*begun, *rest]).choices.values()
     assert choice["reasons"] == ["abort"]
 
 
@@ -168,11 +168,11 @@ async def test_a_keyed_stream_goes_on_and_resumes(house: House) -> None:
     begun = await begin(house.first, SHORT, KEY)
     last = {"Last-Event-ID": begun[-1].event_id}
     rest = stream_of(await house.second.post(COMPLETIONS, json=SHORT, headers=KEY | last))
-    (choice,) = Told([*begun, *rest]).choices.values()
+    (choice,) = Recorded([*begun, *rest]).choices.values()
     assert choice["reasons"] == ["length"]
     # And from the beginning on.
     again = stream_of(await house.first.post(COMPLETIONS, json=SHORT, headers=KEY))
-    assert Told(again).choices[0]["texts"] == choice["texts"]
+    assert Recorded(again).choices[0]["texts"] == choice["texts"]
     assert {event.event_id.partition(".")[0] for event in again} == {
         begun[0].event_id.partition(".")[0]
     }
@@ -187,7 +187,7 @@ async def test_a_resumable_stream_ends_after_its_grace(house: House) -> None:
             last = output
     assert last.status == "cancelled"
     again = stream_of(await house.second.post(COMPLETIONS, json=LONG, headers=KEY))
-    assert Told(again).choices[0]["reasons"] == ["abort"]
+    assert Recorded(again).choices[0]["reasons"] == ["abort"]
 
 
 async def test_a_stream_is_cancelled_at_the_other_gateway(house: House) -> None:
@@ -197,4 +197,4 @@ async def test_a_stream_is_cancelled_at_the_other_gateway(house: House) -> None:
         url = f"/v1/streams/{begun[0].event_id.partition('.')[0]}"
         assert (await house.second.delete(url)).status_code == 200
         begun += [event async for event in events]
-    assert Told(begun).choices[0]["reasons"] == ["abort"]
+    assert Recorded(begun).choices[0]["reasons"] == ["abort"]

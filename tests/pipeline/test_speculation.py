@@ -124,10 +124,10 @@ REQUESTS: list[dict[str, Any]] = [
     )
 ]
 
-Told = tuple[Any, ...]
+Recorded = tuple[Any, ...]
 
 
-async def told_by(pipeline: Pipeline, number: int) -> tuple[Completion, list[Told]]:
+async def told_by(pipeline: Pipeline, number: int) -> tuple[Completion, list[Recorded]]:
     """What a request gave, and of each sample all but logprobs."""
     chunked = [""] * 3
     completion = None
@@ -154,7 +154,7 @@ async def told_by(pipeline: Pipeline, number: int) -> tuple[Completion, list[Tol
 
 async def all_told(
     pipeline: Pipeline, meanwhile: Callable[[], Any] | None = None
-) -> list[tuple[Completion, list[Told]]]:
+) -> list[tuple[Completion, list[Recorded]]]:
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(told_by(pipeline, n)) for n in range(len(REQUESTS))]
         if meanwhile is not None:

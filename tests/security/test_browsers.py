@@ -299,7 +299,7 @@ async def test_pages_of_ours_may_bring_a_key(engine: FakeEngine) -> None:
         env={}, overrides={"gateway.allowed_origins": [ours], "policy.backend": "bus"}
     )
     app = make_app(engine, config)
-    key = await Administration(app.state.policy.store).create_key({"name": "a page"})
+    key = await Administration(app.policy.store).create_key({"name": "a page"})
     transport = httpx.ASGITransport(HttpServer(app, config.gateway).calls)
     async with httpx.AsyncClient(transport=transport, base_url=LAN) as http:
         ask = {

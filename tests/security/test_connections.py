@@ -8,120 +8,22 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
-import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 
 import h11
 import pytest
 import structlog
 
 from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
-from nano_inference.config import Config, ConfigError, GatewayConfig
-from nano_inference.gateway.app import make_app
-from nano_inference.gateway.server import rounds
-from nano_inference.gateway.server.connection_limits import SPARE_CONNECTIONS, limits_for
-from nano_inference.gateway.server.framing import StrictParser
-from nano_inference.gateway.server.limits import UNCOUNTED_BYTES
-from nano_inference.gateway.server.server import HttpServer
-from nano_inference.gateway.serving.measures import Measures
+from nano_inference.config import ConfigError, GatewayConfig
+from nano_inference.gateway.server import connections
+from nano_inference.gateway.server.connections import StrictParser
+from nano_inference.gateway.server.limits import SPARE_CONNECTIONS, UNCOUNTED_BYTES, limits_for
 
 from ..gateway.fake import FakeEngine, completion, sample
-
-LIMIT_S = 30
-
-SMALL = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
-def post(size: int, body: bytes = b"") -> bytes:
-    """A call of `/generate` with the beginning of a body of `size` bytes."""
-    lines = (
-        "POST /generate HTTP/1.1",
-        "Host: localhost",
-        "Content-Type: application/json",
-        f"Content-Length: {size}",
-    )
-    return "\r\n".join([*lines, "", ""]).encode() + body
-
-
-class Client:
-    """A connection."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    def send(self, data: bytes) -> None:
-        self.writer.write(data)
-
-    def abort(self) -> None:
-        self.writer.transport.abort()
-
-    async def answer(self) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of one answer."""
-        head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
-        first, *lines = head.strip().split("\r\n")
-        headers = {
-            name.lower(): value.strip() for name, _, value in (x.partition(":") for x in lines)
-        }
-        body = await self.reader.readexactly(int(headers.get("content-length", "0")))
-        return int(first.split()[1]), headers, body
-
-    async def code(self) -> tuple[int, str]:
-        status, _, body = await self.answer()
-        return status, json.loads(body)["error"]["code"]
-
-    async def closed(self) -> bool:
-        """Whether the server closes without another byte; waits for it."""
-        try:
-            return await self.reader.read() == b""
-        except ConnectionResetError:
-            return True
-
-
-class Served:
-    """A server, and clients of it."""
-
-    def __init__(self, server: HttpServer, port: int, stack: AsyncExitStack) -> None:
-        self.server, self.port, self._stack = server, port, stack
-
-    async def connect(self, first: bytes = b"") -> Client:
-        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
-        # Which also keeps the client: asyncio closes connections that nobody holds.
-        self._stack.callback(client.abort)
-        client.send(first)
-        return client
-
-    async def healthy(self) -> bool:
-        return (await (await self.connect(SMALL)).answer())[0] == 200
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Lets the server do what it has to; the test's time limit ends it."""
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0)
-
-    async def phases(self, *wanted: str) -> None:
-        """Waits until the connections are in these phases, in the order in which they came."""
-        await self.until(lambda: tuple(x.phase for x in self.server.connections._all) == wanted)
-
-    def pass_s(self, seconds: int) -> None:
-        for _ in range(seconds):
-            self.server.connections.sweep(1.0)
-
-
-@asynccontextmanager
-async def serve(
-    engine: FakeEngine, config: GatewayConfig, measures: Measures | None = None
-) -> AsyncIterator[Served]:
-    server = HttpServer(make_app(engine, Config(gateway=config), measures), config, measures)
-    listener = socket.create_server(("127.0.0.1", 0))
-    task = asyncio.create_task(server.serve([listener]))
-    async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
-        yield Served(server, listener.getsockname()[1], stack)
-        await stack.aclose()
-        server.should_exit = True
-        await task
+from ..gateway.served import LIMIT_S, SMALL, Client, post, serve
 
 
 @pytest.fixture
@@ -225,8 +127,8 @@ async def test_a_head_in_pieces_waits_for_its_round_as_a_whole(
     async with serve(engine, GatewayConfig()) as served:
         with monkeypatch.context() as patch:
             # A round begins when somebody else comes.
-            patch.setattr(rounds, "CROWD", 0)
-            patch.setattr(rounds, "CROWD_PAUSE_S", 3600)
+            patch.setattr(connections, "CROWD", 0)
+            patch.setattr(connections, "CROWD_PAUSE_S", 3600)
             cut = await served.connect(SMALL[:9])
             await served.phases("come")
             cut.send(SMALL[9:])

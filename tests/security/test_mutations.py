@@ -30,7 +30,7 @@ from nano_inference.text.tokenizer import load_tokenizer
 
 from ..certificates import Authority
 from ..gateway.fake import FakeEngine, completion, refused, sample
-from ..gateway.told import Told
+from ..gateway.recorded import Recorded
 from .mutations import tls
 from .mutations.admin import ADMINISTRATION, DOCUMENT, GENERATE, bearer
 from .mutations.bodies import MAX_BODY_BYTES
@@ -174,7 +174,7 @@ async def test_so_it_is_with_tls(
 async def test_what_is_no_tls_ends_its_own_connection_and_no_other(
     soak: bool, authority: Authority, with_tls: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
-    measured = Told()
+    measured = Recorded()
     app = make_app(JudgingEngine(), with_tls)  # type: ignore[arg-type]
     client = ssl.create_default_context(cafile=authority.file)
     with nothing_told(caplog):
@@ -195,7 +195,7 @@ async def test_of_the_administration_what_is_refused_changes_nothing(
 ) -> None:
     config = load_config(env={}, overrides=SETTINGS | {"policy.backend": "bus"})
     app = make_app(JudgingEngine(), config)  # type: ignore[arg-type]
-    store = app.state.policy.store
+    store = app.policy.store
     await store.change(lambda _: DOCUMENT)
     with nothing_told(caplog):
         async with served(app, config.gateway) as server:

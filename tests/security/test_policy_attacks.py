@@ -14,22 +14,21 @@ from typing import Any
 import msgspec
 import pytest
 import structlog
-from starlette.applications import Starlette
 
 from nano_inference.config import Config, GatewayConfig, load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.gateway.app import ModelGatewayApp, make_app
 from nano_inference.gateway.policy import keys as api_keys
 from nano_inference.gateway.policy.administration import Administration
-from nano_inference.gateway.policy.oidc import Tokens
+from nano_inference.gateway.policy.oidc import TokenAuthenticator
 from nano_inference.gateway.server.server import HttpServer
 from nano_inference.telemetry.instruments import HTTP_DURATION
 
 from ..gateway.by_hand import post
 from ..gateway.fake import FakeEngine
 from ..gateway.policy.issuer import FLAWS, OTHER_RSA_KEY, Issuer, NearKeys
-from ..gateway.told import Told
+from ..gateway.recorded import Recorded
+from ..gateway.served import Client
 from ..instructions import counted
-from .test_connections import Client
 
 LIMIT_S = 120
 BODY = b'{"text": "a"}'
@@ -58,7 +57,7 @@ class Fort:
     """
 
     def __init__(self, engine: FakeEngine) -> None:
-        self.engine, self.told, self.issuer = engine, Told(), Issuer()
+        self.engine, self.told, self.issuer = engine, Recorded(), Issuer()
         self.secrets: dict[str, str] = {}
         self._port = 0
         self._clients: list[Client] = []
@@ -66,10 +65,10 @@ class Fort:
             load_config(env={}, overrides={"policy.backend": "bus", "gateway.access_log": True}),
             policy=self.issuer.config(backend="bus"),
         )
-        self.app: Starlette = make_app(engine, self.config, self.told.measures)  # type: ignore[arg-type]
-        self.policy = self.app.state.policy
+        self.app: ModelGatewayApp = make_app(engine, self.config, self.told.measures)  # type: ignore[arg-type]
+        self.policy = self.app.policy
         near = NearKeys(self.issuer, self.config.policy, lambda: 0.0)
-        self.policy._tokens = Tokens(self.config.policy, near)
+        self.policy._tokens = TokenAuthenticator(self.config.policy, near)
         self.administration = Administration(self.policy.store)
         self.server = HttpServer(self.app, self.config.gateway, self.told.measures)
 

@@ -59,7 +59,7 @@ class Place(NamedTuple):
     def config_of(self, user: str) -> BusConfig:
         return BusConfig(url=self.url_of(user), prefix=self.prefix)
 
-    def client_of(self, user: str) -> BusClient:
+    def http_of(self, user: str) -> BusClient:
         return BusClient.connect(self.config_of(user))
 
     def plain(self, user: str) -> Redis:
@@ -130,7 +130,7 @@ async def test_a_pipeline_serves_clients_and_obeys_operators(any_place: Place) -
     """A request, a stream, one that is cancelled; pause, resume, versions; and nobody lacks a right
     but for what is said to be dispensable."""
     place = any_place
-    async with serving(place) as pipeline, place.client_of("client") as client:
+    async with serving(place) as pipeline, place.http_of("client") as client:
         assert (await client.complete({**GREEDY, "n": 2})).status == "done"
         assert (await client.complete({**GREEDY, "budget_ns": 60_000_000_000})).status == "done"
         long = {**GREEDY, "sampling": LONG}
@@ -142,7 +142,7 @@ async def test_a_pipeline_serves_clients_and_obeys_operators(any_place: Place) -
                 last = output
         assert last.status == "cancelled"
         assert await client.trouble() == ""
-        async with place.client_of("operator") as operator:
+        async with place.http_of("operator") as operator:
             await operator.pause()
             await operator.resume()
             await operator.cancel_all()
@@ -170,7 +170,7 @@ async def test_several_models_serve_clients_and_obey_operators(any_place: Place)
     place = any_place
     specs = [ModelConfig(id=name, path="tiny") for name in "ab"]
     settings = load_config(env={}, overrides=settings_of(place))
-    async with place.client_of("stages") as entrance:
+    async with place.http_of("stages") as entrance:
         router = asyncio.create_task(Router(entrance.bus).run_forever())
         for spec in specs:
             record = ModelRecord(spec=spec, state="ready", takes_requests=True)
@@ -180,7 +180,7 @@ async def test_several_models_serve_clients_and_obey_operators(any_place: Place)
             Pipeline(settings.of_model(specs[1])),
         ):
             for user in ("client", "operator", "stages"):
-                async with place.client_of(user) as client, client.of_model("b") as of_b:
+                async with place.http_of(user) as client, client.of_model("b") as of_b:
                     assert (await client.complete({**GREEDY, "model": "a"})).model == "a"
                     assert (await of_b.complete(GREEDY)).model == "b"
                     assert await client.trouble() == ""
@@ -190,7 +190,7 @@ async def test_several_models_serve_clients_and_obey_operators(any_place: Place)
                         await client.cancel(entry_id, entry_id)
                         *_, last = [each async for each in outputs]
                     assert last.status == "cancelled"  # type: ignore[union-attr]
-            async with place.client_of("operator") as client, client.of_model("b") as operator:
+            async with place.http_of("operator") as client, client.of_model("b") as operator:
                 await operator.pause()
                 await operator.resume()
                 assert await operator.weight_version() == 0
@@ -209,25 +209,25 @@ async def test_several_models_serve_clients_and_obey_operators(any_place: Place)
 
 @pytest.mark.parametrize("user", ["operator", "stages"])
 async def test_a_gateway_keeps_calls_with_the_rights_of_either(any_place: Place, user: str) -> None:
-    async with any_place.client_of(user) as gateway:
+    async with any_place.http_of(user) as gateway:
         calls = gateway.bus.store.calls
         await calls.keep("c", b"", 10)
         await calls.note("c", "c", "1-0")
         await calls.mark("c", "resumed")
         assert await calls.claim("n", "c") == "c"
-        await calls.attend({"c": "n"}, 10)
-        assert await calls.abandoned(1) == []
+        await calls.attach({"c": "n"}, 10)
+        assert await calls.orphaned(1) == []
         assert (await calls.read("c")) is not None
-        await calls.leave(["c"])
+        await calls.detach(["c"])
         await calls.drop("c", "n")
         assert await gateway.bus.store.policy.read("?") is not None
         assert await gateway.bus.store.policy.replace("", b"document")
         assert not await gateway.bus.store.policy.replace("", b"another")
-        take = await gateway.bus.store.limits.take(
+        reservation = await gateway.bus.store.limits.reserve(
             [Charge(Limit("key:a", 1, 60)), Charge(Limit("b", 1))]
         )
-        assert take.granted
-        gateway.bus.store.limits.settle(take, [1, 1])
+        assert reservation.granted
+        gateway.bus.store.limits.commit(reservation, [1, 1])
     assert await any_place.refused() <= {(f"nano-{user}", "info", "command")}
 
 
@@ -257,7 +257,9 @@ async def test_what_was_in_flight_is_taken_over_with_the_stages_rights(place: Pl
         assert await bus.results.deliver([("r", [part])], epoch) == {"r"}
         await bus.requests.renew(30.0)
         await bus.requests.take_over(30.0, 8)
-        await bus.requests.bury(entry, ErrorInfo(code="lane_failed", message="it failed"), 3)
+        await bus.requests.add_dead_letter(
+            entry, ErrorInfo(code="lane_failed", message="it failed"), 3
+        )
         await bus.requests.acknowledge(first)
         await bus.requests.publish(GREEDY)
         assert await bus.requests.shed(0, _overloaded, epoch + 1) == 1
@@ -445,7 +447,7 @@ async def test_the_server_refuses_what_is_not_theirs(
 
 async def test_a_client_is_told_that_it_may_not(place: Place) -> None:
     """As an error with a code, at once, and not by waiting for ever."""
-    async with serving(place), place.client_of("client") as client:
+    async with serving(place), place.http_of("client") as client:
         forbidden: dict[str, Any] = {
             "pause": client.pause,
             "resume": client.resume,
@@ -471,7 +473,7 @@ async def test_a_client_is_told_that_it_may_not(place: Place) -> None:
 
 async def test_who_knows_an_id_can_read_its_output(place: Place) -> None:
     """The outputs are one family of keys; ids that can't be guessed are what separates clients."""
-    async with serving(place), place.client_of("client") as owner, place.plain("client") as other:
+    async with serving(place), place.http_of("client") as owner, place.plain("client") as other:
         await owner.complete({**GREEDY, "request_id": "of-the-owner"})
         key = place.keys.out("of-the-owner")
         assert await other.xrange(key)

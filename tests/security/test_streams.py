@@ -18,8 +18,7 @@ from nano_inference.bus.public import (
     TokenLogprob,
 )
 from nano_inference.config import Config
-from nano_inference.gateway.api.sglang.answers import Answers
-from nano_inference.gateway.api.sglang.growing import EVERY_TOKEN_BYTES, GROWTH
+from nano_inference.gateway.api.sglang.answers import EVERY_TOKEN_BYTES, GROWTH, PromptWriter
 from nano_inference.gateway.app import make_app
 from nano_inference.text.detokenizer import Detokenizer
 
@@ -128,20 +127,20 @@ async def test_each_token_is_looked_at_a_few_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pushed = written = 0
-    push, entry = Detokenizer.push, Answers._entry
+    push, entry = Detokenizer.push, PromptWriter._entry
 
     def counted_push(self: Detokenizer, token_ids: Any) -> str:
         nonlocal pushed
         pushed += len(token_ids)
         return push(self, token_ids)
 
-    def counted_entry(self: Answers, logprob: float | None, token_id: int) -> Any:
+    def counted_entry(self: PromptWriter, logprob: float | None, token_id: int) -> Any:
         nonlocal written
         written += 1
         return entry(self, logprob, token_id)
 
     monkeypatch.setattr(Detokenizer, "push", counted_push)
-    monkeypatch.setattr(Answers, "_entry", counted_entry)
+    monkeypatch.setattr(PromptWriter, "_entry", counted_entry)
     engine.outputs = spelling(LONG)
     found = await stream(http, sampling_params=params, **WITH_LOGPROBS)
     assert len(found) > 20

@@ -13,7 +13,7 @@ import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, load_config
-from nano_inference.gateway.serving.tenants import MAX_TENANT_LENGTH
+from nano_inference.gateway.serving.origin import MAX_TENANT_LENGTH
 from nano_inference.stages.admission.checks import MAX_TENANT_LENGTH as ADMISSIONS
 from nano_inference.store.board import StageReport
 from nano_inference.telemetry import TraceContext
@@ -104,7 +104,7 @@ async def abort_until_done(
 
 
 def tell_of_a_lane(engine: FakeEngine) -> None:
-    engine.told = [
+    engine.stage_reports = [
         StageReport(
             lane="0", stage="admission", incarnation="1", host="h", pid=1, epoch=1, state="ready"
         )
@@ -266,7 +266,7 @@ async def test_what_waits_is_aborted_at_once(open_http: OpenHttp, engine: GatedE
 
 async def test_more_lanes_have_more_places(open_http: OpenHttp, engine: GatedEngine) -> None:
     tell_of_a_lane(engine)
-    engine.told.append(msgspec.structs.replace(engine.told[0], lane="1"))
+    engine.stage_reports.append(msgspec.structs.replace(engine.stage_reports[0], lane="1"))
     http = open_http(admission__max_in_flight=8, engine__max_batch_size=2)
     async with meanwhile(one(http, text=["a"] * 20)):
         await engine.until(lambda: len(engine.requests) == 6)

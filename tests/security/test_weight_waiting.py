@@ -24,8 +24,7 @@ from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta, 
 from nano_inference.config import WeightsError, load_config
 from nano_inference.gateway.api.sglang import sync as sync_module
 from nano_inference.gateway.api.sglang import weights as weights_module
-from nano_inference.gateway.api.sglang.labels import VersionLabels
-from nano_inference.gateway.api.sglang.sync import WeightSync
+from nano_inference.gateway.api.sglang.sync import VersionLabels, WeightSync
 from nano_inference.gateway.app import make_app
 from nano_inference.stages.executor.runner.weights.transports import (
     SharedWeights,

@@ -8,7 +8,7 @@ import pytest
 
 from nano_inference.bus import Bus
 from nano_inference.store import calls as bus_calls
-from nano_inference.store.calls import KeptCall
+from nano_inference.store.calls import DurableCall
 
 from ..buses import Buses, Kit
 
@@ -20,17 +20,17 @@ async def test_a_call_is_found_with_all_that_was_noted(buses: Buses) -> None:
     other = buses.another(bus)
     assert await bus.store.calls.read("c") is None
     await bus.store.calls.keep("c", b"\x00record", 10)
-    assert await other.store.calls.read("c") == KeptCall(b"\x00record")
+    assert await other.store.calls.read("c") == DurableCall(b"\x00record")
     for request_id, entry_id in (("c_0", "1-0"), ("c_1", "2-0")):
         assert not await bus.store.calls.note("c", request_id, entry_id)
     await other.store.calls.mark("c", "resumed")
     entries = {"c_0": "1-0", "c_1": "2-0"}
-    wanted = KeptCall(b"\x00record", entries, frozenset({"resumed"}))
+    wanted = DurableCall(b"\x00record", entries, frozenset({"resumed"}))
     assert await other.store.calls.read("c") == wanted
     assert await other.store.calls.read("c_0") is None
     # Another record changes nothing else.
     await bus.store.calls.keep("c", b"other", 10)
-    wanted = KeptCall(b"other", entries, frozenset({"resumed"}))
+    wanted = DurableCall(b"other", entries, frozenset({"resumed"}))
     assert await other.store.calls.read("c") == wanted
     # Whoever publishes behind that is told.
     await bus.store.calls.mark("c", "cancelled")
@@ -58,22 +58,22 @@ async def test_what_nobody_attends_is_told_once(buses: Buses, kit: Kit) -> None:
     for call_id in ("left", "short", "unwatched"):
         await bus.store.calls.keep(call_id, b"", 0 if call_id == "unwatched" else SOON_S)
     # A shorter time does not count.
-    await other.store.calls.attend({"attended": "", "left": ""}, SOON_S)
-    await bus.store.calls.leave(["ended"])
+    await other.store.calls.attach({"attended": "", "left": ""}, SOON_S)
+    await bus.store.calls.detach(["ended"])
     told: list[str] = []
 
     async def all_told() -> bool:
-        told.extend(await other.store.calls.abandoned(1))
+        told.extend(await other.store.calls.orphaned(1))
         return len(told) == 2
 
     await kit.eventually(all_told, "the two that were left")
     assert set(told) == {"left", "short"}
-    assert await bus.store.calls.abandoned(10) == []
+    assert await bus.store.calls.orphaned(10) == []
     # Attended again, it may be abandoned again.
-    await bus.store.calls.attend({"left": ""}, SOON_S)
+    await bus.store.calls.attach({"left": ""}, SOON_S)
 
     async def told_again() -> bool:
-        return await bus.store.calls.abandoned(10) == ["left"]
+        return await bus.store.calls.orphaned(10) == ["left"]
 
     await kit.eventually(told_again, "the one that was left again")
 
@@ -86,11 +86,11 @@ async def test_a_call_is_forgotten_with_its_results(buses: Buses, kit: Kit) -> N
         await bus.store.calls.claim(f"name of {call_id}", call_id)
 
     async def gone() -> bool:
-        await bus.store.calls.attend({"long": "name of long"}, 0)
+        await bus.store.calls.attach({"long": "name of long"}, 0)
         return await bus.store.calls.read("short") is None
 
     await kit.eventually(gone, "the end of what nobody attends")
-    assert await bus.store.calls.read("long") == KeptCall(b"")
+    assert await bus.store.calls.read("long") == DurableCall(b"")
     assert await bus.store.calls.claim("name of long", "other") == "long"
 
     async def free() -> bool:
@@ -100,7 +100,7 @@ async def test_a_call_is_forgotten_with_its_results(buses: Buses, kit: Kit) -> N
 
 
 async def test_memory_keeps_only_so_many(memory_bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bus_calls, "KEPT_CALLS", 2)
+    monkeypatch.setattr(bus_calls, "MOST_CALLS", 2)
     calls = memory_bus.store.calls
     for call_id in ("a", "b", "c"):
         await calls.keep(call_id, b"", 0)
@@ -113,7 +113,7 @@ async def test_memory_keeps_only_so_many(memory_bus: Bus, monkeypatch: pytest.Mo
 async def test_memory_keeps_only_so_many_bytes(
     memory_bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bus_calls, "KEPT_BYTES", 5)
+    monkeypatch.setattr(bus_calls, "MOST_BYTES", 5)
     calls = memory_bus.store.calls
     for call_id, record in (("a", b"123"), ("b", b"1"), ("b", b"12"), ("c", b"1")):
         await calls.keep(call_id, record, 0)
@@ -121,7 +121,7 @@ async def test_memory_keeps_only_so_many_bytes(
     assert found == {"a": False, "b": True, "c": True}
     await calls.drop("b")
     await calls.keep("d", b"1234", 0)
-    assert await calls.read("c") == KeptCall(b"1")
+    assert await calls.read("c") == DurableCall(b"1")
     await calls.keep("e", b"123456", 0)
     assert await calls.read("e") is None
 

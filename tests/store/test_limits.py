@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.bus import Bus
-from nano_inference.store.limits import SLICES, Charge, Limit, Room, Take, slice_ms
+from nano_inference.store.limits import SLICES, Charge, Limit, Reservation, Room, slice_ms
 from nano_inference.store.memory import MemoryLimits
 
 from ..buses import STORES, Buses, Kit
@@ -21,16 +21,16 @@ HOUR_S = 3600
 """A window that no test outlives."""
 
 
-async def take(bus: Bus, *charges: tuple[Limit, int]) -> Take:
+async def reserve(bus: Bus, *charges: tuple[Limit, int]) -> Reservation:
     async with asyncio.timeout(Kit.limit_s):
-        return await bus.store.limits.take([Charge(*each) for each in charges])
+        return await bus.store.limits.reserve([Charge(*each) for each in charges])
 
 
 async def test_all_is_taken_or_nothing(buses: Buses) -> None:
     bus = buses.open()
     other = buses.another(bus)
     few, many, held = Limit("a", 10, HOUR_S), Limit("b", 100, HOUR_S), Limit("a", 3)
-    took = await take(bus, (few, 4), (many, 70), (held, 2))
+    took = await reserve(bus, (few, 4), (many, 70), (held, 2))
     assert took.granted
     assert [room.left for room in took.rooms] == [6, 30, 1]
     for refused, place in (
@@ -38,11 +38,11 @@ async def test_all_is_taken_or_nothing(buses: Buses) -> None:
         (((few, 1), (many, 31), (held, 1)), 1),
         (((few, 1), (many, 1), (held, 2)), 2),
     ):
-        took = await take(other, *refused)
+        took = await reserve(other, *refused)
         assert (took.granted, took.refused_by) == (False, place)
         assert [room.left for room in took.rooms] == [6, 30, 1]
-    assert (await take(other, (few, 6), (many, 30), (held, 1))).granted
-    assert not (await take(bus, (few, 1))).granted
+    assert (await reserve(other, (few, 6), (many, 30), (held, 1))).granted
+    assert not (await reserve(bus, (few, 1))).granted
 
 
 async def test_many_at_once_get_as_much_as_there_is(buses: Buses) -> None:
@@ -50,7 +50,7 @@ async def test_many_at_once_get_as_much_as_there_is(buses: Buses) -> None:
     first = buses.open()
     limit = Limit("key", 100, HOUR_S)
     gateways = [first, buses.another(first)]
-    takes = await asyncio.gather(*(take(gateways[i % 2], (limit, 1)) for i in range(1000)))
+    takes = await asyncio.gather(*(reserve(gateways[i % 2], (limit, 1)) for i in range(1000)))
     assert sum(each.granted for each in takes) == 100
 
 
@@ -66,7 +66,7 @@ async def test_never_is_more_granted_within_a_window(buses: Buses) -> None:
     while len(granted) < 16:
         before = time.monotonic()
         assert before < deadline
-        took = await take(gateways[len(granted) % 2], (limit, 1))
+        took = await reserve(gateways[len(granted) % 2], (limit, 1))
         if took.granted:
             asked.append(before)
             granted.append(time.monotonic())
@@ -82,38 +82,38 @@ async def test_never_is_more_granted_within_a_window(buses: Buses) -> None:
 async def test_there_is_room_when_it_was_said(buses: Buses) -> None:
     bus = buses.open()
     limit = Limit("key", 2, 1)
-    assert (await take(bus, (limit, 2))).granted
-    refused = await take(bus, (limit, 2))
+    assert (await reserve(bus, (limit, 2))).granted
+    refused = await reserve(bus, (limit, 2))
     assert refused.retry_after_s is not None
     (room,) = refused.rooms
     assert room == Room(0, refused.retry_after_s)
     await asyncio.sleep(refused.retry_after_s)
-    assert (await take(bus, (limit, 2))).granted
+    assert (await reserve(bus, (limit, 2))).granted
 
 
 async def test_what_was_reserved_is_settled(buses: Buses, kit: Kit) -> None:
     bus = buses.open()
     other = buses.another(bus)
     tokens = Limit("tokens", 1000, HOUR_S)
-    first = await take(bus, (tokens, 900))
-    second = await take(other, (tokens, 100))
-    bus.store.limits.settle(first, [50])
-    # Who has settled may rely on it at once, others a moment later; it may have been more, too.
-    third = await take(bus, (tokens, 850))
+    first = await reserve(bus, (tokens, 900))
+    second = await reserve(other, (tokens, 100))
+    bus.store.limits.commit(first, [50])
+    # Who has committed may rely on it at once, others a moment later; it may have been more, too.
+    third = await reserve(bus, (tokens, 850))
     assert third.granted
-    other.store.limits.settle(second, [150])
-    bus.store.limits.settle(third, [600])
+    other.store.limits.commit(second, [150])
+    bus.store.limits.commit(third, [600])
 
     async def has_room() -> bool:
-        took = await take(other, (tokens, 200))
+        took = await reserve(other, (tokens, 200))
         return took.granted
 
     await kit.eventually(has_room, "what was given back")
-    assert [room.left for room in (await take(bus, (tokens, 0))).rooms] == [0]
+    assert [room.left for room in (await reserve(bus, (tokens, 0))).rooms] == [0]
 
 
 async def test_takers_who_race_take_no_more_and_lose_nothing(buses: Buses, kit: Kit) -> None:
-    """Three gateways, amounts of all sizes, most of them settled to less while others take."""
+    """Three gateways, amounts of all sizes, most of them committed to less while others take."""
     first = buses.open()
     gateways = [first, *(buses.another(first) for _ in range(2))]
     tokens, held, rng = Limit("tokens", 1000, HOUR_S), Limit("held", 5), random.Random(5)
@@ -123,10 +123,10 @@ async def test_takers_who_race_take_no_more_and_lose_nothing(buses: Buses, kit: 
         nonlocal taken, holding
         for _ in range(40):
             amount = rng.randint(1, 400)
-            took = await take(bus, (tokens, amount), (held, 1))
+            took = await reserve(bus, (tokens, amount), (held, 1))
             if not took.granted:
                 continue
-            # Told here later than there, and less of it sooner: this is never above what is so.
+            # Recorded here later than there, and less of it sooner: this is never above what is so.
             taken, holding = taken + amount, holding + 1
             assert taken <= 1000
             assert holding <= 5
@@ -134,13 +134,13 @@ async def test_takers_who_race_take_no_more_and_lose_nothing(buses: Buses, kit: 
                 await asyncio.sleep(0)
             final = rng.randint(0, min(20, amount))
             taken, holding = taken - amount + final, holding - 1
-            bus.store.limits.settle(took, [final, 0])
+            bus.store.limits.commit(took, [final, 0])
 
     await asyncio.gather(*(taker(bus) for bus in gateways for _ in range(4)))
     assert taken > 0
 
     async def is_settled() -> bool:
-        rooms = (await take(first, (tokens, 1001), (held, 1))).rooms
+        rooms = (await reserve(first, (tokens, 1001), (held, 1))).rooms
         return [room.left for room in rooms] == [1000 - taken, 5]
 
     await kit.eventually(is_settled, "what is left of both")
@@ -150,37 +150,37 @@ async def test_what_is_held_is_given_back(buses: Buses, kit: Kit) -> None:
     bus = buses.open()
     other = buses.another(bus)
     held = Limit("held", 2)
-    first, second = await take(bus, (held, 1)), await take(other, (held, 1))
-    refused = await take(bus, (held, 1))
+    first, second = await reserve(bus, (held, 1)), await reserve(other, (held, 1))
+    refused = await reserve(bus, (held, 1))
     assert (refused.granted, refused.retry_after_s) == (False, None)
-    bus.store.limits.settle(first, [0])
-    third = await take(bus, (held, 1))
+    bus.store.limits.commit(first, [0])
+    third = await reserve(bus, (held, 1))
     assert third.granted, "whoever gives back may take again at once"
-    bus.store.limits.settle(third, [1])
-    other.store.limits.settle(second, [0])
+    bus.store.limits.commit(third, [1])
+    other.store.limits.commit(second, [0])
 
     async def all_free() -> bool:
-        return (await take(other, (held, 2))).granted
+        return (await reserve(other, (held, 2))).granted
 
     await kit.eventually(all_free, "both places")
-    assert not (await take(bus, (held, 1))).granted
+    assert not (await reserve(bus, (held, 1))).granted
 
 
 async def test_what_is_more_than_the_limit_never_has_room(buses: Buses) -> None:
     bus = buses.open()
-    took = await take(bus, (Limit("requests", 5, HOUR_S), 1), (Limit("tokens", 10, HOUR_S), 11))
+    took = await reserve(bus, (Limit("requests", 5, HOUR_S), 1), (Limit("tokens", 10, HOUR_S), 11))
     assert (took.refused_by, took.retry_after_s) == (1, None)
     assert took.rooms == (Room(5, 0.0), Room(10, 0.0))
 
 
 async def test_a_changed_limit_counts_at_once(buses: Buses) -> None:
     bus = buses.open()
-    assert (await take(bus, (Limit("key", 5, HOUR_S), 4))).granted
-    assert not (await take(bus, (Limit("key", 3, HOUR_S), 1))).granted
-    assert (await take(bus, (Limit("key", 6, HOUR_S), 2))).granted
+    assert (await reserve(bus, (Limit("key", 5, HOUR_S), 4))).granted
+    assert not (await reserve(bus, (Limit("key", 3, HOUR_S), 1))).granted
+    assert (await reserve(bus, (Limit("key", 6, HOUR_S), 2))).granted
     # A limit of another window is another one, and so is that of another name.
-    assert (await take(bus, (Limit("key", 3, 60), 3))).granted
-    assert (await take(bus, (Limit("\udc80 :{ü}", 3, HOUR_S), 3))).granted
+    assert (await reserve(bus, (Limit("key", 3, 60), 3))).granted
+    assert (await reserve(bus, (Limit("\udc80 :{ü}", 3, HOUR_S), 3))).granted
 
 
 Step = tuple[int, int, int]
@@ -206,16 +206,16 @@ def test_a_window_is_exact_to_a_slice(steps: list[Step], most: int) -> None:
         nonlocal now_ms
         for wait_ms, wanted, final in steps:
             now_ms += wait_ms
-            took = await limits.take([Charge(limit, wanted)])
+            took = await limits.reserve([Charge(limit, wanted)])
             if took.granted:
                 assert within(1000) + wanted <= most
-                limits.settle(took, [final])
+                limits.commit(took, [final])
                 taken.append((now_ms, final))
             else:
                 assert within(SLICES * step_ms + step_ms) + wanted > most
                 if took.retry_after_s is not None:
                     now_ms += round(took.retry_after_s * 1000)
-                    assert (await limits.take([Charge(limit, wanted)])).granted
+                    assert (await limits.reserve([Charge(limit, wanted)])).granted
                     taken.append((now_ms, wanted))
 
     asyncio.run(run())
@@ -225,8 +225,8 @@ async def test_memory_forgets_windows_that_are_over() -> None:
     now_ms = 0
     limits = MemoryLimits(lambda: now_ms)
     for number in range(100):
-        await limits.take([Charge(Limit(f"{number}", 1, 1)), Charge(Limit(f"{number}", 1), 0)])
+        await limits.reserve([Charge(Limit(f"{number}", 1, 1)), Charge(Limit(f"{number}", 1), 0)])
     now_ms = 100_000
-    took = await limits.take([Charge(Limit("new", 1, 1))])
+    took = await limits.reserve([Charge(Limit("new", 1, 1))])
     assert took.granted
     assert len(limits._counted) == 1

@@ -16,7 +16,7 @@ import pytest_asyncio
 from nano_inference.bus import Bus, open_bus
 from nano_inference.config import BusConfig, BusError
 from nano_inference.store import shares
-from nano_inference.store.limits import Charge, Limit, Take
+from nano_inference.store.limits import Charge, Limit, Reservation
 from nano_inference.store.redis import limits as redis_limits
 from nano_inference.store.redis.keys import Keys
 
@@ -28,9 +28,9 @@ REQUESTS = Limit("key", 100, 3600)
 HELD = Limit("key", 3)
 
 
-async def take(bus: Bus, *charges: tuple[Limit, int]) -> Take:
+async def reserve(bus: Bus, *charges: tuple[Limit, int]) -> Reservation:
     async with asyncio.timeout(LIMIT_S):
-        return await bus.store.limits.take([Charge(*each) for each in charges])
+        return await bus.store.limits.reserve([Charge(*each) for each in charges])
 
 
 async def granted(gateways: list[Bus], limit: Limit, wishes: int) -> int:
@@ -38,7 +38,7 @@ async def granted(gateways: list[Bus], limit: Limit, wishes: int) -> int:
 
     async def ask(index: int) -> bool:
         try:
-            return (await take(gateways[index % len(gateways)], (limit, 1))).granted
+            return (await reserve(gateways[index % len(gateways)], (limit, 1))).granted
         except BusError:
             return False  # closed
 
@@ -65,7 +65,7 @@ async def test_a_restart_in_the_middle_grants_no_more(mortal: Any, gateways: lis
     before = await granted(gateways, REQUESTS, 60)
     assert before == 60
     asking = asyncio.create_task(granted(gateways, REQUESTS, 400))
-    await take(gateways[0], (REQUESTS, 0))
+    await reserve(gateways[0], (REQUESTS, 0))
     mortal.kill()
     during = await asking
     await mortal.start()
@@ -78,20 +78,20 @@ async def test_a_restarted_server_learns_what_was_taken_and_held(
 ) -> None:
     first, second = gateways
     tokens = Limit("tokens", 1000, 3600)
-    took = await take(first, (tokens, 400), (HELD, 1))
-    other = await take(second, (tokens, 300), (HELD, 2))
+    took = await reserve(first, (tokens, 400), (HELD, 1))
+    other = await reserve(second, (tokens, 300), (HELD, 2))
     mortal.kill()
-    first.store.limits.settle(took, [100, 0])
+    first.store.limits.commit(took, [100, 0])
     await mortal.start()
     # Each has told what it had, before anything was granted: 400 are taken, and 2 held.
-    full = await take(first, (tokens, 601))
+    full = await reserve(first, (tokens, 601))
     assert (full.granted, full.rooms[0].left) == (False, 600)
-    assert (await take(first, (tokens, 500), (HELD, 1))).granted
-    assert not (await take(first, (HELD, 1))).granted
-    second.store.limits.settle(other, [0, 0])
+    assert (await reserve(first, (tokens, 500), (HELD, 1))).granted
+    assert not (await reserve(first, (HELD, 1))).granted
+    second.store.limits.commit(other, [0, 0])
 
     async def has_room() -> bool:
-        return (await take(first, (tokens, 400), (HELD, 2))).granted
+        return (await reserve(first, (tokens, 400), (HELD, 2))).granted
 
     await kit.eventually(has_room, "what the second has given back")
 
@@ -121,7 +121,7 @@ async def test_a_failover_in_the_middle_grants_no_more(
         for each in gateways:
             stack.push_async_callback(each.aclose)
         first, second = gateways
-        held = await take(first, (HELD, 2))
+        held = await reserve(first, (HELD, 2))
         before = await granted(gateways, REQUESTS, 60)
         assert held.granted
         old = await group.master()
@@ -144,13 +144,13 @@ async def test_a_failover_in_the_middle_grants_no_more(
             nonlocal after
             after += await granted(gateways, REQUESTS, 40)
             with suppress(BusError):  # nobody is the master yet
-                return (await take(second, (REQUESTS, 0))).rooms[0].left == 0
+                return (await reserve(second, (REQUESTS, 0))).rooms[0].left == 0
             return False
 
         await until(is_used_up, "all of the limit")
         assert before + during + after == 100
-        assert not (await take(second, (HELD, 2))).granted
-        assert (await take(second, (HELD, 1))).granted
+        assert not (await reserve(second, (HELD, 2))).granted
+        assert (await reserve(second, (HELD, 1))).granted
 
 
 KILLED = """
@@ -164,7 +164,7 @@ async def main():
     limits.HELD_S = 2.0
     bus = open_bus(BusConfig(url=sys.argv[1], prefix=sys.argv[2]))
     charges = [Charge(Limit("key", 100, 3600), 40), Charge(Limit("key", 3), 3)]
-    took = await bus.store.limits.take(charges)
+    took = await bus.store.limits.reserve(charges)
     print(took.granted, flush=True)
     await asyncio.sleep(3600)
 
@@ -181,21 +181,21 @@ async def test_of_a_killed_gateway_places_come_back(redis_buses: Buses, kit: Kit
         assert process.stdout is not None
         line = await asyncio.wait_for(process.stdout.readline(), LIMIT_S)
         assert line == b"True\n"
-        assert not (await take(bus, (HELD, 1))).granted
+        assert not (await reserve(bus, (HELD, 1))).granted
         # It renews what it holds, for longer than a lease.
         end = asyncio.get_running_loop().time() + 3
         while asyncio.get_running_loop().time() < end:
-            assert not (await take(bus, (HELD, 1))).granted
+            assert not (await reserve(bus, (HELD, 1))).granted
             await asyncio.sleep(0.1)
     finally:
         process.kill()
         await process.wait()
 
     async def is_free() -> bool:
-        return (await take(bus, (HELD, 3))).granted
+        return (await reserve(bus, (HELD, 3))).granted
 
     await kit.eventually(is_free, "the places of the dead")
-    assert (await take(bus, (REQUESTS, 0))).rooms[0].left == 60
+    assert (await reserve(bus, (REQUESTS, 0))).rooms[0].left == 60
 
 
 async def test_a_lost_reply_counts_nothing_twice(
@@ -204,7 +204,7 @@ async def test_a_lost_reply_counts_nothing_twice(
     bus: Any = redis_buses.open()
     other = redis_buses.open()
     tokens = Limit("tokens", 1000, 3600)
-    took = await take(bus, (tokens, 600), (HELD, 1))
+    took = await reserve(bus, (tokens, 600), (HELD, 1))
     own = bus.store.limits._commands.redis
     transact, lost = redis_limits.transact, 0
 
@@ -218,11 +218,11 @@ async def test_a_lost_reply_counts_nothing_twice(
 
     monkeypatch.setattr(redis_limits, "transact", and_lose)
     with pytest.raises(BusError):
-        await take(bus, (tokens, 300), (HELD, 1))
-    bus.store.limits.settle(took, [100, 0])
+        await reserve(bus, (tokens, 300), (HELD, 1))
+    bus.store.limits.commit(took, [100, 0])
 
     async def is_settled() -> bool:
-        full = await take(other, (tokens, 901), (HELD, 3))
+        full = await reserve(other, (tokens, 901), (HELD, 3))
         return lost == 2 and [room.left for room in full.rooms] == [900, 3]
 
     await kit.eventually(is_settled, "what is left of both")
@@ -231,9 +231,9 @@ async def test_a_lost_reply_counts_nothing_twice(
 async def test_who_left_before_the_answer_keeps_nothing(redis_buses: Buses, kit: Kit) -> None:
     bus = redis_buses.open()
     tokens = Limit("tokens", 100, 3600)
-    assert (await take(bus, (tokens, 0))).granted
+    assert (await reserve(bus, (tokens, 0))).granted
     for _ in range(20):
-        leaving = asyncio.create_task(take(bus, (tokens, 50), (HELD, 3)))
+        leaving = asyncio.create_task(reserve(bus, (tokens, 50), (HELD, 3)))
         for _ in range(3):
             await asyncio.sleep(0)
         leaving.cancel()
@@ -241,8 +241,8 @@ async def test_who_left_before_the_answer_keeps_nothing(redis_buses: Buses, kit:
             await leaving
 
     async def all_there() -> bool:
-        took = await take(bus, (tokens, 100), (HELD, 3))
-        bus.store.limits.settle(took, [100, 0]) if took.granted else None
+        took = await reserve(bus, (tokens, 100), (HELD, 3))
+        bus.store.limits.commit(took, [100, 0]) if took.granted else None
         return took.granted
 
     await kit.eventually(all_there, "what those had taken who left")
@@ -250,12 +250,12 @@ async def test_who_left_before_the_answer_keeps_nothing(redis_buses: Buses, kit:
 
 async def test_a_gateway_that_ends_gives_back(redis_buses: Buses) -> None:
     bus, other = redis_buses.open(), redis_buses.open()
-    took = await take(bus, (REQUESTS, 100), (HELD, 3))
-    bus.store.limits.settle(took, [10, 0])
+    took = await reserve(bus, (REQUESTS, 100), (HELD, 3))
+    bus.store.limits.commit(took, [10, 0])
     await bus.aclose()
-    assert (await take(other, (REQUESTS, 90), (HELD, 3))).granted
+    assert (await reserve(other, (REQUESTS, 90), (HELD, 3))).granted
     with pytest.raises(BusError):
-        await bus.store.limits.take([Charge(REQUESTS)])
+        await bus.store.limits.reserve([Charge(REQUESTS)])
 
 
 async def test_what_somebody_has_removed_is_written_again(
@@ -263,12 +263,12 @@ async def test_what_somebody_has_removed_is_written_again(
 ) -> None:
     """As a server does that is short of memory and evicts keys with a time to live."""
     bus, other = redis_buses.open(), redis_buses.open()
-    assert (await take(bus, (REQUESTS, 100))).granted
+    assert (await reserve(bus, (REQUESTS, 100))).granted
     await foreign.delete(Keys(redis_buses.prefix).limits_window("key", 3600))
-    assert not (await take(bus, (REQUESTS, 1))).granted
+    assert not (await reserve(bus, (REQUESTS, 1))).granted
 
     async def is_known() -> bool:
-        return (await take(other, (REQUESTS, 0))).rooms[0].left == 0
+        return (await reserve(other, (REQUESTS, 0))).rooms[0].left == 0
 
     await kit.eventually(is_known, "what the first one has taken")
 
@@ -279,18 +279,18 @@ async def test_the_field_of_a_dead_gateway_goes(
     monkeypatch.setattr(redis_limits, "HELD_S", 1.0)
     monkeypatch.setattr(shares, "FORGOTTEN_MS", 0)
     dead, bus = redis_buses.open(), redis_buses.open()
-    assert (await take(dead, (HELD, 1))).granted
-    assert (await take(bus, (HELD, 1))).granted
+    assert (await reserve(dead, (HELD, 1))).granted
+    assert (await reserve(bus, (HELD, 1))).granted
     await dead.aclose()  # in the middle of its call
     key = Keys(redis_buses.prefix).limits_held("key")
     assert await foreign.hlen(key) == 2
 
     async def is_gone() -> bool:
-        await take(bus, (HELD, 0))
+        await reserve(bus, (HELD, 0))
         return await foreign.hlen(key) == 1
 
     await kit.eventually(is_gone, "the end of its field")
-    assert (await take(bus, (HELD, 0))).rooms[0].left == 2
+    assert (await reserve(bus, (HELD, 0))).rooms[0].left == 2
 
 
 async def test_what_is_kept_on_the_server_ends(redis_buses: Buses, foreign: Any, kit: Kit) -> None:
@@ -299,8 +299,8 @@ async def test_what_is_kept_on_the_server_ends(redis_buses: Buses, foreign: Any,
     minute = Limit("minute", 100, 60)
     for bus in buses:
         for _ in range(10):
-            took = await take(bus, (minute, 1), (HELD, 1))
-            bus.store.limits.settle(took, [2, 0])
+            took = await reserve(bus, (minute, 1), (HELD, 1))
+            bus.store.limits.commit(took, [2, 0])
     keys = Keys(redis_buses.prefix)
     window, held = keys.limits_window("minute", 60).decode(), keys.limits_held("key").decode()
     assert 60 < await foreign.ttl(window) <= 120
@@ -310,10 +310,10 @@ async def test_what_is_kept_on_the_server_ends(redis_buses: Buses, foreign: Any,
         return not await foreign.exists(held)
 
     await kit.eventually(is_gone, "the end of what nobody holds")
-    holding = await take(bus, (HELD, 1))
+    holding = await reserve(bus, (HELD, 1))
     assert 30 < await foreign.ttl(held) <= 60
     assert await foreign.hlen(held) == 1
-    bus.store.limits.settle(holding, [0])
+    bus.store.limits.commit(holding, [0])
     pattern = f"{{{redis_buses.prefix}:limits}}:*"
     endless = [key async for key in foreign.scan_iter(pattern) if await foreign.ttl(key) == -1]
     assert endless == [keys.limits_servers.decode()]

@@ -88,5 +88,5 @@ def test_a_lease_is_written_again() -> None:
     counted.put(0, 1)
     counted.written, counted.renew_at_s = dict(counted.own), 10
     assert [counted.is_unwritten(now_s) for now_s in (9, 10)] == [False, True]
-    counted.settle(0, -1)
+    counted.commit(0, -1)
     assert counted.own == {}

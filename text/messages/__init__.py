@@ -1,4 +1,4 @@
-"""Messages of the assistant: how a model writes them, and what a caller may ask of them."""
+"""Messages of the assistant: their formats, their parser, and their grammars."""
 
 from __future__ import annotations
 

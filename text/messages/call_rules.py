@@ -1,4 +1,4 @@
-"""Calls of tools, as rules of a grammar."""
+"""Tool calls as rules of a grammar."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tools import Tool, ToolUse
 
 
 def unsupported(form: MessageFormat, why: str) -> RequestError:
-    """What is asked for can't be written in a format."""
+    """The format can't express the request."""
     return RequestError(
         f"the model's message format, {form.name}, {why}; gateway.message_format can name another",
         code="unsupported",
@@ -26,10 +26,10 @@ def unsupported(form: MessageFormat, why: str) -> RequestError:
 
 
 class CallRules:
-    """How a model writes the calls that it may make, or has to.
+    """The grammar rules of the calls that a model may, or has to, make.
 
     Attributes:
-        begin: What stands before the name of the first one.
+        begin: The text before the name of the first call.
     """
 
     def __init__(self, grammar: Grammar, form: MessageFormat, use: ToolUse) -> None:
@@ -53,14 +53,14 @@ class CallRules:
         self.begin = (form.calls.open + form.calls.before).lstrip()
 
     def calls(self) -> str:
-        """One call, or some that follow one another."""
+        """Return the rule of one call, or of several in a row."""
         return self._grammar.rule("calls", self._followed(self._any_of("first_call", self.begin)))
 
     def text_and_calls(self, text: str) -> str:
-        """Text in which nothing begins like a call but calls.
+        """Return the rule of text in which only calls begin like calls.
 
         Args:
-            text: A terminal, of text in which nothing matches the `patterns`.
+            text: A terminal for text that none of the `patterns` matches.
         """
         token = self._grammar.literals.first(self.begin)
         if token is not None:
@@ -76,7 +76,7 @@ class CallRules:
         return f"({calls}){'*' if self._several else '?'} {text}?"
 
     def patterns(self) -> list[str]:
-        """Regular expressions of all that the reader takes for the beginning of a call."""
+        """Return regular expressions of all beginnings of calls for the reader."""
         literals = [escaped(name) for name in self._grammar.literals.within(self.begin)]
         field = self._form.response_template["fields"]["tool_calls"]
         pattern = _plain_pattern(field.get("open_pattern", ""))
@@ -88,16 +88,16 @@ class CallRules:
     # --- calls that are nothing but JSON ---------------------------------------------------------
 
     def are_bare(self) -> bool:
-        """Whether a call is JSON from its beginning to its end, as an answer may be."""
+        """Return whether a call is JSON from beginning to end, as an answer may be."""
         return re.match(r"\[?\s*\{", self.begin) is not None
 
     def bare_calls(self) -> str:
-        """As `calls`, in rules that may stand beside those of an answer in JSON: only by what JSON
-        has in it can a parser tell which of them it reads."""
+        """As `calls`, in rules that may stand beside those of an answer in JSON: a parser can
+        distinguish them by the JSON's content alone."""
         syntax = self._syntax
         calls = []
         for place, tool in enumerate(self._tools):
-            # Whatever the format writes around name and arguments, as a schema.
+            # The format's text around name and arguments, as a schema.
             written = f"{syntax.before}{self._name(tool)}{syntax.middle}null{syntax.after}"
             try:
                 keys = json.loads(written)
@@ -123,7 +123,7 @@ class CallRules:
         return f"{one} ({between} {one})*" if self._several else one
 
     def check_answer(self, answer: Constraint) -> None:
-        """Whether no answer can be mistaken for a call, where calls are bare.
+        """Check that no answer can be mistaken for a call, where calls are bare.
 
         Raises:
             RequestError: unsupported.
@@ -141,7 +141,7 @@ class CallRules:
     # --- parts of a call -------------------------------------------------------------------------
 
     def _name(self, tool: Tool) -> str:
-        """As it is written."""
+        """Return the name as the format writes it."""
         in_json = self._syntax.before.endswith('"')
         return json.dumps(tool.name, ensure_ascii=False)[1:-1] if in_json else tool.name
 
@@ -153,7 +153,7 @@ class CallRules:
         return self._known_arguments[place]
 
     def _any_of(self, name: str, begin: str) -> str:
-        """Any tool's call, up to its arguments' end, with what stands before its name."""
+        """Return the rule of any tool's call: from the text before its name to its arguments."""
         calls = [
             f"{self._grammar.literals.rule(self._head(begin, tool))} {self._arguments(place)}"
             for place, tool in enumerate(self._tools)
@@ -161,8 +161,8 @@ class CallRules:
         return self._grammar.rule(name, " | ".join(calls))
 
     def _any_behind(self, text: str) -> str:
-        """The same behind any text. One terminal has both, since behind text alone nothing would
-        tell its end."""
+        """As `_any_of`, behind any text. One terminal has both, since text alone has no end that
+        could be found."""
         calls = []
         for place, tool in enumerate(self._tools):
             head, rest = self._head(self.begin, tool), ""
@@ -178,7 +178,7 @@ class CallRules:
         return f"{begin}{self._name(tool)}{self._syntax.middle}"
 
     def _followed(self, first: str, *, further: bool = True) -> str:
-        """A call, and others behind it where there may be some."""
+        """Return the rule of a call, and of others behind it if there may be some."""
         syntax, literal = self._syntax, self._grammar.literals.rule
         after = literal(syntax.after)
         calls = f"{first} {after}"
@@ -188,7 +188,7 @@ class CallRules:
         return f"{calls} {literal(syntax.close)}"
 
     def _ends_by_itself(self) -> bool:
-        """Whether the reader knows the end of a call, so that text may stand behind it."""
+        """Return whether the reader finds the end of a call, so that text may stand behind it."""
         template = load_response_template(self._form.response_template)
         close = template.fields["tool_calls"].close_re
         syntax = self._syntax
@@ -196,8 +196,8 @@ class CallRules:
 
 
 def _arguments_of(tool: Tool, use: ToolUse) -> Mapping[str, Any]:
-    """The schema of a call's arguments."""
-    # Nobody asks for a grammar of a tool that is not strict, unless it has to be called.
+    """Return the schema of a call's arguments."""
+    # A tool that is not strict has no grammar, unless it has to be called.
     if use.choice == "auto" and not use.named and not tool.strict:
         return ANY_OBJECT
     return {"type": "object", **tool.parameters}
@@ -205,11 +205,11 @@ def _arguments_of(tool: Tool, use: ToolUse) -> Mapping[str, Any]:
 
 @lru_cache(64)
 def _plain_pattern(pattern: str) -> str:
-    """A reader's regular expression as a grammar may have it; "" where that can't be.
+    """Return a reader's regular expression for a grammar; "" if that is impossible.
 
-    It says where something matches, so that what may be empty at its ends does not count, and what
-    has to follow may as well be a part of it. It may match more, but not less: without counts its
-    automaton is small, where one that is too large would end texts that may go on.
+    Only the place of a match counts: optional parts at its ends are dropped, and lookahead becomes
+    part of it. It may match more, but not less: without counts its automaton is small; one that is
+    too large would end texts that may go on.
     """
     space = r"(?:\\s(?:\*|\{0,\d+\}))"
     pattern = re.sub(rf"^{space}+|{space}+$", "", pattern)

@@ -16,7 +16,7 @@ from ...config import Constraint, RequestError
 from .call_rules import CallRules, unsupported
 from .lark import SPACE, Grammar, answer_of, escaped, up_to, without
 from .message_format import MessageFormat, ReasoningSyntax
-from .regions import CONTENT, REASONING, Regions, region_template
+from .regions import CONTENT, REASONING, MessageRegions, region_template
 from .tools import ToolUse
 
 _NO_TOKENS: Mapping[str, int] = {}
@@ -32,17 +32,17 @@ def constraint_of(
     *,
     reasoning_asked: bool | None = None,
 ) -> Constraint | None:
-    """What is asked of a message; None where it may be anything.
+    """Return the constraint of a message; None without one.
 
     Args:
         form: How the model writes messages.
-        opening: What of the assistant's turn the prompt has, as in `Reading`.
-        use: Which tools it may, or has to, call.
-        answer: What the text has to be, where it is not a call.
+        opening: The part of the assistant's turn in the prompt, as in `Reading`.
+        use: The tools that it may, or has to, call.
+        answer: The constraint of the text, unless it is a call.
         reasoning_budget: Tokens that the reasoning may have between its marks; None for no limit.
-            One that is not 0 asks for reasoning where `reasoning_asked` is None.
-        special_tokens: The ids, by their names, of the tokenizer's tokens that no others can spell
-            in a grammar.
+            A limit above 0 asks for reasoning if `reasoning_asked` is None.
+        special_tokens: Ids, by name, of the tokenizer's tokens that no other tokens can spell in a
+            grammar.
         reasoning_asked: Whether the caller asked for reasoning; None if it did not say. Unless it
             did, the grammar has none where the prompt has not begun any: a grammar that allows
             the opening mark makes models reason that would not without it, since the mark is then
@@ -99,23 +99,23 @@ def _kind(use: ToolUse, answer: Constraint | None, form: MessageFormat | None) -
 
 
 def _reasoning_state(form: MessageFormat, opening: str) -> _State:
-    """Whether reasoning has begun where the model goes on."""
+    """Return whether reasoning has begun at the end of the prompt."""
     if form.reasoning is None:
         return "closed"
-    regions = Regions(region_template(form.response_template, with_calls=False), opening)
+    regions = MessageRegions(region_template(form.response_template, with_calls=False), opening)
     # Any character, since a mark at the very end might still grow.
     pieces = [*regions.opening, *regions.feed("\0")]
     if regions.field in REASONING:
         return "open"
     if any(each.field in REASONING for each in pieces):
         return "closed"
-    # What has no opening mark may be closed all the same: its end is then text.
+    # Reasoning without an opening mark may be closed all the same: its end is then text.
     text = "".join(each.text for each in pieces if each.field == CONTENT and each.kind == "text")
     return "closed" if text.strip("\0 \t\r\n") else "possible"
 
 
 class _Message:
-    """The parts of a message, as rules."""
+    """The parts of a message as rules."""
 
     def __init__(
         self, form: MessageFormat, opening: str, special_tokens: Mapping[str, int]
@@ -126,14 +126,14 @@ class _Message:
         self._answer_open = "" if form.answer_open in opening else form.answer_open
 
     def grammar(self, parts: Sequence[str]) -> str:
-        """Of a message of some parts."""
+        """Return the grammar of a message of some parts."""
         self._rules.rule("start", " ".join(parts))
         return self._rules.text()
 
     # --- reasoning -------------------------------------------------------------------------------
 
     def reasoning(self, state: _State, budget: int | None, *, spaced: bool) -> list[str]:
-        """What may, or has to, stand before all else.
+        """Return the rules of reasoning.
 
         Args:
             spaced: Whether white space may follow.
@@ -149,8 +149,8 @@ class _Message:
         return [f"{self._rules.rule('reasoning', f'{self._literal(syntax.open.strip())} {rest}')}?"]
 
     def _rest_of_reasoning(self, syntax: ReasoningSyntax, budget: int | None) -> str:
-        """All behind its opening mark. It ends at the closing one, whatever white space is there
-        before it."""
+        """Return the rule of reasoning behind its opening mark, up to the closing mark with any
+        white space before it."""
         close = syntax.close.strip()
         token = self._rules.literals.first(close)
         if token is None:
@@ -164,7 +164,7 @@ class _Message:
         return f"{self._rules.rule(name, without(escaped(close)))} {end}"
 
     def _takes_space(self, close: str) -> bool:
-        """Whether the reader takes white space behind the reasoning for a part of the mark."""
+        """Return whether white space behind the reasoning belongs to the mark for the reader."""
         fields = load_response_template(self._form.response_template).fields
         found = next(fields[name].close_re for name in REASONING if name in fields).search(
             f"{close}\n"
@@ -181,7 +181,7 @@ class _Message:
     # --- what stands behind it -------------------------------------------------------------------
 
     def body(self, kind: _Kind, use: ToolUse, answer: Constraint | None) -> str:
-        """What stands behind the reasoning."""
+        """Return the rule of the text behind the reasoning."""
         if kind == "anything":
             return self._anything(use)
         if kind == "answer":
@@ -211,7 +211,7 @@ class _Message:
         return f"({self._literal(self._answer_open)} {text}? | {calls.calls()})"
 
     def _anything(self, use: ToolUse) -> str:
-        """Any tokens, but for those that would begin more reasoning."""
+        """Return the rule of any tokens, except those that begin more reasoning."""
         assert self._form.reasoning is not None
         mark = self._form.reasoning.open.strip()
         token = self._rules.literals.first(mark)

@@ -1,4 +1,4 @@
-"""Pieces of grammars, in llguidance's form of Lark."""
+"""Building blocks of grammars, in llguidance's form of Lark."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...config import Constraint, RequestError
 from .schemas import without_words
 
 JSON_OPTIONS: Mapping[str, Any] = {"whitespace_pattern": r"[ \n\r\t]{1,8}"}
-"""How JSON is written. Without a bound a model may write white space for ever."""
+"""Options of JSON. Without a bound a model may write white space for ever."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -24,11 +24,11 @@ _BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
 it holds the interpreter's lock."""
 
 SPACE = r"/[ \t\r\n]{1,8}/"
-"""As much white space as there may be between the parts of a message."""
+"""White space between the parts of a message."""
 
 
 class Literals:
-    """Texts as they stand, in which some tokens are tokens of their own."""
+    """Literal texts, in which some tokens are special."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         """`tokens`: ids by names. No other tokens spell such a name."""
@@ -37,19 +37,19 @@ class Literals:
         self._pattern = re.compile("|".join(map(re.escape, names))) if names else None
 
     def first(self, text: str) -> re.Match[str] | None:
-        """Where the first such token stands."""
+        """Find the first such token."""
         return self._pattern.search(text) if self._pattern else None
 
     def within(self, text: str) -> list[str]:
-        """The names of all such tokens."""
+        """Return the names of all such tokens."""
         return self._pattern.findall(text) if self._pattern else []
 
     def token_id(self, name: str) -> int:
-        """That of one of them."""
+        """Return the id of a token."""
         return self._tokens[name]
 
     def rule(self, text: str) -> str:
-        """A text in a rule."""
+        """Return a text in a rule."""
         parts = []
         while found := self.first(text):
             parts += [quoted(text[: found.start()]), f"<[{self.token_id(found[0])}]>"]
@@ -58,10 +58,10 @@ class Literals:
 
 
 class Grammar:
-    """Rules, as they are written.
+    """The rules of a grammar.
 
     Attributes:
-        literals: How texts stand in them.
+        literals: Literal texts in them.
     """
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
@@ -70,7 +70,7 @@ class Grammar:
         self._rules: list[str] = []
 
     def rule(self, name: str, body: str) -> str:
-        """Adds a rule, or a terminal, and gives what stands for it in others.
+        """Add a rule, or a terminal; return its name in other rules.
 
         Args:
             name: With its attributes, as in `name[lazy]`.
@@ -79,33 +79,33 @@ class Grammar:
         return name.split("[")[0]
 
     def text(self) -> str:
-        """The whole of it."""
+        """Return the grammar's text."""
         return "\n".join((*self._rules, ""))
 
 
 def quoted(text: str) -> str:
-    """A text without such tokens, in a rule or a terminal."""
+    """Return a text without such tokens, in a rule or a terminal."""
     return _encoded(text).replace("\x7f", r"\u007f")
 
 
 def escaped(text: str) -> str:
-    """A text within a regular expression."""
+    """Return a text within a regular expression."""
     return re.escape(text)
 
 
 def without(*patterns: str) -> str:
-    """Any text in which nothing matches some regular expressions, as a terminal."""
+    """Return a terminal for text that none of the regular expressions matches."""
     unwanted = (f"~{regex(f'(?s:.*)(?:{pattern})(?s:.*)')}" for pattern in patterns)
     return " & ".join(("/(?s:.*)/", *unwanted))
 
 
 def up_to(text: str) -> str:
-    """Any text that ends where another is complete, as a terminal that has to be lazy."""
+    """Return a terminal, which has to be lazy, for any text up to the end of another text."""
     return regex(f"(?s:.*){escaped(text)}")
 
 
 def regex(text: str) -> str:
-    """A regular expression, as a terminal."""
+    """Return a regular expression as a terminal."""
     if not text:
         return _NOTHING
     if re.search(r"(?<!\\)(\\\\)*\\$", text):
@@ -114,19 +114,19 @@ def regex(text: str) -> str:
 
 
 def is_regex(text: str) -> bool:
-    """Whether llguidance can follow a regular expression: it takes no look-around."""
+    """Return whether llguidance supports a regular expression: it has no look-around."""
     return not LLMatcher.validate_grammar(f"start: {regex(text)}")
 
 
 def json_of(schema: Mapping[str, Any]) -> str:
-    """JSON of a schema, in a rule."""
+    """Return JSON of a schema, in a rule."""
     own = schema.get("x-guidance")
     options = {**JSON_OPTIONS, **(own if isinstance(own, dict) else {})}
     return f"%json {_encoded({**without_words(schema), 'x-guidance': options})}"
 
 
 def lark_of_gbnf(text: str) -> str:
-    """A grammar in llama.cpp's form, in Lark's.
+    """Convert a grammar from llama.cpp's form to Lark.
 
     Raises ValueError or RecursionError: it is none.
     """
@@ -134,7 +134,7 @@ def lark_of_gbnf(text: str) -> str:
 
 
 def answer_of(constraint: Constraint) -> str:
-    """What a constraint asks for, in a rule.
+    """Return a constraint in a rule.
 
     Raises:
         RequestError: invalid_constraint.

@@ -1,8 +1,8 @@
-"""How a model writes a message: its reasoning, its text, its calls of tools.
+"""Message formats of models: reasoning, text, tool calls.
 
-Reading is described by a response template of Transformers, which is data
-(`transformers.utils.chat_parsing`). Writing, which a grammar has to know, takes what stands between
-the parts of a call.
+A response template of Transformers, which is data (`transformers.utils.chat_parsing`), describes
+how messages are read. Grammars, which describe how they are written, need the text between the
+parts of a call as well.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_BYTES = 1 << 20
 
 
 class CallSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How calls are written: `open (before NAME middle ARGUMENTS after) (between …)* close`.
+    """The syntax of calls: `open (before NAME middle ARGUMENTS after) (between …)* close`.
 
     The arguments are JSON.
     """
@@ -40,26 +40,26 @@ class CallSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ReasoningSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What stands before and behind the reasoning."""
+    """The marks before and behind the reasoning."""
 
     open: str
     close: str
 
 
 class MessageFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one family of models writes messages.
+    """The message format of a family of models.
 
     Attributes:
-        model_types: Transformers' names of the architectures that write so; they decide where
-            several formats fit a chat template.
-        markers: What stands in the chat templates of models that write so, all of it.
-        calls_marker: What stands in those of models that call tools; "" where all of them do.
-        reasoning_marker: What stands in those of models that reason; "" where all of them do.
+        model_types: Transformers' names of the architectures of the family; they decide between
+            several formats that fit a chat template.
+        markers: Texts that all stand in the chat templates of the family.
+        calls_marker: A text in the templates of models that call tools; "" if all do.
+        reasoning_marker: A text in the templates of models that reason; "" if all do.
         response_template: As Transformers has it. Its fields are called `content`, `tool_calls` and
             `reasoning_content` (or `reasoning`, or `thinking`); what others take apart is content.
-        calls: None where nobody knows how calls are written, so that they can't be enforced.
-        reasoning: None where there is none.
-        answer_open: What stands before the text of an answer.
+        calls: None if the syntax of calls is unknown, so that they can't be enforced.
+        reasoning: None without reasoning.
+        answer_open: The mark before the text of an answer.
     """
 
     name: str
@@ -74,18 +74,18 @@ class MessageFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def reads_calls(self) -> bool:
-        """Whether calls can be told from text."""
+        """Whether calls can be distinguished from text."""
         return CALLS in self.response_template["fields"]
 
     @property
     def reads_reasoning(self) -> bool:
-        """Whether reasoning can be told from text."""
+        """Whether reasoning can be distinguished from text."""
         return not self.response_template["fields"].keys().isdisjoint(REASONING)
 
 
 @cache
 def known_formats() -> tuple[MessageFormat, ...]:
-    """Those that come with the package, in the order of their names."""
+    """Return the formats of the package, in the order of their names."""
     folder = resources.files(__package__) / "formats"
     files = sorted(
         (each for each in folder.iterdir() if each.name.endswith(".json")), key=lambda f: f.name
@@ -96,20 +96,19 @@ def known_formats() -> tuple[MessageFormat, ...]:
 def find_format(
     asked: str, own: dict[str, Any] | None, chat_template: str, model_type: str
 ) -> MessageFormat | None:
-    """The format of a model's messages; None where there is none.
+    """Return the format of a model's messages; None if it is unknown.
 
-    One that is found by the chat template has calls, and reasoning, where that template shows their
-    marks. One that is asked for, and that of the model's own tokenizer, are taken as they are.
+    A format found by the chat template has calls, and reasoning, if that template shows their
+    marks. A format by name, and that of the model's own tokenizer, are taken as they are.
 
     Args:
-        asked: "auto"; "off" for none; the name of one that is known; the path of a file with one.
+        asked: "auto"; "off"; a format's name; or the path of a file with a format.
         own: The response template of the model's own tokenizer.
         chat_template: The model's.
         model_type: The model's, by its configuration.
 
     Raises:
-        ConfigError: There is none of that name, the file holds none, or the tokenizer's own is
-            none.
+        ConfigError: There is no such format, or the file's or the tokenizer's is invalid.
     """
     if asked == "off":
         return None
@@ -123,7 +122,7 @@ def find_format(
         for form in known_formats()
         if form.markers and all(marker in chat_template for marker in form.markers)
     ]
-    # Of those that fit equally well the first.
+    # The first of several that fit equally well.
     found = max(
         fitting,
         key=lambda form: (model_type in form.model_types, len(form.markers)),
@@ -135,7 +134,7 @@ def find_format(
 
 
 def format_of(tokenizer: Any, folder: Path, asked: str) -> MessageFormat | None:
-    """The format of a model's messages, by its tokenizer and its folder.
+    """Return the format of a model's messages, by its tokenizer and its folder.
 
     Args:
         tokenizer: Transformers'.
@@ -152,15 +151,15 @@ def format_of(tokenizer: Any, folder: Path, asked: str) -> MessageFormat | None:
 
 
 def opening_of(form: MessageFormat, prompt: str) -> str:
-    """What of the assistant's turn stands in a prompt: all behind the last beginning of one, and
-    nothing where none begins."""
+    """Return the part of the assistant's turn that stands in a prompt: the text behind the last
+    beginning of a turn, or ""."""
     begins = region_template(form.response_template, with_calls=True).template.start_anchor_re
     ends = [found.end() for found in begins.finditer(prompt)]
     return prompt[ends[-1] :] if ends else ""
 
 
 def _shown_in(chat_template: str, form: MessageFormat) -> MessageFormat | None:
-    """A known format without what the chat template does not show; None where nothing is left."""
+    """Return a format without the parts that the chat template lacks; None without any part."""
     fields = dict(form.response_template["fields"])
     if form.calls_marker not in chat_template:
         fields.pop(CALLS, None)
@@ -179,7 +178,7 @@ def _shown_in(chat_template: str, form: MessageFormat) -> MessageFormat | None:
 
 
 def _checked_own(own: Any, found: MessageFormat | None) -> MessageFormat:
-    """That of the tokenizer, with what is known of how such models write."""
+    """Return the tokenizer's format, with the syntax of a known format that fits it."""
     try:
         form = MessageFormat(name="the model's own", response_template=own)
         _check(form)
@@ -202,9 +201,9 @@ def _checked_own(own: Any, found: MessageFormat | None) -> MessageFormat:
 
 
 def _spaced(field: dict[str, Any]) -> dict[str, Any]:
-    """A field whose marks take the white space around them along.
+    """Return a field whose marks include the white space around them.
 
-    Transformers strips what stands between marks when it is complete; here it is told as it comes.
+    Transformers strips the text between marks at its end; here text is reported as it comes.
     """
     if "open" not in field or not field.get("content_args", {}).get("strip", True):
         return field
@@ -218,7 +217,7 @@ def _spaced(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_file(path: Path, known: Collection[str]) -> MessageFormat:
-    """A format, or a response template alone."""
+    """Read a format, or a response template alone."""
     try:
         size = path.stat().st_size
         if size > _MOST_BYTES:
@@ -237,12 +236,12 @@ def _from_file(path: Path, known: Collection[str]) -> MessageFormat:
 
 
 def _check(form: MessageFormat) -> None:
-    """Raises ValueError for a format by which no message can be read."""
+    """Raises ValueError for a format that can't read messages."""
     template = form.response_template
     try:
         made = load_response_template(template)
         region_template(template, with_calls=True)
-    # Wrong types within a template end in whatever comes first.
+    # Wrong types within a template raise any of these.
     except (TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is no response template of Transformers: {error}") from None
     if template["fields"].keys().isdisjoint(FIELDS):

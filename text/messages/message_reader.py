@@ -1,4 +1,4 @@
-"""Takes a message apart while it grows: reasoning, text, calls of tools."""
+"""Parses a growing message: reasoning, text, tool calls."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from transformers.utils.chat_parsing import parse_response
 from xxhash import xxh3_64_hexdigest
 
 from .message_format import MessageFormat
-from .regions import CALLS, CONTENT, REASONING, Piece, Regions, region_template
+from .regions import CALLS, CONTENT, REASONING, MessageRegions, RegionPiece, region_template
 from .tools import Tool
 
-# What comes of JSON, and of templates, that are not as they should be.
+# Errors of invalid JSON and templates.
 _MALFORMED = (
     ValueError,
     LookupError,
@@ -27,14 +27,14 @@ _MALFORMED = (
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """What it takes to read a message, beside its format. It stands with the call on the bus, so
+    """The settings of a message's reader, beside the format. The bus keeps them with the call, so
     that every gateway reads it alike.
 
     Attributes:
-        opening: What of the assistant's turn the prompt has: its template may have opened, or
+        opening: The part of the assistant's turn in the prompt: its template may have opened, or
             closed, the reasoning.
-        tools: Those that the model was told of. Without any no calls are looked for.
-        separates_reasoning: Whether the reasoning is taken out of the text.
+        tools: The tools in the prompt. Without tools no calls are parsed.
+        separates_reasoning: Whether the reasoning is separated from the text.
     """
 
     opening: str = ""
@@ -43,10 +43,10 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolCall(NamedTuple):
-    """A call that is complete.
+    """A complete call.
 
     Attributes:
-        place: Its own among the calls of the message.
+        place: Among the calls of the message.
         id: The same whenever and wherever the message is read.
         arguments: JSON.
     """
@@ -58,8 +58,8 @@ class ToolCall(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What is new of a message. Reasoning goes before text, and text before calls, unless they
-    are in other deltas."""
+    """An addition to a message. Within one delta reasoning stands before text, and text before
+    calls."""
 
     reasoning: str = ""
     content: str = ""
@@ -67,26 +67,25 @@ class Delta(NamedTuple):
 
 
 class MessageReader:
-    """Reads one message, in pieces as they come.
+    """Reads one growing message.
 
-    Pieces may be cut anywhere. Whoever wants the same deltas again has to cut them alike: token by
-    token, always. All deltas together are the same message, however it is cut.
+    Pieces may be cut anywhere: all deltas together are the same message. The same cuts, such as
+    token by token, give the same deltas.
 
-    What stands between the marks of calls and is none is content, as the model wrote it, marks
-    included: what is no JSON, has no name, or that of a tool which the model was not told of, or
-    whose arguments are no object. Where several calls stand between two marks they are all calls or
-    none is. A mark within a string of a call's JSON is part of the string.
+    An invalid call is content, as the model wrote it, with its marks: without valid JSON, without
+    the name of a tool in the prompt, or with arguments that are no object. Of several calls between
+    two marks all are valid, or none. A mark within a string of a call's JSON is part of the string.
 
     Attributes:
-        calls: How many calls there were so far.
-        malformed: How many were none, though the model had its say.
-        as_text: How many became text, as the model wrote them: those, and any that was cut off.
-        reasoning_tokens: How many tokens the reasoning has, its marks included, where they are fed
-            one by one.
+        calls: The number of calls so far.
+        malformed: The number of invalid calls that were not cut off.
+        as_text: The number of calls that became text: malformed ones, and any that was cut off.
+        reasoning_tokens: The number of reasoning tokens, marks included, if tokens are fed one by
+            one.
     """
 
     def __init__(self, form: MessageFormat, reading: Reading, seed: str) -> None:
-        """`seed`: what the ids of calls are made of, such as the message's own id."""
+        """`seed`: the source of the calls' ids, such as the message's own id."""
         self.calls = 0
         self.malformed = 0
         self.as_text = 0
@@ -96,19 +95,19 @@ class MessageReader:
         self._tools: list[Any] = [tool.as_templates_read() for tool in reading.tools]
         self._names = {tool.name for tool in reading.tools}
         self._template = region_template(form.response_template, with_calls=bool(reading.tools))
-        self._regions = Regions(self._template, reading.opening)
-        # The pieces of the call that is open; the prompt may have begun it.
-        self._call: list[Piece] = []
+        self._regions = MessageRegions(self._template, reading.opening)
+        # The pieces of the open call; the prompt may have begun it.
+        self._call: list[RegionPiece] = []
         for piece in self._regions.opening:
             if piece.field == CALLS:
                 self._call = [piece] if piece.kind == "open" else [*self._call, piece]
         # Tokens whose text may be part of a mark.
         self._held_tokens = 0
-        # What came behind a call, in the same piece.
+        # Deltas behind a call, in the same piece.
         self._untold: list[Delta] = []
 
     def feed(self, text: str, tokens: int = 1) -> Delta:
-        """Takes the next text, special tokens by their names, and of how many tokens it is."""
+        """Add the next text, of so many tokens, with special tokens by their names."""
         pieces = self._regions.feed(text)
         self._count(pieces, tokens)
         if len(pieces) < 2 and not self._untold:
@@ -118,24 +117,24 @@ class MessageReader:
         new = Delta()
         for place, delta in enumerate(untold):
             if new.calls and not delta.calls:
-                # In one with the call it would stand before it.
+                # Within one delta it would stand before the call.
                 self._untold = untold[place:]
                 break
             new = _joined(new, delta)
         return new
 
     def finish(self, *, cut_off: bool = False) -> Delta:
-        """The message ends here. What of a call is there becomes text, unless its JSON is whole:
-        some formats have no mark for the end of a call, and none has to be written.
+        """End the message. An open call becomes text, unless its JSON is complete: some formats
+        have no closing mark, and models may omit it.
 
         Args:
-            cut_off: Whether the model would have gone on. A call that is cut off is not malformed.
+            cut_off: Whether the model was cut off. A call that is cut off is not malformed.
         """
         pieces = self._regions.finish()
         self._count(pieces, 0)
         return reduce(_joined, self._untold + self._deltas(pieces, cut_off), Delta())
 
-    def _count(self, pieces: list[Piece], tokens: int) -> None:
+    def _count(self, pieces: list[RegionPiece], tokens: int) -> None:
         held = self._regions.held
         closed = bool(pieces) and pieces[-1].field in REASONING
         if self._regions.field in REASONING or (closed and not held):
@@ -146,11 +145,11 @@ class MessageReader:
         else:
             self._held_tokens = 0
 
-    def _deltas(self, pieces: list[Piece], cut_off: bool) -> list[Delta]:
+    def _deltas(self, pieces: list[RegionPiece], cut_off: bool) -> list[Delta]:
         deltas = [self._read(piece, cut_off) for piece in pieces]
         return [delta for delta in deltas if any(delta)]
 
-    def _read(self, piece: Piece, cut_off: bool) -> Delta:
+    def _read(self, piece: RegionPiece, cut_off: bool) -> Delta:
         if piece.field == CONTENT and piece.kind == "text":
             return Delta(content=piece.own)
         if piece.field in REASONING:
@@ -166,13 +165,13 @@ class MessageReader:
             return Delta()
         text = "".join(each.own for each in self._call)
         if not text.strip():
-            # One that stands in the prompt is none of the message's.
+            # A call in the prompt does not belong to the message.
             return Delta()
         calls = self._calls(cut_off=cut_off and piece.kind == "end")
         return Delta("", "" if calls else text, tuple(calls))
 
     def _calls(self, *, cut_off: bool) -> list[ToolCall]:
-        """Those of the region that has closed; none where it is malformed."""
+        """Return the calls of the closed region; none if it is malformed."""
         text = "".join(piece.text for piece in self._call[:-1])
         try:
             if self._call[-1].kind == "end" and not self._template.ends_itself:
@@ -189,7 +188,7 @@ class MessageReader:
         return [self._numbered(name, arguments) for name, arguments in functions]
 
     def _function(self, call: dict[str, Any]) -> tuple[str, str]:
-        """A call's name and arguments. Raises one of `_MALFORMED`."""
+        """Return a call's name and arguments. Raises one of `_MALFORMED`."""
         function = call.get("function", call)
         name = function["name"]
         if name not in self._names:
@@ -199,9 +198,9 @@ class MessageReader:
             arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
             raise TypeError("the arguments are no object")
-        # Written as models write it, so that the conversation is tokenised as they did.
+        # In the form that models write, so that the history has the same tokens.
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        # Half of a surrogate pair is text in JSON, and in no encoding.
+        # A lone surrogate is valid in JSON, and in no encoding.
         text.encode()
         return name, text
 
@@ -220,7 +219,7 @@ def _joined(before: Delta, behind: Delta) -> Delta:
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    """The calls of a field: one, a list, or, where it repeats, a list of lists."""
+    """Yield the calls of a field: one, a list, or, if it repeats, a list of lists."""
     if isinstance(value, list):
         for each in value:
             yield from _flat(each)

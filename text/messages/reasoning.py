@@ -1,4 +1,4 @@
-"""Whether a caller asked a model to reason, by the variables of its chat template."""
+"""Whether a call asks for reasoning, by the variables of the chat template."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Takes a text apart into regions while it grows, and says of each character what it is.
+"""Splits a growing text into regions, and classifies each character.
 
-Transformers' parser tells what stands in a region, and not the marks around it. Both are needed:
-what turns out to be no call is shown as the model wrote it.
+Transformers' parser returns the text of a region without its marks. Both are needed: an invalid
+call is shown as the model wrote it.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from transformers.utils.chat_parsing.response_templates import (
 )
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""What a response template may call the reasoning."""
+"""Names of the reasoning in response templates."""
 
 CALLS = "tool_calls"
 CONTENT = "content"
 
 FIELDS = (*REASONING, CALLS, CONTENT)
-"""Those of a response template that mean something here."""
+"""The fields of a response template that are read here."""
 
 _MARKS = "marks"
 _OUTSIDE = "outside"
 
 _MOST_CHARS = 4096
-"""Characters after which a parser is replaced. It keeps all of its text, and copies it whenever
-more is fed: without an end a text of n characters would take n² of them."""
+"""Characters after which a parser is replaced. It keeps all of its text, and copies it at each
+feed: a text of n characters would take n² of them."""
 
 _AT_ONCE_CHARS = 64
-"""Characters that are parsed at a time: those behind a mark within a string are parsed again."""
+"""Characters that are parsed at a time: the rest behind a mark within a string is parsed again."""
 
 _LOOKED_AT_CHARS = 128
-"""Of what stands in a region, for marks that look ahead."""
+"""Characters of a region for marks that look ahead."""
 
-# What looks at text behind the place where it stands, or asks where the text begins. A class that
-# begins with ^ does not.
+# Patterns that look behind their place, or at the beginning of the text. A class that begins with ^
+# does not.
 _LOOKS_BACK = re.compile(r"(?<!\[)\^|\\[ABbGKmM]|\(\?<[=!]")
 
-# What may match without taking any text.
+# Patterns that may match without taking any text.
 _NO_WIDTH = re.compile(r"\(\?<?[=!]|\\[AbBzZ]|\$|(?<!\[)\^")
 
 
@@ -52,17 +52,17 @@ _QUOTE = re.compile(r'\\.|"', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 _MOST_LOOKS = 64
-"""How often all of a call is read, to know whether a mark stands in a string of it."""
+"""How often a whole call is parsed, to find out whether a mark stands in one of its strings."""
 
 
-class Piece(NamedTuple):
+class RegionPiece(NamedTuple):
     """A piece of the text.
 
     Attributes:
-        kind: The mark that opens a region, text in it, the mark that closes it, or that the end of
-            the message did.
-        text: All of it.
-        own: What of it is the message's, and not the prompt's.
+        kind: The mark that opens a region, its text, the mark that closes it, or the end of the
+            message, which closes it too.
+        text: All of the text.
+        own: The part that belongs to the message, and not to the prompt.
     """
 
     kind: Literal["open", "text", "close", "end"]
@@ -72,14 +72,14 @@ class Piece(NamedTuple):
 
 
 class RegionTemplate(NamedTuple):
-    """A response template, made ready.
+    """A compiled response template.
 
     Attributes:
-        template: With texts alone, so that the parser never raises, and with marks that are told.
-        calls: For what opens a region of calls and stands in it.
-        looks_back: Whether it depends on what was before a mark.
+        template: With plain texts, so that the parser never raises, and with reported marks.
+        calls: For a region of calls, from its opening mark on.
+        looks_back: Whether it depends on the text before a mark.
         quoting: Whether calls are plain JSON, in whose strings the closing mark may stand.
-        ends_itself: Whether it can be seen of a call that it is complete, without a closing mark.
+        ends_itself: Whether a call is seen to be complete without a closing mark.
     """
 
     template: ResponseTemplate
@@ -90,7 +90,7 @@ class RegionTemplate(NamedTuple):
 
 
 def region_template(response_template: dict[str, Any], *, with_calls: bool) -> RegionTemplate:
-    """Raises ValueError, and what else a template may raise in which types are wrong."""
+    """Raises ValueError, or any error that a template of wrong types may raise."""
     return _region_template(msgspec.json.encode(response_template), with_calls)
 
 
@@ -136,10 +136,10 @@ def _as_text(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def _marks(implicit: dict[str, Any]) -> dict[str, Any]:
-    """The end of the text outside of regions, as a region of its own. It would go untold where
-    there is no such text."""
+    """The end of the text outside of regions, as a region of its own. Without such text it would
+    not be reported."""
     opens = {key.replace("close", "open"): implicit[key] for key in implicit if "close" in key}
-    # What takes no text out would be found again and again.
+    # A match without width would be found again and again.
     if not opens or _NO_WIDTH.search(opens.get("open_pattern", "")):
         return {}
     field = _as_text(opens | {"close_pattern": ""})
@@ -152,12 +152,12 @@ def _looks_back(field: dict[str, Any]) -> bool:
     return any(_LOOKS_BACK.search(pattern) for pattern in patterns)
 
 
-class _Body:
-    """What stands in a region of calls so far."""
+class _CallText:
+    """The text of a region of calls so far."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
-        # Those from which on no quotes were looked for, and the half of an escape before them.
+        # The first piece that was not scanned for quotes, and the half of an escape before it.
         self._new = 0
         self._half = ""
         self._quoted = False
@@ -165,20 +165,20 @@ class _Body:
         self._looks = 0
 
     def add(self, text: str) -> None:
-        """More of it."""
+        """Add text."""
         self._pieces.append(text)
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """All of the text."""
         return "".join(self._pieces)
 
     def head(self, chars: int) -> str:
-        """As many characters of its beginning, if it has them."""
+        """Return the first characters."""
         return "".join(self._pieces[:chars])[:chars]
 
     def ends_in_string(self) -> bool:
-        """Whether it is the beginning of JSON, and ends within a string."""
+        """Return whether it is the beginning of JSON, and ends within a string."""
         new = self._half + "".join(self._pieces[self._new :])
         self._new = len(self._pieces)
         same = self._in_string and not _CONTROL.search(new)
@@ -190,7 +190,7 @@ class _Body:
         self._half = new[end:][-1:] if new[end:].endswith("\\") else ""
         if not self._quoted or same:
             self._in_string = self._quoted
-        # Each takes all of the text; behind so many, what is no JSON may end later than it could.
+        # Each parses the whole text; after so many, invalid JSON may end later than it could.
         elif self._looks < _MOST_LOOKS:
             self._looks += 1
             self._in_string = self._is_cut_in_string()
@@ -208,26 +208,26 @@ class _Body:
         return False
 
 
-class Regions:
+class MessageRegions:
     """The regions of one text.
 
     Attributes:
-        opening: The pieces of the text that stands before.
-        field: That of the region which is open; one without marks is open outside of all others.
+        opening: The pieces of the text before.
+        field: The open region's; a region without marks is open outside of all others.
     """
 
     def __init__(self, template: RegionTemplate, opening: str) -> None:
-        """`opening`: what stands before the text, and is not the message's own."""
+        """`opening`: the text before, which belongs to the prompt."""
         self._fields = template.template.fields
         self._template = template
         self._outside = template.template.implicit or ""
         self._parser = ResponseParser(template.template, prefix="")
         self._parsed_chars = 0
         self.field = self._outside
-        # What opened the region, and what of the calls stands in it so far.
+        # The opening mark of the region, and the text of its calls so far.
         self._mark = ""
-        self._body = _Body()
-        # The text that is not told, from `_at` on, and before it what marks may look back at.
+        self._body = _CallText()
+        # The unreported text from `_at` on, and before it the text for marks that look back.
         self._text = ""
         self._at = 0
         self._own_from = len(opening)
@@ -235,11 +235,11 @@ class Regions:
 
     @property
     def held(self) -> bool:
-        """Whether there is text that may be part of a mark."""
+        """Whether some text may be part of a mark."""
         return self._at < len(self._text)
 
-    def feed(self, text: str) -> list[Piece]:
-        """More of the text."""
+    def feed(self, text: str) -> list[RegionPiece]:
+        """Add text; return the pieces that are certain."""
         if len(text) > _AT_ONCE_CHARS:
             places = range(0, len(text), _AT_ONCE_CHARS)
             return [piece for at in places for piece in self.feed(text[at : at + _AT_ONCE_CHARS])]
@@ -255,20 +255,20 @@ class Regions:
                 self._parser = self._new_parser(self._text) or self._parser
         return pieces
 
-    def finish(self) -> list[Piece]:
-        """The text ends here, and with it the region that is open."""
+    def finish(self) -> list[RegionPiece]:
+        """End the text, and with it the open region."""
         return self._told(self._parser.finalize()[1], ended=True)
 
-    def _told(self, events: list[dict[str, Any]], *, ended: bool) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _told(self, events: list[dict[str, Any]], *, ended: bool) -> list[RegionPiece]:
+        pieces: list[RegionPiece] = []
         while not self._tell(events, pieces, ended):
             events = self._parser.feed(self._text[self._at :])
             if ended:
                 events += self._parser.finalize()[1]
         return pieces
 
-    def _tell(self, events: list[dict[str, Any]], pieces: list[Piece], ended: bool) -> bool:
-        """False: a new parser has to go on with the text that is not told."""
+    def _tell(self, events: list[dict[str, Any]], pieces: list[RegionPiece], ended: bool) -> bool:
+        """Returns False if a new parser has to go on with the unreported text."""
         for event in events:
             field = event["field"]
             if event["type"] == "region_chunk":
@@ -280,7 +280,7 @@ class Regions:
             elif event["type"] == "region_open":
                 found = self._fields[field].open_re.match(self._text, self._at)
                 pieces.append(self._piece("open", field, found.end() if found else self._at))
-                self.field, self._mark, self._body = field, pieces[-1].text, _Body()
+                self.field, self._mark, self._body = field, pieces[-1].text, _CallText()
             else:
                 closes = self._fields[field].close_re
                 found = closes and closes.match(self._text, self._at)
@@ -295,30 +295,32 @@ class Regions:
                 self.field = self._outside
         return True
 
-    def _piece(self, kind: Literal["open", "text", "close", "end"], field: str, end: int) -> Piece:
+    def _piece(
+        self, kind: Literal["open", "text", "close", "end"], field: str, end: int
+    ) -> RegionPiece:
         text = self._text[self._at : end]
         own = text if self._own_from <= self._at else text[self._own_from - self._at :]
         self._at = end
-        return Piece(kind, field, text, own)
+        return RegionPiece(kind, field, text, own)
 
     def _is_quoted(self) -> bool:
-        """Whether the mark that closes a call stands in a string of it. The parser, which takes it
-        for the end, is replaced."""
+        """Return whether the closing mark of a call stands in one of its strings. The parser, which
+        takes it for the end, is replaced."""
         quotes = self.field == CALLS and self._template.quoting and self._body.ends_in_string()
         parser = self._new_parser("") if quotes else None
         self._parser = parser or self._parser
         return parser is not None
 
     def _new_parser(self, held: str) -> ResponseParser | None:
-        """One that is as far as the other, with the same region open, and text that it holds; None
-        where that can't be had."""
+        """Return a parser in the same state, with the same open region and held text; None if that
+        is impossible."""
         parser = ResponseParser(self._template.template, prefix="")
         if self.field == self._outside:
             return None if parser.feed(held) else parser
         if self._template.looks_back:
             return None
         opened = {"type": "region_open", "field": self.field}
-        # Some marks need more behind them.
+        # Some marks need more text behind them.
         for filler in ("x", self._body.head(_LOOKED_AT_CHARS)):
             events = parser.feed(f"{self._mark}{filler}{held}")
             behind = events[events.index(opened) + 1 :] if opened in events else []

@@ -1,4 +1,4 @@
-"""What can be told of JSON schemas without an instance."""
+"""Static analysis of JSON schemas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WORDS = frozenset({"title", "description", "examples", "default", "deprecated",
 
 
 def without_words(schema: Any) -> Any:
-    """A schema without what it says to people, which may be most of it."""
+    """Return a schema without its annotations, which may be most of it."""
     if isinstance(schema, list):
         return [without_words(each) for each in schema]
     if not isinstance(schema, Mapping):
@@ -27,10 +27,10 @@ def without_words(schema: Any) -> Any:
 
 
 def moved(schema: Any, root: str) -> Any:
-    """A schema that becomes a part of another one, with its references.
+    """Return a schema as a part of another one, with its references.
 
     Args:
-        root: Where it will be, such as `#/properties/x`.
+        root: Its new path, such as `#/properties/x`.
     """
     if isinstance(schema, list):
         return [moved(each, root) for each in schema]
@@ -45,9 +45,10 @@ def moved(schema: Any, root: str) -> Any:
 
 
 def may_have(schema: Any, name: str, others: Collection[str]) -> bool:
-    """Whether an object anywhere in JSON of a schema may have a property beside one of some others.
+    """Return whether an object anywhere in JSON of a schema may have a property beside one of some
+    others.
 
-    True where that can't be told, as of what is no schema.
+    True if unknown, as for an invalid schema.
     """
     try:
         return _may_have(schema, name, others)
@@ -78,7 +79,7 @@ def _may_have(schema: Any, name: str, others: Collection[str]) -> bool:
 
 
 def _is_such(schema: Mapping[str, Any], name: str, others: Collection[str]) -> bool:
-    """The same of the objects themselves."""
+    """As `_may_have`, for the object itself."""
     if schema.get("additionalProperties") is not False or "patternProperties" in schema:
         return True
     properties = schema.get("properties", {})
@@ -86,7 +87,7 @@ def _is_such(schema: Mapping[str, Any], name: str, others: Collection[str]) -> b
 
 
 def _has(value: Any, name: str, others: Collection[str]) -> bool:
-    """The same of what is written."""
+    """As `_may_have`, for literal values."""
     if isinstance(value, Mapping):
         if name in value and any(other in value for other in others):
             return True

@@ -1,4 +1,4 @@
-"""Tools that a model may call, by whichever interface they were given."""
+"""Tools that a model may call, of any interface."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _no_arguments() -> dict[str, Any]:
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function of the caller's.
+    """A function of the client.
 
     Attributes:
         parameters: The schema of its arguments, an object.
@@ -25,7 +25,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool = False
 
     def as_templates_read(self) -> dict[str, Any]:
-        """The same in the form of OpenAI's, which chat templates are written for."""
+        """Return the tool in OpenAI's form, for chat templates."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -35,12 +35,12 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model may, or has to, call in one message.
+    """The tools that a model may, or has to, call in one message.
 
     Attributes:
-        tools: What there is to be called.
-        choice: Whether it calls none, as many as it likes, or at least one.
-        named: The only tool that it may call, and then has to; "" for any.
+        tools: The available tools.
+        choice: Whether it calls none, any number, or at least one.
+        named: The only tool, which has to be called; "" for any.
         parallel: Whether it may call several.
     """
 
@@ -51,5 +51,5 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def usable(self) -> tuple[Tool, ...]:
-        """Those that the model is told of; none where it may call none."""
+        """The tools for the prompt; none if no call is allowed."""
         return () if self.choice == "none" else self.tools

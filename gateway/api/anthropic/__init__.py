@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from ....config import Config
-from ...policy.routes import PolicyRoute
+from ...policy.chain import PolicyRoute
 from ...server.callers import Endpoint
-from ...serving.chat_templates import ChatTemplates
-from ...serving.served import ServedModels
-from ...serving.submissions import Submissions
-from ...serving.words import LazyWords
+from ...serving.services import Services
 from .errors import ERRORS, is_called, respond
 from .generate import MessageCalls
 from .models import model_routes
 
 
-def anthropic_routes(
-    config: Config,
-    words: LazyWords,
-    submissions: Submissions,
-    templates: ChatTemplates,
-    served: ServedModels,
-) -> list[PolicyRoute]:
-    """Its endpoints."""
-    calls = MessageCalls(submissions, config, words, templates, served)
+def anthropic_routes(services: Services) -> list[PolicyRoute]:
+    """Return the endpoints."""
+    calls = MessageCalls(services)
 
     def route(path: str, endpoint: Endpoint) -> PolicyRoute:
         return PolicyRoute(path, endpoint, needed="generate", methods=["POST"], middleware=[ERRORS])

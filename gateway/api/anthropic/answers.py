@@ -1,19 +1,95 @@
-"""From our outputs to Anthropic's messages, and to the events of a stream of one."""
+"""From our outputs to Anthropic's messages, and to the events of a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import assert_never
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, assert_never
+
+import msgspec
 
 from ....bus.public import Completion, CompletionChunk, CompletionSample, GenerateRequest, Usage
-from ...serving.message_parts import MessageParts
-from ...serving.stops import matched_stop
-from ...serving.words import Words
-from .content import Answer, ContentBlocks
+from ....text.messages import Delta, ToolCall
+from ...serving.message_parts import MessageParts, additions, joined
+from ...serving.words import Words, matched_stop
+
+Answer = dict[str, Any]
+Kind = Literal["reasoning", "text"]
 
 
-class Answers:
-    """Writes the answer to a request: whole, or event by event."""
+class ContentBlocks:
+    """The assistant's thinking, text and calls, in the order in which they were written.
+
+    Attributes:
+        blocks: The complete ones, as a whole message has them.
+    """
+
+    def __init__(self, *, shows_thinking: bool) -> None:
+        """`shows_thinking`: whether blocks of thinking have a text."""
+        self.blocks: list[Answer] = []
+        self._shows_thinking = shows_thinking
+        # The open block, and its texts.
+        self._kind: Kind | None = None
+        self._texts: list[str] = []
+
+    def add(self, deltas: Iterable[Delta]) -> list[Answer]:
+        """Add deltas; return their events. Adjacent additions to one block are one event."""
+        events: list[Answer] = []
+        for kind, text, _, call in joined(part for delta in deltas for part in additions(delta)):
+            if kind == "call":
+                assert call is not None
+                events += [*self._close(), *self._call(call)]
+                continue
+            if kind != self._kind:
+                events += [*self._close(), *self._begin(kind)]
+            if kind == "text" or self._shows_thinking:
+                name = "text" if kind == "text" else "thinking"
+                self._texts.append(text)
+                events.append(self._delta(f"{name}_delta", name, text))
+        return events
+
+    def end(self) -> list[Answer]:
+        """End the message. An empty message has one empty block of text."""
+        begun = self._kind is not None or self.blocks
+        return [*([] if begun else self._begin("text")), *self._close()]
+
+    def _begin(self, kind: Kind) -> Iterator[Answer]:
+        self._kind, self._texts = kind, []
+        yield self._event("start", content_block=self._block())
+
+    def _close(self) -> Iterator[Answer]:
+        """Close the open block."""
+        if self._kind is None:
+            return
+        if self._kind == "reasoning":
+            # Clients wait for a signature; none is checked here.
+            yield self._delta("signature_delta", "signature", "")
+        yield self._event("stop")
+        self.blocks.append(self._block())
+        self._kind = None
+
+    def _call(self, call: ToolCall) -> Iterator[Answer]:
+        block: Answer = {"type": "tool_use", "id": call.id, "name": call.name}
+        yield self._event("start", content_block=block | {"input": {}})
+        yield self._delta("input_json_delta", "partial_json", call.arguments)
+        yield self._event("stop")
+        # Verbatim, as in a stream, with numbers of any size.
+        self.blocks.append(block | {"input": msgspec.Raw(call.arguments.encode())})
+
+    def _block(self) -> Answer:
+        text = "".join(self._texts)
+        if self._kind == "text":
+            return {"type": "text", "text": text}
+        return {"type": "thinking", "thinking": text, "signature": ""}
+
+    def _delta(self, kind: str, name: str, text: str) -> Answer:
+        return self._event("delta", delta={"type": kind, name: text})
+
+    def _event(self, what: str, **fields: Any) -> Answer:
+        return {"type": f"content_block_{what}", "index": len(self.blocks), **fields}
+
+
+class MessageWriter:
+    """Writes the answer to a request: as a whole, or event by event."""
 
     def __init__(
         self,
@@ -26,9 +102,9 @@ class Answers:
         shows_thinking: bool,
     ) -> None:
         """Args:
-        parts: Reads the sample.
-        counts_thinking: Whether the usage says how many tokens were thought.
-        shows_thinking: Whether it is told what was.
+        parts: The reader of the sample.
+        counts_thinking: Whether the usage has the number of thinking tokens.
+        shows_thinking: Whether thinking is shown.
         """
         self._request = request
         self._model = model
@@ -39,7 +115,7 @@ class Answers:
         self._begun = self._pinged = False
 
     def whole(self, completion: Completion) -> Answer:
-        """The message in one piece."""
+        """Return the whole message."""
         self._rest(completion)
         usage = self._usage(completion.usage)
         return self._message(self._content.blocks, usage) | self._stop(completion)
@@ -47,19 +123,19 @@ class Answers:
     # --- events of a stream -------------------------------------------------------------------
 
     def add(self, chunks: Sequence[CompletionChunk]) -> list[Answer]:
-        """Takes what has come."""
+        """Add chunks of a stream; return its events."""
         deltas = [delta for chunk in chunks for delta in self._parts.add(chunk).deltas]
         return self._events(self._content.add(deltas))
 
     def end(self, completion: Completion) -> list[Answer]:
-        """Takes the end, and what was not told before."""
+        """Add the end, with what did not come in chunks; return the last events."""
         events = self._events(self._rest(completion))
         usage = self._usage(completion.usage)
         delta = {"type": "message_delta", "delta": self._stop(completion), "usage": usage}
         return [*events, delta, {"type": "message_stop"}]
 
     def _events(self, of_content: list[Answer]) -> list[Answer]:
-        """These, behind the beginning; Anthropic's streams have a ping early on."""
+        """Return events behind the beginning; Anthropic's streams have a ping early on."""
         if self._pinged:
             return of_content
         events = [] if self._begun else [self._start()]
@@ -70,7 +146,7 @@ class Answers:
         return events + of_content
 
     def _start(self) -> Answer:
-        """How many tokens of the prompt were cached, nobody knows yet."""
+        """The number of cached tokens is not known yet."""
         prompt = len(self._request.prompt_token_ids or ())
         message = self._message([], _usage(Usage(prompt_tokens=prompt)))
         return {"type": "message_start", "message": message}
@@ -113,7 +189,7 @@ class Answers:
             case "length":
                 return "max_tokens", None
             case "abort":
-                # Somebody ended it; what it has may be sent back to be continued.
+                # Aborted; clients may send it back to be continued.
                 return "pause_turn", None
             case "content_filter":
                 return "refusal", None
@@ -122,7 +198,7 @@ class Answers:
 
 
 def _usage(usage: Usage) -> Answer:
-    """Each token of the prompt counts once: as read from the cache, or as input."""
+    """Each token of the prompt counts once: as cached, or as input."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""The bodies of calls, as far as their fields count."""
+"""The bodies of calls: the fields that count, and those that are known and don't."""
 
 from __future__ import annotations
 
@@ -7,33 +7,75 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from ....config import Int64
-from ...serving.fields import EMPTY, Refused
+from ...serving.fields import EMPTY, RefusedField
 from ...serving.sampling_fields import ANTHROPIC
+from ...serving.tools import DirectCaller
 
 Role = Literal["user", "assistant", "system"]
 Blocks = list[dict[str, Any]]
 
+_CACHE_MARK = frozenset({"cache_control"})
+_ONE_SPEED = "there is one; `priority` says more"
 
-_WHOLE = Refused("prompts are taken whole")
+
+class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool of the caller's."""
+
+    HARMLESS: ClassVar = _CACHE_MARK | {"eager_input_streaming"}
+
+    name: str
+    input_schema: dict[str, Any]
+    type: Literal["custom"] = "custom"
+    description: str = ""
+    strict: bool = False
+    allowed_callers: list[Literal["direct"]] = []
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """Which tools may, or have to, be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the model thinks before it answers.
+
+    Attributes:
+        budget_tokens: Most tokens of thinking; None for no limit.
+        display: Whether the answer has the text of thinking, or empty blocks.
+    """
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Int64 | None = None
+    display: Literal["summarized", "omitted"] = "summarized"
+
+
+class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The format of the answer, and the effort."""
+
+    format: dict[str, Any] = {}
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class CountBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`/v1/messages/count_tokens`: the fields that a prompt is made of."""
+    """`/v1/messages/count_tokens`: the fields of which a prompt is made."""
 
-    HARMLESS: ClassVar = frozenset({"cache_control", "output_format"})
+    HARMLESS: ClassVar = _CACHE_MARK | {"output_format"}
     REFUSED: ClassVar = {
-        "context_management": _WHOLE,
-        "mcp_servers": Refused("nothing is called from here"),
-        "speed": Refused("there is one; `priority` says more", (*EMPTY, "standard")),
+        "context_management": RefusedField("prompts are taken whole"),
+        "mcp_servers": RefusedField("nothing is called from here"),
+        "speed": RefusedField(_ONE_SPEED, (*EMPTY, "standard")),
     }
 
     model: str = ""
     messages: list[dict[str, Any]] | None = None
     system: str | Blocks | None = None
     tools: list[dict[str, Any]] = []
-    tool_choice: dict[str, Any] = {}
-    thinking: dict[str, Any] = {}
-    output_config: dict[str, Any] = {}
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
     chat_template_kwargs: dict[str, Any] = {}
 
 
@@ -41,28 +83,26 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     """`/v1/messages`."""
 
     SAMPLING: ClassVar = ANTHROPIC
-    HARMLESS: ClassVar = frozenset({"cache_control", "metadata"})
+    HARMLESS: ClassVar = _CACHE_MARK | {"metadata"}
     REFUSED: ClassVar = CountBody.REFUSED | {
-        "container": Refused("nothing is executed"),
-        "diagnostics": Refused("nothing is compared with former calls"),
-        "inference_geo": Refused("it runs where it runs"),
-        "service_tier": Refused(
-            "there is one; `priority` says more", (*EMPTY, "auto", "standard_only")
-        ),
-        "thread": Refused("conversations are sent whole, and none is kept"),
+        "container": RefusedField("nothing is executed"),
+        "diagnostics": RefusedField("nothing is compared with former calls"),
+        "inference_geo": RefusedField("it runs where it runs"),
+        "service_tier": RefusedField(_ONE_SPEED, (*EMPTY, "auto", "standard_only")),
+        "thread": RefusedField("conversations are sent whole, and none is kept"),
     }
 
     max_tokens: Int64 | None = None
-    stream: bool = False
     stop_sequences: list[str] = []
+    stream: bool = False
     priority: Int64 = 0
     budget_ms: float | None = None
     cache_salt: str = ""
     output_format: dict[str, Any] = {}
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """One message; its content is looked at by itself."""
+class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """A message."""
 
     role: Role
     content: str | Blocks
@@ -71,14 +111,14 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 class TextBlock(msgspec.Struct, frozen=True, kw_only=True):
     """A block of text."""
 
+    HARMLESS: ClassVar = _CACHE_MARK
+
     type: Literal["text"]
     text: str
-    # Harmless: prefixes are cached without it.
-    cache_control: dict[str, Any] | None = None
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """What the assistant thought. Anybody may have written it, so its signature says nothing."""
+    """The assistant's thinking. The signature is ignored: clients may write such blocks."""
 
     type: Literal["thinking"]
     thinking: str
@@ -86,34 +126,30 @@ class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RedactedThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """The same, in a form that only Anthropic reads."""
+    """Thinking in a form that only Anthropic reads."""
 
     type: Literal["redacted_thinking"]
     data: str = ""
 
 
-class DirectCaller(msgspec.Struct, frozen=True, kw_only=True):
-    """The model itself, and no program of its."""
-
-    type: Literal["direct"]
-
-
 class ToolUseBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a tool."""
+    """A tool call."""
+
+    HARMLESS: ClassVar = _CACHE_MARK
 
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
     caller: DirectCaller | None = None
-    cache_control: dict[str, Any] | None = None
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one."""
+    """The result of a tool call."""
+
+    HARMLESS: ClassVar = _CACHE_MARK
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Blocks = ""
     is_error: bool = False
-    cache_control: dict[str, Any] | None = None

@@ -16,7 +16,7 @@ from ....config import NanoInferenceError
 from ...server.http import JsonResponse, answer_failure, call_id_of, error_headers, status_of
 
 PATH = "/v1/messages"
-"""Below it are all endpoints."""
+"""The path of all endpoints."""
 
 _TYPES = {
     401: "authentication_error",
@@ -29,22 +29,22 @@ _TYPES = {
 }
 
 MODELS = "/v1/models"
-"""So are it and what is below it, for calls with the header of Anthropic's clients."""
+"""Also an endpoint, with the paths below, for calls with the header of Anthropic's clients."""
 
 VERSION_HEADER = "Anthropic-Version"
 
-# Where Anthropic's clients look for it.
+# Anthropic's clients read it.
 _REQUEST_ID = "Request-Id"
 
-# Anthropic's library asks for a conversation to be kept, and goes on without when it is told so.
+# Anthropic's library asks for a stored conversation, and goes on without after this refusal.
 _THREAD = "thread"
 
-# Another than that of the gateway's other interfaces.
+# Statuses that differ from the gateway's other interfaces.
 _STATUS = {"unknown_model": 404}
 
 
 def error_event(error: NanoInferenceError, call_id: str) -> dict[str, Any]:
-    """An error, in a body or as an event. What the gateway knows beyond Anthropic stands within."""
+    """Return an error, as a body or an event, with our code and param in addition."""
     status = _status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     param: str | None = getattr(error, "param", None)
@@ -59,35 +59,35 @@ def error_event(error: NanoInferenceError, call_id: str) -> dict[str, Any]:
 
 
 def is_called(scope: Scope) -> bool:
-    """Whether a call is of this interface, be there such an endpoint or not."""
+    """Return whether a call is for this interface, even without such an endpoint."""
     path: str = scope.get("path", "")
     of_models = path == MODELS or path.startswith(f"{MODELS}/")
     return path == PATH or path.startswith(f"{PATH}/") or (of_models and has_version(scope))
 
 
 def has_version(scope: Scope) -> bool:
-    """Whether a call says which version of Anthropic's interface it is for."""
+    """Return whether a call has the version header of Anthropic's clients."""
     return VERSION_HEADER in Headers(scope=scope)
 
 
 def respond(scope: Scope, error: NanoInferenceError) -> Response:
-    """The answer to a call that has an error."""
+    """Return the answer for an error."""
     call_id = call_id_of(scope)
     body = error_event(error, call_id)
     return _named(call_id, JsonResponse(body, _status_of(error), error_headers(error)))
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """The answer to whatever an endpoint raised."""
+    """Return the answer for anything that an endpoint raised."""
     return named(request, answer_failure(request, error, partial(respond, request.scope)))
 
 
 ERRORS = Middleware(ExceptionMiddleware, handlers={Exception: answer_error})
-"""Errors have a shape of their own, those of a stream that has not begun included."""
+"""Errors in Anthropic's form, also those of a stream that has not begun."""
 
 
 def named(request: Request, response: Response) -> Response:
-    """An answer that says what logs call it."""
+    """Add the call's id in the logs to an answer."""
     return _named(call_id_of(request.scope), response)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -13,38 +12,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....bus.public import CompletionChunk, GenerateRequest
-from ....config import Config, NanoInferenceError
+from ....config import NanoInferenceError
 from ...policy.caller import caller_of
 from ...server.http import (
-    CLIENT_LEFT,
     EventStream,
     JsonResponse,
     SendEvent,
-    answer_while_connected,
     call_id_of,
     read_object,
     while_connected,
 )
-from ...serving.chat_templates import ChatTemplates
 from ...serving.fields import Body, adapter_of, read_part
 from ...serving.message_parts import MessageParts
-from ...serving.origin import Origin, origin_of
+from ...serving.origin import Origin, origin_of, tenant_of
 from ...serving.prepared import Prepared, of_tools, prepare
 from ...serving.samples import complete_sample, stream_sample
-from ...serving.served import ServedModels
-from ...serving.submissions import Submissions
-from ...serving.tenants import tenant_of
-from ...serving.words import LazyWords
-from .answers import Answers
+from ...serving.services import Services
+from .answers import Answer, MessageWriter
 from .bodies import CountBody, MessagesBody
-from .content import Answer
 from .errors import error_event, named
 from .messages import conversation_of
-from .requests import check_version, read_messages, request_of, sampling_of
-from .thinking import thinking_of
-from .tools import use_of
-
-T = TypeVar("T")
+from .requests import budget_of, check_version, read_messages, request_of, sampling_of, use_of
 
 # Where nothing else is to be said.
 _PING = b'event: ping\ndata: {"type":"ping"}'
@@ -53,92 +41,76 @@ _PING = b'event: ping\ndata: {"type":"ping"}'
 class MessageCalls:
     """The endpoints."""
 
-    def __init__(
-        self,
-        submissions: Submissions,
-        config: Config,
-        words: LazyWords,
-        templates: ChatTemplates,
-        served: ServedModels,
-    ) -> None:
-        self._submissions = submissions
-        self._config = config
-        self._words = words
-        self._templates = templates
-        self._served = served
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     async def count_tokens(self, request: Request) -> Response:
         check_version(request)
-        body = await read_object(request, self._config.gateway.max_body_bytes)
+        services, body = self._services, await self._body(request)
         fields = read_part(body, CountBody)
-        await self._served.check(fields.model, caller_of(request))
+        await services.served.check(fields.model, caller_of(request))
         conversation = replace(conversation_of(fields), tools=use_of(fields).usable)
-        render = partial(self._templates.render, conversation, tenant_of(request))
-        rendered = await _while_there(request, render)
-        if rendered is None:
-            return Response(status_code=CLIENT_LEFT)
+        render = partial(services.templates.render, conversation, tenant_of(request))
+        rendered = await while_connected(request.receive, render)
         return named(request, JsonResponse({"input_tokens": len(rendered.token_ids)}))
 
     async def messages(self, request: Request) -> Response:
         check_version(request)
-        tenant = tenant_of(request)
-        body = await read_object(request, self._config.gateway.max_body_bytes)
-        # Whatever else may be wrong: nobody looks for a field when the model is another.
+        services, body = self._services, await self._body(request)
+        # First of all: with another model no field matters.
         if isinstance(model := body.get("model"), str):
-            await self._served.check(model, caller_of(request))
+            await services.served.check(model, caller_of(request))
         fields = read_messages(body)
-        prepared = await _while_there(request, partial(self._prepared, body, fields, tenant))
-        if prepared is None:
-            return Response(status_code=CLIENT_LEFT)
-        asked = request_of(fields, prepared, tenant, self._config)
-        self._submissions.check_size(asked, await self._submissions.length.get())
-        self._submissions.check_encoded(asked)
-        origin = origin_of(request, tenant, fields.budget_ms, fields.model)
-        self._submissions.check_priority(origin.caller, asked)
-        answers = await self._answers(asked, fields, prepared)
-        if fields.stream:
-            return named(request, self._streamed(request, origin, asked, answers, prepared))
-
-        async def work() -> Response:
-            with _of_tools(prepared):
-                completion = await complete_sample(self._submissions, origin, asked)
-            return JsonResponse(answers.whole(completion))
-
-        return named(request, await answer_while_connected(request, work))
-
-    async def _prepared(self, body: Body, fields: MessagesBody, tenant: str) -> Prepared:
-        """A body as it is submitted."""
-        thinking = thinking_of(fields)
-        return await prepare(
-            self._templates,
-            self._words,
+        prepared = await prepare(
+            request,
+            services,
             conversation_of(fields),
             use_of(fields),
             sampling_of(body, fields),
-            tenant,
-            reasoning_budget=None if thinking is None else thinking.budget_tokens,
+            reasoning_budget=budget_of(fields),
             budget_param="thinking.budget_tokens",
         )
+        tenant = tenant_of(request)
+        asked = request_of(fields, prepared, tenant, services.config)
+        services.submissions.check_size(asked, await services.length.get())
+        services.submissions.check_encoded(asked)
+        origin = origin_of(request, tenant, fields.budget_ms, fields.model)
+        services.submissions.check_priority(origin.caller, asked)
+        writer = await self._writer(asked, fields, prepared)
+        if fields.stream:
+            return named(request, self._streamed(request, origin, asked, writer, prepared))
 
-    async def _answers(
+        async def work() -> Response:
+            with _of_tools(prepared):
+                completion = await complete_sample(services.submissions, origin, asked)
+            return JsonResponse(writer.whole(completion))
+
+        return named(request, await while_connected(request.receive, work))
+
+    async def _body(self, request: Request) -> Body:
+        return await read_object(request, self._services.config.gateway.max_body_bytes)
+
+    async def _writer(
         self, asked: GenerateRequest, fields: MessagesBody, prepared: Prepared
-    ) -> Answers:
-        words, reading = await self._words.required(), prepared.reading
-        thinking = thinking_of(fields)
-        return Answers(
-            asked,
-            adapter_of(fields.model, self._config) or self._config.engine.model_name,
+    ) -> MessageWriter:
+        services, reading = self._services, prepared.reading
+        words = await services.words.required()
+        thinking = fields.thinking
+        parts = MessageParts(
             words,
-            MessageParts(
-                words,
-                asked.sampling,
-                prepared.form,
-                reading,
-                # What the ids of calls are made of.
-                f"{asked.request_id}/0",
-                records=False,
-                measures=self._submissions.measures,
-            ),
+            asked.sampling,
+            prepared.form,
+            reading,
+            # The ids of calls are made of it.
+            f"{asked.request_id}/0",
+            records=False,
+            measures=services.measures,
+        )
+        return MessageWriter(
+            asked,
+            adapter_of(fields.model, services.config) or services.config.engine.model_name,
+            words,
+            parts,
             counts_thinking=reading is not None and reading.separates_reasoning,
             shows_thinking=thinking is None or thinking.display != "omitted",
         )
@@ -148,47 +120,37 @@ class MessageCalls:
         request: Request,
         origin: Origin,
         asked: GenerateRequest,
-        answers: Answers,
+        writer: MessageWriter,
         prepared: Prepared,
     ) -> Response:
+        submissions = self._services.submissions
+
         async def produce(send: SendEvent) -> None:
             async def tell(events: list[Answer]) -> None:
                 for event in events:
                     await send(msgspec.json.encode(event), name=event["type"])
 
             async def take(chunks: Sequence[CompletionChunk]) -> None:
-                await tell(answers.add(chunks))
+                await tell(writer.add(chunks))
 
             try:
                 with _of_tools(prepared):
-                    completion = await stream_sample(self._submissions, origin, asked, take)
+                    completion = await stream_sample(submissions, origin, asked, take)
             except NanoInferenceError as error:
                 if not stream.committed:
                     raise
                 await tell([error_event(error, call_id_of(request.scope))])
                 return
-            await tell(answers.end(completion))
+            await tell(writer.end(completion))
 
-        stream = EventStream(produce, self._config.gateway.comment_s, _PING)
+        stream = EventStream(produce, self._services.config.gateway.comment_s, _PING)
         return stream
 
 
 @contextmanager
 def _of_tools(prepared: Prepared) -> Iterator[None]:
-    """Within it, an error about what was made of tools says so."""
+    """Within it, errors of a constraint made of tools are about the tools."""
     try:
         yield
     except NanoInferenceError as error:
         raise of_tools(error, prepared.reading) from None
-
-
-async def _while_there(request: Request, work: Callable[[], Awaitable[T]]) -> T | None:
-    """What comes of something that may have to wait for other templates; None when the client has
-    gone meanwhile."""
-    found: list[T] = []
-
-    async def do() -> None:
-        found.append(await work())
-
-    await while_connected(request.receive, do)
-    return found[0] if found else None

@@ -10,9 +10,9 @@ from ...server.http import FieldError
 from ...serving.chat_templates import Conversation, Turn
 from ...serving.fields import read_part
 from .bodies import (
+    AnthropicMessage,
     Blocks,
     CountBody,
-    Message,
     RedactedThinkingBlock,
     Role,
     TextBlock,
@@ -20,7 +20,7 @@ from .bodies import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from .thinking import reasoning_of
+from .requests import check_thinking, reasoning_of
 
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
@@ -36,43 +36,54 @@ _BLOCKS: dict[Role, dict[str, type[Block]]] = {
         "redacted_thinking": RedactedThinkingBlock,
     },
 }
-"""What the messages of each side may hold."""
+"""The blocks that messages of each role may hold."""
 
 
 class _Placed(NamedTuple):
-    """A block, and where it stands in the body."""
+    """A block, with its path in the body."""
 
     block: Block
     where: str
 
 
 class _Said(NamedTuple):
-    """What one side says, in messages that follow each other."""
+    """Adjacent messages of one role."""
 
     role: Role
     blocks: list[_Placed]
 
 
+OpenCalls = dict[str, tuple[str, str]]
+"""Tool calls without a result, by id: the tool's name, and the call's path in the body."""
+
+
 def conversation_of(body: CountBody) -> Conversation:
-    """What the template is given, but for tools.
+    """Return the conversation for the chat template, without tools.
 
     Raises:
-        FieldError: A message is none, holds what is not text, or calls tools without results; or
-            the thinking that is asked for can't be had.
+        FieldError: A message is invalid, holds no text, or calls tools without results; or the
+            thinking is invalid.
     """
+    check_thinking(body)
     if not body.messages:
         raise FieldError("messages is empty; give at least one", param="messages")
     turns: list[Turn] = []
     if body.system:
         turns.append({"role": "system", "content": _text(body.system, "system")})
-    calls = _OpenCalls()
-    for said in _sides(body.messages):
+    calls: OpenCalls = {}
+    for said in _joined(body.messages):
         if said.role == "user":
             turns += _results(said, calls)
+        if said.role != "system":
+            _check_answered(calls)
         turns += _turns(said)
-        if said.role == "assistant":
-            calls.add(said)
-    calls.check()
+        for block, where in said.blocks:
+            if isinstance(block, ToolUseBlock):
+                if block.id in calls:
+                    param = f"{where}.id"
+                    raise FieldError(f"{param} is that of another tool_use", param=param)
+                calls[block.id] = block.name, where
+    _check_answered(calls)
     continued = turns[-1]["role"] == "assistant"
     if continued and not turns[-1]["content"]:
         where = f"messages[{len(body.messages) - 1}].content"
@@ -81,7 +92,7 @@ def conversation_of(body: CountBody) -> Conversation:
             "leave it out",
             param=where,
         )
-    if continued and body.thinking.get("type") == "enabled":
+    if continued and body.thinking is not None and body.thinking.type == "enabled":
         raise FieldError(
             "thinking is enabled, and the assistant's last message, which is continued, has begun "
             "its text; leave one of them out",
@@ -96,61 +107,30 @@ def conversation_of(body: CountBody) -> Conversation:
     )
 
 
-class _OpenCalls:
-    """Calls of tools that have no result yet. Each has one before anything else is said."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-        self._places: dict[str, str] = {}
-
-    def add(self, said: _Said) -> None:
-        """Those of the assistant's message."""
-        self.check()
-        for block, where in said.blocks:
-            if isinstance(block, ToolUseBlock):
-                if block.id in self._names:
-                    param = f"{where}.id"
-                    raise FieldError(f"{param} is that of another tool_use", param=param)
-                self._names[block.id], self._places[block.id] = block.name, where
-
-    def take(self, call_id: str, where: str) -> str:
-        """The name of the tool whose result has come."""
-        if call_id not in self._names:
-            raise FieldError(
-                f"{where} is {shown(call_id)}, and the assistant's message before has no tool_use "
-                "of that id without a result",
-                param=where,
-            )
-        return self._names.pop(call_id)
-
-    def check(self) -> None:
-        """Raises FieldError when one is left."""
-        if self._names:
-            where = self._places[next(iter(self._names))]
-            raise FieldError(
-                f"{where}: the message after a tool_use has its tool_result; there is none",
-                param=where,
-            )
+def _check_answered(calls: OpenCalls) -> None:
+    """Raises FieldError: a call has no result."""
+    for _, where in calls.values():
+        raise FieldError(
+            f"{where}: the message after a tool_use has its tool_result; there is none",
+            param=where,
+        )
 
 
-def _sides(messages: Blocks) -> Iterator[_Said]:
-    """Messages of one side that follow each other are one."""
-    last: _Said | None = None
+def _joined(messages: Blocks) -> list[_Said]:
+    """Join adjacent messages of one role."""
+    joined: list[_Said] = []
     for place, given in enumerate(messages):
         where = f"messages[{place}]"
-        message = read_part(given, Message, where)
+        message = read_part(given, AnthropicMessage, where)
         blocks = list(_blocks(message, f"{where}.content"))
-        if last is not None and last.role == message.role != "system":
-            last.blocks.extend(blocks)
-            continue
-        if last is not None:
-            yield last
-        last = _Said(message.role, blocks)
-    if last is not None:
-        yield last
+        if joined and joined[-1].role == message.role != "system":
+            joined[-1].blocks.extend(blocks)
+        else:
+            joined.append(_Said(message.role, blocks))
+    return joined
 
 
-def _blocks(message: Message, where: str) -> Iterator[_Placed]:
+def _blocks(message: AnthropicMessage, where: str) -> Iterator[_Placed]:
     if isinstance(message.content, str):
         yield _Placed(TextBlock(type="text", text=message.content), where)
         return
@@ -180,39 +160,47 @@ def _unsupported(kind: object, where: str) -> FieldError:
     )
 
 
-def _results(said: _Said, calls: _OpenCalls) -> list[Turn]:
-    """A turn for each call's result. They stand before what the user says himself."""
+def _results(said: _Said, calls: OpenCalls) -> list[Turn]:
+    """Return a turn for each result, and close its call. They stand before the user's own text."""
     turns: list[Turn] = []
     for block, where in said.blocks:
-        if isinstance(block, ToolResultBlock):
-            name = calls.take(block.tool_use_id, f"{where}.tool_use_id")
-            text = _text(block.content, f"{where}.content")
-            if block.is_error and not text.lower().startswith("error"):
-                # Templates have no other way to say it.
-                text = f"Error: {text}" if text else "Error"
-            turns.append(
-                {"role": "tool", "content": text, "tool_call_id": block.tool_use_id, "name": name}
+        if not isinstance(block, ToolResultBlock):
+            continue
+        param, call_id = f"{where}.tool_use_id", block.tool_use_id
+        if call_id not in calls:
+            raise FieldError(
+                f"{param} is {shown(call_id)}, and the assistant's message before has no tool_use "
+                "of that id without a result",
+                param=param,
             )
-    calls.check()
+        name, _ = calls.pop(call_id)
+        text = _text(block.content, f"{where}.content")
+        if block.is_error and not text.lower().startswith("error"):
+            # Templates have no field for errors.
+            text = f"Error: {text}" if text else "Error"
+        turns.append({"role": "tool", "content": text, "tool_call_id": call_id, "name": name})
     return turns
 
 
 def _turns(said: _Said) -> list[Turn]:
-    """What is said in text, thought and called: one turn, or none where there are only results."""
+    """Return the turn of text, thinking and calls; none where there are only results."""
     blocks = [placed.block for placed in said.blocks]
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-    calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": block.input},
+        }
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
     if not texts and any(isinstance(block, ToolResultBlock) for block in blocks):
         return []
     optional = {"reasoning_content": "\n".join(thoughts), "tool_calls": calls}
     turn: Turn = {"role": said.role, "content": "\n".join(texts)}
     return [turn | {name: value for name, value in optional.items() if value}]
-
-
-def _call(block: ToolUseBlock) -> dict[str, Any]:
-    function = {"name": block.name, "arguments": block.input}
-    return {"id": block.id, "type": "function", "function": function}
 
 
 def _text(content: str | Blocks, where: str) -> str:

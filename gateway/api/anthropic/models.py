@@ -15,17 +15,17 @@ from starlette.types import Scope
 
 from ....config import shown
 from ...policy.caller import Caller, caller_of
-from ...policy.routes import PolicyRoute
+from ...policy.chain import PolicyRoute
 from ...server.http import FieldError, JsonResponse, convert
 from .errors import ERRORS, MODELS, has_version, named
 from .requests import check_version
 
 Card = dict[str, Any]
-"""What OpenAI's clients are told of a model: its `id`, when it was `created`, `max_model_len`."""
+"""A model's card in OpenAI's form, with `id`, `created` and `max_model_len`."""
 
 
 class _Page(msgspec.Struct, frozen=True):
-    """What a query asks for; Anthropic's default and limit."""
+    """The page of a query; Anthropic's default and limit."""
 
     limit: Annotated[int, Meta(ge=1, le=1000)] = 20
     after_id: str = ""
@@ -33,7 +33,7 @@ class _Page(msgspec.Struct, frozen=True):
 
 
 class _ModelRoute(PolicyRoute):
-    """Takes calls of Anthropic's clients; others have this path in OpenAI's interface."""
+    """A route for Anthropic's clients. For others the path belongs to OpenAI's interface."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         return super().matches(scope) if has_version(scope) else (Match.NONE, {})
@@ -43,11 +43,11 @@ def model_routes(
     cards: Callable[[Caller], Awaitable[list[Card]]],
     card: Callable[[Request], Awaitable[Card]],
 ) -> list[PolicyRoute]:
-    """The endpoints, which stand before those of OpenAI.
+    """Return the endpoints, which stand before those of OpenAI.
 
     Args:
-        cards: Returns those of all models that a caller may use.
-        card: Returns that of the model in a call's path.
+        cards: Returns the cards of all models that a caller may use.
+        card: Returns the card of the model in a call's path.
     """
 
     async def listed(request: Request) -> Response:
@@ -75,10 +75,10 @@ def _read_page(request: Request) -> _Page:
 
 
 def _listed(cards: Sequence[Card], page: _Page) -> dict[str, Any]:
-    """A page of models.
+    """Return a page of models.
 
     Raises:
-        FieldError: It is to begin behind a model, or to end before one, that is not there.
+        FieldError: The page's first or last model does not exist.
     """
     ids = [card["id"] for card in cards]
     if page.after_id and page.before_id:

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import uuid
+from typing import Any
 
 from starlette.requests import Request
 
 from ....bus.public import GenerateRequest
 from ....config import Config, Constraint, SamplingParams, shown
+from ....text.messages import Tool, ToolUse
 from ...server.http import FieldError
+from ...serving.chat_templates import Reasoning
 from ...serving.constraints import of_text_format, the_one
 from ...serving.fields import Body, adapter_of, engine_priority, read_part
 from ...serving.prepared import Prepared
 from ...serving.sampling_fields import ANTHROPIC, read_sampling
-from .bodies import MessagesBody
+from ...serving.tools import tool_of, tool_use_of, tools_of, with_named
+from .bodies import CountBody, CustomTool, MessagesBody
 from .errors import VERSION_HEADER
-from .thinking import output_config_of, thinking_of
 
 _VERSIONS = ("2023-06-01", "2026-10-21")
 
 
 def check_version(request: Request) -> None:
-    """The interface's version. The newer ones differ in what they refuse, which is taken here.
+    """Check the interface's version. They differ only in what Anthropic refuses.
 
     Raises:
-        FieldError: It is another.
+        FieldError: Unknown version.
     """
     version = request.headers.get(VERSION_HEADER)
     if version not in (None, *_VERSIONS):
@@ -36,7 +39,7 @@ def check_version(request: Request) -> None:
 
 
 def read_messages(body: Body) -> MessagesBody:
-    """A body of `/v1/messages`.
+    """Read a body of `/v1/messages`.
 
     Raises:
         RequestError: A field can't be obeyed.
@@ -46,8 +49,8 @@ def read_messages(body: Body) -> MessagesBody:
         raise FieldError(
             "max_tokens is missing; say how many tokens the answer may have", param="max_tokens"
         )
-    thinking = thinking_of(fields)
-    if thinking is not None and (thinking.budget_tokens or 0) >= fields.max_tokens:
+    check_thinking(fields)
+    if (budget_of(fields) or 0) >= fields.max_tokens:
         raise FieldError(
             "thinking.budget_tokens must be less than max_tokens, of which they are a part",
             param="thinking.budget_tokens",
@@ -55,10 +58,80 @@ def read_messages(body: Body) -> MessagesBody:
     return fields
 
 
+def check_thinking(fields: CountBody) -> None:
+    """Raises FieldError: the thinking budget is missing, too small, or has no effect."""
+    if (thinking := fields.thinking) is None:
+        return
+    param, budget, enabled = "thinking.budget_tokens", budget_of(fields), thinking.type == "enabled"
+    why = ""
+    if enabled and budget is None:
+        why = "is missing; say how many tokens it may have"
+    elif not enabled and budget is not None:
+        why = "takes thinking.type 'enabled'"
+    elif budget is not None and budget < 1:
+        why = "must be at least 1; or have thinking disabled"
+    if why:
+        raise FieldError(f"{param} {why}", param=param)
+
+
+def budget_of(fields: CountBody) -> int | None:
+    """Return the thinking budget in tokens; None for no limit."""
+    return None if fields.thinking is None else fields.thinking.budget_tokens
+
+
+def reasoning_of(fields: CountBody) -> Reasoning | None:
+    """Return the reasoning for the chat template; None leaves it to the template."""
+    thinking, effort = fields.thinking, fields.output_config.effort
+    if thinking is None and effort is None:
+        return None
+    return Reasoning(
+        on=None if thinking is None else thinking.type != "disabled",
+        effort=effort,
+        on_param="thinking",
+        effort_param="output_config.effort",
+    )
+
+
+def use_of(body: CountBody) -> ToolUse:
+    """Read which tools the model may, or has to, call.
+
+    Raises:
+        FieldError: A tool or the choice is invalid.
+    """
+    tools = tools_of(
+        [
+            (f"tools[{place}]", _tool(tool, f"tools[{place}]"))
+            for place, tool in enumerate(body.tools)
+        ],
+        schema="input_schema",
+    )
+    choice = body.tool_choice
+    if choice is None:
+        return ToolUse(tools=tools)
+    parallel = not choice.disable_parallel_tool_use
+    if choice.type == "auto" or choice.type == "none":
+        return tool_use_of(tools, choice.type, parallel=parallel)
+    use = tool_use_of(tools, "required", parallel=parallel)
+    return use if choice.type == "any" else with_named(use, choice.name, "tool_choice.name")
+
+
+def _tool(given: dict[str, Any], where: str) -> Tool:
+    kind = given.get("type")
+    if kind not in (None, "custom"):
+        raise FieldError(
+            f"{where}: a tool of type {shown(kind)} is not supported here; give tools of your own, "
+            "with a name and an input_schema",
+            param=where,
+            code="unsupported",
+        )
+    found = read_part(given, CustomTool, where)
+    return tool_of(found.name, found.description, found.input_schema, found.strict)
+
+
 def request_of(
     fields: MessagesBody, prepared: Prepared, tenant: str, config: Config
 ) -> GenerateRequest:
-    """What is submitted for a prompt."""
+    """Return the request to submit."""
     return GenerateRequest(
         request_id=f"msg_{uuid.uuid4().hex}",
         prompt_token_ids=prepared.token_ids,
@@ -81,10 +154,8 @@ def sampling_of(body: Body, fields: MessagesBody) -> SamplingParams:
 
 
 def _constraint(fields: MessagesBody) -> Constraint | None:
-    """By `output_config`, or `output_format` as it was called before."""
-    form = output_config_of(fields).format
-    found = {}
-    for name, given in (("output_config.format", form), ("output_format", fields.output_format)):
-        if given:
-            found[name] = of_text_format(given, name)
-    return the_one(found)
+    formats = {
+        "output_config.format": fields.output_config.format,
+        "output_format": fields.output_format,  # its older name
+    }
+    return the_one({name: of_text_format(each, name) for name, each in formats.items() if each})

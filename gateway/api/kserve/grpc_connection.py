@@ -20,8 +20,8 @@ from ....kserve.parameters import CODE_KEY
 from ....kserve.protobuf import Method, ModelInferRequest
 from ...server.http import error_headers, status_of
 from ...server.limits import Overloaded
-from ...serving.budgets import HEADER as BUDGET_HEADER
 from ...serving.measures import Reason
+from ...serving.origin import BUDGET_HEADER
 
 LEAST_BYTES_PER_S = 1 << 16
 """Beyond the configured time, a message may take as long as its bytes take at this speed. gRPC

@@ -28,16 +28,15 @@ from ....kserve.protobuf import METHODS, SERVICE, Method
 from ....kserve.tensors import InferRequest, InferResponse
 from ...policy.caller import ROUTE
 from ...policy.chain import PolicyChain
-from ...policy.scopes import Needed
+from ...policy.document import Needed
 from ...server.calls import CALL_HEADER, ObservedCall
-from ...server.connection_limits import ConnectionLimits
 from ...server.connections import LINGER_S
 from ...server.http import DEFAULT_RETRY_S, ERROR_CODE, EngineError, call_id_of
+from ...server.limits import ConnectionLimits
 from ...server.server import HttpServer
 from ...server.tls import Certificates
-from ...serving.origin import Origin, origin_of
-from ...serving.readiness import Readiness
-from ...serving.tenants import tenant_of
+from ...serving.lane_state import Readiness
+from ...serving.origin import Origin, origin_of, tenant_of
 from .grpc_connection import (
     GrpcConnection,
     GrpcFailure,

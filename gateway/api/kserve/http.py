@@ -32,26 +32,25 @@ from ....kserve.tensors import (
     TensorSpec,
 )
 from ...policy.caller import caller_of
-from ...policy.routes import PolicyRoute
-from ...policy.scopes import Needed
+from ...policy.chain import PolicyRoute
+from ...policy.document import Needed
 from ...server.callers import Endpoint
 from ...server.http import (
     EventStream,
     FieldError,
     JsonResponse,
     SendEvent,
-    answer_while_connected,
     check_containers,
     error_headers,
     read_body,
     read_object,
     status_of,
+    while_connected,
 )
 from ...server.limits import hold
 from ...serving.fields import read_part
-from ...serving.origin import Origin, origin_of
-from ...serving.readiness import Readiness
-from ...serving.tenants import tenant_of
+from ...serving.lane_state import Readiness
+from ...serving.origin import Origin, origin_of, tenant_of
 from .compression import coding_of, compress, decompressed, wanted_coding
 from .operations import MODEL, OPERATIONS, Operation, OperationCall, paths_of
 from .regions import RequestMemory
@@ -126,7 +125,7 @@ def _endpoint(
 
         # Loading a model takes long; a client that leaves ends it.
         if operation.needed == "admin":
-            return await answer_while_connected(request, run)
+            return await while_connected(request.receive, run)
         return await run()
 
     return answer
@@ -185,7 +184,7 @@ class InferCalls:
             response = await self._service.infer_once(origin, decoded)
             return await self._response(request, decoded, response, memory)
 
-        return await answer_while_connected(request, work)
+        return await while_connected(request.receive, work)
 
     async def generate(self, request: Request) -> Response:
         """Call a model with plain JSON, which responds once."""
@@ -194,7 +193,7 @@ class InferCalls:
         async def work() -> Response:
             return JsonResponse(generate_json(await self._service.infer_once(origin, decoded)))
 
-        return await answer_while_connected(request, work)
+        return await while_connected(request.receive, work)
 
     async def generate_stream(self, request: Request) -> Response:
         """Call a model with plain JSON; each response is an event."""

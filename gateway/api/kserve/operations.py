@@ -18,11 +18,11 @@ from starlette.requests import Request
 from ....config import BusError, Int64, RequestError, shown
 from ....kserve.codec import Json, model_config, model_metadata
 from ....kserve.tensors import ModelSpec
-from ...model_statuses import NO_LOADING
+from ...endpoints import NO_LOADING
 from ...policy.caller import caller_of
-from ...policy.scopes import Needed
-from ...serving.readiness import Readiness
-from ...serving.tenants import tenant_of
+from ...policy.document import Needed
+from ...serving.lane_state import Readiness
+from ...serving.origin import tenant_of
 from .service import KServe, ModelRepository
 
 SERVER_NAME = "nano_inference"

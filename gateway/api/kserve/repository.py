@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from ....config import Config, ConfigError, nearest
 from ....kserve.pool import BufferPool
+from ...serving.lane_state import Readiness
 from ...serving.measures import Measures
-from ...serving.readiness import Readiness
 from ...serving.submissions import Submissions
 from ...serving.words import LazyWords
 from .models.backend import EngineBackend

@@ -5,37 +5,24 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....config import Config
-from ...policy.routes import PolicyRoute
-from ...policy.scopes import Needed
-from ...serving.chat_templates import ChatTemplates
-from ...serving.durable_calls import KeptCalls
-from ...serving.model_length import ModelLength
-from ...serving.served import ServedModels
-from ...serving.submissions import Submissions
-from ...serving.words import LazyWords
+from ...policy.chain import PolicyRoute
+from ...policy.document import Needed
+from ...serving.services import Services
 from .bodies import CallName
 from .embeddings import EmbeddingCalls
 from .errors import Endpoint, in_openai_words
 from .generate import GenerationCalls
-from .info import InfoCalls
+from .info import AdapterCalls, ModelInfoCalls
 from .responses import ID_PREFIX, ResponseCalls
 
 
 def openai_routes(
-    config: Config,
-    words: LazyWords,
-    submissions: Submissions,
-    kept: KeptCalls,
-    templates: ChatTemplates,
-    length: ModelLength,
-    served: ServedModels,
-    info: InfoCalls,
-    responses: ResponseCalls,
+    services: Services, info: ModelInfoCalls, responses: ResponseCalls
 ) -> list[PolicyRoute]:
-    """Its endpoints."""
-    generation = GenerationCalls(submissions, kept, config, words, templates, length, served)
-    embeddings = EmbeddingCalls(submissions, config, words)
+    """Return the endpoints."""
+    generation = GenerationCalls(services)
+    embeddings = EmbeddingCalls(services)
+    adapters = AdapterCalls(services)
 
     def route(
         path: str,
@@ -47,7 +34,7 @@ def openai_routes(
         return PolicyRoute(path, in_openai_words(endpoint, call), needed=needed, methods=[method])
 
     def by_id(of_generation: Endpoint, of_responses: Endpoint) -> Endpoint:
-        """What is a stream's id may be a response's."""
+        """The id of a stream may be a response's."""
 
         async def answer(request: Request) -> Response:
             is_response = request.path_params["stream"].startswith(ID_PREFIX)
@@ -81,7 +68,9 @@ def openai_routes(
         route("/v1/score", embeddings.score, "POST", "score"),
         route("/rerank", embeddings.rerank, "POST", "rerank"),
         route("/v1/rerank", embeddings.rerank, "POST", "rerank"),
+        route("/v1/load_lora_adapter", adapters.load, "POST", needed="weights"),
+        route("/v1/unload_lora_adapter", adapters.unload, "POST", needed="weights"),
     ]
 
 
-__all__ = ["InfoCalls", "ResponseCalls", "openai_routes"]
+__all__ = ["ModelInfoCalls", "ResponseCalls", "openai_routes"]

@@ -1,39 +1,47 @@
-"""From our outputs to OpenAI's answers."""
+"""From completions to OpenAI's answers: choices as a whole, or growing in a stream."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ....bus.public import Completion, CompletionSample, Output, Usage
-from ....text.messages import MessageFormat
+from ....bus.public import (
+    Completion,
+    CompletionChunk,
+    CompletionSample,
+    FinishReason,
+    Output,
+    Usage,
+)
+from ....text.messages import Delta, MessageFormat
 from ...serving.logprobs import Scored, TokenNames, logprobs_by_id, scored
 from ...serving.measures import Measures
-from ...serving.message_parts import MessageParts
+from ...serving.message_parts import MessageParts, NewParts
+from ...serving.tools import tool_call
 from ...serving.words import Words
-from .deltas import finish_reason, whole_message
-from .logprobs import CompletionLogprobs, chat_logprobs, token_logprobs
-from .requests import Call, Prompt
+from .logprobs import ListedToken, TextLogprobs, token_entries
+from .positions import FINISHED, UNBEGUN
+from .requests import ChoicesCall, Prompt
 
 Answer = dict[str, Any]
 Spans = Sequence[tuple[int, int]]
 
 _READING = 8
-"""How much longer it takes to read a token of a message than to list one."""
+"""Cost of reading a token of a message, in tokens that are only listed."""
 
 
-class Answers:
+class ChoicesWriter:
     """Writes the answer to a call.
 
     Attributes:
-        call: What the client asked for.
-        prompts: Texts, or their tokens where the answer takes those.
-        words: The tokenizer, where that takes it.
+        call: The call.
+        prompts: Texts, or their tokens where the answer needs those.
+        words: The tokenizer, where the answer needs it.
     """
 
     def __init__(
         self,
-        call: Call,
+        call: ChoicesCall,
         prompts: list[Prompt],
         texts: list[str | None],
         words: Words | None,
@@ -42,8 +50,8 @@ class Answers:
     ) -> None:
         """Args:
         texts: The prompts that came as texts, None for the others.
-        form: How the model writes the messages that are read.
-        measures: What is told of them.
+        form: The model's message format, where messages are read.
+        measures: Metrics about messages.
         """
         self.call = call
         self.prompts = prompts
@@ -54,73 +62,71 @@ class Answers:
         self.names = None if words is None else TokenNames(words, as_ids=call.as_token_ids)
 
     def whole(self, completions: list[Completion]) -> Answer:
-        """All choices in one piece.
-
-        Args:
-            completions: Of each prompt.
-        """
-        reasoning = 0 if self.call.reading is not None else None
+        """Return the whole answer. Args: `completions` are in the order of the prompts."""
         choices: list[Answer] = []
+        reasoning = 0
         for prompt, completion in enumerate(completions):
-            for sample in _samples(completion, self.call.n):
-                parts = self.parts(len(choices)) if self.call.reading is not None else None
-                choices.append(self._choice(prompt, completion, sample, parts))
-                if parts is not None and reasoning is not None:
-                    reasoning += parts.reasoning_tokens
-        versions = [
-            sample.weight_version
-            for completion in completions
-            for sample in completion.samples
-            if sample.token_ids
-        ]
-        answer = self.head(min(versions, default=None), chunk=False)
-        answer |= {"choices": choices, "usage": self.usage(completions, reasoning)}
+            prompt_logprobs = self._prompt_logprobs(prompt, completion)
+            for sample in all_samples(completion, self.call.n):
+                choice = Choice(self, prompt, sample.sample_index, whole=True)
+                choice.score_prompt(self.scored_prompt(prompt, completion))
+                choice.end(sample)
+                choices.append(choice.take())
+                if self.call.prompt_logprobs and self.call.kind == "completions":
+                    choices[-1]["prompt_logprobs"] = prompt_logprobs
+                reasoning += choice.reasoning_tokens
+        answer = self.head(oldest_version(completions), chunk=False)
+        reads = self.call.reading is not None
+        usage = self.usage(completions, reasoning if reads else None)
+        answer |= {"choices": choices, "usage": usage}
         if self.call.chat and self.call.token_ids:
             answer["prompt_token_ids"] = self.prompts[0]
-        if self.call.kind != "completions" and self.call.prompt_logprobs:
+        if self.call.prompt_logprobs and self.call.kind != "completions":
             answer["prompt_logprobs"] = self._prompt_logprobs(0, completions[0])
         return answer
 
     def head(self, version: int | None, *, chunk: bool) -> Answer:
-        """What an answer, or a chunk of one, begins with.
+        """Return the beginning of an answer, or of a chunk.
 
         Args:
-            version: Of the weights that made the oldest of its tokens; None without any.
+            version: Of the weights that made the oldest of its tokens; None without tokens.
         """
-        told = {
+        head = {
             "created": self.call.created,
             "model": self.call.model,
             "system_fingerprint": None if version is None else f"weights-{version}",
         }
         if self.call.kind == "generate":
-            named = {"id": self.call.id, "request_id": self.call.named or self.call.id}
-            return named | told
+            return {"id": self.call.id, "request_id": self.call.named or self.call.id} | head
         kind = "chat.completion" if self.call.chat else "text_completion"
         kind = f"{kind}.chunk" if chunk and self.call.chat else kind
-        return {"id": self.call.id, "object": kind} | told
+        return {"id": self.call.id, "object": kind} | head
 
     def usage(
         self, completions: Iterable[Completion], reasoning_tokens: int | None = None
     ) -> Answer:
-        """Of all prompts together. Each counts once, however many choices it has."""
-        prompt = cached = made = accepted = rejected = 0
-        for completion in completions:
-            usage = self._usage(completion)
-            prompt += usage.prompt_tokens
-            cached += usage.cached_tokens // self.call.n
-            made += usage.completion_tokens
-            accepted += usage.accepted_prediction_tokens
-            rejected += usage.rejected_prediction_tokens
-        told = usage_of(prompt, made, cached, reasoning_tokens)
-        # Of who predicts nothing it is told only where the engine drafts.
+        """Sum up the usage of all prompts. Each counts once, however many choices it has."""
+        usages = [completion.usage for completion in completions]
+        scores_only = self.call.scores_only
+        usage = usage_of(
+            sum(usage.prompt_tokens for usage in usages),
+            0 if scores_only else sum(usage.completion_tokens for usage in usages),
+            sum(usage.cached_tokens // self.call.n for usage in usages),
+            reasoning_tokens,
+        )
+        if scores_only:
+            usages = [Usage()]
+        accepted = sum(usage.accepted_prediction_tokens for usage in usages)
+        rejected = sum(usage.rejected_prediction_tokens for usage in usages)
+        # Without a prediction of the client's, only where the engine drafts.
         if accepted or rejected or self.call.prediction:
-            told.setdefault("completion_tokens_details", {}).update(
+            usage.setdefault("completion_tokens_details", {}).update(
                 accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
             )
-        return told
+        return usage
 
     def work(self, completions: Iterable[Completion]) -> int:
-        """How much there is to do for the whole answer, in tokens that have only to be listed."""
+        """Return the cost of writing the whole answer, in tokens that are only listed."""
         made = scored_tokens = 0
         for completion in completions:
             made += completion.usage.completion_tokens
@@ -128,34 +134,33 @@ class Answers:
         listed = (made + scored_tokens) * (1 + (self.call.logprobs or 0))
         return listed + (made * _READING if self.call.reading is not None else 0)
 
-    # --- pieces of a choice -------------------------------------------------------------------
-
-    def parts(self, index: int, *, told: bool = True) -> MessageParts | None:
-        """What reads a choice; None where its text goes out as it comes.
+    def parts(self, index: int, *, counted: bool, whole: bool) -> MessageParts | None:
+        """Return the reader of a choice; None where its text needs none.
 
         Args:
-            told: Whether its end is told by this answer, which counts it.
+            counted: Whether the metrics of messages count it.
+            whole: Whether the choice is written as a whole. In a stream, tokens that are listed
+                have to be those of the text beside them.
         """
         call = self.call
-        # These tell of tokens, which have to be those of the text beside them.
         listed = call.logprobs is not None or call.token_ids or call.weight_versions
         if self.words is None or call.kind == "generate" or call.scores_only:
             return None
-        if call.reading is None and not listed:
+        if call.reading is None and (whole or not listed):
             return None
         seed = f"{call.id}/{index}"
-        measures = self._measures if told else None
+        measures = self._measures if counted else None
         return MessageParts(
             self.words, call.sampling, self._form, call.reading, seed, measures=measures
         )
 
     @property
     def shown_reasoning(self) -> str:
-        """What reasoning is called; empty where it is not shown."""
+        """The field of a message that has the reasoning; "" where it is not shown."""
         return self.call.reasoning_field if self.call.include_reasoning else ""
 
     def echoed(self, prompt: int) -> str:
-        """The text that stands before a choice's own."""
+        """Return the text before a choice's own."""
         if not self.call.echo:
             return ""
         if (text := self._texts[prompt]) is not None:
@@ -166,78 +171,289 @@ class Answers:
         return self.words.text(token_ids, skip_special=True)
 
     def scored_prompt(self, prompt: int, output: Output) -> list[Scored]:
-        """A prompt's tokens, when its logprobs are known."""
+        """Return a prompt's tokens, when its logprobs are known."""
         token_ids = self.prompts[prompt]
         if isinstance(token_ids, str) or output.prompt_logprobs is None:
             return []
         return scored(token_ids, output.prompt_logprobs, output.prompt_top_logprobs)
 
-    def completion_logprobs(self) -> CompletionLogprobs | None:
-        """What makes the logprobs of a choice of `/v1/completions`; None when none are shown."""
-        if self.call.logprobs is None or self.words is None or self.names is None:
+    def _prompt_logprobs(self, prompt: int, completion: Completion) -> list[Any] | None:
+        if not self.call.prompt_logprobs or self.names is None:
             return None
-        return CompletionLogprobs(self.words, self.names)
+        tokens = self.scored_prompt(prompt, completion)
+        return logprobs_by_id(tokens, self.names) if tokens else None
 
-    def listed_logprobs(self, tokens: Sequence[Scored]) -> Answer | None:
-        """Those of a choice of the other calls, which have an entry for each token."""
-        if self.call.logprobs is None:
-            return None
-        if self.call.kind == "generate":
-            return token_logprobs(tokens)
-        assert self.names is not None, "logprobs of texts take the tokenizer"
-        return chat_logprobs(tokens, self.names)
 
-    # --- the whole of it ----------------------------------------------------------------------
+class Choice:
+    """A choice with its unsent part: chunk by chunk, or as a whole.
 
-    def _usage(self, completion: Completion) -> Usage:
-        usage = completion.usage
-        if not self.call.scores_only:
-            return usage
-        return Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
+    Attributes:
+        index: In the answer.
+        begun: Whether a chunk of it was sent.
+        finished: Whether its last chunk was put together.
+        received: How many tokens have come, and their text with them where the answer shows both.
+    """
 
-    def _choice(
+    def __init__(
         self,
+        answers: ChoicesWriter,
         prompt: int,
-        completion: Completion,
-        sample: CompletionSample,
-        parts: MessageParts | None,
-    ) -> Answer:
-        call = self.call
-        if call.scores_only:
-            sample = _without_tokens(sample)
-        tokens = scored(sample.token_ids, sample.logprobs, sample.top_logprobs)
-        choice: Answer = {"index": prompt * call.n + sample.sample_index}
-        reason: str = sample.finish_reason
-        if call.chat:
-            message = {"role": "assistant", "content": sample.text, "refusal": None}
-            if parts is not None:
-                message = whole_message(parts.end(sample).deltas, self.shown_reasoning)
-                reason = finish_reason(reason, parts)
-            choice |= {"message": message, "logprobs": self.listed_logprobs(tokens)}
-        elif call.kind == "generate":
-            choice["logprobs"] = self.listed_logprobs(tokens)
+        sample: int,
+        after: int = UNBEGUN,
+        *,
+        whole: bool = False,
+    ) -> None:
+        """Args:
+        after: The position up to which the choice was sent before. That part comes again, and is
+            not sent again. Where text goes out as it comes, an event holds whole chunks of the
+            bus; where parts are read, whole tokens.
+        whole: Whether the choice is written in one piece, as a message and not as deltas.
+        """
+        self._answers = answers
+        self._prompt = prompt
+        self._whole = whole
+        self.index = prompt * answers.call.n + sample
+        self._parts = answers.parts(self.index, counted=after != FINISHED, whole=whole)
+        # Each with the place of the token that brought it.
+        self._deltas: list[tuple[int, Delta]] = []
+        self._logprobs: TextLogprobs | None = None
+        if answers.call.kind == "completions" and answers.call.logprobs is not None:
+            assert answers.words is not None, "logprobs of texts take the tokenizer"
+            assert answers.names is not None, "logprobs of texts take the tokenizer"
+            self._logprobs = TextLogprobs(answers.words, answers.names)
+        self._texts: list[str] = []
+        self._text_chars = 0
+        self._tokens: list[ListedToken] = []
+        self._spans: list[tuple[int, int]] = []
+        self._version: int | None = None
+        self._sent_tokens = 0
+        self._sent_before = self._passed = max(0, after)
+        # Tokens that were sent before, until the offsets of what follows are known.
+        self._skipped: list[ListedToken] = []
+        self._skips_prompt = after != UNBEGUN
+        self._reason: str | None = None
+        self._scored_prompt: list[ListedToken] = []
+        self.begun = after != UNBEGUN
+        self.finished = after == FINISHED
+        self.received = 0
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights that made the first of the tokens not sent yet, or the last sent."""
+        return self._spans[0][0] if self._spans else self._version
+
+    @property
+    def due(self) -> bool:
+        """Whether there is anything to send."""
+        call = self._answers.call
+        tokens_shown = call.logprobs is not None or call.token_ids or call.weight_versions
+        texts = call.kind != "generate" and bool(self._texts or self._deltas)
+        return texts or (tokens_shown and bool(self._tokens)) or self._reason is not None
+
+    @property
+    def unsent(self) -> int:
+        """Tokens that have come and were not sent."""
+        return len(self._tokens)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """The number of reasoning tokens so far."""
+        return self._parts.reasoning_tokens if self._parts else 0
+
+    @property
+    def sent(self) -> int:
+        """The position up to which the choice was sent."""
+        if self.finished and self._reason is None:
+            return FINISHED
+        return max(self._sent_tokens, self._passed) if self.begun else UNBEGUN
+
+    def score_prompt(self, tokens: Sequence[Scored]) -> None:
+        """Set the prompt's tokens, which an echo shows in the first chunk."""
+        self._scored_prompt = [*tokens] if self._answers.call.echo else []
+
+    def add(self, chunk: CompletionChunk) -> None:
+        """Add the next tokens."""
+        if self._parts is not None:
+            self._add_parts(self._parts.add(chunk))
+        elif self._answers.call.scores_only:
+            pass
+        elif self.finished:  # by what was sent before
+            self.received += len(chunk.token_ids)
         else:
-            choice["text"] = self.echoed(prompt) + sample.text
-            if writer := self.completion_logprobs():
-                before = self.scored_prompt(prompt, completion) if call.echo else []
-                choice["logprobs"] = writer.add([*before, *tokens])
-            else:
-                choice["logprobs"] = None
+            tokens = scored(chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
+            self._add(chunk.text, tokens, chunk.weight_version)
+        if chunk.finish_reason is not None and not self.finished:
+            self._end(chunk.finish_reason)
+
+    def end(self, sample: CompletionSample) -> None:
+        """Add what did not come in chunks, of a sample that has ended."""
+        if self._parts is not None:
+            self._add_parts(self._parts.end(sample))
+        if self.finished:
+            return
+        if self._parts is None and not self._answers.call.scores_only:
+            tokens = scored(sample.token_ids, sample.logprobs, sample.top_logprobs)
+            text = sample.text[self._text_chars :]
+            for span in version_spans(sample.weight_versions, self.received, len(tokens)):
+                self._add("", tokens[span["start"] : span["end"]], span["version"])
+            self._add(text, [], sample.weight_version)
+        self._end(sample.finish_reason)
+
+    def role(self) -> Answer:
+        """Return the first chunk of a chat's choice."""
+        self.begun = True
+        delta = {"role": "assistant", "content": ""}
+        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def take(self) -> Answer:
+        """Return the unsent part. In a stream it may be the part that has to stand before the
+        rest; then the choice is still due."""
+        call, answers = self._answers.call, self._answers
+        deltas, tokens = self._next() if self._deltas else ([], self._tokens)
+        text = "".join(self._texts if self._parts is None else [each.content for each in deltas])
+        reason = None
+        # Clients take a call for complete when a chunk without calls comes, the reason's as well.
+        if self._whole or not (self._deltas or any(delta.calls for delta in deltas)):
+            reason, self._reason = self._reason, None
+        choice: Answer = {"index": self.index}
+        if call.chat and self._whole:
+            deltas = deltas or [Delta(content=text)]
+            choice["message"] = message_of(deltas, answers.shown_reasoning, whole=True)
+        elif call.chat and call.reading is not None:
+            choice["delta"] = message_of(deltas, answers.shown_reasoning, whole=False)
+        elif call.chat:
+            choice["delta"] = {"content": text} if text or reason is None else {}
+        elif call.kind == "completions":
+            choice["text"] = ("" if self.begun else answers.echoed(self._prompt)) + text
+        choice["logprobs"] = self._written_logprobs(tokens)
         choice["finish_reason"] = reason
         if call.token_ids:
-            choice["token_ids"] = sample.token_ids
-            if call.kind == "completions":
-                choice["prompt_token_ids"] = self.prompts[prompt]
+            choice["token_ids"] = [token.token_id for token in tokens]
+            if not self.begun and call.kind == "completions":
+                choice["prompt_token_ids"] = answers.prompts[self._prompt]
         if call.weight_versions:
-            spans = sample.weight_versions
-            choice["weight_versions"] = version_spans(spans, 0, len(sample.token_ids))
-        if call.prompt_logprobs and call.kind == "completions":
-            choice["prompt_logprobs"] = self._prompt_logprobs(prompt, completion)
+            start, end = self._sent_tokens, self._sent_tokens + len(tokens)
+            choice["weight_versions"] = version_spans(self._spans, start, end)
+        self.begun = True
+        self._texts = []
+        self._pass(len(tokens))
         return choice
 
-    def _prompt_logprobs(self, prompt: int, completion: Completion) -> list[Any] | None:
-        tokens = self.scored_prompt(prompt, completion)
-        return logprobs_by_id(tokens, self.names) if tokens and self.names else None
+    def _add_parts(self, new: NewParts) -> None:
+        if self.finished:  # by what was sent before
+            self.received += len(new.records)
+            return
+        for token in new.records:
+            self._add("", [token], token.version)
+        for place, delta in zip(new.places, new.deltas, strict=True):
+            if not self._answers.shown_reasoning:
+                delta = delta._replace(reasoning="")
+            if any(delta) and place >= self._sent_before:
+                self._deltas.append((place, delta))
+
+    def _next(self) -> tuple[list[Delta], list[ListedToken]]:
+        """Take the deltas of the next chunk, or of the whole; with the tokens beside them."""
+        deltas = [delta for _, delta in self._deltas]
+        number = len(deltas) if self._whole else fitting(deltas)
+        tokens = self._tokens
+        if number < len(deltas):
+            tokens = tokens[: self._deltas[number][0] - self._sent_tokens]
+        # Behind what the end brings: by one more than there are tokens.
+        self._passed = self._deltas[number - 1][0] + 1
+        self._deltas = self._deltas[number:]
+        return deltas[:number], tokens
+
+    def _pass(self, number: int) -> None:
+        """Drop the first tokens, which are sent."""
+        if number == len(self._tokens):
+            self._version = self._spans[-1][0] if self._spans else self._version
+            self._tokens, self._spans = [], []
+        else:
+            left = version_spans(self._spans, self._sent_tokens + number, self.received)
+            self._tokens = self._tokens[number:]
+            self._spans = [(span["version"], span["start"]) for span in left]
+        self._sent_tokens += number
+
+    def _add(self, text: str, tokens: Sequence[ListedToken], version: int) -> None:
+        if tokens and (not self._spans or self._spans[-1][0] != version):
+            self._spans.append((version, self.received))
+        if text:
+            self._texts.append(text)
+            self._text_chars += len(text)
+        self._tokens += tokens
+        self.received += len(tokens)
+        if tokens and self.received <= self._sent_before:
+            self._skip()
+
+    def _skip(self) -> None:
+        """Drop the tokens: they were sent before."""
+        if self._logprobs is not None:
+            self._skipped += self._tokens
+        self._sent_tokens = self.received
+        self._version = self._spans[-1][0]
+        self._texts, self._tokens, self._spans = [], [], []
+
+    def _written_logprobs(self, tokens: list[ListedToken]) -> Answer | None:
+        """Write the logprobs of tokens, behind those of an echoed prompt."""
+        call = self._answers.call
+        if self._logprobs is not None:
+            if self._skips_prompt:
+                self._logprobs.add([*self._scored_prompt, *self._skipped])
+                self._skips_prompt, self._scored_prompt, self._skipped = False, [], []
+            shown, self._scored_prompt = [*self._scored_prompt, *tokens], []
+            return self._logprobs.add(shown) if shown or self._whole else None
+        if call.logprobs is None:
+            return None
+        if call.kind == "generate":
+            return {"content": token_entries(tokens, None)}
+        if not (tokens or self._whole):
+            return None
+        return {"content": token_entries(tokens, self._answers.names), "refusal": None}
+
+    def _end(self, reason: FinishReason) -> None:
+        scores_only = self._answers.call.scores_only
+        self._reason = "length" if scores_only and reason != "abort" else reason
+        # A complete call counts only in a complete message.
+        if self._parts is not None and self._parts.calls and reason == "stop":
+            self._reason = "tool_calls"
+        self.finished = True
+
+
+def message_of(deltas: Sequence[Delta], reasoning_field: str, *, whole: bool) -> Answer:
+    """Write deltas of a chat's message as the delta of one chunk, or as the whole message.
+
+    Args:
+        reasoning_field: "" where the reasoning is not shown.
+    """
+    reasoning = "".join(delta.reasoning for delta in deltas)
+    content = "".join(delta.content for delta in deltas)
+    calls = [call for delta in deltas for call in delta.calls]
+    message: Answer = {}
+    if whole:
+        shown = None if calls and not content else content
+        message = {"role": "assistant", "content": shown, "refusal": None}
+    if reasoning and reasoning_field:
+        message[reasoning_field] = reasoning
+    if content and not whole:
+        message["content"] = content
+    if calls:
+        message["tool_calls"] = [
+            ({} if whole else {"index": call.place}) | tool_call(call.id, call.name, call.arguments)
+            for call in calls
+        ]
+    return message
+
+
+def fitting(deltas: Sequence[Delta]) -> int:
+    """Return how many of the first deltas fit one chunk. Clients read the reasoning of a chunk
+    before its text, and its text before its calls."""
+    last = 0
+    for number, delta in enumerate(deltas):
+        kinds = [kind for kind, part in enumerate(delta) if part]
+        if kinds and kinds[0] < last:
+            return number
+        last = kinds[-1] if kinds else last
+    return len(deltas)
 
 
 def usage_of(
@@ -246,9 +462,10 @@ def usage_of(
     cached_tokens: int | None = None,
     reasoning_tokens: int | None = None,
 ) -> Answer:
-    """Usage as OpenAI has it; in the midst of a stream nobody knows what was cached.
+    """Write usage as OpenAI does.
 
     Args:
+        cached_tokens: None before the end of a stream.
         reasoning_tokens: None where no messages are read.
     """
     details = None if cached_tokens is None else {"cached_tokens": cached_tokens}
@@ -264,7 +481,7 @@ def usage_of(
 
 
 def version_spans(spans: Spans, first: int, end: int) -> list[Answer]:
-    """Which weights made which of the tokens from `first` to before `end`."""
+    """Return the weight versions of the tokens from `first` to before `end`, run by run."""
     ends = [*(begin for _, begin in spans), end][1:]
     return [
         {"version": version, "start": max(begin, first), "end": min(stop, end)}
@@ -273,25 +490,27 @@ def version_spans(spans: Spans, first: int, end: int) -> list[Answer]:
     ]
 
 
-def _samples(completion: Completion, n: int) -> list[CompletionSample]:
-    """All n; one that never began has no tokens."""
+def oldest_version(completions: Iterable[Completion]) -> int | None:
+    """Return the oldest weight version of any sample with tokens; None without tokens."""
+    return min(
+        (
+            sample.weight_version
+            for completion in completions
+            for sample in completion.samples
+            if sample.token_ids
+        ),
+        default=None,
+    )
+
+
+def all_samples(completion: Completion, n: int) -> list[CompletionSample]:
+    """Return all n samples. One that never began has no tokens."""
     made = {sample.sample_index: sample for sample in completion.samples}
     return [made.get(index, unbegun(index)) for index in range(n)]
 
 
 def unbegun(index: int) -> CompletionSample:
-    """A sample that was ended before it began."""
+    """Return a sample that was aborted before it began."""
     return CompletionSample(
         sample_index=index, text="", token_ids=(), logprobs=(), finish_reason="abort"
-    )
-
-
-def _without_tokens(sample: CompletionSample) -> CompletionSample:
-    reason = sample.finish_reason
-    return CompletionSample(
-        sample_index=sample.sample_index,
-        text="",
-        token_ids=(),
-        logprobs=(),
-        finish_reason="abort" if reason == "abort" else "length",
     )

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from ....config import Int64, PoolingKind
-from ...serving.fields import EMPTY, Refused
+from ...serving.fields import EMPTY, RefusedField
 from ...serving.sampling_fields import REFUSED, TEXT_SAMPLING, SamplingBody
 
 CallName = Literal[
@@ -40,18 +40,18 @@ _HARMLESS = frozenset(
     }
 )
 _REFUSED = REFUSED | {
-    "include_stop_str_in_output": Refused("the text ends before it"),
-    "service_tier": Refused("there is one; `priority` says more", (*EMPTY, "auto", "default")),
-    "skip_special_tokens": Refused("they are left out of the text", (True,)),
+    "include_stop_str_in_output": RefusedField("the text ends before it"),
+    "service_tier": RefusedField("there is one; `priority` says more", (*EMPTY, "auto", "default")),
+    "skip_special_tokens": RefusedField("they are left out of the text", (True,)),
 }
 _REFUSED_BY_BOTH = _REFUSED | {
-    "length_penalty": Refused("of beams", (1,)),
-    "use_beam_search": Refused("samples are drawn"),
+    "length_penalty": RefusedField("of beams", (1,)),
+    "use_beam_search": RefusedField("samples are drawn"),
 }
-_VERBOSITY = Refused("the template's variables are given by name", (*EMPTY, "medium"))
-_CHAT_TEMPLATE = Refused("the model's own is used")
+_VERBOSITY = RefusedField("the template's variables are given by name", (*EMPTY, "medium"))
+_CHAT_TEMPLATE = RefusedField("the model's own is used")
 _OLD_FORM = "answers would have to be of the old form; give"
-_NOT_HANDED_OVER = Refused("nothing is handed to other servers")
+_NOT_HANDED_OVER = RefusedField("nothing is handed to other servers")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -132,8 +132,8 @@ class CompletionBody(TextBody, frozen=True, kw_only=True):
     """`/v1/completions`."""
 
     REFUSED: ClassVar = _REFUSED_BY_BOTH | {
-        "best_of": Refused("all samples are returned; ask for `n`", (1,)),
-        "suffix": Refused("nothing is filled in"),
+        "best_of": RefusedField("all samples are returned; ask for `n`", (1,)),
+        "suffix": RefusedField("nothing is filled in"),
     }
 
     prompt: Prompts | None = None
@@ -146,16 +146,16 @@ class ChatBody(TextBody, frozen=True, kw_only=True):
     """`/v1/chat/completions`."""
 
     REFUSED: ClassVar = _REFUSED_BY_BOTH | {
-        "audio": Refused("text alone is made"),
+        "audio": RefusedField("text alone is made"),
         "chat_template": _CHAT_TEMPLATE,
-        "documents": Refused("give them in `chat_template_kwargs` or in messages"),
-        "function_call": Refused(f"{_OLD_FORM} `tool_choice`", (*EMPTY, "none", "auto")),
-        "functions": Refused(f"{_OLD_FORM} `tools`"),
-        "modalities": Refused("text alone is made", (*EMPTY, ["text"])),
-        "store": Refused("nothing is stored"),
-        "stream_reasoning": Refused("it comes as it is made", (True,)),
+        "documents": RefusedField("give them in `chat_template_kwargs` or in messages"),
+        "function_call": RefusedField(f"{_OLD_FORM} `tool_choice`", (*EMPTY, "none", "auto")),
+        "functions": RefusedField(f"{_OLD_FORM} `tools`"),
+        "modalities": RefusedField("text alone is made", (*EMPTY, ["text"])),
+        "store": RefusedField("nothing is stored"),
+        "stream_reasoning": RefusedField("it comes as it is made", (True,)),
         "verbosity": _VERBOSITY,
-        "web_search_options": Refused("nothing is searched"),
+        "web_search_options": RefusedField("nothing is searched"),
     }
 
     messages: list[dict[str, Any]] | None = None
@@ -180,7 +180,7 @@ class GenerateBody(StreamedBody, frozen=True, kw_only=True):
 
     REFUSED: ClassVar = {
         "ec_transfer_params": _NOT_HANDED_OVER,
-        "features": Refused("there are no images or sounds"),
+        "features": RefusedField("there are no images or sounds"),
         "kv_transfer_params": _NOT_HANDED_OVER,
     }
 
@@ -209,14 +209,14 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
     SAMPLING: ClassVar = TEXT_SAMPLING
     HARMLESS: ClassVar = _HARMLESS | {"max_tool_calls", "prompt_cache_options"}
     REFUSED: ClassVar = _REFUSED | {
-        "background_options": Refused("there is one speed; `priority` says more"),
-        "context_management": Refused("prompts are taken whole"),
-        "conversation": Refused(
+        "background_options": RefusedField("there is one speed; `priority` says more"),
+        "context_management": RefusedField("prompts are taken whole"),
+        "conversation": RefusedField(
             "there are no conversations by name; `previous_response_id` goes on with one"
         ),
-        "moderation": Refused("nothing is judged"),
-        "prompt": Refused("there are no prompts by name; send `input`"),
-        "truncation": Refused("prompts are taken whole", (*EMPTY, "disabled")),
+        "moderation": RefusedField("nothing is judged"),
+        "prompt": RefusedField("there are no prompts by name; send `input`"),
+        "truncation": RefusedField("prompts are taken whole", (*EMPTY, "disabled")),
         "verbosity": _VERBOSITY,
     }
 
@@ -250,7 +250,7 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+class CalledTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call, as clients' libraries hand it back."""
 
     HARMLESS: ClassVar = CACHE_MARKS | {"extra_content", "index"}
@@ -260,7 +260,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["function"] | None = None
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
+class OpenAIMessage(msgspec.Struct, frozen=True, kw_only=True):
     """A message of a chat."""
 
     # `parsed` is an addition of OpenAI's library to our messages.
@@ -269,7 +269,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -305,7 +305,7 @@ class EmbeddingCommon(RequestBody, frozen=True, kw_only=True):
 
     HARMLESS: ClassVar = frozenset({"user"})
     REFUSED: ClassVar = {
-        "add_special_tokens": Refused("they are added", (True,)),
+        "add_special_tokens": RefusedField("they are added", (True,)),
         "truncate_prompt_tokens": REFUSED["truncate_prompt_tokens"],
     }
 

@@ -11,46 +11,37 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ....bus.public import EmbedParams
-from ....config import Config, RequestError, shown
+from ....config import shown
 from ....pipeline.scoring import EmbeddedPrompt
-from ...server.http import FieldError, answer_while_connected, read_object
-from ...serving.embedding import EmbedCall, Prompt, embed_all, similarity, worked_out
+from ...server.http import FieldError, read_object
+from ...serving.embedding import EmbedCall, Prompt, answer_embedded, similarity
 from ...serving.fields import adapter_of, engine_priority, read_part
-from ...serving.origin import origin_of
-from ...serving.submissions import Submissions
-from ...serving.tenants import tenant_of
-from ...serving.words import LazyWords
+from ...serving.services import Services
 from .bodies import Document, EmbeddingBody, EmbeddingCommon, RerankBody, ScoreBody
 from .requests import prompts_of
 
 Fields = TypeVar("Fields", bound=EmbeddingCommon)
 
-Write = Callable[[list[EmbeddedPrompt]], dict[str, Any]]
-"""Makes the answer of the vectors of a call's prompts."""
-
 
 class EmbeddingCalls:
     """The endpoints."""
 
-    def __init__(self, submissions: Submissions, config: Config, words: LazyWords) -> None:
-        self._submissions = submissions
-        self._config = config
-        self._words = words
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     async def embeddings(self, request: Request) -> Response:
-        """The vectors of one or several inputs."""
+        """Return the vectors of the inputs."""
         fields = await self._read(request, EmbeddingBody)
         prompts = prompts_of(fields.input, "input")
         write = partial(_embeddings, encode=_ENCODINGS[fields.encoding_format])
         return await self._answer(request, fields, "embd", prompts, write)
 
     async def score(self, request: Request) -> Response:
-        """How similar the texts of pairs are: one with each of several, or each with its own."""
+        """Return the similarity of pairs: one text with each of several, or each with its own."""
         fields = await self._read(request, ScoreBody)
         ones, others = prompts_of(fields.text_1, "text_1"), prompts_of(fields.text_2, "text_2")
         if len(ones) not in (1, len(others)):
@@ -63,7 +54,7 @@ class EmbeddingCalls:
         return await self._answer(request, fields, "score", [*ones, *others], write)
 
     async def rerank(self, request: Request) -> Response:
-        """Documents by how similar they are to a query, the most similar first."""
+        """Return documents by their similarity to a query, the most similar first."""
         fields = await self._read(request, RerankBody)
         texts = [_text_of(each, place) for place, each in enumerate(fields.documents or ())]
         if not texts or not fields.query:
@@ -79,7 +70,8 @@ class EmbeddingCalls:
         return await self._answer(request, fields, "rerank", [fields.query, *texts], write)
 
     async def _read(self, request: Request, kind: type[Fields]) -> Fields:
-        return read_part(await read_object(request, self._config.gateway.max_body_bytes), kind)
+        most = self._services.config.gateway.max_body_bytes
+        return read_part(await read_object(request, most), kind)
 
     async def _answer(
         self,
@@ -87,16 +79,9 @@ class EmbeddingCalls:
         fields: EmbeddingCommon,
         kind: str,
         prompts: Sequence[Prompt],
-        write: Write,
+        write: Callable[[list[EmbeddedPrompt]], dict[str, Any]],
     ) -> Response:
-        most = self._config.gateway.max_prompts
-        if len(prompts) > most:
-            raise RequestError(
-                f"the call has {len(prompts)} inputs, and {most} are taken (gateway.max_prompts); "
-                "send several calls",
-                code="too_many_prompts",
-            )
-        origin = origin_of(request, tenant_of(request), fields.budget_ms, fields.model)
+        config = self._services.config
         call = EmbedCall(
             id=f"{kind}-{uuid.uuid4().hex}",
             params=EmbedParams(
@@ -104,24 +89,28 @@ class EmbeddingCalls:
             ),
             priority=engine_priority(fields.priority),
             cache_salt=fields.cache_salt,
-            adapter=adapter_of(fields.model, self._config),
+            adapter=adapter_of(fields.model, config),
         )
-        model = call.adapter or self._config.engine.model_name
-        told = {"id": call.id, "created": int(time.time()), "model": model}
+        head = {
+            "id": call.id,
+            "created": int(time.time()),
+            "model": call.adapter or config.engine.model_name,
+        }
 
-        async def work() -> Response:
-            embedded = await embed_all(self._submissions, origin, call, prompts)
-            write_all = partial(_encoded, told, embedded, write)
-            body = await worked_out(self._words, embedded, write_all)
-            return Response(body, media_type="application/json")
+        def write_all(embedded: list[EmbeddedPrompt]) -> dict[str, Any]:
+            tokens = sum(each.prompt_tokens for each in embedded)
+            usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+            return head | {"usage": usage} | write(embedded)
 
-        return await answer_while_connected(request, work)
-
-
-def _encoded(told: dict[str, Any], embedded: list[EmbeddedPrompt], write: Write) -> bytes:
-    tokens = sum(each.prompt_tokens for each in embedded)
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return msgspec.json.encode(told | {"usage": usage} | write(embedded))
+        return await answer_embedded(
+            request,
+            self._services,
+            call,
+            prompts,
+            write_all,
+            budget_ms=fields.budget_ms,
+            model=fields.model,
+        )
 
 
 def _embeddings(

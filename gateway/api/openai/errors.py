@@ -15,7 +15,7 @@ from .bodies import BODIES, CallName
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 _CODES = {"unknown_model": "model_not_found", "prompt_too_long": "context_length_exceeded"}
-"""What programs look for by OpenAI's name."""
+"""Codes that programs expect by OpenAI's names."""
 
 _PROMPT = "prompt"
 _PARAMS = {
@@ -47,7 +47,7 @@ _RENAMED: dict[CallName, dict[str, str]] = {
         "response_format": "text",
     },
 }
-"""What other calls than completions have under other names."""
+"""Fields that have another name than in completions."""
 
 
 class OpenAIError(EngineError):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -12,341 +12,287 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....bus.public import Completion, GenerateRequest, Output
-from ....config import Config, NanoInferenceError
+from ....bus.public import Completion, Output
+from ....config import NanoInferenceError
 from ...policy.caller import caller_of
 from ...server.http import (
-    CLIENT_LEFT,
     EventStream,
     JsonResponse,
     SendEvent,
-    answer_while_connected,
     error_body,
     read_object,
     while_connected,
 )
-from ...serving.chat_templates import ChatTemplates
-from ...serving.durable_calls import Attendance, KeptCalls, not_found
-from ...serving.model_length import ModelLength
-from ...serving.origin import Origin, origin_of
-from ...serving.prepared import Prepared, of_tools, prepare
-from ...serving.served import ServedModels
-from ...serving.submissions import AT_ONCE, Submissions
-from ...serving.tenants import tenant_of
-from ...serving.words import LazyWords, Words
-from .answers import Answer, Answers
+from ...serving.durable_calls import Attachment, not_found
+from ...serving.fields import Body
+from ...serving.origin import Origin, origin_of, tenant_of
+from ...serving.prepared import of_tools, prepare
+from ...serving.services import Services
+from ...serving.submissions import AT_ONCE
+from ...serving.words import Words
+from .answers import Answer, ChoicesWriter
 from .errors import as_openai
-from .idempotency import Keyed, keyed
 from .messages import conversation_of
 from .positions import Position, answer_of, read_position
-from .requests import Call, Prompt, read_chat, read_completion, read_generate
-from .resuming import BegunAnswers, Found, last_event_id
-from .shapes import Shape, decode_shape
+from .records import Attach, BegunCalls, Found, IdempotencyKey, keyed, last_event_id, unattached
+from .requests import (
+    ChoicesCall,
+    ChoicesRecord,
+    Prompt,
+    read_chat,
+    read_completion,
+    read_generate,
+)
 from .streams import Chunks
 from .tools import chat_tool_use
 
 _DONE = b"[DONE]"
 
-Attend = Callable[[], AbstractAsyncContextManager[Attendance | None]]
-"""Attends a call while the context is open, if it is one that is kept."""
-
 # An answer that is written at once, in tokens, those of logprobs included; more take a thread.
 _SHORT_ANSWER = 4096
+
+
+class _HttpCall(NamedTuple):
+    """A call as it came.
+
+    Attributes:
+        key: None without an idempotency key.
+    """
+
+    request: Request
+    tenant: str
+    body: Body
+    key: IdempotencyKey | None
+
+
+class _RunningChoices(NamedTuple):
+    """A call whose answer is on its way."""
+
+    origin: Origin
+    record: ChoicesRecord
+    answers: ChoicesWriter
+    attach: Attach
 
 
 class GenerationCalls:
     """The endpoints."""
 
-    def __init__(
-        self,
-        submissions: Submissions,
-        kept: KeptCalls,
-        config: Config,
-        words: LazyWords,
-        templates: ChatTemplates,
-        length: ModelLength,
-        served: ServedModels,
-    ) -> None:
-        self._served = served
-        self._submissions = submissions
-        self._kept = kept
-        self._begun = BegunAnswers(kept, decode_shape)
-        self._config = config
-        self._words = words
-        self._templates = templates
-        self._length = length
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._begun = BegunCalls(services.durable, ChoicesRecord)
 
     async def completions(self, request: Request) -> Response:
-        tenant = tenant_of(request)
-        body = await read_object(request, self._config.gateway.max_body_bytes)
-        call, prompts = read_completion(body, self._config)
-        again = keyed(request, tenant, body)
-        if call.stream and (event_id := last_event_id(request)):
-            return await self._resume(request, tenant, answer_of(event_id), event_id, again)
-        return await self._answer(request, tenant, call, prompts, again)
+        asked = await self._asked(request)
+        call, prompts = read_completion(asked.body, self._services.config)
+        return await self._resumed(asked, call) or await self._answer(asked, call, prompts)
 
     async def chat(self, request: Request) -> Response:
-        tenant = tenant_of(request)
-        body = await read_object(request, self._config.gateway.max_body_bytes)
-        call, fields = read_chat(body, self._config, await self._length.get())
-        again = keyed(request, tenant, body)
-        if call.stream and (event_id := last_event_id(request)):
-            return await self._resume(request, tenant, answer_of(event_id), event_id, again)
-        if again is None:
-            # Before what may be said of the conversation.
-            await self._served.check(fields.model, caller_of(request))
-        conversation, use = conversation_of(fields), chat_tool_use(fields)
-        found: list[Prepared] = []
-
-        async def render() -> None:
-            found.append(
-                await prepare(
-                    self._templates,
-                    self._words,
-                    conversation,
-                    use,
-                    call.sampling,
-                    tenant,
-                    reasoning_budget=fields.thinking_token_budget,
-                    separates_reasoning=fields.separate_reasoning,
-                )
-            )
-
-        # It may have to wait for other templates.
-        await while_connected(request.receive, render)
-        if not found:
-            return Response(status_code=CLIENT_LEFT)
-        (prepared,) = found
+        services, asked = self._services, await self._asked(request)
+        call, fields = read_chat(asked.body, services.config, await services.length.get())
+        if (resumed := await self._resumed(asked, call)) is not None:
+            return resumed
+        if asked.key is None:
+            # Errors of the conversation would otherwise come first.
+            await services.served.check(fields.model, caller_of(request))
+        prepared = await prepare(
+            request,
+            services,
+            conversation_of(fields),
+            chat_tool_use(fields),
+            call.sampling,
+            reasoning_budget=fields.thinking_token_budget,
+            separates_reasoning=fields.separate_reasoning,
+        )
         call = msgspec.structs.replace(call, sampling=prepared.sampling, reading=prepared.reading)
-        return await self._answer(request, tenant, call, [prepared.token_ids], again)
-
-    async def stream(self, request: Request) -> Response:
-        """A stream that was begun before, all of it or what stands behind an event."""
-        event_id = request.query_params.get("after") or last_event_id(request)
-        call_id = request.path_params["stream"]
-        return await self._resume(request, tenant_of(request), call_id, event_id)
-
-    async def cancel(self, request: Request) -> Response:
-        """Ends a call by its answer's id; one that has ended is left alone."""
-        call_id = request.path_params["stream"]
-        await self._begun.find(call_id, tenant_of(request), caller_of(request))
-        self._submissions.end_waiting(call_id)
-        await self._kept.cancel(call_id)
-        return JsonResponse({"id": call_id, "object": "stream.cancelled", "cancelled": True})
+        return await self._answer(asked, call, [prepared.token_ids])
 
     async def tokens(self, request: Request) -> Response:
-        tenant = tenant_of(request)
-        body = await read_object(request, self._config.gateway.max_body_bytes)
-        call, prompt = read_generate(body, self._config, await self._length.get())
-        again = keyed(request, tenant, body)
-        if call.stream and (event_id := last_event_id(request)):
-            return await self._resume(request, tenant, answer_of(event_id), event_id, again)
-        return await self._answer(request, tenant, call, [prompt], again)
+        services, asked = self._services, await self._asked(request)
+        call, prompt = read_generate(asked.body, services.config, await services.length.get())
+        return await self._resumed(asked, call) or await self._answer(asked, call, [prompt])
 
-    async def _answer(
-        self, request: Request, tenant: str, call: Call, prompts: list[Prompt], key: Keyed | None
-    ) -> Response:
+    async def stream(self, request: Request) -> Response:
+        """Send a stream that was begun before: all of it, or the part behind an event."""
+        event_id = request.query_params.get("after") or last_event_id(request)
+        return await self._resume(request, request.path_params["stream"], event_id)
+
+    async def cancel(self, request: Request) -> Response:
+        """Cancel a call by its answer's id. A call that has ended stays as it is."""
+        call_id = request.path_params["stream"]
+        await self._begun.find(call_id, tenant_of(request), caller_of(request))
+        self._services.submissions.end_waiting(call_id)
+        await self._services.durable.cancel(call_id)
+        return JsonResponse({"id": call_id, "object": "stream.cancelled", "cancelled": True})
+
+    async def _asked(self, request: Request) -> _HttpCall:
+        body = await read_object(request, self._services.config.gateway.max_body_bytes)
+        tenant = tenant_of(request)
+        return _HttpCall(request, tenant, body, keyed(request, tenant, body))
+
+    async def _resumed(self, asked: _HttpCall, call: ChoicesCall) -> Response | None:
+        """Resume the stream of a call that comes again with the id of its last event."""
+        if not (call.stream and (event_id := last_event_id(asked.request))):
+            return None
+        return await self._resume(asked.request, answer_of(event_id), event_id, asked.key)
+
+    async def _answer(self, asked: _HttpCall, call: ChoicesCall, prompts: list[Prompt]) -> Response:
+        services, (request, tenant, _, key) = self._services, asked
         origin = origin_of(request, tenant, call.budget_ms, call.requested_model)
-        words = await self._words.required() if call.needs_words else None
-        shape, requests = await self._ready(call, prompts, tenant, words, key)
-        self._submissions.check_priority(origin.caller, requests[0])
-        name = ""
-        if key is not None:
-            if (found := await self._begun.claim(shape, origin.caller)) is not None:
-                return await self._again(request, origin, found)
-            name = key.name
-        attend = partial(self._kept.begun, call.id, shape.encode(), shape.request_ids, name)
-        answers = await self._answers(shape, words)
-        if call.stream:
-            return self._streamed(origin, requests, answers, attend)
-        # Nobody knows the id of an answer in one piece before it is there.
-        return await self._in_one_piece(
-            request, origin, requests, answers, attend if key is not None else _unattended
+        words = await services.words.required() if call.needs_words else None
+        record = await self._record(call, prompts, tenant, words, key)
+        services.submissions.check_priority(origin.caller, record.request(0))
+        begun = None if key is None else await self._begun.claim(record, origin.caller)
+        if begun is not None:
+            return await self._again(request, origin, begun)
+        attach: Attach = partial(
+            services.durable.begun, call.id, record.encode(), record.request_ids, record.name
         )
+        if not call.stream and key is None:
+            # No client knows the id of such an answer before it is there.
+            attach = unattached
+        running = _RunningChoices(origin, record, await self._answers(record, words), attach)
+        return await self._respond(request, running)
 
     async def _resume(
-        self,
-        request: Request,
-        tenant: str,
-        call_id: str,
-        event_id: str,
-        again: Keyed | None = None,
+        self, request: Request, call_id: str, event_id: str, again: IdempotencyKey | None = None
     ) -> Response:
-        """What stands behind an event of a stream; all of it, when there is none."""
+        tenant = tenant_of(request)
         found = await self._begun.find(call_id, tenant, caller_of(request), again)
-        if not found.shape.call.stream:
+        call = found.record.call
+        if not call.stream:
             raise not_found(call_id)
-        call = found.shape.call
         origin = origin_of(request, tenant, call.budget_ms, call.requested_model)
         return await self._again(request, origin, found, event_id)
 
     async def _again(
-        self, request: Request, origin: Origin, found: Found[Shape], event_id: str = ""
+        self, request: Request, origin: Origin, found: Found[ChoicesRecord], event_id: str = ""
     ) -> Response:
-        """The answer to a call that was begun before, perhaps from behind an event on."""
-        shape = found.shape
-        call = shape.call
-        words = await self._words.required() if call.needs_words else None
-        choices = shape.number * call.n
+        """Answer a call that was begun before, perhaps from behind an event on."""
+        record = found.record
+        call = record.call
+        words = await self._services.words.required() if call.needs_words else None
+        choices = len(record.prompts) * call.n
         after = read_position(event_id, call.id, choices) if event_id else None
-        name = shape.keyed.name if shape.keyed else ""
 
-        @asynccontextmanager
-        async def attend() -> AsyncIterator[Attendance]:
-            kept = await self._begun.published(found)
-            async with self._kept.resumed(call.id, kept, shape.request_ids, name) as attendance:
-                yield attendance
+        answers = await self._answers(record, words)
+        running = _RunningChoices(origin, record, answers, self._begun.attach(found))
+        return await self._respond(request, running, after)
 
-        requests, answers = shape.requests(), await self._answers(shape, words)
-        if call.stream:
-            return self._streamed(origin, requests, answers, attend, after)
-        return await self._in_one_piece(request, origin, requests, answers, attend)
+    async def _answers(self, record: ChoicesRecord, words: Words | None) -> ChoicesWriter:
+        """Return the writer of the answer. Every gateway reads messages alike."""
+        services = self._services
+        reads = record.call.reading is not None
+        form = await services.templates.message_format() if reads else None
+        return ChoicesWriter(
+            record.call, record.prompts, record.texts, words, form, services.submissions.measures
+        )
 
-    async def _answers(self, shape: Shape, words: Words | None) -> Answers:
-        """What writes the answer. Messages are read alike at every gateway."""
-        reads = shape.call.reading is not None
-        form = await self._templates.message_format() if reads else None
-        return shape.answers(words, form, self._submissions.measures)
-
-    async def _ready(
+    async def _record(
         self,
-        call: Call,
+        call: ChoicesCall,
         prompts: list[Prompt],
         tenant: str,
         words: Words | None,
-        key: Keyed | None,
-    ) -> tuple[Shape, list[GenerateRequest]]:
-        """What the answer is made of, and what is submitted."""
-        requests: list[GenerateRequest] = []
-        known: list[Prompt] = []
-        length = await self._length.get()
+        key: IdempotencyKey | None,
+    ) -> ChoicesRecord:
+        """Check all requests of a call, and return its record."""
+        services = self._services
+        submitted: list[Prompt] = []
+        length = await services.length.get()
         for place, prompt in enumerate(prompts):
             request = call.request(place, len(prompts), prompt, tenant)
-            self._submissions.check_size(request, length)
+            services.submissions.check_size(request, length)
             if words is not None and call.needs_prompt_ids and isinstance(prompt, str):
                 words.check_fits(prompt, length)
-                token_ids = await self._words.token_ids(prompt)
+                token_ids = await services.words.token_ids(prompt)
                 request = msgspec.structs.replace(request, prompt=None, prompt_token_ids=token_ids)
-            self._submissions.check_encoded(request)
-            known.append(request.prompt_token_ids or prompt)
-            requests.append(request)
-            if len(requests) % AT_ONCE == 0:
+            services.submissions.check_encoded(request)
+            submitted.append(request.prompt_token_ids or prompt)
+            if len(submitted) % AT_ONCE == 0:
                 await anyio.lowlevel.checkpoint()
-        shape = Shape(
+        return ChoicesRecord(
             tenant=tenant,
             call=call,
-            prompts=known,
-            # What is echoed is the text as it came.
+            prompts=submitted,
+            # An echo is the text as it came.
             texts=[prompt if isinstance(prompt, str) else None for prompt in prompts],
-            # One alone is published before anything of it is seen.
-            whole=len(prompts) > 1 or call.needs_prompt_ids or key is not None,
+            # A single request is published before the client sees anything of the answer.
+            has_prompts=len(prompts) > 1 or call.needs_prompt_ids or key is not None,
             keyed=key,
         )
-        return shape, requests
 
-    async def _in_one_piece(
-        self,
-        request: Request,
-        origin: Origin,
-        requests: list[GenerateRequest],
-        answers: Answers,
-        attend: Attend,
+    async def _respond(
+        self, request: Request, running: _RunningChoices, after: Position | None = None
     ) -> Response:
+        if running.record.call.stream:
+            return self._streamed(running, after)
+
         async def work() -> Response:
-            async with attend() as attendance:
-                return JsonResponse(await self._complete(origin, requests, answers, attendance))
+            async with running.attach() as attachment:
+                return JsonResponse(await self._complete(running, attachment))
 
-        return await answer_while_connected(request, work)
+        return await while_connected(request.receive, work)
 
-    async def _complete(
-        self,
-        origin: Origin,
-        requests: list[GenerateRequest],
-        answers: Answers,
-        attendance: Attendance | None,
-    ) -> Answer:
-        """The whole answer. The first error ends the other requests as well."""
+    async def _complete(self, running: _RunningChoices, attachment: Attachment | None) -> Answer:
+        """Return the whole answer. The first error ends the other requests as well."""
         completions: dict[int, Completion] = {}
 
         async def take(index: int, output: Output) -> None:
             if isinstance(output, Completion):
                 completions[index] = output
 
-        failure = await self._run(origin, requests, answers, attendance, take)
+        failure = await self._run(running, attachment, take)
         if failure is not None:
             raise failure
-        ordered = [completions[index] for index in range(len(requests))]
-        if answers.work(ordered) <= _SHORT_ANSWER:
-            return answers.whole(ordered)
-        return await self._words.beside(partial(answers.whole, ordered))
+        ordered = [completions[index] for index in range(len(completions))]
+        if running.answers.work(ordered) <= _SHORT_ANSWER:
+            return running.answers.whole(ordered)
+        return await self._services.words.beside(partial(running.answers.whole, ordered))
 
     async def _run(
         self,
-        origin: Origin,
-        requests: list[GenerateRequest],
-        answers: Answers,
-        attendance: Attendance | None,
+        running: _RunningChoices,
+        attachment: Attachment | None,
         take: Callable[[int, Output], Awaitable[None]],
     ) -> NanoInferenceError | None:
-        """Gives the outputs of all prompts as they come. Returns the error that ended them."""
-
-        async def run(index: int, begun: bool) -> None:
-            async with aclosing(
-                self._submissions.outputs(
-                    origin, requests[index], begun, attendance, answers.echoed(index)
-                )
-            ) as outputs:
-                async for output in outputs:
-                    await take(index, output)
-                    await anyio.lowlevel.checkpoint()
-
-        published = () if attendance is None else attendance.begun_before
+        """Run all requests. Returns the error that ended them."""
+        origin, record, answers, _ = running
+        requests = [record.request(place) for place in range(len(record.prompts))]
         try:
-            await self._submissions.run(origin, requests, run, published)
+            await self._services.submissions.run(origin, requests, take, attachment, answers.echoed)
         except NanoInferenceError as error:
-            failure = of_tools(error, answers.call.reading)
-            if attendance is not None:
-                attendance.fail(failure)
+            failure = of_tools(error, record.call.reading)
+            if attachment is not None:
+                attachment.fail(failure)
             return failure
         return None
 
-    def _streamed(
-        self,
-        origin: Origin,
-        requests: list[GenerateRequest],
-        answers: Answers,
-        attend: Attend,
-        after: Position | None = None,
-    ) -> Response:
+    def _streamed(self, running: _RunningChoices, after: Position | None) -> Response:
+        gateway = self._services.config.gateway
+
         async def produce(send_event: SendEvent) -> None:
             async def send(data: bytes, event_id: str = "", *, name: str = "") -> None:
-                shown = event_id if self._config.gateway.event_ids else ""
-                await send_event(data, shown, name=name)
+                await send_event(data, event_id if gateway.event_ids else "", name=name)
 
-            chunks = Chunks(answers, send, after)
-            async with attend() as attendance:
-                failure = await self._send_chunks(origin, requests, answers, chunks, attendance)
-            # What has no tokens leaves the client where it was: behind an error it may come back.
+            chunks = Chunks(running.answers, send, after)
+            async with running.attach() as attachment:
+                failure = await self._send_chunks(running, chunks, attachment)
+            # Without tokens the position stays: behind an error the client may come back.
             event_id = chunks.position.event_id
             if failure is not None:
-                error = as_openai(failure, answers.call.kind)
+                error = as_openai(failure, running.record.call.kind)
                 if not stream.committed:
                     raise error
                 await send(msgspec.json.encode(error_body(error)), event_id)
             await send(_DONE, event_id)
 
-        stream = EventStream(produce, self._config.gateway.comment_s)
+        stream = EventStream(produce, gateway.comment_s)
         return stream
 
     async def _send_chunks(
-        self,
-        origin: Origin,
-        requests: list[GenerateRequest],
-        answers: Answers,
-        chunks: Chunks,
-        attendance: Attendance | None,
+        self, running: _RunningChoices, chunks: Chunks, attachment: Attachment | None
     ) -> NanoInferenceError | None:
-        """Chunks of all prompts as they come. Gives the error that ended them."""
+        """Send the chunks of all prompts as they come. Returns the error that ended them."""
 
         async def take(index: int, output: Output) -> None:
             chunks.put(index, output)
@@ -354,14 +300,8 @@ class GenerationCalls:
 
         async with anyio.create_task_group() as group:
             group.start_soon(chunks.send_all)
-            failure = await self._run(origin, requests, answers, attendance, take)
+            failure = await self._run(running, attachment, take)
             chunks.close()
         if failure is None:
             await chunks.send_usage()
         return failure
-
-
-@asynccontextmanager
-async def _unattended() -> AsyncIterator[None]:
-    """Of a call that ends with its connection."""
-    yield

@@ -1,4 +1,4 @@
-"""OpenAI's and vLLM's calls about the model and its tokens."""
+"""OpenAI's and vLLM's calls about the model, its tokens and its adapters."""
 
 from __future__ import annotations
 
@@ -7,48 +7,41 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
-from ....config import Config
-from ...policy.caller import Caller, caller_of
-from ...policy.models import check_allowed
+from ....bus.weights import InFlight
+from ....config import AdapterError
+from ...policy.caller import Caller, caller_of, check_allowed
 from ...server.http import FieldError, JsonResponse, read_object
-from ...serving.chat_templates import ChatTemplates
 from ...serving.fields import adapter_of, read_part
-from ...serving.model_length import ModelLength
-from ...serving.served import ServedModels, unknown_model
-from ...serving.tenants import tenant_of
-from ...serving.words import LazyWords, Words
+from ...serving.lane_state import unknown_model
+from ...serving.origin import tenant_of
+from ...serving.services import Services
+from ...serving.words import Words
 from .bodies import DetokenizeBody, TokenizeBody
 from .messages import conversation_of
 from .tools import chat_tools
 
+_MOST_BYTES = 1 << 16
 
-class InfoCalls:
-    """The endpoints."""
 
-    def __init__(
-        self,
-        config: Config,
-        words: LazyWords,
-        templates: ChatTemplates,
-        length: ModelLength,
-        served: ServedModels,
-    ) -> None:
-        self._config = config
-        self._length = length
-        self._served = served
-        self._words = words
-        self._templates = templates
+class ModelInfoCalls:
+    """The endpoints about the model and its tokens."""
+
+    def __init__(self, services: Services) -> None:
+        self._config, self._served = services.config, services.served
+        self._words, self._templates = services.words, services.templates
+        self._length = services.length
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
         return JsonResponse({"object": "list", "data": await self.cards(caller_of(request))})
 
     async def cards(self, caller: Caller) -> list[dict[str, Any]]:
-        """What is told of the model and its adapters, as far as a caller may use them."""
+        """Return the cards of the model and its adapters that a caller may use."""
         allowed = caller.models
         return [card for card in await self._cards() if allowed is None or card["id"] in allowed]
 
@@ -56,11 +49,11 @@ class InfoCalls:
         return JsonResponse(await self.card_of(request))
 
     async def card_of(self, request: Request) -> dict[str, Any]:
-        """As `card`, of the name in a call's path."""
+        """As `card`, for the name in a call's path."""
         return await self.card(request.path_params["model"], caller_of(request))
 
     async def card(self, name: str, caller: Caller) -> dict[str, Any]:
-        """What is told of what has a name.
+        """Return the card of a model or an adapter.
 
         Raises:
             RequestError: unknown_model; model_not_found, when the caller may not use it.
@@ -76,13 +69,16 @@ class InfoCalls:
         return JsonResponse({"version": metadata.version("nano-inference")})
 
     async def tokenize(self, request: Request) -> Response:
-        """A text or a conversation as tokens, as they would be a prompt."""
+        """Tokenise a text or a conversation, as for a prompt."""
         found = await read_object(request, self._config.gateway.max_body_bytes)
         body = read_part(found, TokenizeBody)
         await self._served.check(body.model, caller_of(request))
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("give exactly one of prompt and messages", param="prompt")
-        words, max_model_len = await self._words.required(), await self._length.get()
+        words, max_model_len = (
+            await self._words.required(),
+            await self._length.get(),
+        )
         if body.prompt is None:
             conversation = replace(conversation_of(body), tools=chat_tools(body.tools))
             token_ids = (await self._templates.render(conversation, tenant_of(request))).token_ids
@@ -98,7 +94,7 @@ class InfoCalls:
         return JsonResponse(told | {"tokens": token_ids, "token_strs": texts})
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of tokens, with the names of special ones."""
+        """Return the text of tokens, with the names of special tokens."""
         found = await read_object(request, self._config.gateway.max_body_bytes)
         body = read_part(found, DetokenizeBody)
         await self._served.check(body.model, caller_of(request))
@@ -110,7 +106,7 @@ class InfoCalls:
         return JsonResponse({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """What programs that make prompts themselves ask for, by the names of Transformers."""
+        """Return facts about the tokenizer, by the names of Transformers."""
         words = await self._words.required()
         tokenizer = words.tokenizer
         told = {
@@ -123,7 +119,7 @@ class InfoCalls:
         return JsonResponse(told | {name: getattr(tokenizer, name) for name in names})
 
     async def _cards(self) -> list[dict[str, Any]]:
-        """The model and its adapters, whose parent it is, with where they come from."""
+        """Return a card for the model and each adapter, whose parent is the model."""
         name = self._served.default
         found: list[tuple[str, str, str | None]] = [(name, self._config.engine.model_path, None)]
         found += [(each.id, each.folder, name) for each in await self._served.adapters()]
@@ -150,3 +146,50 @@ def _check_vocabulary(token_ids: list[int], words: Words) -> None:
             param="tokens",
             code="invalid_token_ids",
         )
+
+
+# --- LoRA adapters ------------------------------------------------------------------------------
+
+
+class LoadAdapterBody(msgspec.Struct, frozen=True):
+    """LoadLoRAAdapterRequest; `in_flight` is not vLLM's."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    in_flight: InFlight = "keep"
+
+
+class UnloadAdapterBody(msgspec.Struct, frozen=True):
+    """UnloadLoRAAdapterRequest; `in_flight` is not vLLM's."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+    in_flight: InFlight = "keep"
+
+
+class AdapterCalls:
+    """The endpoints about LoRA adapters."""
+
+    def __init__(self, services: Services) -> None:
+        self._engine = services.engine
+        self._served = services.served
+
+    async def load(self, request: Request) -> Response:
+        body = read_part(await read_object(request, _MOST_BYTES), LoadAdapterBody)
+        name = body.lora_name
+        if not body.load_inplace and name in [each.id for each in await self._served.adapters()]:
+            raise AdapterError(
+                f"the adapter {name!r:.80} is loaded already; give it new weights with "
+                "load_inplace: true",
+                code="adapter_loaded",
+            )
+        await self._engine.load_adapter(name, body.lora_path, in_flight=body.in_flight)
+        await self._served.wait_for(name, loaded=True)
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
+
+    async def unload(self, request: Request) -> Response:
+        body = read_part(await read_object(request, _MOST_BYTES), UnloadAdapterBody)
+        await self._engine.unload_adapter(body.lora_name, in_flight=body.in_flight)
+        await self._served.wait_for(body.lora_name, loaded=False)
+        return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} removed successfully.")

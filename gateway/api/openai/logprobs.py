@@ -6,39 +6,40 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...serving.logprobs import Scored, TokenNames
+from ...serving.message_parts import TokenRecord
 from ...serving.words import Words
 
+ListedToken = Scored | TokenRecord
 
-class CompletionLogprobs:
-    """`logprobs` of the choices of `/v1/completions`, for a text that grows."""
+
+class TextLogprobs:
+    """`logprobs` of a choice of `/v1/completions`, for a text that grows."""
 
     def __init__(self, words: Words, names: TokenNames) -> None:
         self._names = names
         self._detokenizer = words.detokenizer(skip_special=True)
         self._offset = 0
 
-    def add(self, tokens: Sequence[Scored]) -> dict[str, Any]:
-        """Those of the next tokens.
+    def add(self, tokens: Sequence[ListedToken]) -> dict[str, Any]:
+        """Return the logprobs of the next tokens.
 
-        `text_offset` tells where a token's text begins in the text of all tokens, of which a stop
-        cuts off the end.
+        `text_offset` is the place of a token's text in the text of all tokens. A stop string cuts
+        off the end of that.
         """
-        found: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
+        offsets: list[int] = []
         for token in tokens:
-            found["tokens"].append(self._names.name(token.token_id))
-            found["token_logprobs"].append(token.logprob)
-            found["top_logprobs"].append(self._tops(token))
-            found["text_offset"].append(self._offset)
+            offsets.append(self._offset)
             self._offset += len(self._detokenizer.push([token.token_id]))
-        return found
+        return {
+            "tokens": [self._names.name(token.token_id) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [self._tops(token) for token in tokens],
+            "text_offset": offsets,
+        }
 
-    def _tops(self, token: Scored) -> dict[str, float] | None:
-        """The likeliest tokens and the token itself. Of two with one text the likelier counts."""
+    def _tops(self, token: ListedToken) -> dict[str, float] | None:
+        """Return the likeliest tokens and the token itself. Of two with one text the likelier
+        counts."""
         if token.logprob is None:
             return None
         tops: dict[str, float] = {}
@@ -48,30 +49,21 @@ class CompletionLogprobs:
         return tops
 
 
-def chat_logprobs(tokens: Sequence[Scored], names: TokenNames) -> dict[str, Any]:
-    """`logprobs` of the choices of `/v1/chat/completions`."""
+def token_entries(tokens: Sequence[ListedToken], names: TokenNames | None) -> list[dict[str, Any]]:
+    """Return an entry for each token, as chats and responses have them.
+
+    Args:
+        names: None names tokens by their ids, as `/inference/v1/generate` does.
+    """
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
+        if names is None:
+            return {"token": f"token_id:{token_id}", "logprob": logprob, "bytes": None}
         bytes_ = list(names.bytes(token_id))
         return {"token": names.name(token_id), "logprob": logprob, "bytes": bytes_}
 
-    content = [
+    return [
         entry(token.token_id, token.logprob)
         | {"top_logprobs": [entry(top.token_id, top.logprob) for top in token.top]}
         for token in tokens
     ]
-    return {"content": content, "refusal": None}
-
-
-def token_logprobs(tokens: Sequence[Scored]) -> dict[str, Any]:
-    """`logprobs` of the choices of `/inference/v1/generate`: as a chat's, with ids for texts."""
-
-    def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": f"token_id:{token_id}", "logprob": logprob, "bytes": None}
-
-    content = [
-        entry(token.token_id, token.logprob)
-        | {"top_logprobs": [entry(top.token_id, top.logprob) for top in token.top]}
-        for token in tokens
-    ]
-    return {"content": content}

@@ -8,19 +8,19 @@ import msgspec
 
 from ....config import shown
 from ...server.http import FieldError
-from ...serving.chat_templates import Conversation, Turn
+from ...serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ...serving.fields import read_part
-from ...serving.template_variables import reasoning_of_effort
-from .bodies import ChatBody, Message, RefusalPart, TextPart, TokenizeBody, ToolCall
+from ...serving.tools import tool_call
+from .bodies import CalledTool, ChatBody, OpenAIMessage, RefusalPart, TextPart, TokenizeBody
 
 _IMAGES = frozenset({"image", "image_url", "input_image"})
 
 
 def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
-    """What the template is given, beside tools.
+    """Return the conversation for the chat template, without tools.
 
     Raises:
-        FieldError: A message is none, or holds what is not text; the options contradict each other.
+        FieldError: A message is invalid, or holds no text; the options contradict each other.
     """
     begin = body.add_generation_prompt
     if begin and body.continue_final_message:
@@ -47,15 +47,15 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
 
 
 def turn_of(given: dict[str, Any], where: str) -> Turn:
-    """A message as templates read it.
+    """Return a message as templates read it.
 
     Raises:
-        FieldError: It is none, or holds what is not text; `where` it stands in the body.
+        FieldError: It is invalid, or holds no text. `where` is its path in the body.
     """
-    return _as_read(read_part(given, Message, where), where)
+    return _as_read(read_part(given, OpenAIMessage, where), where)
 
 
-def _as_read(message: Message, where: str) -> Turn:
+def _as_read(message: OpenAIMessage, where: str) -> Turn:
     """As templates read it: text in one piece, calls' arguments as objects."""
     calls = [
         _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
@@ -78,10 +78,10 @@ def _as_read(message: Message, where: str) -> Turn:
 
 
 def text_of(content: str | list[dict[str, Any]], where: str) -> str:
-    """The text of a message's content, `where` it stands in the body.
+    """Return the text of a message's content; `where` is its path in the body.
 
     Raises:
-        FieldError: It holds what is not text.
+        FieldError: A part is no text.
     """
     if isinstance(content, str):
         return content
@@ -105,8 +105,8 @@ def text_of(content: str | list[dict[str, Any]], where: str) -> str:
     return "\n".join(texts)
 
 
-def _call(call: ToolCall, where: str) -> dict[str, Any]:
-    """A call of a tool in the history; its arguments come as JSON, and templates want an object."""
+def _call(call: CalledTool, where: str) -> dict[str, Any]:
+    """Return a tool call of the history, with its arguments as an object."""
     arguments: Any = call.function.arguments or {}
     if isinstance(arguments, str):
         try:
@@ -116,6 +116,5 @@ def _call(call: ToolCall, where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         param = f"{where}.function.arguments"
         raise FieldError(f"{param} must be an object, as JSON", param=param)
-    # And nothing that a client's library has added, or templates would write it out.
-    read = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": "function", "function": read}
+    # Without additions of clients' libraries, which templates would write out.
+    return tool_call(call.id, call.function.name, arguments)

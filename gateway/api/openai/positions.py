@@ -1,5 +1,4 @@
-"""How much of a stream was sent: it stands in the id of each event, and is all that is needed to go
-on behind it."""
+"""The position in a stream: the id of each event has it, and a client resumes behind it."""
 
 from __future__ import annotations
 
@@ -9,10 +8,10 @@ from itertools import groupby
 from ....config import RequestError, shown
 
 UNBEGUN = -1
-"""Of a choice: nothing of it was sent."""
+"""Of a choice: no part was sent."""
 
 FINISHED = -2
-"""All of it was."""
+"""Of a choice: all of it was sent."""
 
 _WORDS = {"x": UNBEGUN, "f": FINISHED}
 _NAMES = {number: word for word, number in _WORDS.items()}
@@ -21,15 +20,14 @@ _RUN = re.compile(r"(x|f|[0-9]{1,9})(?:~([0-9]{1,6}))?")
 
 
 class Position:
-    """How many tokens of each choice were sent; one more, if what only the end of a message brings
-    was sent too.
+    """How many tokens of each choice were sent; one more, if the end of its message was sent too.
 
-    As an id: the answer's own, and the choices in order, in runs of those that are alike. `x` is a
-    choice that has not begun, `f` one that is complete, and `~3` three of the same. At the end
-    stands `u` when the usage was sent.
+    As an id: the answer's id, and the choices in order, in runs of equal ones. `x` is a choice that
+    has not begun, `f` a complete one, and `~3` three of the same. `u` at the end: the usage was
+    sent.
 
         chatcmpl-5f…e2.17         17 tokens of the only choice
-        cmpl-5f…e2.f~2.30.12.x~4  two of eight choices are complete, two under way
+        cmpl-5f…e2.f~2.30.12.x~4  two of eight choices are complete, two have begun
 
     Attributes:
         usage: Whether the usage was sent.
@@ -38,7 +36,7 @@ class Position:
     def __init__(self, answer_id: str, choices: int) -> None:
         self._answer_id = answer_id
         self._sent = [UNBEGUN] * choices
-        # Those before are complete, and from `_begun` on none has begun: most of many choices.
+        # Choices before `_complete` are complete; from `_begun` on none has begun.
         self._complete = 0
         self._begun = 0
         self.usage = False
@@ -56,7 +54,7 @@ class Position:
         return f"{self._answer_id}.{'.'.join(runs)}{'.u' if self.usage else ''}"
 
     def move(self, index: int, sent: int) -> None:
-        """So many tokens of a choice were sent, or it is complete."""
+        """Set the position of a choice."""
         self._sent[index] = sent
         self._begun = max(self._begun, index + 1)
         while self._complete < self._begun and self._sent[self._complete] == FINISHED:
@@ -64,7 +62,7 @@ class Position:
 
 
 def answer_of(event_id: str) -> str:
-    """The id of the answer that an event belongs to.
+    """Return the id of the answer that an event belongs to.
 
     Raises:
         RequestError: invalid_event_id.
@@ -73,10 +71,10 @@ def answer_of(event_id: str) -> str:
 
 
 def read_position(event_id: str, answer_id: str, choices: int) -> Position:
-    """Where the stream of an answer was behind an event.
+    """Return the position of an answer's stream behind an event.
 
     Raises:
-        RequestError: invalid_event_id: it is none of this stream's.
+        RequestError: invalid_event_id: it belongs to another stream.
     """
     named, runs, usage = _parts(event_id)
     position = Position(answer_id, choices)

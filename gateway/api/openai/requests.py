@@ -16,6 +16,7 @@ from ...serving.constraints import of_response_format, of_structured_outputs, th
 from ...serving.fields import Body, adapter_of, convert_part, engine_priority, read_part
 from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
 from .bodies import ChatBody, CompletionBody, GenerateBody, StreamedBody, StreamOptions, TextBody
+from .records import CallHead, DurableRecord
 
 Prompt = str | tuple[int, ...]
 Kind = Literal["completions", "chat", "generate"]
@@ -25,38 +26,30 @@ _ID_PREFIXES: dict[Kind, str] = {"completions": "cmpl-", "chat": "chatcmpl-", "g
 _LONGEST_NAME = 256
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A call, but for its prompts.
+class ChoicesCall(CallHead, frozen=True, kw_only=True):
+    """A call, without its prompts.
 
     Attributes:
-        id: The answer's own.
-        created: When it came, seconds since the Unix epoch.
-        kind: Which of the calls it is.
-        n: Choices of each prompt.
-        sampling: For all of them.
-        scores_only: No tokens are wanted. The engine samples one all the same.
+        sampling: For all choices.
         logprobs: How many of the likeliest tokens to show at each place; None shows no logprobs.
-        prompt_logprobs: The same of the prompt, by themselves.
-        echo: Whether the prompt stands before the text.
+        prompt_logprobs: Whether the logprobs of the prompt are shown, apart from the text's.
         token_ids, weight_versions: Whether they are shown.
-        as_token_ids: Whether logprobs name tokens by their ids.
         usage: A stream has a chunk with the usage.
         continuous_usage: It has the usage in every chunk.
-        named: What the client calls it, which its answer repeats; empty for the answer's id. On
-            the bus it is known by that alone, so that nobody can ask for another's by its name.
-        reading: How its messages are read; None where a sample is text alone.
-        reasoning_field: What a message's reasoning is called.
-        include_reasoning: Whether it is shown.
         adapter: The adapter that its requests ask for; "" for none.
-        of_model: The id of the model that it is for; `model` may be the adapter's.
-        prediction: What the client expects each choice to be; "" for nothing.
-        requested_model: The body's `model` as it stands there.
+        requested_model: The body's `model`.
+        n: Choices of each prompt.
+        scores_only: No tokens are wanted. The engine samples one all the same.
+        echo: Whether the prompt stands before the text.
+        as_token_ids: Whether logprobs name tokens by their ids.
+        named: The client's own name for the call, which its answer repeats; "" for the answer's
+            id. The bus has the call under that alone, so that no other client finds it by its name.
+        prediction: The client's prediction of each choice; "" for none.
+        reading: How its messages are read; None where a sample is text alone.
+        reasoning_field: The field of a message that has the reasoning.
+        include_reasoning: Whether reasoning is shown.
     """
 
-    id: str
-    created: int
-    model: str
-    of_model: str
     kind: Kind
     sampling: SamplingParams
     logprobs: int | None
@@ -83,30 +76,29 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def chat(self) -> bool:
-        """Whether the prompt is a conversation."""
         return self.kind == "chat"
 
     @property
     def needs_prompt_ids(self) -> bool:
-        """Whether the answer takes the prompt's tokens, which may have come as a text."""
+        """Whether the answer needs the prompt's tokens, which may have come as a text."""
         scored = self.prompt_logprobs or (self.echo and self.logprobs is not None)
         return scored or self.token_ids or self.continuous_usage
 
     @property
     def needs_words(self) -> bool:
-        """Whether it takes the tokenizer."""
+        """Whether the answer needs the tokenizer."""
         if self.kind == "generate":
-            # Which alone name the tokens' texts.
+            # Only these name the tokens' texts.
             return self.prompt_logprobs
         of_tokens = self.needs_prompt_ids or self.logprobs is not None or self.weight_versions
         return of_tokens or self.echo or self.reading is not None
 
     def request_id(self, place: int, prompts: int) -> str:
-        """That of one of so many prompts."""
+        """Return the id of the request for one of so many prompts."""
         return self.id if prompts == 1 else f"{self.id}_{place}"
 
     def request(self, place: int, prompts: int, prompt: Prompt, tenant: str) -> GenerateRequest:
-        """What is submitted for one of so many prompts."""
+        """Return the request for one of so many prompts."""
         return GenerateRequest(
             request_id=self.request_id(place, prompts),
             prompt=prompt if isinstance(prompt, str) else None,
@@ -122,7 +114,41 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def read_completion(body: Body, config: Config) -> tuple[Call, list[Prompt]]:
+class ChoicesRecord(DurableRecord, frozen=True, kw_only=True):
+    """A call that is answered with choices, as the bus keeps it.
+
+    Attributes:
+        prompts: As they are submitted; empty ones in a record that is not complete.
+        texts: The prompts that came as texts, None for the others, and for all unless they are
+            echoed.
+        has_prompts: Whether the answer, or another gateway, may need the prompts.
+    """
+
+    call: ChoicesCall
+    prompts: list[Prompt]
+    texts: list[str | None]
+    has_prompts: bool
+
+    @property
+    def request_ids(self) -> list[str]:
+        prompts = len(self.prompts)
+        return [self.call.request_id(place, prompts) for place in range(prompts)]
+
+    @property
+    def is_complete(self) -> bool:
+        return self.has_prompts
+
+    def request(self, place: int) -> GenerateRequest:
+        """Return the request of a prompt."""
+        return self.call.request(place, len(self.prompts), self.prompts[place], self.tenant)
+
+    def encode(self) -> bytes:
+        prompts = self.prompts if self.has_prompts else [()] * len(self.prompts)
+        texts = self.texts if self.call.echo else [None] * len(self.prompts)
+        return msgspec.json.encode(msgspec.structs.replace(self, prompts=prompts, texts=texts))
+
+
+def read_completion(body: Body, config: Config) -> tuple[ChoicesCall, list[Prompt]]:
     """Read a body of `/v1/completions`: the call, and its prompts.
 
     Raises:
@@ -142,7 +168,7 @@ def read_completion(body: Body, config: Config) -> tuple[Call, list[Prompt]]:
     sampling = _text_sampling(
         body, fields, 1 if scores_only else fields.max_tokens, top, prompt_top
     )
-    call = Call(
+    call = ChoicesCall(
         **_common(fields, config, "completions"),
         **_texts(fields),
         sampling=sampling,
@@ -154,7 +180,7 @@ def read_completion(body: Body, config: Config) -> tuple[Call, list[Prompt]]:
     return call, prompts
 
 
-def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[Call, ChatBody]:
+def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCall, ChatBody]:
     """Read a body of `/v1/chat/completions`: the call, and the fields of which the prompt is made.
 
     Args:
@@ -182,7 +208,7 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[Call, Cha
         logprobs,
         fields.prompt_logprobs,
     )
-    call = Call(
+    call = ChoicesCall(
         **_common(fields, config, "chat"),
         **_texts(fields),
         sampling=sampling,
@@ -199,7 +225,7 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[Call, Cha
     return call, fields
 
 
-def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Call, Prompt]:
+def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCall, Prompt]:
     """Read a body of `/inference/v1/generate`: the call, and its prompt.
 
     Args:
@@ -218,7 +244,7 @@ def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Call,
         )
     prompt_logprobs = sampling.prompt_logprobs is not None
     _check_stream(fields, prompt_logprobs, "sampling_params.prompt_logprobs")
-    call = Call(
+    call = ChoicesCall(
         **_common(fields, config, "generate"),
         n=own.n,
         sampling=sampling,

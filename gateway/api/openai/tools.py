@@ -1,4 +1,4 @@
-"""The tools of a chat."""
+"""Tools of chats, which nest a function in a tool, and of responses, which don't."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from ....text.messages import Tool, ToolUse
 from ...server.http import FieldError
 from ...serving.fields import read_part
 from ...serving.tools import tool_of, tool_use_of, tools_of, with_allowed, with_named
-from .bodies import CACHE_MARKS, ChatBody
+from .bodies import CACHE_MARKS, ChatBody, ResponseBody
 
-_WHERE = "tool_choice"
-
-Mode = Literal["none", "auto", "required"]
-_MODES: dict[str, Mode] = {"none": "none", "auto": "auto", "required": "required"}
+_CHOICE = "tool_choice"
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be called."""
+    """A function that the model may call."""
 
     HARMLESS: ClassVar = CACHE_MARKS
 
@@ -30,8 +27,8 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool."""
+class NestedTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool of a chat."""
 
     HARMLESS: ClassVar = CACHE_MARKS
 
@@ -39,88 +36,145 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
     function: Function
 
 
-class Named(msgspec.Struct, frozen=True, kw_only=True):
-    """A function by its name. What it takes stands in the call's tools."""
+class FlatTool(Function, frozen=True, kw_only=True):
+    """A tool of a response."""
 
-    HARMLESS: ClassVar = Function.HARMLESS | {"description", "parameters", "strict"}
+    type: Literal["function"]
+    allowed_callers: list[Literal["direct"]] = []
+
+
+class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """A function in a choice, by its name. Its parameters stand in the call's tools."""
+
+    HARMLESS: ClassVar = CACHE_MARKS | {"description", "parameters", "strict"}
 
     name: str
 
 
-class NamedTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool, as choices have it."""
+class NestedNamed(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool in a chat's choice."""
 
-    HARMLESS: ClassVar = FunctionTool.HARMLESS
+    HARMLESS: ClassVar = CACHE_MARKS
 
     type: Literal["function"]
-    function: Named
+    function: NamedFunction
 
 
-class Allowed(msgspec.Struct, frozen=True, kw_only=True):
-    """Some of the tools."""
+class FlatNamed(NamedFunction, frozen=True, kw_only=True):
+    """A tool in a response's choice."""
+
+    type: Literal["function"]
+
+
+class NestedAllowed(msgspec.Struct, frozen=True, kw_only=True):
+    """Some of a chat's tools."""
 
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: list[NestedNamed]
 
 
-class AllowedTools(msgspec.Struct, frozen=True, kw_only=True):
-    """The choice among these."""
+class NestedChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A chat's choice among some tools."""
 
     type: Literal["allowed_tools"]
-    allowed_tools: Allowed
+    allowed_tools: NestedAllowed
+
+
+class FlatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A response's choice among some tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[FlatNamed]
 
 
 def chat_tools(given: list[dict[str, Any]]) -> tuple[Tool, ...]:
-    """The tools of a call.
+    """Read the tools of a chat.
 
     Raises:
-        FieldError: One is none, or of another type than functions; its name or its schema can't be
-            one.
+        FieldError: A tool is not a function, or its name or schema is invalid.
     """
     return tools_of(
-        (f"tools[{place}].function", _tool(tool, f"tools[{place}]"))
+        (f"tools[{place}].function", _tool(tool, f"tools[{place}].type", nested=True))
         for place, tool in enumerate(given)
     )
 
 
 def chat_tool_use(fields: ChatBody) -> ToolUse:
-    """What the model may, or has to, call.
+    """Read which tools a chat's model may, or has to, call.
 
     Raises:
-        FieldError: As `chat_tools`, or the choice is none.
+        FieldError: As `chat_tools`, or the choice is invalid.
     """
-    tools = chat_tools(fields.tools)
-    choice = "auto" if fields.tool_choice is None else fields.tool_choice
-    parallel = fields.parallel_tool_calls
-    if isinstance(choice, str) and choice in _MODES:
-        return tool_use_of(tools, _MODES[choice], parallel=parallel)
-    use = tool_use_of(tools, "auto", parallel=parallel)
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "function":
-        named = read_part(choice, NamedTool, _WHERE).function.name
-        return with_named(use, named, f"{_WHERE}.function.name")
-    if kind == "allowed_tools":
-        allowed = read_part(choice, AllowedTools, _WHERE).allowed_tools
-        within = f"{_WHERE}.allowed_tools.tools"
-        names = [
-            (f"{within}[{place}].function.name", tool.function.name)
-            for place, tool in enumerate(allowed.tools)
-        ]
-        return with_allowed(use, allowed.mode, names, _WHERE)
-    raise FieldError(
-        f"{_WHERE} is {shown(choice)}; it may be none, auto, required, a function or allowed_tools",
-        param=_WHERE,
+    use = ToolUse(tools=chat_tools(fields.tools), parallel=fields.parallel_tool_calls)
+    match choice := fields.tool_choice:
+        case {"type": "function"}:
+            named = read_part(choice, NestedNamed, _CHOICE).function.name
+            return with_named(use, named, f"{_CHOICE}.function.name")
+        case {"type": "allowed_tools"}:
+            allowed = read_part(choice, NestedChoice, _CHOICE).allowed_tools
+            where = f"{_CHOICE}.allowed_tools.tools"
+            names = [
+                (f"{where}[{place}].function.name", tool.function.name)
+                for place, tool in enumerate(allowed.tools)
+            ]
+            return with_allowed(use, allowed.mode, names, _CHOICE)
+    return _simple_choice(use, choice, "invalid_request")
+
+
+def response_tool_use(fields: ResponseBody) -> ToolUse:
+    """Read which tools a response's model may, or has to, call.
+
+    Raises:
+        FieldError: A tool or the choice is invalid.
+    """
+    tools = tools_of(
+        (f"tools[{place}]", _tool(tool, f"tools[{place}]", nested=False))
+        for place, tool in enumerate(fields.tools)
+    )
+    use = ToolUse(tools=tools, parallel=fields.parallel_tool_calls)
+    match choice := fields.tool_choice:
+        case {"type": "function"}:
+            return with_named(use, read_part(choice, FlatNamed, _CHOICE).name, f"{_CHOICE}.name")
+        case {"type": "allowed_tools"}:
+            allowed = read_part(choice, FlatChoice, _CHOICE)
+            names = [
+                (f"{_CHOICE}.tools[{place}].name", tool.name)
+                for place, tool in enumerate(allowed.tools)
+            ]
+            return with_allowed(use, allowed.mode, names, _CHOICE)
+    return _simple_choice(
+        use, choice, "unsupported" if isinstance(choice, dict) else "invalid_request"
     )
 
 
-def _tool(given: dict[str, Any], where: str) -> Tool:
-    kind = given.get("type")
-    if kind != "function":
+def _simple_choice(use: ToolUse, choice: str | dict[str, Any] | None, code: str) -> ToolUse:
+    match choice:
+        case None:
+            return use
+        case "none" | "auto" | "required":
+            return tool_use_of(use.tools, choice, parallel=use.parallel)
+    raise FieldError(
+        f"{_CHOICE} is {shown(choice)}; it may be none, auto, required, a function or "
+        "allowed_tools",
+        param=_CHOICE,
+        code=code,
+    )
+
+
+def _tool(given: dict[str, Any], param: str, *, nested: bool) -> Tool:
+    """Args: `param` is named in the error for another type than functions."""
+    if (kind := given.get("type")) != "function":
         raise FieldError(
-            f"{where}.type is {shown(kind)}; give tools of the type 'function', which you call "
-            "yourself",
-            param=f"{where}.type",
+            f"{param}: a tool of type {shown(kind)} is not supported here; give tools of the type "
+            "'function', which you call yourself",
+            param=param,
             code="unsupported",
         )
-    function = read_part(given, FunctionTool, where).function
+    where = param.removesuffix(".type")
+    function = (
+        read_part(given, NestedTool, where).function
+        if nested
+        else read_part(given, FlatTool, where)
+    )
     return tool_of(function.name, function.description, function.parameters, function.strict)

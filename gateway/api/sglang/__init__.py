@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-from ....config import Config
-from ....pipeline.client import BusClient
-from ...policy.routes import PolicyRoute
-from ...policy.scopes import Needed
+from ...policy.chain import PolicyRoute
+from ...policy.document import Needed
 from ...server.callers import Endpoint, not_for_pages
-from ...serving.measures import Measures
-from ...serving.model_length import ModelLength
-from ...serving.readiness import Readiness
-from ...serving.served import ServedModels
-from ...serving.submissions import Submissions
-from ...serving.words import LazyWords
-from .adapters import AdapterCalls
+from ...serving.services import Services
 from .encode import Encoding
 from .generate import Generation
-from .info import InfoCalls
-from .labels import VersionLabels
-from .sync import WeightSync
+from .info import ServerInfoCalls
+from .sync import VersionLabels, WeightSync
 from .weights import WeightCalls
 
-# Of the calls with effects that SGLang takes by GET as well, the first ones are.
+# The first of `effects` may be called by GET as well, as SGLang allows.
 _NUM_EFFECTS = {"none": 0, "flush_cache": 1, "all": 3}
 
 
-def sglang_routes(
-    engine: BusClient,
-    config: Config,
-    words: LazyWords,
-    submissions: Submissions,
-    measures: Measures,
-    readiness: Readiness,
-    length: ModelLength,
-    served: ServedModels,
-) -> list[PolicyRoute]:
-    """Its endpoints."""
+def sglang_routes(services: Services) -> list[PolicyRoute]:
+    """Return the endpoints."""
+    gateway = services.config.gateway
     labels = VersionLabels()
-    sync = WeightSync(engine, labels, config.gateway.sync_timeout_s)
-    generation = Generation(submissions, config, words, labels)
-    encoding = Encoding(submissions, config, words)
-    info = InfoCalls(engine, config, submissions, sync, labels, readiness, length)
-    weights = WeightCalls(engine, config, sync)
-    adapters = AdapterCalls(engine, served)
+    sync = WeightSync(services.engine, labels, gateway.sync_timeout_s)
+    generation = Generation(services, labels)
+    encoding = Encoding(services)
+    info = ServerInfoCalls(services, sync, labels)
+    weights = WeightCalls(services, sync)
     read, write = ["GET"], ["POST"]
 
     def route(path: str, endpoint: Endpoint, methods: list[str], needed: Needed) -> PolicyRoute:
@@ -63,8 +45,8 @@ def sglang_routes(
         route("/update_weights_from_distributed", weights.from_distributed, write, "weights"),
         route("/update_weights_from_tensor", weights.from_tensor, write, "weights"),
         route("/update_weight_version", weights.rename, write, "weights"),
-        route("/load_lora_adapter", adapters.load, write, "weights"),
-        route("/unload_lora_adapter", adapters.unload, write, "weights"),
+        route("/load_lora_adapter", weights.load_adapter, write, "weights"),
+        route("/unload_lora_adapter", weights.unload_adapter, write, "weights"),
         route("/get_weight_version", info.weight_version, read, "read"),
         route("/weight_version", info.weight_version, read, "read"),
         route("/get_model_info", info.model_info, read, "read"),
@@ -78,18 +60,14 @@ def sglang_routes(
         route("/release_memory_occupation", weights.release_memory, write, "weights"),
         route("/resume_memory_occupation", weights.resume_memory, write, "weights"),
     ]
-    taken = _effects(info, weights)[: _NUM_EFFECTS[config.gateway.effects_by_get]]
-    return routes + [
-        route(path, not_for_pages(effect, measures), read, "weights") for path, effect in taken
-    ]
-
-
-def _effects(info: InfoCalls, weights: WeightCalls) -> list[tuple[str, Endpoint]]:
-    """What may have an effect by GET too, in the order of `_NUM_EFFECTS`."""
-    return [
+    effects = [
         ("/flush_cache", info.flush_cache),
         ("/release_memory_occupation", weights.release_memory),
         ("/resume_memory_occupation", weights.resume_memory),
+    ]
+    return routes + [
+        route(path, not_for_pages(effect, services.measures), read, "weights")
+        for path, effect in effects[: _NUM_EFFECTS[gateway.effects_by_get]]
     ]
 
 

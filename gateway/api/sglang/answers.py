@@ -1,26 +1,37 @@
-"""`/generate`: from our outputs to SGLang's answers."""
+"""`/generate`: from our outputs to SGLang's answers, whole or growing in a stream.
+
+SGLang's events repeat all that came before, so an event at each token would cost the square of the
+answer's length.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from itertools import starmap
 from typing import Any, assert_never
+
+import msgspec
 
 from ....bus.public import (
     Completion,
+    CompletionChunk,
     CompletionSample,
     ErrorInfo,
     TokenLogprob,
 )
-from ...serving.stops import ends_with_stop_token, first_stop, free_of_stops, matched_stop
+from ...server.http import SendEvent
+from ...serving.samples import Unsent
 from ...serving.submissions import ENDED_EARLY
-from ...serving.words import Words
-from .growing import Growing
-from .labels import VersionLabels
-from .requests import Wanted
+from ...serving.words import Words, ends_with_stop_token, first_stop, free_of_stops, matched_stop
+from .requests import PromptCall
+from .sync import VersionLabels
 
 Answer = dict[str, Any]
 Entry = tuple[float | None, int, str | None]
 TopLogprobs = tuple[TokenLogprob, ...]
+ScoredTokens = tuple[list[Entry], list[list[Entry]]]
+"""`output_token_logprobs` and `output_top_logprobs`."""
 
 
 _FILTERED: Answer = {
@@ -28,25 +39,31 @@ _FILTERED: Answer = {
     "message": "what follows may not be said here",
     "err_type": "content_filter",
 }
-"""Of what a guardrail has ended; SGLang has no type for that."""
+"""The reason of a sample that a guardrail has ended; SGLang has no type for it."""
+
+EVERY_TOKEN_BYTES = 8192
+"""Events come at every token until they have so many bytes."""
+
+GROWTH = 16
+"""From then on when there are a sixteenth more tokens, so that all events of a sample together have
+at most about 17 times the bytes of the last."""
 
 
-class Answers:
+class PromptWriter:
     """Writes the answers to one prompt.
 
     Attributes:
-        wanted: What the client asked for.
-        words: The tokenizer, where that takes it.
+        words: The tokenizer, where the answer needs it.
     """
 
-    def __init__(self, wanted: Wanted, words: Words | None, labels: VersionLabels) -> None:
+    def __init__(self, wanted: PromptCall, words: Words | None, labels: VersionLabels) -> None:
         self.wanted = wanted
         self.words = words
         self._labels = labels
         self._growing: dict[int, Growing] = {}
 
     def final(self, completion: Completion) -> list[Answer]:
-        """An answer for each sample. One that never began has no tokens."""
+        """Return an answer for each sample. One that never began has no tokens."""
         made = {sample.sample_index: sample for sample in completion.samples}
         return [
             self._final(completion, made.get(index, _unbegun(index)))
@@ -54,47 +71,56 @@ class Answers:
         ]
 
     def growing(self, sample_index: int) -> Growing:
-        """A sample of a stream."""
+        """Return a sample of a stream."""
         if sample_index not in self._growing:
             self._growing[sample_index] = Growing(self, sample_index)
         return self._growing[sample_index]
 
     # --- pieces of an answer ------------------------------------------------------------------
 
-    def meta(
-        self, sample_index: int, num_tokens: int, versions: Iterable[tuple[int, int]]
+    def answer(
+        self,
+        sample_index: int,
+        text: str,
+        token_ids: Sequence[int],
+        versions: Iterable[tuple[int, int]],
+        scored: ScoredTokens,
     ) -> Answer:
-        """What is told of a sample before its end, but for logprobs."""
-        request = self.wanted.request
+        """Return the part of an answer that is known before the end of the sample."""
+        wanted, request = self.wanted, self.wanted.request
         own = f"{request.request_id}_{sample_index}"
         meta: Answer = {
             "id": own if request.n > 1 else request.request_id,
-            "completion_tokens": num_tokens,
+            "completion_tokens": len(token_ids),
         }
         spans = [(self._labels.of(version), first) for version, first in versions]
         if spans:
             meta |= {"weight_version": spans[0][0], "weight_versions": spans}
-        return meta
+        if wanted.logprobs:
+            meta["output_token_logprobs"] = scored[0]
+            if wanted.top_logprobs:
+                meta["output_top_logprobs"] = scored[1]
+        return {"text": text, "output_ids": token_ids, "meta_info": meta}
 
-    def entries(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> list[Entry]:
-        """`output_token_logprobs` of these."""
-        return [
-            self._entry(logprob, token_id)
-            for logprob, token_id in zip(logprobs, token_ids, strict=True)
-        ]
+    def scored(self, tokens: CompletionChunk | CompletionSample) -> ScoredTokens:
+        """Return `output_token_logprobs` and `output_top_logprobs`, empty unless they are shown."""
+        if not self.wanted.logprobs:
+            return [], []
+        scored = zip(tokens.logprobs, tokens.token_ids, strict=True)
+        tops = tokens.top_logprobs if self.wanted.top_logprobs else None
+        return list(starmap(self._entry, scored)), list(map(self._top_entries, tops or ()))
 
-    def top_entries(self, top: TopLogprobs) -> list[Entry]:
-        """One place of `output_top_logprobs`."""
+    def _top_entries(self, top: TopLogprobs) -> list[Entry]:
         return [self._entry(each.logprob, each.token_id) for each in top]
 
     def free_of_stops(self, token_ids: Sequence[int]) -> int:
-        """How long the text is in which no stop string was looked for."""
+        """Return the length of the text in which no stop string counts."""
         assert self.words is not None
-        sampling, skip = self.wanted.request.sampling, self.wanted.skip_special
+        sampling, skip = self.wanted.request.sampling, self.wanted.own.skip_special_tokens
         return free_of_stops(token_ids, sampling, self.words, skip_special=skip)
 
     def without_stop(self, text: str, free: int, *, ended: bool) -> str:
-        """A text without the stop string that ended it or, before the end, what may become one.
+        """Return a text without its stop string or, before the end, without what may become one.
 
         Args:
             free: Of `free_of_stops`.
@@ -105,23 +131,15 @@ class Answers:
 
     def _final(self, completion: Completion, sample: CompletionSample) -> Answer:
         if self.wanted.scores_only and sample.finish_reason != "abort":
-            sample = CompletionSample(
-                sample_index=sample.sample_index,
-                text="",
-                token_ids=(),
-                logprobs=(),
-                finish_reason="length",
-                weight_version=sample.weight_version,
-                weight_versions=sample.weight_versions,
+            nothing: dict[str, Any] = {"text": "", "token_ids": (), "logprobs": ()}
+            sample = msgspec.structs.replace(
+                sample, **nothing, top_logprobs=None, ref_logprobs=None, finish_reason="length"
             )
-        meta = self.meta(sample.sample_index, len(sample.token_ids), sample.weight_versions)
-        if self.wanted.logprobs:
-            meta["output_token_logprobs"] = self.entries(sample.token_ids, sample.logprobs)
-            if self.wanted.top_logprobs:
-                tops = map(self.top_entries, sample.top_logprobs or ())
-                meta["output_top_logprobs"] = list(tops)
+        index, spans, text = sample.sample_index, sample.weight_versions, self._text(sample)
+        answer = self.answer(index, text, sample.token_ids, spans, self.scored(sample))
+        meta = answer["meta_info"]
         usage, n = completion.usage, self.wanted.request.n
-        # The engine tells those of all samples together; the first has what can't be divided.
+        # The engine reports the sum over all samples; the first gets the remainder.
         cached = usage.cached_tokens // n
         cached += 0 if sample.sample_index else usage.cached_tokens % n
         if drafted := sample.num_draft_tokens:
@@ -139,10 +157,10 @@ class Answers:
         }
         if self.wanted.logprobs:
             meta |= self._prompt_logprobs(completion) | self._ref_logprobs(completion, sample)
-        return {"text": self._text(sample), "output_ids": sample.token_ids, "meta_info": meta}
+        return answer
 
     def _prompt_logprobs(self, completion: Completion) -> Answer:
-        """From the asked place on; the first one has no logprob, as SGLang has it."""
+        """Return the prompt's logprobs from `logprob_start` on. The first has none, as SGLang's."""
         start, found = self.wanted.logprob_start, completion.prompt_logprobs
         token_ids = self.wanted.request.prompt_token_ids
         if start < 0 or found is None or token_ids is None:
@@ -155,12 +173,11 @@ class Answers:
         tops = completion.prompt_top_logprobs
         if tops is None:
             return {"input_token_logprobs": entries}
-        shown = [None if place == places[0] else self.top_entries(tops[place]) for place in places]
+        shown = [None if place == places[0] else self._top_entries(tops[place]) for place in places]
         return {"input_token_logprobs": entries, "input_top_logprobs": shown}
 
     def _ref_logprobs(self, completion: Completion, sample: CompletionSample) -> Answer:
-        """By the reference model, where the pipeline has one: of the same tokens, and of these
-        alone."""
+        """Return the reference model's logprobs of the same tokens, where there is one."""
         found: Answer = {}
         if sample.ref_logprobs is not None:
             found["output_ref_logprobs"] = sample.ref_logprobs
@@ -182,7 +199,7 @@ class Answers:
         stopped = sample.finish_reason == "stop"
         if stopped and self.wanted.trim_stop and self._ends_with_stop_token(sample):
             token_ids = token_ids[:-1]
-        text = self.words.text(token_ids, skip_special=self.wanted.skip_special)
+        text = self.words.text(token_ids, skip_special=self.wanted.own.skip_special_tokens)
         if not self.wanted.trim_stop:
             return text
         return self.without_stop(text, self.free_of_stops(sample.token_ids), ended=True)
@@ -210,6 +227,108 @@ class Answers:
         return ends_with_stop_token(sample, self.wanted.request.sampling, self.words)
 
 
+class Growing:
+    """A growing sample. Chunks are appended; only an event reads all of it."""
+
+    def __init__(self, writer: PromptWriter, sample_index: int) -> None:
+        self._writer = writer
+        self._index = sample_index
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._scored: tuple[list[Any], list[Any]] = ([], [])
+        self._spans: list[tuple[int, int]] = []
+        self._free: int | None = None
+        wanted, words = writer.wanted, writer.words
+        self._detokenizer = None
+        if words is not None and not wanted.plain_text:
+            self._detokenizer = words.detokenizer(skip_special=wanted.own.skip_special_tokens)
+        self._shown = 0
+        self._due_at = 1
+
+    @property
+    def due(self) -> bool:
+        """Whether the next event is due."""
+        return len(self._token_ids) >= self._due_at
+
+    def add(self, chunk: CompletionChunk) -> None:
+        """Add the next tokens."""
+        version = chunk.weight_version
+        if chunk.token_ids and (not self._spans or self._spans[-1][0] != version):
+            self._spans.append((version, len(self._token_ids)))
+        self._token_ids += chunk.token_ids
+        if self._detokenizer is None:
+            self._texts.append(chunk.text)
+        else:
+            self._texts.append(self._detokenizer.push(chunk.token_ids))
+        entries, tops = self._writer.scored(chunk)
+        self._scored[0].extend(entries)
+        self._scored[1].extend(tops)
+
+    def answer(self) -> Answer:
+        """Return an event with all that there is."""
+        self._shown = len(self._token_ids)
+        answer = self._writer.answer(
+            self._index, self._text(), self._token_ids, self._spans, self._scored
+        )
+        answer["meta_info"]["finish_reason"] = None
+        return answer
+
+    def sent(self, size_bytes: int) -> None:
+        """Set when the next event is due, behind one of so many bytes."""
+        rarer = math.ceil(self._shown / GROWTH) if size_bytes > EVERY_TOKEN_BYTES else 1
+        self._due_at = self._shown + max(rarer, self._writer.wanted.interval_tokens)
+
+    def _text(self) -> str:
+        self._texts = ["".join(self._texts)]
+        text = self._texts[0]
+        if self._detokenizer is None or not self._writer.wanted.trim_stop:
+            return text
+        min_tokens = self._writer.wanted.request.sampling.min_tokens
+        if len(self._token_ids) <= min_tokens:
+            return text
+        if self._free is None:
+            self._free = self._writer.free_of_stops(self._token_ids)
+        return self._writer.without_stop(text, self._free, ended=False)
+
+
+class SampleEvents(Unsent):
+    """The events of a stream. Only the newest state of each sample waits for the client.
+
+    The last event of a sample is its whole answer.
+
+    Attributes:
+        any_sent: Whether an event was sent, or is being sent.
+    """
+
+    def __init__(self, send: SendEvent, *, indexed: bool) -> None:
+        """Args: `indexed` says whether an event names its sample."""
+        super().__init__()
+        self._send = send
+        self._indexed = indexed
+        self._newest: dict[int, Growing | Answer] = {}
+        self.any_sent = False
+
+    def put(self, index: int, state: Growing | Answer) -> None:
+        """Set the newest state of a sample."""
+        self._newest[index] = state
+        self._changed.set()
+
+    @property
+    def is_due(self) -> bool:
+        return bool(self._newest)
+
+    async def send_next(self) -> None:
+        index = next(iter(self._newest))
+        state = self._newest.pop(index)
+        where = {"index": index} if self._indexed else {}
+        answer = state.answer() if isinstance(state, Growing) else state
+        data = msgspec.json.encode(answer | where)
+        if isinstance(state, Growing):
+            state.sent(len(data))
+        self.any_sent = True
+        await self._send(data)
+
+
 def _unbegun(index: int) -> CompletionSample:
     return CompletionSample(
         sample_index=index, text="", token_ids=(), logprobs=(), finish_reason="abort"
@@ -222,7 +341,7 @@ def _elapsed_ns(completion: Completion) -> int:
 
 
 def _before_stop(text: str, stops: tuple[str, ...], ended: bool) -> str:
-    """The text before a stop string, and while there is none, before what may become one."""
+    """Return the text before a stop string, or before the beginning of one."""
     stop, begin = first_stop(text, stops)
     if stop or ended:
         return text[:begin]

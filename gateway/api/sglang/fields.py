@@ -7,14 +7,14 @@ from starlette.requests import Request
 from ....config import Config
 from ...server.http import NAMED_MODEL, convert, read_object
 from ...serving.fields import Body, adapter_of
-from ...serving.served import unknown_model
+from ...serving.lane_state import unknown_model
 
 _MODEL = "model"
 
 
 async def read_sglang_object(request: Request, config: Config) -> Body:
-    """The body of a call, but for the model that it is for: of several models SGLang knows
-    nothing, so here this may be said in any call.
+    """Return the body of a call, without its model. SGLang serves one model, so here any call may
+    have that field.
 
     Raises:
         RequestError: malformed, request_too_large; unknown_model.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import aclosing
 from functools import partial
 from itertools import accumulate
 
@@ -13,24 +12,23 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....bus.public import Completion, GenerateRequest
-from ....config import Config, NanoInferenceError
+from ....bus.public import Completion, GenerateRequest, Output
+from ....config import NanoInferenceError
 from ...server.http import (
     EventStream,
     JsonResponse,
     SendEvent,
-    answer_while_connected,
     error_body,
+    while_connected,
 )
-from ...serving.origin import Origin, origin_of
-from ...serving.submissions import AT_ONCE, Submissions
-from ...serving.tenants import tenant_of
-from ...serving.words import LazyWords, Words
-from .answers import Answer, Answers
-from .events import Events
+from ...serving.origin import Origin, origin_of, tenant_of
+from ...serving.services import Services
+from ...serving.submissions import AT_ONCE
+from ...serving.words import Words
+from .answers import Answer, PromptWriter, SampleEvents
 from .fields import read_sglang_object
-from .labels import VersionLabels
-from .requests import Wanted, read_call
+from .requests import PromptCall, read_call
+from .sync import VersionLabels
 
 _DONE = b"[DONE]"
 
@@ -39,25 +37,18 @@ _SHORT_ANSWER = 4096
 
 
 class Generation:
-    """The calls of `/generate` that are under way."""
+    """The calls of `/generate` in flight."""
 
-    def __init__(
-        self,
-        submissions: Submissions,
-        config: Config,
-        words: LazyWords,
-        labels: VersionLabels,
-    ) -> None:
-        self._submissions = submissions
-        self._config = config
-        self._words = words
+    def __init__(self, services: Services, labels: VersionLabels) -> None:
+        self._services = services
+        self._submissions = services.submissions
         self._labels = labels
 
     async def generate(self, request: Request) -> Response:
         """The endpoint."""
-        gateway = self._config.gateway
+        gateway = self._services.config.gateway
         tenant = tenant_of(request)
-        body = await read_sglang_object(request, self._config)
+        body = await read_sglang_object(request, self._services.config)
         call = read_call(body, gateway.max_prompts)
         origin = origin_of(request, tenant, call.budget_ms)
         writers = await self._writers(call.prompts, tenant)
@@ -70,13 +61,13 @@ class Generation:
             answers = await self._complete_all(origin, writers)
             return JsonResponse(answers if call.batch else answers[0])
 
-        return await answer_while_connected(request, work)
+        return await while_connected(request.receive, work)
 
     # --- before -------------------------------------------------------------------------------
 
-    async def _writers(self, prompts: Iterator[Wanted], tenant: str) -> list[Answers]:
-        """What writes the answer to each prompt, which is ready to be submitted."""
-        ready: list[Wanted] = []
+    async def _writers(self, prompts: Iterator[PromptCall], tenant: str) -> list[PromptWriter]:
+        """Return the writer of each prompt's answer, with its request ready to submit."""
+        ready: list[PromptCall] = []
         length = await self._submissions.length.get()
         for wanted in prompts:
             self._submissions.check_size(wanted.request, length)
@@ -86,11 +77,11 @@ class Generation:
                 await anyio.lowlevel.checkpoint()
         words = None
         if any(wanted.needs_words or wanted.needs_token_ids for wanted in ready):
-            words = await self._words.required()
+            words = await self._services.words.required()
             for wanted in ready:
                 if wanted.needs_token_ids:
                     words.check_fits(wanted.request.prompt or "", length)
-        writers: list[Answers] = []
+        writers: list[PromptWriter] = []
         for wanted in ready:
             writers.append(await self._answers(wanted, words))
             self._submissions.check_encoded(writers[-1].wanted.request)
@@ -98,33 +89,30 @@ class Generation:
                 await anyio.lowlevel.checkpoint()
         return writers
 
-    async def _answers(self, wanted: Wanted, words: Words | None) -> Answers:
+    async def _answers(self, wanted: PromptCall, words: Words | None) -> PromptWriter:
         if words is None or not (wanted.needs_words or wanted.needs_token_ids):
-            return Answers(wanted, None, self._labels)
+            return PromptWriter(wanted, None, self._labels)
         if wanted.needs_token_ids:
-            token_ids = await self._words.token_ids(wanted.request.prompt or "")
+            token_ids = await self._services.words.token_ids(wanted.request.prompt or "")
             asked = msgspec.structs.replace(wanted.request, prompt=None, prompt_token_ids=token_ids)
             wanted = msgspec.structs.replace(wanted, request=asked)
-        return Answers(wanted, words, self._labels)
+        return PromptWriter(wanted, words, self._labels)
 
     # --- after --------------------------------------------------------------------------------
 
-    async def _complete_all(self, origin: Origin, writers: list[Answers]) -> list[Answer]:
+    async def _complete_all(self, origin: Origin, writers: list[PromptWriter]) -> list[Answer]:
         """All answers, in order. The first error ends the other requests as well."""
         answers: list[list[Answer]] = [[] for _ in writers]
 
-        async def run(index: int, begun: bool) -> None:
-            request = writers[index].wanted.request
-            async with aclosing(self._submissions.outputs(origin, request, begun)) as outputs:
-                async for output in outputs:
-                    if isinstance(output, Completion):
-                        answers[index] = await self._final(writers[index], output)
+        async def take(index: int, output: Output) -> None:
+            if isinstance(output, Completion):
+                answers[index] = await self._final(writers[index], output)
 
-        await self._submissions.run(origin, _requests_of(writers), run)
+        await self._submissions.run(origin, _requests_of(writers), take)
         return [answer for each in answers for answer in each]
 
     async def _stream(
-        self, origin: Origin, writers: list[Answers], batch: bool, send: SendEvent
+        self, origin: Origin, writers: list[PromptWriter], batch: bool, send: SendEvent
     ) -> None:
         """Events of all prompts as they come. The first error is the last of them.
 
@@ -132,28 +120,24 @@ class Generation:
             NanoInferenceError: The engine did not do it, and no event was sent.
         """
         places = [0, *accumulate(each.wanted.request.n for each in writers)]
-        events = Events(send, indexed=batch)
+        events = SampleEvents(send, indexed=batch)
 
-        async def run(index: int, begun: bool) -> None:
+        async def take(index: int, output: Output) -> None:
             writer, place = writers[index], places[index]
-            request = writer.wanted.request
-            async with aclosing(self._submissions.outputs(origin, request, begun)) as outputs:
-                async for output in outputs:
-                    if isinstance(output, Completion):
-                        for sample, answer in enumerate(await self._final(writer, output)):
-                            events.put(place + sample, answer)
-                    elif not writer.wanted.scores_only:
-                        growing = writer.growing(output.sample_index)
-                        growing.add(output)
-                        if growing.due:
-                            events.put(place + output.sample_index, growing)
-                    await anyio.lowlevel.checkpoint()
+            if isinstance(output, Completion):
+                for sample, answer in enumerate(await self._final(writer, output)):
+                    events.put(place + sample, answer)
+            elif not writer.wanted.scores_only:
+                growing = writer.growing(output.sample_index)
+                growing.add(output)
+                if growing.due:
+                    events.put(place + output.sample_index, growing)
 
         failure: NanoInferenceError | None = None
         async with anyio.create_task_group() as group:
             group.start_soon(events.send_all)
             try:
-                await self._submissions.run(origin, _requests_of(writers), run)
+                await self._submissions.run(origin, _requests_of(writers), take)
             except NanoInferenceError as error:
                 failure = error
             events.close()
@@ -163,13 +147,13 @@ class Generation:
             await send(msgspec.json.encode(error_body(failure)))
         await send(_DONE)
 
-    async def _final(self, writer: Answers, completion: Completion) -> list[Answer]:
+    async def _final(self, writer: PromptWriter, completion: Completion) -> list[Answer]:
         tokens = sum(len(each.token_ids) for each in completion.samples)
         tokens += len(completion.prompt_logprobs or ())
         if tokens * (1 + writer.wanted.top_logprobs) <= _SHORT_ANSWER:
             return writer.final(completion)
-        return await self._words.beside(partial(writer.final, completion))
+        return await self._services.words.beside(partial(writer.final, completion))
 
 
-def _requests_of(writers: list[Answers]) -> list[GenerateRequest]:
+def _requests_of(writers: list[PromptWriter]) -> list[GenerateRequest]:
     return [each.wanted.request for each in writers]

@@ -1,10 +1,10 @@
-"""SGLang's calls about the server itself: health, load, what it serves; aborting and flushing."""
+"""SGLang's calls about the server itself: health, load, settings; aborting and flushing."""
 
 from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import aclosing
 from importlib import metadata
 from typing import Any, ClassVar
@@ -15,19 +15,16 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from ....bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest
-from ....config import Config, NanoInferenceError, RequestError, SamplingParams, split_role
-from ....pipeline.client import BusClient
+from ....config import NanoInferenceError, RequestError, SamplingParams, split_role
 from ....pipeline.health import living_first
 from ....store.board import StageReport
 from ...policy.caller import caller_of
-from ...server.http import EngineError, JsonResponse, answer_while_connected
+from ...server.http import EngineError, JsonResponse, while_connected
 from ...serving.fields import read_part
-from ...serving.model_length import ModelLength
-from ...serving.readiness import DRAINING, Readiness
-from ...serving.submissions import Submissions
+from ...serving.lane_state import DRAINING
+from ...serving.services import Services
 from .fields import read_sglang_object
-from .labels import VersionLabels
-from .sync import WeightSync
+from .sync import VersionLabels, WeightSync
 
 # The token that /health_generate continues; every vocabulary has it.
 _PROBE = (0,)
@@ -42,37 +39,27 @@ class AbortBody(msgspec.Struct, frozen=True):
     abort_all: bool = False
 
 
-class InfoCalls:
+class ServerInfoCalls:
     """The endpoints."""
 
-    def __init__(
-        self,
-        engine: BusClient,
-        config: Config,
-        submissions: Submissions,
-        sync: WeightSync,
-        labels: VersionLabels,
-        readiness: Readiness,
-        length: ModelLength,
-    ) -> None:
-        self._engine = engine
-        self._config = config
-        self._submissions = submissions
+    def __init__(self, services: Services, sync: WeightSync, labels: VersionLabels) -> None:
+        self._services = services
+        self._engine = services.engine
+        self._config = services.config
+        self._submissions = services.submissions
         self._sync = sync
         self._labels = labels
-        self._readiness = readiness
-        self._length = length
-        readiness.consider(self._released)
+        services.readiness.consider(self._released)
 
     async def health(self, request: Request) -> Response:
-        """Whether some lane says that it works, and lacks neither weights nor memory."""
-        if trouble := await self._readiness.trouble():
+        """Answer 200 if some lane works, and has weights and memory."""
+        if trouble := await self._services.readiness.trouble():
             raise NanoInferenceError(trouble, code="not_ready")
         return Response()
 
     async def health_generate(self, request: Request) -> Response:
-        """Whether a token comes out; while that can't be, whether the executors answer."""
-        if self._readiness.draining:
+        """Answer 200 if a token comes; while generation is off, if the executors answer."""
+        if self._services.readiness.draining:
             raise NanoInferenceError(DRAINING, code="not_ready")
 
         async def work() -> Response:
@@ -84,7 +71,7 @@ class InfoCalls:
             return Response()
 
         try:
-            return await answer_while_connected(request, work)
+            return await while_connected(request.receive, work)
         except TimeoutError:
             trouble = await self._engine.trouble() or "no token came in time"
             raise NanoInferenceError(trouble, code="not_ready") from None
@@ -96,12 +83,10 @@ class InfoCalls:
         return JsonResponse({"weight_version": await self._label()})
 
     async def server_info(self, request: Request) -> Response:
-        """Names and values as SGLang's ServerArgs has them, where there is anything alike."""
+        """Names and values of SGLang's ServerArgs, where there is a counterpart."""
         config, engine = self._config, self._config.engine
-        lanes = _by_lane(await self._engine.reports())
-        loads = [_load(lane, told) for lane, told in enumerate(lanes.values())]
-        places = sum(_number(told, "executor", "max_batch_size") for told in lanes.values())
-        blocks = sum(_number(told, "batching", "kv_total") for told in lanes.values())
+        lanes = _lanes(await self._engine.reports())
+        executors = _loads_of(lanes, "executor")
         return JsonResponse(
             {
                 **await self._model_info(),
@@ -109,42 +94,43 @@ class InfoCalls:
                 "version": metadata.version("nano-inference"),
                 "host": config.gateway.host,
                 "port": config.gateway.port,
-                **_model_facts(lanes),
+                **_model_facts(executors),
                 "random_seed": engine.seed,
-                "context_length": await self._length.get(),
-                "max_running_requests": places or None,
+                "context_length": await self._services.length.get(),
+                "max_running_requests": _sum(executors, "max_batch_size") or None,
                 "max_prefill_tokens": engine.max_tokens_per_batch,
-                "max_total_num_tokens": blocks * engine.block_size,
+                "max_total_num_tokens": _sum(_loads_of(lanes, "batching"), "kv_total")
+                * engine.block_size,
                 "page_size": engine.block_size,
-                "enable_deterministic_inference": _is_deterministic(lanes),
+                "enable_deterministic_inference": bool(executors)
+                and all(load.get("deterministic") for load in executors),
                 "enable_memory_saver": True,
                 "disaggregation_mode": "null",
-                "tp_size": 1,
                 "dp_size": len(lanes) or 1,
-                "pp_size": 1,
-                "ep_size": 1,
-                "nnodes": 1,
-                "node_rank": 0,
-                "base_gpu_id": 0,
-                "gpu_id_step": 1,
-                "internal_states": loads,
+                **dict.fromkeys(("tp_size", "pp_size", "ep_size", "nnodes", "gpu_id_step"), 1),
+                **dict.fromkeys(("node_rank", "base_gpu_id"), 0),
+                "internal_states": [_load(rank, lane) for rank, lane in enumerate(lanes)],
             }
         )
 
     async def loads(self, request: Request) -> Response:
-        """What runs and waits, by lane; requests of this gateway that no lane tells of count."""
+        """Return the running and waiting requests of each lane; requests of this gateway that no
+        lane has reported count too."""
         loads = await self._loads()
         return JsonResponse(
-            {"dp_rank_count": len(loads), "version": metadata.version("nano-inference")}
-            | {"loads": loads}
+            {
+                "dp_rank_count": len(loads),
+                "version": metadata.version("nano-inference"),
+                "loads": loads,
+            }
         )
 
     async def load(self, request: Request) -> Response:
-        """The same as SGLang had it before `/v1/loads`."""
+        """As `loads`, in SGLang's older form."""
         return JsonResponse(await self._loads())
 
     async def flush_cache(self, request: Request) -> Response:
-        """Unlike SGLang's it works while requests run; they keep their own KV."""
+        """Flush the cache. Running requests keep their own KV, which SGLang does not allow."""
         await self._engine.flush_cache()
         return PlainTextResponse("Cache flushed.\n")
 
@@ -173,7 +159,7 @@ class InfoCalls:
         return released and f"nothing can be generated: {released} released; resume the memory"
 
     async def _probe(self) -> None:
-        """Raises EngineError when no token comes, nor a vector of a model that makes only those."""
+        """Raises EngineError: there is no token, nor a vector from a model that only embeds."""
         error = await self._probed(SamplingParams(max_tokens=1, temperature=0.0))
         if error is not None and error.code == "cannot_generate":
             error = await self._probed(SamplingParams(), EmbedParams())
@@ -183,14 +169,14 @@ class InfoCalls:
     async def _probed(
         self, sampling: SamplingParams, embed: EmbedParams | None = None
     ) -> ErrorInfo | None:
-        """What a request ended with that asks for as little as there can be."""
+        """Return the error of the smallest request."""
         request = GenerateRequest(
             request_id=f"health-{uuid.uuid4().hex}",
             prompt_token_ids=_PROBE,
             sampling=sampling,
             embed=embed,
             stream=False,
-            # Before what waits, but never in the place of what runs.
+            # Before waiting requests, without preemption.
             priority=max(0, self._config.fairness.high_priority_threshold - 1),
         )
         async with aclosing(self._engine.submit(request)) as outputs:
@@ -213,36 +199,45 @@ class InfoCalls:
         }
 
     async def _loads(self) -> list[dict[str, Any]]:
-        lanes = _by_lane(await self._engine.reports())
-        loads = [_load(lane, told) for lane, told in enumerate(lanes.values())]
-        told = sum(load["num_reqs"] for load in loads)
-        # The lanes tell once a second; what is in flight here is known at once. They don't know of
-        # what waits here.
-        missing = max(0, self._submissions.in_flight - told) + self._submissions.waiting
+        loads = [_load(*each) for each in enumerate(_lanes(await self._engine.reports()))]
+        reported = sum(load["num_reqs"] for load in loads)
+        # Lanes report once a second, and without the requests that wait here.
+        missing = max(0, self._submissions.in_flight - reported) + self._submissions.waiting
         if loads and missing:
-            loads[0]["num_waiting_reqs"] += missing
-            loads[0]["num_reqs"] += missing
-            loads[0]["num_total_reqs"] += missing
+            for name in ("num_waiting_reqs", "num_reqs", "num_total_reqs"):
+                loads[0][name] += missing
         return loads
 
 
-Told = dict[str, StageReport]
+Lane = dict[str, StageReport]
+"""The newest report of each role."""
+
+Load = dict[str, int | float | str]
 
 
-def _by_lane(reports: list[StageReport]) -> dict[str, Told]:
-    lanes: dict[str, Told] = defaultdict(dict)
+def _lanes(reports: list[StageReport]) -> list[Lane]:
+    lanes: dict[str, Lane] = defaultdict(dict)
     for report in living_first(reports):
         lanes[report.lane].setdefault(report.stage, report)
-    return lanes
+    return list(lanes.values())
 
 
-def _model_facts(lanes: Mapping[str, Told]) -> dict[str, Any]:
-    """What the executors tell of their model and device, null where none has.
+def _loads_of(lanes: Iterable[Lane], stage: str) -> list[Load]:
+    """Return the loads that all replicas of a stage report."""
+    reports = [each for lane in lanes for each in lane.items()]
+    return [report.load for role, report in reports if split_role(role)[0] == stage]
+
+
+def _sum(loads: Iterable[Load], name: str) -> int:
+    return sum(int(load.get(name, 0)) for load in loads)
+
+
+def _model_facts(executors: list[Load]) -> dict[str, Any]:
+    """Return the model and device that executors report, null if unknown.
 
     SGLang has names for the first two alone.
     """
-    loads = _executor_loads(lanes)
-    first = max(loads, key=len, default={})
+    first = max(executors, key=len, default={})
     experts = first.get("experts")
     return {
         "device": str(first.get("device", "")).partition(" ")[0].partition(":")[0] or None,
@@ -251,35 +246,14 @@ def _model_facts(lanes: Mapping[str, Told]) -> dict[str, Any]:
         "n_experts": experts,
         "n_active_experts": first.get("active_experts"),
         **{name: first.get(name) for name in ("parameters", "vocab_size", "load_ns")},
-        # Of all replicas together.
-        **{
-            name: sum(int(load.get(name, 0)) for load in loads) or None
-            for name in ("weight_bytes", "kv_bytes")
-        },
+        **{name: _sum(executors, name) or None for name in ("weight_bytes", "kv_bytes")},
     }
 
 
-def _executor_loads(lanes: Mapping[str, Told]) -> list[dict[str, int | float | str]]:
-    told = [role for lane in lanes.values() for role in lane.items()]
-    return [report.load for role, report in told if split_role(role)[0] == "executor"]
-
-
-def _is_deterministic(lanes: Mapping[str, Told]) -> bool:
-    """Whether all executors are, of which there is one."""
-    loads = _executor_loads(lanes)
-    return bool(loads) and all(load.get("deterministic") for load in loads)
-
-
-def _number(told: Told, stage: str, name: str) -> int:
-    """Of all replicas together."""
-    loads = [report.load for role, report in told.items() if split_role(role)[0] == stage]
-    return sum(int(load.get(name, 0)) for load in loads)
-
-
-def _load(rank: int, told: Told) -> dict[str, Any]:
-    """A lane, in SGLang's words a data-parallel rank. Running ones are counted as sequences."""
-    running = _number(told, "batching", "running")
-    total = max(running, _number(told, "admission", "in_flight"))
+def _load(rank: int, lane: Lane) -> dict[str, Any]:
+    """Return a lane's load, as that of a data-parallel rank. Sequences count as running."""
+    running = _sum(_loads_of([lane], "batching"), "running")
+    total = max(running, _sum(_loads_of([lane], "admission"), "in_flight"))
     return {
         "dp_rank": rank,
         "num_reqs": total,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from itertools import repeat
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -19,7 +19,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 _SAMPLING = "sampling_params"
 
 
-class GenerateBody(msgspec.Struct, frozen=True):
+class SGLangBody(msgspec.Struct, frozen=True):
     """SGLang's GenerateReqInput; a list has one per prompt."""
 
     # They say how to route, log or trace a request, or which rank runs it.
@@ -54,8 +54,8 @@ class GenerateBody(msgspec.Struct, frozen=True):
     budget_ms: float | None = None
 
 
-class SamplingBody(msgspec.Struct, frozen=True):
-    """SGLang's SamplingParams, beside those that the engine has."""
+class SGLangSampling(msgspec.Struct, frozen=True):
+    """SGLang's SamplingParams, without those that the engine has."""
 
     SAMPLING: ClassVar = SGLANG
     HARMLESS: ClassVar = frozenset({"spaces_between_special_tokens"})
@@ -69,47 +69,44 @@ class SamplingBody(msgspec.Struct, frozen=True):
     ebnf: str | None = None
 
 
-class Sampling(NamedTuple):
-    """How a prompt is sampled.
+class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt of a call.
 
     Attributes:
-        own: The parameters that concern the answer.
-        params: The engine's.
-    """
-
-    own: SamplingBody
-    params: SamplingParams
-
-
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt of a call.
-
-    Attributes:
-        request: What is submitted.
+        request: The request to submit.
+        own: The sampling parameters that concern the answer.
         scores_only: No tokens are wanted (max_new_tokens 0). The engine samples one all the same.
         logprobs: Whether logprobs are shown.
-        logprob_start: Where those of the prompt begin; -1 shows none.
-        top_logprobs: How many of the likeliest tokens are shown at each place.
+        logprob_start: The first place of the prompt's logprobs; -1 for none.
         token_texts: Whether logprobs come with the tokens' texts.
-        skip_special: Whether special tokens are left out of the text.
-        trim_stop: Whether what ended a generation is left out of the text.
-        interval_tokens: A stream has an event at every so many tokens at most.
     """
 
     request: GenerateRequest
+    own: SGLangSampling
     scores_only: bool
     logprobs: bool
     logprob_start: int
-    top_logprobs: int
     token_texts: bool
-    skip_special: bool
-    trim_stop: bool
-    interval_tokens: int
+
+    @property
+    def top_logprobs(self) -> int:
+        """How many of the likeliest tokens are shown at each place."""
+        return self.request.sampling.logprobs
+
+    @property
+    def trim_stop(self) -> bool:
+        """Whether the text ends before the stop token or string."""
+        return not self.own.no_stop_trim
+
+    @property
+    def interval_tokens(self) -> int:
+        """Fewest tokens between two events of a stream."""
+        return max(1, self.own.stream_interval)
 
     @property
     def plain_text(self) -> bool:
         """Whether the text is what the engine delivers."""
-        return self.skip_special and self.trim_stop
+        return self.own.skip_special_tokens and self.trim_stop
 
     @property
     def needs_words(self) -> bool:
@@ -122,24 +119,24 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         return self.logprob_start >= 0 and self.request.prompt is not None
 
 
-class Call(msgspec.Struct, frozen=True):
-    """All prompts of a call.
+class BatchCall(msgspec.Struct, frozen=True):
+    """A call with all its prompts.
 
     Attributes:
-        prompts: Made one by one as they are asked for, so that others can be served in between; a
-            RequestError may come of each.
+        prompts: Made one by one, so that other calls can be served in between; each may raise a
+            RequestError.
         batch: The answer is a list.
-        budget_ms: Time that all of them may take from the call's arrival on.
+        budget_ms: The time for all of them, from the call's arrival on.
     """
 
-    prompts: Iterator[Wanted]
+    prompts: Iterator[PromptCall]
     batch: bool
     stream: bool
     budget_ms: float | None
 
 
-def read_call(body: Body, max_prompts: int) -> Call:
-    """A body as a call.
+def read_call(body: Body, max_prompts: int) -> BatchCall:
+    """Read a body.
 
     Args:
         max_prompts: More, each counted as often as it is sampled, are refused.
@@ -152,8 +149,8 @@ def read_call(body: Body, max_prompts: int) -> Call:
         # Of numbers it is one prompt.
         if isinstance(given, list) and not (given and isinstance(given[0], int)):
             _check_number(len(given), max_prompts)
-    fields = read_part(body, GenerateBody)
-    prompts, batch = _prompts(fields)
+    fields = read_part(body, SGLangBody)
+    prompts, batch = read_prompts(fields.text, fields.input_ids)
     count = len(prompts)
     # An empty list has none for any prompt.
     params = {} if fields.sampling_params is None else fields.sampling_params
@@ -172,11 +169,11 @@ def read_call(body: Body, max_prompts: int) -> Call:
         strict=True,
     )
     wanted = (_wanted(fields, *row) for row in columns)
-    batch = batch or first.own.n > 1
-    return Call(_not_too_many(wanted, max_prompts), batch, fields.stream, fields.budget_ms)
+    batch = batch or first[0].n > 1
+    return BatchCall(_not_too_many(wanted, max_prompts), batch, fields.stream, fields.budget_ms)
 
 
-def _not_too_many(prompts: Iterator[Wanted], max_prompts: int) -> Iterator[Wanted]:
+def _not_too_many(prompts: Iterator[PromptCall], max_prompts: int) -> Iterator[PromptCall]:
     samples = 0
     for wanted in prompts:
         samples += max(1, wanted.request.n)
@@ -193,26 +190,32 @@ def _check_number(prompts: int, max_prompts: int) -> None:
         )
 
 
-def _read_sampling(given: Body) -> Sampling:
-    own = read_part(given, SamplingBody, _SAMPLING)
+def _read_sampling(given: Body) -> tuple[SGLangSampling, SamplingParams]:
+    own = read_part(given, SGLangSampling, _SAMPLING)
     constraint = _constraint(own)
     default = DEFAULT_MAX_NEW_TOKENS
     params = read_sampling(given, SGLANG, _SAMPLING, max_tokens=default, constraint=constraint)
-    return Sampling(own, params)
+    return own, params
 
 
-def _prompts(fields: GenerateBody) -> tuple[list[str | tuple[int, ...]], bool]:
-    """Texts or token ids, and whether they came as a list."""
-    if (fields.text is None) == (fields.input_ids is None):
+def read_prompts(
+    text: str | list[str] | None, input_ids: list[int | list[int]] | None
+) -> tuple[list[str | tuple[int, ...]], bool]:
+    """Return texts or token ids, and whether they came as a list.
+
+    Raises:
+        RequestError: invalid_prompt, empty_prompt.
+    """
+    if (text is None) == (input_ids is None):
         raise RequestError("give exactly one of text and input_ids", code="invalid_prompt")
-    given: Any = fields.text if fields.text is not None else fields.input_ids
+    given: Any = text if text is not None else input_ids
     if isinstance(given, str):
         return [given], False
     if not given:
         raise RequestError("there is no prompt in the list", code="empty_prompt")
     if isinstance(given[0], int):
         return [convert_part(given, tuple[int, ...], "input_ids")], False
-    if fields.text is not None:
+    if text is not None:
         return list(given), True
     return list(convert_part(given, tuple[tuple[int, ...], ...], "input_ids")), True
 
@@ -236,16 +239,16 @@ def _each(value: Any, name: str, count: int) -> list[Any]:
 
 
 def _wanted(
-    fields: GenerateBody,
+    fields: SGLangBody,
     prompt: str | tuple[int, ...],
     request_id: str,
-    sampling: Sampling,
+    sampling: tuple[SGLangSampling, SamplingParams],
     logprobs: bool,
     logprob_start: int,
     top_logprobs: int,
     extra_key: str,
     adapter: str | None,
-) -> Wanted:
+) -> PromptCall:
     start = logprob_start if logprobs else -1
     top = top_logprobs if logprobs else 0
     own, params = sampling
@@ -267,20 +270,17 @@ def _wanted(
         cache_salt=extra_key,
         model=adapter or "",
     )
-    return Wanted(
+    return PromptCall(
         request=request,
+        own=own,
         scores_only=scores_only,
         logprobs=logprobs,
         logprob_start=start,
-        top_logprobs=top,
         token_texts=logprobs and fields.return_text_in_logprobs,
-        skip_special=own.skip_special_tokens,
-        trim_stop=not own.no_stop_trim,
-        interval_tokens=max(1, own.stream_interval),
     )
 
 
-def _constraint(params: SamplingBody) -> Constraint | None:
+def _constraint(params: SGLangSampling) -> Constraint | None:
     schema, regex, ebnf = params.json_schema, params.regex, params.ebnf
     found = {
         f"{_SAMPLING}.json_schema": Constraint(json_schema=schema) if schema else None,

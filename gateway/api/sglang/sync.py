@@ -1,4 +1,4 @@
-"""Weights through SGLang's calls: many parts, one change."""
+"""Weight updates through SGLang's calls: many parts, one change."""
 
 from __future__ import annotations
 
@@ -13,21 +13,51 @@ from ....bus.weights import GroupWeights, InFlight, StagedWeights, WeightsSource
 from ....config import NanoInferenceError, WeightsError
 from ....config.logger import get_logger
 from ....pipeline.client import BusClient
-from .labels import VersionLabels, number_of
 
 _MORE_S = 30.0
-"""How much longer than a part may take a call waits for those before it."""
+"""Seconds that a call waits for the calls before it, beyond the time limit of a part."""
+
+_KEPT_LABELS = 1000
+
+
+class VersionLabels:
+    """Clients' names of the weight versions that came through this gateway.
+
+    The last thousand names are kept. A version without a name is called by its number.
+    """
+
+    def __init__(self) -> None:
+        self._labels: dict[int, str] = {}
+
+    def of(self, version: int) -> str:
+        """Return a version's name."""
+        return self._labels.get(version, str(version))
+
+    def put(self, version: int, label: str) -> None:
+        """Set a version's name."""
+        self._labels.pop(version, None)
+        if label != str(version):
+            self._labels[version] = label
+        while len(self._labels) > _KEPT_LABELS:
+            del self._labels[min(self._labels)]
+
+
+def number_of(label: str | None, present: int) -> int | None:
+    """The version to count from when a label is a number above the present one, else None."""
+    if label is None or not (label.isascii() and label.isdecimal()) or len(label) > 18:
+        return None
+    return int(label) if int(label) > present else None
 
 
 class _Parts:
-    """The parts of one update, as far as they are known here.
+    """The parts of one update.
 
     Attributes:
-        update: The name under which the executors keep them.
-        count: How many they have taken.
-        failure: Why one was not taken; then none will be put in place.
-        label: What the client calls the version that they make.
-        in_flight: What becomes of requests when they are put in place.
+        update: The executors' name of the update.
+        count: The number of staged parts.
+        failure: Why a part was not staged; then none will be put in place.
+        label: The client's name of the version that they make.
+        in_flight: The fate of requests in flight when they are put in place.
     """
 
     def __init__(self) -> None:
@@ -39,7 +69,7 @@ class _Parts:
 
 
 class WeightSync:
-    """Puts in place what `/update_weights_*` bring.
+    """Applies the weights of `/update_weights_*`.
 
     While generation is paused, memory is released or a session is open (which begin_weight_update
     does), each call brings a part: it is fetched, checked and kept, and all parts change together,
@@ -165,7 +195,7 @@ class WeightSync:
 
         Args:
             weights: Where they are.
-            label: What the client calls the version that they make.
+            label: The client's name of the version that they make.
             abort: Whether requests in flight end when they are put in place.
             whole: Whether they are all the weights that there are, unless they are a part.
 
@@ -183,7 +213,7 @@ class WeightSync:
             parts = self._parts
             if parts.failure:
                 if isinstance(weights, GroupWeights):
-                    # So that whoever broadcasts to it does not wait for the executors.
+                    # So that a trainer that broadcasts does not wait for the executors.
                     await self._engine.leave_weights_group(weights.group)
                 raise WeightsError(
                     f"a part of this update has failed ({parts.failure}); begin anew with "
@@ -208,7 +238,7 @@ class WeightSync:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """What comes while a part is on its way waits behind it, but not behind any number."""
+        """Wait for the calls before, up to a time limit."""
         limit_s = self._timeout_s + _MORE_S
         try:
             with anyio.fail_after(limit_s):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from base64 import b64decode
 from binascii import Error as Base64Error
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -15,16 +16,17 @@ from starlette.responses import Response
 
 from ....bus.control import MEMORY_TAGS, MemoryTag
 from ....bus.weights import FolderWeights, GroupWeights, InFlight, TensorMeta, WeightsSource
-from ....config import Config, Int64, NanoInferenceError, RequestError
+from ....config import Int64, NanoInferenceError, RequestError
 from ....config.temporary import temporary_folder
-from ....pipeline.client import BusClient
 from ...server.http import (
     JsonResponse,
     decode_object,
     error_response,
     read_body,
+    read_object,
 )
 from ...serving.fields import read_part
+from ...serving.services import Services
 from .fields import read_sglang_object
 from .sync import WeightSync
 
@@ -34,6 +36,7 @@ _HARMLESS = frozenset(
     {"flush_cache", "torch_empty_cache", "recapture_cuda_graph", "keep_pause", "token_step"}
 )
 _SELECTORS = ("all", "target")
+_MOST_ADAPTER_BYTES = 1 << 16
 
 _UNPACKED_AT_ONCE = 1
 """Calls whose tensors are decoded, beside the event loop; each keeps a core busy. Others wait."""
@@ -43,6 +46,10 @@ _PIECE = 1 << 20
 thread of Python runs, the event loop's neither."""
 
 _IN_FLIGHT: dict[str, InFlight] = {"abort": "abort", "retract": "retract", "in_place": "keep"}
+
+
+B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
 
 
 class GroupBody(msgspec.Struct, frozen=True):
@@ -132,43 +139,54 @@ class VersionBody(msgspec.Struct, frozen=True):
     abort_all_requests: bool = True
 
 
+class LoadLoraBody(msgspec.Struct, frozen=True):
+    """LoadLoRAAdapterReqInput."""
+
+    # The engine has no pool of adapters beside the loaded ones.
+    HARMLESS: ClassVar = frozenset({"pinned", "added_tokens_config"})
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadLoraBody(msgspec.Struct, frozen=True):
+    """UnloadLoRAAdapterReqInput."""
+
+    lora_name: str
+
+
 class WeightCalls:
     """The endpoints."""
 
-    def __init__(self, engine: BusClient, config: Config, sync: WeightSync) -> None:
-        self._engine = engine
-        self._config = config
+    def __init__(self, services: Services, sync: WeightSync) -> None:
+        self._services = services
+        self._engine = services.engine
+        self._gateway = services.config.gateway
         self._sync = sync
         self._unpacking = anyio.CapacityLimiter(_UNPACKED_AT_ONCE)
 
     async def init_group(self, request: Request) -> Response:
-        body = read_part(await self._object(request), GroupBody)
+        body = await self._read(request, GroupBody)
         host = body.master_address
         if ":" in host and not host.startswith("["):
             host = f"[{host}]"
-        try:
-            await self._engine.join_weights_group(
-                body.group_name,
-                f"{host}:{body.master_port}",
-                body.world_size,
-                rank_offset=body.rank_offset,
-                backend=body.backend,
-                timeout_s=self._config.gateway.sync_timeout_s,
-            )
-        except NanoInferenceError as error:
-            return _failed(error)
-        return _succeeded(f"joined the group {body.group_name!r}")
+        joining = self._engine.join_weights_group(
+            body.group_name,
+            f"{host}:{body.master_port}",
+            body.world_size,
+            rank_offset=body.rank_offset,
+            backend=body.backend,
+            timeout_s=self._gateway.sync_timeout_s,
+        )
+        return await _outcome(joining, lambda _: f"joined the group {body.group_name!r}")
 
     async def destroy_group(self, request: Request) -> Response:
-        body = read_part(await self._object(request), LeaveBody)
-        try:
-            await self._engine.leave_weights_group(body.group_name)
-        except NanoInferenceError as error:
-            return _failed(error)
-        return _succeeded(f"left the group {body.group_name!r}")
+        name = (await self._read(request, LeaveBody)).group_name
+        leaving = self._engine.leave_weights_group(name)
+        return await _outcome(leaving, lambda _: f"left the group {name!r}")
 
     async def from_distributed(self, request: Request) -> Response:
-        body = read_part(await self._object(request), DistributedBody)
+        body = await self._read(request, DistributedBody)
         _check_update(body, formats=("", "auto"))
         if not len(body.names) == len(body.dtypes) == len(body.shapes):
             raise RequestError("names, dtypes and shapes differ in length")
@@ -179,7 +197,7 @@ class WeightCalls:
         return await self._take(GroupWeights(body.group_name, tensors), body)
 
     async def from_disk(self, request: Request) -> Response:
-        body = read_part(await self._object(request), DiskBody)
+        body = await self._read(request, DiskBody)
         _check_update(body, formats=("", "auto", "safetensors"))
         return await self._take(
             FolderWeights(body.model_path), body, whole=True, num_paused_requests=0
@@ -187,7 +205,7 @@ class WeightCalls:
 
     async def from_tensor(self, request: Request) -> Response:
         """Tensors in the body. They go on in a file, which takes executors on this machine."""
-        content = await read_body(request, self._config.gateway.max_weights_bytes)
+        content = await read_body(request, self._gateway.max_weights_bytes)
         found = await anyio.to_thread.run_sync(decode_object, content, limiter=self._unpacking)
         del content
         body = read_part(found, TensorBody)
@@ -208,45 +226,38 @@ class WeightCalls:
             return await self._take(FolderWeights(str(folder)), body)
 
     async def begin(self, request: Request) -> Response:
-        body = read_part(await self._object(request), SessionBody)
-        _check_selector(body.selector)
-        try:
-            dropped = await self._sync.open()
-        except NanoInferenceError as error:
-            return _failed(error)
-        return _succeeded(f"a weight update session is open{_dropped(dropped)}")
+        _check_selector((await self._read(request, SessionBody)).selector)
+        return await _outcome(
+            self._sync.open(), lambda parts: f"a weight update session is open{_dropped(parts)}"
+        )
 
     async def end(self, request: Request) -> Response:
-        read_part(await self._object(request), EmptyBody)
-        try:
-            version = await self._sync.close()
-        except NanoInferenceError as error:
-            return _failed(error)
-        return _succeeded(_in_place(version))
+        await self._read(request, EmptyBody)
+        return await _outcome(self._sync.close(), _in_place)
 
     async def pause(self, request: Request) -> Response:
-        body = read_part(await self._object(request), PauseBody)
+        body = await self._read(request, PauseBody)
         dropped = await self._sync.pause(_IN_FLIGHT[body.mode])
         return _ok(f"generation is paused{_dropped(dropped)}")
 
     async def resume(self, request: Request) -> Response:
-        read_part(await self._object(request), EmptyBody)
+        await self._read(request, EmptyBody)
         version = await self._sync.resume()
         return _ok(f"generation goes on; {_in_place(version)}")
 
     async def release_memory(self, request: Request) -> Response:
-        tags = read_part(await self._object(request), MemoryBody).ours
+        tags = (await self._read(request, MemoryBody)).ours
         dropped = await self._sync.release_memory(tags)
         return _ok(f"released: {', '.join(tags)}{_dropped(dropped)}")
 
     async def resume_memory(self, request: Request) -> Response:
-        tags = read_part(await self._object(request), MemoryBody).ours
+        tags = (await self._read(request, MemoryBody)).ours
         version = await self._sync.resume_memory(tags)
         update = "" if version is None else f"; {_in_place(version)}"
         return _ok(f"there again: {', '.join(tags)}{update}")
 
     async def rename(self, request: Request) -> Response:
-        body = read_part(await self._object(request), VersionBody)
+        body = await self._read(request, VersionBody)
         if body.abort_all_requests:
             await self._engine.cancel_all()
         await self._sync.rename(body.new_version)
@@ -254,20 +265,49 @@ class WeightCalls:
             f"the weights in place are called {body.new_version!r}", new_version=body.new_version
         )
 
+    async def load_adapter(self, request: Request) -> Response:
+        """Load an adapter; a loaded one of that name gets new weights."""
+        body = await self._read(request, LoadLoraBody, _MOST_ADAPTER_BYTES)
+        loading = self._engine.load_adapter(body.lora_name, body.lora_path)
+        return await self._adapter_outcome(loading, body.lora_name, loaded=True)
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """Unload an adapter, after its requests in flight."""
+        name = (await self._read(request, UnloadLoraBody, _MOST_ADAPTER_BYTES)).lora_name
+        return await self._adapter_outcome(self._engine.unload_adapter(name), name, loaded=False)
+
+    async def _adapter_outcome(
+        self, work: Awaitable[object], name: str, *, loaded: bool
+    ) -> Response:
+        served, failure = self._services.served, None
+        try:
+            await work
+        except NanoInferenceError as error:
+            failure = error
+        else:
+            await served.wait_for(name, loaded=loaded)
+        answer = {
+            "success": failure is None,
+            "error_message": failure.message if failure else "",
+            "loaded_adapters": {each.id: each.folder for each in await served.adapters()},
+        }
+        return error_response(failure, answer) if failure else JsonResponse(answer)
+
     async def _take(
         self, weights: WeightsSource, body: UpdateBody, *, whole: bool = False, **more: Any
     ) -> Response:
-        try:
-            version = await self._sync.take(
-                weights, body.weight_version, abort=body.abort_all_requests, whole=whole
-            )
-        except NanoInferenceError as error:
-            return _failed(error, **more)
+        taking = self._sync.take(
+            weights, body.weight_version, abort=body.abort_all_requests, whole=whole
+        )
         kept = "a part is kept; all are put in place when the update ends"
-        return _succeeded(kept if version is None else _in_place(version), **more)
+        return await _outcome(
+            taking, lambda version: kept if version is None else _in_place(version), **more
+        )
 
-    async def _object(self, request: Request) -> dict[str, Any]:
-        return await read_sglang_object(request, self._config)
+    async def _read(self, request: Request, kind: type[B], max_bytes: int | None = None) -> B:
+        if max_bytes is not None:
+            return read_part(await read_object(request, max_bytes), kind)
+        return read_part(await read_sglang_object(request, self._services.config), kind)
 
 
 def _check_update(body: UpdateBody, formats: tuple[str, ...]) -> None:
@@ -322,8 +362,12 @@ def _succeeded(message: str, **more: Any) -> Response:
     return JsonResponse({"success": True, "message": message, **more})
 
 
-def _failed(error: NanoInferenceError, **more: Any) -> Response:
-    return error_response(error, {"success": False, "message": error.message, **more})
+async def _outcome(work: Awaitable[T], message_of: Callable[[T], str], **more: Any) -> Response:
+    """Await some work, and return its outcome as SGLang does."""
+    try:
+        return _succeeded(message_of(await work), **more)
+    except NanoInferenceError as error:
+        return error_response(error, {"success": False, "message": error.message, **more})
 
 
 def _ok(message: str) -> Response:

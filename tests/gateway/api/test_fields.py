@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from starlette.routing import Route
@@ -14,7 +16,7 @@ from nano_inference.config import Config
 from nano_inference.config.sampling import PARAMETERS
 from nano_inference.gateway.api.anthropic.bodies import CountBody, MessagesBody
 from nano_inference.gateway.api.openai.bodies import BODIES
-from nano_inference.gateway.api.sglang.requests import SamplingBody
+from nano_inference.gateway.api.sglang.requests import SGLangSampling
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving.fields import read_part
 from nano_inference.gateway.serving.sampling_fields import (
@@ -22,7 +24,6 @@ from nano_inference.gateway.serving.sampling_fields import (
     SGLANG,
     TEXT_SAMPLING,
     VLLM,
-    read_sampling,
 )
 
 from ..fake import FakeEngine
@@ -33,7 +34,7 @@ INTERFACES: dict[str, Bodies] = {
     "openai": {**BODIES},
     "anthropic": {"messages": MessagesBody, "count_tokens": CountBody},
 }
-ALL = [kind for bodies in INTERFACES.values() for kind in bodies.values()] + [SamplingBody]
+ALL = [kind for bodies in INTERFACES.values() for kind in bodies.values()] + [SGLangSampling]
 
 
 def rows(document: str) -> list[tuple[str, str, str, str]]:
@@ -100,28 +101,87 @@ def test_the_document_has_the_endpoints(interface: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-def test_null_is_a_default(kind: type[msgspec.Struct]) -> None:
+def test_null_is_a_default_and_so_is_a_value_that_asks_for_nothing(
+    kind: type[msgspec.Struct],
+) -> None:
     names = [*kind.__struct_fields__, *getattr(kind, "SAMPLING", ())]
-    names += [*getattr(kind, "HARMLESS", ()), *getattr(kind, "REFUSED", ())]
+    refused = getattr(kind, "REFUSED", {})
+    names += [*getattr(kind, "HARMLESS", ()), *refused]
     assert read_part(dict.fromkeys(names), kind) == kind()
+    for name, each in refused.items():
+        for nothing in each.nothing:
+            assert read_part({name: nothing}, kind) == kind()
 
 
-@pytest.mark.parametrize("names", [VLLM, SGLANG, ANTHROPIC], ids=["vllm", "sglang", "anthropic"])
-def test_each_sampling_parameter_is_read_by_its_own_name(names: Mapping[str, str]) -> None:
-    values = {
-        "stop_token_ids": [3],
-        "seed": 3,
-        "stop": ["a"],
-        "ignore_eos": True,
-        "logit_bias": {"3": 3.0},
-    }
-    for name, parameter in names.items():
-        value = values.get(parameter, 3)
-        sampling = read_sampling({name: value}, names)
-        default = read_sampling({name: None}, names)
-        changed = {
-            each
-            for each in sampling.__struct_fields__
-            if getattr(sampling, each) != getattr(default, each)
-        }
-        assert changed == {parameter}
+GIVEN: dict[str, Any] = {
+    "temperature": 0.5,
+    "max_tokens": 9,
+    "stop_token_ids": [8],
+    "top_k": 3,
+    "top_p": 0.75,
+    "min_p": 0.125,
+    "seed": 7,
+    "stop": ["x", ""],
+    "ignore_eos": True,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "logit_bias": {"7": -1.5},
+    "min_tokens": 1,
+    "logprobs": 4,
+    "prompt_logprobs": 0,
+    "max_draft_tokens": 3,
+}
+READ = GIVEN | {"stop_token_ids": {8}, "stop": ("x",), "logit_bias": {7: -1.5}}
+HELLO = [{"role": "user", "content": "a"}]
+INCLUDE = ["message.output_text.logprobs"]
+RESPONSE = {"input": "a", "top_logprobs": 4, "include": INCLUDE, "max_output_tokens": 9}
+CALLS: list[tuple[str, dict[str, Any], str, Mapping[str, str]]] = [
+    ("/v1/completions", {"prompt": "a", "logprobs": 4, "max_tokens": 9}, "", TEXT_SAMPLING),
+    ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 9}, "", TEXT_SAMPLING),
+    ("/v1/responses", RESPONSE, "", TEXT_SAMPLING),
+    ("/inference/v1/generate", {"token_ids": [5]}, "sampling_params", VLLM),
+    ("/generate", {"text": "a"}, "sampling_params", SGLANG),
+    ("/v1/messages", {"messages": HELLO}, "", ANTHROPIC),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "within", "names"), CALLS)
+async def test_each_sampling_parameter_reaches_the_engine(
+    http: httpx.AsyncClient,
+    engine: FakeEngine,
+    path: str,
+    body: dict[str, Any],
+    within: str,
+    names: Mapping[str, str],
+) -> None:
+    given = {name: GIVEN[own] for name, own in names.items()}
+    answer = await http.post(path, json=body | ({within: given} if within else given))
+    assert answer.status_code == 200, answer.text
+    (request,) = engine.requests
+    wanted = {*names.values(), *(("max_tokens",) if "max" in str(body) else ())}
+    wanted |= {"logprobs"} if "logprobs" in str(body) else set()
+    found = {own: getattr(request.sampling, own) for own in wanted}
+    assert found == {own: READ[own] for own in wanted}
+
+
+@pytest.mark.parametrize(("path", "body", "within", "names"), CALLS)
+async def test_fields_of_the_request_reach_the_engine(
+    http: httpx.AsyncClient,
+    engine: FakeEngine,
+    path: str,
+    body: dict[str, Any],
+    within: str,
+    names: Mapping[str, str],
+) -> None:
+    salt = "extra_key" if path == "/generate" else "cache_salt"
+    fields = {salt: "s", "priority": 2, "budget_ms": 60_000, "max_tokens": 9}
+    samples = {within: {"n": 2}} if within else {"n": 2} if "completions" in path else {}
+    if within or path == "/v1/responses":
+        del fields["max_tokens"]
+    answer = await http.post(path, json=body | fields | samples)
+    assert answer.status_code == 200, answer.text
+    (request,) = engine.requests
+    assert (request.cache_salt, request.n) == ("s", 2 if samples else 1)
+    assert request.priority == (2 if path == "/generate" else -2)
+    assert 0 < (request.budget_ns or 0) <= 60_000 * 10**6

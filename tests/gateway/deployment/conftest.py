@@ -1,4 +1,4 @@
-"""A gateway before two models that are loaded and one that is not."""
+"""A gateway with two loaded models and an unloaded one."""
 
 from __future__ import annotations
 

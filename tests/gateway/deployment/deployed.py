@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-from starlette.applications import Starlette
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import (
@@ -18,19 +17,18 @@ from nano_inference.config import (
     RequestError,
     load_config,
 )
-from nano_inference.gateway.deployment.app import make_deployment_app
-from nano_inference.gateway.deployment.models import Models
+from nano_inference.gateway.deployment.app import DeploymentApp
 from nano_inference.gateway.server.server import HttpServer
 from nano_inference.gateway.serving.measures import Measures
 from nano_inference.pipeline.models import ModelStatus
 from nano_inference.store.registry import ModelRecord, find_model
 from nano_inference.telemetry import TraceContext
 
-from ..fake import FakeBus, FakeEngine, completion, sample
+from ..fake import FakeBus, FakeEngine, completion, http_of, sample
 
 
 class ModelBus(FakeBus):
-    """The bus of one model; what is the deployment's is shared."""
+    """The bus of one model, with the deployment's store."""
 
     def __init__(self, whole: FakeBus | None = None, model: str = "") -> None:
         super().__init__()
@@ -64,7 +62,7 @@ class ModelEngine(FakeEngine):
 
 
 class Deployment(FakeEngine):
-    """Stands for the client of a deployment, and for whoever runs its models.
+    """A fake client of a deployment, and of the manager of its models.
 
     Attributes:
         engines: Of all models that a gateway has asked for, the youngest of each.
@@ -140,20 +138,17 @@ class Front:
         self, deployment: Deployment, config: Config | None = None, measures: Measures | None = None
     ) -> None:
         config = config or load_config(env={}, overrides=SETTINGS)
-        self.app: Starlette = make_deployment_app(deployment, config, measures)  # type: ignore[arg-type]
-        self.models: Models = self.app.state.models
-        audit = self.app.state.policy.audit
+        self.app = DeploymentApp(deployment, config, measures)  # type: ignore[arg-type]
+        self.models = self.app.models
+        audit = self.app.policy.audit
         self.server = HttpServer(self.app, config.gateway, measures, audit)
 
     async def seen(self) -> None:
-        """Has it look what models there are, however lately it did."""
+        """Read the registry at once."""
         await self.models._read()
 
     @asynccontextmanager
     async def client(self, **given: Any) -> AsyncIterator[httpx.AsyncClient]:
-        transport = httpx.ASGITransport(self.server.entrance)
         headers = {"Content-Type": "application/json"} | given.pop("headers", {})
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://127.0.0.1", headers=headers, **given
-        ) as http:
+        async with http_of(self.server.entrance, headers=headers, **given) as http:
             yield http

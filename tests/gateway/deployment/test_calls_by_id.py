@@ -1,4 +1,4 @@
-"""Calls about other calls find the model of those, at another gateway too."""
+"""Calls about durable calls are dispatched to the model of those, at any gateway."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_a_stream_is_resumed_at_another_gateway(
     call_id = stream_id(begun.text)
     other = Front(deployment)
     await other.seen()
-    # The one that was asked first has what came of it.
+    # The call's own model has its outputs.
     deployment.engines["org/large"].requests = engines["org/large"].requests
     async with other.client() as client:
         again = await client.get(f"/v1/streams/{call_id}")
@@ -109,11 +109,11 @@ async def test_an_abort_of_another_gateway_s_request_reaches_all_loaded_models(
     http: httpx.AsyncClient, deployment: Deployment
 ) -> None:
     assert (await http.post("/abort_request", json={"rid": "r"})).status_code == 200
-    told = {name: engine.names for name, engine in deployment.engines.items()}
-    assert told == {"small": ["cancel"], "org/large": ["cancel"], "cold": []}
+    called = {name: engine.names for name, engine in deployment.engines.items()}
+    assert called == {"small": ["cancel"], "org/large": ["cancel"], "cold": []}
 
 
-async def test_calls_that_nobody_attends_are_ended_at_their_model(deployment: Deployment) -> None:
+async def test_orphaned_calls_are_ended_at_their_model(deployment: Deployment) -> None:
     settings = SETTINGS | {"gateway.resume_grace_s": 0.1}
     front = Front(deployment, load_config(env={}, overrides=settings))
     await front.seen()
@@ -125,7 +125,7 @@ async def test_calls_that_nobody_attends_are_ended_at_their_model(deployment: De
     large, small = deployment.engines["org/large"], deployment.engines["small"]
     with anyio.fail_after(60):
         async with anyio.create_task_group() as group:
-            group.start_soon(front.app.state.beside["kept calls"])
+            group.start_soon(front.app.background["durable calls"])
             await large.until(lambda: bool(large.names))
             await small.until(lambda: bool(small.names))
             group.cancel_scope.cancel()

@@ -7,8 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.gateway.deployment.dispatch import Names, names_of
-from nano_inference.gateway.deployment.entrance import split
+from nano_inference.gateway.deployment.dispatch import Names, names_of, split
 
 from .deployed import Deployment, Front
 
@@ -84,7 +83,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("address", ["", "/models/nobody"])
 @pytest.mark.parametrize("path", CALLS)
-async def test_a_model_that_is_not_there(
+async def test_an_unknown_model_is_refused(
     http: httpx.AsyncClient, deployment: Deployment, path: str, address: str
 ) -> None:
     answer = await http.post(f"{address}{path}", json=CALLS[path]("" if address else "nobody"))
@@ -100,7 +99,7 @@ async def test_a_model_that_is_not_there(
 
 @pytest.mark.parametrize("address", ["", "/models/cold"])
 @pytest.mark.parametrize("path", CALLS)
-async def test_a_model_that_is_not_loaded(
+async def test_an_unloaded_model_is_refused(
     http: httpx.AsyncClient, deployment: Deployment, path: str, address: str
 ) -> None:
     answer = await http.post(f"{address}{path}", json=CALLS[path]("" if address else "cold"))
@@ -125,7 +124,7 @@ async def test_a_model_that_was_unloaded_a_moment_ago(
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_not_loaded")
 
 
-async def test_what_comes_and_goes_is_seen(
+async def test_added_and_removed_models_are_noticed(
     http: httpx.AsyncClient, front: Front, deployment: Deployment
 ) -> None:
     await deployment.put("new")
@@ -144,8 +143,8 @@ async def test_the_query_names_the_model_of_calls_without_a_body(
 ) -> None:
     deployment.engines["org/large"].version = 7
     for path in ("/get_weight_version", "/model_info"):
-        told = await http.get(path, params={"model": "gpt-4o"})
-        assert told.json()["weight_version"] == "7"
+        answer = await http.get(path, params={"model": "gpt-4o"})
+        assert answer.json()["weight_version"] == "7"
         assert (await http.get(path)).json()["weight_version"] == "0"
         assert (await http.get(f"/models/gpt-4o{path}")).json()["weight_version"] == "7"
 
@@ -191,7 +190,7 @@ async def test_a_body_that_says_nothing_of_use_is_refused(
     assert not any(engine.requests for engine in deployment.engines.values())
 
 
-async def test_a_body_that_is_too_large_is_not_looked_at(http: httpx.AsyncClient) -> None:
+async def test_too_large_a_body_is_not_searched_for_a_model(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/completions", json=completions("small") | {"prompt": "a" * 5000})
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
 

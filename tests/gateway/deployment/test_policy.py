@@ -1,4 +1,4 @@
-"""One policy before several models: keys, limits, what may be said."""
+"""One policy for several models: keys, limits, guardrails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def keyed(deployment: Deployment) -> Front:
 
 
 async def key(front: Front, **wish: Any) -> dict[str, str]:
-    store = front.app.state.policy.store
+    store = front.app.policy.store
     made = await Administration(store).create_key({"name": "somebody"} | wish)
     await store.refresh()
     return {"Authorization": f"Bearer {made['key']}"}
@@ -36,7 +36,7 @@ def body(model: str) -> dict[str, Any]:
     return {"model": model, "prompt": "hi", "max_tokens": 2} if model else {"prompt": "hi"}
 
 
-async def test_without_a_key_nothing_is_told_of_any_model(keyed: Front) -> None:
+async def test_without_a_key_no_model_is_revealed(keyed: Front) -> None:
     async with keyed.client() as http:
         for path in ("/v1/completions", "/models/small/v1/completions"):
             for model in ("small", "nobody", ""):
@@ -73,10 +73,10 @@ async def test_a_key_is_for_models_by_their_ids(keyed: Front, name: str) -> None
         assert {each["name"].partition(".")[0] for each in index} == {"small"}
 
 
-async def test_of_models_that_are_not_there_a_stranger_is_told_nothing(
+async def test_unknown_models_are_not_revealed_without_a_key(
     keyed: Front, deployment: Deployment
 ) -> None:
-    """Neither that one is not loaded, and why, nor the names of those that there are."""
+    """Neither their states nor their names."""
     headers = await key(keyed, models=["small"])
     calls = [
         ("/v1/completions", "cold"),
@@ -127,7 +127,7 @@ async def test_the_block_list_is_one_and_ends_requests_at_their_model(
     def saying(request: GenerateRequest) -> list[Output]:
         return [completion(request, sample(text="a secret, told"))]
 
-    store = keyed.app.state.policy.store
+    store = keyed.app.policy.store
     await store.change(_blocking)
     deployment.engines["org/large"].outputs = saying
     async with keyed.client(headers=await key(keyed)) as http:

@@ -1,4 +1,4 @@
-"""What a gateway answers of all models: lists, health, loading and unloading."""
+"""Endpoints about all models: lists, health, loading and unloading."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_all_models_are_listed_loaded_or_not(
     assert [each["id"] for each in own] == ["org/large"]
 
 
-async def test_the_gateway_is_well_as_long_as_one_model_is(
+async def test_the_gateway_is_ready_while_one_model_is(
     http: httpx.AsyncClient, deployment: Deployment
 ) -> None:
     deployment.engines["small"].why_not = "no lane is alive"
@@ -49,7 +49,7 @@ async def test_the_gateway_is_well_as_long_as_one_model_is(
     assert (await http.get("/models/cold/livez")).status_code == 200
 
 
-async def test_the_gateway_is_not_well_without_a_model_that_is_meant_to_be_there() -> None:
+async def test_the_gateway_is_not_ready_when_all_wanted_models_fail() -> None:
     deployment = Deployment()
     await deployment.put("a", "failed")
     await deployment.put("b", "loading")
@@ -69,12 +69,12 @@ async def test_the_gateway_is_not_well_without_a_model_that_is_meant_to_be_there
         assert (await http.get("/readyz")).json()["status"] == "ready"
 
 
-async def test_anthropic_s_clients_are_told_of_all_models(http: httpx.AsyncClient) -> None:
+async def test_anthropic_clients_list_all_models(http: httpx.AsyncClient) -> None:
     version = {"anthropic-version": "2023-06-01"}
-    told = (await http.get("/v1/models", headers=version)).json()
+    listed = (await http.get("/v1/models", headers=version)).json()
     cards = (await http.get("/v1/models")).json()["data"]
-    assert [each["id"] for each in told["data"]] == [each["id"] for each in cards]
-    assert {each["type"] for each in told["data"]} == {"model"}
+    assert [each["id"] for each in listed["data"]] == [each["id"] for each in cards]
+    assert {each["type"] for each in listed["data"]} == {"model"}
     one = (await http.get("/v1/models/gpt-4o", headers=version)).json()
     assert (one["type"], one["id"]) == ("model", "org/large")
     missing = await http.get("/v1/models/none", headers=version)
@@ -82,14 +82,14 @@ async def test_anthropic_s_clients_are_told_of_all_models(http: httpx.AsyncClien
 
 
 @pytest.mark.parametrize("prefix", ["", "/models/small"])
-async def test_a_body_of_no_endpoint_is_not_looked_at(http: httpx.AsyncClient, prefix: str) -> None:
+async def test_a_body_without_an_endpoint_is_not_read(http: httpx.AsyncClient, prefix: str) -> None:
     form = {"content": b"a=b", "headers": {"Content-Type": "multipart/form-data; boundary=x"}}
     for path, status in (("files", 404), ("models", 405), ("completions", 415)):
         answer = await http.post(f"{prefix}/v1/{path}", **form)  # type: ignore[arg-type]
         assert answer.status_code == status
 
 
-async def test_models_of_the_settings_are_known_before_anybody_runs_them() -> None:
+async def test_configured_models_are_listed_before_they_run() -> None:
     models = '[{"id": "a", "path": "tiny"}, {"id": "b", "path": "tiny"}]'
     env = {"NANO_INFERENCE_MODELS": models}
     front = Front(Deployment(), load_config(env=env, overrides=SETTINGS))
@@ -103,7 +103,7 @@ async def test_models_of_the_settings_are_known_before_anybody_runs_them() -> No
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_not_loaded")
 
 
-async def test_a_model_whose_settings_can_not_be_harms_no_other(
+async def test_a_model_with_invalid_settings_affects_no_other(
     http: httpx.AsyncClient, deployment: Deployment, front: Front
 ) -> None:
     await deployment.put("odd", settings={"engine.nonsense": 1})
@@ -166,7 +166,7 @@ async def test_a_model_is_added_and_removed(
     "body",
     [{}, {"id": "x"}, {"id": "a b", "path": "tiny"}, {"id": "x", "path": "tiny", "what": 1}, []],
 )
-async def test_a_model_that_is_none_is_not_added(
+async def test_an_invalid_model_is_not_added(
     http: httpx.AsyncClient, deployment: Deployment, body: Any
 ) -> None:
     assert (await http.post("/admin/models", json=body)).status_code == 400
@@ -183,7 +183,7 @@ async def test_a_model_that_is_none_is_not_added(
         (BusError("no", code="no_model_manager"), 503),
     ],
 )
-async def test_what_goes_wrong_is_told(
+async def test_failures_of_loading_are_answered(
     http: httpx.AsyncClient, deployment: Deployment, error: Any, status: int
 ) -> None:
     deployment.failure = error
@@ -194,7 +194,7 @@ async def test_what_goes_wrong_is_told(
         assert code == error.code
 
 
-async def test_triton_s_ways_to_make_a_model_are_refused(
+async def test_triton_s_model_overrides_are_refused(
     http: httpx.AsyncClient, deployment: Deployment
 ) -> None:
     for name in ("config", "file:1/model.onnx"):
@@ -205,7 +205,7 @@ async def test_triton_s_ways_to_make_a_model_are_refused(
     assert deployment.asked == []
 
 
-async def test_kserve_has_what_every_model_offers(
+async def test_kserve_serves_the_models_of_every_model(
     http: httpx.AsyncClient, deployment: Deployment, front: Front
 ) -> None:
     index = (await http.post("/v2/repository/index", json={})).json()
@@ -236,14 +236,14 @@ async def test_kserve_has_what_every_model_offers(
     assert (await http.get("/v2/models/small/ready")).status_code == 400
 
 
-async def test_the_audit_log_tells_who_loaded_what_and_which_model_answered(
+async def test_the_audit_log_records_loading_and_the_model_of_a_call(
     deployment: Deployment, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit"
     settings = SETTINGS | {"policy.audit_file": str(path), "policy.audit_key": "k" * 32}
     front = Front(deployment, load_config(env={}, overrides=settings))
     await front.seen()
-    policy = front.app.state.policy
+    policy = front.app.policy
     await policy.open()
     async with front.client() as http:
         await http.post("/admin/models/cold/load")

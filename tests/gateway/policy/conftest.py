@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
+import pytest_asyncio
 
 from nano_inference.config import Config, load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.gateway.app import ModelGatewayApp, make_app
 from nano_inference.gateway.policy.administration import Administration
+from nano_inference.gateway.serving.words import LazyWords, Words
 
-from ..fake import FakeEngine
+from ..fake import FakeEngine, http_of
 
 
 @pytest.fixture
@@ -22,32 +24,35 @@ def config() -> Config:
 
 
 @pytest.fixture
-def app(engine: FakeEngine, config: Config) -> Starlette:
+def app(engine: FakeEngine, config: Config) -> ModelGatewayApp:
     return make_app(engine, config)
 
 
 @pytest.fixture
-def administration(app: Starlette) -> Administration:
-    return Administration(app.state.policy.store)
+def administration(app: ModelGatewayApp) -> Administration:
+    return Administration(app.policy.store)
 
 
 @pytest.fixture
-async def http(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+async def http(app: ModelGatewayApp) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_of(app) as client:
         yield client
 
 
-class Made:
-    """Makes keys."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def words() -> Words:
+    return await LazyWords(Config().engine.model_folder).required()
 
-    def __init__(self, administration: Administration) -> None:
-        self._administration = administration
+
+@dataclass
+class Made:
+    """Creates keys."""
+
+    administration: Administration
 
     async def __call__(self, *scopes: str, **fields: Any) -> dict[str, Any]:
-        """As it is shown once."""
         wish = {"name": "somebody", "scopes": scopes or ("generate",), **fields}
-        return await self._administration.create_key(wish)
+        return await self.administration.create_key(wish)
 
 
 @pytest.fixture
@@ -56,5 +61,5 @@ def made(administration: Administration) -> Made:
 
 
 def bearer(key: dict[str, Any]) -> dict[str, str]:
-    """The header that brings a key."""
+    """The header with a key."""
     return {"Authorization": f"Bearer {key['key']}"}

@@ -1,4 +1,4 @@
-"""An OpenID Connect issuer on a port of this machine, and tokens of it, good and bad."""
+"""A local OpenID Connect issuer, and valid and invalid tokens of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import base64
 import hashlib
 import hmac
 import json
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -23,8 +22,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nano_inference.config import GatewayConfig, PolicyConfig
-from nano_inference.gateway.policy.jwks import IssuerKeys
+from nano_inference.gateway.policy.oidc import IssuerKeys
 from nano_inference.gateway.server.server import HttpServer
+
+from ..served import listening
 
 LIMIT_S = 30
 AUDIENCE = "nano-inference"
@@ -44,7 +45,7 @@ def algorithm_of(key: PrivateKey) -> str:
 
 
 def jwk(key_id: str, key: PrivateKey, **more: Any) -> dict[str, Any]:
-    """The public half, as a set has it."""
+    """The public key, as in a JWK set."""
     if isinstance(key, rsa.RSAPrivateKey):
         found = jwt.algorithms.RSAAlgorithm.to_jwk(key.public_key(), as_dict=True)
     else:
@@ -99,7 +100,7 @@ class Issuer:
         key: PrivateKey | None = None,
         **headers: Any,
     ) -> str:
-        """Signed with the key of that id, or another one."""
+        """A token signed with the key of that id, or with another key."""
         key = key or self.keys[key_id]
         given = self.claims() if claims is None else claims
         return by_hand(
@@ -107,7 +108,7 @@ class Issuer:
         )
 
     def document(self, path: str) -> dict[str, Any]:
-        """What stands at a path, when all is well."""
+        """The valid document at a path."""
         self.asked.append(path)
         if path == "/keys":
             return {"keys": [jwk(*each) for each in self.keys.items()]}
@@ -120,7 +121,7 @@ class Issuer:
 
 
 class NearKeys(IssuerKeys):
-    """The keys of an issuer on no port."""
+    """The keys of an issuer without a port."""
 
     def __init__(self, issuer: Issuer, config: PolicyConfig, now_s: Callable[[], float]) -> None:
         super().__init__(config, now_s)
@@ -140,15 +141,10 @@ async def issuing() -> AsyncIterator[Issuer]:
             Route("/keys", issuer.respond),
         ]
     )
-    server = HttpServer(app, GatewayConfig())
-    listener = socket.create_server(("127.0.0.1", 0))
-    issuer.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    task = asyncio.create_task(server.serve([listener]))
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(LIMIT_S), listening(HttpServer(app, GatewayConfig())) as port:
+        issuer.url = f"http://127.0.0.1:{port}"
         yield issuer
         issuer.held.set()
-        server.should_exit = True
-        await task
 
 
 def b64(data: bytes) -> str:
@@ -161,7 +157,7 @@ def signed(text: str, key: PrivateKey) -> bytes:
 
 
 def by_hand(header: dict[str, Any], claims: Any, key: PrivateKey | bytes | None) -> str:
-    """What the header says need not be true: signed as the key can; by HMAC with bytes."""
+    """A token whose header may be false: signed by the key's algorithm; by HMAC with bytes."""
     text = f"{b64(json.dumps(header).encode())}.{b64(json.dumps(claims).encode())}"
     if key is None:
         return f"{text}."
@@ -250,7 +246,7 @@ FLAWS: dict[str, Callable[[Issuer], str]] = {
     "a beginning that is text": _with_claims(nbf="0"),
     "made in the future": _with_claims(iat=_LATER, exp=_LATER + 1),
     "made before all time": _with_claims(iat=-1),
-    # Who, for whom, and of whom.
+    # Issuer, audience and subject.
     "another issuer": _with_claims(iss="https://example.org"),
     "nearly this issuer": lambda issuer: issuer.token(issuer.claims(iss=f"{issuer.url}/")),
     "no issuer": _with_claims(iss=None),
@@ -273,7 +269,7 @@ FLAWS: dict[str, Callable[[Issuer], str]] = {
     "too long": _with_claims(more="x" * 10_000),
     "not ASCII": lambda issuer: "ä." + issuer.token().partition(".")[2],
 }
-"""What is wrong with a token; nothing else is."""
+"""Tokens with exactly one flaw."""
 
 
 def _two(issuer: Issuer) -> str:

@@ -118,7 +118,7 @@ def heard(outputs: Sequence[Output], index: int) -> tuple[str, tuple[int, ...]]:
 
 
 def end_of(outputs: Sequence[Output]) -> Completion:
-    """The terminal message, which is the last and the only one."""
+    """The only terminal message, which is last."""
     (end,) = (each for each in outputs if isinstance(each, Completion))
     assert outputs[-1] is end
     return end

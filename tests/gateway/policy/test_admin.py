@@ -1,4 +1,4 @@
-"""Administration over HTTP: what is made, changed and revoked, and what changes nothing."""
+"""Administration over HTTP."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
 
 from nano_inference.config import Config
-from nano_inference.gateway.app import make_app
+from nano_inference.gateway.app import ModelGatewayApp, make_app
 
-from ..fake import FakeEngine
+from ..fake import FakeEngine, http_of
 from .conftest import Made, bearer
 
 
@@ -52,13 +51,11 @@ async def test_other_gateways_take_a_revoked_key_no_more(
     admin: httpx.AsyncClient, made: Made, engine: FakeEngine, config: Config
 ) -> None:
     other = make_app(engine, config)
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(other), base_url="http://127.0.0.1"
-    ) as elsewhere:
+    async with http_of(other) as elsewhere:
         key = await made()
         assert (await elsewhere.get("/v1/models", headers=bearer(key))).status_code == 200
         await admin.delete(f"/admin/keys/{key['id']}")
-        await other.state.policy.store.refresh()
+        await other.policy.store.refresh()
         assert (await elsewhere.get("/v1/models", headers=bearer(key))).status_code == 401
 
 
@@ -87,13 +84,13 @@ async def test_other_gateways_take_a_revoked_key_no_more(
     ],
 )
 async def test_a_malformed_call_changes_nothing(
-    admin: httpx.AsyncClient, app: Starlette, method: str, path: str, body: Any, status: int
+    admin: httpx.AsyncClient, app: ModelGatewayApp, method: str, path: str, body: Any, status: int
 ) -> None:
-    before = await app.state.policy.store.document()
+    before = await app.policy.store.document()
     answer = await admin.request(method, f"/admin/{path}", json=body)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
-    assert await app.state.policy.store.document() == before
+    assert await app.policy.store.document() == before
 
 
 async def test_tenants_and_guardrails(admin: httpx.AsyncClient) -> None:

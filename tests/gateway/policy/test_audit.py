@@ -15,23 +15,20 @@ import anyio
 import httpx
 import pytest
 import structlog
-from starlette.applications import Starlette
 
 from nano_inference.bus.public import GenerateRequest, Output
-from nano_inference.config import Config, ConfigError, TelemetryConfig, load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.config import ConfigError, TelemetryConfig, load_config
+from nano_inference.gateway.app import ModelGatewayApp, make_app
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.audit import text_hash
-from nano_inference.gateway.policy.policy import Policy
 from nano_inference.gateway.server.calls import ObservedCalls
-from nano_inference.gateway.serving.durable_calls import KeptCalls
 from nano_inference.gateway.serving.measures import Measures
 from nano_inference.telemetry import setup_logging
 
 from .. import by_hand
-from ..fake import FakeEngine, completion, refused
+from ..fake import FakeEngine, completion, http_of, refused
 from ..made import cut, interleaved, scores
-from .conftest import bearer
+from .conftest import Made, bearer
 
 LIMIT_S = 20
 AUDIT_KEY = "of its own"
@@ -41,20 +38,25 @@ ANSWER = "five six"
 class Audited:
     """A gateway with an audit log, and a client of it."""
 
-    def __init__(self, app: Starlette, http: httpx.AsyncClient, path: Path) -> None:
-        self.policy: Policy = app.state.policy
-        self.observed = app_observed(app)
-        self.kept: KeptCalls = app.state.kept_calls
+    def __init__(
+        self, app: ModelGatewayApp, observed: ObservedCalls, http: httpx.AsyncClient, path: Path
+    ) -> None:
+        self.policy = app.policy
+        self.observed = observed
+        self.durable = app.durable
         self.http = http
         self._path = path
 
-    async def made(self, *scopes: str) -> dict[str, Any]:
+    @property
+    def administration(self) -> Administration:
         assert self.policy.store is not None
-        wish = {"name": "somebody", "tenant": "acme", "scopes": scopes or ("generate",)}
-        return await Administration(self.policy.store).create_key(wish)
+        return Administration(self.policy.store)
+
+    async def made(self, *scopes: str) -> dict[str, Any]:
+        return await Made(self.administration)(*scopes, tenant="acme")
 
     async def text(self) -> str:
-        """All that stands in the log when it is closed."""
+        """The log's content after it was closed."""
         await self.policy.aclose()
         return self._path.read_text()
 
@@ -66,24 +68,27 @@ class Audited:
         return line
 
 
-def app_observed(app: Starlette) -> ObservedCalls:
+def app_observed(app: ModelGatewayApp) -> ObservedCalls:
     routes = [path for each in app.routes if (path := getattr(each, "path", ""))]
-    return ObservedCalls(app, Measures(), routes, audit=app.state.policy.audit)
+    return ObservedCalls(app, Measures(), routes, audit=app.policy.audit)
 
 
 @asynccontextmanager
-async def audited(engine: FakeEngine, path: Path, **settings: Any) -> AsyncIterator[Audited]:
+async def audited(
+    engine: FakeEngine, path: Path, more: dict[str, str] | None = None, **settings: Any
+) -> AsyncIterator[Audited]:
     given = {"backend": "bus", "audit_file": str(path), "audit_key": AUDIT_KEY, **settings}
-    config = load_config(env={}, overrides={f"policy.{name}": each for name, each in given.items()})
+    overrides = {f"policy.{name}": each for name, each in given.items()} | (more or {})
+    config = load_config(env={}, overrides=overrides)
     app = make_app(engine, config)  # type: ignore[arg-type]
-    await app.state.policy.open()
-    transport = httpx.ASGITransport(app_observed(app), raise_app_exceptions=False)
+    await app.policy.open()
+    observed = app_observed(app)
     async with (
         asyncio.timeout(LIMIT_S),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
+        http_of(observed, raise_app_exceptions=False) as client,
     ):
-        yield Audited(app, client, path)
-    await app.state.policy.aclose()
+        yield Audited(app, observed, client, path)
+    await app.policy.aclose()
 
 
 @pytest.fixture
@@ -125,7 +130,7 @@ async def test_a_call_has_a_line(gateway: Audited, stream: bool) -> None:
     }
 
 
-async def test_text_stands_there_only_where_the_settings_say_so(
+async def test_text_is_recorded_only_if_the_settings_say_so(
     engine: FakeEngine, tmp_path: Path
 ) -> None:
     for shown in (False, True):
@@ -143,7 +148,7 @@ async def test_text_stands_there_only_where_the_settings_say_so(
             assert "user\nwhisper" in other["prompt"][0]
 
 
-async def test_what_a_model_asks_of_others_stands_in_the_line_of_its_call(
+async def test_requests_of_a_composite_model_are_in_the_line_of_its_call(
     engine: FakeEngine, tmp_path: Path
 ) -> None:
     engine.outputs = lambda request: [completion(request, **scores(request))]
@@ -168,7 +173,7 @@ async def test_what_a_model_asks_of_others_stands_in_the_line_of_its_call(
         ("/v1/messages", {}, 405, "method_not_allowed"),
     ],
 )
-async def test_what_is_refused_has_a_line(
+async def test_a_refused_call_has_a_line(
     gateway: Audited, path: str, headers: dict[str, str], status: int, code: str
 ) -> None:
     assert (await gateway.http.get(path, headers=headers)).status_code == status
@@ -177,7 +182,7 @@ async def test_what_is_refused_has_a_line(
     assert line["route"] == ("" if status == 404 else path)
 
 
-async def test_who_lacks_a_scope_is_named(gateway: Audited) -> None:
+async def test_a_caller_without_the_scope_is_named(gateway: Audited) -> None:
     key = await gateway.made("read")
     await gateway.http.post("/v1/completions", json={"prompt": "a"}, headers=bearer(key))
     line = await gateway.line()
@@ -185,9 +190,8 @@ async def test_who_lacks_a_scope_is_named(gateway: Audited) -> None:
     assert (line["key_id"], line["tenant"]) == (key["id"], "acme")
 
 
-async def test_a_blocked_prompt_is_told_of(gateway: Audited) -> None:
-    assert gateway.policy.store is not None
-    await Administration(gateway.policy.store).set_guardrails({"literals": ["bad"]})
+async def test_a_blocked_prompt_is_recorded(gateway: Audited) -> None:
+    await gateway.administration.set_guardrails({"literals": ["bad"]})
     headers = bearer(await gateway.made())
     await gateway.http.post("/v1/completions", json={"prompt": "so bad"}, headers=headers)
     line = await gateway.line()
@@ -196,9 +200,8 @@ async def test_a_blocked_prompt_is_told_of(gateway: Audited) -> None:
     assert "answer_hmac" not in line
 
 
-async def test_an_answer_stands_there_as_it_left(gateway: Audited, engine: FakeEngine) -> None:
-    assert gateway.policy.store is not None
-    await Administration(gateway.policy.store).set_guardrails({"literals": ["six"]})
+async def test_an_answer_is_recorded_as_it_left(gateway: Audited, engine: FakeEngine) -> None:
+    await gateway.administration.set_guardrails({"literals": ["six"]})
     headers = bearer(await gateway.made())
     for stream in (False, True):
         body = {"prompt": "a", "stream": stream}
@@ -208,7 +211,7 @@ async def test_an_answer_stands_there_as_it_left(gateway: Audited, engine: FakeE
         assert line["answer_hmac"] == hashed("five ")
 
 
-async def test_a_failure_behind_a_stream_s_first_event_is_told_of(
+async def test_a_failure_after_the_first_event_is_recorded(
     gateway: Audited, engine: FakeEngine
 ) -> None:
     def outputs(request: GenerateRequest) -> list[Output]:
@@ -224,7 +227,7 @@ async def test_a_failure_behind_a_stream_s_first_event_is_told_of(
     assert line["answer_hmac"] == hashed("five")
 
 
-async def test_what_a_client_had_when_it_went_is_told_of(
+async def test_the_answer_until_a_disconnect_is_recorded(
     gateway: Audited, engine: FakeEngine
 ) -> None:
     engine.outputs = lambda request: interleaved(request)[:2]  # and then it hangs
@@ -258,11 +261,11 @@ async def test_a_response_in_the_background_has_a_line_of_its_own(
     key = await gateway.made()
     body = {"input": "whisper", "background": True}
     made = (await gateway.http.post("/v1/responses", json=body, headers=bearer(key))).json()
-    background = gateway.kept._tasks
+    background = gateway.durable._tasks
     with anyio.fail_after(LIMIT_S):
         while background:
             await asyncio.wait(background)
-    await gateway.kept.aclose()
+    await gateway.durable.aclose()
     (line,) = [line for line in await gateway.lines() if line["event"] == "background"]
     assert (line["key_id"], line["tenant"], line["model"]) == (key["id"], "acme", "tiny")
     assert (line["request_ids"], line["code"]) == ([made["id"]], "")
@@ -277,7 +280,7 @@ async def test_probes_have_no_line(gateway: Audited) -> None:
     assert await gateway.lines() == []
 
 
-async def test_changes_have_a_line_with_who_made_them(gateway: Audited) -> None:
+async def test_changes_have_a_line_with_their_administrator(gateway: Audited) -> None:
     admin = await gateway.made("admin")
     http, headers = gateway.http, bearer(admin)
     made = (await http.post("/admin/keys", json={"name": "new"}, headers=headers)).json()
@@ -303,7 +306,7 @@ async def test_changes_have_a_line_with_who_made_them(gateway: Audited) -> None:
     assert {line["key_id"] for line in changes} == {admin["id"]}
     assert changes[1]["now"]["name"] == "newer"
     assert changes[2]["now"]["weight"] == 2.0
-    # What was refused is a call like any other; a route with a name in it is told without.
+    # A refused change is a call like any other; a route is recorded without its parameters.
     assert [line["status"] for line in lines if line["event"] == "call"][-2:] == [404, 400]
     assert lines[3]["route"] == "/admin/keys/{key_id}"
     secret = made["key"].removeprefix(f"ni-{made['id']}-")
@@ -311,7 +314,7 @@ async def test_changes_have_a_line_with_who_made_them(gateway: Audited) -> None:
     assert "digest" not in text
 
 
-async def test_a_key_stands_nowhere(engine: FakeEngine, tmp_path: Path) -> None:
+async def test_no_key_is_recorded(engine: FakeEngine, tmp_path: Path) -> None:
     async with audited(engine, tmp_path / "audit", audit_text=True) as gateway:
         key = await gateway.made()
         secret = key["key"].removeprefix(f"ni-{key['id']}-")
@@ -340,10 +343,10 @@ def full_disk_for_the_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("full_disk_for_the_log")
-async def test_where_lines_can_not_be_written_nothing_is_done(
+async def test_calls_are_refused_while_lines_can_not_be_written(
     engine: FakeEngine, tmp_path: Path
 ) -> None:
-    """Nor can those of the other log, on a disk that is full."""
+    """The disk is full, also for the process's own log."""
     path = tmp_path / "audit"
     path.symlink_to("/dev/full")
     async with audited(engine, path, audit_when_full="refuse") as gateway:
@@ -370,11 +373,13 @@ async def test_where_lines_can_not_be_written_nothing_is_done(
             while not (await gateway.http.post(paths, json=body, headers=headers)).is_success:
                 await anyio.lowlevel.checkpoint()
         lines = await gateway.lines()
-    # Nothing of what was served is missing.
+    # Every served call has its line.
     assert [line["status"] for line in lines].count(200) == len(engine.requests)
 
 
-async def test_otherwise_serving_goes_on(engine: FakeEngine, tmp_path: Path) -> None:
+async def test_serving_goes_on_while_lines_can_not_be_written(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
     path = tmp_path / "audit"
     path.symlink_to("/dev/full")
     async with audited(engine, path) as gateway:
@@ -385,7 +390,7 @@ async def test_otherwise_serving_goes_on(engine: FakeEngine, tmp_path: Path) -> 
             assert answer.status_code == 200
 
 
-async def test_without_keys_there_is_an_audit_log_too(engine: FakeEngine, tmp_path: Path) -> None:
+async def test_calls_without_keys_are_audited(engine: FakeEngine, tmp_path: Path) -> None:
     async with audited(engine, tmp_path / "audit", backend="off") as gateway:
         answer = await gateway.http.post(
             "/v1/completions", json={"prompt": "a"}, headers={"X-Tenant": "me"}
@@ -395,7 +400,7 @@ async def test_without_keys_there_is_an_audit_log_too(engine: FakeEngine, tmp_pa
     assert (line["tenant"], line["key_id"], line["status"]) == ("me", "", 200)
 
 
-async def test_hashes_take_a_key() -> None:
+async def test_hashes_need_a_key() -> None:
     with pytest.raises(ConfigError, match="audit_key"):
         load_config(env={}, overrides={"policy.audit_file": "audit"})
 
@@ -405,17 +410,7 @@ async def test_without_a_tokenizer_a_prompt_is_its_tokens(
 ) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    overrides = {
-        "engine.model_path": str(folder),
-        "policy.audit_file": str(tmp_path / "audit"),
-        "policy.audit_key": AUDIT_KEY,
-    }
-    config: Config = load_config(env={}, overrides=overrides)
-    app = make_app(engine, config)  # type: ignore[arg-type]
-    await app.state.policy.open()
-    transport = httpx.ASGITransport(app_observed(app))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-        await client.post("/v1/completions", json={"prompt": [5, 6]})
-    await app.state.policy.aclose()
-    (line,) = (json.loads(each) for each in (tmp_path / "audit").read_text().splitlines())
-    assert line["prompt_hmac"] == hashed("5 6")
+    more = {"engine.model_path": str(folder)}
+    async with audited(engine, tmp_path / "audit", more, backend="off") as gateway:
+        await gateway.http.post("/v1/completions", json={"prompt": [5, 6]})
+        assert (await gateway.line())["prompt_hmac"] == hashed("5 6")

@@ -1,4 +1,4 @@
-"""The file of the audit log: lines in order, whole or not at all, whatever happens around them."""
+"""The file of the audit log: lines in order, whole or not at all."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from nano_inference.config import ConfigError, PolicyConfig
-from nano_inference.gateway.policy.audit import MOST_WAITING, AuditLog, text_hash
-from nano_inference.gateway.policy.audit_file import AuditFile
+from nano_inference.gateway.policy.audit import MOST_WAITING, AuditFile, AuditLog, text_hash
 from nano_inference.gateway.policy.document import ApiKey
 from nano_inference.gateway.policy.keys import new_key
 
@@ -56,13 +55,13 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_the_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     file = AuditFile(tmp_path / "audit", 4096, 3)
     write_all(file, numbered(0, 1))
     assert stat.S_IMODE((tmp_path / "audit").stat().st_mode) == 0o600
 
 
-def test_large_files_are_put_aside_and_the_oldest_goes(tmp_path: Path) -> None:
+def test_large_files_are_rotated_and_the_oldest_is_deleted(tmp_path: Path) -> None:
     path = tmp_path / "audit"
     line = len(numbered(10, 11)[0])
     write_all(AuditFile(path, 10 * line, 2), numbered(10, 45))
@@ -100,7 +99,7 @@ def test_several_writers_lose_nothing(tmp_path: Path) -> None:
     assert sorted(line["n"] for line in lines_of(*files)) == list(range(3 * each))
 
 
-def test_who_moves_the_file_away_has_the_next_lines_in_a_new_one(tmp_path: Path) -> None:
+def test_an_external_rotation_gets_a_new_file(tmp_path: Path) -> None:
     path = tmp_path / "audit"
     file = AuditFile(path, 4096, 3)
     write_all(file, numbered(0, 1))
@@ -109,7 +108,7 @@ def test_who_moves_the_file_away_has_the_next_lines_in_a_new_one(tmp_path: Path)
     assert lines_of(path) == [{"n": 1}]
 
 
-def test_of_a_line_that_does_not_fit_nothing_is_left(tmp_path: Path) -> None:
+def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "audit"
     file = AuditFile(path, 4096, 3)
     write_all(file, numbered(0, 3))
@@ -122,7 +121,7 @@ def test_of_a_line_that_does_not_fit_nothing_is_left(tmp_path: Path) -> None:
     assert [line["n"] for line in lines_of(path)] == [0, 1, 2, 4]
 
 
-def test_lines_stand_in_their_order_when_it_is_closed(tmp_path: Path) -> None:
+def test_lines_are_in_order_after_close(tmp_path: Path) -> None:
     log = log_at(tmp_path / "audit")
     for number in range(2500):
         log.write("call", {"n": number})
@@ -130,7 +129,7 @@ def test_lines_stand_in_their_order_when_it_is_closed(tmp_path: Path) -> None:
     assert [line["n"] for line in lines_of(tmp_path / "audit")] == list(range(2500))
 
 
-def test_a_file_that_can_not_be_had(tmp_path: Path) -> None:
+def test_an_unusable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         log_at(tmp_path / "missing" / "audit")
 
@@ -146,8 +145,8 @@ def test_a_full_disk_does_not_stop_serving(tmp_path: Path) -> None:
     assert not log.refuses
 
 
-def test_a_full_disk_stops_serving_where_that_is_wanted(tmp_path: Path) -> None:
-    """Until there is room; then what was to be said until then stands there."""
+def test_a_full_disk_refuses_calls_if_the_settings_say_so(tmp_path: Path) -> None:
+    """Until there is room; then the lines from before are written."""
     path, lost = tmp_path / "audit", list[int]()
     path.symlink_to(FULL)
     log = log_at(path, audit_when_full="refuse", lost=lost)
@@ -161,8 +160,8 @@ def test_a_full_disk_stops_serving_where_that_is_wanted(tmp_path: Path) -> None:
     assert lost == []
 
 
-def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While nothing can be written, and nobody says so."""
+def test_the_queue_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While writing blocks without an error."""
     path, lost, more = tmp_path / "audit", list[int](), 10
     log = log_at(path, audit_when_full="refuse", lost=lost)
     writing, append = threading.Event(), AuditFile.append
@@ -175,7 +174,7 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with path.open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         log.write("call", {"n": 0})
-        # From here on the thread waits for the lock, and takes no more.
+        # From here on the thread waits for the lock.
         assert writing.wait(LIMIT_S)
         for number in range(1, MOST_WAITING):
             log.write("call", {"n": number})
@@ -188,14 +187,14 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [line["n"] for line in lines_of(path)] == list(range(MOST_WAITING + 1))
 
 
-def test_a_pipe_that_nobody_reads_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_pipe_without_a_reader_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "audit")
     with pytest.raises(ConfigError, match="audit"):
         log_at(tmp_path / "audit")
 
 
 def until(holds: Any) -> None:
-    """What another thread does."""
+    """Wait until this holds, in another thread."""
     waited = threading.Event()
     for _ in range(LIMIT_S * 100):
         if holds():
@@ -204,7 +203,7 @@ def until(holds: Any) -> None:
     raise AssertionError("it never came to that")
 
 
-def test_hashes_tell_texts_apart_and_take_the_key() -> None:
+def test_hashes_distinguish_texts_and_depend_on_the_key() -> None:
     texts = [["a"], ["b"], ["a", "b"], ["b", "a"], ["ab"], ["a", ""], [""]]
     hashes = {text_hash(b"k", each) for each in texts}
     assert len(hashes) == len(texts)
@@ -215,13 +214,13 @@ def test_hashes_tell_texts_apart_and_take_the_key() -> None:
     assert text_hash(b"k", ["\ud800"])
 
 
-def test_no_key_stands_there_wherever_it_was_put(tmp_path: Path) -> None:
+def test_credentials_are_removed_from_every_field(tmp_path: Path) -> None:
     blank = ApiKey(id="", name="n", digest="", tenant="t", scopes=("generate",), created_ns=0)
     key, text = new_key(blank)
     token = "eyJhbGciOiJSUzI1NiJ9.eyJpc3MiOiJ4In0.c2ln"
     log = log_at(tmp_path / "audit", audit_text=True)
-    told = [f"my key is {text}, and {token}."]
-    log.write("call", {"call_id": text, "tenant": token}, {"prompt": lambda: told})
+    texts = [f"my key is {text}, and {token}."]
+    log.write("call", {"call_id": text, "tenant": token}, {"prompt": lambda: texts})
     log.close()
     written = (tmp_path / "audit").read_text()
     assert text[-43:] not in written

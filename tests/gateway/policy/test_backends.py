@@ -1,4 +1,4 @@
-"""Where a policy is kept: one suite for all backends, and what the file promises beyond."""
+"""Policy backends: one suite for all, and the promises of the file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ import msgspec
 import pytest
 
 from nano_inference.config import ConfigError, PolicyConfig, RequestError
-from nano_inference.gateway.policy import file as policy_file
-from nano_inference.gateway.policy.backend import PolicyBackend, PolicyUnavailable, open_backend
+from nano_inference.gateway.policy import backend as policy_file
+from nano_inference.gateway.policy.backend import (
+    FileBackend,
+    PolicyBackend,
+    PolicyUnavailable,
+    open_backend,
+)
 from nano_inference.gateway.policy.document import (
     ApiKey,
     Guardrails,
     PolicyDocument,
     TenantPolicy,
 )
-from nano_inference.gateway.policy.file import FileBackend
 from nano_inference.gateway.policy.store import PolicyStore
 from nano_inference.store.policy import MemoryPolicyRecord
 
@@ -39,7 +43,7 @@ DOCUMENT = PolicyDocument(
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work that makes guessing slow is not what is tested."""
+    """Without scrypt's cost, which isn't tested."""
     monkeypatch.setattr(policy_file, "_N", 2)
 
 
@@ -50,7 +54,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["file", "bus"])
 def open_one(request: pytest.FixtureRequest, path: Path) -> Open:
-    """Another one, of the same place."""
+    """Opens another backend of the same document."""
     record = MemoryPolicyRecord()
     config = PolicyConfig(backend=request.param, file=str(path), passphrase=PASSPHRASE)
     return lambda: open_backend(config, record)
@@ -61,7 +65,7 @@ def adding(tenant: str) -> Callable[[PolicyDocument], PolicyDocument]:
     return lambda document: document.with_tenant(tenant, TenantPolicy())
 
 
-async def test_what_one_writes_the_other_reads_once(open_one: Open) -> None:
+async def test_a_written_document_is_read_once(open_one: Open) -> None:
     one, other = open_one(), open_one()
     assert await one.read("") is None
     found = await one.read("?")
@@ -81,7 +85,7 @@ async def test_what_one_writes_the_other_reads_once(open_one: Open) -> None:
         await each.aclose()
 
 
-async def test_of_many_writers_no_change_is_lost(open_one: Open) -> None:
+async def test_concurrent_changes_are_not_lost(open_one: Open) -> None:
     stores = [PolicyStore(open_one(), 1) for _ in range(4)]
     async with anyio.create_task_group() as group:
         for number in range(20):
@@ -91,7 +95,7 @@ async def test_of_many_writers_no_change_is_lost(open_one: Open) -> None:
     assert len((await stores[0].document()).tenants) == 20
 
 
-async def test_what_an_edit_raises_changes_nothing(open_one: Open) -> None:
+async def test_an_edit_that_raises_changes_nothing(open_one: Open) -> None:
     store = PolicyStore(open_one(), 1)
     before = await store.document()
     with pytest.raises(RequestError, match="0a"):
@@ -111,7 +115,7 @@ def _add(path: str, name: str) -> None:
     anyio.run(add)
 
 
-def test_two_processes_lose_no_change_of_the_file(path: Path) -> None:
+def test_changes_of_two_processes_are_not_lost(path: Path) -> None:
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=_add, args=(str(path), name)) for name in "ab"]
     for writer in writers:
@@ -139,7 +143,7 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-async def test_the_file_tells_nothing_to_others(path: Path) -> None:
+async def test_the_file_is_encrypted_and_authenticated(path: Path) -> None:
     backend = FileBackend(str(path), PASSPHRASE)
     assert await backend.replace("", DOCUMENT)
     raw = raw_of(path)
@@ -148,7 +152,7 @@ async def test_the_file_tells_nothing_to_others(path: Path) -> None:
     assert sorted(os.listdir(path.parent)) == ["policy", "policy.lock"]
     with pytest.raises(PolicyUnavailable, match="passphrase"):
         await FileBackend(str(path), PASSPHRASE + "!").read("")
-    # The same is written differently each time, and no byte of it can be changed.
+    # Each write differs, and a change of any byte is detected.
     stored = await backend.read("")
     assert stored is not None
     assert await backend.replace(stored.version, DOCUMENT)
@@ -162,7 +166,7 @@ async def test_the_file_tells_nothing_to_others(path: Path) -> None:
         await FileBackend(str(path), PASSPHRASE).read("")
 
 
-async def test_what_was_read_holds_while_the_file_is_damaged(path: Path) -> None:
+async def test_the_last_document_holds_while_the_file_is_damaged(path: Path) -> None:
     backend = FileBackend(str(path), PASSPHRASE)
     await backend.replace("", DOCUMENT)
     store = PolicyStore(backend, 1)
@@ -180,13 +184,15 @@ async def test_what_was_read_holds_while_the_file_is_damaged(path: Path) -> None
         ({"backend": "file", "file": "f", "passphrase": "short"}, "passphrase"),
     ],
 )
-def test_settings_that_can_t_be_obeyed(changes: dict[str, str], words: str) -> None:
+def test_invalid_settings_are_refused(changes: dict[str, str], words: str) -> None:
     config = msgspec.structs.replace(PolicyConfig(), **changes)
     with pytest.raises(ConfigError, match=words):
         open_backend(config, MemoryPolicyRecord())
 
 
-async def test_a_package_can_register_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_package_can_register_a_backend(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[PolicyConfig] = []
 
     class Found:

@@ -1,4 +1,4 @@
-"""The block list: what reads alike is alike, and where a match begins depends on the text alone."""
+"""The block list: normalisation, and matches that don't depend on how a text is cut."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nano_inference.config import RequestError
-from nano_inference.gateway.policy.block_list import BlockList, Scanner, context_chars
-from nano_inference.gateway.policy.folding import LONGEST_SEGMENT, Folding, _joins, fold
+from nano_inference.gateway.policy.block_list import (
+    LONGEST_SEGMENT,
+    BlockList,
+    Normaliser,
+    Scanner,
+    _begins_joining,
+    context_chars,
+    normalise,
+)
 
-# Letters that fold to others, to several or to nothing; marks; Hangul's parts; what makes words.
+# Letters that normalise to others, to several or to nothing; marks; Hangul; word boundaries.
 ALPHABET = "abdefistBADS ßẞﬁİıſＡｂé\u0301\u0323\u0345\u00ad\u200d\u1100\u1161\u11a8가ﾞｶ1.\n"
 TEXTS = st.text(ALPHABET, max_size=60)
 CUTS = st.lists(st.integers(0, 60), max_size=8)
@@ -28,24 +35,26 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 
 
 def expected(block_list: BlockList, text: str) -> int | None:
-    """Where the first match begins, without any cleverness."""
-    folding = Folding()
-    folded, origins = folding.push(text)
-    rest, more = folding.finish()
-    folded, origins = folded + rest, origins + more
-    for begin in range(len(folded)):
-        if block_list.find(folded, begin, begin + 1) is not None:
+    """Where the first match begins, by brute force."""
+    normaliser = Normaliser()
+    normalised, origins = normaliser.push(text)
+    rest, more = normaliser.finish()
+    normalised, origins = normalised + rest, origins + more
+    for begin in range(len(normalised)):
+        if block_list.find(normalised, begin, begin + 1) is not None:
             return origins[begin]
     return None
 
 
 @given(TEXTS, CUTS)
-def test_folding_does_not_depend_on_the_pieces(text: str, cuts: list[int]) -> None:
-    whole, folding = Folding(), Folding()
-    told = [folding.push(piece) for piece in pieces_of(text, cuts)] + [folding.finish()]
+def test_normalising_does_not_depend_on_the_pieces(text: str, cuts: list[int]) -> None:
+    whole, normaliser = Normaliser(), Normaliser()
+    in_pieces = [normaliser.push(piece) for piece in pieces_of(text, cuts)] + [normaliser.finish()]
     once = [whole.push(text), whole.finish()]
-    assert "".join(folded for folded, _ in told) == "".join(folded for folded, _ in once)
-    assert [each for _, origins in told for each in origins] == [
+    assert "".join(normalised for normalised, _ in in_pieces) == "".join(
+        normalised for normalised, _ in once
+    )
+    assert [each for _, origins in in_pieces for each in origins] == [
         each for _, origins in once for each in origins
     ]
 
@@ -53,23 +62,23 @@ def test_folding_does_not_depend_on_the_pieces(text: str, cuts: list[int]) -> No
 @given(st.text(max_size=40) | TEXTS)
 @example("\u03b1\u0345\u0301")
 @example("\u0345\uff9e")
-def test_what_is_folded_is_in_no_other_form(text: str) -> None:
-    folded = fold(text)
-    assert unicodedata.is_normalized("NFC", folded)
-    assert fold(folded) == folded
+def test_normalising_is_idempotent_and_ignores_the_form(text: str) -> None:
+    normalised = normalise(text)
+    assert unicodedata.is_normalized("NFC", normalised)
+    assert normalise(normalised) == normalised
     for form in ("NFC", "NFD", "NFKC", "NFKD"):
-        assert fold(unicodedata.normalize(form, text)) == folded
+        assert normalise(unicodedata.normalize(form, text)) == normalised
 
 
-def test_nothing_is_composed_or_put_in_order_across_a_beginning() -> None:
+def test_characters_that_combine_begin_no_segment() -> None:
     for character in map(chr, range(sys.maxunicode + 1)):
         if unicodedata.combining(character):
-            assert _joins(character)
+            assert _begins_joining(character)
         if not unicodedata.decomposition(character):
             continue
         parts = unicodedata.normalize("NFD", character)
         if len(parts) > 1 and unicodedata.normalize("NFC", parts) == character:
-            assert all(map(_joins, parts[1:])), hex(ord(character))
+            assert all(map(_begins_joining, parts[1:])), hex(ord(character))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +91,7 @@ def test_nothing_is_composed_or_put_in_order_across_a_beginning() -> None:
         "ⓑⓐⓓ",
     ],
 )
-def test_ways_to_write_a_literal(text: str) -> None:
+def test_a_literal_matches_in_any_form(text: str) -> None:
     assert BlockList(["bad"], [], 1).blocks(f"so {text} it is")
 
 
@@ -90,20 +99,20 @@ def test_ways_to_write_a_literal(text: str) -> None:
     ("literal", "text"),
     [("straße", "STRASSE"), ("ﬁsh", "FISH"), ("ss", "ß"), ("e\u0301", "É"), ("i\u0307x", "İX")],
 )
-def test_literals_are_folded_too(literal: str, text: str) -> None:
+def test_literals_are_normalised_too(literal: str, text: str) -> None:
     assert BlockList([literal], [], 1).blocks(text)
     assert BlockList([text], [], 1).blocks(literal)
 
 
-def test_very_many_marks_cost_no_square() -> None:
+def test_many_marks_take_linear_time() -> None:
     marks = "\u0300\u0323" * 200_000
-    assert len(fold("a" + marks)) >= len(marks)
-    folding = Folding()
-    assert len(folding.push("a" + "\u0300" * 500)[0]) >= 500 - LONGEST_SEGMENT
+    assert len(normalise("a" + marks)) >= len(marks)
+    normaliser = Normaliser()
+    assert len(normaliser.push("a" + "\u0300" * 500)[0]) >= 500 - LONGEST_SEGMENT
 
 
-def test_half_of_a_pair_is_no_text() -> None:
-    assert fold("a\ud800B") == "a\ufffdb"
+def test_a_lone_surrogate_is_replaced() -> None:
+    assert normalise("a\ud800B") == "a\ufffdb"
 
 
 @given(TEXTS, CUTS)
@@ -135,10 +144,10 @@ def test_a_match_may_begin_before_the_text(before: str, text: str, cuts: list[in
     assert scanner.blocked_at == (None if at is None else max(0, at - len(before)))
 
 
-def test_what_is_held_back_is_the_longest_match() -> None:
+def test_the_longest_match_is_held_back() -> None:
     scanner = Scanner(BlockList(["1234567890"], [], 1))
     scanner.push("abcdefghijklmnopqrstuvwxyz")
-    # And the last character, which a mark may follow.
+    # Also the last character, which a mark may follow.
     assert scanner.safe == 26 - 10 - 1
     scanner.finish()
     assert scanner.safe == 26
@@ -163,11 +172,11 @@ def test_what_is_held_back_is_the_longest_match() -> None:
         (r"[a-z]{0,50}\){9}", 16 + 59),
     ],
 )
-def test_how_much_a_pattern_matches_at_most(pattern: str, longest: int) -> None:
+def test_the_longest_match_of_a_pattern(pattern: str, longest: int) -> None:
     assert BlockList([], [pattern], 200).max_match == longest
 
 
-def test_of_a_long_match_the_beginning_counts() -> None:
+def test_a_longer_match_is_cut() -> None:
     blocked = BlockList([], ["a.*z"], 10)
     found = []
     for text in ("a" + "." * 8 + "z", "a" + "." * 9 + "z", "a" + "." * 9 + "a.z...z"):
@@ -180,7 +189,7 @@ def test_of_a_long_match_the_beginning_counts() -> None:
     assert blocked.blocks("a" + "." * 9 + "z")
 
 
-def test_a_pattern_says_of_the_text_where_it_ends() -> None:
+def test_anchors_refer_to_the_whole_text() -> None:
     blocked = BlockList([], [r"\bcat\b", "^dog", "end$"], 50)
     for text, at in (
         ("the cats", None),
@@ -211,13 +220,15 @@ def test_a_pattern_says_of_the_text_where_it_ends() -> None:
         ([], [r"\C"], "no bytes"),
     ],
 )
-def test_what_can_not_be_obeyed(literals: list[str], patterns: list[str], because: str) -> None:
+def test_invalid_literals_and_patterns_are_refused(
+    literals: list[str], patterns: list[str], because: str
+) -> None:
     with pytest.raises(RequestError, match=because) as refused:
         BlockList(literals, patterns, 256)
     assert refused.value.code == "invalid_guardrails"
 
 
-def test_patterns_without_case_and_in_any_form() -> None:
+def test_patterns_match_without_case_in_any_form() -> None:
     blocked = BlockList([], ["CAF\u00c9 [0-9]+", "\uff21b"], 256)
     assert blocked.blocks("cafe\u0301 12")
     assert blocked.blocks("AB")
@@ -237,7 +248,7 @@ def test_patterns_with_groups_of_one_name() -> None:
     assert blocked.blocks("bar")
 
 
-def test_nothing_is_blocked_by_nothing() -> None:
+def test_an_empty_block_list_blocks_nothing() -> None:
     nothing = BlockList([], [], 256)
     assert not nothing
     assert not nothing.blocks("anything")

@@ -1,4 +1,4 @@
-"""What is blocked comes in and leaves through no interface, in a stream or in one piece."""
+"""Guardrails of every interface, for whole answers and streams."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-import pytest_asyncio
-from starlette.applications import Starlette
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config
-from nano_inference.gateway.app import make_app
+from nano_inference.gateway.app import ModelGatewayApp, make_app
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.document import Guardrails
-from nano_inference.gateway.serving.words import LazyWords, Words
+from nano_inference.gateway.serving.words import Words
 
 from ..fake import FakeEngine
 from .conftest import Made, bearer
@@ -35,7 +33,7 @@ CHAT = [{"role": "user", "content": "a"}]
 
 
 class Interface(NamedTuple):
-    """One that has tokens made.
+    """An interface that generates tokens.
 
     Attributes:
         body: Of a call.
@@ -74,13 +72,13 @@ def tensor(name: str, datatype: str, value: Any) -> Json:
 
 
 def in_tensor(name: str, answer: Json) -> Any:
-    """The element of an output of KServe."""
+    """The only element of a KServe output."""
     (found,) = (each["data"] for each in answer["outputs"] if each["name"] == name)
     return found[0]
 
 
 def code_of(answer: httpx.Response) -> str:
-    """Of an error; of KServe's it stands in the header."""
+    """The code of an error; KServe has it in a header."""
     code: str = answer.headers.get("X-Error-Code") or answer.json()["error"]["code"]
     return code
 
@@ -182,11 +180,6 @@ NAMES = list(INTERFACES)
 STREAMED = [name for name, interface in INTERFACES.items() if interface.streams]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def words() -> Words:
-    return await LazyWords(Config().engine.model_folder).required()
-
-
 @pytest.fixture
 async def caller(
     http: httpx.AsyncClient, made: Made, administration: Administration
@@ -198,7 +191,7 @@ async def caller(
 
 
 def saying(engine: FakeEngine, words: Words, *texts: str, every: int = 1) -> None:
-    """Has the engine answer so, each of `n` samples with one of the texts."""
+    """Set the engine's outputs: each of `n` samples is one of the texts."""
     said = [words.token_ids(text, add_special=False) for text in texts]
 
     def outputs(request: GenerateRequest) -> list[Output]:
@@ -215,7 +208,7 @@ def events(answer: httpx.Response) -> list[Json]:
 
 
 def strings(found: Any) -> Iterator[str]:
-    """All of them in a body, without ids, in which there may be any letters."""
+    """All strings of a body, without random ids."""
     if isinstance(found, str):
         yield re.sub("[0-9a-f]{16,}", "", found)
     elif isinstance(found, dict):
@@ -238,14 +231,14 @@ def token_lists(found: Any) -> Iterator[list[int]]:
             yield from token_lists(value)
 
 
-def streamed_text(interface: Interface, told: list[Json]) -> str:
+def streamed_text(interface: Interface, sent: list[Json]) -> str:
     if interface.path == "/generate":  # each event repeats what came before
-        return interface.delta(told[-1])
-    return "".join(map(interface.delta, told))
+        return interface.delta(sent[-1])
+    return "".join(map(interface.delta, sent))
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_in_one_piece(
+async def test_a_whole_answer_ends_before_a_match(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words, name: str
 ) -> None:
     interface = INTERFACES[name]
@@ -262,7 +255,7 @@ async def test_in_one_piece(
 
 @pytest.mark.parametrize("name", STREAMED)
 @pytest.mark.parametrize("every", [1, 2, 5, 99])
-async def test_in_a_stream(
+async def test_a_stream_ends_before_a_match(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words, name: str, every: int
 ) -> None:
     interface = INTERFACES[name]
@@ -270,12 +263,12 @@ async def test_in_a_stream(
     path = interface.stream_path or interface.path
     answer = await caller.post(path, json=interface.body | {"stream": True})
     assert answer.status_code == 200, answer.text
-    told = events(answer)
-    assert streamed_text(interface, told) == LEFT
-    reasons = [reason for event in told if (reason := interface.streamed_reason(event))]
+    sent = events(answer)
+    assert streamed_text(interface, sent) == LEFT
+    reasons = [reason for event in sent if (reason := interface.streamed_reason(event))]
     assert reasons == [REASONS.get(name, "content_filter")]
-    assert not any("bad" in each.lower() for event in told for each in strings(event))
-    token_ids = [ids for event in told for ids in token_lists(event)]
+    assert not any("bad" in each.lower() for event in sent for each in strings(event))
+    token_ids = [ids for event in sent for ids in token_lists(event)]
     if token_ids:
         joined = token_ids[-1] if interface.path == "/generate" else list(chain(*token_ids))
         assert words.text(joined, skip_special=True) == LEFT
@@ -298,7 +291,7 @@ async def test_a_blocked_prompt_reaches_no_engine(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
-async def test_tokens_alone(
+async def test_token_ids_end_before_a_match(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words, path: str
 ) -> None:
     saying(engine, words, SAID)
@@ -311,7 +304,7 @@ async def test_tokens_alone(
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "content_filter")
 
 
-async def test_what_stands_half_in_the_prompt(
+async def test_a_match_may_begin_in_an_echoed_prompt(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     saying(engine, words, "d as it is")
@@ -320,15 +313,15 @@ async def test_what_stands_half_in_the_prompt(
     assert (found["text"], found["finish_reason"]) == ("so ba", "content_filter")
 
 
-async def test_of_several_samples_each_by_itself(
+async def test_each_sample_is_judged_by_itself(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     saying(engine, words, SAID, LONGER, every=3)
     for stream in (False, True):
         body = {"prompt": "a", "n": 3, "stream": stream}
         answer = await caller.post("/v1/completions", json=body)
-        told = events(answer) if stream else [answer.json()]
-        found = [each for event in told for each in event["choices"]]
+        sent = events(answer) if stream else [answer.json()]
+        found = [each for event in sent for each in event["choices"]]
         texts = ["".join(each["text"] for each in found if each["index"] == i) for i in range(3)]
         assert texts == [LEFT, LONGER, LEFT]
         reasons = {each["index"]: each["finish_reason"] for each in found if each["finish_reason"]}
@@ -337,38 +330,38 @@ async def test_of_several_samples_each_by_itself(
     assert "cancel" not in engine.names
 
 
-async def test_the_engine_is_told_to_end_it(
+async def test_a_blocked_request_is_cancelled(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     saying(engine, words, SAID)
     await caller.post("/v1/completions", json={"prompt": "a", "stream": True})
     (request,) = engine.requests
     assert engine.last("cancel") == {"request_id": request.request_id}
-    # What it made until then is accounted for; nobody waits for more.
+    # Its tokens until then are counted.
     assert engine.ended == [request.request_id]
 
 
 @pytest.mark.parametrize("name", ["completions", "chat"])
-async def test_a_stream_that_is_resumed_is_cut_at_the_same_place(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, app: Starlette, name: str
+async def test_a_resumed_stream_ends_at_the_same_place(
+    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, app: ModelGatewayApp, name: str
 ) -> None:
     interface = INTERFACES[name]
     saying(engine, words, SAID, every=2)
     whole = await caller.post(interface.path, json=interface.body | {"stream": True})
     ids = [line[4:] for line in whole.text.splitlines() if line.startswith("id: ")]
-    told = events(whole)
-    assert len(ids) == len(told) + 1
+    sent = events(whole)
+    assert len(ids) == len(sent) + 1
     for number, event_id in enumerate(ids[:-1], 1):
         last = {"Last-Event-ID": event_id}
         rest = await caller.get(f"/v1/streams/{event_id.partition('.')[0]}", headers=last)
         assert rest.status_code == 200
         behind = events(rest)
-        assert streamed_text(interface, told[:number] + behind) == LEFT
-        reasons = map(interface.streamed_reason, told[:number] + behind)
+        assert streamed_text(interface, sent[:number] + behind) == LEFT
+        reasons = map(interface.streamed_reason, sent[:number] + behind)
         assert [reason for reason in reasons if reason] == ["content_filter"]
 
 
-async def test_a_response_that_is_asked_for_again(
+async def test_a_retrieved_response_ends_at_the_same_place(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     saying(engine, words, SAID)
@@ -379,10 +372,10 @@ async def test_a_response_that_is_asked_for_again(
     assert not any("bad" in each.lower() for each in strings(again))
 
 
-async def test_a_response_that_is_gone_on_with(
+async def test_a_continued_response_contains_no_blocked_text(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
-    """What stands in the next prompt is what the client has had."""
+    """The next prompt contains the answer as the client received it."""
     saying(engine, words, SAID)
     made = (await caller.post("/v1/responses", json={"input": "a"})).json()
     body = {"input": "and then?", "previous_response_id": made["id"]}
@@ -392,31 +385,31 @@ async def test_a_response_that_is_gone_on_with(
     assert "BAD" not in prompt
 
 
-async def test_a_response_in_the_background(
+async def test_a_background_response_ends_before_a_match(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     saying(engine, words, SAID)
     body = {"input": "a", "background": True, "stream": True}
     interface = INTERFACES["responses"]
-    told = events(await caller.post("/v1/responses", json=body))
-    assert streamed_text(interface, told) == LEFT
-    (where,) = {event["response"]["id"] for event in told if "response" in event}
+    sent = events(await caller.post("/v1/responses", json=body))
+    assert streamed_text(interface, sent) == LEFT
+    (where,) = {event["response"]["id"] for event in sent if "response" in event}
     found = (await caller.get(f"/v1/responses/{where}")).json()
     assert (interface.text(found), found["status"]) == (LEFT, "incomplete")
     again = events(await caller.get(f"/v1/responses/{where}", params={"stream": "true"}))
-    assert again == told
-    # Nobody waits for it, so the engine is told by whoever runs it, or by whoever reads it first.
+    assert again == sent
+    # The gateway that runs it cancels it, or the first reader does.
     assert "cancel" in engine.names
 
 
-async def test_where_nothing_is_blocked_nothing_is_held_back(
+async def test_without_a_block_list_nothing_is_held_back(
     http: httpx.AsyncClient, engine: FakeEngine, words: Words, made: Made
 ) -> None:
     saying(engine, words, SAID)
     headers = bearer(await made())
     body = {"prompt": "bad", "stream": True}
-    told = events(await http.post("/v1/completions", json=body, headers=headers))
-    assert len(told) == len(words.token_ids(SAID))
+    sent = events(await http.post("/v1/completions", json=body, headers=headers))
+    assert len(sent) == len(words.token_ids(SAID))
     assert "cancel" not in engine.names
 
 
@@ -434,7 +427,7 @@ async def test_a_change_holds_for_the_next_call(
 @pytest.mark.parametrize(
     "guardrails", [{"patterns": ["(a"]}, {"patterns": ["a*"]}, {"literals": ["\u200b"]}]
 )
-async def test_what_can_not_be_read_changes_nothing(
+async def test_invalid_guardrails_change_nothing(
     http: httpx.AsyncClient, made: Made, administration: Administration, guardrails: Json
 ) -> None:
     await administration.set_guardrails(GUARDRAILS)
@@ -446,21 +439,21 @@ async def test_what_can_not_be_read_changes_nothing(
     }
 
 
-async def test_a_list_that_came_past_the_administration_closes(
-    caller: httpx.AsyncClient, engine: FakeEngine, app: Starlette
+async def test_an_invalid_stored_block_list_refuses_all_calls(
+    caller: httpx.AsyncClient, engine: FakeEngine, app: ModelGatewayApp
 ) -> None:
     broken = Guardrails(patterns=("(a",))
 
     def edit(document: Any) -> Any:
         return type(document)(document.keys, document.tenants, broken)
 
-    await app.state.policy.store.change(edit)
+    await app.policy.store.change(edit)
     answer = await caller.post("/v1/completions", json={"prompt": "a"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "policy_unavailable")
     assert engine.requests == []
 
 
-def test_the_routes_that_make_tokens_are_these(engine: FakeEngine, config: Config) -> None:
+def test_every_route_that_generates_is_tested(engine: FakeEngine, config: Config) -> None:
     """An interface that is added has to be added above."""
     app = make_app(engine, config)  # type: ignore[arg-type]
     posts = {

@@ -11,7 +11,7 @@ from nano_inference import Gateway, Pipeline
 from nano_inference.config import load_config
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.backend import open_backend
-from nano_inference.gateway.policy.folding import fold
+from nano_inference.gateway.policy.block_list import normalise
 from nano_inference.gateway.policy.store import PolicyStore
 
 from .conftest import bearer
@@ -21,7 +21,7 @@ MANY = 4000
 BODY = {"prompt": "Ana has", "temperature": 0, "ignore_eos": True, "stream": True}
 
 
-def told(answer: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
+def events_of(answer: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
     """(id, data) of each event but the last."""
     assert answer.status_code == 200, answer.text
     parts = [part.split("\n") for part in answer.text.split("\n\n") if part.startswith("id: ")]
@@ -32,7 +32,7 @@ def text_of(events: list[tuple[str, dict[str, Any]]]) -> str:
     return "".join(choice["text"] for _, event in events for choice in event["choices"])
 
 
-async def test_an_answer_ends_before_what_is_blocked_and_so_does_its_request() -> None:
+async def test_an_answer_and_its_request_end_before_a_match() -> None:
     config = load_config(env={}, overrides={"policy.backend": "bus", "policy.refresh_s": 0.05})
     async with Pipeline(config) as pipeline:
         store = PolicyStore(open_backend(config.policy, pipeline.client.bus.store.policy))
@@ -43,21 +43,21 @@ async def test_an_answer_ends_before_what_is_blocked_and_so_does_its_request() -
             Gateway(pipeline.client, config) as gateway,
             httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S, headers=headers) as http,
         ):
-            whole = text_of(told(await http.post(path, json=BODY | {"max_tokens": 100})))
+            whole = text_of(events_of(await http.post(path, json=BODY | {"max_tokens": 100})))
         literal = whole[60:72].swapcase()
-        at = fold(whole).index(fold(literal))
+        at = normalise(whole).index(normalise(literal))
         await administration.set_guardrails({"literals": [literal]})
         async with (
             Gateway(pipeline.client, config) as gateway,
             httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S, headers=headers) as http,
         ):
-            events = told(await http.post(path, json=BODY | {"max_tokens": MANY}))
+            events = events_of(await http.post(path, json=BODY | {"max_tokens": MANY}))
             assert text_of(events) == whole[:at]
             assert events[-1][1]["choices"][0]["finish_reason"] == "content_filter"
             answer_id = events[0][0].partition(".")[0]
             for number, (event_id, _) in enumerate(events, 1):
                 last = {"Last-Event-ID": event_id}
-                rest = told(await http.get(f"/v1/streams/{answer_id}", headers=last))
+                rest = events_of(await http.get(f"/v1/streams/{answer_id}", headers=last))
                 assert text_of(events[:number] + rest) == whole[:at]
             in_one_piece = BODY | {"max_tokens": 100, "stream": False}
             (choice,) = (await http.post(path, json=in_one_piece)).json()["choices"]

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import pytest_asyncio
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -20,10 +19,10 @@ from nano_inference.bus.public import (
     Output,
     TokenLogprob,
 )
-from nano_inference.config import Config, SamplingParams
+from nano_inference.config import SamplingParams
 from nano_inference.gateway.policy.block_list import BlockList, Scanner
 from nano_inference.gateway.policy.held_outputs import HeldOutputs
-from nano_inference.gateway.serving.words import LazyWords, Words
+from nano_inference.gateway.serving.words import Words
 
 from .spoken import Spoken, end_of, heard, spoken
 
@@ -37,11 +36,6 @@ ANSWERS = st.builds(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 767)), max_size=4),
 )
 CUTS = st.lists(st.integers(0, 80), max_size=12)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def words() -> Words:
-    return await LazyWords(Config().engine.model_folder).required()
 
 
 def tokens_of(answer: tuple[str, list[tuple[int, int]]], words: Words) -> list[int]:
@@ -115,7 +109,7 @@ def test_nothing_blocked_leaves(
             assert sample.logprobs == sample.ref_logprobs == was.logprobs[:number]
             assert len(sample.top_logprobs or ()) == number
             assert all(first < number for _, first in sample.weight_versions)
-        # What came in chunks is the same.
+        # The chunks contain the same.
         if was.token_ids:
             assert heard(released, index) == (sample.text, sample.token_ids)
     for chunk in released:
@@ -124,7 +118,7 @@ def test_nothing_blocked_leaves(
 
 
 @given(ANSWERS, CUTS, CUTS)
-def test_it_is_the_same_wherever_chunks_are_cut(
+def test_the_result_does_not_depend_on_chunks(
     words: Words, answer: tuple[str, list[tuple[int, int]]], cuts: list[int], others: list[int]
 ) -> None:
     request = request_of()
@@ -137,10 +131,10 @@ def test_it_is_the_same_wherever_chunks_are_cut(
 
 
 @given(ANSWERS, CUTS, st.integers(0, 12))
-def test_what_comes_behind_a_match_changes_nothing(
+def test_text_after_a_match_changes_nothing(
     words: Words, answer: tuple[str, list[tuple[int, int]]], cuts: list[int], more: int
 ) -> None:
-    """The engine is told to end a request, and makes some tokens more before it does."""
+    """A cancelled engine generates some more tokens."""
     request = request_of()
     said = tokens_of(answer, words)
     (whole,) = end_of(passed(request, spoken(request, [said], words, cuts), words)).samples
@@ -152,17 +146,17 @@ def test_what_comes_behind_a_match_changes_nothing(
         assert ended == whole
 
 
-# Of JSON, and of JSON in JSON. None is the beginning of an escape that the next one completes.
+# Pieces of JSON, and of JSON in JSON. None begins an escape that the next piece completes.
 WRITTEN = ["b", "a", "d", "x" * 9, r"\u0062", r"\u0061", r"\u0041", r"\\u0061", r"\\u0064"]
 WRITTEN += [r"\"", r"\\", r"\ud83d\ude00", r"\\n", "ﬁ", r"\ufb01", "sh"]
 
 
 def read(text: str) -> list[str]:
-    """What JSON that is a text stands for, and what that does if it is JSON too."""
+    """A JSON string decoded once, and twice."""
     found = [text]
     while len(found) < 3:
         try:
-            # What JSON has around its texts is none of them.
+            # Quotes around strings are no part of them.
             inner = re.sub(r'(?<!\\)"', "'", found[-1])
             found.append(json.loads(f'"{inner}"', strict=False))
         except ValueError:
@@ -175,7 +169,7 @@ def read(text: str) -> list[str]:
 @example(["b", r"\\u0061", "d"], [3])
 @example(["b", "a", r"\\u0064", r"\\"], [])
 @example([r"\u0061", "b", "a", "d", r"\u0062", r"\u0061", "d"], range(80))
-def test_what_escapes_stand_for_does_not_leave(
+def test_blocked_text_in_escapes_does_not_leave(
     words: Words, pieces: list[str], cuts: Sequence[int]
 ) -> None:
     request, text = request_of(), "".join(pieces)
@@ -188,7 +182,7 @@ def test_what_escapes_stand_for_does_not_leave(
     in_one_piece = msgspec.structs.replace(request, stream=False)
     outputs = spoken(in_one_piece, said, words, [])
     assert end_of(passed(in_one_piece, outputs, words)).samples == (sample,)
-    # What is JSON all the way down; of other text escapes are judged just the same.
+    # Valid JSON at both levels; escapes in other texts are judged as well.
     if len(read(text)) == 3 and not any(map(BLOCKED.blocks, read(text))):
         assert sample.text == text
 
@@ -213,7 +207,7 @@ def test_a_text_ends_before_an_escape(words: Words, text: str, left: str) -> Non
         assert end_of(passed(request, outputs, words)).samples[0].text == left
 
 
-def test_what_holds_nothing_blocked_leaves_as_it_came(words: Words) -> None:
+def test_allowed_outputs_are_unchanged(words: Words) -> None:
     request = request_of(n=2)
     said = [list(words.token_ids(text)) for text in ("a good day " * 9, "and night")]
     outputs = spoken(request, said, words, range(0, 60, 3))
@@ -232,7 +226,7 @@ def test_what_holds_nothing_blocked_leaves_as_it_came(words: Words) -> None:
     assert end_of(released) == end_of(outputs)
 
 
-def test_text_leaves_as_soon_as_it_may(words: Words) -> None:
+def test_text_leaves_as_soon_as_it_is_safe(words: Words) -> None:
     request, blocked = request_of(), BlockList(["0123"], [], 1)
     said = Spoken(request, 0, words.token_ids("abcdefghij"), words)
     held, left = HeldOutputs(request, blocked, words), []
@@ -244,7 +238,7 @@ def test_text_leaves_as_soon_as_it_may(words: Words) -> None:
     assert heard(left, 0)[0] == "abcdefghij"
 
 
-def test_the_engine_need_not_go_on_when_no_sample_does(words: Words) -> None:
+def test_a_request_is_complete_when_no_sample_goes_on(words: Words) -> None:
     request = request_of(n=2)
     bad, good = (
         Spoken(request, i, words.token_ids(text), words)
@@ -257,13 +251,13 @@ def test_the_engine_need_not_go_on_when_no_sample_does(words: Words) -> None:
     for chunk in good.chunks([1]):
         held.put(chunk)
     assert (held.blocked, held.complete) == (1, True)
-    # Nor need it be told when it has ended all by itself.
+    # No cancellation is needed once it has ended by itself.
     held.put(bad.chunks(range(40))[-1])
     assert not held.complete
 
 
-def test_a_token_that_alone_is_blocked_stands_nowhere(words: Words) -> None:
-    """Not even as one that was likely too, neither in the answer nor in the prompt."""
+def test_a_blocked_token_is_no_alternative(words: Words) -> None:
+    """Neither in the answer nor in the prompt."""
     request = request_of(sampling=SamplingParams(logprobs=2, prompt_logprobs=2))
     blocked = BlockList(["the"], [], 1)
     (the,), (other, *_) = words.token_ids(" the"), words.token_ids("good")
@@ -281,7 +275,7 @@ def test_a_token_that_alone_is_blocked_stands_nowhere(words: Words) -> None:
     assert left.prompt_top_logprobs == last.prompt_top_logprobs == ((), tops[0][:1])
 
 
-def test_a_request_that_was_ended_here_is_done(words: Words) -> None:
+def test_a_request_ended_by_guardrails_is_done(words: Words) -> None:
     request = request_of()
     said = Spoken(request, 0, words.token_ids("so bad" + "x" * 30), words)
     held = HeldOutputs(request, BLOCKED, words)
@@ -296,7 +290,7 @@ def test_a_request_that_was_ended_here_is_done(words: Words) -> None:
     assert (end.samples[0].text, end.samples[0].finish_reason) == ("so ", "content_filter")
 
 
-def test_one_that_somebody_ended_stays_so(words: Words) -> None:
+def test_a_cancelled_request_stays_cancelled(words: Words) -> None:
     request = request_of(n=2)
     bad = Spoken(request, 0, words.token_ids("bad"), words).whole()
     cut = msgspec.structs.replace(
@@ -309,7 +303,7 @@ def test_one_that_somebody_ended_stays_so(words: Words) -> None:
     assert [each.finish_reason for each in released.samples] == ["content_filter", "abort"]
 
 
-def test_a_match_may_begin_in_what_is_shown_before_an_answer(words: Words) -> None:
+def test_a_match_may_begin_before_the_answer(words: Words) -> None:
     request = request_of()
     said = spoken(request, [words.token_ids("ad")], words, [])
     end = end_of(passed(request, said, words, before="x" * 500 + " b"))
@@ -318,8 +312,8 @@ def test_a_match_may_begin_in_what_is_shown_before_an_answer(words: Words) -> No
     assert end_of(passed(request, said, words)) == end_of(said)
 
 
-def test_tokens_of_a_text_that_is_not_told_yet_stay_too(words: Words) -> None:
-    """While it may become a stop string, a text is not told, and its tokens are."""
+def test_tokens_of_held_text_are_held(words: Words) -> None:
+    """A possible stop string is held by streaming, while its tokens leave."""
     request = request_of(sampling=SamplingParams(stop=("badly done",)))
     said = Spoken(request, 0, words.token_ids("bad bad bad bad"), words)
     held = HeldOutputs(request, BlockList(["bad"], [], 1), words)
@@ -329,7 +323,7 @@ def test_tokens_of_a_text_that_is_not_told_yet_stay_too(words: Words) -> None:
 
 @pytest.mark.parametrize("cuts", [[], range(20)])
 def test_a_text_ends_before_its_stop_string(words: Words, cuts: Sequence[int]) -> None:
-    """Its tokens say more, of which nothing is blocked."""
+    """The tokens' text goes on, without a match."""
     request = request_of(sampling=SamplingParams(stop=("s of",)))
     blocked = BlockList([], [r"\bcat\b"], 256)
     said = [words.token_ids("two cats of mine")]

@@ -1,4 +1,4 @@
-"""Keys: who calls, and what he may."""
+"""API keys: authentication and authorisation."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.routing import BaseRoute
 
-from nano_inference.gateway.app import make_app
-from nano_inference.gateway.policy.routes import PolicyRoute
-from nano_inference.gateway.policy.scopes import SCOPES, Scope, may
+from nano_inference.config import Config
+from nano_inference.gateway.app import ModelGatewayApp, make_app
+from nano_inference.gateway.policy.chain import PolicyRoute
+from nano_inference.gateway.policy.document import SCOPES, Scope, may
 
-from ..fake import FakeEngine
+from ..fake import FakeEngine, http_of
 from .conftest import Made, bearer
 
 CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -35,20 +34,16 @@ def code_of(response: httpx.Response) -> str:
     return code
 
 
-def routes(app: Starlette) -> list[BaseRoute]:
-    return list(app.routes)
-
-
-def test_every_route_says_what_its_callers_need(app: Starlette) -> None:
-    assert [each for each in routes(app) if not isinstance(each, PolicyRoute)] == []
-    free = {each.path_format for each in routes(app) if getattr(each, "needed", "") == "nothing"}
+def test_every_route_declares_its_scope(app: ModelGatewayApp) -> None:
+    assert [each for each in app.routes if not isinstance(each, PolicyRoute)] == []
+    free = {each.path_format for each in app.routes if getattr(each, "needed", "") == "nothing"}
     kserve = {"/v2/health/live", "/v2/health/ready", "/v2/models/{model}/ready"}
     kserve.add("/v2/models/{model}/versions/{version}/ready")
     assert free == {"/", "/livez", "/healthz", "/readyz", "/health", "/version", *kserve}
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-async def test_a_key_may_what_its_scope_says_and_read(
+async def test_a_scope_allows_its_endpoints_and_reading(
     http: httpx.AsyncClient, made: Made, scope: Scope
 ) -> None:
     headers = bearer(await made(scope))
@@ -67,13 +62,13 @@ async def test_probes_need_no_key(http: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("header", ["Authorization", "api-key", "x-api-key"])
-async def test_where_a_key_may_stand(http: httpx.AsyncClient, made: Made, header: str) -> None:
+async def test_headers_for_a_key(http: httpx.AsyncClient, made: Made, header: str) -> None:
     text = (await made())["key"]
     value = f"bearer  {text} " if header == "Authorization" else text
     assert (await call(http, "generate", headers={header: value})).status_code == 200
 
 
-async def test_without_a_key(http: httpx.AsyncClient, made: Made) -> None:
+async def test_a_call_without_a_key_is_refused(http: httpx.AsyncClient, made: Made) -> None:
     await made()
     for headers in ({}, {"Authorization": "Bearer "}):
         answer = await call(http, "generate", headers=headers)
@@ -81,7 +76,7 @@ async def test_without_a_key(http: httpx.AsyncClient, made: Made) -> None:
         assert answer.headers["WWW-Authenticate"] == "Bearer"
 
 
-async def test_keys_that_are_none(http: httpx.AsyncClient, made: Made) -> None:
+async def test_invalid_keys_are_refused(http: httpx.AsyncClient, made: Made) -> None:
     key = (await made())["key"]
     for wrong in (
         key[:-1] + ("A" if key[-1] != "A" else "B"),
@@ -97,7 +92,7 @@ async def test_keys_that_are_none(http: httpx.AsyncClient, made: Made) -> None:
         assert wrong not in answer.text
 
 
-async def test_several_keys(http: httpx.AsyncClient, made: Made) -> None:
+async def test_several_different_keys_are_refused(http: httpx.AsyncClient, made: Made) -> None:
     one, other = (await made())["key"], (await made("admin"))["key"]
     same = [("Authorization", f"Bearer {one}"), ("x-api-key", one)]
     assert (await call(http, "generate", headers=same)).status_code == 200
@@ -110,12 +105,12 @@ async def test_several_keys(http: httpx.AsyncClient, made: Made) -> None:
         assert (answer.status_code, code_of(answer)) == (401, "invalid_api_key")
 
 
-async def test_a_key_in_the_address_is_not_taken(http: httpx.AsyncClient, made: Made) -> None:
+async def test_a_key_in_the_address_is_refused(http: httpx.AsyncClient, made: Made) -> None:
     answer = await http.get("/v1/models", params={"api_key": (await made())["key"]})
     assert (answer.status_code, code_of(answer)) == (401, "invalid_api_key")
 
 
-async def test_a_key_has_its_end(
+async def test_an_expired_key_is_refused(
     http: httpx.AsyncClient, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = await made(expires_in_s=60)
@@ -158,7 +153,7 @@ async def test_a_priority_is_limited_by_key_and_tenant(
     assert len(engine.requests) == (2 if got >= 0 else 4)
 
 
-async def test_other_models_are_not_there(http: httpx.AsyncClient, made: Made) -> None:
+async def test_other_models_look_missing(http: httpx.AsyncClient, made: Made) -> None:
     allowed, other = await made(models=["tiny"]), await made(models=["large"])
     assert (await call(http, "generate", headers=bearer(allowed))).status_code == 200
     answer = await call(http, "generate", headers=bearer(other))
@@ -177,7 +172,7 @@ async def test_errors_have_the_shape_of_their_interface(http: httpx.AsyncClient)
     assert anthropic.json()["error"]["type"] == "authentication_error"
 
 
-async def test_one_may_abort_what_is_one_s_own(http: httpx.AsyncClient, made: Made) -> None:
+async def test_only_own_requests_can_be_aborted(http: httpx.AsyncClient, made: Made) -> None:
     key = bearer(await made())
     for body in ({"rid": "somebody-s"}, {"abort_all": True}):
         answer = await http.post("/abort_request", json=body, headers=key)
@@ -187,7 +182,7 @@ async def test_one_may_abort_what_is_one_s_own(http: httpx.AsyncClient, made: Ma
         assert answer.status_code == 200
 
 
-async def test_while_nobody_can_tell_nobody_may(
+async def test_calls_are_refused_while_the_policy_is_unreadable(
     http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await engine.bus.store.policy.replace("", b"{damaged")
@@ -195,11 +190,8 @@ async def test_while_nobody_can_tell_nobody_may(
     assert (answer.status_code, code_of(answer)) == (503, "policy_unavailable")
 
 
-async def test_without_a_policy_everybody_may(engine: FakeEngine) -> None:
-    from nano_inference.config import Config
-
-    transport = httpx.ASGITransport(make_app(engine, Config()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+async def test_without_a_policy_every_call_is_allowed(engine: FakeEngine) -> None:
+    async with http_of(make_app(engine, Config())) as http:
         for scope in ("read", "generate", "weights"):
             answer = await call(http, scope, headers={"Authorization": "Basic eDp5"})
             assert answer.status_code == 200
@@ -213,14 +205,14 @@ async def test_a_key_is_random_and_long(made: Made) -> None:
     assert all(re.fullmatch(r"ni-[0-9a-f]{12}-[\w-]{43}", text) for text in texts)
 
 
-async def test_turns_are_by_keys_that_there_are(app: Starlette, made: Made) -> None:
+async def test_turns_are_by_existing_keys(app: ModelGatewayApp, made: Made) -> None:
     """Before anybody has looked at a request; names that are made up count for nothing."""
     key = (await made(tenant="gold"))["key"]
     other = f"ni-{'0' * 12}-{key[16:]}"
 
     def client_of(*lines: str) -> str:
         head = "\r\n".join(("POST /generate HTTP/1.1", "Host: a", *lines, "", ""))
-        client: bytes = app.state.policy.client_of(head.encode())
+        client: bytes = app.policy.client_of(head.encode())
         return client.decode()
 
     assert client_of(f"Authorization: Bearer {key}") == "gold"

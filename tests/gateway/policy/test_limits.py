@@ -14,17 +14,16 @@ import httpx
 import pytest
 
 from nano_inference.bus import open_bus
-from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
 from nano_inference.config import BusConfig, BusError, Config, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.store import PolicyStore
 from nano_inference.gateway.server.calls import ObservedCalls
-from nano_inference.store.limits import Charge, Limit, Limits, Take
+from nano_inference.store.limits import Charge, Limit, LimitStore, Reservation
 
 from ...rig import mortal_server
-from ..fake import FakeEngine
-from ..told import Told
+from ..fake import FakeEngine, chunk, http_of
+from ..recorded import Recorded
 from .conftest import Made, bearer
 
 LIMIT_S = 30.0
@@ -37,24 +36,21 @@ MESSAGE = {"max_tokens": 10, "messages": [{"role": "user", "content": "a"}], "mo
 class Place:
     """Two gateways over one bus, or with limits of their own."""
 
-    def __init__(self, config: Config, limits: Sequence[Limits] = ()) -> None:
+    def __init__(self, config: Config, limits: Sequence[LimitStore] = ()) -> None:
         self.engine, self.second = FakeEngine(), FakeEngine()
-        self.told = Told()
+        self.recorded = Recorded()
         self.limits = limits or [self.engine.bus.store.limits] * 2
         self.stores: list[PolicyStore] = []
         self.http: list[httpx.AsyncClient] = []
         for engine, own in zip((self.engine, self.second), self.limits, strict=True):
             engine.bus.store = replace(self.engine.bus.store, limits=own)
-            app = make_app(engine, config, self.told.measures)  # type: ignore[arg-type]
-            self.stores.append(app.state.policy.store)
-            # As a server has it.
-            transport = httpx.ASGITransport(ObservedCalls(app, self.told.measures, []))
-            client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
-            self.http.append(client)
+            app = make_app(engine, config, self.recorded.measures)  # type: ignore[arg-type]
+            self.stores.append(app.policy.store)
+            self.http.append(http_of(ObservedCalls(app, self.recorded.measures, [])))
         self.administration = Administration(self.stores[0])
 
     async def key(self, *scopes: str, **fields: Any) -> dict[str, str]:
-        """The header of a new key, which both know."""
+        """The header of a new key, known to both gateways."""
         headers = bearer(await Made(self.administration)(*scopes, **fields))
         await self.refresh()
         return headers
@@ -74,14 +70,9 @@ class Place:
             )
 
     async def left(self, name: str, most: int, window_s: int = 60) -> int:
-        """What of a limit can still be taken."""
-        take = await self.limits[0].take([Charge(Limit(name, most, window_s), 0)])
-        return take.rooms[0].left
-
-
-@pytest.fixture
-def config() -> Config:
-    return load_config(env={}, overrides={"policy.backend": "bus"})
+        """The room left in a limit."""
+        reservation = await self.limits[0].reserve([Charge(Limit(name, most, window_s), 0)])
+        return reservation.rooms[0].left
 
 
 @pytest.fixture
@@ -107,14 +98,14 @@ async def test_two_gateways_grant_a_limit_once(place: Place) -> None:
     assert refusal(refused) == (429, "rate_limit_exceeded")
     assert 1 <= int(refused.headers["Retry-After"]) <= 61
     assert "100 calls a minute" in refused.json()["error"]["message"]
-    assert place.told.refused() == {"requests_per_minute": 900}
+    assert place.recorded.refused() == {"requests_per_minute": 900}
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [("/generate", GENERATE), ("/v1/completions", COMPLETION), ("/v1/messages", MESSAGE)],
 )
-async def test_every_interface_says_how_limits_stand(
+async def test_every_interface_has_rate_limit_headers(
     place: Place, path: str, body: dict[str, Any]
 ) -> None:
     limits = {"requests_per_minute": 1, "tokens_per_minute": 5000}
@@ -139,7 +130,7 @@ async def test_every_interface_says_how_limits_stand(
     assert refused.json()["error"]["type"] == "rate_limit_error"
 
 
-async def test_streams_say_it_too(place: Place) -> None:
+async def test_streams_have_rate_limit_headers(place: Place) -> None:
     headers = await place.key("generate", limits={"requests_per_minute": 1})
     answer = await place.call(headers, stream=True)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -147,7 +138,7 @@ async def test_streams_say_it_too(place: Place) -> None:
     assert refusal(await place.call(headers, stream=True)) == (429, "rate_limit_exceeded")
 
 
-async def test_what_runs_in_the_background_takes_too(place: Place) -> None:
+async def test_background_responses_reserve_limits(place: Place) -> None:
     headers = await place.key("generate", limits={"requests_per_minute": 1, "max_in_flight": 5})
     key_id = headers["Authorization"].split("-")[1]
     body = {"input": "a", "background": True, "max_output_tokens": 20}
@@ -160,7 +151,7 @@ async def test_what_runs_in_the_background_takes_too(place: Place) -> None:
     assert refusal(refused) == (429, "rate_limit_exceeded")
 
 
-async def test_tokens_are_reserved_and_settled(place: Place) -> None:
+async def test_tokens_are_reserved_and_committed(place: Place) -> None:
     """A prompt of six letters may be two tokens, and each of two samples has at most ten."""
     headers = await place.key("generate", limits={"tokens_per_minute": 50})
     answer = await place.call(headers, n=2)
@@ -171,25 +162,11 @@ async def test_tokens_are_reserved_and_settled(place: Place) -> None:
 
 
 @pytest.mark.parametrize(("stream", "used"), [(True, 2 + 3), (False, 2 + 10)])
-async def test_who_leaves_has_used_what_he_may_have_used(
+async def test_a_disconnected_call_commits_its_most_tokens(
     place: Place, stream: bool, used: int
 ) -> None:
-    """Of a stream, what he has seen; of an answer in one piece nobody knows."""
-
-    def hanging(request: GenerateRequest) -> list[Output]:
-        return [
-            CompletionChunk(
-                request_id=request.request_id,
-                entry_id="1-0",
-                sample_index=0,
-                token_offset=0,
-                token_ids=(5, 6, 7),
-                logprobs=(-0.5,) * 3,
-                text="five six",
-            )
-        ]
-
-    place.engine.outputs = hanging
+    """Of a stream, the tokens that were sent; of a whole answer, the most that it may have."""
+    place.engine.outputs = lambda request: [chunk(request, (5, 6, 7), "five six")]
     limits = {"tokens_per_minute": 50, "max_in_flight": 1}
     headers = await place.key("generate", tenant="t", limits=limits)
     key_id = headers["Authorization"].split("-")[1]
@@ -198,7 +175,7 @@ async def test_who_leaves_has_used_what_he_may_have_used(
     await place.engine.until(lambda: bool(place.engine.requests))
     assert await place.left(f"key:{key_id}:tokens", 50) == 50 - 12
     assert refusal(await place.call(headers, gateway=1)) == (429, "rate_limit_exceeded")
-    assert place.told.refused() == {"max_in_flight": 1}
+    assert place.recorded.refused() == {"max_in_flight": 1}
     call.cancel()
     await asyncio.wait([call], timeout=LIMIT_S)
     await place.engine.until(lambda: bool(place.engine.left))
@@ -206,12 +183,12 @@ async def test_who_leaves_has_used_what_he_may_have_used(
     assert await place.left(f"key:{key_id}:tokens", 50) == 50 - used
 
 
-async def test_what_can_never_fit_is_no_matter_of_time(place: Place) -> None:
+async def test_a_call_above_the_limit_has_no_retry_after(place: Place) -> None:
     headers = await place.key("generate", limits={"tokens_per_minute": 20})
     refused = await place.call(headers, n=2)
     assert refusal(refused) == (400, "tokens_above_limit")
     assert "22 tokens" in refused.json()["error"]["message"]
-    assert place.told.refused() == {"tokens_per_minute": 1}
+    assert place.recorded.refused() == {"tokens_per_minute": 1}
     assert (await place.call(headers, n=1)).status_code == 200
     assert place.engine.requests[0].n == 1
 
@@ -228,12 +205,12 @@ async def test_all_keys_of_a_tenant_share_its_limit(place: Place) -> None:
     answers = [await place.call(keys[1], gateway=1) for _ in range(3)]
     assert [each.status_code for each in answers] == [200, 200, 429]
     assert "this tenant's limit of 4 calls" in answers[-1].json()["error"]["message"]
-    # What was refused by one limit is taken from no other.
+    # A call refused by one limit reserves nothing in another.
     assert answers[-1].headers["x-ratelimit-remaining-requests"] == "0"
     assert (await place.call(await place.key("generate", tenant="u"))).status_code == 200
 
 
-async def test_a_changed_limit_holds_for_what_was_used(place: Place) -> None:
+async def test_a_changed_limit_applies_to_earlier_use(place: Place) -> None:
     headers = await place.key("generate", limits={"requests_per_minute": 5})
     key_id = headers["Authorization"].split("-")[1]
     assert (await place.call(headers)).status_code == 200
@@ -245,22 +222,22 @@ async def test_a_changed_limit_holds_for_what_was_used(place: Place) -> None:
 class Away:
     """Limits that can't be reached."""
 
-    async def take(self, charges: list[Charge]) -> Take:
+    async def reserve(self, charges: list[Charge]) -> Reservation:
         raise BusError("it is away")
 
 
 @pytest.mark.parametrize("choice", ["closed", "open"])
-async def test_while_nobody_can_count(choice: str) -> None:
-    """As configured; who has no limits is not concerned."""
+async def test_limits_that_can_not_be_counted(choice: str) -> None:
+    """The setting applies to callers with limits only."""
     overrides = {"policy.backend": "bus", "policy.limits_when_bus_fails": choice}
-    away = cast(Limits, Away())
+    away = cast(LimitStore, Away())
     place = Place(load_config(env={}, overrides=overrides), [away, away])
     answer = await place.call(await place.key("generate", limits={"max_in_flight": 5}))
     if choice == "open":
         assert answer.status_code == 200
     else:
         assert refusal(answer) == (503, "policy_unavailable")
-        assert place.told.refused() == {"limits_unavailable": 1}
+        assert place.recorded.refused() == {"limits_unavailable": 1}
     assert (await place.call(await place.key("generate"))).status_code == 200
     await place.aclose()
 
@@ -302,17 +279,17 @@ async def test_a_restart_of_redis_in_the_middle_grants_no_more(
         assert set(statuses) == {200, 429, 503}
 
 
-async def test_who_comes_back_to_a_stream_takes_nothing(place: Place) -> None:
+async def test_a_resumed_stream_reserves_nothing(place: Place) -> None:
     headers = await place.key("generate", limits={"requests_per_minute": 1})
-    told = await place.call(headers, stream=True)
-    event_id = next(line for line in told.text.splitlines() if line.startswith("id: "))[4:]
+    recorded = await place.call(headers, stream=True)
+    event_id = next(line for line in recorded.text.splitlines() if line.startswith("id: "))[4:]
     stream = f"/v1/streams/{event_id.partition('.')[0]}"
     again = await place.http[0].get(stream, headers=headers)
-    assert (again.status_code, again.text) == (200, told.text)
+    assert (again.status_code, again.text) == (200, recorded.text)
     assert refusal(await place.call(headers)) == (429, "rate_limit_exceeded")
 
 
-async def test_an_embedding_comes_to_its_prompt_alone(place: Place) -> None:
+async def test_an_embedding_reserves_its_prompt_only(place: Place) -> None:
     """Two tokens as an estimate, with nothing to be generated behind them."""
     headers = await place.key("generate", limits={"tokens_per_minute": 2})
     place.engine.outputs = lambda request: []

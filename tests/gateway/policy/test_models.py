@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.store.board import LoadedAdapter, StageReport
+from nano_inference.store.board import LoadedAdapter
 
-from ..fake import FakeEngine
+from ..fake import FakeEngine, report
 from ..made import interleaved
 from .conftest import Made, bearer
 
@@ -24,18 +24,7 @@ NAMES = ("one", "two")
 def engine(engine: FakeEngine) -> FakeEngine:
     """Its model has two adapters."""
     adapters = tuple(LoadedAdapter(id=name, version=1) for name in NAMES)
-    engine.told = [
-        StageReport(
-            lane="lane0",
-            stage="admission",
-            incarnation="1",
-            host="here",
-            pid=1,
-            epoch=1,
-            state="ready",
-            adapters=adapters,
-        )
-    ]
+    engine.stage_reports = [report(adapters=adapters)]
     engine.outputs = interleaved
     return engine
 
@@ -48,7 +37,7 @@ def ids_of(answer: httpx.Response) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("path", "body"), [COMPLETIONS, CHAT, RESPONSES])
-async def test_a_stream_of_another_model_is_not_there(
+async def test_a_stream_of_another_model_looks_missing(
     http: httpx.AsyncClient, made: Made, engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
     """Neither to be read nor to be ended, by no address and with no header."""
@@ -118,10 +107,10 @@ CHATS = [
 
 
 @pytest.mark.parametrize(("path", "body"), CHATS)
-async def test_a_model_that_is_not_there_is_told_before_what_its_prompt_would_be(
+async def test_an_unknown_model_is_refused_before_its_prompt(
     http: httpx.AsyncClient, made: Made, path: str, body: dict[str, Any]
 ) -> None:
-    """And to a key for some models, the others are not named."""
+    """The error doesn't name models that the key is not for."""
     anybody, limited = bearer(await made()), bearer(await made(models=["one"]))
     for headers, names in ((anybody, NAMES), (limited, ())):
         answer = await http.post(path, json=body | {"model": "none"}, headers=headers)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
-import httpx
 import pytest
 import structlog
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
@@ -21,13 +20,12 @@ from starlette.responses import (
 
 from nano_inference.config import Config, ConfigError, PolicyConfig
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.policy import jwks
+from nano_inference.gateway.policy import oidc
 from nano_inference.gateway.policy.backend import PolicyUnavailable
-from nano_inference.gateway.policy.jwks import IssuerKeys, usable_keys
 from nano_inference.gateway.policy.keys import Unauthenticated
-from nano_inference.gateway.policy.oidc import Tokens, is_token
+from nano_inference.gateway.policy.oidc import IssuerKeys, TokenAuthenticator, is_token, usable_keys
 
-from ..fake import FakeEngine
+from ..fake import FakeEngine, http_of
 from .issuer import (
     EC_KEY,
     FLAWS,
@@ -43,7 +41,7 @@ from .issuer import (
 
 
 class Clock:
-    """Stands still until it is told otherwise."""
+    """A clock that tests set."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -60,7 +58,7 @@ class Verifying:
         config = issuer.config(**settings)
         on_a_port = issuer.url != NOWHERE
         keys = IssuerKeys(config, self.clock) if on_a_port else NearKeys(issuer, config, self.clock)
-        self.tokens = Tokens(config, keys)
+        self.tokens = TokenAuthenticator(config, keys)
 
     async def refused(self, token: str) -> str:
         with pytest.raises(Unauthenticated) as caught:
@@ -101,7 +99,7 @@ async def verify(issuer: Issuer) -> AsyncIterator[Verify]:
 
 
 @pytest.mark.parametrize("key_id", ["r", "e"])
-async def test_a_token_says_who_calls(issuer: Issuer, verify: Verify, key_id: str) -> None:
+async def test_a_token_identifies_its_caller(issuer: Issuer, verify: Verify, key_id: str) -> None:
     caller = await verify().tokens.caller(issuer.token(key_id=key_id))
     assert (caller.key_id, caller.name, caller.tenant) == ("oidc:alice", "alice", "alice")
     assert caller.scopes == {"generate"}
@@ -118,19 +116,19 @@ async def test_a_token_says_who_calls(issuer: Issuer, verify: Verify, key_id: st
         {"exp": 4_000_000_000.5},
     ],
 )
-async def test_what_else_a_good_token_may_have(
+async def test_optional_claims_are_accepted(
     issuer: Issuer, verify: Verify, changed: dict[str, Any]
 ) -> None:
     token = issuer.token(issuer.claims(**changed), typ="at+JWT")
     assert (await verify().tokens.caller(token)).tenant == "alice"
 
 
-async def test_a_token_need_not_name_the_only_key(issuer: Issuer, verify: Verify) -> None:
+async def test_a_token_without_a_key_id_uses_the_only_key(issuer: Issuer, verify: Verify) -> None:
     token = by_hand({"alg": "ES256"}, issuer.claims(), EC_KEY)
     assert (await verify().tokens.caller(token)).tenant == "alice"
 
 
-async def test_clocks_may_differ(issuer: Issuer, verify: Verify) -> None:
+async def test_leeway_allows_for_different_clocks(issuer: Issuer, verify: Verify) -> None:
     """By less than is allowed, and no more."""
     now_s = issuer.claims()["iat"]
     for claims in ({"exp": now_s - 30}, {"nbf": now_s + 30}, {"iat": now_s + 30}):
@@ -153,7 +151,7 @@ async def test_clocks_may_differ(issuer: Issuer, verify: Verify) -> None:
             {"oidc_scopes": {"nano:all": "generate weights"}},
             {"generate", "weights"},
         ),
-        # Somebody else's word for something else.
+        # The issuer's own meaning of a scope.
         ({"scope": "admin"}, {"oidc_scopes": {"admin": "read"}}, {"read"}),
         ({"roles": ["generate"]}, {"oidc_scopes_claim": "roles"}, {"generate"}),
         ({"realm": {"roles": ["read"]}}, {"oidc_scopes_claim": "realm.roles"}, {"read"}),
@@ -161,7 +159,7 @@ async def test_clocks_may_differ(issuer: Issuer, verify: Verify) -> None:
         ({"scope": "x"}, {"oidc_scopes_claim": "scope.x.y"}, set()),
     ],
 )
-async def test_scopes_are_what_the_settings_say(
+async def test_scopes_follow_the_settings(
     issuer: Issuer,
     verify: Verify,
     claims: dict[str, Any],
@@ -175,7 +173,7 @@ async def test_scopes_are_what_the_settings_say(
 @pytest.mark.parametrize(
     ("org", "said"), [("gold", True), ("", False), ("x" * 129, False), (7, False), ("a\tb", False)]
 )
-async def test_the_tenant_is_what_the_settings_say(
+async def test_the_tenant_follows_the_settings(
     issuer: Issuer, verify: Verify, org: object, said: bool
 ) -> None:
     verifying = verify(oidc_tenant_claim="org")
@@ -186,27 +184,26 @@ async def test_the_tenant_is_what_the_settings_say(
         assert "whose requests" in await verifying.refused(token)
 
 
-def test_a_scope_that_is_none_is_refused() -> None:
+def test_an_unknown_scope_is_refused() -> None:
     config = PolicyConfig(
         oidc_issuer="https://a", oidc_audience="b", oidc_scopes={"x": "read generete"}
     )
     with pytest.raises(ConfigError, match="did you mean 'generate'"):
-        Tokens(config)
+        TokenAuthenticator(config)
 
 
 @pytest.mark.parametrize(
     ("credential", "token"),
     [("a.b.c", True), ("ni-1-x", False), ("a.b.c.d.e", False), ("a.b", False)],
 )
-def test_what_has_the_form_of_a_token(credential: str, token: bool) -> None:
+def test_the_form_of_a_token(credential: str, token: bool) -> None:
     assert is_token(credential) is token
 
 
 async def test_a_gateway_with_an_issuer_and_no_keys(engine: FakeEngine, served: Issuer) -> None:
     policy = served.config()
     app = make_app(engine, Config(policy=policy))
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_of(app) as http:
 
         async def ask(credential: str, header: str = "Authorization") -> tuple[int, str]:
             value = f"Bearer {credential}" if header == "Authorization" else credential
@@ -219,20 +216,20 @@ async def test_a_gateway_with_an_issuer_and_no_keys(engine: FakeEngine, served: 
         assert (await http.post("/generate", json={"text": "a"})).status_code == 401
         assert not engine.requests
         served.answer = None
-        app.state.policy._tokens._keys._next_s = 0.0
+        app.policy._tokens._keys._next_s = 0.0
         assert await ask(served.token()) == (200, "")
         assert await ask(served.token(), "api-key") == (200, "")
         assert {request.tenant for request in engine.requests} == {"alice"}
         reading = served.token(served.claims(scope="read"))
         assert await ask(reading) == (403, "insufficient_scope")
-    await app.state.policy.aclose()
+    await app.policy.aclose()
 
 
 # --- bad tokens ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
-async def test_a_flaw_is_enough(issuer: Issuer, verify: Verify, flaw: str) -> None:
+async def test_any_flaw_is_refused(issuer: Issuer, verify: Verify, flaw: str) -> None:
     verifying = verify()
     await verifying.refused(FLAWS[flaw](issuer))
     # And nothing of it is kept.
@@ -240,9 +237,9 @@ async def test_a_flaw_is_enough(issuer: Issuer, verify: Verify, flaw: str) -> No
     assert (await verifying.tokens.caller(issuer.token())).tenant == "alice"
 
 
-async def test_a_token_ends_though_it_is_known(issuer: Issuer) -> None:
+async def test_a_cached_token_expires(issuer: Issuer) -> None:
     config, now_s = issuer.config(oidc_leeway_s=0.0), Clock()
-    tokens = Tokens(config, NearKeys(issuer, config, Clock()), now_s)
+    tokens = TokenAuthenticator(config, NearKeys(issuer, config, Clock()), now_s)
     claims = issuer.claims()
     now_s.now_s = claims["exp"] - 1
     token = issuer.token(claims)
@@ -254,7 +251,7 @@ async def test_a_token_ends_though_it_is_known(issuer: Issuer) -> None:
     await tokens.aclose()
 
 
-async def test_only_so_many_are_known(
+async def test_the_cache_of_tokens_is_bounded(
     issuer: Issuer, verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nano_inference.gateway.policy.oidc._MOST_KNOWN", 3)
@@ -268,7 +265,7 @@ async def test_only_so_many_are_known(
 
 
 async def test_a_new_key_is_fetched(issuer: Issuer, verify: Verify) -> None:
-    """Once, however many ask for it, or for what is not there; and not again for a while."""
+    """Once for all callers, also for an unknown key; and not again for a while."""
     verifying = verify(oidc_refresh_s=60.0)
     await verifying.tokens.caller(issuer.token())
     issuer.keys["n"] = OTHER_RSA_KEY
@@ -284,13 +281,13 @@ async def test_a_new_key_is_fetched(issuer: Issuer, verify: Verify) -> None:
     assert issuer.asked.count("/keys") == 2
 
 
-async def test_a_key_that_is_withdrawn_is_taken_no_more(issuer: Issuer, verify: Verify) -> None:
-    """Of tokens that were known, too; nobody waits for it to be noticed."""
+async def test_a_withdrawn_key_is_refused(issuer: Issuer, verify: Verify) -> None:
+    """Also for cached tokens; the keys are renewed in the background."""
     verifying = verify()
     token = issuer.token()
     await verifying.tokens.caller(token)
     del issuer.keys["r"]
-    verifying.clock.now_s += jwks.RENEW_S
+    verifying.clock.now_s += oidc.RENEW_S
     await verifying.tokens.caller(token)
     task = verifying.tokens._keys._task
     assert task is not None
@@ -309,18 +306,18 @@ def _redirect() -> Response:
         (lambda: PlainTextResponse("no", 500), "the answer has the status 500"),
         (lambda: PlainTextResponse("[]"), "the answer is not a JSON object"),
         (lambda: PlainTextResponse("[" * 100_000), "the answer is not a JSON object"),
-        (lambda: PlainTextResponse("x" * (jwks.MOST_BYTES + 1)), "is larger than"),
+        (lambda: PlainTextResponse("x" * (oidc.MOST_BYTES + 1)), "is larger than"),
         (lambda: JSONResponse({"issuer": "https://example.org"}), "of another issuer"),
     ],
 )
-async def test_without_keys_nobody_may(
+async def test_without_keys_every_token_is_refused(
     served: Issuer, verify: Verify, answer: Callable[[], Response], why: str
 ) -> None:
     verifying, served.answer = verify(served), answer
     with pytest.raises(PolicyUnavailable, match=why):
         await verifying.tokens.caller(served.token())
     assert len(served.asked) == 1
-    # For a while nobody asks again, and then it is well.
+    # No other fetch for a while; then one succeeds.
     served.answer = None
     with pytest.raises(PolicyUnavailable, match=why):
         await verifying.tokens.caller(served.token())
@@ -330,35 +327,35 @@ async def test_without_keys_nobody_may(
 
 
 @pytest.mark.parametrize(
-    "told",
+    "document",
     [{"jwks_uri": "ftp://a/keys"}, {"jwks_uri": 7}, {}],
 )
-async def test_where_the_keys_are_must_be_said(
-    served: Issuer, verify: Verify, told: dict[str, Any]
+async def test_a_discovery_document_without_keys_is_refused(
+    served: Issuer, verify: Verify, document: dict[str, Any]
 ) -> None:
-    served.answer = lambda: JSONResponse({"issuer": served.url, **told})
+    served.answer = lambda: JSONResponse({"issuer": served.url, **document})
     with pytest.raises(PolicyUnavailable, match="names no place"):
         await verify(served).tokens.caller(served.token())
 
 
-async def test_keys_with_tls_are_not_sought_without(issuer: Issuer) -> None:
-    assert jwks._as_safe("https://other/keys", "https://a")
-    assert not jwks._as_safe("http://a/keys", "https://a")
+async def test_tls_is_required_if_the_issuer_has_it(issuer: Issuer) -> None:
+    assert oidc._as_safe("https://other/keys", "https://a")
+    assert not oidc._as_safe("http://a/keys", "https://a")
 
 
-async def test_an_issuer_that_does_not_answer(
+async def test_a_fetch_times_out(
     served: Issuer, verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jwks, "FETCH_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(oidc, "FETCH_TIMEOUT_S", 0.01)
     served.held.clear()
     with pytest.raises(PolicyUnavailable, match="no answer in time"):
         await verify(served).tokens.caller(served.token())
 
 
-async def test_an_issuer_that_never_ends_its_answer_holds_up_no_known_key(
+async def test_an_endless_answer_delays_no_known_key(
     served: Issuer, verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jwks, "FETCH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(oidc, "FETCH_TIMEOUT_S", 0.3)
     verifying, token = verify(served), served.token()
     await verifying.tokens.caller(token)
     begun = asyncio.Event()
@@ -370,7 +367,7 @@ async def test_an_issuer_that_never_ends_its_answer_holds_up_no_known_key(
             await asyncio.sleep(0.001)
 
     served.answer = lambda: StreamingResponse(spaces())
-    verifying.clock.now_s += jwks.RENEW_S
+    verifying.clock.now_s += oidc.RENEW_S
     unknown = served.token(key=OTHER_RSA_KEY, kid="unknown")
     many = [asyncio.create_task(verifying.refused(unknown)) for _ in range(50)]
     await begun.wait()
@@ -378,11 +375,11 @@ async def test_an_issuer_that_never_ends_its_answer_holds_up_no_known_key(
         assert (await verifying.tokens.caller(known)).key_id
     assert not any(task.done() for task in many)
     assert {"has no such key" in why for why in await asyncio.gather(*many)} == {True}
-    # One fetch for all of them; the next is not begun at once.
+    # One fetch for all of them.
     assert served.asked.count("/.well-known/openid-configuration") == 2
 
 
-async def test_whoever_asks_more_seldom_and_says_so_once(served: Issuer, verify: Verify) -> None:
+async def test_fetches_back_off_and_log_once(served: Issuer, verify: Verify) -> None:
     verifying = verify(served, oidc_refresh_s=60.0, oidc_jwks_url="http://127.0.0.1:1/keys")
     waits_s = []
     with structlog.testing.capture_logs() as lines:
@@ -398,19 +395,19 @@ async def test_whoever_asks_more_seldom_and_says_so_once(served: Issuer, verify:
     assert [line["event"] for line in lines] == ["oidc_keys_not_fetched"]
 
 
-async def test_what_was_fetched_holds_for_a_day(served: Issuer, verify: Verify) -> None:
+async def test_fetched_keys_hold_for_a_day(served: Issuer, verify: Verify) -> None:
     verifying = verify(served)
     token = served.token()
     await verifying.tokens.caller(token)
     served.answer = lambda: PlainTextResponse("", 503)
-    verifying.clock.now_s += jwks.MOST_AGE_S - 1
+    verifying.clock.now_s += oidc.MOST_AGE_S - 1
     assert (await verifying.tokens.caller(token)).tenant == "alice"
     verifying.clock.now_s += 2
     with pytest.raises(PolicyUnavailable, match="status 503"):
         await verifying.tokens.caller(token)
 
 
-async def test_who_stops_waiting_ends_nobody_else_s_wait(served: Issuer, verify: Verify) -> None:
+async def test_a_cancelled_waiter_does_not_cancel_the_fetch(served: Issuer, verify: Verify) -> None:
     verifying = verify(served)
     served.held.clear()
     first, second = (asyncio.create_task(verifying.tokens.caller(served.token())) for _ in range(2))
@@ -448,25 +445,25 @@ WEAK = rsa.generate_private_key(65537, 1024)
         None,
     ],
 )
-def test_keys_that_sign_no_tokens_are_left_out(key: object) -> None:
+def test_keys_for_other_uses_are_ignored(key: object) -> None:
     good = jwk("e", EC_KEY)
     assert set(usable_keys({"keys": [key, good]})) == {("ES256", "e")}
 
 
-def test_private_keys_are_left_out_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_keys_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding a modulus's factors from its exponents takes minutes for a long one."""
     read: list[object] = []
-    monkeypatch.setattr(jwks, "PyJWK", lambda key, _: read.append(key))
+    monkeypatch.setattr(oidc, "PyJWK", lambda key, _: read.append(key))
     long = jwk("r", RSA_KEY, n="_" * 10_000, d="_" * 1000)
-    assert usable_keys({"keys": [long] * jwks.MOST_KEYS}) == {}
+    assert usable_keys({"keys": [long] * oidc.MOST_KEYS}) == {}
     assert read == []
 
 
-def test_other_curves_are_left_out() -> None:
+def test_other_curves_are_ignored() -> None:
     other = ec.generate_private_key(ec.SECP384R1())
     assert usable_keys({"keys": [jwk("r", other, crv="P-384", alg="ES384")]}) == {}
 
 
 @pytest.mark.parametrize("jwks", [{}, {"keys": {}}, {"keys": "x"}, {"keys": None}])
-def test_a_set_that_is_none_is_empty(jwks: dict[str, Any]) -> None:
+def test_a_malformed_key_set_is_empty(jwks: dict[str, Any]) -> None:
     assert usable_keys(jwks) == {}

@@ -1,4 +1,4 @@
-"""An Open Policy Agent is asked about each prompt, and what it does not allow is refused."""
+"""An Open Policy Agent decides about each prompt; only allowed prompts are served."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy.guardrail import AT_ONCE
 from nano_inference.gateway.policy.opa import MOST_BYTES
-from nano_inference.store.board import LoadedAdapter, StageReport
+from nano_inference.store.board import LoadedAdapter
 
 from ..deployment.deployed import Deployment, Front
-from ..fake import FakeEngine
+from ..fake import FakeEngine, http_of, report
 
 PATH = "/v1/completions"
 
 
 class Agent:
-    """Answers as it is told to, over a real connection.
+    """A fake agent on a real connection.
 
     Attributes:
         answer: The bytes that it sends.
@@ -35,7 +35,7 @@ class Agent:
     """
 
     def __init__(self) -> None:
-        self.answer = told({"result": True})
+        self.answer = http_response({"result": True})
         self.stays = True
         self.drops = b""
         self.asked: list[dict[str, Any]] = []
@@ -67,7 +67,7 @@ class Agent:
             writer.close()
 
     async def leave(self) -> None:
-        """Closes what is open."""
+        """Close the connections."""
         for writer in self._open.values():
             writer.close()
         await self.left()
@@ -78,7 +78,7 @@ class Agent:
         assert not open_still
 
 
-def told(body: Any, status: str = "200 OK", **headers: str) -> bytes:
+def http_response(body: Any, status: str = "200 OK", **headers: str) -> bytes:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(data)}\r\n{more}\r\n".encode() + data
@@ -97,15 +97,14 @@ async def agent() -> AsyncIterator[Agent]:
 
 @pytest.fixture
 def unused() -> int:
-    """A port on which nobody listens."""
+    """A port without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
 def client_of(engine: FakeEngine, config: Config) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
-    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+    return http_of(make_app(engine, config))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -118,7 +117,9 @@ async def code(http: httpx.AsyncClient, **body: Any) -> tuple[int, str]:
     return answer.status_code, answer.json().get("error", {}).get("code", "")
 
 
-async def test_what_it_is_told(http: httpx.AsyncClient, agent: Agent, engine: FakeEngine) -> None:
+async def test_the_input_of_the_agent(
+    http: httpx.AsyncClient, agent: Agent, engine: FakeEngine
+) -> None:
     body = {"prompt": ["one", [69, 68]], "n": 2, "temperature": 0.5, "max_tokens": 7}
     assert await code(http, **body) == (200, "")
     assert agent.paths == ["/v1/data/nano/allow"] * 2
@@ -153,22 +154,8 @@ SERVED = {"engine.model_id": "served", "engine.model_aliases": ("other",)}
 NAMES = ("", "served", "other", "finetuned")
 
 
-def with_adapter() -> StageReport:
-    """The report of an admission whose lane has an adapter."""
-    return StageReport(
-        lane="lane0",
-        stage="admission",
-        incarnation="1",
-        host="here",
-        pid=1,
-        epoch=1,
-        state="ready",
-        adapters=(LoadedAdapter(id="finetuned", version=1),),
-    )
-
-
 def named(door: str, requested: str) -> tuple[str, dict[str, Any]] | None:
-    """A call that asks for a model by a name; None where the interface has no way to."""
+    """A call that names a model; None if the interface can't name it."""
     path, body = DOORS[door]
     if door.startswith("KServe"):
         is_model = requested not in ("", "finetuned")
@@ -187,12 +174,12 @@ CALLS = {
 
 
 @pytest.mark.parametrize(("path", "body", "requested"), CALLS.values(), ids=CALLS.keys())
-async def test_every_interface_names_the_model_that_answers(
+async def test_every_interface_names_the_serving_model(
     engine: FakeEngine, agent: Agent, path: str, body: dict[str, Any], requested: str
 ) -> None:
-    """And the name that the caller gave."""
-    agent.answer = told({"result": False})
-    engine.told = [with_adapter()]
+    """With the name that the caller gave."""
+    agent.answer = http_response({"result": False})
+    engine.stage_reports = [report(adapters=(LoadedAdapter(id="finetuned", version=1),))]
     settings = {"policy.opa_url": agent.url, "policy.opa_timeout_s": 20}
     async with client_of(engine, load_config(env={}, overrides=settings | SERVED)) as http:
         await http.post(path, json=body)
@@ -215,7 +202,7 @@ async def test_one_of_several_models_is_named(
 ) -> None:
     deployment = Deployment()
     await deployment.put("served", aliases=("other",))
-    agent.answer = told({"result": False})
+    agent.answer = http_response({"result": False})
     front = Front(deployment, config)
     await front.seen()
     async with front.client() as http:
@@ -225,16 +212,18 @@ async def test_one_of_several_models_is_named(
 
 
 @pytest.mark.parametrize("result", [True, {"allow": True}, {"allow": True, "reason": "friends"}])
-async def test_what_it_allows(http: httpx.AsyncClient, agent: Agent, result: Any) -> None:
-    agent.answer = told({"result": result, "decision_id": "1"})
+async def test_an_allowed_prompt_is_served(
+    http: httpx.AsyncClient, agent: Agent, result: Any
+) -> None:
+    agent.answer = http_response({"result": result, "decision_id": "1"})
     assert await code(http) == (200, "")
 
 
 @pytest.mark.parametrize("result", [False, {"allow": False}, {"allow": False, "reason": "no way"}])
-async def test_what_it_refuses(
+async def test_a_refused_prompt_is_refused(
     http: httpx.AsyncClient, agent: Agent, engine: FakeEngine, result: Any
 ) -> None:
-    agent.answer = told({"result": result})
+    agent.answer = http_response({"result": result})
     assert await code(http) == (400, "content_filter")
     answer = await http.post(PATH, json={"prompt": "hello", "stream": True})
     assert ("no way" in answer.text) == (isinstance(result, dict) and "reason" in result)
@@ -242,19 +231,19 @@ async def test_what_it_refuses(
 
 
 ELSE: dict[str, bytes] = {
-    "undefined": told({}),
-    "null": told({"result": None}),
-    "a word": told({"result": "true"}),
-    "a number": told({"result": 1}),
-    "a word within": told({"result": {"allow": "true"}}),
-    "no decision": told({"result": {"reason": "forgot"}}),
-    "a list": told({"result": [True]}),
-    "nothing": told(b""),
-    "no text": told(b"\xff\xfe"),
-    "no object": told(b"true"),
-    "a failure": told({"result": True}, "500 Internal Server Error"),
-    "a redirect": told({"result": True}, "302 Found", Location="/v1/data/other"),
-    "too much": told({"result": True, "more": "x" * MOST_BYTES}),
+    "undefined": http_response({}),
+    "null": http_response({"result": None}),
+    "a word": http_response({"result": "true"}),
+    "a number": http_response({"result": 1}),
+    "a word within": http_response({"result": {"allow": "true"}}),
+    "no decision": http_response({"result": {"reason": "forgot"}}),
+    "a list": http_response({"result": [True]}),
+    "nothing": http_response(b""),
+    "no text": http_response(b"\xff\xfe"),
+    "no object": http_response(b"true"),
+    "a failure": http_response({"result": True}, "500 Internal Server Error"),
+    "a redirect": http_response({"result": True}, "302 Found", Location="/v1/data/other"),
+    "too much": http_response({"result": True, "more": "x" * MOST_BYTES}),
     "half of it": b'HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n{"result": true}',
     "no HTTP": b"true\r\n\r\n",
     "it hangs up": b"",
@@ -262,7 +251,7 @@ ELSE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("answer", ELSE.values(), ids=ELSE.keys())
-async def test_whatever_else_it_says_closes(
+async def test_any_other_answer_refuses_the_call(
     http: httpx.AsyncClient, agent: Agent, engine: FakeEngine, answer: bytes
 ) -> None:
     agent.answer, agent.stays = answer, False
@@ -271,7 +260,7 @@ async def test_whatever_else_it_says_closes(
     assert "/v1/data/other" not in agent.paths
 
 
-async def test_one_that_says_nothing_closes(engine: FakeEngine, agent: Agent) -> None:
+async def test_a_silent_agent_refuses_the_call(engine: FakeEngine, agent: Agent) -> None:
     agent.answer = b""
     overrides = {"policy.opa_url": agent.url, "policy.opa_timeout_s": 0.5}
     async with client_of(engine, load_config(env={}, overrides=overrides)) as http:
@@ -288,10 +277,10 @@ async def test_one_that_says_nothing_closes(engine: FakeEngine, agent: Agent) ->
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
     ],
 )
-async def test_one_that_never_ends_its_answer_closes(
+async def test_an_endless_answer_refuses_the_call(
     engine: FakeEngine, agent: Agent, beginning: bytes, piece: bytes
 ) -> None:
-    """And what it is not asked about is answered meanwhile."""
+    """Other calls are answered meanwhile."""
     agent.answer, agent.drops = beginning, piece
     overrides = {"policy.opa_url": agent.url, "policy.opa_timeout_s": 0.3}
     async with client_of(engine, load_config(env={}, overrides=overrides)) as http:
@@ -304,7 +293,7 @@ async def test_one_that_never_ends_its_answer_closes(
     assert engine.requests == []
 
 
-async def test_one_that_is_not_there_closes(engine: FakeEngine, unused: int) -> None:
+async def test_an_unreachable_agent_refuses_the_call(engine: FakeEngine, unused: int) -> None:
     overrides = {"policy.opa_url": f"http://127.0.0.1:{unused}/v1/data/nano"}
     async with client_of(engine, load_config(env={}, overrides=overrides)) as http:
         assert await code(http) == (503, "policy_unavailable")
@@ -312,17 +301,17 @@ async def test_one_that_is_not_there_closes(engine: FakeEngine, unused: int) -> 
     assert engine.requests == []
 
 
-async def test_one_refusal_refuses_the_call(
+async def test_one_refused_prompt_refuses_the_call(
     http: httpx.AsyncClient, agent: Agent, engine: FakeEngine
 ) -> None:
     """Of fifty prompts, all that are asked about at a time are refused, and no more asked about."""
-    agent.answer = told({"result": False})
+    agent.answer = http_response({"result": False})
     assert await code(http, prompt=["hello"] * 50) == (400, "content_filter")
     assert len(agent.asked) <= AT_ONCE
     assert engine.requests == []
 
 
-async def test_no_proxy_of_the_environment_is_told(
+async def test_proxies_of_the_environment_are_ignored(
     http: httpx.AsyncClient, agent: Agent, monkeypatch: pytest.MonkeyPatch, unused: int
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{unused}")

@@ -1,4 +1,4 @@
-"""Each call is measured, and goes on with the trace that its client is in."""
+"""Observation of calls: trace, metrics, access log."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from nano_inference.telemetry.instruments import (
     MODEL_CALL_DURATION,
 )
 
-from ..fake import FakeEngine, refused
-from ..told import Told, ids
+from ..fake import FakeEngine, http_of, refused
+from ..recorded import Recorded, ids
 
 LIMIT_S = 20
 
@@ -49,22 +49,18 @@ async def observed(
 ) -> AsyncIterator[httpx.AsyncClient]:
     app = only_known_callers(make_app(engine, Config(), measures), GatewayConfig(), measures)
     app = ObservedCalls(app, measures, ROUTES, access_log=access_log)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with (
-        asyncio.timeout(LIMIT_S),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
-    ):
+    async with asyncio.timeout(LIMIT_S), http_of(app, raise_app_exceptions=False) as client:
         yield client
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def recorded() -> Recorded:
+    return Recorded()
 
 
 @pytest.fixture
-async def http(engine: FakeEngine, told: Told) -> AsyncIterator[httpx.AsyncClient]:
-    async with observed(engine, told.measures) as client:
+async def http(engine: FakeEngine, recorded: Recorded) -> AsyncIterator[httpx.AsyncClient]:
+    async with observed(engine, recorded.measures) as client:
         yield client
 
 
@@ -72,15 +68,13 @@ async def http(engine: FakeEngine, told: Told) -> AsyncIterator[httpx.AsyncClien
 
 
 @pytest.mark.parametrize("path", ["/health", "/nowhere", "/v1/models"])
-async def test_an_answer_repeats_what_its_client_calls_the_call(
-    http: httpx.AsyncClient, path: str
-) -> None:
+async def test_an_answer_repeats_the_client_s_call_id(http: httpx.AsyncClient, path: str) -> None:
     answer = await http.get(path, headers={"X-Request-Id": "mine 7"})
     assert answer.headers.get_list("x-request-id") == ["mine 7"]
 
 
 @pytest.mark.parametrize("given", [None, "", " ", "x" * 129, "\u00e9", "a\x01b"])
-async def test_a_call_without_a_usable_name_gets_one(
+async def test_a_call_without_a_usable_id_gets_one(
     http: httpx.AsyncClient, given: str | None
 ) -> None:
     headers = {} if given is None else {"X-Request-Id": given.encode("latin-1")}
@@ -91,7 +85,7 @@ async def test_a_call_without_a_usable_name_gets_one(
     assert all(len(name) == 32 for name in names_given)
 
 
-async def test_what_fails_is_in_the_log_by_its_name(
+async def test_a_failure_is_logged_with_its_call_id(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = refused("internal_error")
@@ -106,13 +100,13 @@ async def test_what_fails_is_in_the_log_by_its_name(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ASKED)
-async def test_a_call_stands_between_its_client_and_its_requests(
-    http: httpx.AsyncClient, engine: FakeEngine, told: Told, path: str, stream: bool
+async def test_a_call_s_span_is_between_its_client_and_its_requests(
+    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded, path: str, stream: bool
 ) -> None:
     headers = {"traceparent": CLIENT, "tracestate": "vendor=1"}
     body = ASKED[path] | {"stream": stream}
     assert (await http.post(path, json=body, headers=headers)).status_code == 200
-    (span,) = told.spans()
+    (span,) = recorded.spans()
     trace_id, span_id, parent_id = ids(span)
     assert (trace_id, parent_id) == (TRACE, SPAN)
     for trace in engine.traces:
@@ -146,11 +140,11 @@ async def test_a_call_stands_between_its_client_and_its_requests(
     ],
 )
 async def test_without_a_valid_context_a_trace_begins(
-    http: httpx.AsyncClient, engine: FakeEngine, told: Told, given: list[str]
+    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded, given: list[str]
 ) -> None:
     headers = [("traceparent", each) for each in given] + [("tracestate", "vendor=1")]
     await http.post("/generate", json={"text": "a"}, headers=headers)
-    (span,) = told.spans()
+    (span,) = recorded.spans()
     trace_id, span_id, parent_id = ids(span)
     assert trace_id != TRACE
     assert parent_id == ""
@@ -159,17 +153,17 @@ async def test_without_a_valid_context_a_trace_begins(
     assert (trace.traceparent, trace.tracestate) == (f"00-{trace_id}-{span_id}-01", "")
 
 
-async def test_a_call_of_a_model_has_its_name(engine: FakeEngine, told: Told) -> None:
+async def test_a_call_of_a_model_has_its_name(engine: FakeEngine, recorded: Recorded) -> None:
     """Whichever of an engine's models it is."""
-    async with observed(engine, told.measures) as http:
+    async with observed(engine, recorded.measures) as http:
         ids = {"input_ids": [1, 2]}
         assert (await http.post("/v2/models/tiny.tokens/generate", json=ids)).status_code == 200
-    (span,) = told.spans()
+    (span,) = recorded.spans()
     assert (span.attributes or {})[names.REQUEST_MODEL] == "tiny.tokens"
-    assert told.values(MODEL_CALL_DURATION) == {("tiny.tokens", ""): 1}
+    assert recorded.values(MODEL_CALL_DURATION) == {("tiny.tokens", ""): 1}
 
 
-async def test_states_of_several_headers_are_one(
+async def test_several_tracestate_headers_are_joined(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     headers = [("traceparent", CLIENT), ("tracestate", "one=1"), ("tracestate", "two=2")]
@@ -179,24 +173,24 @@ async def test_states_of_several_headers_are_one(
     assert trace.tracestate == "one=1,two=2"
 
 
-async def test_what_the_client_does_not_record_nobody_does(
-    http: httpx.AsyncClient, engine: FakeEngine, told: Told
+async def test_an_unsampled_trace_is_not_recorded(
+    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded
 ) -> None:
     unsampled = CLIENT[:-1] + "0"
     await http.post("/generate", json={"text": "a"}, headers={"traceparent": unsampled})
-    assert told.spans() == []
+    assert recorded.spans() == []
     (trace,) = engine.traces
     assert trace is not None
     assert trace.traceparent == unsampled
 
 
-async def test_a_trace_that_is_not_recorded_is_not_begun_again_by_others(
+async def test_an_unsampled_trace_is_passed_on(
     engine: FakeEngine,
 ) -> None:
-    told = Told(TelemetryConfig(trace_ratio=0.0))
-    async with observed(engine, told.measures) as http:
+    recorded = Recorded(TelemetryConfig(trace_ratio=0.0))
+    async with observed(engine, recorded.measures) as http:
         await http.post("/generate", json={"text": "a"})
-    assert told.spans() == []
+    assert recorded.spans() == []
     (trace,) = engine.traces
     assert trace is not None
     assert trace.is_valid
@@ -210,28 +204,33 @@ async def test_without_tracing_here_the_client_s_context_goes_on(engine: FakeEng
     assert [trace and trace.traceparent for trace in engine.traces] == [CLIENT, ""]
 
 
-async def test_what_asks_for_health_begins_no_traces(http: httpx.AsyncClient, told: Told) -> None:
+async def test_probes_begin_no_traces(http: httpx.AsyncClient, recorded: Recorded) -> None:
     await http.get("/health")
-    assert told.spans() == []
+    assert recorded.spans() == []
     await http.get("/health", headers={"traceparent": CLIENT})
-    (span,) = told.spans()
+    (span,) = recorded.spans()
     assert (span.name, ids(span)[2]) == ("GET /health", SPAN)
 
 
-async def test_paths_that_are_not_there_make_no_spans(http: httpx.AsyncClient, told: Told) -> None:
+async def test_unknown_paths_make_no_spans(http: httpx.AsyncClient, recorded: Recorded) -> None:
     await http.post("/nowhere", json={}, headers={"traceparent": CLIENT})
-    assert told.spans() == []
+    assert recorded.spans() == []
 
 
 @pytest.mark.parametrize(
     ("code", "status", "failed"), [("lane_failed", 500, True), ("invalid_top_p", 400, False)]
 )
-async def test_only_what_is_not_the_client_s_fault_is_an_error(
-    http: httpx.AsyncClient, engine: FakeEngine, told: Told, code: str, status: int, failed: bool
+async def test_client_errors_are_no_span_errors(
+    http: httpx.AsyncClient,
+    engine: FakeEngine,
+    recorded: Recorded,
+    code: str,
+    status: int,
+    failed: bool,
 ) -> None:
     engine.outputs = refused(code)
     await http.post("/generate", json={"text": "a"})
-    (span,) = told.spans()
+    (span,) = recorded.spans()
     assert span.attributes is not None
     assert span.attributes[names.HTTP_STATUS] == status
     assert span.status.is_unset != failed
@@ -242,7 +241,7 @@ async def test_only_what_is_not_the_client_s_fault_is_an_error(
 
 
 async def test_calls_are_counted_by_route_and_status(
-    http: httpx.AsyncClient, engine: FakeEngine, told: Told
+    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded
 ) -> None:
     for _ in range(2):
         await http.post("/generate", json={"text": "a"})
@@ -252,7 +251,7 @@ async def test_calls_are_counted_by_route_and_status(
     await http.post("/generate", json={"text": "a"}, headers={"Origin": "https://evil.example"})
     for path in ("/one", "/two"):
         await http.request("BREW", path)
-    assert told.values(HTTP_DURATION) == {
+    assert recorded.values(HTTP_DURATION) == {
         ("POST", "/generate", "200"): 2,
         ("POST", "/generate", "400"): 1,
         ("POST", "/generate", "403"): 1,
@@ -273,40 +272,41 @@ async def test_calls_are_counted_by_route_and_status(
         ("/v3/models/tiny", ""),
     ],
 )
-async def test_names_in_a_path_make_no_routes(
-    engine: FakeEngine, told: Told, path: str, route: str
+async def test_parameters_in_a_path_make_no_routes(
+    engine: FakeEngine, recorded: Recorded, path: str, route: str
 ) -> None:
-    app = make_app(engine, Config(), told.measures)  # type: ignore[arg-type]
+    app = make_app(engine, Config(), recorded.measures)  # type: ignore[arg-type]
     routes = [each.path for each in app.routes if isinstance(each, Route)]
-    transport = httpx.ASGITransport(ObservedCalls(app, told.measures, routes))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_of(ObservedCalls(app, recorded.measures, routes)) as http:
         await http.get(path, headers={"traceparent": CLIENT})
-    assert [route for _, route, _ in told.values(HTTP_DURATION)] == [route]
-    assert [span.name for span in told.spans()] == ([f"GET {route}"] if route else [])
+    assert [route for _, route, _ in recorded.values(HTTP_DURATION)] == [route]
+    assert [span.name for span in recorded.spans()] == ([f"GET {route}"] if route else [])
 
 
-async def test_calls_that_are_under_way(
-    http: httpx.AsyncClient, engine: FakeEngine, told: Told
+async def test_calls_in_flight_are_measured(
+    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded
 ) -> None:
     engine.outputs = lambda request: []
     calls = [asyncio.create_task(http.post("/generate", json={"text": "a"})) for _ in range(3)]
     await engine.until(lambda: len(engine.requests) == 3)
-    assert told.values(GATEWAY_IN_FLIGHT) == {(): 3}
+    assert recorded.values(GATEWAY_IN_FLIGHT) == {(): 3}
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    assert told.values(GATEWAY_IN_FLIGHT) == {(): 0}
-    assert told.values(HTTP_DURATION) == {("POST", "/generate", "499"): 3}, "nobody was answered"
+    assert recorded.values(GATEWAY_IN_FLIGHT) == {(): 0}
+    assert recorded.values(HTTP_DURATION) == {("POST", "/generate", "499"): 3}, (
+        "nobody was answered"
+    )
 
 
 # --- the access log -----------------------------------------------------------------------------
 
 
 async def logged(
-    engine: FakeEngine, told: Told, path: str, method: str = "POST", **given: Any
+    engine: FakeEngine, recorded: Recorded, path: str, method: str = "POST", **given: Any
 ) -> dict[str, Any]:
-    """The line of one call, without what differs each time."""
-    async with observed(engine, told.measures, access_log=True) as http:
+    """The line of one call, without its duration."""
+    async with observed(engine, recorded.measures, access_log=True) as http:
         with capture_logs() as lines:
             await http.request(method, path, **given)
     (line,) = [dict(line) for line in lines if line["event"] == "http_call"]
@@ -316,13 +316,15 @@ async def logged(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ASKED)
-async def test_a_line_says_who_and_how_much_and_not_what(
-    engine: FakeEngine, told: Told, path: str, stream: bool
+async def test_a_line_has_tenant_and_usage_without_text(
+    engine: FakeEngine, recorded: Recorded, path: str, stream: bool
 ) -> None:
     headers = {"X-Request-Id": "mine", "X-Tenant": "lab", "traceparent": CLIENT}
     requests = 1 if path == "/v1/chat/completions" else 2
-    line = await logged(engine, told, path, json=ASKED[path] | {"stream": stream}, headers=headers)
-    (span,) = told.spans()
+    line = await logged(
+        engine, recorded, path, json=ASKED[path] | {"stream": stream}, headers=headers
+    )
+    (span,) = recorded.spans()
     assert line.pop("sent_bytes") > 50
     assert line == {
         "event": "http_call",
@@ -340,15 +342,15 @@ async def test_a_line_says_who_and_how_much_and_not_what(
     }
 
 
-async def test_a_call_that_is_nobody_s_has_no_tenant(engine: FakeEngine, told: Told) -> None:
-    line = await logged(engine, told, "/health", "GET")
+async def test_a_probe_has_no_tenant(engine: FakeEngine, recorded: Recorded) -> None:
+    line = await logged(engine, recorded, "/health", "GET")
     assert (line["route"], line["status"], line["sent_bytes"]) == ("/health", 200, 0)
     assert not {"tenant", "prompt_tokens", "path", "complete"} & set(line)
 
 
-async def test_a_client_that_goes_is_told_of(engine: FakeEngine, told: Told) -> None:
+async def test_a_disconnect_is_logged(engine: FakeEngine, recorded: Recorded) -> None:
     engine.outputs = lambda request: []
-    async with observed(engine, told.measures, access_log=True) as http:
+    async with observed(engine, recorded.measures, access_log=True) as http:
         with capture_logs() as lines:
             call = asyncio.create_task(http.post("/generate", json={"text": "a"}))
             await engine.until(lambda: len(engine.requests) == 1)
@@ -358,22 +360,22 @@ async def test_a_client_that_goes_is_told_of(engine: FakeEngine, told: Told) -> 
     assert (line["status"], line["complete"]) == (499, False)
 
 
-async def test_nothing_is_logged_unless_it_is_asked_for(http: httpx.AsyncClient) -> None:
+async def test_the_access_log_is_off_by_default(http: httpx.AsyncClient) -> None:
     with capture_logs() as lines:
         await http.post("/generate", json={"text": "a"})
     assert lines == []
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-async def test_nobody_writes_lines_of_his_own(
-    engine: FakeEngine, told: Told, capsys: pytest.CaptureFixture[str], log_format: str
+async def test_clients_can_not_forge_lines(
+    engine: FakeEngine, recorded: Recorded, capsys: pytest.CaptureFixture[str], log_format: str
 ) -> None:
-    """Nor fields, nor as long as he likes, in what he may choose: path, method, names."""
+    """Path, method and names can't add lines or fields, and are cut."""
     path = "/%0Aevent=faked%20status=200%1b[31m" + "x" * 5000
     before = structlog.get_config()
     try:
         setup_logging(TelemetryConfig(log_format=log_format))  # type: ignore[arg-type]
-        async with observed(engine, told.measures, access_log=True) as http:
+        async with observed(engine, recorded.measures, access_log=True) as http:
             headers = {"X-Request-Id": "a status=200 tenant=b", "X-Tenant": "lab status=500"}
             await http.request("BREW", path, headers=headers)
             await http.post("/generate", json={"text": "a"}, headers=headers)

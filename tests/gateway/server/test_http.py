@@ -1,4 +1,4 @@
-"""What is wrong with a call is said in one shape, with a code that stays."""
+"""Errors have one form and stable codes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ..fake import FakeEngine, refused
 
 
 @pytest.mark.parametrize("body", [b"{", b"[1]", b'"text"', b"\xff\xfe", b'{"a": NaN}'])
-async def test_a_body_that_is_no_object(http: httpx.AsyncClient, body: bytes) -> None:
+async def test_a_body_must_be_an_object(http: httpx.AsyncClient, body: bytes) -> None:
     assert error_of(await http.post("/generate", content=body), 400) == "malformed"
 
 
-async def test_a_body_that_is_too_large(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_too_large_a_body_is_refused(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     answer = await http.post("/generate", json={"text": "a" * 5000})
     assert error_of(answer, 413) == "request_too_large"
     assert not engine.requests
 
 
-async def test_a_body_that_does_not_tell_its_size_is_not_read_to_its_end(
+async def test_a_chunked_body_is_read_up_to_the_limit(
     http: httpx.AsyncClient,
 ) -> None:
     sent = 0
@@ -47,13 +47,13 @@ async def test_a_body_that_does_not_tell_its_size_is_not_read_to_its_end(
     assert sent <= 6000
 
 
-async def test_a_path_and_a_method_that_there_are_not(http: httpx.AsyncClient) -> None:
+async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
     assert error_of(await http.get("/nowhere"), 404) == "not_found"
     assert error_of(await http.get("/generate"), 405) == "method_not_allowed"
 
 
 async def test_a_missing_endpoint_comes_before_a_body_s_type(http: httpx.AsyncClient) -> None:
-    """What it would have to be, nobody can say."""
+    """The required type is unknown."""
     form = {"Content-Type": "multipart/form-data; boundary=x"}
     for path in ("/v1/files", "/v1/messages/batches", "/nowhere"):
         assert (await http.post(path, content=b"a=b", headers=form)).status_code == 404
@@ -62,14 +62,14 @@ async def test_a_missing_endpoint_comes_before_a_body_s_type(http: httpx.AsyncCl
     assert error_of(answer, 415) == "unsupported_media_type"
 
 
-async def test_the_address_says_what_is_there(http: httpx.AsyncClient) -> None:
+async def test_the_root_page_names_the_endpoints(http: httpx.AsyncClient) -> None:
     answer = await http.get("/")
     assert (answer.status_code, answer.text.count("\n")) == (200, 1)
     for word in ("nano-inference", "/v1", "/metrics", "docs/"):
         assert word in answer.text
 
 
-async def test_a_defect_is_an_answer_too(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_a_defect_is_answered_with_500(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.failures["flush_cache"] = ZeroDivisionError()  # type: ignore[assignment]
     assert error_of(await http.get("/flush_cache"), 500) == "internal_error"
 
@@ -93,7 +93,7 @@ def test_statuses(error: NanoInferenceError, status: int) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("told_s", "shown"), [(2.4, "2"), (0.2, "1"), (None, "1")])
-async def test_when_to_come_again(
+async def test_retry_after_of_overload(
     http: httpx.AsyncClient, engine: FakeEngine, told_s: float | None, shown: str, stream: bool
 ) -> None:
     engine.outputs = refused("overloaded", retry_after_s=told_s)

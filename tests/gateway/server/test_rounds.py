@@ -1,4 +1,4 @@
-"""Work of many clients at once: they take turns, and the event loop goes on meanwhile."""
+"""Rounds: clients take turns, and the event loop goes on between them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from functools import partial
 
 import pytest
 
-from nano_inference.gateway.server import rounds as rounds_module
-from nano_inference.gateway.server.rounds import MOST_IN_A_ROUND, Rounds
+from nano_inference.gateway.server import connections as rounds_module
+from nano_inference.gateway.server.connections import MOST_IN_A_ROUND, Rounds
 
 
 async def do_all(rounds: Rounds, done: list[str], number: int) -> int:
-    """Lets the loop go on until so many are done; how often it had to."""
+    """Run the event loop until so many are done; return its iterations."""
     turns = 0
     async with asyncio.timeout(10):
         while len(done) < number:
@@ -42,7 +42,7 @@ async def test_the_event_loop_goes_on_between_rounds() -> None:
     assert await do_all(rounds, done, 100) >= 100 / MOST_IN_A_ROUND
 
 
-async def test_a_crowd_of_one_client_pauses_until_somebody_else_comes(
+async def test_a_crowd_of_one_client_pauses_until_another_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rounds_module, "CROWD", 10)
@@ -83,7 +83,7 @@ async def test_a_round_ends_early_when_its_work_takes_long(monkeypatch: pytest.M
     assert await do_all(rounds, done, 10) >= 10
 
 
-async def test_what_fails_keeps_nobody_else_from_his_turn() -> None:
+async def test_failing_work_does_not_stop_the_rounds() -> None:
     rounds = Rounds()
     done: list[str] = []
     errors: list[object] = []

@@ -1,108 +1,47 @@
-"""With a real server and real connections."""
+"""A real server with real connections."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import re
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
-from nano_inference.config import Config, GatewayConfig
-from nano_inference.gateway.app import make_app
+from nano_inference.bus.public import GenerateRequest, Output
+from nano_inference.config import GatewayConfig
 from nano_inference.gateway.server.connections import Connection
-from nano_inference.gateway.server.server import HttpServer
 
-from ..fake import FakeEngine
+from ..fake import FakeEngine, chunk
+from ..served import post, serve
 
-LIMIT_S = 20
-
-Call = Callable[[bytes], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+TEXT = b'{"text": "a"}'
+CALL = post(len(TEXT), TEXT)
 
 
 def hanging(request: GenerateRequest) -> list[Output]:
     """One token, and no end."""
-    return [
-        CompletionChunk(
-            request_id=request.request_id,
-            entry_id="1-0",
-            sample_index=0,
-            token_offset=0,
-            token_ids=(7,),
-            logprobs=(-1.0,),
-            text="<7>",
-        )
-    ]
-
-
-@asynccontextmanager
-async def serving(engine: FakeEngine, max_connections: int = 10) -> AsyncIterator[Call]:
-    """A server; the function sends a body to `/generate`."""
-    config = GatewayConfig(max_connections=max_connections)
-    async with running(HttpServer(make_app(engine, Config()), config)) as call:
-        yield call
-
-
-@asynccontextmanager
-async def running(server: HttpServer) -> AsyncIterator[Call]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    task = asyncio.create_task(server.serve([listener]))
-    async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
-
-        async def call(body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            stack.callback(writer.close)
-            lines = (
-                "POST /generate HTTP/1.1",
-                "Host: 127.0.0.1",
-                "Content-Type: application/json",
-                f"Content-Length: {len(body)}",
-            )
-            writer.write("\r\n".join([*lines, "", ""]).encode() + body)
-            return reader, writer
-
-        yield call
-        await stack.aclose()
-        server.should_exit = True
-        await task
+    return [chunk(request)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_dropped_connection_cancels(engine: FakeEngine, stream: bool) -> None:
+async def test_disconnect_cancels_the_request(engine: FakeEngine, stream: bool) -> None:
     engine.outputs = hanging
     body = json.dumps({"input_ids": [[3], [4]], "rid": "r", "stream": stream}).encode()
-    async with serving(engine) as call:
-        _, writer = await call(body)
+    async with serve(engine, GatewayConfig()) as served:
+        client = await served.connect(post(len(body), body))
         await engine.until(lambda: len(engine.requests) == 2)
-        writer.close()
+        client.writer.close()
         await engine.until(lambda: set(engine.left) == {"r_0", "r_1"})
 
 
-async def test_nothing_waits_for_the_client_s_acknowledgement(engine: FakeEngine) -> None:
-    server = HttpServer(make_app(engine, Config()), GatewayConfig())
-    async with running(server) as call:
-        reader, _ = await call(b'{"text": "a"}')
-        assert b" 200 " in await reader.readline()
-        (connection,) = server.connections._all
+async def test_nagle_s_algorithm_is_off(engine: FakeEngine) -> None:
+    async with serve(engine, GatewayConfig()) as served:
+        assert (await (await served.connect(CALL)).answer())[0] == 200
+        (connection,) = served.server.connections._all
         assert isinstance(connection, Connection)
         accepted = connection.transport.get_extra_info("socket")
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
-
-
-async def test_more_clients_than_allowed(engine: FakeEngine) -> None:
-    engine.outputs = hanging
-    async with serving(engine, max_connections=1) as call:
-        await call(b'{"text": "a"}')
-        await engine.until(lambda: len(engine.requests) == 1)
-        reader, _ = await call(b'{"text": "a"}')
-        assert b" 429 " in await reader.readline()
-    assert len(engine.requests) == 1
 
 
 async def test_a_connection_serves_on_after_a_defect(engine: FakeEngine) -> None:
@@ -110,38 +49,31 @@ async def test_a_connection_serves_on_after_a_defect(engine: FakeEngine) -> None
         raise ZeroDivisionError
 
     answer, engine.outputs = engine.outputs, fail
-    async with serving(engine) as call:
-        reader, writer = await call(b'{"text": "a"}')
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 500 ")
-        (length,) = re.findall(rb"(?i)content-length: (\d+)", head)
-        assert b"internal_error" in await reader.readexactly(int(length))
+    async with serve(engine, GatewayConfig()) as served:
+        client = await served.connect(CALL)
+        assert await client.code() == (500, "internal_error")
         engine.outputs = answer
-        body = b'{"text": "a"}'
-        more = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        writer.write(b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\n" + more.encode() + body)
-        assert b" 200 " in await reader.readline()
+        client.send(CALL)
+        assert (await client.answer())[0] == 200
 
 
-async def test_signals_are_left_to_the_process(engine: FakeEngine) -> None:
+async def test_signal_handlers_are_unchanged(engine: FakeEngine) -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    async with serving(engine) as call:
-        reader, _ = await call(b'{"text": "a"}')
-        assert b" 200 " in await reader.readline()
+    async with serve(engine, GatewayConfig()) as served:
+        assert (await (await served.connect(CALL)).answer())[0] == 200
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-async def test_calls_that_outlast_the_server_are_told(
+async def test_calls_in_flight_at_shutdown_get_an_error(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("nano_inference.gateway.server.server.LEAVE_S", 0.1)
     engine.outputs = hanging
-    server = HttpServer(make_app(engine, Config()), GatewayConfig())
-    async with running(server) as call:
-        reader, _ = await call(b'{"text": "a"}')
+    async with serve(engine, GatewayConfig()) as served:
+        client = await served.connect(CALL)
         await engine.until(lambda: len(engine.requests) == 1)
-        server.should_exit = True
-        answer = await reader.read()
+        served.server.should_exit = True
+        answer = await client.reader.read()
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert b"shutting_down" in answer
     assert len(engine.left) == 1

@@ -1,29 +1,26 @@
-"""TLS at the gateway, with a real server and real handshakes."""
+"""TLS with a real server and real handshakes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 import structlog
 
-from nano_inference.config import Config, ConfigError, GatewayConfig
-from nano_inference.gateway.app import make_app
-from nano_inference.gateway.server.server import HttpServer
+from nano_inference.config import ConfigError, GatewayConfig
 from nano_inference.gateway.server.tls import Certificates
 from nano_inference.gateway.serving.measures import Measures
 
 from ...certificates import Authority, Issued
 from ..fake import FakeEngine
-from ..told import Told
+from ..recorded import Recorded
+from ..served import Served, post, serve
 
-LIMIT_S = 30
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -42,60 +39,45 @@ def settings(own: Issued, **more: object) -> GatewayConfig:
     return GatewayConfig(**files, **more)
 
 
-class Served:
+class TlsServed(Served):
     """A server with TLS, and connections to it."""
 
-    def __init__(self, server: HttpServer, port: int, authority: Authority) -> None:
-        self.server, self.port, self._authority = server, port, authority
-        self._stack = AsyncExitStack()
+    authority: Authority
 
     def client(self, certificate: Issued | None = None) -> ssl.SSLContext:
-        context = ssl.create_default_context(cafile=self._authority.file)
+        context = ssl.create_default_context(cafile=self.authority.file)
         if certificate is not None:
             context.load_cert_chain(certificate.certificate, certificate.key)
         return context
 
-    async def connect(
+    async def open(
         self, context: ssl.SSLContext | None
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Without a context it says nothing."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=context)
-        # Which also keeps them: asyncio closes connections that nobody holds.
-        self._stack.callback(lambda: (reader, writer)[1].transport.abort())
-        return reader, writer
+        """Without a context the client sends nothing."""
+        client = await self.connect(context=context)
+        return client.reader, client.writer
 
     async def serial(self) -> int:
-        """Of the certificate that a new connection is shown."""
-        _, writer = await self.connect(self.client())
+        """The serial number of the certificate for a new connection."""
+        _, writer = await self.open(self.client())
         return int(writer.get_extra_info("peercert")["serialNumber"], 16)
 
     def refresh(self) -> None:
         assert self.server.certificates is not None
         self.server.certificates.refresh()
 
-    def pass_s(self, seconds: int) -> None:
-        for _ in range(seconds):
-            self.server.connections.sweep(1.0)
-
-    async def until(self, number: int) -> None:
-        """Waits until there are so many connections."""
-        while len(self.server.connections) != number:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    async def number(self, number: int) -> None:
+        """Wait until there are so many connections."""
+        await self.until(lambda: len(self.server.connections) == number)
 
 
 @asynccontextmanager
 async def serving(
     authority: Authority, config: GatewayConfig, measures: Measures | None = None
-) -> AsyncIterator[Served]:
-    server = HttpServer(make_app(FakeEngine(), Config(gateway=config)), config, measures)
-    listener = socket.create_server(("127.0.0.1", 0))
-    task = asyncio.create_task(server.serve([listener]))
-    served = Served(server, listener.getsockname()[1], authority)
-    async with asyncio.timeout(LIMIT_S):
+) -> AsyncIterator[TlsServed]:
+    async with serve(FakeEngine(), config, measures, TlsServed) as served:
+        served.authority = authority
         yield served
-        await served._stack.aclose()
-        server.should_exit = True
-        await task
 
 
 async def head(reader: asyncio.StreamReader) -> bytes:
@@ -103,7 +85,7 @@ async def head(reader: asyncio.StreamReader) -> bytes:
 
 
 def copy(issued: Issued, place: Issued) -> None:
-    """Puts one in the place of another, as tools do that renew certificates: each file at once."""
+    """Replace a certificate, as renewal tools do: each file atomically."""
     for source, target in ((issued.key, place.key), (issued.certificate, place.certificate)):
         fresh = target.with_suffix(".new")
         fresh.write_bytes(source.read_bytes())
@@ -111,17 +93,11 @@ def copy(issued: Issued, place: Issued) -> None:
 
 
 async def test_calls_are_answered(authority: Authority, own: Issued) -> None:
-    """Several on one connection, one of them larger than what is decrypted at once."""
+    """Several calls on one connection, one larger than a decrypted record."""
     async with serving(authority, settings(own)) as served:
-        reader, writer = await served.connect(served.client())
+        reader, writer = await served.open(served.client())
         body = json.dumps({"text": "a" * 500_000, "stream": True}).encode()
-        lines = (
-            "POST /generate HTTP/1.1",
-            "Host: localhost",
-            "Content-Type: application/json",
-            f"Content-Length: {len(body)}",
-        )
-        writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+        writer.write(post(len(body), body))
         assert b" 200 " in await head(reader)
         assert b"[DONE]" in await reader.readuntil(b"0\r\n\r\n")
         writer.write(HEALTH)
@@ -130,43 +106,43 @@ async def test_calls_are_answered(authority: Authority, own: Issued) -> None:
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_newer_versions_are_spoken(
+async def test_supported_tls_versions(
     authority: Authority, own: Issued, version: ssl.TLSVersion
 ) -> None:
     async with serving(authority, settings(own)) as served:
         context = served.client()
         context.minimum_version = context.maximum_version = version
-        reader, writer = await served.connect(context)
+        reader, writer = await served.open(context)
         assert writer.get_extra_info("ssl_object").version() == version.name.replace("_", ".")
         writer.write(HEALTH)
         assert b" 200 " in await head(reader)
 
 
-def test_older_versions_are_not(own: Issued) -> None:
+def test_older_tls_versions_are_refused(own: Issued) -> None:
     assert Certificates(settings(own)).context.minimum_version is ssl.TLSVersion.TLSv1_2
 
 
 # --- certificates of clients ---------------------------------------------------------------------
 
 
-async def test_only_clients_with_a_certificate(
+async def test_client_certificates_are_required(
     tmp_path: Path, own: Issued, authority: Authority
 ) -> None:
-    told = Told()
+    recorded = Recorded()
     strangers = Authority(tmp_path / "strangers")
     config = settings(own, tls_client_ca=str(authority.file))
-    async with serving(authority, config, told.measures) as served:
-        reader, writer = await served.connect(served.client(authority.issue("trainer")))
+    async with serving(authority, config, recorded.measures) as served:
+        reader, writer = await served.open(served.client(authority.issue("trainer")))
         writer.write(HEALTH)
         assert b" 200 " in await head(reader)
         for wrong in (None, strangers.issue("trainer")):
             with pytest.raises((ssl.SSLError, ConnectionError)):
-                reader, writer = await served.connect(served.client(wrong))
+                reader, writer = await served.open(served.client(wrong))
                 writer.write(HEALTH)
-                # The client is done with its part before the server has looked at it.
+                # The client finishes the handshake before the server has verified its certificate.
                 raise await reader.read() or ConnectionResetError
-        await served.until(1)
-    assert told.refused() == {"handshake_failed": 2}
+        await served.number(1)
+    assert recorded.refused() == {"handshake_failed": 2}
 
 
 # --- files that change ---------------------------------------------------------------------------
@@ -175,7 +151,7 @@ async def test_only_clients_with_a_certificate(
 async def test_a_new_certificate_is_for_new_connections(authority: Authority, own: Issued) -> None:
     async with serving(authority, settings(own)) as served:
         before = await served.serial()
-        reader, writer = await served.connect(served.client())
+        reader, writer = await served.open(served.client())
         copy(authority.issue("renewed"), own)
         served.refresh()
         assert await served.serial() != before
@@ -183,9 +159,7 @@ async def test_a_new_certificate_is_for_new_connections(authority: Authority, ow
         assert b" 200 " in await head(reader)
 
 
-async def test_what_can_not_be_used_is_told_and_not_taken(
-    authority: Authority, own: Issued
-) -> None:
+async def test_invalid_files_are_logged_and_ignored(authority: Authority, own: Issued) -> None:
     """A key that has come before its certificate, a certificate that is none, and none at all."""
     async with serving(authority, settings(own)) as served:
         before = await served.serial()
@@ -208,7 +182,7 @@ async def test_what_can_not_be_used_is_told_and_not_taken(
         assert await served.serial() != before
 
 
-async def test_it_looks_by_itself(authority: Authority, own: Issued) -> None:
+async def test_files_are_refreshed_periodically(authority: Authority, own: Issued) -> None:
     async with serving(authority, settings(own)) as served:
         before = await served.serial()
         copy(authority.issue("renewed"), own)
@@ -225,7 +199,7 @@ async def test_it_looks_by_itself(authority: Authority, own: Issued) -> None:
         (lambda own: own.certificate.write_bytes(own.key.read_bytes()), "not certificates"),
     ],
 )
-async def test_it_does_not_start_with_what_can_not_be_used(
+async def test_invalid_files_are_refused_at_start(
     own: Issued, spoil: Callable[[Issued], object], words: str
 ) -> None:
     spoil(own)
@@ -234,57 +208,57 @@ async def test_it_does_not_start_with_what_can_not_be_used(
     assert "s3cret" not in caught.value.message
 
 
-def test_it_asks_nobody_for_a_passphrase(authority: Authority) -> None:
+def test_a_key_with_a_passphrase_is_refused(authority: Authority) -> None:
     with pytest.raises(ConfigError, match="a passphrase"):
         Certificates(settings(authority.issue("locked", passphrase=b"s3cret")))
 
 
-# --- those who only begin ------------------------------------------------------------------------
+# --- handshakes ----------------------------------------------------------------------------------
 
 
-async def test_who_does_not_begin_to_speak_is_slow(authority: Authority, own: Issued) -> None:
-    told = Told()
-    async with serving(authority, settings(own), told.measures) as served:
-        reader, _ = await served.connect(None)
-        await served.until(1)
+async def test_a_silent_handshake_times_out(authority: Authority, own: Issued) -> None:
+    recorded = Recorded()
+    async with serving(authority, settings(own), recorded.measures) as served:
+        reader, _ = await served.open(None)
+        await served.number(1)
         served.pass_s(14)
-        assert told.refused() == {}
+        assert recorded.refused() == {}
         served.pass_s(1)
         assert await reader.read() == b""
-    assert told.refused() == {"slow_head": 1}
+    assert recorded.refused() == {"slow_head": 1}
 
 
-async def test_who_only_begins_makes_room(
+async def test_handshakes_are_replaced_by_newcomers(
     authority: Authority, own: Issued, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nano_inference.gateway.server.connection_limits.ACCEPTED_AT_ONCE", 1)
-    told = Told()
-    async with serving(authority, settings(own, max_connections=1), told.measures) as served:
-        silent = [await served.connect(None) for _ in range(3)]
-        await served.until(3)
-        reader, writer = await served.connect(served.client())
+    monkeypatch.setattr("nano_inference.gateway.server.limits.ACCEPTED_AT_ONCE", 1)
+    recorded = Recorded()
+    async with serving(authority, settings(own, max_connections=1), recorded.measures) as served:
+        silent = [await served.open(None) for _ in range(3)]
+        await served.number(3)
+        reader, writer = await served.open(served.client())
         assert await silent[0][0].read() == b""
         writer.write(HEALTH)
         assert b" 200 " in await head(reader)
-        await served.until(3)
-        assert told.refused() == {"replaced": 1}
+        await served.number(3)
+        assert recorded.refused() == {"replaced": 1}
 
 
-async def test_handshakes_that_break_off_leave_nothing(
+async def test_broken_handshakes_leave_no_connection(
     authority: Authority, own: Issued, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Anywhere in the client's first words, in good order or not, and with nonsense behind them."""
+    """At any byte of the ClientHello, with an abort or an end, and with garbage after it."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     context = ssl.create_default_context(cafile=authority.file)
     with pytest.raises(ssl.SSLWantReadError):
         context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1").do_handshake()
     hello = outgoing.read()
-    told = Told()
-    async with serving(authority, settings(own), told.measures) as served:
+    recorded = Recorded()
+    async with serving(authority, settings(own), recorded.measures) as served:
         broken = 0
         for cut in range(1, len(hello) + 1, 7):
             for rest in (b"", bytes(range(256)), hello):
-                reader, writer = await served.connect(None)
+                reader, writer = await served.open(None)
                 writer.write(hello[:cut] + rest)
                 if cut % 2:
                     await writer.drain()
@@ -294,30 +268,30 @@ async def test_handshakes_that_break_off_leave_nothing(
                     with suppress(ConnectionError):
                         await reader.read()
                 broken += 1
-        reader, writer = await served.connect(served.client())
+        reader, writer = await served.open(served.client())
         writer.write(HEALTH)
         assert b" 200 " in await head(reader)
-        await served.until(1)
-        assert told.refused() == {"handshake_failed": broken}
+        await served.number(1)
+        assert recorded.refused() == {"handshake_failed": broken}
     assert not caplog.records
 
 
-async def test_what_is_not_tls_is_counted(authority: Authority, own: Issued) -> None:
-    told = Told()
-    async with serving(authority, settings(own), told.measures) as served:
-        reader, writer = await served.connect(None)
+async def test_plain_http_is_counted(authority: Authority, own: Issued) -> None:
+    recorded = Recorded()
+    async with serving(authority, settings(own), recorded.measures) as served:
+        reader, writer = await served.open(None)
         writer.write(HEALTH)
         assert b"HTTP" not in await reader.read()
-    assert told.refused() == {"handshake_failed": 1}
+    assert recorded.refused() == {"handshake_failed": 1}
 
 
 async def test_a_refusal_is_read_before_the_end(authority: Authority, own: Issued) -> None:
     """Of a connection that is ended with an answer of its own."""
-    told = Told()
-    async with serving(authority, settings(own), told.measures) as served:
-        reader, writer = await served.connect(served.client())
+    recorded = Recorded()
+    async with serving(authority, settings(own), recorded.measures) as served:
+        reader, writer = await served.open(served.client())
         writer.write(b"nothing of HTTP\r\n\r\n")
         assert b" 400 " in await head(reader)
         served.pass_s(2)
-        await served.until(0)
-    assert told.refused() == {"malformed": 1}
+        await served.number(0)
+    assert recorded.refused() == {"malformed": 1}

@@ -12,14 +12,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from nano_inference.config import Config, GatewayConfig
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server import connections
-from nano_inference.gateway.server.calls import Arrival
+from nano_inference.gateway.server.calls import ObservedCall
 from nano_inference.gateway.serving.account import Account
-from nano_inference.gateway.serving.budgets import HEADER, MAX_BUDGET_MS
+from nano_inference.gateway.serving.origin import BUDGET_HEADER, MAX_BUDGET_MS
 from nano_inference.telemetry import TraceContext, now_ns
 
-from ...security.test_connections import post, serve
 from ..errors import error_of
-from ..fake import FakeEngine, refused
+from ..fake import FakeEngine, http_of, refused
+from ..served import post, serve
 
 MINUTE_NS = 60 * 10**9
 
@@ -30,11 +30,10 @@ async def arriving(engine: FakeEngine, ago_ns: int) -> AsyncIterator[httpx.Async
     app: ASGIApp = make_app(engine, Config())
 
     async def arrived(scope: Scope, receive: Receive, send: Send) -> None:
-        arrival = Arrival(now_ns() - ago_ns, TraceContext(), Account())
+        arrival = ObservedCall(now_ns() - ago_ns, TraceContext(), Account())
         await app({**scope, "state": {"arrival": arrival}}, receive, send)
 
-    transport = httpx.ASGITransport(arrived)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+    async with http_of(arrived) as client:
         yield client
 
 
@@ -50,12 +49,12 @@ async def arriving(engine: FakeEngine, ago_ns: int) -> AsyncIterator[httpx.Async
         (str(int(MAX_BUDGET_MS) - 1000), None, 2**63),
     ],
 )
-async def test_the_shortest_of_what_is_given_holds(
+async def test_the_shortest_budget_holds(
     engine: FakeEngine, header: str | None, field: float | None, budget_ns: int | None
 ) -> None:
-    """From the arrival on: of two requests of a call the second has less."""
+    """The budget counts from the call's arrival."""
     body = {"text": ["a", "b"]} | ({} if field is None else {"budget_ms": field})
-    headers = {} if header is None else {HEADER: header}
+    headers = {} if header is None else {BUDGET_HEADER: header}
     async with arriving(engine, 20 * 10**9) as http:
         assert (await http.post("/generate", json=body, headers=headers)).status_code == 200
     assert len(engine.requests) == 2
@@ -67,23 +66,25 @@ async def test_the_shortest_of_what_is_given_holds(
             assert MINUTE_NS / 2 < request.budget_ns <= budget_ns - 20 * 10**9
 
 
-@pytest.mark.parametrize("given", [{HEADER: "0"}, {HEADER: "-5"}, {HEADER: "19999"}])
+@pytest.mark.parametrize(
+    "given", [{BUDGET_HEADER: "0"}, {BUDGET_HEADER: "-5"}, {BUDGET_HEADER: "19999"}]
+)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_time_that_is_over_when_the_call_is_read(
+async def test_an_expired_call_is_refused_at_once(
     engine: FakeEngine, given: dict[str, str], stream: bool
 ) -> None:
     async with arriving(engine, 20 * 10**9) as http:
         body = {"text": "a", "stream": stream}
         answer = await http.post("/generate", json=body, headers=given)
     assert error_of(answer, 504) == "expired"
-    assert HEADER in answer.text
+    assert BUDGET_HEADER in answer.text
     assert not engine.requests
 
 
-async def test_waiting_for_a_round_counts(
+async def test_waiting_for_a_round_counts_against_the_budget(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many requests at once begin one after the other."""
+    """Requests that arrive together begin one after the other."""
     body = b'{"text": "a", "budget_ms": 60000}'
     async with serve(engine, GatewayConfig()) as served:
         assert (await (await served.connect(post(len(body), body))).answer())[0] == 200
@@ -94,7 +95,7 @@ async def test_waiting_for_a_round_counts(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_time_that_is_over_in_the_pipeline(
+async def test_a_request_that_expires_in_the_pipeline(
     http: httpx.AsyncClient, engine: FakeEngine, stream: bool
 ) -> None:
     engine.outputs = refused("expired")
@@ -104,12 +105,12 @@ async def test_a_time_that_is_over_in_the_pipeline(
 
 
 @pytest.mark.parametrize("header", ["", "soon", "1e3", "inf", "nan", "1,5", "1" * 18, "0x10"])
-async def test_a_header_that_is_no_time(
+async def test_an_invalid_budget_header_is_refused(
     http: httpx.AsyncClient, engine: FakeEngine, header: str
 ) -> None:
-    answer = await http.post("/generate", json={"text": "a"}, headers={HEADER: header})
+    answer = await http.post("/generate", json={"text": "a"}, headers={BUDGET_HEADER: header})
     assert error_of(answer, 400) == "invalid_budget"
-    assert HEADER in answer.text
+    assert BUDGET_HEADER in answer.text
     assert "milliseconds" in answer.text
     assert not engine.requests
 
@@ -118,7 +119,7 @@ async def test_a_header_that_is_no_time(
     ("field", "code"),
     [(1e300, "invalid_budget"), ("1000", "invalid_request"), ([1], "invalid_request")],
 )
-async def test_a_field_that_is_no_time(
+async def test_an_invalid_budget_field_is_refused(
     http: httpx.AsyncClient, engine: FakeEngine, field: object, code: str
 ) -> None:
     answer = await http.post("/generate", json={"text": "a", "budget_ms": field})

@@ -1,4 +1,4 @@
-"""Chat templates are strangers' programs: they run for a limited time, and what they do is said."""
+"""Chat templates are untrusted programs: their time is limited, and their failures are reported."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from nano_inference.config import Config, ConfigError, RequestError, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server.http import FieldError
 from nano_inference.gateway.serving import chat_templates
-from nano_inference.gateway.serving.chat_templates import ChatTemplates, Conversation
+from nano_inference.gateway.serving.chat_templates import ChatTemplates, Conversation, LazyFormat
 from nano_inference.gateway.serving.measures import Measures
-from nano_inference.gateway.serving.message_formats import LazyFormat
 from nano_inference.gateway.serving.turns import Turns
 from nano_inference.gateway.serving.words import LazyWords
 from nano_inference.text.messages import Tool
@@ -74,7 +73,7 @@ def model(tmp_path: Path) -> Model:
 
 
 async def refused(templates: ChatTemplates, turns: list[dict[str, Any]] | None = None) -> str:
-    """The code of an error that says something."""
+    """The code of an error with a message."""
     with pytest.raises(RequestError) as raised:
         async with asyncio.timeout(LIMIT_S):
             await templates.render(Conversation(turns=HELLO if turns is None else turns), TENANT)
@@ -103,7 +102,7 @@ async def test_a_template_that_fails(model: Model, template: str, code: str) -> 
 
 
 @pytest.mark.parametrize("template", [ENDLESS, ENDLESS_IN_MACRO, SLOW_C_CALL])
-async def test_a_template_without_end_is_stopped(model: Model, template: str) -> None:
+async def test_an_endless_template_is_stopped(model: Model, template: str) -> None:
     templates = model.with_template(template, timeout_s=0.2)
     # Its workers are free again, however often it is called.
     codes = [await refused(templates) for _ in range(3)]
@@ -131,19 +130,19 @@ async def test_looping_templates_of_one_tenant_hold_up_no_other(model: Model) ->
             await asyncio.sleep(0)
         rendered = await templates.render(Conversation(turns=HELLO), "other")
         assert rendered.token_ids
-        # Behind all of them it would be the last but one.
+        # In order of arrival it would have been last.
         assert sum(task.done() for task in looping) < 15
         assert set(await asyncio.gather(*looping)) == {"chat_template_failed"}
 
 
-async def test_what_a_template_makes_may_not_be_too_long(model: Model) -> None:
+async def test_too_long_a_rendered_prompt_is_refused(model: Model) -> None:
     templates = model.with_template(
         "{% for a in range(50000) %}{{ messages[0].content }}{% endfor %}"
     )
     assert await refused(templates) == "prompt_too_long"
 
 
-async def test_messages_that_are_too_long_are_not_rendered(model: Model) -> None:
+async def test_too_long_messages_are_not_rendered(model: Model) -> None:
     templates = model.with_template("x")
     turns = [{"role": "user", "content": "a" * 100_000}]
     assert await refused(templates, turns) == "prompt_too_long"
@@ -154,7 +153,7 @@ async def test_variables_reach_the_template(model: Model) -> None:
     assert await model.text("{{ mood }} {{ messages[0].content }}", conversation) == "glad hello"
 
 
-async def test_no_pattern_is_made_of_a_name_that_the_template_has_not(
+async def test_an_unread_variable_compiles_no_pattern(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of megabytes would take seconds to compile."""
@@ -168,7 +167,7 @@ async def test_no_pattern_is_made_of_a_name_that_the_template_has_not(
         await model.text("{{ mood }}", conversation)
 
 
-async def test_a_developer_stays_one_where_the_template_knows_it(model: Model) -> None:
+async def test_the_developer_role_stays_if_the_template_reads_it(model: Model) -> None:
     turns = [{"role": "developer", "content": "x"}]
     template = "{% if messages[0].role == 'developer' %}yes{% endif %}"
     assert await model.text(template, Conversation(turns=turns)) == "yes"
@@ -184,7 +183,7 @@ async def test_calls_in_the_history_reach_the_template(model: Model) -> None:
 WEATHER = Tool(name="weather")
 
 
-async def test_a_template_that_knows_no_tools_refuses_them(model: Model) -> None:
+async def test_tools_are_refused_if_the_template_reads_none(model: Model) -> None:
     templates = model.with_template("{{ messages[0].content }} tools {{ messages[0].tools }}")
     with pytest.raises(FieldError) as raised:
         await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)), TENANT)
@@ -192,8 +191,8 @@ async def test_a_template_that_knows_no_tools_refuses_them(model: Model) -> None
     await templates.render(Conversation(turns=HELLO), TENANT)
 
 
-async def test_of_several_templates_that_for_tools_is_chosen(model: Model) -> None:
-    """As Transformers chooses: where there are tools, and else the default."""
+async def test_the_template_for_tools_is_chosen(model: Model) -> None:
+    """As Transformers does: with tools, else the default."""
     templates = model.with_template("none of these")
     words = await model.words.get()
     words.tokenizer.chat_template = {
@@ -202,15 +201,17 @@ async def test_of_several_templates_that_for_tools_is_chosen(model: Model) -> No
     }
     plain = await templates.render(Conversation(turns=HELLO), TENANT)
     with_tools = await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)), TENANT)
-    told = [words.text(each.token_ids, skip_special=False) for each in (plain, with_tools)]
-    assert told == ["plain", "weather"]
+    shown = [words.text(each.token_ids, skip_special=False) for each in (plain, with_tools)]
+    assert shown == ["plain", "weather"]
     words.tokenizer.chat_template = {"default": "plain"}
     with pytest.raises(FieldError):
         await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)), TENANT)
 
 
 @pytest.mark.parametrize(("begins", "opening"), [(True, "<think>\n"), (False, "")])
-async def test_what_stands_of_the_answer_is_told(model: Model, begins: bool, opening: str) -> None:
+async def test_the_opening_of_the_answer_is_returned(
+    model: Model, begins: bool, opening: str
+) -> None:
     """Where none was begun, that of an answer before is none of it."""
     (model.folder / "chat_template.jinja").write_text(
         "<|im_start|>assistant\nbefore<|im_end|>\n"
@@ -227,7 +228,7 @@ async def test_what_stands_of_the_answer_is_told(model: Model, begins: bool, ope
 
 
 @pytest.mark.parametrize("asked", ["qwenn", "/nowhere/format.json"])
-def test_a_format_that_is_none_is_found_before_anything_is_served(asked: str) -> None:
+def test_an_unknown_format_is_refused_at_start(asked: str) -> None:
     config = load_config(env={}, overrides={"gateway.message_format": asked})
     with pytest.raises(ConfigError, match=r"gateway\.message_format"):
         make_app(FakeEngine(), config)

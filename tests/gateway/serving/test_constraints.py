@@ -1,4 +1,4 @@
-"""Fields that say what an answer has to be, as each interface has them."""
+"""Fields for constraints, in each interface."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
-"""What becomes of a call when its connection closes, or its gateway is killed."""
+"""Durable calls whose connection closes, or whose gateway is killed."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
 
 from nano_inference.bus.public import GenerateRequest
-from nano_inference.config import Config, load_config
+from nano_inference.config import load_config
 from nano_inference.gateway.server.http import EngineError
-from nano_inference.gateway.serving.durable_calls import Attendance, KeptCalls
-from nano_inference.gateway.serving.orphaned_calls import AbandonedCalls
+from nano_inference.gateway.serving.durable_calls import Attachment, DurableCalls, watch_orphans
 from nano_inference.telemetry import TraceContext
 
 from ..fake import FakeEngine
@@ -23,22 +23,20 @@ SOON_S = 0.2
 LATER_S = 3600.0
 
 
-class Kept(KeptCalls):
-    """Those of a gateway, with its settings."""
+class Gateway(DurableCalls):
+    """The durable calls of a gateway, with its settings."""
 
-    def __init__(self, engine: FakeEngine, config: Config) -> None:
+    def __init__(self, engine: FakeEngine, grace_s: float) -> None:
+        config = load_config(env={}, overrides={"gateway.resume_grace_s": grace_s})
         super().__init__(engine, config)  # type: ignore[arg-type]
-        self.abandoned = AbandonedCalls.of(self, engine.bus.store.calls, config)
-
-
-def gateway(engine: FakeEngine, grace_s: float) -> Kept:
-    return Kept(engine, load_config(env={}, overrides={"gateway.resume_grace_s": grace_s}))
+        store = engine.bus.store.calls
+        self.watch = partial(watch_orphans, store, config, lambda: [self], lambda call: self)
 
 
 @asynccontextmanager
-async def serving(kept: Kept) -> AsyncIterator[KeptCalls]:
-    """With what runs beside the connections."""
-    running = asyncio.create_task(kept.abandoned.run_forever())
+async def serving(kept: Gateway) -> AsyncIterator[DurableCalls]:
+    """With the background task."""
+    running = asyncio.create_task(kept.watch())
     try:
         yield kept
     finally:
@@ -48,16 +46,16 @@ async def serving(kept: Kept) -> AsyncIterator[KeptCalls]:
 
 
 async def read(
-    attended: AbstractAsyncContextManager[Attendance], call_id: str, begun: asyncio.Event
+    attended: AbstractAsyncContextManager[Attachment], call_id: str, begun: asyncio.Event
 ) -> None:
     """A connection that reads a call's only request."""
-    async with attended as attendance:
-        outputs = attendance.outputs(GenerateRequest(request_id=call_id), TraceContext())
+    async with attended as attachment:
+        outputs = attachment.outputs(GenerateRequest(request_id=call_id), TraceContext())
         async for _ in outputs:
             begun.set()
 
 
-async def connect(kept: KeptCalls, call_id: str, **given: Any) -> asyncio.Task[None]:
+async def connect(kept: DurableCalls, call_id: str, **given: Any) -> asyncio.Task[None]:
     """A connection that has its first token."""
     begun = asyncio.Event()
     attended = kept.begun(call_id, b"", [call_id], **given)
@@ -66,7 +64,7 @@ async def connect(kept: KeptCalls, call_id: str, **given: Any) -> asyncio.Task[N
     return connection
 
 
-async def come_back(kept: KeptCalls, call_id: str) -> asyncio.Task[None]:
+async def come_back(kept: DurableCalls, call_id: str) -> asyncio.Task[None]:
     found = await kept.find(call_id)
     assert found is not None
     begun = asyncio.Event()
@@ -93,25 +91,25 @@ def engine() -> FakeEngine:
 
 
 async def test_a_call_ends_with_its_connection(engine: FakeEngine) -> None:
-    kept = gateway(engine, LATER_S)
+    kept = Gateway(engine, LATER_S)
     await close(await connect(kept, "c"))
     assert cancelled(engine) == ["c"]
 
 
-async def test_one_whose_client_may_come_back_goes_on_for_a_while(engine: FakeEngine) -> None:
-    kept = gateway(engine, LATER_S)
+async def test_a_resumable_call_goes_on_for_its_grace(engine: FakeEngine) -> None:
+    kept = Gateway(engine, LATER_S)
     await kept.claim("name", "c", b"")
     await close(await connect(kept, "c", name="name"))
     assert cancelled(engine) == []
-    # And ends with the time.
-    async with serving(gateway(engine, SOON_S)) as soon:
+    # It ends after the grace.
+    async with serving(Gateway(engine, SOON_S)) as soon:
         await soon.claim("other", "d", b"")
         await close(await connect(soon, "d", name="other"))
         await engine.until(lambda: cancelled(engine) == ["d"])
 
 
-async def test_one_that_is_attended_goes_on(engine: FakeEngine) -> None:
-    async with serving(gateway(engine, SOON_S)) as kept:
+async def test_an_attached_call_goes_on(engine: FakeEngine) -> None:
+    async with serving(Gateway(engine, SOON_S)) as kept:
         attended = await connect(kept, "attended")
         # Many times as long as it would take.
         for number in range(3):
@@ -124,48 +122,48 @@ async def test_one_that_is_attended_goes_on(engine: FakeEngine) -> None:
     assert "attended" in cancelled(engine)
 
 
-async def test_those_of_a_killed_gateway_are_ended_by_another(engine: FakeEngine) -> None:
-    """Also those whose clients have shown nothing: none of them has been seen to leave."""
-    killed = gateway(engine, SOON_S)
+async def test_calls_of_a_killed_gateway_are_ended_by_another(engine: FakeEngine) -> None:
+    """Also without an idempotency key, since the disconnect was not seen."""
+    killed = Gateway(engine, SOON_S)
     connection = await connect(killed, "c")
-    async with serving(gateway(engine, SOON_S)):
+    async with serving(Gateway(engine, SOON_S)):
         await engine.until(lambda: cancelled(engine) == ["c"])
     await close(connection)
 
 
-async def test_those_of_a_gateway_that_is_stopped_go_on(engine: FakeEngine) -> None:
-    kept = gateway(engine, SOON_S)
+async def test_calls_of_a_stopped_gateway_go_on(engine: FakeEngine) -> None:
+    kept = Gateway(engine, SOON_S)
     connection = await connect(kept, "c")
     kept.stop()
     await close(connection)
     assert cancelled(engine) == []
-    async with serving(gateway(engine, SOON_S)):
+    async with serving(Gateway(engine, SOON_S)):
         await engine.until(lambda: cancelled(engine) == ["c"])
 
 
-async def test_who_is_sent_away_by_a_gateway_that_drains_goes_to_another(
+async def test_a_call_refused_by_a_draining_gateway_can_be_resent(
     engine: FakeEngine,
 ) -> None:
-    """Of what has not begun nothing is kept: it may be sent again with its key at once."""
-    kept = gateway(engine, LATER_S)
+    """A call that hasn't begun is deleted, so that its key can be used again at once."""
+    kept = Gateway(engine, LATER_S)
     no = EngineError("no", code="shutting_down")
     await close(await connect(kept, "c"))
     found = await kept.find("c")
     assert found is not None
     engine.calls.clear()
-    async with kept.resumed("c", found, ["c"]) as attendance:
-        attendance.fail(no)
+    async with kept.resumed("c", found, ["c"]) as attachment:
+        attachment.fail(no)
     assert cancelled(engine) == []
     await kept.claim("name", "d", b"")
-    async with kept.begun("d", b"", ["d"], name="name") as attendance:
-        attendance.fail(no)
+    async with kept.begun("d", b"", ["d"], name="name") as attachment:
+        attachment.fail(no)
     assert await kept.find("d") is None
     assert await kept.claim("name", "e", b"") == "e"
 
 
-async def test_who_has_come_back_elsewhere_has_not_left(engine: FakeEngine) -> None:
+async def test_a_call_resumed_elsewhere_goes_on(engine: FakeEngine) -> None:
     """A connection that is dead is seen to be closed after its client has come back."""
-    first, second = gateway(engine, LATER_S), gateway(engine, LATER_S)
+    first, second = Gateway(engine, LATER_S), Gateway(engine, LATER_S)
     connection = await connect(first, "c")
     again = await come_back(second, "c")
     await close(connection)
@@ -175,9 +173,9 @@ async def test_who_has_come_back_elsewhere_has_not_left(engine: FakeEngine) -> N
     assert len(engine.requests) == 1
 
 
-async def test_the_last_connection_counts(engine: FakeEngine) -> None:
+async def test_a_call_ends_with_its_last_connection(engine: FakeEngine) -> None:
     """Two at one gateway, without any grace."""
-    kept = gateway(engine, 0)
+    kept = Gateway(engine, 0)
     connection = await connect(kept, "c")
     again = await come_back(kept, "c")
     await close(connection)
@@ -186,9 +184,9 @@ async def test_the_last_connection_counts(engine: FakeEngine) -> None:
     assert cancelled(engine) == ["c"]
 
 
-async def test_what_has_ended_is_not_cancelled(engine: FakeEngine) -> None:
+async def test_an_ended_call_is_not_cancelled(engine: FakeEngine) -> None:
     engine.outputs = interleaved
-    kept = gateway(engine, SOON_S)
+    kept = Gateway(engine, SOON_S)
     await (await connect(kept, "c"))
     async with serving(kept):
         engine.outputs = cut
@@ -198,7 +196,7 @@ async def test_what_has_ended_is_not_cancelled(engine: FakeEngine) -> None:
     assert cancelled(engine) == ["d"]
 
 
-async def test_who_leaves_while_his_request_is_published_has_it_cancelled(
+async def test_a_disconnect_during_publishing_cancels_the_request(
     engine: FakeEngine,
 ) -> None:
     publishing, go = asyncio.Event(), asyncio.Event()
@@ -210,7 +208,7 @@ async def test_who_leaves_while_his_request_is_published_has_it_cancelled(
             return await super().publish(*given, **named)
 
     engine.__class__ = Slow
-    kept = gateway(engine, LATER_S)
+    kept = Gateway(engine, LATER_S)
     attended = kept.begun("c", b"", ["c"])
     connection = asyncio.create_task(read(attended, "c", asyncio.Event()))
     await publishing.wait()

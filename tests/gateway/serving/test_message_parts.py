@@ -1,4 +1,4 @@
-"""A sample's message and its tokens are the same, however it comes."""
+"""A sample's message and tokens don't depend on how it is cut into chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nano_inference.bus.messages import RowFinish
 from nano_inference.bus.public import CompletionChunk, CompletionSample, GenerateRequest, Output
 from nano_inference.gateway.policy.block_list import BlockList
 from nano_inference.gateway.policy.held_outputs import HeldOutputs
-from nano_inference.gateway.serving.message_parts import MessageParts, NewParts, Record
+from nano_inference.gateway.serving.message_parts import MessageParts, NewParts, TokenRecord
 from nano_inference.text.messages import Delta, MessageFormat, Reading
 
 from ..fake import completion
@@ -58,18 +58,18 @@ def whole(deltas: list[Delta]) -> tuple[str, str, list[str]]:
 
 
 @given(tokens, stops, ends, st.integers(0, 5), sizes, st.integers(0, 40))
-def test_the_same_however_it_is_cut(
+def test_deltas_do_not_depend_on_chunks(
     token_ids: list[int],
     stop: tuple[str, ...],
     end: RowFinish,
     min_tokens: int,
     cuts: list[int],
-    told: int,
+    shown: int,
 ) -> None:
     made = make(token_ids, stop, end, min_tokens)
     for form in (None, QWEN, LLAMA):
         wanted, parts = read(made, [], form)
-        for chunks in (made.chunks, made.chunks[:told], joined(made.chunks, cuts)):
+        for chunks in (made.chunks, made.chunks[:shown], joined(made.chunks, cuts)):
             found, again = read(made, chunks, form)
             assert found == wanted
             assert (again.calls, again.reasoning_tokens) == (parts.calls, parts.reasoning_tokens)
@@ -94,12 +94,12 @@ def test_records_are_the_sample_s_tokens_and_text(
 
 
 @given(tokens, stops, ends)
-def test_a_token_is_told_when_its_text_is_certain_and_not_before(
+def test_a_record_leaves_once_its_text_is_certain(
     token_ids: list[int], stop: tuple[str, ...], end: RowFinish
 ) -> None:
     made = make(token_ids, stop, end)
     parts = MessageParts(WORDS, made.sampling, None, None, "seed")
-    certain, records = "", list[Record]()
+    certain, records = "", list[TokenRecord]()
     for taken, chunk in enumerate(made.chunks[:-1], 1):
         records += parts.add(chunk).records
         certain += chunk.text
@@ -108,7 +108,7 @@ def test_a_token_is_told_when_its_text_is_certain_and_not_before(
 
 
 def known(token_ids: list[int], chars: int) -> int:
-    """How many of these tokens say nothing but what stands within so many characters."""
+    """The number of tokens whose text lies within so many characters."""
     detokenizer = WORDS.detokenizer(skip_special=True)
     found, waiting, shown = 0, 0, ""
     for place, token_id in enumerate(token_ids, 1):
@@ -126,7 +126,7 @@ def known(token_ids: list[int], chars: int) -> int:
 
 
 def held(made: Made, literal: str) -> tuple[list[CompletionChunk], CompletionSample]:
-    """What a guardrail lets through."""
+    """The outputs that a guardrail lets through."""
     request = GenerateRequest(request_id="r")
     guarded = HeldOutputs(request, BlockList([literal], [], 1), WORDS)
     outputs: list[Output] = [*made.chunks, completion(request, made.sample)]
@@ -134,19 +134,21 @@ def held(made: Made, literal: str) -> tuple[list[CompletionChunk], CompletionSam
     return [each for each in chunks if isinstance(each, CompletionChunk)], last.samples[0]
 
 
-def test_what_escapes_in_arguments_stand_for_is_judged() -> None:
-    """A call would be told without them. What was to become one is text."""
+def test_guardrails_judge_escapes_in_arguments() -> None:
+    """A call's arguments are shown without escapes. A cut call is text."""
     made = make(ids(CALL.replace("é", r"fj\u006frd")), (), "stop")
     chunks, sample = held(made, "fjord")
     assert sample.finish_reason == "content_filter"
-    for told in (chunks, []):
-        found, parts = read(made._replace(sample=sample), told, QWEN)
+    for shown in (chunks, []):
+        found, parts = read(made._replace(sample=sample), shown, QWEN)
         assert whole(found.deltas) == ("", CALL.partition("é")[0] + "fj", [])
         assert parts.malformed == 0
 
 
 @given(tokens, ends, st.sampled_from(["ST", "rüß", "漢", " b", "name", "call>"]))
-def test_guardrails_cut_it_alike(token_ids: list[int], end: RowFinish, literal: str) -> None:
+def test_guardrails_cut_chunks_and_samples_alike(
+    token_ids: list[int], end: RowFinish, literal: str
+) -> None:
     made = make(token_ids, (), end)
     chunks, sample = held(made, literal)
     made = made._replace(sample=sample)
@@ -167,11 +169,11 @@ def test_special_tokens_are_not_shown(parts: list[list[int]], end: RowFinish) ->
         assert name not in reasoning + content
 
 
-def test_what_is_no_call_is_shown_as_the_model_wrote_it() -> None:
+def test_a_malformed_call_is_shown_as_written() -> None:
     text = f"a<tool_call>{SPECIAL[3]}</tool_call>b"
     found, parts = read(make(ids(text), (), "stop"), [], QWEN)
     assert (whole(found.deltas)[1], parts.malformed) == (text, 1)
-    # Cut off it is no call either, and nobody's mistake.
+    # A call that is cut off is no malformed call.
     text = text[:20]
     found, parts = read(make(ids(text)), [], QWEN)
     assert (whole(found.deltas)[1], parts.malformed) == (text, 0)
@@ -183,7 +185,7 @@ def test_a_special_token_s_name_in_ordinary_tokens_is_text() -> None:
     assert content_of(make(spelled)) == "<|im_start|>"
 
 
-def test_the_stop_token_is_no_part_of_it() -> None:
+def test_the_stop_token_is_no_part_of_the_message() -> None:
     made = make(ids("98"), end="stop")
     found, _ = read(made, made.chunks, QWEN)
     assert whole(found.deltas) == ("", "98", [])
@@ -219,7 +221,7 @@ def test_a_special_token_that_is_a_mark_is_read() -> None:
     assert calls[0].endswith(" add {}")
 
 
-def test_what_stands_within_a_stop_string_is_not_read() -> None:
+def test_marks_within_a_stop_string_are_ignored() -> None:
     made = make([*ids("aST"), *ids("<|im_start|>"), *ids("OP")], ("STOP",))
     found, parts = read(made, made.chunks, with_special_marks())
     assert (whole(found.deltas)[1], parts.malformed) == ("a", 0)

@@ -1,4 +1,4 @@
-"""What a model takes is told as its executors know it, and no call asks for more."""
+"""The context length, as reported by the executors."""
 
 from __future__ import annotations
 
@@ -9,36 +9,27 @@ import pytest
 
 from nano_inference.config import BusError, Config, EngineConfig, load_config
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.serving.model_length import ModelLength
+from nano_inference.gateway.serving.lane_state import ModelLength
 from nano_inference.store.board import StageReport
 
-from ..fake import FakeEngine
+from ..fake import FakeEngine, http_of, report
 
 SETTING = Config().engine.max_model_len
 OWN = 2048
-"""The bundled model's, as its files say."""
+"""The length in the bundled model's files."""
 HELLO = [{"role": "user", "content": "a"}]
 
 
 def executor(lane: str, stage: str = "executor", **load: int) -> StageReport:
-    return StageReport(
-        lane=lane,
-        stage=stage,
-        incarnation="a",
-        host="h",
-        pid=1,
-        epoch=1,
-        state="ready",
-        load=dict(load),
-    )
+    return report(lane=lane, stage=stage, load=dict(load))
 
 
 def ids_tensor(name: str, ids: list[int]) -> dict[str, Any]:
     return {"name": name, "datatype": "INT64", "shape": [len(ids)], "data": ids}
 
 
-async def told(http: httpx.AsyncClient) -> set[int]:
-    """What the endpoints say."""
+async def reported_lengths(http: httpx.AsyncClient) -> set[int]:
+    """The lengths of all endpoints."""
     ids = (await http.post("/tokenize", json={"prompt": "a"})).json()
     return {
         (await http.get("/v1/models")).json()["data"][0]["max_model_len"],
@@ -66,11 +57,11 @@ async def told(http: httpx.AsyncClient) -> set[int]:
         ),
     ],
 )
-async def test_all_endpoints_tell_the_length_that_any_lane_takes(
+async def test_all_endpoints_report_the_least_length(
     http: httpx.AsyncClient, engine: FakeEngine, reports: list[StageReport], length: int
 ) -> None:
-    engine.told = reports
-    assert await told(http) == {length}
+    engine.stage_reports = reports
+    assert await reported_lengths(http) == {length}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +72,7 @@ async def test_all_endpoints_tell_the_length_that_any_lane_takes(
         ({"model_path": "/nowhere"}, SETTING),
     ],
 )
-async def test_of_a_model_that_is_not_loaded_its_files_tell(
+async def test_the_length_of_an_unloaded_model_is_from_its_files(
     engine: dict[str, Any], length: int
 ) -> None:
     class Away(FakeEngine):
@@ -100,10 +91,10 @@ async def test_of_a_model_that_is_not_loaded_its_files_tell(
         ("/v1/responses", {"input": "a"}),
     ],
 )
-async def test_who_names_no_length_asks_for_no_more_than_the_model_takes(
+async def test_the_default_length_is_the_model_s(
     http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
-    engine.told = [executor("0", max_model_len=2048)]
+    engine.stage_reports = [executor("0", max_model_len=2048)]
     assert (await http.post(path, json=body)).status_code == 200
     assert engine.requests[0].sampling.max_tokens == 2048
 
@@ -134,12 +125,11 @@ LONG = [{"role": "user", "content": "98 + 25 = " * 1500}]
         ),
     ],
 )
-async def test_what_is_too_long_is_told_the_model_s_own_limit_in_openai_s_words(
+async def test_too_long_a_prompt_is_refused_in_openai_s_words(
     engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
-    engine.told = [executor("0", max_model_len=2048)]
-    transport = httpx.ASGITransport(make_app(engine, load_config(env={})))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    engine.stage_reports = [executor("0", max_model_len=2048)]
+    async with http_of(make_app(engine, load_config(env={}))) as http:
         answer = await http.post(path, json=body)
     assert answer.status_code == 400
     # LiteLLM and others find out by these words that another model may take it.

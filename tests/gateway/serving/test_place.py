@@ -1,4 +1,4 @@
-"""Where a gateway may listen: for others than this machine's programs only with keys."""
+"""Addresses of a gateway: a public one needs keys."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ class Engine(FakeEngine):
 
 
 async def warnings_of(settings: dict[str, Any]) -> list[str]:
-    """What a gateway with these settings warns of when it has begun to listen."""
+    """The warnings of a gateway with these settings."""
     config = load_config(env={}, overrides=settings)
     with structlog.testing.capture_logs() as lines:
         async with asyncio.timeout(LIMIT_S):
             async with Gateway(cast(BusClient, Engine()), config) as gateway:
                 _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
                 writer.close()
-                await gateway._policy.open()
+                await gateway._app.policy.open()
     return [line["event"] for line in lines if line["log_level"] == "warning"]
 
 
-async def test_others_reach_no_gateway_without_keys() -> None:
+async def test_a_public_address_needs_keys() -> None:
     with pytest.raises(ConfigError, match="without keys whoever reaches it"):
         await warnings_of(EVERYWHERE)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
-async def test_this_machine_s_programs_do(host: str) -> None:
+async def test_a_loopback_address_needs_no_keys(host: str) -> None:
     config = load_config(env={}, overrides={"gateway.host": host})
     async with asyncio.timeout(LIMIT_S), Gateway(cast(BusClient, Engine()), config) as gateway:
         assert gateway.url == f"http://{host}:{gateway.port}"
 
 
-async def test_who_wants_that_is_reminded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_insecure_gateway_is_logged_repeatedly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nano_inference.gateway.gateway._WARN_S", 0.0)
     said = await warnings_of(EVERYWHERE | {"gateway.insecure": True})
     assert len(said) > 1
@@ -60,7 +60,7 @@ async def test_who_wants_that_is_reminded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("keys", [{"policy.backend": "bus"}, WITH_OIDC])
-async def test_keys_should_not_be_read_on_their_way(tmp_path: Path, keys: dict[str, str]) -> None:
+async def test_keys_without_tls_are_logged(tmp_path: Path, keys: dict[str, str]) -> None:
     assert await warnings_of(EVERYWHERE | keys) == ["gateway_without_tls"]
     own = Authority(tmp_path).issue("gateway")
     tls = {"gateway.tls_certificate": str(own.certificate), "gateway.tls_key": str(own.key)}
@@ -68,7 +68,7 @@ async def test_keys_should_not_be_read_on_their_way(tmp_path: Path, keys: dict[s
 
 
 @pytest.mark.parametrize(("keys", "client"), [({}, b"gold"), (WITH_OIDC, b"127.0.0.1")])
-async def test_whose_turn_it_is_says_nobody_himself_where_there_are_keys(
+async def test_with_keys_the_tenant_header_gives_no_turn(
     keys: dict[str, str], client: bytes
 ) -> None:
     config = load_config(env={}, overrides=keys)
@@ -96,5 +96,5 @@ async def test_whose_turn_it_is_says_nobody_himself_where_there_are_keys(
         ("fe80::1%eth0", False),
     ],
 )
-def test_what_is_this_machine_s_own(address: str, own: bool) -> None:
+def test_loopback_addresses(address: str, own: bool) -> None:
     assert _is_own(address) is own

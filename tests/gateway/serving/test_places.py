@@ -1,4 +1,4 @@
-"""Places go to who came first within a tenant and in turns among tenants, and some stay free."""
+"""Places: tenants take turns, each tenant's calls in order, and some places stay free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from nano_inference.gateway.serving.places import Places, Ticket
+from nano_inference.gateway.serving.places import PlaceQueue, Ticket
 
 NUMBER, MAX_WAITING = 7, 12
 TENANTS = st.sampled_from("abcde")
@@ -21,13 +21,13 @@ class Played(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.number = NUMBER
-        self.places = Places(NUMBER, MAX_WAITING)
+        self.places = PlaceQueue(NUMBER, MAX_WAITING)
         self.tickets: list[Ticket] = []  # in the order in which they came
         self.taken: Counter[str] = Counter()
 
-    def told(self, changed: list[Ticket]) -> None:
+    def check_changed(self, changed: list[Ticket]) -> None:
         assert all(ticket in self.tickets for ticket in changed)
-        # Nobody is given what is not there.
+        # No more places are granted than there are.
         assert self.places.free >= 0 or all(ticket.refused for ticket in changed)
 
     @rule(tenant=TENANTS, wanted=st.integers(1, 9))
@@ -38,7 +38,7 @@ class Played(RuleBasedStateMachine):
         self.tickets.append(ticket)
         wanted_before = self.wanted()
         changed = self.places.ask(ticket)
-        self.told(changed)
+        self.check_changed(changed)
         if before < free and not waits:
             assert ticket.granted > 0
         most = max(self.wanted().values(), default=0)
@@ -63,25 +63,25 @@ class Played(RuleBasedStateMachine):
         if holding := [tenant for tenant, number in self.taken.items() if number]:
             tenant = data.draw(st.sampled_from(sorted(holding)))
             self.taken[tenant] -= 1
-            self.told(self.places.give_back(tenant))
+            self.check_changed(self.places.give_back(tenant))
 
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         if self.tickets:
             ticket = data.draw(st.sampled_from(self.tickets))
-            self.told(self.places.leave(ticket))
+            self.check_changed(self.places.leave(ticket))
             self.tickets.remove(ticket)
             assert (ticket.wanted, ticket.granted) == (0, 0)
 
     @rule(data=st.data())
     def want_less(self, data: st.DataObject) -> None:
         if asking := [ticket for ticket in self.tickets if ticket.wanted + ticket.granted]:
-            self.told(self.places.want_less(data.draw(st.sampled_from(asking))))
+            self.check_changed(self.places.want_less(data.draw(st.sampled_from(asking))))
 
     @rule(number=st.integers(2, 9))
     def resize(self, number: int) -> None:
         self.number = number
-        self.told(self.places.resize(number))
+        self.check_changed(self.places.resize(number))
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -107,7 +107,7 @@ class Played(RuleBasedStateMachine):
                 assert not any(ticket.granted for ticket in behind if not ticket.refused)
 
     def teardown(self) -> None:
-        """Whoever waits gets every place that it waits for, once others give theirs back."""
+        """Every waiting ticket gets its places once others give theirs back."""
         for _ in range(1000):
             for ticket in self.tickets:
                 self.taken[ticket.tenant] += ticket.granted
@@ -121,7 +121,7 @@ class Played(RuleBasedStateMachine):
     def give_all_back(self) -> None:
         for tenant, number in list(self.taken.items()):
             del self.taken[tenant]
-            self.told(self.places.give_back(tenant, number))
+            self.check_changed(self.places.give_back(tenant, number))
 
 
 Played.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
@@ -129,10 +129,10 @@ TestPlayed = Played.TestCase
 
 
 @pytest.mark.parametrize(("tenants", "each"), [(1, 50), (2, 33), (4, 20), (9, 10)])
-def test_shares_of_tenants_that_want_everything(tenants: int, each: int) -> None:
+def test_greedy_tenants_get_equal_shares(tenants: int, each: int) -> None:
     """At most one place apart from `places / (tenants + 1)` when they come one after the other
     and give back what they have."""
-    places = Places(100, 100_000)
+    places = PlaceQueue(100, 100_000)
     names = [f"tenant {index}" for index in range(tenants)]
     for name in names:
         places.ask(Ticket(name, 10_000))
@@ -145,7 +145,7 @@ def test_shares_of_tenants_that_want_everything(tenants: int, each: int) -> None
 
 
 def test_tenants_take_turns() -> None:
-    places = Places(4, 100)
+    places = PlaceQueue(4, 100)
     flood, first, second = Ticket("a", 50), Ticket("b", 2), Ticket("c", 2)
     places.ask(flood)
     assert flood.granted == 2
@@ -157,8 +157,8 @@ def test_tenants_take_turns() -> None:
     assert places.give_back("c") == [second]
 
 
-def test_the_newest_of_who_has_most_is_refused() -> None:
-    places = Places(2, 10)
+def test_the_newest_ticket_of_the_largest_tenant_is_refused() -> None:
+    places = PlaceQueue(2, 10)
     flood = [Ticket("a", 4) for _ in range(3)]
     assert not any(ticket.refused for each in flood[:2] for ticket in places.ask(each))
     other = Ticket("b", 3)

@@ -1,4 +1,4 @@
-"""A priority above what a caller may ask for is refused, in every interface by its own sign."""
+"""Limits of priority, in every interface with its own sign."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway that is to stop takes nothing new, says so, and lets what is under way end."""
+"""Draining: no new requests, not ready, and calls in flight end."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server.calls import ObservedCalls
+from nano_inference.gateway.serving.lane_state import Readiness
 from nano_inference.gateway.serving.measures import Measures
-from nano_inference.gateway.serving.readiness import Readiness
 from nano_inference.telemetry import TraceContext
 
 from ..errors import error_of
-from ..fake import FakeEngine
+from ..fake import FakeEngine, http_of
 
 LIMIT_S = 20
 
@@ -63,14 +63,13 @@ def calls(engine: FakeEngine, readiness: Readiness) -> ObservedCalls:
 
 @pytest.fixture
 async def http(calls: ObservedCalls) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(calls)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+    async with http_of(calls) as client:
         yield client
 
 
 @pytest.mark.parametrize("path", ASKED)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_nothing_new_is_taken(
+async def test_a_draining_gateway_refuses_requests(
     http: httpx.AsyncClient, engine: FakeEngine, readiness: Readiness, path: str, stream: bool
 ) -> None:
     readiness.draining = True
@@ -81,7 +80,7 @@ async def test_nothing_new_is_taken(
 
 
 @pytest.mark.parametrize("path", ["/health", "/health_generate"])
-async def test_it_is_not_ready(
+async def test_a_draining_gateway_is_not_ready(
     http: httpx.AsyncClient, engine: FakeEngine, readiness: Readiness, path: str
 ) -> None:
     assert (await http.get(path)).status_code == 200
@@ -90,7 +89,7 @@ async def test_it_is_not_ready(
     assert len(engine.requests) <= 1, "no token is asked for"
 
 
-async def test_what_is_under_way_comes_to_its_end(
+async def test_calls_in_flight_end_while_draining(
     http: httpx.AsyncClient, engine: Waiting, readiness: Readiness, calls: ObservedCalls
 ) -> None:
     engine.goes_on.clear()
@@ -98,8 +97,8 @@ async def test_what_is_under_way_comes_to_its_end(
         call = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "n": 2}))
         await engine.until(lambda: len(engine.requests) == 1)
         readiness.draining = True
-        drained = asyncio.create_task(calls.idle())
-        # Somebody who asks meanwhile is no reason to wait longer, nor to end earlier.
+        drained = asyncio.create_task(calls.observer.idle())
+        # A probe meanwhile changes nothing.
         assert (await http.get("/health")).status_code == 503
         assert not drained.done()
         engine.goes_on.set()
@@ -107,8 +106,8 @@ async def test_what_is_under_way_comes_to_its_end(
         await drained
 
 
-async def test_where_nothing_is_under_way_there_is_nothing_to_wait_for(
+async def test_draining_without_calls_returns_at_once(
     calls: ObservedCalls,
 ) -> None:
     async with asyncio.timeout(LIMIT_S):
-        await calls.idle()
+        await calls.observer.idle()

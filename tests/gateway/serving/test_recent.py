@@ -1,4 +1,4 @@
-"""A question is asked once for all who ask it at a time."""
+"""A cached result is fetched once for concurrent readers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from nano_inference.config import BusError
-from nano_inference.gateway.serving.recent import Recent
+from nano_inference.gateway.serving.lane_state import Recent
 
 LIMIT_S = 20
 
@@ -33,7 +33,7 @@ async def question() -> Question:
     return Question()
 
 
-async def test_those_who_ask_meanwhile_get_the_same_answer(question: Question) -> None:
+async def test_concurrent_readers_share_one_call(question: Question) -> None:
     recent = Recent(question.ask, 3600.0)
     asking = [asyncio.create_task(recent.get()) for _ in range(5)]
     while not question.asked:  # noqa: ASYNC110
@@ -44,13 +44,13 @@ async def test_those_who_ask_meanwhile_get_the_same_answer(question: Question) -
     assert await recent.get() == 1
 
 
-async def test_an_old_answer_is_not_given(question: Question) -> None:
+async def test_an_expired_result_is_not_returned(question: Question) -> None:
     recent = Recent(question.ask, 0.0)
     question.gate.set()
     assert [await recent.get() for _ in range(3)] == [1, 2, 3]
 
 
-async def test_an_error_is_an_answer_too(question: Question) -> None:
+async def test_an_error_is_cached(question: Question) -> None:
     recent = Recent(question.ask, 3600.0)
     question.error = BusError("Redis is away")
     question.gate.set()
@@ -60,7 +60,7 @@ async def test_an_error_is_an_answer_too(question: Question) -> None:
     assert question.asked == 1
 
 
-async def test_who_leaves_while_it_is_asked_leaves_it_to_the_next(question: Question) -> None:
+async def test_a_cancelled_call_is_repeated_for_the_next_reader(question: Question) -> None:
     recent = Recent(question.ask, 3600.0)
     first, second = (asyncio.create_task(recent.get()) for _ in range(2))
     while not question.asked:  # noqa: ASYNC110

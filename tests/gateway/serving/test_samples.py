@@ -1,4 +1,4 @@
-"""A sample's chunks are what has come of it, however its reader takes them."""
+"""A sample's chunks, for fast and slow readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import SamplingParams
-from nano_inference.gateway.serving.samples import MOST_UNSENT, Chunks
+from nano_inference.gateway.serving.samples import MOST_UNSENT, SampleChunks
 
 from ..fake import completion
 from ..made import chunk, told
@@ -21,16 +21,17 @@ REQUEST = GenerateRequest(request_id="r", sampling=SamplingParams(logprobs=2))
 
 async def taken(outputs: list[Output], held: anyio.Event | None = None) -> list[list[Output]]:
     """What a reader gets that takes nothing more before it may."""
-    chunks, found = Chunks(), []
+    found: list[list[Output]] = []
 
     async def take(new: Sequence[Output]) -> None:
         found.append(list(new))
         if held is not None:
             await held.wait()
 
+    chunks = SampleChunks(take)
     with anyio.fail_after(LIMIT_S):
         async with anyio.create_task_group() as group:
-            group.start_soon(chunks.send_all, take)
+            group.start_soon(chunks.send_all)
             for output in outputs:
                 chunks.put(output)
                 await anyio.wait_all_tasks_blocked()
@@ -45,18 +46,18 @@ def made(number: int) -> list[Output]:
 
 
 @pytest.mark.parametrize("number", range(4))
-async def test_chunks_come_one_by_one_and_no_end(number: int) -> None:
+async def test_chunks_are_sent_one_by_one(number: int) -> None:
     end = completion(REQUEST, told(REQUEST, 0))
     assert await taken([*made(number), end]) == [[each] for each in made(number)]
 
 
-async def test_what_came_while_nobody_took_comes_at_once() -> None:
+async def test_buffered_chunks_are_sent_together() -> None:
     first, second = await taken(made(3), anyio.Event())
     assert (first, second) == (made(1), made(3)[1:])
 
 
 async def test_what_nobody_takes_has_its_bound() -> None:
-    chunks, held = Chunks(), anyio.Event()
+    held = anyio.Event()
     full = chunk(REQUEST, 0, 0)
     number = MOST_UNSENT
     full = msgspec.structs.replace(
@@ -75,12 +76,13 @@ async def test_what_nobody_takes_has_its_bound() -> None:
     async def take(new: Sequence[Output]) -> None:
         await held.wait()
 
+    chunks = SampleChunks(take)
     with anyio.fail_after(LIMIT_S):
         async with anyio.create_task_group() as group:
-            group.start_soon(chunks.send_all, take)
+            group.start_soon(chunks.send_all)
             group.start_soon(put_all)
             await anyio.wait_all_tasks_blocked()
-            # Two are being sent, one fills the room, and one is above it.
+            # Two are being sent, one fills the buffer, and one is above it.
             assert put == 4
             assert chunks.unsent == 2 * MOST_UNSENT
             held.set()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference.gateway.serving.template_turns import as_read_by
+from nano_inference.gateway.serving.chat_templates import as_read_by
 
 TURNS: list[dict[str, Any]] = [
     {"role": "developer", "content": "S"},
@@ -32,7 +32,7 @@ MISTRAL = "{% if tool_call.id|length != 9 %}{{ raise_exception('9') }}{% endif %
         ("", "reasoning_content"),
     ],
 )
-def test_reasoning_has_the_name_that_the_template_reads(template: str, name: str) -> None:
+def test_reasoning_has_the_template_s_name(template: str, name: str) -> None:
     turn = as_read_by(template, TURNS)[1]
     assert turn[name] == "R"
     assert {"reasoning_content", "reasoning", "thinking"} & turn.keys() == {name}
@@ -41,12 +41,12 @@ def test_reasoning_has_the_name_that_the_template_reads(template: str, name: str
 @pytest.mark.parametrize(
     ("template", "role"), [("", "system"), ("{{ role == 'developer' }}", "developer")]
 )
-def test_a_developer_may_be_the_system(template: str, role: str) -> None:
+def test_the_developer_role_becomes_system(template: str, role: str) -> None:
     assert as_read_by(template, TURNS)[0]["role"] == role
 
 
-def test_ids_are_short_where_a_template_takes_no_others() -> None:
-    """The result still names its call, and what was given is left as it is."""
+def test_ids_are_shortened_for_mistral() -> None:
+    """The result still names its call, and the input is unchanged."""
     _, assistant, tool = as_read_by(MISTRAL, TURNS)
     assert assistant["tool_calls"][0]["id"] == tool["tool_call_id"] == "789abcdef"
     short = [{"role": "tool", "content": "T", "tool_call_id": "a-1"}]

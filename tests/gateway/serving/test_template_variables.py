@@ -1,4 +1,4 @@
-"""How much a model is asked to reason, as the variables that its chat template reads."""
+"""Requests for reasoning, as variables of the chat template."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nano_inference.gateway.server.http import FieldError
-from nano_inference.gateway.serving.template_variables import (
+from nano_inference.gateway.serving.chat_templates import (
     Reasoning,
     names_read,
     reasoning_asked,
@@ -58,7 +58,7 @@ def test_which_names_a_template_reads(template: str, name: str, read: bool) -> N
         (QWEN, None, {}),
     ],
 )
-def test_an_effort_becomes_what_the_template_reads(
+def test_an_effort_becomes_the_template_s_variables(
     template: str, effort: str | None, variables: dict[str, Any]
 ) -> None:
     reasoning = reasoning_of_effort(effort, "reasoning_effort")
@@ -66,7 +66,7 @@ def test_an_effort_becomes_what_the_template_reads(
 
 
 @pytest.mark.parametrize("always", [True, False])
-def test_an_effort_that_nobody_reads_is_refused(always: bool) -> None:
+def test_an_unread_effort_is_refused(always: bool) -> None:
     """Also of a model that always reasons: how much can't be said to it."""
     with pytest.raises(FieldError) as raised:
         reasoning_variables(reasoning_of_effort("low", "reasoning.effort"), {}, ALWAYS, always)
@@ -76,7 +76,7 @@ def test_an_effort_that_nobody_reads_is_refused(always: bool) -> None:
 ON = Reasoning(on=True, on_param="thinking.type", effort_param="output_config.effort")
 
 
-def test_a_model_that_always_reasons_does_when_asked() -> None:
+def test_a_model_that_always_reasons_needs_no_variable() -> None:
     assert reasoning_variables(ON, {}, ALWAYS, always=True) == {}
     assert reasoning_variables(ON, {}, GPT_OSS, always=False) == {}
     with pytest.raises(FieldError) as raised:
@@ -96,7 +96,7 @@ def test_an_effort_beside_a_switch_is_not_the_switch() -> None:
 
 
 @pytest.mark.parametrize(("given", "agrees"), [(True, True), (False, False)])
-def test_what_is_given_by_name_may_not_say_otherwise(given: bool, agrees: bool) -> None:
+def test_a_contradicting_variable_is_refused(given: bool, agrees: bool) -> None:
     asked, by_name = reasoning_of_effort("low", "reasoning_effort"), {"enable_thinking": given}
     if agrees:
         assert reasoning_variables(asked, by_name, QWEN, always=False) == by_name
@@ -120,7 +120,7 @@ def test_what_is_given_by_name_may_not_say_otherwise(given: bool, agrees: bool) 
         (Reasoning(effort="low"), {}, True),
     ],
 )
-def test_whether_reasoning_was_asked_for(
+def test_requests_for_reasoning(
     reasoning: Reasoning | None, given: dict[str, Any], asked: bool | None
 ) -> None:
     assert reasoning_asked(reasoning, given) is asked

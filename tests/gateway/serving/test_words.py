@@ -1,4 +1,4 @@
-"""The gateway's texts are those of the engine, and more where that is asked for."""
+"""The gateway's tokenizer."""
 
 from __future__ import annotations
 

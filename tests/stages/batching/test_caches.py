@@ -1,4 +1,4 @@
-"""What every prefix cache must do, whatever its index."""
+"""The contract of prefix caches, for both kinds of index."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_no_copy_without_room_for_its_source(make_cache: MakeCache) -> None:
 
 
 def twins(cache: KVCacheManager, begin: list[int]) -> list[Lease]:
-    """Two that compute the same begin beside each other, and each a last token of its own.
+    """Two leases that compute the same tokens side by side, and each a last token of its own.
 
     Blocks are of two tokens; both have as many as they need.
     """
@@ -370,7 +370,7 @@ def test_the_chain_begins_with_version_and_scope() -> None:
 
 
 class Driver:
-    """Drives a cache with notes in place of KV.
+    """Drives a cache with records in place of KV.
 
     A slot holds (scope, weight version, tokens) it was computed from.
     """
@@ -428,7 +428,7 @@ class Driver:
         self.cache.release(lease)
 
     def read(self, lease: Lease) -> None:
-        """All that counts as computed must be there: not another's, and not overwritten."""
+        """Check that all computed tokens are in place, and none is overwritten."""
         size = self.cache.block_size
         for position in range(self.done[lease]):
             slot = self.slots[lease.block_ids[position // size]][position % size]

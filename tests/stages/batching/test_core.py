@@ -1,4 +1,4 @@
-"""The batch builder against an executor that notices every mix-up."""
+"""The batching core against an executor that detects foreign KV."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_long_prefill_is_chunked_and_mixed_with_decodes() -> None:
     replica.add(list(range(30)), 2, max_tokens=2)
     replica.run()
     mixed = [plan for plan in replica.log if plan.seq_ids == (1, 2) and plan.num_tokens[1] > 1]
-    assert mixed, "the decode goes on while the prompt is computed"
+    assert mixed, "decodes continue while the prompt is computed"
     assert all(sum(plan.num_tokens) <= 8 for plan in replica.log)
     assert replica.outputs[2] == expected(list(range(30)), 2)
 
@@ -87,7 +87,7 @@ def test_siblings_diverge_within_a_copied_block(cache_type: CacheType) -> None:
     prompt = [1, 2, 3, 4, 5, 6]
     replica.add(prompt, 1, max_tokens=9)
     replica.steps(1, ahead=1)
-    # Behind the prompt of the first, which goes on writing to the block, come other tokens.
+    # The second prompt extends the first one, whose sequence still writes to the shared block.
     replica.add([*prompt, 49], 2, max_tokens=9)
     replica.run()
     assert [new.num_cached for plan in replica.log for new in plan.new] == [0, 6]
@@ -111,7 +111,7 @@ def test_the_source_of_a_copy_is_held_until_the_copy_is_made(cache_type: CacheTy
     num_free = replica.core.cache.num_free_blocks()
     replica.core.cancel(cancel("b"))
     assert replica.core.cache.num_free_blocks() == num_free, (
-        "all is held while the plan is under way"
+        "all is held while the plan is in flight"
     )
     replica.retire()
     replica.retire()
@@ -196,7 +196,7 @@ def test_expired_requests_end_in_the_next_plan() -> None:
 
 
 def test_expired_requests_free_their_blocks_within_a_step(cache_type: CacheType) -> None:
-    """One runs and has all blocks, one waits for some; the time of both is over."""
+    """One request runs with all blocks, one waits; both are past their deadline."""
     replica = FakeReplica(num_blocks=4, block_size=4, cache_type=cache_type)
     for name, seq_id in (("running", 1), ("waiting", 2)):
         prompt = [seq_id] * 12

@@ -1,4 +1,4 @@
-"""What the batch builder counts is what was planned, found, lost and wasted."""
+"""Counters of planned, cached, recomputed and wasted tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_computed_tokens_are_counted_once(cache_type: CacheType) -> None:
 def test_prefix_hits_are_counted(
     cache_type: CacheType, prompt: list[int], found: tuple[int, int, int]
 ) -> None:
-    """All of it is all but the last token, which is computed in any case."""
+    """A full hit leaves the last token, which is always computed."""
     replica = FakeReplica(cache_type=cache_type)
     replica.add(list(range(10)), 1, max_tokens=1, stop=True)
     replica.run()

@@ -1,4 +1,4 @@
-"""Leave to verify drafts comes and goes, and no token changes."""
+"""Plans with and without drafts: no token changes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_drafts_never_change_tokens(
             case "rest":
                 executor.rest = which % 20
             case "retract":
-                # What was accepted in plans under way was not told, and comes again.
+                # Drafts accepted in lost plans are sampled again.
                 replica.lose_plans()
         replica.check()
 

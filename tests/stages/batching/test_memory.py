@@ -1,4 +1,4 @@
-"""Memory that is released: no step is planned, no KV is found, and all goes on afterwards."""
+"""Released memory: no step is planned, no KV is found, and all sequences continue afterwards."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ BOTH = ("weights", "kv_cache")
 
 @pytest.fixture
 def replica(cache_type: CacheType) -> FakeReplica:
-    """Three sequences have gone some steps, the last of them still under way; a fourth waits."""
+    """Three sequences have run for some steps, the last of them in flight; a fourth waits."""
     replica = FakeReplica(cache_type=cache_type, max_batch_size=3)
     replica.add(PROMPT, (1, 2), max_tokens=20)
     replica.add([*PROMPT, 7], 3, name="b", max_tokens=20)
     replica.steps(6)
     replica.add([5, 5], 4, max_tokens=4)
-    assert replica.plans, "a plan is under way"
+    assert replica.plans, "a plan is in flight"
     return replica
 
 
@@ -36,7 +36,7 @@ def test_the_kv_cache_is_released_after_all_plans_and_computed_again(
     replica: FakeReplica,
 ) -> None:
     replica.core.change_memory(("kv_cache",), ("kv_cache",))
-    assert not replica.plan(), "plans are under way"
+    assert not replica.plan(), "plans are in flight"
     replica.run()
     assert replica.log[-1].release == ("kv_cache",)
     assert set(replica.log[-1].finished) == {1, 2, 3}

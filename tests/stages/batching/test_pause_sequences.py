@@ -1,4 +1,4 @@
-"""Sequences that make room: nothing of them is lost, and going on costs little."""
+"""Paused sequences keep their tokens, and resume from cached blocks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def replica_with_one(cache_type: CacheType = "radix", steps: int = 6) -> FakeReplica:
-    """A replica whose one sequence has gone some steps, the last of them still under way."""
+    """A replica whose one sequence has run for some steps, the last of them in flight."""
     replica = FakeReplica(cache_type=cache_type)
     replica.add(PROMPT, 1, name="a", max_tokens=20)
     replica.steps(steps)
-    assert replica.plans, "a plan is under way"
+    assert replica.plans, "a plan is in flight"
     replica.core.take_report()
     return replica
 
@@ -50,7 +50,7 @@ def test_a_resumed_sequence_gives_the_same_tokens_from_cached_blocks(cache_type:
 def test_a_place_is_free_when_no_plan_in_flight_names_the_sequence() -> None:
     replica = replica_with_one()
     replica.core.pause_sequences([1])
-    assert replica.core.take_report() is None, "the plan under way still uses its blocks"
+    assert replica.core.take_report() is None, "the plan in flight still uses its blocks"
     replica.retire_all()
     report = reported(replica)
     assert (report.sequences, report.paused, report.ended) == (1, (1,), ())
@@ -79,7 +79,7 @@ def test_a_sequence_that_ends_in_its_last_step_is_not_paused() -> None:
     assert replica.outputs[1] == expected(PROMPT, 2)
     assert replica.core.idle
     replica.core.resume_sequences([1])
-    assert reported(replica).sequences == 1, "the credit of who has ended comes back"
+    assert reported(replica).sequences == 1, "the credit of an ended sequence comes back"
 
 
 @pytest.mark.parametrize("paused", [False, True])

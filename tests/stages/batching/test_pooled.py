@@ -1,4 +1,4 @@
-"""Prompts whose vector is wanted: they end with their prompt, and some can't be cut."""
+"""Pooled prompts: they end with their prompt, and some can't be split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`schedule` and `Sequence` in the hands of a caller who has nothing else."""
+"""`schedule` and `Sequence` without a batching core."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_fresh_sequence_starts_where_its_whole_prompt_has_blocks(
 def test_waiting_sequences_start_in_order_until_blocks_run_out() -> None:
     waiting = [Sequence(1, range(30)), Sequence(2, range(20)), Sequence(3, range(5))]
     assert schedule(waiting, [], 4, LIMITS).prefill_seqs == (1, 2)
-    assert schedule(waiting, [], 3, LIMITS).prefill_seqs == (1,), "nobody is passed by a shorter"
+    assert schedule(waiting, [], 3, LIMITS).prefill_seqs == (1,), "a shorter prompt doesn't pass"
 
 
 def test_a_long_prompt_comes_in_chunks_behind_the_decodes() -> None:
@@ -118,18 +118,16 @@ def test_a_sequence_at_its_length_limit_decodes_no_more() -> None:
 
 
 def test_a_sequence_in_the_wrong_list_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="sequence 1 is running, but in the list of those that are"
-    ):
+    with pytest.raises(ValueError, match="sequence 1 is running, but in the list of waiting ones"):
         schedule([decoding(1, 10)], [], 100, LIMITS)
-    with pytest.raises(ValueError, match="are running"):
+    with pytest.raises(ValueError, match="list of running ones"):
         schedule([], [Sequence(1, [5])], 100, LIMITS)
     with pytest.raises(ValueError, match="must be 0 or more; got -1"):
         schedule([], [], -1, LIMITS)
 
 
 class Caller:
-    """A caller who carries out what `schedule` says, and counts blocks on his fingers."""
+    """Applies the decisions of `schedule`, with a list of free blocks."""
 
     def __init__(
         self, prompts: Iterable[tuple[int, int]], num_blocks: int, limits: SchedulerConfig
@@ -152,7 +150,7 @@ class Caller:
         assert len(decision.num_tokens) <= limits.max_batch_size
         assert list(decision.num_tokens) == [*decision.decode_seqs, *decision.prefill_seqs]
         assert not decision.num_tokens.keys() & set(decision.preempted_seqs)
-        assert decision.num_tokens or decision.preempted_seqs, "nothing goes on"
+        assert decision.num_tokens or decision.preempted_seqs, "no progress"
         for seq_id in decision.preempted_seqs:
             seq = self.running.pop()
             assert seq.seq_id == seq_id
@@ -213,7 +211,7 @@ def test_random_work_keeps_to_all_limits_and_ends(
 
 
 def test_work_that_runs_out_of_blocks_ends() -> None:
-    """So that the random test above is known to see preemptions."""
+    """Shows that the random test above sees preemptions."""
     caller = Caller([(4, 40)] * 4, 12, SchedulerConfig(4, 64, 4))
     while caller.waiting or caller.running:
         caller.step()

@@ -1,4 +1,4 @@
-"""Prompts whose logprobs are wanted: computed in full, few tokens at a time, found by others."""
+"""Scored prompts: computed in full, few tokens per step, and cached for others."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_a_sequence_waiting_for_a_full_replica_leaves_no_other_idle() -> None:
     assert (running.replica, running.spec.seq_id) == ("west", first)
     core.absorb(Credit(1, paused=(first,), kv_free=10**9), 4, "west")
     assert sent(core) == [("west", "b")]
-    # "a" has been served less by now, so it is the first of those that wait.
+    # Tenant "a" has been served less by now, so it goes first.
     (second,) = core._replicas["west"].running
     core.absorb(Credit(0, steps=((second,),) * 30, kv_free=10**9), 5, "west")
     core.absorb(Credit(1, kv_free=10**9), 6, "east")

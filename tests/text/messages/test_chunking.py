@@ -65,7 +65,7 @@ def reader_of(
 
 
 @given(st.data())
-def test_a_message_is_the_same_however_it_is_cut(data: st.DataObject) -> None:
+def test_cuts_do_not_change_a_message(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(FAMILIES)))
     family, form = FAMILIES[name], FORMATS[name]
     whole = data.draw(messages(family))
@@ -96,7 +96,7 @@ def test_deltas_are_the_same_for_the_same_pieces(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_text_without_marks_is_told_whole(data: st.DataObject) -> None:
+def test_text_without_marks_is_complete(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(FAMILIES)))
     text = data.draw(st.text("ab \n<>/|é東😀", max_size=60))
     pieces = data.draw(cuts(text))

@@ -58,7 +58,7 @@ def test_reasoning_is_separated_where_the_template_has_it(
     assert (form.reasoning is not None) == bool(family.reasoning[0])
 
 
-def test_what_a_grammar_writes_is_read(family: Family, form: MessageFormat) -> None:
+def test_the_reader_reads_all_that_a_grammar_writes(family: Family, form: MessageFormat) -> None:
     if form.calls is None:
         assert not family.is_json
         return
@@ -150,7 +150,7 @@ def test_a_call_without_a_closing_mark_is_complete_with_its_json(
     assert found == (expected or Read("", "", CALLS[:1], 0))
 
 
-def test_gpt_oss_tells_the_user_what_it_does() -> None:
+def test_gpt_oss_commentary_is_content() -> None:
     """Commentary for nobody in particular is for the user."""
     family = FAMILIES["gpt-oss"]
     text = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"

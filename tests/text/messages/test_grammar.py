@@ -160,7 +160,7 @@ def test_a_mark_that_is_spelled_begins_nothing_else() -> None:
     assert not writer.may_be(constraint, writer.spelled("a<think>"))
 
 
-def test_what_a_schema_says_to_people_is_left_out() -> None:
+def test_annotations_of_schemas_are_dropped() -> None:
     words = {"title": "T", "description": "D", "examples": [1], "default": 1}
     spoken = {
         **words,
@@ -245,7 +245,7 @@ def test_a_budget_may_end_within_a_character() -> None:
     assert (message.reasoning, message.content) == ("\ufffd", "text")
 
 
-def test_nothing_is_asked_behind_reasoning_that_has_a_budget() -> None:
+def test_text_behind_a_reasoning_budget_is_free() -> None:
     writer = with_tokens()
     constraint = asked(writer, ToolUse(tools=(FIND,)), OPEN, budget=5)
     assert writer.may_be(constraint, "</think> text <tool_call>{</tool_call> 漢")
@@ -274,7 +274,7 @@ def test_a_budget_goes_with_calls_and_answers() -> None:
         (ToolUse(), ANSWER, '{"x": 1}'),
     ],
 )
-def test_reasoning_begins_only_where_it_was_asked_for(
+def test_reasoning_begins_only_on_request(
     writer: Writer, use: ToolUse, answer: Constraint | None, text: str
 ) -> None:
     thought = "<think>\nHm\n</think>\n\n" + text
@@ -386,7 +386,9 @@ def known(name: str) -> MessageFormat:
         ("llama", ToolUse(), 5),
     ],
 )
-def test_what_a_format_can_not_write(form: str | None, use: ToolUse, budget: int | None) -> None:
+def test_requests_beyond_a_format_are_refused(
+    form: str | None, use: ToolUse, budget: int | None
+) -> None:
     with pytest.raises(RequestError, match=r"gateway\.message_format") as refused:
         constraint_of(form and known(form), "", use, None, budget)
     assert refused.value.code == "unsupported"

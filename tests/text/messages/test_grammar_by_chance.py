@@ -68,7 +68,7 @@ def hints_of(form: MessageFormat, use: ToolUse) -> list[str]:
 @pytest.mark.soak
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("name", FORMS)
-def test_what_ends_is_read_as_what_was_asked_for(name: str, marked: bool, soak: bool) -> None:
+def test_complete_messages_are_read_as_requested(name: str, marked: bool, soak: bool) -> None:
     form, writer = FORMS[name], writer_of(name, marked=marked)
     seen = Counter[str]()
     number = 500 if soak else 20

@@ -41,7 +41,7 @@ def test_off_is_none() -> None:
     assert find_format("off", TEMPLATE, QWEN3, "qwen3") is None
 
 
-def test_a_template_that_nobody_knows_has_none() -> None:
+def test_an_unknown_template_has_no_format() -> None:
     llama_2 = "{{ bos }}[INST] {{ content }} [/INST]"
     chatml = "{{ '<|im_start|>' + message.role }}"
     gemma_3 = "<start_of_turn>model"
@@ -91,7 +91,7 @@ def test_the_tokenizers_own_comes_before_ours() -> None:
     assert (without.calls, without.reasoning) == (None, ours.reasoning)
 
 
-def test_white_space_around_marks_is_no_part_of_what_a_tokenizers_own_reads() -> None:
+def test_a_tokenizer_format_drops_spaces_around_marks() -> None:
     """As Transformers strips it, in a text that grows as well."""
     form = find_format("auto", TEMPLATE, "", "unknown")
     assert form is not None
@@ -106,7 +106,7 @@ def test_white_space_around_marks_is_no_part_of_what_a_tokenizers_own_reads() ->
     assert read(form, text).reasoning == "\n a b \n"
 
 
-def test_of_a_tokenizers_own_that_reads_other_marks_nobody_knows_how_to_write() -> None:
+def test_a_tokenizer_format_with_other_marks_has_no_call_syntax() -> None:
     for template in (QWEN3, ""):
         form = find_format("auto", TEMPLATE, template, "qwen3")
         assert form is not None
@@ -240,7 +240,7 @@ def test_no_file(tmp_path: Path) -> None:
             find_format(str(path), None, "", "")
 
 
-def test_the_opening_is_what_stands_behind_the_last_beginning_of_a_turn() -> None:
+def test_the_opening_is_the_text_behind_the_last_turn_mark() -> None:
     prompt = "<|im_start|>assistant\nOne.<|im_end|>\n<|im_start|>assistant\n<think>\n"
     assert opening_of(named("qwen"), prompt) == "<think>\n"
     assert opening_of(named("qwen"), prompt[:-8]) == ""

@@ -60,7 +60,7 @@ NO_CALLS = {
 
 
 @pytest.mark.parametrize("inner", NO_CALLS.values(), ids=NO_CALLS)
-def test_what_is_no_call_is_text(inner: str) -> None:
+def test_invalid_calls_are_text(inner: str) -> None:
     bad = wrapped(inner)
     assert both(f"Let me.\n{bad}\nHm. {GOOD}") == Read("", f"Let me.\n{bad}\nHm.", [CALL], 1)
 
@@ -76,7 +76,7 @@ def test_a_string_that_is_not_closed_is_text_in_the_end() -> None:
 
 
 @pytest.mark.parametrize("form", ["mistral", "mistral-args", "gemma", "gpt-oss", "llama"])
-def test_what_is_no_call_is_text_in_other_formats(form: str) -> None:
+def test_invalid_calls_are_text_in_other_formats(form: str) -> None:
     opens = {
         "mistral": "[TOOL_CALLS][",
         "mistral-args": "[TOOL_CALLS]get_weather[ARGS]",
@@ -117,7 +117,7 @@ def test_arguments_may_be_left_out() -> None:
     assert both(wrapped('{"name": "get_weather"}')) == Read("", "", [("get_weather", {})], 0)
 
 
-def test_arguments_are_told_as_models_write_them() -> None:
+def test_arguments_have_the_form_that_models_write() -> None:
     inner = (
         '{"name":"get_weather","arguments":{"city":"M\\u00fcn\\nchen","days":12345678901234567890}}'
     )
@@ -125,7 +125,7 @@ def test_arguments_are_told_as_models_write_them() -> None:
     assert delta.calls[0].arguments == '{"city": "Mün\\nchen", "days": 12345678901234567890}'
 
 
-def test_what_is_cut_off_is_text_and_not_malformed() -> None:
+def test_a_call_cut_off_is_text_and_not_malformed() -> None:
     for end in range(len("<tool_call>"), len(GOOD) - len("}\n</tool_call>")):
         text = "Hm. " + GOOD[:end]
         assert both(text, cut_off=True) == Read("", text, [], 0)
@@ -153,7 +153,7 @@ def test_without_tools_marks_are_text() -> None:
     assert found == Read("", "Hm. " + GOOD, [], 0)
 
 
-def test_reasoning_stays_in_the_text_as_written_if_nobody_wants_it_apart() -> None:
+def test_reasoning_can_stay_in_the_text() -> None:
     for name in ("Qwen3", "gpt-oss", "Magistral"):
         family = FAMILIES[name]
         before, behind = family.reasoning
@@ -175,7 +175,7 @@ def test_reasoning_that_is_not_closed_stays_reasoning() -> None:
     assert both("Hm, </thi", opening="<think>\n") == Read("Hm, </thi", "", [], 0)
 
 
-def test_what_stands_in_the_prompt_is_not_told() -> None:
+def test_text_of_the_prompt_is_not_repeated() -> None:
     """Neither as text, nor where a mark was held back."""
     assert both("pon a time.", opening="Once u") == Read("", "pon a time.", [], 0)
     assert both("upon a time.", opening="Once \n ") == Read("", "upon a time.", [], 0)
@@ -218,7 +218,7 @@ def test_text_goes_on_while_no_mark_can_begin() -> None:
     assert [call.name for call in reader.feed("x").calls] == ["get_weather"]
 
 
-def test_what_comes_behind_a_call_is_told_behind_it() -> None:
+def test_text_behind_a_call_comes_behind_it() -> None:
     reader = MessageReader(QWEN, Reading(tools=TOOLS), "")
     told = [*map(reader.feed, [GOOD[:-1], ">b", "c", ""]), reader.finish()]
     kinds = [(delta.content, len(delta.calls)) for delta in told if any(delta)]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
-import anyio.lowlevel
 import msgspec
 import numpy as np
 
@@ -36,8 +34,8 @@ from .....pipeline.scoring import EmbeddedPrompt
 from .....text.tokenizer import prompt_too_long
 from ....server.http import FieldError, convert, decode_object
 from ....serving.embedding import EmbedCall, Prompt, embed_all
-from ....serving.readiness import Readiness
-from ....serving.samples import Unsent, complete_sample, stream_unsent
+from ....serving.lane_state import Readiness
+from ....serving.samples import UnsentOutputs, complete_sample, stream_unsent
 from ....serving.sampling_fields import VLLM, SamplingBody, read_sampling_params
 from ....serving.submissions import Submissions
 from ....serving.words import LazyWords
@@ -259,11 +257,12 @@ def whole_samples(completion: Completion, n: int) -> list[SampleDelta]:
     ]
 
 
-class UnsentDeltas(Unsent):
+class UnsentDeltas(UnsentOutputs):
     """Results of a request that were not sent yet, joined to one delta for each sample."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, take: Callable[[Sequence[SampleDelta]], Awaitable[None]]) -> None:
         super().__init__()
+        self._take = take
         self._waiting: list[list[SampleDelta]] = [[] for _ in range(n)]
         self._characters = [0] * n
         self._tokens = [0] * n
@@ -289,21 +288,19 @@ class UnsentDeltas(Unsent):
         self._waiting[index].append(delta)
         self._came(len(delta.token_ids))
 
-    async def send_all(self, take: Callable[[Sequence[SampleDelta]], Awaitable[None]]) -> None:
-        """Pass on a delta of each sample until it is closed and nothing is left."""
-        while any(self._waiting) or not self._closed:
-            if not any(self._waiting):
-                await self._change()
-                continue
-            deltas = [
-                msgspec.structs.replace(_joined(waiting), finish_reason=ended)
-                for waiting, ended in zip(self._waiting, self._ended, strict=True)
-            ]
-            self._waiting = [[] for _ in self._waiting]
-            self._taken()
-            await take(deltas)
-            # The transport accepts what fits its buffers without a pause.
-            await anyio.lowlevel.checkpoint()
+    @property
+    def is_due(self) -> bool:
+        return any(self._waiting)
+
+    async def send_next(self) -> None:
+        """Pass on a delta of each sample."""
+        deltas = [
+            msgspec.structs.replace(_joined(waiting), finish_reason=ended)
+            for waiting, ended in zip(self._waiting, self._ended, strict=True)
+        ]
+        self._waiting = [[] for _ in self._waiting]
+        self._taken()
+        await self._take(deltas)
 
 
 # --- the engine -----------------------------------------------------------------------------------
@@ -393,10 +390,8 @@ class EngineBackend:
         Raises:
             NanoInferenceError: The engine failed it. Everything before was passed on.
         """
-        deltas = UnsentDeltas(request.n)
-        completion = await stream_unsent(
-            self._submissions, call.origin, request, deltas, partial(deltas.send_all, take)
-        )
+        deltas = UnsentDeltas(request.n, take)
+        completion = await stream_unsent(self._submissions, call.origin, request, deltas)
         _record_compute(call, completion)
 
     async def embed(

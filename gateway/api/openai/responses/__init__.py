@@ -1,4 +1,4 @@
-"""`/v1/responses`: create, and what becomes of a response afterwards."""
+"""`/v1/responses`: create, retrieve, list, cancel, delete."""
 
 from __future__ import annotations
 

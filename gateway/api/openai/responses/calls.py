@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import NamedTuple
 
 import anyio
 import msgspec
@@ -12,192 +12,181 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .....bus.public import Completion, Output
-from .....config import Config, NanoInferenceError
-from .....store.calls import KeptCall
+from .....config import NanoInferenceError
+from .....store.calls import DurableCall
 from ....policy.caller import Caller, caller_of
 from ....server.http import (
-    CLIENT_LEFT,
     EventStream,
     FieldError,
     JsonResponse,
     SendEvent,
-    answer_while_connected,
     read_object,
     while_connected,
 )
 from ....serving.account import Account
-from ....serving.chat_templates import ChatTemplates
-from ....serving.durable_calls import Attendance, KeptCalls
-from ....serving.model_length import ModelLength
-from ....serving.origin import Origin, origin_of
-from ....serving.prepared import Prepared, of_tools, prepare
-from ....serving.served import ServedModels
-from ....serving.submissions import Submissions
-from ....serving.tenants import tenant_of
-from ....serving.words import LazyWords
+from ....serving.fields import Body, read_query
+from ....serving.origin import Origin, origin_of, tenant_of
+from ....serving.prepared import of_tools, prepare
+from ....serving.services import Services
 from ..errors import as_openai
-from ..idempotency import keyed
-from ..resuming import Found, last_event_id
-from .answers import Answers
-from .events import NOTHING, Events, read_number, response_of
+from ..records import Attach, Found, keyed, last_event_id, unattached
+from ..tools import response_tool_use
+from .events import NOTHING, ResponseEvents, read_number, response_of
 from .items import Item, check_calls, page_of
-from .queries import read_page, read_retrieval
-from .records import NeverBegun, Record
-from .requests import ResponseCall, conversation_of, read_response
-from .running import Background, run_request, send_outputs
+from .output import ResponseWriter
+from .requests import (
+    ItemsQuery,
+    NeverBegun,
+    ResponseCall,
+    ResponseRecord,
+    RetrieveQuery,
+    conversation_of,
+    read_response,
+)
+from .running import BackgroundResponses, run_response, send_outputs
 from .stored import StoredResponses, as_response_error
-from .tools import use_of
-
-Attend = Callable[[], AbstractAsyncContextManager[Attendance | None]]
-"""Attends a response while the context is open, if it is one that is kept."""
 
 _SOON_S = 0.05
-"""How long one in the background may take to be published before its client is answered; where it
-waits for a place, its client does not."""
+"""Time for a background response to be published before its client is answered. A response that
+waits for a place is published later."""
+
+
+class _RunningResponse(NamedTuple):
+    """A response that is written for a client.
+
+    Attributes:
+        after: The number of the last event that the client has.
+        retrieved: Whether a failed response is no error of the call.
+    """
+
+    origin: Origin
+    writer: ResponseWriter
+    attach: Attach
+    after: int = NOTHING
+    retrieved: bool = False
 
 
 class ResponseCalls:
     """The endpoints.
 
     Attributes:
-        conversation_of: Finds the conversation that a new response goes on with, as `conversation`
-            does; where there are several models, another may have made that.
+        conversation_of: Finds the conversation that a new response continues, as `conversation`
+            does. With several models another one may have made it.
     """
 
-    def __init__(
-        self,
-        submissions: Submissions,
-        kept: KeptCalls,
-        config: Config,
-        words: LazyWords,
-        templates: ChatTemplates,
-        length: ModelLength,
-        served: ServedModels,
-    ) -> None:
-        self._submissions = submissions
-        self._kept = kept
-        self._config = config
-        self._words = words
-        self._templates = templates
-        self._length = length
-        self._served = served
-        self._background = Background(submissions, kept, config, self._read)
-        self._stored = StoredResponses(
-            kept, submissions, self._background, words, templates, config
-        )
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._background = BackgroundResponses(services, self._count)
+        self._stored = StoredResponses(services, self._background)
         self.conversation_of: Callable[[str, str, Caller], Awaitable[list[Item]]] = (
             self._stored.conversation
         )
 
     async def conversation(self, response_id: str, tenant: str, caller: Caller) -> list[Item]:
-        """All items of a response that this model has made, which has ended.
+        """Return all items of a response of this model that has ended.
 
         Raises:
-            FieldError: It is not known, or has not ended well.
+            FieldError: It is unknown, or has not ended well.
         """
         return await self._stored.conversation(response_id, tenant, caller)
 
     async def create(self, request: Request) -> Response:
-        tenant = tenant_of(request)
-        body = await read_object(request, self._config.gateway.max_body_bytes)
-        call, items = read_response(body, self._config, await self._length.get())
+        services, tenant = self._services, tenant_of(request)
+        body, call, items = await self._read(request)
         again = keyed(request, tenant, body)
         if call.fields.stream and (event_id := last_event_id(request)):
             response_id = response_of(event_id)
             found = await self._stored.find(response_id, tenant, caller_of(request), again)
             return await self._again(request, found, read_number(event_id, response_id))
         if again is None:
-            # Before what may be said of the conversation.
-            await self._served.check(call.fields.model, caller_of(request))
+            # Errors of the conversation would otherwise come first.
+            await services.served.check(call.fields.model, caller_of(request))
         items = await self._whole(request, call, items)
         origin = origin_of(request, tenant, call.fields.budget_ms, call.fields.model)
-        record = Record(
-            tenant=tenant,
-            call=call,
-            items=items,
-            prompt=(),
-            deadline_ns=origin.deadline_ns,
-            caller=origin.caller,
-            keyed=again,
+        record = await self._prepared(
+            request,
+            ResponseRecord(
+                tenant=tenant,
+                call=call,
+                items=items,
+                deadline_ns=origin.deadline_ns,
+                caller=origin.caller,
+                keyed=again,
+            ),
         )
-        prepared = await self._prepared(request, record)
-        if prepared is None:
-            return Response(status_code=CLIENT_LEFT)
-        record = prepared
         await self._check(record)
-        answers = await self._stored.answers(record, first=True)
+        writer = await self._stored.writer(record, first=True)
         if again is not None and (begun := await self._stored.claim(record)) is not None:
             return await self._again(request, begun)
         if record.background:
-            return await self._in_background(request, origin, answers)
-        attend: Attend = _unattended
-        if record.kept:
-            attend = partial(self._kept.begun, record.id, record.encode(), [record.id], record.name)
-        if call.fields.stream:
-            return self._streamed(origin, answers, attend)
-        return await self._in_one_piece(request, origin, answers, attend)
+            return await self._in_background(request, origin, writer)
+        attach: Attach = unattached
+        if record.is_durable:
+            attach = partial(
+                services.durable.begun, record.id, record.encode(), [record.id], record.name
+            )
+        return await self._respond(request, _RunningResponse(origin, writer, attach))
 
     async def input_tokens(self, request: Request) -> Response:
-        """How many tokens the prompt of a response would have; the body is that of `create`."""
-        tenant = tenant_of(request)
-        body = await read_object(request, self._config.gateway.max_body_bytes)
-        call, items = read_response(body, self._config, await self._length.get())
-        await self._served.check(call.fields.model, caller_of(request))
+        """Count the tokens of a response's prompt; the body is that of `create`."""
+        _, call, items = await self._read(request)
+        await self._services.served.check(call.fields.model, caller_of(request))
         items = await self._whole(request, call, items)
-        record = Record(tenant=tenant, call=call, items=items, prompt=())
-        prepared = await self._prepared(request, record)
-        if prepared is None:
-            return Response(status_code=CLIENT_LEFT)
-        told = {"object": "response.input_tokens", "input_tokens": len(prepared.prompt)}
-        return JsonResponse(told)
+        record = ResponseRecord(tenant=tenant_of(request), call=call, items=items)
+        prompt = (await self._prepared(request, record)).prompt
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
     async def retrieve(self, request: Request) -> Response:
-        """A response as it is now, or as a stream that ends with it."""
-        asked = read_retrieval(request)
+        """Return a response as it is now, or its stream."""
+        query = read_query(request, RetrieveQuery)
+        if query.starting_after is not None and not query.stream:
+            raise FieldError("starting_after takes stream=true", param="starting_after")
         found = await self._found(request)
-        if asked.stream:
-            after, event_id = asked.after, last_event_id(request)
-            if after == NOTHING and event_id:
-                after = read_number(event_id, found.shape.id)
-            return await self._streamed_again(request, found, after, retrieved=True)
-        return JsonResponse(await self._stored.known(found))
+        if not query.stream:
+            return JsonResponse(await self._stored.known(found))
+        return await self._followed(request, found, query.starting_after, last_event_id(request))
 
     async def delete(self, request: Request) -> Response:
         found = await self._found(request)
         await self._stored.delete(found)
-        return JsonResponse({"id": found.shape.id, "object": "response", "deleted": True})
+        return JsonResponse({"id": found.record.id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         return JsonResponse(await self._stored.cancel(await self._found(request)))
 
     async def stream(self, request: Request) -> Response:
-        """As `retrieve`, for who reads it as any other stream."""
+        """As `retrieve`, by the endpoint of all streams."""
         event_id = request.query_params.get("after") or last_event_id(request)
-        found = await self._found(request)
-        after = read_number(event_id, found.shape.id) if event_id else NOTHING
-        return await self._streamed_again(request, found, after, retrieved=True)
+        return await self._followed(request, await self._found(request), None, event_id)
 
     async def end(self, request: Request) -> Response:
-        """Ends one, in the background or not; one that has ended is left alone."""
+        """End a response, in the background or not. A response that has ended stays as it is."""
         found = await self._found(request)
         await self._stored.end(found)
-        return JsonResponse({"id": found.shape.id, "object": "stream.cancelled", "cancelled": True})
+        return JsonResponse(
+            {"id": found.record.id, "object": "stream.cancelled", "cancelled": True}
+        )
 
     async def items(self, request: Request) -> Response:
-        """What stood before a response's output."""
-        page = read_page(request)
+        """List the items before a response's output."""
+        query = read_query(request, ItemsQuery)
         found = await self._found(request)
-        return JsonResponse(page_of(found.shape.items, *page))
+        return JsonResponse(page_of(found.record.items, query.order, query.after, query.limit))
 
-    async def _found(self, request: Request) -> Found[Record]:
+    async def _found(self, request: Request) -> Found[ResponseRecord]:
         named = request.path_params
         response_id = named.get("response_id") or named["stream"]
         return await self._stored.find(response_id, tenant_of(request), caller_of(request))
 
     # --- making one ---------------------------------------------------------------------------
 
+    async def _read(self, request: Request) -> tuple[Body, ResponseCall, list[Item]]:
+        config = self._services.config
+        body = await read_object(request, config.gateway.max_body_bytes)
+        return body, *read_response(body, config, await self._services.length.get())
+
     async def _whole(self, request: Request, call: ResponseCall, items: list[Item]) -> list[Item]:
-        """The items of a call behind those of the response that it goes on with."""
+        """Return the items of a call, behind those of the response that it continues."""
         before: list[Item] = []
         if previous := call.fields.previous_response_id:
             before = await self.conversation_of(previous, tenant_of(request), caller_of(request))
@@ -205,51 +194,35 @@ class ResponseCalls:
         check_calls(items, len(before))
         return items
 
-    async def _prepared(self, request: Request, record: Record) -> Record | None:
-        """A record with its prompt, and what that means for its output; None when the client has
-        gone meanwhile."""
-        fields = record.call.fields
-        use = use_of(fields)
-        conversation = conversation_of(fields, record.items)
-        asked = record.request(self._config).sampling
-        found: list[Prepared] = []
-
-        async def work() -> None:
-            budget = fields.thinking_token_budget
-            found.append(
-                await prepare(
-                    self._templates,
-                    self._words,
-                    conversation,
-                    use,
-                    asked,
-                    record.tenant,
-                    reasoning_budget=budget,
-                )
-            )
-
-        # It may have to wait for other templates.
-        await while_connected(request.receive, work)
-        if not found:
-            return None
-        ready = found[0]
-        constraint = ready.sampling.constraint
+    async def _prepared(self, request: Request, record: ResponseRecord) -> ResponseRecord:
+        """Add the prompt, and what it implies for the output."""
+        fields, sampling = record.call.fields, record.call.sampling
+        prepared = await prepare(
+            request,
+            self._services,
+            conversation_of(fields, record.items),
+            response_tool_use(fields),
+            sampling,
+            reasoning_budget=fields.thinking_token_budget,
+        )
+        constraint = prepared.sampling.constraint
         return msgspec.structs.replace(
             record,
-            prompt=ready.token_ids,
-            reading=ready.reading,
-            constraint=None if constraint == asked.constraint else constraint,
+            prompt=prepared.token_ids,
+            reading=prepared.reading,
+            constraint=None if constraint == sampling.constraint else constraint,
         )
 
-    async def _check(self, record: Record) -> None:
-        """Refuses what would be refused later, before any of it is there."""
-        self._submissions.check_ready()
-        asked = record.request(self._config)
-        self._submissions.check_priority(record.caller, asked)
-        self._submissions.check_size(asked, await self._submissions.length.get())
-        self._submissions.check_encoded(asked)
-        size, most = len(record.encode()), self._config.bus.max_request_bytes
-        if record.kept and size > most:
+    async def _check(self, record: ResponseRecord) -> None:
+        """Refuse here what the bus or admission would refuse."""
+        services = self._services
+        request = record.request(services.config)
+        services.submissions.check_ready()
+        services.submissions.check_priority(record.caller, request)
+        services.submissions.check_size(request, await services.length.get())
+        services.submissions.check_encoded(request)
+        size, most = len(record.encode()), services.config.bus.max_request_bytes
+        if record.is_durable and size > most:
             raise FieldError(
                 f"the conversation with all that is kept of it has {size} bytes, and may have "
                 f"{most} (bus.max_request_bytes); send less, or store: false",
@@ -257,73 +230,67 @@ class ResponseCalls:
                 code="request_too_large",
             )
 
-    async def _read(self, record: Record, completion: Completion) -> None:
-        """One in the background, which nobody may ever ask for, is told of all the same."""
+    async def _count(self, record: ResponseRecord, completion: Completion) -> None:
+        """Count the message of a background response, which no client may ever read."""
         if record.reading is not None:
-            answers = await self._stored.answers(record, first=True)
-            await self._stored.ended(answers, completion)
+            await self._stored.ended(await self._stored.writer(record, first=True), completion)
 
-    async def _in_background(self, request: Request, origin: Origin, answers: Answers) -> Response:
-        """One of which nothing need have come."""
-        record = answers.record
-        kept = KeptCall(record.encode())
+    async def _in_background(
+        self, request: Request, origin: Origin, writer: ResponseWriter
+    ) -> Response:
+        record, durable = writer.record, self._services.durable
+        kept = DurableCall(record.encode())
         if record.keyed is None:
-            await self._kept.keep(record.id, kept.record)
+            await durable.keep(record.id, kept.record)
         account = Account(background=True)
-        account.headers = origin.account.headers  # what is said when it begins
+        account.headers = origin.account.headers  # set when it begins
         run = self._background.begin(record, origin._replace(account=account), kept)
         with anyio.move_on_after(_SOON_S):
             await run.settled.wait()
         if run.failure is not None:
-            await self._kept.forget(record.id, record.name)
+            await durable.forget(record.id, record.name)
             raise run.failure
         if record.call.fields.stream:
-            return await self._streamed_again(request, Found(record, kept))
-        return JsonResponse(answers.begun("queued"))
+            return await self._again(request, Found(record, kept))
+        return JsonResponse(writer.begun("queued"))
 
     async def _again(
-        self, request: Request, found: Found[Record], after: int = NOTHING
+        self, request: Request, found: Found[ResponseRecord], after: int = NOTHING
     ) -> Response:
-        """The answer to a call that was begun before, perhaps from behind an event on."""
-        record = found.shape
-        if record.call.fields.stream:
-            return await self._streamed_again(request, found, after)
-        if record.background:
+        """Answer a call that was begun before, perhaps from behind an event on."""
+        fields = found.record.call.fields
+        if fields.background and not fields.stream:
             return JsonResponse(await self._stored.known(found))
-        origin = _origin(request, record)
-        answers = await self._stored.answers(record)
-        return await self._in_one_piece(request, origin, answers, self._attend_again(found))
+        return await self._respond(request, await self._attached(request, found, after))
 
-    async def _streamed_again(
+    async def _followed(
         self,
         request: Request,
-        found: Found[Record],
-        after: int = NOTHING,
-        *,
-        retrieved: bool = False,
+        found: Found[ResponseRecord],
+        after: int | None,
+        event_id: str,
     ) -> Response:
-        record = found.shape
-        origin = _origin(request, record)
-        answers = await self._stored.answers(record)
-        attend = self._attend_again(found)
-        return self._streamed(origin, answers, attend, after, retrieved=retrieved)
+        """Stream a stored response, from behind an event on."""
+        if after is None:
+            after = read_number(event_id, found.record.id) if event_id else NOTHING
+        running = await self._attached(request, found, after)
+        return self._streamed(running._replace(retrieved=True))
 
-    def _attend_again(self, found: Found[Record]) -> Attend:
-        record = found.shape
+    async def _attached(
+        self, request: Request, found: Found[ResponseRecord], after: int
+    ) -> _RunningResponse:
+        record = found.record
+        fields = record.call.fields
+        origin = origin_of(request, record.tenant, fields.budget_ms, fields.model)
 
-        @asynccontextmanager
-        async def attend() -> AsyncIterator[Attendance]:
-            kept = await self._stored.settled(found)
-            async with self._kept.resumed(
-                record.id, kept, [record.id], record.name, background=record.background
-            ) as attendance:
-                yield attendance
+        return _RunningResponse(
+            origin, await self._stored.writer(record), self._stored.attach(found), after
+        )
 
-        return attend
-
-    async def _in_one_piece(
-        self, request: Request, origin: Origin, answers: Answers, attend: Attend
-    ) -> Response:
+    async def _respond(self, request: Request, running: _RunningResponse) -> Response:
+        record = running.writer.record
+        if record.call.fields.stream:
+            return self._streamed(running)
         ended: list[Completion] = []
 
         async def take(output: Output) -> None:
@@ -331,71 +298,49 @@ class ResponseCalls:
                 ended.append(output)
 
         async def work() -> Response:
-            asked = answers.record.request(self._config)
-            async with attend() as attendance:
+            async with running.attach() as attachment:
                 try:
-                    await run_request(self._submissions, origin, asked, attendance, take)
+                    await run_response(self._services, running.origin, record, attachment, take)
                 except NanoInferenceError as error:
-                    if attendance is not None:
-                        attendance.fail(error)
-                    raise _told(error, answers.record) from None
-            return JsonResponse(await self._stored.ended(answers, ended[0]))
+                    if attachment is not None:
+                        attachment.fail(error)
+                    raise _as_response(error, record) from None
+            return JsonResponse(await self._stored.ended(running.writer, ended[0]))
 
-        return await answer_while_connected(request, work)
+        return await while_connected(request.receive, work)
 
-    def _streamed(
-        self,
-        origin: Origin,
-        answers: Answers,
-        attend: Attend,
-        after: int = NOTHING,
-        *,
-        retrieved: bool = False,
-    ) -> Response:
-        """Args: when it is `retrieved`, it is no error that the response is one."""
-        record = answers.record
-        asked = record.request(self._config)
+    def _streamed(self, running: _RunningResponse) -> Response:
+        origin, writer, attach, after, retrieved = running
+        record, gateway = writer.record, self._services.config.gateway
 
         async def produce(send: SendEvent) -> None:
-            ids = self._config.gateway.event_ids and record.call.fields.store
-            events = Events(answers, send, self._stored.beside, after, ids=ids)
+            ids = gateway.event_ids and record.call.fields.store
+            events = ResponseEvents(writer, send, self._stored.beside, after, ids=ids)
             if record.background:
                 await events.create()
             failure: NanoInferenceError | None
             try:
-                async with attend() as attendance:
+                async with attach() as attachment:
                     failure = await send_outputs(
-                        self._submissions, origin, asked, attendance, events.take
+                        self._services, origin, record, attachment, events.take
                     )
-                    if failure is not None and attendance is not None:
-                        attendance.fail(failure)
-                    lasts = attendance is None or attendance.ended
+                    if failure is not None and attachment is not None:
+                        attachment.fail(failure)
+                    has_ended = attachment is None or attachment.ended
             except NeverBegun as error:
-                failure, lasts = error, True
+                failure, has_ended = error, True
             if failure is None:
                 return
-            told = _told(failure, record)
-            if not stream.committed and not (retrieved and lasts):
-                raise as_openai(told, "responses")
-            await (events.fail(told) if lasts else events.interrupt(told))
+            failure = _as_response(failure, record)
+            if not stream.committed and not (retrieved and has_ended):
+                raise as_openai(failure, "responses")
+            await (events.fail(failure) if has_ended else events.interrupt(failure))
 
-        stream = EventStream(produce, self._config.gateway.comment_s)
+        stream = EventStream(produce, gateway.comment_s)
         return stream
 
 
-def _origin(request: Request, record: Record) -> Origin:
-    """That of a call which attaches to a response."""
-    fields = record.call.fields
-    return origin_of(request, record.tenant, fields.budget_ms, fields.model)
-
-
-def _told(error: NanoInferenceError, record: Record) -> NanoInferenceError:
-    """An error in words of responses."""
+def _as_response(error: NanoInferenceError, record: ResponseRecord) -> NanoInferenceError:
+    """Return an error in terms of responses."""
     about_tools = of_tools(error, record.reading)
     return as_response_error(error, record.id) if about_tools is error else about_tools
-
-
-@asynccontextmanager
-async def _unattended() -> AsyncIterator[None]:
-    """Of a response that ends with its connection."""
-    yield

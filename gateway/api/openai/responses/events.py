@@ -1,4 +1,4 @@
-"""A stream's events, each with its number."""
+"""The events of a response's stream, each with its number."""
 
 from __future__ import annotations
 
@@ -13,62 +13,62 @@ from .....bus.public import Completion, CompletionChunk, Output
 from .....config import NanoInferenceError, RequestError, shown
 from ....server.http import SendEvent
 from ..errors import as_openai
-from .answers import Answers
-from .output_items import Answer, ItemEvent
+from .output import Answer, ItemEvent, ResponseWriter
 
 _ENDS = {"completed": "response.completed", "failed": "response.failed"}
 _INCOMPLETE = "response.incomplete"
 _EVENT_ID = re.compile(r"(resp_[0-9a-f]{1,64})\.([0-9]{1,9})")
 
 NOTHING = -1
-"""In place of an event's number: a client has none of the stream."""
+"""In place of an event's number: the client has no event of the stream."""
 
 Beside = Callable[[int, Callable[[], list[ItemEvent]]], Awaitable[list[ItemEvent]]]
 
 
-class Events:
-    """Sends what comes of a response, in the order that OpenAI's clients count on.
+class ResponseEvents:
+    """Sends the events of a response in OpenAI's order.
 
-    One output on the bus becomes the same events each time, so that an event has the same number
-    whoever sends it.
+    An output becomes the same events with the same numbers at every gateway.
     """
 
     def __init__(
         self,
-        answers: Answers,
+        writer: ResponseWriter,
         send: SendEvent,
         beside: Beside,
         after: int = NOTHING,
         *,
         ids: bool = True,
     ) -> None:
-        """Args: `beside` reads so many tokens. Events up to number `after` are counted and not
-        sent. `ids`: whether they have ids, behind which a client may go on."""
-        self._answers = answers
+        """Args:
+        beside: Reads so many tokens, many of them in a thread.
+        after: Events up to this number are counted and not sent.
+        ids: Whether events have ids, behind which a client may resume.
+        """
+        self._writer = writer
         self._send = send
         self._beside = beside
         self._after = after
         self._ids = ids
         self._number = 0
-        # How much of the beginning was sent.
         self._created = False
         self._in_progress = False
-        self._items = answers.output_items()
+        self._items = writer.output_items()
         self._num_tokens = 0
 
     async def create(self) -> None:
-        """The first ones, of a response that may wait."""
+        """Send the first events, of a response that may wait for its place."""
         if self._created:
             return
         self._created = True
-        waits = self._answers.record.background
-        response = {"response": self._answers.begun("queued" if waits else "in_progress")}
+        waits = self._writer.record.background
+        response = {"response": self._writer.begun("queued" if waits else "in_progress")}
         await self._tell("response.created", response)
         if waits:
             await self._tell("response.queued", response)
 
     async def take(self, output: Output) -> None:
-        """The next output; the last one ends the stream."""
+        """Send the events of the next output. The last output ends the stream."""
         await self._progress()
         if isinstance(output, CompletionChunk):
             self._num_tokens += len(output.token_ids)
@@ -77,14 +77,15 @@ class Events:
             await self._end(output)
 
     async def fail(self, error: NanoInferenceError) -> None:
-        """The last one, of a response that the engine did not make."""
+        """Send the last event of a response that failed."""
         await self._progress()
-        await self._tell("response.failed", {"response": self._answers.failed(error)})
+        await self._tell("response.failed", {"response": self._writer.failed(error)})
 
     async def interrupt(self, error: NanoInferenceError) -> None:
-        """The stream ends here, and its response does not.
+        """End the stream of a response that goes on.
 
-        The event has the number of the one before it: who comes back behind it misses nothing.
+        The event has the number of the one before it, so that a client that resumes behind it
+        misses nothing.
         """
         told = as_openai(error, "responses")
         event = {
@@ -101,20 +102,20 @@ class Events:
             return
         self._in_progress = True
         await self.create()
-        await self._tell("response.in_progress", {"response": self._answers.begun("in_progress")})
+        await self._tell("response.in_progress", {"response": self._writer.begun("in_progress")})
 
     async def _end(self, completion: Completion) -> None:
         if completion.samples:
             sample = completion.samples[0]
             unread = len(sample.token_ids) - self._num_tokens
             await self._tell_all(await self._beside(unread, partial(self._items.end, sample)))
-        response = self._answers.ended(completion, self._items)
+        response = self._writer.ended(completion, self._items)
         kind = _ENDS.get(response["status"], _INCOMPLETE)
         await self._tell(kind, {"response": response})
 
     async def _tell_all(self, events: Iterable[ItemEvent]) -> None:
         for event in events:
-            await self._tell(event.type, event.told)
+            await self._tell(event.type, event.fields)
 
     async def _tell(self, kind: str, told: dict[str, Any]) -> None:
         event: Answer = {"type": kind, "sequence_number": self._number} | told
@@ -123,35 +124,33 @@ class Events:
             await self._send(msgspec.json.encode(event), self._event_id(event), name=kind)
 
     def _event_id(self, event: Answer) -> str:
-        return f"{self._answers.call.id}.{event['sequence_number']}" if self._ids else ""
+        return f"{self._writer.call.id}.{event['sequence_number']}" if self._ids else ""
 
 
 def response_of(event_id: str) -> str:
-    """The id of the response that an event belongs to.
+    """Return the id of the response that an event belongs to.
 
     Raises:
         RequestError: invalid_event_id.
     """
-    found = _EVENT_ID.fullmatch(event_id)
-    if found is None:
-        raise _invalid(event_id)
-    return found[1]
+    return _parsed(event_id)[1]
 
 
 def read_number(event_id: str, response_id: str) -> int:
-    """The number of an event of a response.
+    """Return the number of an event of a response.
 
     Raises:
-        RequestError: invalid_event_id: it is none of this one's.
+        RequestError: invalid_event_id: it belongs to another response.
     """
+    return int(_parsed(event_id, response_id)[2])
+
+
+def _parsed(event_id: str, response_id: str = "") -> re.Match[str]:
     found = _EVENT_ID.fullmatch(event_id)
-    if found is None or found[1] != response_id:
-        raise _invalid(event_id)
-    return int(found[2])
-
-
-def _invalid(event_id: str) -> RequestError:
-    return RequestError(
-        f"{shown(event_id)} is no event of this response; give the id of the last one that came",
-        code="invalid_event_id",
-    )
+    if found is None or response_id not in ("", found[1]):
+        raise RequestError(
+            f"{shown(event_id)} is no event of this response; give the id of the last one that "
+            "came",
+            code="invalid_event_id",
+        )
+    return found

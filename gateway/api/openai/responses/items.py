@@ -1,4 +1,4 @@
-"""Items of a conversation: as they come, are kept and listed."""
+"""Items of a conversation: read, listed, and turned into what chat templates read."""
 
 from __future__ import annotations
 
@@ -10,30 +10,23 @@ import msgspec
 
 from .....config import shown
 from ....server.http import FieldError
+from ....serving.chat_templates import Turn
 from ....serving.fields import read_part
-from ..bodies import Message
+from ....serving.tools import DirectCaller, tool_call
+from ..bodies import OpenAIMessage
 from ..messages import text_of, turn_of
 
 Item = dict[str, Any]
-"""With an id and a type: a message, whose content is a list of parts; a call of a function; what
-came of it; the reasoning of a turn."""
-
-MOST_LISTED = 100
-"""Items of one page."""
+"""An id and a type, with the fields of a message (its content is a list of parts), of a function
+call, of its output, or of the reasoning of a turn."""
 
 _LONGEST_ID = 128
 _LEFT_OUT = frozenset({"id", "status", "phase", "type"})
-"""Of an item that was an answer; they say nothing to a template."""
-
-
-class DirectCaller(msgspec.Struct, frozen=True, kw_only=True):
-    """The model itself, and no program of its."""
-
-    type: Literal["direct"]
+"""Fields of an item of an answer that chat templates ignore."""
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that the model made."""
+    """A call by the model."""
 
     HARMLESS: ClassVar = _LEFT_OUT
 
@@ -44,7 +37,7 @@ class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FunctionOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of it: a text, or parts of text."""
+    """The result of a call: a text, or parts of text."""
 
     HARMLESS: ClassVar = _LEFT_OUT
 
@@ -54,29 +47,28 @@ class FunctionOutput(msgspec.Struct, frozen=True, kw_only=True):
     caller: DirectCaller | None = None
 
 
-class TextPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a reasoning."""
+class ReasoningPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of reasoning."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model thought before a text or a call. What is encrypted nobody here has made, and
-    nobody can read."""
+class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True):
+    """The model's reasoning before a text or a call. Encrypted content can't be read."""
 
     HARMLESS: ClassVar = _LEFT_OUT
 
-    summary: list[TextPart] = []
-    content: list[TextPart] | None = None
+    summary: list[ReasoningPart] = []
+    content: list[ReasoningPart] | None = None
     encrypted_content: str | None = None
 
 
 def items_of(given: str | list[dict[str, Any]] | None) -> list[Item]:
-    """The items of a body's `input`.
+    """Read the items of a body's `input`.
 
     Raises:
-        FieldError: There is none, one is of no type that is known, or holds what is not text.
+        FieldError: It is empty, or an item is of an unknown type, or holds no text.
     """
     if not given:
         raise FieldError("input is empty; give a text or messages", param="input")
@@ -85,15 +77,15 @@ def items_of(given: str | list[dict[str, Any]] | None) -> list[Item]:
 
 
 def answered(output: Iterable[dict[str, Any]]) -> list[Item]:
-    """The items of a response's `output`, for whoever goes on with the conversation."""
+    """Read the items of a response's `output`, to continue the conversation."""
     return [_item(item, "output") for item in output]
 
 
 def check_calls(items: Iterable[Item], first: int) -> None:
-    """What became of a call stands behind that call.
+    """Check that each output of a call stands behind that call.
 
     Args:
-        first: How many of the items are of earlier responses.
+        first: The number of items of earlier responses.
 
     Raises:
         FieldError: There is no such call.
@@ -114,10 +106,10 @@ def check_calls(items: Iterable[Item], first: int) -> None:
 def page_of(
     items: list[Item], order: Literal["asc", "desc"], after: str | None, limit: int
 ) -> dict[str, Any]:
-    """A part of them as OpenAI's lists are.
+    """Return a page of items, in the form of OpenAI's lists.
 
     Raises:
-        FieldError: There is no item `after` which more are wanted.
+        FieldError: There is no item `after`.
     """
     ordered = items if order == "asc" else items[::-1]
     if after is not None:
@@ -136,7 +128,7 @@ def page_of(
 
 
 def message_of(item: Item) -> dict[str, Any]:
-    """A message's item as a chat's message."""
+    """Return a message's item as a chat's message."""
     return {name: value for name, value in item.items() if name not in _LEFT_OUT}
 
 
@@ -144,7 +136,7 @@ def message_of(item: Item) -> dict[str, Any]:
 
 
 def _item(given: dict[str, Any], where: str) -> Item:
-    """An item, without what says nothing."""
+    """Read an item, without fields that have no effect."""
     kind = given.get("type") or "message"
     read = _KINDS.get(kind) if isinstance(kind, str) else None
     if read is None:
@@ -164,7 +156,7 @@ def _item(given: dict[str, Any], where: str) -> Item:
 def _message(given: dict[str, Any], where: str) -> Item:
     turn_of(message_of(given), where)
     fields = {
-        each: given[each] for each in Message.__struct_fields__ if given.get(each) is not None
+        each: given[each] for each in OpenAIMessage.__struct_fields__ if given.get(each) is not None
     }
     content = fields.get("content") or []
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -199,7 +191,7 @@ def _function_output(given: dict[str, Any], where: str) -> Item:
 
 
 def _reasoning(given: dict[str, Any], where: str) -> Item:
-    reasoning = read_part(given, Reasoning, where)
+    reasoning = read_part(given, ReasoningItem, where)
     parts = {"summary": reasoning.summary, "content": reasoning.content or []}
     return {
         name: [{"type": part.type, "text": part.text} for part in texts]
@@ -219,3 +211,57 @@ _PREFIXES = {
     "function_call_output": "fco_",
     "reasoning": "rs_",
 }
+
+
+# --- turns for a chat template ------------------------------------------------------------------
+
+
+def turns_of(items: Iterable[Item]) -> list[Turn]:
+    """Return the turns of items that `items_of` has read.
+
+    Reasoning, text and calls of the model that follow each other are one turn of the assistant,
+    as far as they could have been written so.
+    """
+    turns: list[Turn] = []
+    # The assistant's turn so far.
+    spoken: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+
+    def end_turn() -> None:
+        if spoken or calls:
+            called = {"tool_calls": [*calls]} if calls else {}
+            turns.append(turn_of({"role": "assistant", "content": ""} | spoken | called, "input"))
+            spoken.clear()
+            calls.clear()
+
+    def end_turn_if_begun() -> None:
+        """Reasoning alone does not begin a turn."""
+        if calls or spoken.keys() - {"reasoning_content"}:
+            end_turn()
+
+    for item in items:
+        match item["type"]:
+            case "reasoning":
+                end_turn_if_begun()
+                text = "\n".join(part["text"] for part in item["content"] or item["summary"])
+                before = spoken.get("reasoning_content")
+                spoken["reasoning_content"] = "\n".join(filter(None, (before, text)))
+            case "function_call":
+                names[item["call_id"]] = item["name"]
+                calls.append(tool_call(item["call_id"], item["name"], item["arguments"]))
+            case "function_call_output":
+                end_turn()
+                text = text_of(item["output"], "input")
+                turn: Turn = {"role": "tool", "content": text, "tool_call_id": item["call_id"]}
+                name = item.get("name") or names.get(item["call_id"])
+                turns.append(turn if name is None else turn | {"name": name})
+            case _ if item["role"] == "assistant":
+                end_turn_if_begun()
+                # Its own reasoning has precedence.
+                spoken |= message_of(item)
+            case _:
+                end_turn()
+                turns.append(turn_of(message_of(item), "input"))
+    end_turn()
+    return turns

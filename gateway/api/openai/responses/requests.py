@@ -1,82 +1,163 @@
-"""From a body of `/v1/responses` to our request."""
+"""From a body of `/v1/responses` to our request, and its durable record."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from .....bus.public import GenerateRequest
-from .....config import Config, Constraint, SamplingParams, field_name, shown
-from ....server.http import FieldError, convert
-from ....serving.chat_templates import Conversation, Turn
+from .....config import Config, Constraint, NanoInferenceError, SamplingParams, field_name, shown
+from .....text.messages import Reading
+from ....policy.caller import ANYBODY, Caller
+from ....server.http import EngineError, FieldError, convert
+from ....serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ....serving.constraints import of_structured_outputs, of_text_format, the_one
 from ....serving.fields import Body, adapter_of, engine_priority, read_part
 from ....serving.sampling_fields import TEXT_SAMPLING, read_sampling
-from ....serving.template_variables import reasoning_of_effort
 from ..bodies import ResponseBody
-from .items import Item, items_of
-from .turns import turns_of
+from ..records import CallHead, DurableRecord
+from .items import Item, items_of, turns_of
 
 ID_PREFIX = "resp_"
-"""What the id of each response begins with."""
+"""The beginning of each response's id."""
 
 LOGPROBS = "message.output_text.logprobs"
-# Reasoning is told, and nothing of it is kept from whoever asks for it.
+# Reasoning is returned as it is, so that no encrypted copy is needed.
 _HARMLESS = frozenset({"reasoning.encrypted_content"})
 
 _MOST_METADATA = 16
+_MOST_LISTED = 100
 
 _AS_IT_COMES = {"verbosity": ("medium",)}
-"""What asks of the text of a response for nothing but what is done anyway."""
+"""Values of `text` that ask for the default."""
 
 
-class ResponseCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call, but for its prompt.
+class RetrieveQuery(msgspec.Struct, frozen=True):
+    """The query of a response: as a whole, or as a stream from behind an event on."""
+
+    HARMLESS: ClassVar = frozenset({"include", "include[]", "include_obfuscation"})
+
+    stream: bool = False
+    starting_after: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+class ItemsQuery(msgspec.Struct, frozen=True):
+    """The query of a response's input items."""
+
+    HARMLESS: ClassVar = RetrieveQuery.HARMLESS
+
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=_MOST_LISTED)] = 20
+
+
+class ResponseCall(CallHead, frozen=True, kw_only=True):
+    """A call, without its prompt.
 
     Attributes:
-        id: The response's own.
-        created: When it came, seconds since the Unix epoch.
-        fields: As they came, but for the input.
-        logprobs: Whether they are shown.
+        fields: As they came, without the input.
         sampling: Without the constraint that tools or reasoning may add.
-        of_model: The id of the model that it is for; `model` may be an adapter's.
+        logprobs: Whether they are shown.
     """
 
-    id: str
-    created: int
-    model: str
     fields: ResponseBody
     sampling: SamplingParams
     logprobs: bool
-    of_model: str = ""
+
+
+class NeverBegun(EngineError):
+    """A stored response of which no request was submitted, and none will be."""
+
+
+class ResponseFailure(msgspec.Struct, frozen=True):
+    """The error of a response that was never begun."""
+
+    code: str
+    message: str
+
+    def error(self) -> NeverBegun:
+        return NeverBegun(self.message, code=self.code)
+
+
+class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
+    """A response, as the bus keeps it.
+
+    Attributes:
+        items: The conversation before its output, without instructions.
+        prompt: The tokens that are submitted; none where no gateway has to submit them again.
+        deadline_ns: On the clock of `now_ns`; None without a limit.
+        caller: The caller, with its permissions.
+        failure: Why no request was submitted.
+        reading: For the reader of its output; None where all of that is text.
+        constraint: The output's, where tools or reasoning add to that of the fields.
+    """
+
+    call: ResponseCall
+    items: list[Item]
+    prompt: tuple[int, ...] = ()
+    deadline_ns: int | None = None
+    caller: Caller = ANYBODY
+    failure: ResponseFailure | None = None
+    reading: Reading | None = None
+    constraint: Constraint | None = None
 
     @property
-    def item_id(self) -> str:
-        """Of the one message of the response, the same in all events."""
-        return f"msg_{self.id.removeprefix(ID_PREFIX)}"
+    def request_ids(self) -> list[str]:
+        return [self.id]
 
-    def request(self, token_ids: tuple[int, ...], tenant: str, config: Config) -> GenerateRequest:
-        """What is submitted for a prompt."""
+    @property
+    def background(self) -> bool:
+        """Whether it goes on without its client."""
+        return self.call.fields.background
+
+    @property
+    def is_complete(self) -> bool:
+        return self.background or self.keyed is not None
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether the bus keeps it."""
+        return self.call.fields.store or self.keyed is not None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        if self.constraint is None:
+            return self.call.sampling
+        return msgspec.structs.replace(self.call.sampling, constraint=self.constraint)
+
+    def request(self, config: Config) -> GenerateRequest:
+        """Return the request to submit."""
+        fields = self.call.fields
         return GenerateRequest(
             request_id=self.id,
-            prompt_token_ids=token_ids,
+            prompt_token_ids=self.prompt,
             sampling=self.sampling,
-            stream=self.fields.stream,
-            priority=engine_priority(self.fields.priority),
-            tenant=tenant,
-            cache_salt=self.fields.cache_salt,
-            model=adapter_of(self.fields.model, config),
+            stream=fields.stream,
+            priority=engine_priority(fields.priority),
+            tenant=self.tenant,
+            cache_salt=fields.cache_salt,
+            model=adapter_of(fields.model, config),
         )
+
+    def failed(self, error: NanoInferenceError) -> ResponseRecord:
+        """Return the record of the same response, which will never be begun."""
+        failure = ResponseFailure(error.code, error.message)
+        return msgspec.structs.replace(self, prompt=(), constraint=None, failure=failure)
+
+    def encode(self) -> bytes:
+        if self.is_complete:
+            return super().encode()
+        return msgspec.json.encode(msgspec.structs.replace(self, prompt=(), constraint=None))
 
 
 def read_response(
     body: Body, config: Config, max_model_len: int
 ) -> tuple[ResponseCall, list[Item]]:
-    """A body of `/v1/responses`, and its input.
+    """Read a body of `/v1/responses`: the call, and its input.
 
     Args:
         max_model_len: Tokens that prompt and completion may have together.
@@ -100,7 +181,7 @@ def read_response(
         raise FieldError(f"metadata has more than {_MOST_METADATA} texts", param="metadata")
     if fields.background and not fields.store:
         raise FieldError(
-            "background takes store: true; nobody could ask for it", param="background"
+            "background takes store: true, or no client could find it", param="background"
         )
     call = ResponseCall(
         id=f"{ID_PREFIX}{uuid.uuid4().hex}",
@@ -124,11 +205,7 @@ def read_response(
 
 
 def _constraint(fields: ResponseBody) -> Constraint | None:
-    """What the text has to be.
-
-    Raises:
-        FieldError: Several fields say so, or one says what is not there.
-    """
+    """Raises FieldError: several fields constrain the text, or one is not supported."""
     return the_one(
         {
             "structured_outputs": of_structured_outputs(
@@ -140,7 +217,7 @@ def _constraint(fields: ResponseBody) -> Constraint | None:
 
 
 def _text_format(text: Body) -> Constraint | None:
-    """Raises FieldError: it says more of the text than its format."""
+    """Raises FieldError: there is an option beside the format, or the format is not supported."""
     for name, value in text.items():
         if name != "format" and value not in (None, *_AS_IT_COMES.get(name, ())):
             where = f"text.{field_name(name)}"
@@ -156,7 +233,7 @@ def _text_format(text: Body) -> Constraint | None:
 
 
 def conversation_of(fields: ResponseBody, items: Iterable[Item]) -> Conversation:
-    """What the template is given. Instructions are those of this call alone, and so are tools."""
+    """Return the conversation for the chat template. Instructions are those of this call alone."""
     turns: list[Turn] = []
     if fields.instructions:
         turns.append({"role": "system", "content": fields.instructions})

@@ -1,70 +1,68 @@
-"""Responses on their way through the engine: while somebody waits, or in the background."""
+"""Responses on their way through the engine: with a client, or in the background."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 
 import anyio
 import anyio.lowlevel
 
-from .....bus.public import Completion, GenerateRequest, Output
-from .....config import BusError, ChannelClosed, Config, NanoInferenceError
-from .....store.calls import KeptCall
+from .....bus.public import Completion, Output
+from .....config import BusError, ChannelClosed, NanoInferenceError
+from .....store.calls import DurableCall
 from .....telemetry import TraceContext
 from ....serving.account import Account
-from ....serving.durable_calls import Attendance, KeptCalls
+from ....serving.durable_calls import Attachment
 from ....serving.origin import Origin
-from ....serving.submissions import Submissions
-from .records import Record, decode_record
+from ....serving.services import Services
+from ..records import decode_record
+from .requests import ResponseRecord
 
 MOST_UNSENT = 4096
 """Outputs that wait here for a client that does not read. The others wait on the bus."""
 
 _BUS_AWAY_S = 1.0
-"""After so long it is looked whether the bus is back."""
+"""Seconds between attempts to reach a lost bus."""
 
 Take = Callable[[Output], Awaitable[None]]
-Ended = Callable[[Record, Completion], Awaitable[None]]
+Ended = Callable[[ResponseRecord, Completion], Awaitable[None]]
 
 
-async def run_request(
-    submissions: Submissions,
+async def run_response(
+    services: Services,
     origin: Origin,
-    request: GenerateRequest,
-    attendance: Attendance | None,
+    record: ResponseRecord,
+    attachment: Attachment | None,
     take: Take,
 ) -> None:
-    """Runs a response's request, or follows it, where it was begun before.
+    """Run a response's request, or follow one that was begun before.
 
     Args:
-        attendance: In the response; None of one that ends with its connection.
-        take: Is given all outputs in order, from the first one on.
+        attachment: None for a response that ends with its connection.
+        take: Awaited with all outputs, from the first one on.
 
     Raises:
         NanoInferenceError: The engine did not do it.
     """
 
-    async def run(index: int, begun: bool) -> None:
-        async with aclosing(submissions.outputs(origin, request, begun, attendance)) as outputs:
-            async for output in outputs:
-                await take(output)
-                await anyio.lowlevel.checkpoint()
+    async def take_one(index: int, output: Output) -> None:
+        await take(output)
 
-    published = () if attendance is None else attendance.begun_before
-    await submissions.run(origin, [request], run, published)
+    requests = [record.request(services.config)]
+    await services.submissions.run(origin, requests, take_one, attachment)
 
 
 async def send_outputs(
-    submissions: Submissions,
+    services: Services,
     origin: Origin,
-    request: GenerateRequest,
-    attendance: Attendance | None,
+    record: ResponseRecord,
+    attachment: Attachment | None,
     take: Take,
 ) -> NanoInferenceError | None:
-    """As `run_request`, for a client that may read slowly: the others are not delayed by that.
+    """As `run_response`, for a client that may read slowly without delaying the others.
 
-    Gives the error that ended it, when all that came before was taken.
+    Returns:
+        The error that ended it, once all outputs before it were taken.
     """
     failure: NanoInferenceError | None = None
     put, got = anyio.create_memory_object_stream[Output](MOST_UNSENT)
@@ -79,7 +77,7 @@ async def send_outputs(
     async with anyio.create_task_group() as group, put:
         group.start_soon(take_all)
         try:
-            await run_request(submissions, origin, request, attendance, put.send)
+            await run_response(services, origin, record, attachment, put.send)
         except NanoInferenceError as error:
             # Not through the group, which would wrap it.
             failure = error
@@ -87,11 +85,11 @@ async def send_outputs(
 
 
 class Run:
-    """A response that is run in the background by this gateway.
+    """A response that this gateway runs in the background.
 
     Attributes:
         settled: Set when it is published, or will not be.
-        failure: Why it will not be.
+        failure: The reason why it will not be published.
     """
 
     def __init__(self) -> None:
@@ -99,101 +97,95 @@ class Run:
         self.failure: NanoInferenceError | None = None
 
 
-class Background:
-    """The responses that this gateway runs, or goes on with for another one, for nobody who waits.
+class BackgroundResponses:
+    """The responses that this gateway runs without a client, or has taken over.
 
-    A response is kept with all that it takes to run it. Whoever has begun it attends it until its
-    end; when nobody does any more, since that gateway was killed, one of the others takes it.
+    The record of a response has all that a gateway needs to run it. The gateway that began it stays
+    attached until its end; an orphaned one, whose gateway was killed, is taken over by another.
     """
 
-    def __init__(
-        self, submissions: Submissions, kept: KeptCalls, config: Config, ended: Ended
-    ) -> None:
-        """Args: `ended` is told of each that has ended here."""
+    def __init__(self, services: Services, ended: Ended) -> None:
+        """Args: `ended` is awaited with each response that has ended here."""
         self._ended = ended
-        self._submissions = submissions
-        self._kept = kept
-        self._config = config
+        self._services = services
         self._running: dict[str, Run] = {}
-        kept.adopted_by(self._adopt)
+        services.durable.taken_over_by(self._take_over)
 
-    def begin(self, record: Record, origin: Origin, kept: KeptCall) -> Run:
-        """Runs a response that is kept."""
+    def begin(self, record: ResponseRecord, origin: Origin, kept: DurableCall) -> Run:
+        """Run a response that the bus keeps."""
         run = self._running[record.id] = Run()
-        self._kept.begin(self._run(run, record, origin, kept))
+        self._services.durable.begin(self._run(run, record, origin, kept))
         return run
 
     def running(self, response_id: str) -> Run | None:
-        """One that is run here."""
+        """Return the run of a response of this gateway."""
         return self._running.get(response_id)
 
-    def _adopt(self, response_id: str, kept: KeptCall) -> bool:
-        record = decode_record(kept.record)
+    def _take_over(self, response_id: str, kept: DurableCall) -> bool:
+        record = decode_record(kept.record, ResponseRecord)
         if record is None or not record.background:
             return False
-        # One that is run here may be unattended while the bus is away.
+        # A response of this gateway may be unattached while the bus is away.
         if record.failure is None and record.id not in self._running:
-            account = Account(background=True)
             origin = Origin(
-                *(record.tenant, TraceContext(), record.deadline_ns, account),
+                record.tenant,
+                TraceContext(),
+                record.deadline_ns,
+                Account(background=True),
                 record.caller,
                 record.call.fields.model,
             )
             self.begin(record, origin, kept)
         return True
 
-    async def _run(self, run: Run, record: Record, origin: Origin, kept: KeptCall | None) -> None:
+    async def _run(
+        self, run: Run, record: ResponseRecord, origin: Origin, kept: DurableCall | None
+    ) -> None:
         try:
-            while not await self._attend(run, record, origin, kept):
+            while not await self._attach(run, record, origin, kept):
                 await anyio.sleep(_BUS_AWAY_S)
                 kept = None
         finally:
             self._running.pop(record.id, None)
             run.settled.set()
 
-    async def _attend(
-        self, run: Run, record: Record, origin: Origin, kept: KeptCall | None
+    async def _attach(
+        self, run: Run, record: ResponseRecord, origin: Origin, kept: DurableCall | None
     ) -> bool:
-        """Runs one, or goes on with it; returns False when the bus is away, and it is to be tried
-        again.
+        """Run a response, or follow it. Returns False if the bus is away: try again."""
+        durable = self._services.durable
 
-        Args:
-            kept: None when that has to be looked up.
-        """
+        async def take(output: Output) -> None:
+            if isinstance(output, Completion):
+                await self._ended(record, output)
+
         try:
-            kept = kept or await self._kept.find(record.id)
+            kept = kept or await durable.find(record.id)
             if kept is None:
                 return True
-            async with self._kept.resumed(
+            async with durable.resumed(
                 record.id, kept, [record.id], record.name, background=True
-            ) as attendance:
-                attendance.noted = run.settled.set
-                request = record.request(self._config)
-
-                async def take(output: Output) -> None:
-                    """Whoever wants to read it follows it."""
-                    if isinstance(output, Completion):
-                        await self._ended(record, output)
-
+            ) as attachment:
+                attachment.noted = run.settled.set
                 try:
-                    await run_request(self._submissions, origin, request, attendance, take)
+                    await run_response(self._services, origin, record, attachment, take)
                 except NanoInferenceError as error:
-                    await self._fail(run, record, attendance, error)
+                    await self._fail(run, record, attachment, error)
             return True
         except BusError as error:
             return isinstance(error, ChannelClosed) or error.code != BusError.code
 
     async def _fail(
-        self, run: Run, record: Record, attendance: Attendance, error: NanoInferenceError
+        self, run: Run, record: ResponseRecord, attachment: Attachment, error: NanoInferenceError
     ) -> None:
-        if attendance.ended:
-            return  # its outputs tell why
+        if attachment.ended:
+            return  # its outputs have the error
         if error.code in (BusError.code, "shutting_down"):
-            attendance.fail(error)
+            attachment.fail(error)
             if isinstance(error, BusError):
                 raise error
             return
-        if not attendance.entries:
+        if not attachment.entries:
             run.failure = error
-            await self._kept.replace(record.id, record.failed(error).encode())
-        attendance.end()
+            await self._services.durable.replace(record.id, record.failed(error).encode())
+        attachment.end()

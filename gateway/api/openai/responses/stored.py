@@ -1,4 +1,4 @@
-"""Responses that are kept on the bus: found, told, continued, cancelled, forgotten."""
+"""Responses on the bus: found, read, continued, cancelled, deleted."""
 
 from __future__ import annotations
 
@@ -9,24 +9,19 @@ from typing import TypeVar
 import anyio
 
 from .....bus.public import Completion
-from .....config import Config, NanoInferenceError, shown
-from .....store.calls import KeptCall
+from .....config import NanoInferenceError, shown
+from .....store.calls import DurableCall
 from .....telemetry import TraceContext
 from ....policy.caller import Caller
 from ....server.http import EngineError, FieldError
 from ....serving.account import Account
-from ....serving.chat_templates import ChatTemplates
-from ....serving.durable_calls import KeptCalls
 from ....serving.origin import Origin
-from ....serving.submissions import Submissions
-from ....serving.words import LazyWords
-from ..idempotency import Keyed
-from ..resuming import BegunAnswers, Found
-from .answers import UNENDED, Answers
+from ....serving.services import Services
+from ..records import Attach, BegunCalls, Found, IdempotencyKey
 from .items import Item, answered
-from .output_items import Answer
-from .records import Record, decode_record
-from .running import Background
+from .output import UNENDED, Answer, ResponseWriter
+from .requests import ResponseRecord
+from .running import BackgroundResponses
 
 T = TypeVar("T")
 
@@ -35,7 +30,7 @@ _NOT_FOUND, _UNFINISHED = "previous_response_not_found", "previous_response_unfi
 _CONTINUED = ("completed", "incomplete")
 
 _CANCEL_TIMEOUT_S = 10.0
-"""How long a cancelled response may take to end before what is known of it is told."""
+"""Time for a cancelled response to end before its state is returned."""
 
 _AT_ONCE = 1024
 """Tokens that are read at once, which takes some 20 microseconds each; more take a thread."""
@@ -44,91 +39,78 @@ _FIRST_LOOK_S, _LONGEST_WAIT_S = 0.01, 0.5
 
 
 class StoredResponses:
-    """Those of all gateways on the bus."""
+    """The responses of all gateways."""
 
-    def __init__(
-        self,
-        kept: KeptCalls,
-        submissions: Submissions,
-        background: Background,
-        words: LazyWords,
-        templates: ChatTemplates,
-        config: Config,
-    ) -> None:
-        self._kept = kept
-        self._submissions = submissions
+    def __init__(self, services: Services, background: BackgroundResponses) -> None:
+        self._services = services
         self._background = background
-        self._words = words
-        self._templates = templates
-        self._config = config
-        self._begun = BegunAnswers(kept, decode_record, unknown)
+        self._begun = BegunCalls(services.durable, ResponseRecord, unknown)
 
     async def find(
-        self, response_id: str, tenant: str, caller: Caller, again: Keyed | None = None
-    ) -> Found[Record]:
-        """One of a tenant that was stored, by a model that the caller may use.
-
-        Args:
-            again: What the call that asks for it is known by, if it has a key.
+        self, response_id: str, tenant: str, caller: Caller, again: IdempotencyKey | None = None
+    ) -> Found[ResponseRecord]:
+        """Find a stored response; see `BegunCalls.find`.
 
         Raises:
             RequestError: unknown_response, idempotency_key_reused.
         """
         found = await self._begun.find(response_id, tenant, caller, again)
-        if not found.shape.call.fields.store:
+        if not found.record.call.fields.store:
             raise unknown(response_id)
         return found
 
-    async def claim(self, record: Record) -> Found[Record] | None:
-        """As `BegunAnswers.claim`."""
+    async def claim(self, record: ResponseRecord) -> Found[ResponseRecord] | None:
+        """As `BegunCalls.claim`."""
         return await self._begun.claim(record, record.caller, background=record.background)
 
-    async def answers(self, record: Record, *, first: bool = False) -> Answers:
-        """What writes a response.
+    async def writer(self, record: ResponseRecord, *, first: bool = False) -> ResponseWriter:
+        """Return the writer of a response.
 
         Args:
-            first: Nobody has read its output before, so that metrics tell of it.
+            first: No other reader has read the output, so that metrics count it.
 
         Raises:
-            RequestError: unsupported: the gateway lacks the tokenizer that it takes.
+            RequestError: unsupported: the gateway lacks the tokenizer.
         """
-        form = await self._templates.message_format()
-        sampling = record.request(self._config).sampling
-        measures = self._submissions.measures if first else None
-        return Answers(record, await self._words.required(), form, sampling, measures)
+        services = self._services
+        form = await services.templates.message_format()
+        measures = services.measures if first else None
+        return ResponseWriter(record, await services.words.required(), form, measures)
 
-    async def known(self, found: Found[Record]) -> Answer:
-        """What there is of one now, without waiting for more.
+    async def known(self, found: Found[ResponseRecord]) -> Answer:
+        """Return the present state of a response, without waiting.
 
         Raises:
             RequestError: unknown_response.
         """
         record, kept = found
+        services = self._services
         try:
-            last = await self._kept.last_output(record.id, kept, record.id)
+            last = await services.durable.last_output(record.id, kept, record.id)
         except EngineError as error:
             raise as_response_error(error, record.id) from None
         if isinstance(last, Completion):
             origin = Origin(record.tenant, TraceContext(), None, Account(), record.caller)
-            last = await self._submissions.told(origin, record.request(self._config), last)
-        answers = await self.answers(record)
+            request = record.request(services.config)
+            last = await services.submissions.filtered_end(origin, request, last)
+        writer = await self.writer(record)
         made = last.usage.completion_tokens if isinstance(last, Completion) else 0
-        return await self.beside(made, partial(answers.known, kept, last))
+        return await self.beside(made, partial(writer.known, kept, last))
 
-    async def ended(self, answers: Answers, completion: Completion) -> Answer:
-        """One that has ended."""
+    async def ended(self, writer: ResponseWriter, completion: Completion) -> Answer:
+        """Return a response that has ended."""
         made = completion.usage.completion_tokens
-        return await self.beside(made, partial(answers.ended, completion))
+        return await self.beside(made, partial(writer.ended, completion))
 
     async def beside(self, tokens: int, work: Callable[[], T]) -> T:
-        """Reads an output, a long one in a thread. Args: how many tokens of it are to be read."""
-        return await self._words.beside(work) if tokens > _AT_ONCE else work()
+        """Read so many tokens of an output, many of them in a thread."""
+        return await self._services.words.beside(work) if tokens > _AT_ONCE else work()
 
     async def conversation(self, response_id: str, tenant: str, caller: Caller) -> list[Item]:
-        """All items of a response that has ended, its output among them.
+        """Return all items of a response that has ended, with its output.
 
         Raises:
-            FieldError: It is not known, or has not ended well.
+            FieldError: It is unknown, or has not ended well.
         """
         try:
             found = await self.find(response_id, tenant, caller)
@@ -144,24 +126,29 @@ class StoredResponses:
                 param=_PREVIOUS,
                 code=_UNFINISHED,
             )
-        return [*found.shape.items, *answered(answer["output"])]
+        return [*found.record.items, *answered(answer["output"])]
 
-    async def settled(self, found: Found[Record]) -> KeptCall:
-        """What is kept of one when it is published, or could have been by who began it.
+    def attach(self, found: Found[ResponseRecord]) -> Attach:
+        """Attach to a response that was begun before."""
+        background = found.record.background
+        return self._begun.attach(found, self.settled, background=background)
 
-        One in the background is left to those who run it, however long it waits for its place.
+    async def settled(self, found: Found[ResponseRecord]) -> DurableCall:
+        """Wait until a response is published, or could have been by the gateway that began it.
+
+        A background response may wait long for its place.
 
         Raises:
-            NeverBegun: Nothing will come of it.
+            NeverBegun: It will not be published.
             RequestError: unknown_response: it was deleted meanwhile.
         """
-        if not found.shape.background:
+        if not found.record.background:
             return await self._begun.published(found)
         wait_s = _FIRST_LOOK_S
         while not found.kept.entries and "cancelled" not in found.kept.marks:
-            if found.shape.failure is not None:
-                raise found.shape.failure.error()
-            run = self._background.running(found.shape.id)
+            if found.record.failure is not None:
+                raise found.record.failure.error()
+            run = self._background.running(found.record.id)
             if run is not None:
                 await run.settled.wait()
             else:
@@ -170,14 +157,13 @@ class StoredResponses:
             found = await self._begun.look_again(found)
         return found.kept
 
-    async def cancel(self, found: Found[Record]) -> Answer:
-        """Ends one in the background; what it has until then stays.
+    async def cancel(self, found: Found[ResponseRecord]) -> Answer:
+        """Cancel a background response. Its output so far stays.
 
         Raises:
-            RequestError: unknown_response; it is none that can be cancelled.
+            RequestError: unknown_response; the response can't be cancelled.
         """
-        record = found.shape
-        if not record.background:
+        if not found.record.background:
             raise FieldError(
                 "only a response with background: true can be cancelled; any other ends when its "
                 "connection is closed",
@@ -194,28 +180,28 @@ class StoredResponses:
             )
         return answer
 
-    async def end(self, found: Found[Record]) -> None:
-        """Ends one, whoever waits for it, as `KeptCalls.cancel` does."""
-        self._submissions.end_waiting(found.shape.id)
-        await self._kept.cancel(found.shape.id)
+    async def end(self, found: Found[ResponseRecord]) -> None:
+        """End a response; see `DurableCalls.cancel`."""
+        self._services.submissions.end_waiting(found.record.id)
+        await self._services.durable.cancel(found.record.id)
 
-    async def delete(self, found: Found[Record]) -> None:
-        """Forgets one. In the background it ends; who waits for another one gets it.
+    async def delete(self, found: Found[ResponseRecord]) -> None:
+        """Delete a response. In the background it ends; another one's client still gets it.
 
         Raises:
             BusError: The bus can't be reached.
         """
-        record = found.shape
+        record = found.record
         if (await self.known(found))["status"] not in UNENDED:
-            await self._kept.forget(record.id, record.name)
+            await self._services.durable.forget(record.id, record.name)
             return
         if record.background:
             await self.end(found)
-        # That it was cancelled stays known, for who may just be about to publish it.
-        await self._kept.replace(record.id, b"")
+        # The mark "cancelled" stays, for a gateway that is about to publish it.
+        await self._services.durable.replace(record.id, b"")
 
-    async def _ended(self, found: Found[Record], answer: Answer) -> Answer:
-        """What there is of one when it has ended, or should have."""
+    async def _ended(self, found: Found[ResponseRecord], answer: Answer) -> Answer:
+        """Wait until a response has ended, or should have."""
         wait_s = _FIRST_LOOK_S
         with anyio.move_on_after(_CANCEL_TIMEOUT_S):
             while True:
@@ -228,7 +214,7 @@ class StoredResponses:
 
 
 def unknown(response_id: str) -> EngineError:
-    """There is no such response, it is another tenant's, or by a model that the key is not for."""
+    """There is no such response, or the caller may not see it."""
     return EngineError(
         f"there is no response {shown(response_id)} here: it was not stored, was deleted, is "
         "another tenant's (X-Tenant) or by a model that the key is not for, or ended longer ago "
@@ -238,5 +224,5 @@ def unknown(response_id: str) -> EngineError:
 
 
 def as_response_error(error: NanoInferenceError, response_id: str) -> NanoInferenceError:
-    """The same error, where it is about a stream in words of responses."""
+    """Return an error about a stream as one about a response."""
     return unknown(response_id) if error.code == "stream_not_found" else error

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
-import httpx
 import pytest
 from anthropic import AsyncAnthropic
+from httpx import AsyncClient
 
 from nano_inference.store.board import LoadedAdapter, StageReport
 
@@ -58,7 +58,7 @@ async def test_tokens_are_counted(client: AsyncAnthropic) -> None:
 async def test_models_have_anthropic_s_fields_and_pages(
     client: AsyncAnthropic, engine: FakeEngine
 ) -> None:
-    engine.told = [
+    engine.stage_reports = [
         StageReport(
             lane="0",
             stage="admission",
@@ -86,7 +86,7 @@ async def test_models_have_anthropic_s_fields_and_pages(
             await client.models.list(**wrong)  # type: ignore[arg-type]
 
 
-async def test_models_have_openai_s_fields_for_other_clients(http: httpx.AsyncClient) -> None:
+async def test_models_have_openai_s_fields_for_other_clients(http: AsyncClient) -> None:
     assert (await http.get("/v1/models")).json()["object"] == "list"
     assert (await http.get("/v1/models/tiny")).json()["object"] == "model"
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.messages import RowFinish
 from nano_inference.bus.public import CompletionChunk, GenerateRequest
-from nano_inference.gateway.api.anthropic.answers import Answers
-from nano_inference.gateway.api.anthropic.content import ContentBlocks
+from nano_inference.gateway.api.anthropic.answers import ContentBlocks, MessageWriter
 from nano_inference.gateway.serving.message_parts import MessageParts
 from nano_inference.text.messages import Delta, Reading, Tool, ToolCall
 
@@ -93,10 +92,12 @@ class Client:
         self._open[kind] += delta[kind]
 
 
-def answers_of(request: GenerateRequest, reading: Reading | None, *, shows: bool) -> Answers:
+def answers_of(request: GenerateRequest, reading: Reading | None, *, shows: bool) -> MessageWriter:
     parts = MessageParts(WORDS, request.sampling, QWEN, reading, "seed", records=False)
     thinks = reading is not None and reading.separates_reasoning
-    return Answers(request, "tiny", WORDS, parts, counts_thinking=thinks, shows_thinking=shows)
+    return MessageWriter(
+        request, "tiny", WORDS, parts, counts_thinking=thinks, shows_thinking=shows
+    )
 
 
 @settings(deadline=None)
@@ -154,7 +155,7 @@ def test_the_same_however_it_comes(
         assert not any(block.get("thinking") for block in whole["content"])
 
 
-def test_what_comes_at_once_is_one_event_of_each_block() -> None:
+def test_one_event_has_all_that_came_of_a_block() -> None:
     blocks = ContentBlocks(shows_thinking=True)
     one, two = (ToolCall(place, f"call_{place}", "add", "{}") for place in range(2))
     deltas = [

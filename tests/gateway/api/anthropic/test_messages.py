@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import anyio
-import httpx
 import pytest
+from httpx import AsyncClient, Response
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, load_config
@@ -15,7 +15,8 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving.words import LazyWords
 
 from ... import by_hand
-from ...fake import FakeEngine, completion, refused
+from ...errors import invalid
+from ...fake import FakeEngine, completion, poster, refused
 from ...made import TEXTS, TOKENS, cut, interleaved, told, whole
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -31,11 +32,7 @@ def config() -> Config:
     return load_config(env={}, overrides={"gateway.message_format": "off"})
 
 
-async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    answer = await http.post(PATH, json=ASKED | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+posted = poster(PATH, ASKED)
 
 
 async def prompt_of(engine: FakeEngine, config: Config) -> str:
@@ -45,7 +42,7 @@ async def prompt_of(engine: FakeEngine, config: Config) -> str:
     return words.text(request.prompt_token_ids or (), skip_special=False)
 
 
-def refusal(answer: httpx.Response, status: int = 400) -> tuple[str, str, str | None]:
+def refusal(answer: Response, status: int = 400) -> tuple[str, str, str | None]:
     """(type, code, param)."""
     assert answer.status_code == status, answer.text[:1000]
     body = answer.json()
@@ -54,7 +51,7 @@ def refusal(answer: httpx.Response, status: int = 400) -> tuple[str, str, str | 
     return body["error"]["type"], body["error"]["code"], body["error"]["param"]
 
 
-def events(answer: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
+def events(answer: Response) -> list[tuple[str, dict[str, Any]]]:
     """(name, data) of each."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     *parts, end = answer.text.split("\n\n")
@@ -67,9 +64,7 @@ def events(answer: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-async def test_an_answer_has_what_anthropic_s_has(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_an_answer_has_anthropic_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = await posted(http)
     (request,) = engine.requests
@@ -91,24 +86,12 @@ async def test_an_answer_has_what_anthropic_s_has(
     assert answer["id"].startswith("msg_")
 
 
-async def test_every_field_reaches_the_engine(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    fields = {"temperature": 0.5, "top_p": 0.75, "top_k": 3, "seed": 7, "max_tokens": 11}
-    more = {"cache_salt": "s", "priority": 2, "budget_ms": 60_000, "stop_sequences": ["x", ""]}
-    await posted(http, **fields, **more)
-    (request,) = engine.requests
-    for name, value in fields.items():
-        assert getattr(request.sampling, name) == value
-    assert request.sampling.stop == ("x",)
-    assert (request.cache_salt, request.priority) == ("s", -2)
-    assert 0 < (request.budget_ns or 0) <= 60_000 * 10**6
-
-
 @pytest.mark.parametrize(
     "system",
     ["Be brief.", [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]],
 )
-async def test_a_conversation_is_what_openai_s_would_be(
-    http: httpx.AsyncClient, engine: FakeEngine, config: Config, system: Any
+async def test_the_prompt_equals_openai_s(
+    http: AsyncClient, engine: FakeEngine, config: Config, system: Any
 ) -> None:
     blocks = [{"type": "text", "text": "6"}, {"type": "text", "text": "+"}]
     messages = [
@@ -132,14 +115,14 @@ async def test_a_conversation_is_what_openai_s_would_be(
 
 
 async def test_the_assistant_s_last_message_is_continued(
-    http: httpx.AsyncClient, engine: FakeEngine, config: Config
+    http: AsyncClient, engine: FakeEngine, config: Config
 ) -> None:
     await posted(http, messages=[HELLO, {"role": "assistant", "content": "That is 1"}])
     assert (await prompt_of(engine, config)).endswith("That is 1")
 
 
-async def test_what_ended_it_is_told(
-    http: httpx.AsyncClient, engine: FakeEngine, config: Config
+async def test_the_stop_reason_is_reported(
+    http: AsyncClient, engine: FakeEngine, config: Config
 ) -> None:
     words = await LazyWords(config.engine.model_folder).get()
     last = words.text(TOKENS[2:], skip_special=True)
@@ -157,7 +140,7 @@ async def test_what_ended_it_is_told(
     assert (await posted(http))["stop_reason"] == "pause_turn"
 
 
-async def test_a_stream_s_events_come_in_order(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_a_stream_s_events_come_in_order(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = interleaved
     answer = await http.post(PATH, json=ASKED | {"stream": True})
     found = events(answer)
@@ -178,9 +161,7 @@ async def test_a_stream_s_events_come_in_order(http: httpx.AsyncClient, engine: 
     assert delta["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-async def test_what_was_not_told_in_chunks_comes_with_the_end(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_the_end_has_what_chunks_lacked(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = lambda request: [*cut(request), *whole(request)]
     found = events(await http.post(PATH, json=ASKED | {"stream": True}))
     texts = [data["delta"]["text"] for name, data in found if name == "content_block_delta"]
@@ -188,7 +169,7 @@ async def test_what_was_not_told_in_chunks_comes_with_the_end(
 
 
 async def test_an_error_in_mid_stream_is_the_last_event(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     no = refused("lane_failed", "because")
     engine.outputs = lambda request: [*cut(request), *no(request)]
@@ -214,7 +195,7 @@ async def test_an_error_in_mid_stream_is_the_last_event(
     ],
 )
 async def test_errors_have_anthropic_s_types(
-    http: httpx.AsyncClient, engine: FakeEngine, code: str, status: int, kind: str, stream: bool
+    http: AsyncClient, engine: FakeEngine, code: str, status: int, kind: str, stream: bool
 ) -> None:
     engine.outputs = refused(code)
     answer = await http.post(PATH, json=ASKED | {"stream": stream})
@@ -237,8 +218,8 @@ async def test_errors_have_anthropic_s_types(
         ),
     ],
 )
-async def test_what_reaches_no_endpoint_has_their_shape_too(
-    http: httpx.AsyncClient,
+async def test_errors_without_an_endpoint_have_anthropic_s_form(
+    http: AsyncClient,
     method: str,
     path: str,
     headers: dict[str, str],
@@ -250,9 +231,7 @@ async def test_what_reaches_no_endpoint_has_their_shape_too(
     assert refusal(answer, status) == (kind, code, None)
 
 
-async def test_a_defect_of_ours_has_their_shape_too(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_internal_errors_have_anthropic_s_form(http: AsyncClient, engine: FakeEngine) -> None:
     def fails(request: GenerateRequest) -> list[Output]:
         raise ZeroDivisionError
 
@@ -261,7 +240,7 @@ async def test_a_defect_of_ours_has_their_shape_too(
 
 
 @pytest.mark.parametrize("path", [PATH, COUNT])
-async def test_the_version_is_one_of_theirs_or_none(http: httpx.AsyncClient, path: str) -> None:
+async def test_the_version_must_be_known_or_absent(http: AsyncClient, path: str) -> None:
     body = {"messages": [HELLO]} | ({"max_tokens": 5} if path == PATH else {})
     for known in ("2023-06-01", "2026-10-21"):
         headers = {"anthropic-version": known, "anthropic-beta": "a-beta"}
@@ -273,63 +252,52 @@ async def test_the_version_is_one_of_theirs_or_none(http: httpx.AsyncClient, pat
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://example.org/a.png"}}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"model": 3}, "invalid_request", "model"),
-    ({"max_tokens": None}, "invalid_request", "max_tokens"),
-    ({"max_tokens": 1.5}, "invalid_request", "max_tokens"),
-    ({"messages": None}, "invalid_request", "messages"),
-    ({"messages": []}, "invalid_request", "messages"),
-    ({"messages": "a"}, "invalid_request", "messages"),
-    ({"messages": [{"role": "tool", "content": "a"}]}, "invalid_request", "messages[0].role"),
-    ({"messages": [{"role": "user"}]}, "invalid_request", "messages[0]"),
-    ({"messages": [HELLO | {"name": "x"}]}, "unsupported", "messages[0].name"),
-    (
-        {"messages": [HELLO, {"role": "assistant", "content": ""}]},
-        "invalid_request",
-        "messages[1].content",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
-        "invalid_request",
+    invalid("model", model=3),
+    invalid("max_tokens", max_tokens=None),
+    invalid("max_tokens", max_tokens=1.5),
+    invalid("messages", messages=None),
+    invalid("messages", messages=[]),
+    invalid("messages", messages="a"),
+    invalid("messages[0].role", messages=[{"role": "tool", "content": "a"}]),
+    invalid("messages[0]", messages=[{"role": "user"}]),
+    invalid("messages[0].name", "unsupported", messages=[HELLO | {"name": "x"}]),
+    invalid("messages[1].content", messages=[HELLO, {"role": "assistant", "content": ""}]),
+    invalid(
         "messages[0].content[0].text",
+        messages=[{"role": "user", "content": [{"type": "text", "text": 5}]}],
     ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}]},
-        "unsupported",
+    invalid(
         "messages[0].content[1]",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": {"a": 1}}]}]},
         "unsupported",
+        messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}],
+    ),
+    invalid(
         "messages[0].content[0]",
-    ),
-    (
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "a", "citations": [1]}]}
-            ]
-        },
         "unsupported",
+        messages=[{"role": "user", "content": [{"type": {"a": 1}}]}],
+    ),
+    invalid(
         "messages[0].content[0].citations",
-    ),
-    ({"system": 5}, "invalid_request", "system"),
-    ({"system": [IMAGE]}, "unsupported", "system[0]"),
-    ({"stop_sequences": "a"}, "invalid_request", "stop_sequences"),
-    ({"output_config": {"effort": "low"}}, "unsupported", "output_config.effort"),
-    ({"service_tier": "flex"}, "unsupported", "service_tier"),
-    ({"speed": "fast"}, "unsupported", "speed"),
-    ({"budget_ms": 1e300}, "invalid_budget", "budget_ms"),
-    ({"max_token": 5}, "unsupported", "max_token"),
-    (
-        {"chat_template_kwargs": {"thinking": False}},
         "unsupported",
-        "chat_template_kwargs.thinking",
+        messages=[{"role": "user", "content": [{"type": "text", "text": "a", "citations": [1]}]}],
+    ),
+    invalid("system", system=5),
+    invalid("system[0]", "unsupported", system=[IMAGE]),
+    invalid("stop_sequences", stop_sequences="a"),
+    invalid("output_config.effort", "unsupported", output_config={"effort": "low"}),
+    invalid("service_tier", "unsupported", service_tier="flex"),
+    invalid("speed", "unsupported", speed="fast"),
+    invalid("budget_ms", "invalid_budget", budget_ms=1e300),
+    invalid("max_token", "unsupported", max_token=5),
+    invalid(
+        "chat_template_kwargs.thinking", "unsupported", chat_template_kwargs={"thinking": False}
     ),
 ]
 
 
 @pytest.mark.parametrize(("fields", "code", "param"), REFUSED)
-async def test_what_can_not_be_obeyed_is_refused_by_name(
-    http: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
+async def test_unsupported_fields_are_refused_by_name(
+    http: AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
 ) -> None:
     answer = await http.post(PATH, json=ASKED | fields)
     kind, found, name = refusal(answer)
@@ -338,13 +306,13 @@ async def test_what_can_not_be_obeyed_is_refused_by_name(
     assert not engine.requests
 
 
-async def test_an_unknown_model_is_not_found(http: httpx.AsyncClient) -> None:
+async def test_an_unknown_model_is_not_found(http: AsyncClient) -> None:
     for path in (PATH, COUNT):
         answer = await http.post(path, json={"model": "claude", "messages": [HELLO]})
         assert refusal(answer, 404)[:2] == ("not_found_error", "unknown_model")
 
 
-async def test_what_is_no_json_is_malformed(http: httpx.AsyncClient) -> None:
+async def test_invalid_json_is_malformed(http: AsyncClient) -> None:
     for path in (PATH, COUNT):
         for body in (b"{", b"[]", b'{"messages": ' + b"[" * 100_000, b'{"system": "\xff"}'):
             answer = await http.post(path, content=body)
@@ -361,8 +329,8 @@ async def test_what_is_no_json_is_malformed(http: httpx.AsyncClient) -> None:
         {"cache_control": {"type": "ephemeral"}, "stop_sequences": None, "container": None},
     ],
 )
-async def test_what_asks_for_nothing_is_taken(
-    http: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any]
+async def test_fields_that_ask_for_nothing_are_accepted(
+    http: AsyncClient, engine: FakeEngine, fields: dict[str, Any]
 ) -> None:
     plain = await posted(http)
     assert await posted(http, **fields) == plain | {"id": engine.requests[1].request_id}
@@ -370,7 +338,7 @@ async def test_what_asks_for_nothing_is_taken(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_is_one_request_less(engine: FakeEngine, stream: bool) -> None:
+async def test_disconnect_cancels_the_request(engine: FakeEngine, stream: bool) -> None:
     engine.outputs = cut
     app = make_app(engine, load_config(env={}))  # type: ignore[arg-type]
     left = anyio.Event()

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.config import Config
 
+from ...errors import invalid
 from ...fake import FakeEngine, refused
 from ...saying import calling_model
 from .calling import TIME, WEATHER
@@ -46,73 +47,65 @@ def thinking(**fields: Any) -> dict[str, Any]:
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://example.org/a.png"}}
 NO_SCHEMA = {"name": "f"}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [NO_SCHEMA]}, "invalid_request", "tools[0]"),
-    ({"tools": [WEATHER, TIME, WEATHER]}, "invalid_request", "tools[2].name"),
-    (tool(name=""), "invalid_request", "tools[1].name"),
-    (tool(name="a b"), "invalid_request", "tools[1].name"),
-    (tool(name="a" * 65), "invalid_request", "tools[1].name"),
-    (tool(input_schema={"type": "string"}), "invalid_request", "tools[1].input_schema.type"),
-    (tool(type="web_search_20250305"), "unsupported", "tools[1]"),
-    (tool(defer_loading=True), "unsupported", "tools[1].defer_loading"),
-    (tool(input_examples=[{}]), "unsupported", "tools[1].input_examples"),
-    (
-        tool(allowed_callers=["code_execution_20250825"]),
-        "invalid_request",
-        "tools[1].allowed_callers[0]",
-    ),
-    ({"mcp_servers": [{"name": "x"}]}, "unsupported", "mcp_servers"),
-    ({"tool_choice": {"type": "some"}}, "invalid_request", "tool_choice.type"),
-    ({"tool_choice": {"type": "tool"}}, "invalid_request", "tool_choice.name"),
-    ({"tool_choice": {"type": "tool", "name": "moon"}}, "invalid_request", "tool_choice.name"),
-    ({"tool_choice": {"type": "any"}, "tools": []}, "invalid_request", "tool_choice"),
-    (thinking(type="between_tools"), "invalid_request", "thinking.type"),
-    (thinking(type="enabled"), "invalid_request", "thinking.budget_tokens"),
-    (thinking(type="enabled", budget_tokens=0), "invalid_request", "thinking.budget_tokens"),
-    (thinking(type="adaptive", budget_tokens=9), "invalid_request", "thinking.budget_tokens"),
-    (
-        thinking(type="adaptive") | {"chat_template_kwargs": {"enable_thinking": False}},
-        "invalid_request",
+    invalid("tools[0]", tools=[NO_SCHEMA]),
+    invalid("tools[2].name", tools=[WEATHER, TIME, WEATHER]),
+    invalid("tools[1].name", **tool(name="")),
+    invalid("tools[1].name", **tool(name="a b")),
+    invalid("tools[1].name", **tool(name="a" * 65)),
+    invalid("tools[1].input_schema.type", **tool(input_schema={"type": "string"})),
+    invalid("tools[1]", "unsupported", **tool(type="web_search_20250305")),
+    invalid("tools[1].defer_loading", "unsupported", **tool(defer_loading=True)),
+    invalid("tools[1].input_examples", "unsupported", **tool(input_examples=[{}])),
+    invalid("tools[1].allowed_callers[0]", **tool(allowed_callers=["code_execution_20250825"])),
+    invalid("mcp_servers", "unsupported", mcp_servers=[{"name": "x"}]),
+    invalid("tool_choice.type", tool_choice={"type": "some"}),
+    invalid("tool_choice.name", tool_choice={"type": "tool"}),
+    invalid("tool_choice.name", tool_choice={"type": "tool", "name": "moon"}),
+    invalid("tool_choice", tool_choice={"type": "any"}, tools=[]),
+    invalid("thinking.type", **thinking(type="between_tools")),
+    invalid("thinking.budget_tokens", **thinking(type="enabled")),
+    invalid("thinking.budget_tokens", **thinking(type="enabled", budget_tokens=0)),
+    invalid("thinking.budget_tokens", **thinking(type="adaptive", budget_tokens=9)),
+    invalid(
         "chat_template_kwargs.enable_thinking",
+        **(thinking(type="adaptive") | {"chat_template_kwargs": {"enable_thinking": False}}),
     ),
-    (
-        thinking(type="enabled", budget_tokens=9)
-        | {"messages": [USER, {"role": "assistant", "content": "So"}]},
-        "invalid_request",
+    invalid(
         "thinking",
+        **(
+            thinking(type="enabled", budget_tokens=9)
+            | {"messages": [USER, {"role": "assistant", "content": "So"}]}
+        ),
     ),
-    ({"output_config": {"effort": "some"}}, "invalid_request", "output_config.effort"),
-    ({"output_config": {"task_budget": {}, "x": 1}}, "unsupported", "output_config.x"),
-    ({"messages": [USER, CALLED]}, "invalid_request", "messages[1].content[0]"),
-    ({"messages": [USER, CALLED, USER]}, "invalid_request", "messages[1].content[0]"),
-    (
-        {"messages": [USER, {"role": "assistant", "content": [USE, USE]}, user(RESULT)]},
-        "invalid_request",
+    invalid("output_config.effort", output_config={"effort": "some"}),
+    invalid("output_config.x", "unsupported", output_config={"task_budget": {}, "x": 1}),
+    invalid("messages[1].content[0]", messages=[USER, CALLED]),
+    invalid("messages[1].content[0]", messages=[USER, CALLED, USER]),
+    invalid(
         "messages[1].content[1].id",
+        messages=[USER, {"role": "assistant", "content": [USE, USE]}, user(RESULT)],
     ),
-    ({"messages": [user(RESULT)]}, "invalid_request", "messages[0].content[0].tool_use_id"),
-    (
-        {"messages": [USER, CALLED, user(RESULT), user(RESULT)]},
-        "invalid_request",
-        "messages[3].content[0].tool_use_id",
+    invalid("messages[0].content[0].tool_use_id", messages=[user(RESULT)]),
+    invalid(
+        "messages[3].content[0].tool_use_id", messages=[USER, CALLED, user(RESULT), user(RESULT)]
     ),
-    (
-        {"messages": [USER, CALLED, user(RESULT | {"content": [IMAGE]})]},
-        "unsupported",
+    invalid(
         "messages[2].content[0].content[0]",
+        "unsupported",
+        messages=[USER, CALLED, user(RESULT | {"content": [IMAGE]})],
     ),
-    ({"messages": [user(USE)]}, "invalid_request", "messages[0].content[0]"),
-    (
-        {"messages": [USER, {"role": "assistant", "content": [USE | {"input": "x"}]}]},
-        "invalid_request",
+    invalid("messages[0].content[0]", messages=[user(USE)]),
+    invalid(
         "messages[1].content[0].input",
+        messages=[USER, {"role": "assistant", "content": [USE | {"input": "x"}]}],
     ),
 ]
 
 
 @pytest.mark.parametrize("path", [PATH, COUNT])
 @pytest.mark.parametrize(("fields", "code", "param"), REFUSED)
-async def test_the_place_is_told(
-    http: httpx.AsyncClient,
+async def test_refusals_name_the_path(
+    http: AsyncClient,
     engine: FakeEngine,
     fields: dict[str, Any],
     code: str,
@@ -130,7 +123,7 @@ async def test_the_place_is_told(
     assert not engine.requests
 
 
-async def test_a_budget_is_less_than_all_tokens(http: httpx.AsyncClient) -> None:
+async def test_a_budget_is_less_than_all_tokens(http: AsyncClient) -> None:
     fields = thinking(type="enabled", budget_tokens=90)
     answer = await http.post(PATH, json=ASKED | fields)
     assert answer.json()["error"]["param"] == "thinking.budget_tokens"
@@ -164,7 +157,7 @@ async def test_a_budget_is_less_than_all_tokens(http: httpx.AsyncClient) -> None
         },
     ],
 )
-async def test_what_is_known_is_taken(http: httpx.AsyncClient, fields: dict[str, Any]) -> None:
+async def test_known_fields_are_accepted(http: AsyncClient, fields: dict[str, Any]) -> None:
     answer = await http.post(PATH, json=ASKED | fields)
     assert answer.status_code == 200, answer.text
 
@@ -172,7 +165,7 @@ async def test_what_is_known_is_taken(http: httpx.AsyncClient, fields: dict[str,
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("tools", "param"), [([TIME], "tools"), ([], None)])
 async def test_a_constraint_that_can_not_be_kept_is_of_tools_where_there_are_any(
-    http: httpx.AsyncClient,
+    http: AsyncClient,
     engine: FakeEngine,
     tools: list[Any],
     param: str | None,
@@ -184,7 +177,9 @@ async def test_a_constraint_that_can_not_be_kept_is_of_tools_where_there_are_any
     assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_constraint", param)
 
 
-async def test_a_model_of_which_nothing_is_known(http: httpx.AsyncClient, config: Config) -> None:
+async def test_an_unknown_message_format_refuses_tools_and_thinking(
+    http: AsyncClient, config: Config
+) -> None:
     template = "{{ messages[0].content }}{{ tools }}{{ enable_thinking }}"
     folder = config.engine.model_folder
     (folder / "chat_template.jinja").write_text(template)

@@ -88,13 +88,17 @@ async def test_a_stream_is_put_together(
     assert any(event.type == "signature" for event in events)
 
 
-async def test_one_that_only_calls_has_no_text(client: AsyncAnthropic, engine: FakeEngine) -> None:
+async def test_a_message_of_calls_alone_has_no_text(
+    client: AsyncAnthropic, engine: FakeEngine
+) -> None:
     engine.outputs = says(BERN)
     (block,) = (await client.messages.create(**asked())).content
     assert block.type == "tool_use"
 
 
-async def test_one_that_says_nothing_has_a_text(client: AsyncAnthropic, engine: FakeEngine) -> None:
+async def test_an_empty_message_has_an_empty_text(
+    client: AsyncAnthropic, engine: FakeEngine
+) -> None:
     engine.outputs = says("", "")
     async with client.messages.stream(**asked()) as stream:
         message = await stream.get_final_message()
@@ -115,7 +119,7 @@ async def test_one_that_says_nothing_has_a_text(client: AsyncAnthropic, engine: 
         ({}, "stop", "tool_use", ["tool_use"]),
     ],
 )
-async def test_what_makes_it_a_call(
+async def test_the_stop_reason_of_calls(
     client: AsyncAnthropic,
     engine: FakeEngine,
     config: Config,
@@ -133,7 +137,7 @@ async def test_what_makes_it_a_call(
         assert "weather" not in prompt_of(engine, config)
 
 
-async def test_a_stop_sequence_behind_a_call_is_told(
+async def test_a_stop_sequence_behind_a_call_is_reported(
     client: AsyncAnthropic, engine: FakeEngine
 ) -> None:
     engine.outputs = says(f"{BERN} and then", end="length")
@@ -145,7 +149,7 @@ async def test_a_stop_sequence_behind_a_call_is_told(
 @pytest.mark.parametrize(
     "text", ['<tool_call>\n{"name": "weather", "arg\n</tool_call>', BERN.replace("weather", "moon")]
 )
-async def test_what_is_no_call_is_text_as_it_was_written(
+async def test_invalid_calls_are_text_as_written(
     client: AsyncAnthropic, engine: FakeEngine, text: str
 ) -> None:
     engine.outputs = says(f"So: {text}")
@@ -309,7 +313,7 @@ async def test_effort_is_the_template_s(
     assert counted.input_tokens == len(engine.requests[0].prompt_token_ids or ())
 
 
-async def test_a_format_has_thinking_only_where_it_was_asked_for(
+async def test_a_format_allows_thinking_only_on_request(
     client: AsyncAnthropic, engine: FakeEngine
 ) -> None:
     engine.outputs = says("5", "5")

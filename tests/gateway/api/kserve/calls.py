@@ -17,7 +17,7 @@ from nano_inference.config import NanoInferenceError, load_config
 from nano_inference.gateway.api.kserve.served import Answer, ModelCall, ServedModel
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.gateway import Gateway
-from nano_inference.gateway.serving.readiness import Readiness
+from nano_inference.gateway.serving.lane_state import Readiness
 from nano_inference.kserve.protobuf import METHODS, message
 from nano_inference.kserve.tensors import (
     DATATYPES,
@@ -224,11 +224,11 @@ async def asking(
     config = load_config(env={}, overrides={f"gateway.{name}": settings[name] for name in settings})
     app = make_app(cast(BusClient, engine or Engine()), config, readiness=readiness)
     for model in models:
-        app.state.kserve.service.add(model)
+        app.kserve.service.add(model)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         yield client
-    app.state.kserve.regions.close()
+    app.kserve.regions.close()
 
 
 # --- HTTP -----------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from nano_inference.kserve.protobuf import METHODS
 from nano_inference.telemetry.instruments import HTTP_DURATION
 
 from ....certificates import Authority, Issued
-from ...told import Told, ids
+from ...recorded import Recorded, ids
 from .calls import (
     LIMIT_S,
     Client,
@@ -64,7 +64,7 @@ class ToldEngine(Engine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = Told()
+        self.told = Recorded()
         self.tracing = self.told.measures.tracing
         self.metrics = self.told.measures.metrics
 
@@ -162,7 +162,7 @@ async def test_bytes_of_all_messages_are_limited() -> None:
         model.free.set()
         for each in (first, small):
             assert not isinstance(await call.end("ModelInfer", each), Failed)
-        await gateway._server.calls.idle()
+        await gateway._server.calls.observer.idle()
         assert gateway._server.limits.held_bytes == 0
 
 

@@ -10,8 +10,8 @@ import pytest
 from nano_inference.config import BusError, Config
 from nano_inference.gateway.api.kserve.operations import SERVER_NAME, VERSION
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.policy.routes import PolicyRoute
-from nano_inference.gateway.serving.readiness import DRAINING, Readiness
+from nano_inference.gateway.policy.chain import PolicyRoute
+from nano_inference.gateway.serving.lane_state import DRAINING, Readiness
 from nano_inference.kserve.pool import BufferPool
 from nano_inference.kserve.protobuf import METHODS
 

@@ -14,7 +14,7 @@ import pytest
 from nano_inference.gateway.api.kserve.operations import OPERATIONS, Operation, paths_of
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.policy.administration import Administration
-from nano_inference.gateway.policy.scopes import SCOPES, may
+from nano_inference.gateway.policy.document import SCOPES, may
 from nano_inference.kserve.grpc_codec import encode_infer_request
 from nano_inference.kserve.pool import BufferPool
 from nano_inference.kserve.protobuf import METHODS
@@ -34,7 +34,7 @@ UNSUPPORTED = {
 
 
 def administration(gateway: Gateway) -> Administration:
-    store = gateway._policy.store
+    store = gateway._app.policy.store
     assert store is not None
     return Administration(store)
 
@@ -259,7 +259,7 @@ async def test_a_revoked_key_ends_with_the_next_request_of_a_stream() -> None:
         stream = call.stream(metadata=tuple((await key(gateway)).items()))
         await stream.send(request())
         assert values((await stream.read()).infer_response) == [1, 2]
-        store = gateway._policy.store
+        store = gateway._app.policy.store
         assert store is not None
         await administration(gateway).revoke_key(next(iter((await store.document()).keys)))
         await stream.send(request())

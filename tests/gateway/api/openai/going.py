@@ -32,7 +32,7 @@ class Going(FakeEngine):
                 await either(self.go, stop)
                 if stop.is_set():
                     output = completion(request, told(request, 0, "abort"), status="cancelled")
-            self.bus.results.told[request_id] = output
+            self.bus.results.last_outputs[request_id] = output
             yield output
             if isinstance(output, Completion):
                 return

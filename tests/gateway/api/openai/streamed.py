@@ -66,7 +66,7 @@ def choices(chunks: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
     return [each for one in chunks for each in one["choices"] if each["index"] == index]
 
 
-class Told:
+class Recorded:
     """What a client has put together of some events."""
 
     def __init__(self, events: Sequence[Event]) -> None:

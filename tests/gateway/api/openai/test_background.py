@@ -11,14 +11,15 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from httpx import AsyncClient, Response
 
 from nano_inference.config import BusError, Config, load_config
 from nano_inference.gateway.api.openai.responses import running
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.serving.readiness import Readiness
+from nano_inference.gateway.serving.lane_state import Readiness
 
 from ... import by_hand
-from ...fake import FakeEngine, refused
+from ...fake import FakeEngine, http_of, refused
 from ...made import TEXTS, interleaved, whole
 from .going import Going
 from .streamed import response_events
@@ -39,8 +40,8 @@ class House:
     def __init__(self, engine: FakeEngine, **settings: Any) -> None:
         self.config: Config = load_config(env={}, overrides=settings)
         self.app = make_app(engine, self.config)  # type: ignore[arg-type]
-        self.kept = self.app.state.kept_calls
-        self._running = asyncio.create_task(self.app.state.beside["kept calls"]())
+        self.kept = self.app.durable
+        self._running = asyncio.create_task(self.app.background["durable calls"]())
 
     async def aclose(self) -> None:
         """As it is stopped."""
@@ -50,24 +51,24 @@ class House:
         await self.kept.aclose()
 
     @asynccontextmanager
-    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+    async def client(self) -> AsyncIterator[AsyncClient]:
         transport = httpx.ASGITransport(self.app)
         async with (
             asyncio.timeout(LIMIT_S),
-            httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
+            AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
         ):
             yield client
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def serving(engine: FakeEngine, **settings: Any) -> AsyncIterator[AsyncClient]:
     house = House(engine, **settings)
     async with house.client() as client:
         yield client
     await house.aclose()
 
 
-async def begun(http: httpx.AsyncClient, **more: Any) -> str:
+async def begun(http: AsyncClient, **more: Any) -> str:
     """One in the background; where it is."""
     answer = await http.post(PATH, json=BODY | more)
     assert answer.status_code == 200, answer.text
@@ -76,7 +77,7 @@ async def begun(http: httpx.AsyncClient, **more: Any) -> str:
     return f"{PATH}/{told['id']}"
 
 
-async def status(http: httpx.AsyncClient, where: str, *wanted: str) -> dict[str, Any]:
+async def status(http: AsyncClient, where: str, *wanted: str) -> dict[str, Any]:
     """What it is when it has one of these statuses."""
     while True:
         found: dict[str, Any] = (await http.get(where)).json()
@@ -85,7 +86,7 @@ async def status(http: httpx.AsyncClient, where: str, *wanted: str) -> dict[str,
         await anyio.sleep(0.01)
 
 
-async def test_it_answers_at_once_and_is_found_anywhere(engine: FakeEngine) -> None:
+async def test_a_background_response_is_answered_at_once(engine: FakeEngine) -> None:
     engine = Going()
     async with serving(engine) as http, serving(engine) as other:
         where = await begun(http)
@@ -97,7 +98,7 @@ async def test_it_answers_at_once_and_is_found_anywhere(engine: FakeEngine) -> N
     assert engine.names == []
 
 
-async def test_a_stream_of_one_may_be_left(engine: FakeEngine) -> None:
+async def test_disconnect_does_not_end_a_background_response(engine: FakeEngine) -> None:
     engine = Going()
     async with serving(engine) as http:
         house = House(engine)
@@ -111,7 +112,7 @@ async def test_a_stream_of_one_may_be_left(engine: FakeEngine) -> None:
 
         await by_hand.post(house.app, PATH, BODY | {"stream": True}, send, left)
         assert engine.names == []
-        answer = httpx.Response(
+        answer = Response(
             200, content=b"".join(parts), headers={"content-type": "text/event-stream"}
         )
         events = response_events(answer)
@@ -135,7 +136,7 @@ async def test_a_stream_of_one_may_be_left(engine: FakeEngine) -> None:
     assert engine.names == []
 
 
-async def test_it_is_cancelled_at_any_gateway(engine: FakeEngine) -> None:
+async def test_any_gateway_cancels_a_response(engine: FakeEngine) -> None:
     """What it has until then stays, and again it is no error."""
     engine = Going()
     async with serving(engine) as http, serving(engine) as other:
@@ -149,7 +150,7 @@ async def test_it_is_cancelled_at_any_gateway(engine: FakeEngine) -> None:
         assert events[-1]["response"] == cancelled
 
 
-async def test_one_that_is_deleted_ends(engine: FakeEngine) -> None:
+async def test_deleting_ends_a_background_response(engine: FakeEngine) -> None:
     engine = Going()
     async with serving(engine) as http, serving(engine) as other:
         where = await begun(http)
@@ -159,7 +160,7 @@ async def test_one_that_is_deleted_ends(engine: FakeEngine) -> None:
             assert refusal(await client.get(where), 404)[0] == "unknown_response"
 
 
-async def test_one_that_has_ended_is_not_cancelled(engine: FakeEngine) -> None:
+async def test_an_ended_response_is_not_cancelled(engine: FakeEngine) -> None:
     engine.outputs = whole
     async with serving(engine) as http:
         where = await begun(http)
@@ -168,7 +169,7 @@ async def test_one_that_has_ended_is_not_cancelled(engine: FakeEngine) -> None:
     assert engine.names == []
 
 
-async def test_what_the_engine_refuses_is_its_answer(engine: FakeEngine) -> None:
+async def test_an_engine_s_refusal_fails_the_response(engine: FakeEngine) -> None:
     engine.outputs = refused("invalid_max_tokens", "because")
     async with serving(engine) as http:
         where = await begun(http)
@@ -185,7 +186,7 @@ ONE_PLACE = {"gateway.max_in_flight": 2}
 """For each tenant."""
 
 
-async def test_while_one_waits_its_client_does_not(engine: FakeEngine) -> None:
+async def test_a_waiting_background_response_is_answered(engine: FakeEngine) -> None:
     engine = Going()
     async with serving(engine, **ONE_PLACE) as http, serving(engine) as other:
         first = await begun(http)
@@ -207,7 +208,7 @@ async def test_while_one_waits_its_client_does_not(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("way", ["cancel", "delete"])
-async def test_one_that_waits_is_ended_before_it_begins(engine: FakeEngine, way: str) -> None:
+async def test_a_waiting_response_can_be_ended(engine: FakeEngine, way: str) -> None:
     engine = Going()
     async with serving(engine, **ONE_PLACE) as http, serving(engine) as other:
         first, second = [await begun(http) for _ in range(2)]
@@ -228,7 +229,7 @@ async def test_one_that_waits_is_ended_before_it_begins(engine: FakeEngine, way:
     assert ran - ended == {where.rpartition("/")[2] for where in (first, third)}
 
 
-async def test_one_for_which_there_is_no_room_is_refused(engine: FakeEngine) -> None:
+async def test_a_response_without_room_is_refused(engine: FakeEngine) -> None:
     engine = Going()
     async with serving(engine, **ONE_PLACE, **{"gateway.max_waiting": 1}) as http:
         await begun(http)
@@ -242,7 +243,7 @@ async def test_one_for_which_there_is_no_room_is_refused(engine: FakeEngine) -> 
         assert (await http.post(PATH, json=BODY, headers=KEY)).status_code == 200
 
 
-async def test_one_whose_time_is_over_before_it_began_has_failed(engine: FakeEngine) -> None:
+async def test_a_response_past_its_deadline_has_failed(engine: FakeEngine) -> None:
     engine = Going()
     async with serving(engine, **ONE_PLACE) as http, serving(engine) as other:
         await begun(http)
@@ -267,7 +268,7 @@ async def test_one_whose_time_is_over_before_it_began_has_failed(engine: FakeEng
 
 @pytest.mark.parametrize("grace_s", [0.1, 0])
 @pytest.mark.parametrize("stopped", [False, True])
-async def test_another_gateway_goes_on_with_what_waited(
+async def test_another_gateway_takes_over_a_waiting_response(
     engine: FakeEngine, grace_s: float, stopped: bool
 ) -> None:
     """Its gateway was killed, or stopped, before there was a place for it."""
@@ -292,7 +293,7 @@ async def test_another_gateway_goes_on_with_what_waited(
 
 
 @pytest.mark.parametrize("what", ["follow", "publish"])
-async def test_one_whose_bus_was_away_goes_on_when_it_is_back(
+async def test_a_response_goes_on_after_a_bus_outage(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(running, "_BUS_AWAY_S", 0.01)
@@ -324,8 +325,7 @@ async def test_a_gateway_that_is_to_stop_takes_none(engine: FakeEngine) -> None:
     readiness = Readiness(engine)  # type: ignore[arg-type]
     app = make_app(engine, load_config(env={}), None, readiness)  # type: ignore[arg-type]
     readiness.draining = True
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_of(app) as http:
         for _ in range(2):
             answer = await http.post(PATH, json=BODY, headers=KEY)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
-import httpx
 import msgspec
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.bus.public import Completion, GenerateRequest, Output
 from nano_inference.config import Config, load_config
@@ -18,9 +18,9 @@ from nano_inference.gateway.serving.samples import MOST_UNSENT
 from nano_inference.telemetry import TraceContext
 
 from ... import by_hand
-from ...fake import FakeEngine, completion
+from ...fake import FakeEngine, completion, http_of
 from ...made import chunk, interleaved, told
-from .streamed import Told, events, stream_of
+from .streamed import Recorded, events, stream_of
 
 LIMIT_S = 20
 COMPLETIONS = "/v1/completions"
@@ -69,8 +69,8 @@ def config() -> Config:
 @pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("POST", "/cancel")])
 @pytest.mark.parametrize("prompts", ["a", ["a", "b", "c"]])
 async def test_a_call_is_ended_at_any_gateway(
-    http: httpx.AsyncClient,
-    other: httpx.AsyncClient,
+    http: AsyncClient,
+    other: AsyncClient,
     engine: FakeEngine,
     method: str,
     path: str,
@@ -90,20 +90,18 @@ async def test_a_call_is_ended_at_any_gateway(
         answer = await other.request(method, url, headers=MINE)
         assert (answer.status_code, answer.json()["cancelled"]) == (200, True)
     begun = stream_of(call.result())
-    reasons = [each["reasons"] for each in Told(begun).choices.values()]
+    reasons = [each["reasons"] for each in Recorded(begun).choices.values()]
     assert reasons == [["abort"]] * len(prompts)
     # The second one was published before anybody could tell its gateway, and ended at once.
     assert len(engine.requests) <= 2
     published = len(engine.requests)
     again = stream_of(await other.get(f"/v1/streams/{call_id}", headers=MINE))
-    assert [each["reasons"] for each in Told(again).choices.values()] == reasons
+    assert [each["reasons"] for each in Recorded(again).choices.values()] == reasons
     assert len(engine.requests) == published
 
 
 @pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("POST", "/cancel")])
-async def test_nobody_knows_a_call_of_another_id(
-    http: httpx.AsyncClient, method: str, path: str
-) -> None:
+async def test_an_unknown_call_is_not_found(http: AsyncClient, method: str, path: str) -> None:
     answer = await http.request(method, f"/v1/streams/cmpl-0{path}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
 
@@ -115,7 +113,7 @@ async def test_nobody_knows_a_call_of_another_id(
         ("/v1/responses", {"input": "a", "stream": True}, '"delta":"five"'),
     ],
 )
-async def test_what_a_client_does_not_read_waits_on_the_bus(
+async def test_unread_outputs_wait_on_the_bus(
     config: Config, path: str, body: dict[str, Any], told_as: str
 ) -> None:
     """Others are served meanwhile, and when it reads it gets all of it."""
@@ -150,10 +148,7 @@ async def test_what_a_client_does_not_read_waits_on_the_bus(
             await engine.until(lambda: len(engine.requests) == 1)
             await anyio.wait_all_tasks_blocked()
             assert MOST_UNSENT <= engine.taken <= MOST_UNSENT + 2
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(
-                transport=transport, base_url="http://127.0.0.1"
-            ) as another:
+            async with http_of(app) as another:
                 answer = await another.post(COMPLETIONS, json=TEXT, headers={"X-Tenant": "other"})
                 assert len(events(answer)) > 0
             assert engine.taken <= MOST_UNSENT + 2

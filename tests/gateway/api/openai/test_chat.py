@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.config import Config
 from nano_inference.gateway.serving.words import LazyWords
 
-from ...fake import FakeEngine, completion, refused
+from ...fake import FakeEngine, completion, poster, refused
 from ...made import LOGPROBS, TEXTS, TOKENS, told, whole
 from ...serving.test_model_length import OWN
 
@@ -18,22 +18,17 @@ PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "How much is 6 + 6?"}]
 
 
-async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    """The answer to a conversation."""
-    answer = await http.post(PATH, json={"messages": HELLO} | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+posted = poster(PATH, {"messages": HELLO})
 
 
-async def prompt_of(http: httpx.AsyncClient, engine: FakeEngine, **fields: Any) -> str:
+async def prompt_of(http: AsyncClient, engine: FakeEngine, **fields: Any) -> str:
     """The text that the engine is asked to continue."""
     await posted(http, **fields)
     words = await LazyWords(Config().engine.model_folder).get()
     return words.text(engine.requests[-1].prompt_token_ids or (), skip_special=False)
 
 
-async def test_an_answer_has_what_openai_s_has(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = await posted(http, model="tiny")
     assert answer["id"].startswith("chatcmpl-")
@@ -57,9 +52,7 @@ async def test_an_answer_has_what_openai_s_has(http: httpx.AsyncClient, engine: 
     }
 
 
-async def test_what_was_cached_for_all_choices_is_not_more_than_the_prompt(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_cached_tokens_are_at_most_the_prompt(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     usage = (await posted(http, n=3))["usage"]
     assert usage["completion_tokens"] == 9
@@ -67,7 +60,7 @@ async def test_what_was_cached_for_all_choices_is_not_more_than_the_prompt(
 
 
 async def test_messages_go_through_the_model_s_template(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     messages = [
         {"role": "system", "content": "S"},
@@ -84,27 +77,27 @@ async def test_messages_go_through_the_model_s_template(
 
 
 async def test_a_developer_is_the_system_to_a_template_that_knows_none(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     prompt = await prompt_of(http, engine, messages=[{"role": "developer", "content": "D"}])
     assert prompt.startswith("<|im_start|>system\nD")
 
 
-async def test_the_last_message_is_continued(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_the_last_message_is_continued(http: AsyncClient, engine: FakeEngine) -> None:
     messages = [*HELLO, {"role": "assistant", "content": "It is"}]
     prompt = await prompt_of(http, engine, messages=messages, continue_final_message=True)
     assert prompt.endswith("<|im_start|>assistant\nIt is")
 
 
-async def test_no_turn_is_begun_when_nobody_wants_it(
-    http: httpx.AsyncClient, engine: FakeEngine
+async def test_add_generation_prompt_false_begins_no_turn(
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     prompt = await prompt_of(http, engine, add_generation_prompt=False)
     assert prompt.endswith("<|im_end|>\n")
 
 
-async def test_as_many_tokens_as_the_model_s_length_leaves(
-    http: httpx.AsyncClient, engine: FakeEngine
+async def test_max_tokens_default_to_the_rest_of_the_context(
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     await posted(http)
     await posted(http, max_tokens=3)
@@ -115,7 +108,7 @@ async def test_as_many_tokens_as_the_model_s_length_leaves(
 
 @pytest.mark.parametrize("top", [None, 0, 2])
 async def test_logprobs_with_and_without_the_likeliest(
-    http: httpx.AsyncClient, engine: FakeEngine, top: int | None
+    http: AsyncClient, engine: FakeEngine, top: int | None
 ) -> None:
     engine.outputs = whole
     answer = await posted(http, logprobs=True, top_logprobs=top)
@@ -129,9 +122,7 @@ async def test_logprobs_with_and_without_the_likeliest(
             assert entry["top_logprobs"][0]["token"] == entry["token"]
 
 
-async def test_tokens_are_named_by_their_ids_when_that_is_asked_for(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_logprobs_can_name_tokens_by_id(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = await posted(http, logprobs=True, return_tokens_as_token_ids=True)
     named = [each["token"] for each in answer["choices"][0]["logprobs"]["content"]]
@@ -139,7 +130,7 @@ async def test_tokens_are_named_by_their_ids_when_that_is_asked_for(
 
 
 async def test_tokens_versions_and_scores_of_the_prompt(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = whole
     answer = await posted(
@@ -164,9 +155,7 @@ async def test_tokens_versions_and_scores_of_the_prompt(
     assert second[str(prompt[1])]["rank"] is None
 
 
-async def test_one_that_somebody_ended_has_what_was_made(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_an_aborted_answer_has_its_text_so_far(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = lambda request: [
         completion(request, told(request, 0, "abort"), status="cancelled")
     ]
@@ -175,7 +164,7 @@ async def test_one_that_somebody_ended_has_what_was_made(
     assert choice["message"]["content"] == "".join(TEXTS)
 
 
-async def test_lower_priorities_are_earlier(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_lower_priorities_are_earlier(http: AsyncClient, engine: FakeEngine) -> None:
     await posted(http, priority=7)
     assert [request.priority for request in engine.requests] == [-7]
 
@@ -195,8 +184,8 @@ async def test_lower_priorities_are_earlier(http: httpx.AsyncClient, engine: Fak
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_engine_refuses_is_told_in_openai_s_words(
-    http: httpx.AsyncClient,
+async def test_engine_errors_have_openai_s_codes(
+    http: AsyncClient,
     engine: FakeEngine,
     code: str,
     status: int,

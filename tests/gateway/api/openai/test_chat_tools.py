@@ -7,8 +7,8 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
+from httpx import AsyncClient
 from msgspec.structs import replace
 
 from nano_inference.config import Config
@@ -17,7 +17,8 @@ from nano_inference.gateway.serving import prepared
 from nano_inference.gateway.serving.words import Words
 from nano_inference.text.messages import constraint_of
 
-from ...fake import FakeEngine, refused
+from ...errors import invalid
+from ...fake import FakeEngine, http_of, refused
 from ...saying import says
 from .test_refusals import refusal
 
@@ -47,13 +48,12 @@ def deep(levels: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def http(engine: FakeEngine, calling: Config) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(make_app(engine, calling))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+async def http(engine: FakeEngine, calling: Config) -> AsyncIterator[AsyncClient]:
+    async with http_of(make_app(engine, calling)) as client:
         yield client
 
 
-async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+async def posted(http: AsyncClient, **fields: Any) -> dict[str, Any]:
     """The only choice of an answer."""
     answer = await http.post(PATH, json={"messages": HELLO} | fields)
     assert answer.status_code == 200, answer.text
@@ -74,8 +74,8 @@ def grammar_of(engine: FakeEngine) -> str:
 # --- what a model is told of, and kept to --------------------------------------------------------
 
 
-async def test_auto_tells_of_tools_and_keeps_the_model_to_nothing(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+async def test_auto_shows_tools_without_a_constraint(
+    http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(CALL, words)
     choice = await posted(http, tools=[WEATHER, TIME])
@@ -86,8 +86,8 @@ async def test_auto_tells_of_tools_and_keeps_the_model_to_nothing(
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
 
 
-async def test_none_tells_of_no_tools_and_looks_for_no_calls(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+async def test_none_shows_no_tools_and_parses_no_calls(
+    http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(CALL, words)
     choice = await posted(http, tools=[WEATHER], tool_choice="none")
@@ -98,7 +98,7 @@ async def test_none_tells_of_no_tools_and_looks_for_no_calls(
 
 
 async def test_without_tools_text_that_looks_like_a_call_is_text(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+    http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(CALL, words)
     choice = await posted(http)
@@ -116,8 +116,8 @@ async def test_without_tools_text_that_looks_like_a_call_is_text(
         ({"tool_choice": "none", "response_format": {"type": "json_object"}}, (), ("weather",)),
     ],
 )
-async def test_what_is_asked_is_a_grammar(
-    http: httpx.AsyncClient,
+async def test_choices_and_formats_are_grammars(
+    http: AsyncClient,
     engine: FakeEngine,
     words: Words,
     fields: dict[str, Any],
@@ -134,7 +134,7 @@ async def test_what_is_asked_is_a_grammar(
 
 
 async def test_strict_arguments_are_a_grammar(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+    http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(CALL, words)
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
@@ -142,8 +142,8 @@ async def test_strict_arguments_are_a_grammar(
     assert "city" in grammar_of(engine)
 
 
-async def test_the_model_is_told_of_allowed_tools_alone(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+async def test_the_prompt_has_only_allowed_tools(
+    http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(CALL, words)
     await posted(http, tools=[WEATHER, TIME], tool_choice=allowed("auto", "weather"))
@@ -153,68 +153,55 @@ async def test_the_model_is_told_of_allowed_tools_alone(
 
 
 TOOL_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [{}]}, "unsupported", "tools[0].type"),
-    ({"tools": [WEATHER, {"type": "custom"}]}, "unsupported", "tools[1].type"),
-    ({"tools": [{"type": "function"}]}, "invalid_request", "tools[0]"),
-    ({"tools": [{"type": "function", "function": {}}]}, "invalid_request", "tools[0].function"),
-    ({"tools": [named("a b")]}, "invalid_request", "tools[0].function.name"),
-    ({"tools": [named("")]}, "invalid_request", "tools[0].function.name"),
-    ({"tools": [named("n" * 65)]}, "invalid_request", "tools[0].function.name"),
-    ({"tools": [TIME, WEATHER, TIME]}, "invalid_request", "tools[2].function.name"),
-    (
-        {
-            "tools": [
-                {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
-            ]
-        },
-        "invalid_request",
+    invalid("tools[0].type", "unsupported", tools=[{}]),
+    invalid("tools[1].type", "unsupported", tools=[WEATHER, {"type": "custom"}]),
+    invalid("tools[0]", tools=[{"type": "function"}]),
+    invalid("tools[0].function", tools=[{"type": "function", "function": {}}]),
+    invalid("tools[0].function.name", tools=[named("a b")]),
+    invalid("tools[0].function.name", tools=[named("")]),
+    invalid("tools[0].function.name", tools=[named("n" * 65)]),
+    invalid("tools[2].function.name", tools=[TIME, WEATHER, TIME]),
+    invalid(
         "tools[0].function.parameters.type",
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
     ),
-    ({"tools": [deep(300)]}, "invalid_request", "tools[0].function.parameters"),
-    ({"tools": [TIME], "tool_choice": "any"}, "invalid_request", "tool_choice"),
-    ({"tools": [TIME], "tool_choice": {"type": "mcp"}}, "invalid_request", "tool_choice"),
-    (
-        {"tools": [TIME], "tool_choice": named("weather")},
-        "invalid_request",
-        "tool_choice.function.name",
-    ),
-    (
-        {"tools": [TIME], "tool_choice": allowed("auto", "time", "weather")},
-        "invalid_request",
+    invalid("tools[0].function.parameters", tools=[deep(300)]),
+    invalid("tool_choice", tools=[TIME], tool_choice="any"),
+    invalid("tool_choice", tools=[TIME], tool_choice={"type": "mcp"}),
+    invalid("tool_choice.function.name", tools=[TIME], tool_choice=named("weather")),
+    invalid(
         "tool_choice.allowed_tools.tools[1].function.name",
+        tools=[TIME],
+        tool_choice=allowed("auto", "time", "weather"),
     ),
-    ({"tools": [TIME], "tool_choice": allowed("required")}, "invalid_request", "tool_choice"),
-    ({"tool_choice": "required"}, "invalid_request", "tool_choice"),
-    ({"parallel_tool_calls": "no"}, "invalid_request", "parallel_tool_calls"),
-    (
-        {"tools": [TIME], "tool_choice": "required", "ignore_eos": True},
-        "invalid_constraint",
-        "ignore_eos",
+    invalid("tool_choice", tools=[TIME], tool_choice=allowed("required")),
+    invalid("tool_choice", tool_choice="required"),
+    invalid("parallel_tool_calls", parallel_tool_calls="no"),
+    invalid(
+        "ignore_eos", "invalid_constraint", tools=[TIME], tool_choice="required", ignore_eos=True
     ),
-    (
-        {"tools": [TIME], "tool_choice": named("time"), "min_tokens": 3},
-        "invalid_constraint",
-        "min_tokens",
+    invalid(
+        "min_tokens", "invalid_constraint", tools=[TIME], tool_choice=named("time"), min_tokens=3
     ),
-    (
-        {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
-        "invalid_request",
+    invalid(
         "chat_template_kwargs.enable_thinking",
+        reasoning_effort="none",
+        chat_template_kwargs={"enable_thinking": True},
     ),
 ]
 
 
 @pytest.mark.parametrize(("fields", "code", "param"), TOOL_REFUSALS)
-async def test_what_can_not_be_called_is_refused_by_its_field(
-    http: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
+async def test_invalid_tools_are_refused_by_field(
+    http: AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
 ) -> None:
     answer = await http.post(PATH, json={"messages": HELLO} | fields)
     assert refusal(answer) == (code, param)
     assert not engine.requests
 
 
-async def test_a_grammar_of_tools_that_admission_refuses_is_about_them(
-    http: httpx.AsyncClient, engine: FakeEngine
+async def test_a_refused_grammar_of_tools_names_tools(
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = refused("invalid_constraint")
     body = {"messages": HELLO, "tools": [TIME], "tool_choice": "required"}
@@ -222,7 +209,7 @@ async def test_a_grammar_of_tools_that_admission_refuses_is_about_them(
 
 
 async def test_a_grammar_is_made_beside_the_event_loop(
-    http: httpx.AsyncClient,
+    http: AsyncClient,
     engine: FakeEngine,
     words: Words,
     monkeypatch: pytest.MonkeyPatch,
@@ -241,12 +228,11 @@ async def test_a_grammar_is_made_beside_the_event_loop(
     assert threading.current_thread() not in threads
 
 
-async def test_a_model_of_which_nobody_knows_how_it_calls(
+async def test_an_unknown_message_format_refuses_tools_and_reasoning(
     engine: FakeEngine, calling: Config
 ) -> None:
     config = replace(calling, gateway=replace(calling.gateway, message_format="off"))
-    transport = httpx.ASGITransport(make_app(engine, config))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_of(make_app(engine, config)) as http:
         answer = await http.post(PATH, json={"messages": HELLO, "tools": [TIME]})
         assert refusal(answer) == ("unsupported", "tools")
         assert "gateway.message_format" in answer.json()["error"]["message"]
@@ -267,8 +253,8 @@ THOUGHT = "<think>\nIt is north.\n</think>\n\nCold."
         ({"separate_reasoning": False}, {"content": THOUGHT}),
     ],
 )
-async def test_reasoning_is_separate_unless_somebody_wants_it_otherwise(
-    http: httpx.AsyncClient,
+async def test_reasoning_is_separate_by_default(
+    http: AsyncClient,
     engine: FakeEngine,
     words: Words,
     fields: dict[str, Any],
@@ -281,7 +267,7 @@ async def test_reasoning_is_separate_unless_somebody_wants_it_otherwise(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_enable_thinking_false_leaves_no_reasoning_open(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words, stream: bool
+    http: AsyncClient, engine: FakeEngine, words: Words, stream: bool
 ) -> None:
     """The template closes it in the prompt; others wait for its end for ever (dynamo 8636)."""
     engine.outputs = says("Cold." + CALL, words)
@@ -300,7 +286,7 @@ async def test_enable_thinking_false_leaves_no_reasoning_open(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_logprobs_without_the_likeliest_of_a_message_that_is_read(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words, stream: bool
+    http: AsyncClient, engine: FakeEngine, words: Words, stream: bool
 ) -> None:
     """`logprobs: true, top_logprobs: null` lists all tokens, of reasoning and calls too."""
     engine.outputs = says(THOUGHT + CALL, words)
@@ -321,7 +307,7 @@ async def test_logprobs_without_the_likeliest_of_a_message_that_is_read(
     ("effort", "begins"), [("none", False), ("low", True), ("high", True), (None, False)]
 )
 async def test_effort_turns_the_template_s_switch(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words, effort: str | None, begins: bool
+    http: AsyncClient, engine: FakeEngine, words: Words, effort: str | None, begins: bool
 ) -> None:
     engine.outputs = says("It is north.\n</think>\n\nCold." if begins else "Cold.", words)
     message = (await posted(http, reasoning_effort=effort))["message"]
@@ -330,9 +316,7 @@ async def test_effort_turns_the_template_s_switch(
     assert message.get("reasoning_content", "") == ("It is north." if begins else "")
 
 
-async def test_a_budget_is_a_grammar(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
-) -> None:
+async def test_a_budget_is_a_grammar(http: AsyncClient, engine: FakeEngine, words: Words) -> None:
     engine.outputs = says(THOUGHT, words)
     await posted(http, thinking_token_budget=7)
     assert "7" in grammar_of(engine)
@@ -345,8 +329,7 @@ async def test_the_field_of_reasoning_is_a_setting(
 ) -> None:
     engine.outputs = says(THOUGHT, words)
     config = replace(calling, gateway=replace(calling.gateway, reasoning_field="reasoning"))
-    transport = httpx.ASGITransport(make_app(engine, config))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_of(make_app(engine, config)) as http:
         message = (await posted(http))["message"]
     assert message["reasoning"] == "It is north."
     assert "reasoning_content" not in message
@@ -356,8 +339,8 @@ async def test_the_field_of_reasoning_is_a_setting(
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-async def test_a_turn_of_the_assistant_s_comes_back_as_it_was_written(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words, name: str
+async def test_a_message_handed_back_has_the_same_tokens(
+    http: AsyncClient, engine: FakeEngine, words: Words, name: str
 ) -> None:
     """Its reasoning by either name; a rename lost it (vLLM 50624)."""
     function = {"name": "weather", "arguments": '{"city": "Oslo"}', "parsed_arguments": {"city": 1}}
@@ -380,15 +363,15 @@ async def test_a_turn_of_the_assistant_s_comes_back_as_it_was_written(
 
 
 async def test_a_turn_that_was_cut_off_in_its_reasoning_comes_back(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+    http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     turn = {"role": "assistant", "content": None, "reasoning_content": "I"}
     await posted(http, messages=[*HELLO, turn, *HELLO])
     assert "<think>\nI\n</think>" in prompt_of(engine, words)
 
 
-async def test_tokenize_counts_what_a_prompt_would_have(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+async def test_tokenize_counts_a_prompt_s_tokens(
+    http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(CALL, words)
     fields = {"messages": HELLO, "tools": [WEATHER], "reasoning_effort": "low"}
@@ -403,15 +386,14 @@ async def test_tokenize_counts_what_a_prompt_would_have(
 
 
 async def test_a_call_with_a_key_is_the_same_at_another_gateway(
-    http: httpx.AsyncClient, engine: FakeEngine, calling: Config, words: Words
+    http: AsyncClient, engine: FakeEngine, calling: Config, words: Words
 ) -> None:
     engine.outputs = says(THOUGHT + CALL, words)
     body = {"messages": HELLO, "tools": [WEATHER]}
     headers = {"Idempotency-Key": "a", "X-Tenant": "t"}
     first = (await http.post(PATH, json=body, headers=headers)).json()
     assert first["choices"][0]["finish_reason"] == "tool_calls"
-    transport = httpx.ASGITransport(make_app(engine, calling))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as other:
+    async with http_of(make_app(engine, calling)) as other:
         assert (await other.post(PATH, json=body, headers=headers)).json() == first
     assert len(engine.requests) == 1
 
@@ -435,7 +417,7 @@ def message_of(chunks: list[tuple[str, dict[str, Any]]]) -> tuple[str, str, list
 
 
 async def test_a_stream_goes_on_at_another_gateway_behind_each_event(
-    http: httpx.AsyncClient, engine: FakeEngine, calling: Config, words: Words
+    http: AsyncClient, engine: FakeEngine, calling: Config, words: Words
 ) -> None:
     """Nothing is lost, nothing comes twice, and calls have the same ids."""
     engine.outputs = says(THOUGHT + CALL, words)
@@ -445,8 +427,7 @@ async def test_a_stream_goes_on_at_another_gateway_behind_each_event(
     message = message_of(whole)
     assert message[:2] == ("It is north.", "Cold.")
     assert [call["function"]["name"] for call in message[2]] == ["weather"]
-    transport = httpx.ASGITransport(make_app(engine, calling))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as other:
+    async with http_of(make_app(engine, calling)) as other:
         for place, (event_id, _) in enumerate(whole):
             answer = await other.get(
                 f"/v1/streams/{whole[0][1]['id']}",
@@ -469,8 +450,8 @@ async def test_a_stream_goes_on_at_another_gateway_behind_each_event(
     ],
 )
 @pytest.mark.parametrize("tools", [{}, {"tools": [WEATHER], "tool_choice": "required"}])
-async def test_a_constraint_has_reasoning_only_where_it_was_asked_for(
-    http: httpx.AsyncClient,
+async def test_a_constraint_allows_reasoning_only_on_request(
+    http: AsyncClient,
     engine: FakeEngine,
     words: Words,
     fields: dict[str, Any],

@@ -77,7 +77,7 @@ async def test_the_loop(
 
 
 @pytest.mark.parametrize("cut", [1, 7, 1000])
-async def test_its_helper_puts_a_stream_with_calls_together(
+async def test_the_stream_helper_assembles_calls(
     client: AsyncOpenAI, engine: FakeEngine, words: Words, cut: int
 ) -> None:
     engine.outputs = says(CALLS, words, cut=cut)
@@ -145,7 +145,7 @@ BROKEN = '<tool_call>\n{"name": "Weather", "arguments": {"city": </tool_call>'
         (CALLS, "length", 2),
     ],
 )
-async def test_nobody_is_told_of_calls_that_are_not_there(
+async def test_invalid_or_cut_calls_are_text(
     client: AsyncOpenAI,
     engine: FakeEngine,
     words: Words,

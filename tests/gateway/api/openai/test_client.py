@@ -95,9 +95,7 @@ async def test_a_field_that_is_refused_is_named(client: AsyncOpenAI) -> None:
     assert (raised.value.param, raised.value.code) == ("modalities", "unsupported")
 
 
-async def test_what_would_be_too_late_again_is_not_tried_again(
-    client: AsyncOpenAI, engine: FakeEngine
-) -> None:
+async def test_expired_calls_are_not_retried(client: AsyncOpenAI, engine: FakeEngine) -> None:
     engine.outputs = refused("expired")
     with pytest.raises(openai.InternalServerError):
         await client.with_options(max_retries=2).chat.completions.create(

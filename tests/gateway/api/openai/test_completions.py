@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
+from httpx import AsyncClient
 
-from ...fake import FakeEngine
+from ...fake import FakeEngine, poster
 from ...made import LOGPROBS, TEXTS, whole
 
 PATH = "/v1/completions"
 TEXT = "".join(TEXTS)
 
 
-async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    """The answer to a prompt."""
-    answer = await http.post(PATH, json={"prompt": "98 +"} | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+posted = poster(PATH, {"prompt": "98 +"})
 
 
-async def test_an_answer_has_what_openai_s_has(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = await posted(http)
     assert answer["id"].startswith("cmpl-")
@@ -45,7 +40,7 @@ async def test_an_answer_has_what_openai_s_has(http: httpx.AsyncClient, engine: 
     ],
 )
 async def test_prompts_of_all_kinds(
-    http: httpx.AsyncClient, engine: FakeEngine, prompt: Any, sent: list[Any]
+    http: AsyncClient, engine: FakeEngine, prompt: Any, sent: list[Any]
 ) -> None:
     engine.outputs = whole
     answer = await posted(http, prompt=prompt, n=2)
@@ -56,35 +51,9 @@ async def test_prompts_of_all_kinds(
     assert answer["usage"]["prompt_tokens"] == 4 * len(sent)
 
 
-async def test_every_field_reaches_the_engine(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    fields = {
-        "temperature": 0.5,
-        "top_p": 0.75,
-        "top_k": 3,
-        "min_p": 0.125,
-        "seed": 7,
-        "stop_token_ids": [8],
-        "ignore_eos": True,
-        "min_tokens": 1,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.25,
-        "repetition_penalty": 1.5,
-        "max_tokens": 9,
-    }
-    more = {"stop": ["x", ""], "logit_bias": {"7": -1.5}, "cache_salt": "s", "n": 2, "logprobs": 4}
-    await posted(http, **fields, **more)
-    (request,) = engine.requests
-    sampling = request.sampling
-    for name, value in fields.items():
-        found = getattr(sampling, name)
-        assert (sorted(found) if isinstance(found, frozenset) else found) == value
-    assert (sampling.stop, sampling.logit_bias, sampling.logprobs) == (("x",), {7: -1.5}, 4)
-    assert (request.cache_salt, request.n) == ("s", 2)
-
-
 @pytest.mark.parametrize("top", [0, 2])
 async def test_logprobs_name_the_likeliest_and_the_token_itself(
-    http: httpx.AsyncClient, engine: FakeEngine, top: int
+    http: AsyncClient, engine: FakeEngine, top: int
 ) -> None:
     engine.outputs = whole
     found = (await posted(http, logprobs=top))["choices"][0]["logprobs"]
@@ -99,9 +68,7 @@ async def test_logprobs_name_the_likeliest_and_the_token_itself(
     assert found["text_offset"] == sorted(found["text_offset"])
 
 
-async def test_echo_puts_the_prompt_before_the_text(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_echo_puts_the_prompt_before_the_text(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     assert (await posted(http, echo=True))["choices"][0]["text"] == f"98 +{TEXT}"
     prompt = list((await http.post("/tokenize", json={"prompt": "98 +"})).json()["tokens"])
@@ -109,9 +76,7 @@ async def test_echo_puts_the_prompt_before_the_text(
     assert answer["choices"][0]["text"] == f"98 +{TEXT}"
 
 
-async def test_echo_with_logprobs_scores_the_prompt(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_echo_with_logprobs_scores_the_prompt(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     (choice,) = (await posted(http, echo=True, logprobs=1))["choices"]
     (request,) = engine.requests
@@ -127,9 +92,7 @@ async def test_echo_with_logprobs_scores_the_prompt(
     assert choice["text"] == f"98 +{TEXT}"
 
 
-async def test_a_prompt_is_scored_without_a_token(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_prompt_is_scored_without_a_token(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = await posted(http, echo=True, logprobs=0, max_tokens=0, return_token_ids=True)
     (choice,) = answer["choices"]
@@ -142,13 +105,13 @@ async def test_a_prompt_is_scored_without_a_token(
 
 
 async def test_a_text_that_takes_no_tokenizer_is_left_to_the_engine(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     await posted(http, temperature=0)
     assert engine.requests[0].prompt == "98 +"
 
 
-async def test_tokens_and_back(http: httpx.AsyncClient) -> None:
+async def test_tokens_and_back(http: AsyncClient) -> None:
     text = "98 + 25 = 東京<|im_end|>"
     found = (await http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
@@ -157,7 +120,7 @@ async def test_tokens_and_back(http: httpx.AsyncClient) -> None:
     assert back.json() == {"prompt": text}
 
 
-async def test_what_is_told_of_the_tokenizer(http: httpx.AsyncClient) -> None:
+async def test_tokenizer_info(http: AsyncClient) -> None:
     found = (await http.get("/tokenizer_info")).json()
     assert found["eos_token"] == "<|endoftext|>"
     assert found["bos_token"] is None
@@ -166,7 +129,7 @@ async def test_what_is_told_of_the_tokenizer(http: httpx.AsyncClient) -> None:
 
 
 async def test_a_conversation_s_tokens_are_those_of_its_prompt(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     body = {"messages": [{"role": "user", "content": "a"}]}
     found = (await http.post("/tokenize", json=body)).json()["tokens"]
@@ -174,7 +137,7 @@ async def test_a_conversation_s_tokens_are_those_of_its_prompt(
     assert tuple(found) == engine.requests[0].prompt_token_ids
 
 
-async def test_the_models(http: httpx.AsyncClient) -> None:
+async def test_the_models(http: AsyncClient) -> None:
     (model,) = (await http.get("/v1/models")).json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 2048)
     assert (await http.get("/v1/models/tiny")).json() == model

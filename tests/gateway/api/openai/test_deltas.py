@@ -15,17 +15,21 @@ from hypothesis import strategies as st
 from nano_inference.bus.messages import RowFinish
 from nano_inference.bus.public import CompletionChunk, GenerateRequest
 from nano_inference.config import Config
-from nano_inference.gateway.api.openai.answers import Answers
-from nano_inference.gateway.api.openai.choices import Choice
-from nano_inference.gateway.api.openai.deltas import chunk_delta, fitting
+from nano_inference.gateway.api.openai.answers import Choice, ChoicesWriter, fitting, message_of
 from nano_inference.gateway.api.openai.positions import FINISHED, UNBEGUN
-from nano_inference.gateway.api.openai.requests import Call, read_chat, read_completion
-from nano_inference.gateway.api.openai.shapes import Shape, decode_shape
+from nano_inference.gateway.api.openai.records import decode_record
+from nano_inference.gateway.api.openai.requests import (
+    ChoicesCall,
+    ChoicesRecord,
+    read_chat,
+    read_completion,
+)
 from nano_inference.gateway.api.openai.streams import Chunks
 from nano_inference.telemetry.instruments import REASONING_TOKENS, TOOL_CALLS
 from nano_inference.text.messages import Delta, MessageFormat, ToolCall
 
 from ...fake import completion
+from ...recorded import Recorded
 from ...sampled import (
     BARE_CALL,
     CALL,
@@ -43,7 +47,6 @@ from ...sampled import (
     stops,
     tokens,
 )
-from ...told import Told
 from .streamed import choices
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream": True}
@@ -58,9 +61,9 @@ class Sent(NamedTuple):
     position: int
 
 
-def chat(made: Made, **fields: Any) -> Call:
+def chat(made: Made, **fields: Any) -> ChoicesCall:
     """A call of a chat whose messages are read."""
-    body = {key: value for key, value in fields.items() if key not in Call.__struct_fields__}
+    body = {key: value for key, value in fields.items() if key not in ChoicesCall.__struct_fields__}
     body |= {key: fields[key] for key in ("logprobs", "n") if key in fields}
     call, _ = read_chat(HELLO | body, Config(), 1000)
     changed = {key: value for key, value in fields.items() if key not in body}
@@ -68,12 +71,14 @@ def chat(made: Made, **fields: Any) -> Call:
     return msgspec.structs.replace(call, **given)
 
 
-def answers(call: Call, told: Told | None = None, form: MessageFormat = QWEN) -> Answers:
-    return Answers(call, [(5, 6)], [None], WORDS, form, told.measures if told else None)
+def answers(
+    call: ChoicesCall, told: Recorded | None = None, form: MessageFormat = QWEN
+) -> ChoicesWriter:
+    return ChoicesWriter(call, [(5, 6)], [None], WORDS, form, told.measures if told else None)
 
 
 def whole(
-    made: Made, call: Call, told: Told | None = None, form: MessageFormat = QWEN
+    made: Made, call: ChoicesCall, told: Recorded | None = None, form: MessageFormat = QWEN
 ) -> dict[str, Any]:
     ended = completion(GenerateRequest(), made.sample)
     (choice,) = answers(call, told, form).whole([ended])["choices"]
@@ -82,7 +87,7 @@ def whole(
 
 def stream(
     made: Made,
-    call: Call,
+    call: ChoicesCall,
     chunks: Sequence[CompletionChunk],
     reads: list[bool],
     after: int = UNBEGUN,
@@ -124,7 +129,7 @@ def told_by(sent: Sequence[Sent]) -> dict[str, Any]:
     return told
 
 
-def message_of(told: dict[str, Any]) -> dict[str, Any]:
+def message_told(told: dict[str, Any]) -> dict[str, Any]:
     """The same as a message in one piece."""
     found: dict[str, Any] = {"role": "assistant", "refusal": None}
     for name in ("content", "reasoning_content"):
@@ -162,7 +167,7 @@ def test_the_same_streamed_resumed_anywhere_and_whole(
     wanted = whole(made, call, form=form)
     sent = stream(made, call, made.chunks, reads, form=form)
     told = told_by(sent)
-    assert message_of(told) == wanted["message"]
+    assert message_told(told) == wanted["message"]
     assert told["reasons"] == [wanted["finish_reason"]]
     if listed:
         assert told["tokens"] == list(made.sample.token_ids)
@@ -175,9 +180,7 @@ def test_the_same_streamed_resumed_anywhere_and_whole(
 
 
 @given(tokens, ends)
-def test_a_message_s_parts_come_in_the_order_that_it_has_them(
-    token_ids: list[int], end: RowFinish
-) -> None:
+def test_parts_keep_their_order(token_ids: list[int], end: RowFinish) -> None:
     """Whether or not much comes at once."""
     made = make(token_ids, (), end)
     call = chat(made)
@@ -194,7 +197,7 @@ PIECES = st.builds(
 
 
 @given(st.lists(PIECES.filter(any), max_size=8))
-def test_chunks_take_what_stands_in_order(deltas: list[Delta]) -> None:
+def test_a_chunk_holds_deltas_in_order(deltas: list[Delta]) -> None:
     def kinds(of: Sequence[Delta]) -> list[str]:
         return [kind for delta in of for kind, part in zip("rct", delta, strict=True) if part]
 
@@ -202,7 +205,7 @@ def test_chunks_take_what_stands_in_order(deltas: list[Delta]) -> None:
     while left:
         number = fitting(left)
         assert kinds(left[:number]) == sorted(kinds(left[:number]), key="rct".index)
-        assert list(chunk_delta(left[:number], "r")) == [
+        assert list(message_of(left[:number], "r", whole=False)) == [
             {"r": "r", "c": "content", "t": "tool_calls"}[kind]
             for kind in dict.fromkeys(kinds(left[:number]))
         ]
@@ -242,7 +245,7 @@ def test_a_message_with_calls_alone_has_no_content() -> None:
 
 
 @pytest.mark.parametrize("listed", [{}, LISTED])
-def test_reasoning_is_called_as_asked_or_left_out(listed: dict[str, Any]) -> None:
+def test_the_reasoning_field_is_configurable_or_left_out(listed: dict[str, Any]) -> None:
     made = make(ids(THOUGHT + "98"), (), "stop")
     for field, include in (("reasoning", True), ("reasoning_content", False)):
         call = chat(made, reasoning_field=field, include_reasoning=include, **listed)
@@ -303,9 +306,9 @@ def test_texts_and_their_tokens_stay_together_under_stop_strings(
     assert WORDS.text(told, skip_special=True).startswith(text)
 
 
-def test_what_was_read_is_counted_once_in_an_answer() -> None:
+def test_a_message_is_counted_once() -> None:
     made = make(ids(THOUGHT + CALL + "98"), (), "stop")
-    told = Told()
+    told = Recorded()
     whole(made, chat(made), told)
     counted = told.values(TOOL_CALLS), told.values(REASONING_TOKENS)
     assert counted[0] == {("made",): 1, ("malformed",): 0}
@@ -318,7 +321,7 @@ def test_what_was_read_is_counted_once_in_an_answer() -> None:
 
 
 @pytest.mark.parametrize("continuous", [False, True])
-async def test_usage_tells_of_reasoning_in_all_choices(continuous: bool) -> None:
+async def test_usage_counts_reasoning_of_all_choices(continuous: bool) -> None:
     made = make(ids(THOUGHT + "98"), (), "stop")
     call = chat(made, n=2, usage=True, continuous_usage=continuous)
     sent: list[dict[str, Any]] = []
@@ -354,5 +357,5 @@ async def test_usage_tells_of_reasoning_in_all_choices(continuous: bool) -> None
 def test_how_a_message_is_read_is_kept_with_its_call() -> None:
     made = make(ids("98"), (), "stop")
     call = chat(made)
-    shape = Shape(tenant="t", call=call, prompts=[(5,)], texts=[None], whole=True)
-    assert decode_shape(shape.encode()) == shape
+    record = ChoicesRecord(tenant="t", call=call, prompts=[(5,)], texts=[None], has_prompts=True)
+    assert decode_record(record.encode(), ChoicesRecord) == record

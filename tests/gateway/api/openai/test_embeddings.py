@@ -6,9 +6,9 @@ import base64
 import struct
 from typing import Any
 
-import httpx
 import openai
 import pytest
+from httpx import AsyncClient
 from openai import AsyncOpenAI
 
 from nano_inference.bus.public import (
@@ -22,7 +22,7 @@ from nano_inference.bus.public import (
 from nano_inference.config import load_config
 from nano_inference.gateway.app import make_app
 
-from ...fake import FakeEngine, refused
+from ...fake import FakeEngine, http_of, refused
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -74,14 +74,14 @@ async def test_openai_s_library_reads_vectors(client: AsyncOpenAI, engine: FakeE
     assert [each.embedding for each in as_numbers.data] == [[2.0, -0.5, 15.0], [1.0, -0.5, 9.0]]
 
 
-async def test_base64_is_float32_little_endian(http: httpx.AsyncClient) -> None:
+async def test_base64_is_float32_little_endian(http: AsyncClient) -> None:
     answer = await http.post(EMBEDDINGS, json={"input": [5, 6], "encoding_format": "base64"})
     (data,) = answer.json()["data"]
     assert struct.unpack("<3f", base64.b64decode(data["embedding"])) == (2.0, -0.5, 11.0)
 
 
 async def test_a_call_says_how_its_prompts_are_embedded(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     body = {
         "model": "tiny",
@@ -124,7 +124,7 @@ async def test_a_call_says_how_its_prompts_are_embedded(
     ],
 )
 async def test_a_bad_call_is_refused_by_its_field(
-    body: dict[str, Any], code: str, param: str | None, http: httpx.AsyncClient, engine: FakeEngine
+    body: dict[str, Any], code: str, param: str | None, http: AsyncClient, engine: FakeEngine
 ) -> None:
     answer = await http.post(EMBEDDINGS, json=body)
     error = answer.json()["error"]
@@ -137,8 +137,7 @@ async def test_a_bad_call_is_refused_by_its_field(
 
 async def test_too_many_inputs_are_refused(engine: FakeEngine) -> None:
     config = load_config(env={}, overrides={"gateway.max_prompts": 3})
-    transport = httpx.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_of(make_app(engine, config)) as http:  # type: ignore[arg-type]
         answer = await http.post(EMBEDDINGS, json={"input": ["a"] * 4})
         assert answer.json()["error"]["code"] == "too_many_prompts"
         assert (await http.post(EMBEDDINGS, json={"input": ["a"] * 3})).status_code == 200
@@ -153,7 +152,7 @@ async def test_too_many_inputs_are_refused(engine: FakeEngine) -> None:
         ("overloaded", 429, "overloaded", None),
     ],
 )
-async def test_what_the_engine_refuses_is_told_by_openai_s_names(
+async def test_engine_errors_have_openai_s_names(
     code: str, status: int, told: str, param: str | None, client: AsyncOpenAI, engine: FakeEngine
 ) -> None:
     """The first error is the answer, and the other inputs end."""
@@ -165,7 +164,7 @@ async def test_what_the_engine_refuses_is_told_by_openai_s_names(
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
-async def test_scores_are_cosines(path: str, http: httpx.AsyncClient) -> None:
+async def test_scores_are_cosines(path: str, http: AsyncClient) -> None:
     """A text with each of several, or each with its own."""
     one = await http.post(path, json={"text_1": "ab", "text_2": ["ab", "xyz"]})
     first, second = (each["score"] for each in one.json()["data"])
@@ -179,7 +178,7 @@ async def test_scores_are_cosines(path: str, http: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
-async def test_documents_are_ranked_by_their_cosines(path: str, http: httpx.AsyncClient) -> None:
+async def test_documents_are_ranked_by_their_cosines(path: str, http: AsyncClient) -> None:
     body = {"query": "ab", "documents": ["~~~~~~~~~~~", {"text": "ab"}, "aaa"]}
     answer = (await http.post(path, json=body)).json()
     assert answer["usage"] == {"prompt_tokens": 12, "total_tokens": 12}
@@ -204,7 +203,7 @@ async def test_documents_are_ranked_by_their_cosines(path: str, http: httpx.Asyn
     ],
 )
 async def test_a_bad_ranking_is_refused(
-    body: dict[str, Any], param: str, http: httpx.AsyncClient, engine: FakeEngine
+    body: dict[str, Any], param: str, http: AsyncClient, engine: FakeEngine
 ) -> None:
     answer = await http.post("/rerank", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

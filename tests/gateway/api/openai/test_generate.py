@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 
-from ...fake import FakeEngine, refused
+from ...errors import invalid
+from ...fake import FakeEngine, http_of, poster, refused
 from ...made import LOGPROBS, TOKENS, interleaved, whole
 from ...serving.test_model_length import OWN
 from .streamed import choices, events
@@ -26,15 +27,10 @@ def config() -> Config:
     return load_config(env={}, overrides={"gateway.max_body_bytes": 100_000})
 
 
-async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    """The answer to a prompt of three tokens."""
-    answer = await http.post(PATH, json={"token_ids": [7, 8, 9]} | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+posted = poster(PATH, {"token_ids": [7, 8, 9]})
 
 
-async def test_an_answer_has_what_vllm_s_has(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_an_answer_has_vllm_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = await posted(http, request_id="mine")
     assert answer["request_id"] == "mine"
@@ -48,52 +44,20 @@ async def test_an_answer_has_what_vllm_s_has(http: httpx.AsyncClient, engine: Fa
     assert request.prompt is None
 
 
-async def test_without_a_name_each_has_a_new_one(http: httpx.AsyncClient) -> None:
+async def test_without_a_name_each_has_a_new_one(http: AsyncClient) -> None:
     first, second = await posted(http), await posted(http)
     assert first["request_id"] != second["request_id"]
     assert (first["request_id"], second["request_id"]) == (first["id"], second["id"])
 
 
-async def test_every_parameter_reaches_the_engine(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
-    fields = {
-        "temperature": 0.5,
-        "top_p": 0.75,
-        "top_k": 3,
-        "min_p": 0.125,
-        "seed": 7,
-        "stop_token_ids": [8],
-        "ignore_eos": True,
-        "min_tokens": 1,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.25,
-        "repetition_penalty": 1.5,
-        "max_tokens": 9,
-        "logprobs": 4,
-        "prompt_logprobs": 0,
-    }
-    more = {"stop": ["x"], "logit_bias": {"7": -1.5}, "n": 2}
-    await posted(http, sampling_params=fields | more, cache_salt="s", priority=3, budget_ms=60_000)
-    (request,) = engine.requests
-    for name, value in fields.items():
-        found = getattr(request.sampling, name)
-        assert (sorted(found) if isinstance(found, frozenset) else found) == value
-    assert (request.sampling.stop, request.sampling.logit_bias) == (("x",), {7: -1.5})
-    assert (request.n, request.cache_salt, request.priority) == (2, "s", -3)
-    assert 0 < (request.budget_ns or 0) <= 60_000 * 10**6
-
-
-async def test_without_a_length_it_may_have_what_the_model_has(
-    http: httpx.AsyncClient, engine: FakeEngine
+async def test_max_tokens_defaults_to_the_model_s_length(
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     await posted(http, sampling_params={})
     assert engine.requests[0].sampling.max_tokens == OWN
 
 
-async def test_logprobs_name_tokens_by_their_ids(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_logprobs_name_tokens_by_their_ids(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = await posted(http, sampling_params={"logprobs": 2, "prompt_logprobs": 1})
     entries = answer["choices"][0]["logprobs"]["content"]
@@ -105,9 +69,7 @@ async def test_logprobs_name_tokens_by_their_ids(
     assert [set(place) for place in rest] == [{"8", "9"}, {"9"}]
 
 
-async def test_a_stream_is_the_answer_in_pieces(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_stream_is_the_answer_in_pieces(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = interleaved
     asked: dict[str, Any] = {"sampling_params": {"n": 2, "logprobs": 1}, "request_id": "mine"}
     asked |= {"return_weight_versions": True}
@@ -137,8 +99,7 @@ async def test_a_stream_is_the_answer_in_pieces(
 async def test_it_takes_no_tokenizer(engine: FakeEngine, tmp_path: Path) -> None:
     engine.outputs = whole
     config = load_config(env={}, overrides={"engine.model_path": str(tmp_path)})
-    transport = httpx.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_of(make_app(engine, config)) as http:  # type: ignore[arg-type]
         await posted(http, sampling_params={"logprobs": 1})
         body = {"token_ids": [7], "sampling_params": {"prompt_logprobs": 1}}
         assert refusal(await http.post(PATH, json=body))[0] == "unsupported"
@@ -147,38 +108,35 @@ async def test_it_takes_no_tokenizer(engine: FakeEngine, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("fields", "code", "param"),
     [
-        ({"token_ids": None}, "empty_prompt", "token_ids"),
-        ({"token_ids": []}, "empty_prompt", "token_ids"),
-        ({"request_id": "r" * 257}, "invalid_request", "request_id"),
-        ({"request_id": 7}, "invalid_request", "request_id"),
-        ({"token_ids": [1, "a"]}, "invalid_request", "token_ids[1]"),
-        ({"token_ids": "a"}, "invalid_request", "token_ids"),
-        ({"token_ids": [7] * 9000}, "context_length_exceeded", "token_ids"),
-        ({"sampling_params": []}, "invalid_request", "sampling_params"),
-        ({"sampling_params": {"n": 0}}, "invalid_n", "sampling_params.n"),
-        ({"sampling_params": {"n": 10**6}}, "too_many_prompts", "sampling_params.n"),
-        ({"sampling_params": {"top_p": "1"}}, "invalid_request", "sampling_params.top_p"),
-        ({"sampling_params": {"topp": 1}}, "unsupported", "sampling_params.topp"),
-        ({"sampling_params": {"bad_words": ["x"]}}, "unsupported", "sampling_params.bad_words"),
-        (
-            {"sampling_params": {"structured_outputs": {"json": 3}}},
-            "invalid_request",
+        invalid("token_ids", "empty_prompt", token_ids=None),
+        invalid("token_ids", "empty_prompt", token_ids=[]),
+        invalid("request_id", request_id="r" * 257),
+        invalid("request_id", request_id=7),
+        invalid("token_ids[1]", token_ids=[1, "a"]),
+        invalid("token_ids", token_ids="a"),
+        invalid("token_ids", "context_length_exceeded", token_ids=[7] * 9000),
+        invalid("sampling_params", sampling_params=[]),
+        invalid("sampling_params.n", "invalid_n", sampling_params={"n": 0}),
+        invalid("sampling_params.n", "too_many_prompts", sampling_params={"n": 10**6}),
+        invalid("sampling_params.top_p", sampling_params={"top_p": "1"}),
+        invalid("sampling_params.topp", "unsupported", sampling_params={"topp": 1}),
+        invalid("sampling_params.bad_words", "unsupported", sampling_params={"bad_words": ["x"]}),
+        invalid(
             "sampling_params.structured_outputs.json",
+            sampling_params={"structured_outputs": {"json": 3}},
         ),
-        (
-            {"sampling_params": {"prompt_logprobs": 1}, "stream": True},
-            "invalid_request",
-            "sampling_params.prompt_logprobs",
+        invalid(
+            "sampling_params.prompt_logprobs", sampling_params={"prompt_logprobs": 1}, stream=True
         ),
-        ({"features": {"mm_hashes": {}}}, "unsupported", "features"),
-        ({"kv_transfer_params": {"a": 1}}, "unsupported", "kv_transfer_params"),
-        ({"temperature": 0.5}, "unsupported", "temperature"),
-        ({"stream_options": {"include_usage": True}}, "invalid_request", "stream_options"),
-        ({"model": "other"}, "model_not_found", "model"),
+        invalid("features", "unsupported", features={"mm_hashes": {}}),
+        invalid("kv_transfer_params", "unsupported", kv_transfer_params={"a": 1}),
+        invalid("temperature", "unsupported", temperature=0.5),
+        invalid("stream_options", stream_options={"include_usage": True}),
+        invalid("model", "model_not_found", model="other"),
     ],
 )
-async def test_what_can_not_be_obeyed_is_refused_by_name(
-    http: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
+async def test_unsupported_fields_are_refused_by_name(
+    http: AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
 ) -> None:
     answer = await http.post(PATH, json={"token_ids": [5]} | fields)
     status = 404 if code == "model_not_found" else 400
@@ -194,8 +152,8 @@ async def test_what_can_not_be_obeyed_is_refused_by_name(
         ("invalid_token_ids", "token_ids"),
     ],
 )
-async def test_what_the_engine_refuses_is_named_as_it_was_sent(
-    http: httpx.AsyncClient, engine: FakeEngine, code: str, param: str
+async def test_engine_errors_name_the_field_as_sent(
+    http: AsyncClient, engine: FakeEngine, code: str, param: str
 ) -> None:
     engine.outputs = refused(code)
     answer = await http.post(PATH, json={"token_ids": [5]})

@@ -7,13 +7,14 @@ from typing import Any
 
 import httpx
 import pytest
+from httpx import AsyncClient
 
-from nano_inference.gateway.api.openai import resuming
-from nano_inference.gateway.api.openai.idempotency import keyed
+from nano_inference.gateway.api.openai import records
+from nano_inference.gateway.api.openai.records import keyed
 
 from ...fake import FakeEngine, refused
 from ...made import interleaved, whole
-from .streamed import Told, stream_of
+from .streamed import Recorded, stream_of
 
 LIMIT_S = 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -25,8 +26,8 @@ KEY = {"Idempotency-Key": "k-1", "X-Tenant": "me"}
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETIONS, TEXT)])
 async def test_the_same_call_is_made_once(
-    http: httpx.AsyncClient,
-    other: httpx.AsyncClient,
+    http: AsyncClient,
+    other: AsyncClient,
     engine: FakeEngine,
     path: str,
     body: dict[str, Any],
@@ -40,13 +41,13 @@ async def test_the_same_call_is_made_once(
         for client, each in ((http, asked), (other, again), (http, asked))
     ]
     assert len(engine.requests) == 1
-    told = [vars(Told(stream_of(each))) if stream else each.json() for each in answers]
+    told = [vars(Recorded(stream_of(each))) if stream else each.json() for each in answers]
     assert told[1:] == told[:1] * 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_two_at_once_are_one(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine, stream: bool
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine, stream: bool
 ) -> None:
     """Both at different gateways, and while the first one still runs."""
     go, followed = asyncio.Event(), asyncio.Semaphore(0)
@@ -71,7 +72,8 @@ async def test_two_at_once_are_one(
         go.set()
     assert len(engine.requests) == 1
     told = [
-        vars(Told(stream_of(each.result()))) if stream else each.result().json() for each in calls
+        vars(Recorded(stream_of(each.result()))) if stream else each.result().json()
+        for each in calls
     ]
     assert told[1:] == told[:1] * 3
 
@@ -86,7 +88,7 @@ async def test_two_at_once_are_one(
     ],
 )
 async def test_a_key_belongs_to_one_body(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
     engine.outputs = whole
     assert (await http.post(COMPLETIONS, json=TEXT, headers=KEY)).status_code == 200
@@ -95,7 +97,7 @@ async def test_a_key_belongs_to_one_body(
     assert answer.json()["error"]["code"] == "idempotency_key_reused"
 
 
-async def test_a_key_is_its_tenants(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_a_key_is_its_tenants(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     ids = set()
     for tenant in ("me", "other"):
@@ -105,7 +107,7 @@ async def test_a_key_is_its_tenants(http: httpx.AsyncClient, engine: FakeEngine)
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "a b", "caf\xe9", "\t"])
-async def test_keys_are_bounded(http: httpx.AsyncClient, engine: FakeEngine, key: str) -> None:
+async def test_keys_are_bounded(http: AsyncClient, engine: FakeEngine, key: str) -> None:
     headers = [("Idempotency-Key", key.encode("latin-1"))]
     answer = await http.post(COMPLETIONS, json=TEXT, headers=headers)
     assert (answer.status_code, engine.requests) == (400, [])
@@ -114,9 +116,7 @@ async def test_keys_are_bounded(http: httpx.AsyncClient, engine: FakeEngine, key
     assert (await http.post(COMPLETIONS, json=TEXT, headers=twice)).status_code == 400
 
 
-async def test_what_was_refused_before_it_ran_may_be_sent_again(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_refused_call_may_be_repeated(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     late = await http.post(COMPLETIONS, json=TEXT, headers=KEY | {"X-Budget-Ms": "0"})
     assert (late.status_code, engine.requests) == (504, [])
@@ -124,9 +124,7 @@ async def test_what_was_refused_before_it_ran_may_be_sent_again(
     assert len(engine.requests) == 1
 
 
-async def test_an_error_of_the_engine_is_the_answer_to_the_next_one_as_well(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_repeated_call_gets_the_same_error(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = refused("lane_failed")
     answers = [await http.post(COMPLETIONS, json=TEXT, headers=KEY) for _ in range(2)]
     assert [each.json()["error"]["code"] for each in answers] == ["lane_failed"] * 2
@@ -134,7 +132,7 @@ async def test_an_error_of_the_engine_is_the_answer_to_the_next_one_as_well(
 
 
 async def test_a_call_whose_gateway_was_killed_before_it_published_is_published(
-    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    http: AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.outputs = whole
     first = await http.post(COMPLETIONS, json=TEXT, headers=KEY)
@@ -144,21 +142,21 @@ async def test_a_call_whose_gateway_was_killed_before_it_published_is_published(
     await engine.bus.store.calls.drop(call_id)
     await engine.bus.store.calls.keep(call_id, kept.record, 10)
     engine.requests.clear()
-    monkeypatch.setattr(resuming, "PUBLISH_PATIENCE_S", 0.0)
+    monkeypatch.setattr(records, "PUBLISH_PATIENCE_S", 0.0)
     second = await http.post(COMPLETIONS, json=TEXT, headers=KEY)
     assert second.json() == first.json()
     assert [request.request_id for request in engine.requests] == [call_id]
 
 
 async def test_a_stream_is_resumed_by_the_same_call_with_its_key(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = interleaved
     body = TEXT | {"stream": True}
     told = stream_of(await http.post(COMPLETIONS, json=body, headers=KEY))
     last = {"Last-Event-ID": told[1].event_id}
     rest = stream_of(await other.post(COMPLETIONS, json=body, headers=KEY | last))
-    assert vars(Told([*told[:2], *rest])) == vars(Told(told))
+    assert vars(Recorded([*told[:2], *rest])) == vars(Recorded(told))
     changed = await other.post(COMPLETIONS, json=body | {"seed": 1}, headers=KEY | last)
     assert changed.status_code == 422
     stranger = await other.post(

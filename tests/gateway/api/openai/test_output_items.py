@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.messages import RowFinish
 from nano_inference.bus.public import CompletionChunk
-from nano_inference.gateway.api.openai.responses.output_items import ItemEvent, OutputItems
+from nano_inference.gateway.api.openai.responses.output import ItemEvent, OutputItems
 from nano_inference.gateway.serving.logprobs import TokenNames
 from nano_inference.gateway.serving.message_parts import MessageParts
 from nano_inference.text.messages import MessageFormat
@@ -42,7 +42,7 @@ def read(
 
 
 def of(events: list[ItemEvent], kind: str) -> list[dict[str, Any]]:
-    return [each.told for each in events if each.type == f"response.{kind}"]
+    return [each.fields for each in events if each.type == f"response.{kind}"]
 
 
 @given(tokens, stops, ends, sizes, st.booleans(), st.sampled_from([None, QWEN]))
@@ -65,10 +65,10 @@ def test_the_events_add_up_to_the_items(
         assert begun == [item["id"] for item in items]
         assert len({*begun}) == len(begun)
         for place, item in enumerate(items):
-            own = [each for each in events if each.told["output_index"] == place]
+            own = [each for each in events if each.fields["output_index"] == place]
             assert own[0].type == "response.output_item.added"
             assert own[-1].type == "response.output_item.done"
-            deltas = [each.told for each in own if each.type.endswith(".delta")]
+            deltas = [each.fields for each in own if each.type.endswith(".delta")]
             parts = item.get("content", [{"text": item.get("arguments")}])
             assert "".join(each["delta"] for each in deltas) == parts[0]["text"]
             shown = [entry for each in deltas for entry in each.get("logprobs", [])]

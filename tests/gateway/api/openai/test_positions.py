@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.public import Completion, CompletionChunk, GenerateRequest, Output
 from nano_inference.config import Config, RequestError
-from nano_inference.gateway.api.openai.answers import Answers
+from nano_inference.gateway.api.openai.answers import ChoicesWriter
 from nano_inference.gateway.api.openai.positions import (
     FINISHED,
     UNBEGUN,
@@ -23,13 +23,13 @@ from nano_inference.gateway.api.openai.positions import (
     answer_of,
     read_position,
 )
-from nano_inference.gateway.api.openai.requests import Call, read_chat, read_completion
+from nano_inference.gateway.api.openai.requests import ChoicesCall, read_chat, read_completion
 from nano_inference.gateway.api.openai.streams import Chunks
 from nano_inference.gateway.serving.words import LazyWords, Words
 
 from ...fake import completion
 from ...made import cut, interleaved, told, whole
-from .streamed import Event, Told
+from .streamed import Event, Recorded
 
 LIMIT_S = 20
 PROMPTS = [(3, 4, 5), (8, 9)]
@@ -55,12 +55,12 @@ async def words() -> Words:
     return await LazyWords(Config().engine.model_folder).required()
 
 
-def asked(name: str, n: int) -> tuple[Call, list[Any]]:
+def asked(name: str, n: int) -> tuple[ChoicesCall, list[Any]]:
     body = {"prompt": list(PROMPTS[0]), "stream": True, "n": n}
     return read_completion(body | SHAPES[name], Config())
 
 
-def chatted(name: str, n: int) -> tuple[Call, list[Any]]:
+def chatted(name: str, n: int) -> tuple[ChoicesCall, list[Any]]:
     body = {"messages": [{"role": "user", "content": "a"}], "stream": True, "n": n}
     return read_chat(body | CHATS[name], Config(), 8192)[0], [PROMPTS[0]]
 
@@ -96,7 +96,7 @@ def cancelled(request: GenerateRequest) -> list[Output]:
 class Client:
     """Reads a stream; of how many outputs come until it has read the next event, `pace` tells."""
 
-    def __init__(self, call: Call, prompts: list[Any], words: Words) -> None:
+    def __init__(self, call: ChoicesCall, prompts: list[Any], words: Words) -> None:
         self._call, self._prompts, self._words = call, prompts, words
 
     def requests(self) -> list[GenerateRequest]:
@@ -110,7 +110,7 @@ class Client:
         self, outputs: list[tuple[int, Output]], pace: Sequence[int], after: str = ""
     ) -> list[Event]:
         """Events behind one, or all of them."""
-        answers = Answers(self._call, self._prompts, [None] * len(self._prompts), self._words)
+        answers = ChoicesWriter(self._call, self._prompts, [None] * len(self._prompts), self._words)
         sent: list[Event] = []
         room = anyio.Semaphore(0)
 
@@ -156,12 +156,12 @@ async def test_behind_each_event_comes_the_exact_rest(
     ]
     for pace in ([0], [1], [9], [2, 0, 0]):
         events = await client.read(outputs, pace)
-        wanted = vars(Told(events))
+        wanted = vars(Recorded(events))
         assert len({event.event_id for event in events}) == len(events)
         for number, event in enumerate(events, 1):
             for other_pace in ([0], [9]):
                 rest = await client.read(outputs, other_pace, after=event.event_id)
-                assert vars(Told([*events[:number], *rest])) == wanted
+                assert vars(Recorded([*events[:number], *rest])) == wanted
                 assert (rest[-1:] or events[-1:])[0].event_id == events[-1].event_id
 
 
@@ -199,7 +199,7 @@ def test_ids_of_many_choices_are_short() -> None:
         "cmpl-a.1e9.x", "x" * 200 + ".x.x", "cmpl-a.٣.x", "cmpl-a.9999999999.x",
     ],
 )  # fmt: skip
-def test_what_is_no_event_of_a_stream_is_refused(event_id: str) -> None:
+def test_an_invalid_event_id_is_refused(event_id: str) -> None:
     with pytest.raises(RequestError) as refusal:
         read_position(event_id, "cmpl-a", 2)
     assert refusal.value.code == "invalid_event_id"

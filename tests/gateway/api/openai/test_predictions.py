@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import msgspec
 import openai
 import pytest
+from httpx import AsyncClient
 from openai import AsyncOpenAI
 
 from nano_inference.bus.public import Completion, CompletionChunk, GenerateRequest, Output
 
 from ...fake import FakeEngine
 from ...made import interleaved, whole
-from .streamed import Told, response_events, stream_of
+from .streamed import Recorded, response_events, stream_of
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 PARTS: Any = [{"type": "text", "text": "five "}, {"type": "text", "text": "six"}]
@@ -85,8 +85,8 @@ async def test_a_prediction_reaches_the_engine_and_its_usage_the_client(
 
 
 @pytest.mark.parametrize("prediction", [None, {"type": "content", "content": ""}])
-async def test_who_predicts_nothing_is_told_of_drafts_only_where_there_were_any(
-    http: httpx.AsyncClient, engine: FakeEngine, prediction: Any
+async def test_draft_usage_without_a_prediction(
+    http: AsyncClient, engine: FakeEngine, prediction: Any
 ) -> None:
     body = {"messages": HELLO, "prediction": prediction}
     for outputs, told in ((whole, None), (drafted, {"accepted": 5, "rejected": 2})):
@@ -102,8 +102,8 @@ async def test_who_predicts_nothing_is_told_of_drafts_only_where_there_were_any(
     assert all(request.prediction is None for request in engine.requests)
 
 
-async def test_a_prediction_that_nothing_came_of_is_told_to_be_so(
-    http: httpx.AsyncClient, engine: FakeEngine
+async def test_an_unused_prediction_has_usage_of_zero(
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = whole
     body = {"messages": HELLO, "prediction": {"type": "content", "content": "a"}}
@@ -138,27 +138,7 @@ async def test_wrong_shapes_are_refused_by_their_place(
     assert not engine.requests
 
 
-async def test_each_call_may_say_how_much_is_drafted(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
-    asked: list[tuple[str, dict[str, Any]]] = [
-        ("/v1/chat/completions", {"messages": HELLO, "max_draft_tokens": 3}),
-        ("/v1/completions", {"prompt": "a", "max_draft_tokens": 3}),
-        ("/v1/responses", {"input": "a", "max_draft_tokens": 3}),
-        (
-            "/inference/v1/generate",
-            {"token_ids": [5], "sampling_params": {"max_draft_tokens": 3, "max_tokens": 1}},
-        ),
-        ("/generate", {"text": "a", "sampling_params": {"max_draft_tokens": 3}}),
-    ]
-    for path, body in asked:
-        assert (await http.post(path, json=body)).status_code == 200, path
-    assert [request.sampling.max_draft_tokens for request in engine.requests] == [3] * len(asked)
-
-
-async def test_sglang_s_names_for_what_was_drafted(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_draft_counts_have_sglang_s_names(http: AsyncClient, engine: FakeEngine) -> None:
     def outputs(request: GenerateRequest) -> list[Output]:
         (end,) = whole(request)
         assert isinstance(end, Completion)
@@ -188,20 +168,20 @@ async def test_sglang_s_names_for_what_was_drafted(
     ],
 )
 async def test_a_stream_is_the_same_however_many_tokens_a_chunk_has(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
     found = []
     options = {"stream": True, "stream_options": {"include_usage": True}}
     for outputs in (interleaved, together):
         engine.outputs = outputs
         answer = await http.post(path, json=body | options | {"return_weight_versions": True})
-        told = Told(stream_of(answer))
+        told = Recorded(stream_of(answer))
         found.append((told.choices, told.usages))
     assert found[0] == found[1]
 
 
 async def test_a_response_is_the_same_however_many_tokens_a_chunk_has(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     body = {"input": "a", "stream": True, "include": ["message.output_text.logprobs"]}
     ends = []

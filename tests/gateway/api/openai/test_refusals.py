@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
+from httpx import AsyncClient, Response
 
 from nano_inference.config import Config, SamplingParams, load_config
 
+from ...errors import invalid
 from ...fake import FakeEngine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "a"}]
 
 
-def refusal(answer: httpx.Response, status: int = 400) -> tuple[str, str | None]:
+def refusal(answer: Response, status: int = 400) -> tuple[str, str | None]:
     """(code, param)."""
     assert answer.status_code == status, answer.text[:1000]
     error = answer.json()["error"]
@@ -26,151 +27,126 @@ def refusal(answer: httpx.Response, status: int = 400) -> tuple[str, str | None]
 
 
 BOTH: list[tuple[dict[str, Any], str, str]] = [
-    ({"model": "gpt-4"}, "model_not_found", "model"),
-    ({"model": 3}, "invalid_request", "model"),
-    ({"n": "2"}, "invalid_request", "n"),
-    ({"n": 0}, "invalid_n", "n"),
-    ({"n": 10**9}, "too_many_prompts", "n"),
-    ({"n": 2**63}, "invalid_request", "n"),
-    ({"temperature": "hot"}, "invalid_request", "temperature"),
-    ({"top_p": [1]}, "invalid_request", "top_p"),
-    ({"seed": 2**63}, "invalid_request", "seed"),
-    ({"stop": 5}, "invalid_request", "stop"),
-    ({"stop": ["a", 5]}, "invalid_request", "stop[1]"),
-    ({"stop_token_ids": ["a"]}, "invalid_request", "stop_token_ids[0]"),
-    ({"logit_bias": {"a": 1}}, "invalid_request", "logit_bias"),
-    ({"stream": "yes"}, "invalid_request", "stream"),
-    ({"stream_options": {"include_usage": True}}, "invalid_request", "stream_options"),
-    ({"stream": True, "stream_options": {"x": 1}}, "unsupported", "stream_options.x"),
-    (
-        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-        "invalid_request",
+    invalid("model", "model_not_found", model="gpt-4"),
+    invalid("model", model=3),
+    invalid("n", n="2"),
+    invalid("n", "invalid_n", n=0),
+    invalid("n", "too_many_prompts", n=10**9),
+    invalid("n", n=2**63),
+    invalid("temperature", temperature="hot"),
+    invalid("top_p", top_p=[1]),
+    invalid("seed", seed=2**63),
+    invalid("stop", stop=5),
+    invalid("stop[1]", stop=["a", 5]),
+    invalid("stop_token_ids[0]", stop_token_ids=["a"]),
+    invalid("logit_bias", logit_bias={"a": 1}),
+    invalid("stream", stream="yes"),
+    invalid("stream_options", stream_options={"include_usage": True}),
+    invalid("stream_options.x", "unsupported", stream=True, stream_options={"x": 1}),
+    invalid(
         "stream_options.continuous_usage_stats",
+        stream=True,
+        stream_options={"continuous_usage_stats": True},
     ),
-    ({"stream": True, "prompt_logprobs": 1}, "invalid_request", "prompt_logprobs"),
-    ({"budget_ms": 1e300}, "invalid_budget", "budget_ms"),
-    ({"response_format": {"type": "xml"}}, "invalid_request", "response_format.type"),
-    (
-        {"response_format": {"type": "json_schema"}},
-        "invalid_request",
-        "response_format.json_schema",
-    ),
-    ({"response_format": []}, "invalid_request", "response_format"),
-    ({"structured_outputs": {"json": {}, "regex": "a"}}, "invalid_request", "structured_outputs"),
-    (
-        {"structured_outputs": {"structural_tag": "a"}},
-        "unsupported",
+    invalid("prompt_logprobs", stream=True, prompt_logprobs=1),
+    invalid("budget_ms", "invalid_budget", budget_ms=1e300),
+    invalid("response_format.type", response_format={"type": "xml"}),
+    invalid("response_format.json_schema", response_format={"type": "json_schema"}),
+    invalid("response_format", response_format=[]),
+    invalid("structured_outputs", structured_outputs={"json": {}, "regex": "a"}),
+    invalid(
         "structured_outputs.structural_tag",
+        "unsupported",
+        structured_outputs={"structural_tag": "a"},
     ),
-    ({"structured_outputs": {"choice": "a"}}, "invalid_request", "structured_outputs.choice"),
-    (
-        {"guided_regex": "a", "response_format": {"type": "json_object"}},
-        "invalid_request",
-        "response_format",
-    ),
-    ({"skip_special_tokens": False}, "unsupported", "skip_special_tokens"),
-    ({"service_tier": "flex"}, "unsupported", "service_tier"),
-    ({"temperatur": 1}, "unsupported", "temperatur"),
-    ({"max_tokens": 1.5}, "invalid_request", "max_tokens"),
+    invalid("structured_outputs.choice", structured_outputs={"choice": "a"}),
+    invalid("response_format", guided_regex="a", response_format={"type": "json_object"}),
+    invalid("skip_special_tokens", "unsupported", skip_special_tokens=False),
+    invalid("service_tier", "unsupported", service_tier="flex"),
+    invalid("temperatur", "unsupported", temperatur=1),
+    invalid("max_tokens", max_tokens=1.5),
 ]
 OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
-    ({"prompt": None}, "empty_prompt", "prompt"),
-    ({"prompt": ""}, "empty_prompt", "prompt"),
-    ({"prompt": []}, "empty_prompt", "prompt"),
-    ({"prompt": {}}, "invalid_request", "prompt"),
-    ({"prompt": [1.5]}, "invalid_request", "prompt[0]"),
-    ({"prompt": [None]}, "invalid_request", "prompt[0]"),
-    ({"prompt": [1, "a"]}, "invalid_request", "prompt[1]"),
-    ({"prompt": ["a", 1]}, "invalid_request", "prompt[1]"),
-    ({"prompt": [[1], [2**64]]}, "invalid_request", "prompt[1][0]"),
-    ({"prompt": [7] * 9000}, "context_length_exceeded", "prompt"),
-    ({"prompt": ["a"] * 5, "n": 2000}, "too_many_prompts", "n"),
-    ({"logprobs": True}, "invalid_request", "logprobs"),
-    ({"suffix": "x"}, "unsupported", "suffix"),
-    ({"best_of": 2}, "unsupported", "best_of"),
-    ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, "invalid_request", "prompt_logprobs"),
-    ({"messages": HELLO}, "unsupported", "messages"),
+    invalid("prompt", "empty_prompt", prompt=None),
+    invalid("prompt", "empty_prompt", prompt=""),
+    invalid("prompt", "empty_prompt", prompt=[]),
+    invalid("prompt", prompt={}),
+    invalid("prompt[0]", prompt=[1.5]),
+    invalid("prompt[0]", prompt=[None]),
+    invalid("prompt[1]", prompt=[1, "a"]),
+    invalid("prompt[1]", prompt=["a", 1]),
+    invalid("prompt[1][0]", prompt=[[1], [2**64]]),
+    invalid("prompt", "context_length_exceeded", prompt=[7] * 9000),
+    invalid("n", "too_many_prompts", prompt=["a"] * 5, n=2000),
+    invalid("logprobs", logprobs=True),
+    invalid("suffix", "unsupported", suffix="x"),
+    invalid("best_of", "unsupported", best_of=2),
+    invalid("prompt_logprobs", echo=True, logprobs=1, prompt_logprobs=2),
+    invalid("messages", "unsupported", messages=HELLO),
 ]
 PART = {"type": "text", "text": "a"}
 OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
-    ({"messages": None}, "invalid_request", "messages"),
-    ({"messages": []}, "invalid_request", "messages"),
-    ({"messages": "hello"}, "invalid_request", "messages"),
-    ({"messages": [1]}, "invalid_request", "messages[0]"),
-    ({"messages": [{"role": "user"}]}, "invalid_request", "messages[0].content"),
-    ({"messages": [{"content": "a"}]}, "invalid_request", "messages[0]"),
-    (
-        {"messages": [{"role": "wizard", "content": "a"}]},
-        "invalid_request",
-        "messages[0].role",
-    ),
-    ({"messages": [{"role": "user", "content": 5}]}, "invalid_request", "messages[0].content"),
-    (
-        {"messages": [*HELLO, {"role": "user", "content": [PART, {"type": "image_url"}]}]},
-        "unsupported",
+    invalid("messages", messages=None),
+    invalid("messages", messages=[]),
+    invalid("messages", messages="hello"),
+    invalid("messages[0]", messages=[1]),
+    invalid("messages[0].content", messages=[{"role": "user"}]),
+    invalid("messages[0]", messages=[{"content": "a"}]),
+    invalid("messages[0].role", messages=[{"role": "wizard", "content": "a"}]),
+    invalid("messages[0].content", messages=[{"role": "user", "content": 5}]),
+    invalid(
         "messages[1].content[1]",
+        "unsupported",
+        messages=[*HELLO, {"role": "user", "content": [PART, {"type": "image_url"}]}],
     ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
-        "invalid_request",
+    invalid(
         "messages[0].content[0].text",
+        messages=[{"role": "user", "content": [{"type": "text", "text": 5}]}],
     ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": {"a": 1}}]}]},
-        "unsupported",
+    invalid(
         "messages[0].content[0]",
-    ),
-    (
-        {"messages": [{"role": "user", "content": "a", "audio": {"id": "x"}}]},
         "unsupported",
+        messages=[{"role": "user", "content": [{"type": {"a": 1}}]}],
+    ),
+    invalid(
         "messages[0].audio",
+        "unsupported",
+        messages=[{"role": "user", "content": "a", "audio": {"id": "x"}}],
     ),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": 5}]}]},
-        "invalid_request",
+    invalid(
         "messages[0].tool_calls[0].function",
+        messages=[{"role": "assistant", "tool_calls": [{"function": 5}]}],
     ),
-    (
-        {
-            "messages": [
-                {
-                    "role": "assistant",
-                    "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
-                }
-            ]
-        },
-        "invalid_request",
+    invalid(
         "messages[0].tool_calls[0].function.arguments",
+        messages=[
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+            }
+        ],
     ),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "unsupported", "tools"),
-    ({"tool_choice": "required"}, "invalid_request", "tool_choice"),
-    ({"functions": [{"name": "f"}]}, "unsupported", "functions"),
-    ({"function_call": {"name": "f"}}, "unsupported", "function_call"),
-    ({"stream_reasoning": False}, "unsupported", "stream_reasoning"),
-    ({"reasoning_effort": "high"}, "unsupported", "reasoning_effort"),
-    ({"reasoning_effort": "hgih"}, "invalid_request", "reasoning_effort"),
-    ({"thinking_token_budget": -1}, "invalid_request", "thinking_token_budget"),
-    ({"thinking_token_budget": 5}, "unsupported", "thinking_token_budget"),
-    ({"top_logprobs": 2}, "invalid_request", "top_logprobs"),
-    ({"logprobs": 2}, "invalid_request", "logprobs"),
-    ({"max_tokens": 2, "max_completion_tokens": 3}, "invalid_request", "max_tokens"),
-    ({"chat_template": "{{ 1 }}"}, "unsupported", "chat_template"),
-    (
-        {"chat_template_kwargs": {"thinking": False}},
-        "unsupported",
-        "chat_template_kwargs.thinking",
+    invalid("tools", "unsupported", tools=[{"type": "function", "function": {"name": "f"}}]),
+    invalid("tool_choice", tool_choice="required"),
+    invalid("functions", "unsupported", functions=[{"name": "f"}]),
+    invalid("function_call", "unsupported", function_call={"name": "f"}),
+    invalid("stream_reasoning", "unsupported", stream_reasoning=False),
+    invalid("reasoning_effort", "unsupported", reasoning_effort="high"),
+    invalid("reasoning_effort", reasoning_effort="hgih"),
+    invalid("thinking_token_budget", thinking_token_budget=-1),
+    invalid("thinking_token_budget", "unsupported", thinking_token_budget=5),
+    invalid("top_logprobs", top_logprobs=2),
+    invalid("logprobs", logprobs=2),
+    invalid("max_tokens", max_tokens=2, max_completion_tokens=3),
+    invalid("chat_template", "unsupported", chat_template="{{ 1 }}"),
+    invalid(
+        "chat_template_kwargs.thinking", "unsupported", chat_template_kwargs={"thinking": False}
     ),
-    (
-        {"chat_template_kwargs": {"tokenize": True}},
-        "unsupported",
-        "chat_template_kwargs.tokenize",
+    invalid(
+        "chat_template_kwargs.tokenize", "unsupported", chat_template_kwargs={"tokenize": True}
     ),
-    (
-        {"continue_final_message": True, "add_generation_prompt": True},
-        "invalid_request",
-        "continue_final_message",
-    ),
-    ({"modalities": ["text", "audio"]}, "unsupported", "modalities"),
+    invalid("continue_final_message", continue_final_message=True, add_generation_prompt=True),
+    invalid("modalities", "unsupported", modalities=["text", "audio"]),
 ]
 CASES = [
     *((COMPLETIONS, {"prompt": "a"} | body, code, param) for body, code, param in BOTH),
@@ -188,7 +164,7 @@ def config() -> Config:
 
 @pytest.mark.parametrize(("path", "body", "code", "param"), CASES)
 async def test_a_field_that_can_not_be_obeyed(
-    http: httpx.AsyncClient,
+    http: AsyncClient,
     engine: FakeEngine,
     path: str,
     body: dict[str, Any],
@@ -217,22 +193,22 @@ async def test_a_field_that_can_not_be_obeyed(
         b'{"messages": ' + b'{"a":' * 100_000,
     ],
 )
-async def test_what_is_no_json_is_malformed(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: bytes
+async def test_invalid_json_is_malformed(
+    http: AsyncClient, engine: FakeEngine, path: str, body: bytes
 ) -> None:
     assert refusal(await http.post(path, content=body)) == ("malformed", None)
     assert not engine.requests
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_a_body_that_is_too_large(http: httpx.AsyncClient, path: str) -> None:
+async def test_a_body_that_is_too_large(http: AsyncClient, path: str) -> None:
     answer = await http.post(path, json={"prompt": "a" * (17 << 20)})
     assert refusal(answer, 413) == ("request_too_large", None)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
 async def test_a_text_that_is_too_long_is_not_tokenised(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str
+    http: AsyncClient, engine: FakeEngine, path: str
 ) -> None:
     text = "a" * ((4 << 20) + 1)
     messages = path == CHAT
@@ -259,7 +235,7 @@ async def test_a_text_that_is_too_long_is_not_tokenised(
     ],
 )
 async def test_tokens_that_are_none(
-    http: httpx.AsyncClient, path: str, body: dict[str, Any], param: str
+    http: AsyncClient, path: str, body: dict[str, Any], param: str
 ) -> None:
     assert refusal(await http.post(path, json=body))[1] == param
 
@@ -276,8 +252,8 @@ async def test_tokens_that_are_none(
         {"stop": "", "top_k": -1, "logit_bias": {}, "best_of": None, "whatever": None},
     ],
 )
-async def test_what_asks_for_nothing_is_taken(
-    http: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any]
+async def test_fields_that_ask_for_nothing_are_accepted(
+    http: AsyncClient, engine: FakeEngine, fields: dict[str, Any]
 ) -> None:
     answer = await http.post(CHAT, json={"messages": HELLO} | fields)
     assert answer.status_code == 200, answer.text

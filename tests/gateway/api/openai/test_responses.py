@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.config import Config, load_config
 
-from ...fake import FakeEngine, completion, refused
+from ...errors import invalid
+from ...fake import FakeEngine, completion, poster, refused
 from ...made import LOGPROBS, TEXTS, cut, interleaved, told, whole
 from .streamed import response_events
 from .test_refusals import refusal
@@ -26,14 +27,10 @@ def config() -> Config:
     return load_config(env={}, overrides={"gateway.message_format": "off"})
 
 
-async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    answer = await http.post(PATH, json={"input": "hello"} | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+posted = poster(PATH, {"input": "hello"})
 
 
-async def test_an_answer_has_what_openai_s_has(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = await posted(http, instructions="Be brief.", metadata={"a": "b"})
     (request,) = engine.requests
@@ -50,36 +47,7 @@ async def test_an_answer_has_what_openai_s_has(http: httpx.AsyncClient, engine: 
     assert (answer["instructions"], answer["metadata"]) == ("Be brief.", {"a": "b"})
 
 
-async def test_every_field_reaches_the_engine(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    fields = {
-        "temperature": 0.5,
-        "top_p": 0.75,
-        "top_k": 3,
-        "min_p": 0.125,
-        "seed": 7,
-        "stop_token_ids": [8],
-        "ignore_eos": True,
-        "min_tokens": 1,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.25,
-        "repetition_penalty": 1.5,
-    }
-    more = {"stop": ["x"], "logit_bias": {"7": -1.5}, "cache_salt": "s", "priority": 2}
-    more |= {"max_output_tokens": 9, "top_logprobs": 4, "include": INCLUDE, "budget_ms": 60_000}
-    await posted(http, **fields, **more)
-    (request,) = engine.requests
-    sampling = request.sampling
-    for name, value in fields.items():
-        found = getattr(sampling, name)
-        assert (sorted(found) if isinstance(found, frozenset) else found) == value
-    assert (sampling.stop, sampling.logit_bias, sampling.logprobs) == (("x",), {7: -1.5}, 4)
-    assert (sampling.max_tokens, request.cache_salt, request.priority) == (9, "s", -2)
-    assert 0 < (request.budget_ns or 0) <= 60_000 * 10**6
-
-
-async def test_a_conversation_is_what_a_chat_s_would_be(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_the_prompt_equals_a_chat_s(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = (await posted(http))["output"]
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
@@ -101,7 +69,7 @@ async def test_a_conversation_is_what_a_chat_s_would_be(
     assert engine.requests[1].prompt_token_ids == engine.requests[2].prompt_token_ids
 
 
-async def test_what_ended_it_is_its_status(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_the_finish_reason_sets_the_status(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = lambda request: [completion(request)]
     answer = await posted(http)
     assert answer["status"] == "incomplete"
@@ -113,7 +81,7 @@ async def test_what_ended_it_is_its_status(http: httpx.AsyncClient, engine: Fake
     assert (await posted(http))["status"] == "cancelled"
 
 
-async def test_a_stream_s_events_come_in_order(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_a_stream_s_events_come_in_order(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = interleaved
     asked = {"input": "hello", "stream": True, "include": INCLUDE, "top_logprobs": 1}
     found = response_events(await http.post(PATH, json=asked))
@@ -138,7 +106,7 @@ async def test_a_stream_s_events_come_in_order(http: httpx.AsyncClient, engine: 
 
 
 async def test_an_error_in_mid_stream_is_the_last_event(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     no = refused("lane_failed", "because")
     engine.outputs = lambda request: [*cut(request), *no(request)]
@@ -155,77 +123,66 @@ CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "b"}
 FUNCTION = {"type": "function", "name": "f"}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"input": None}, "invalid_request", "input"),
-    ({"input": []}, "invalid_request", "input"),
-    ({"input": 5}, "invalid_request", "input"),
-    ({"input": [{"type": "item_reference", "id": "a"}]}, "unsupported", "input[0]"),
-    ({"input": [{"type": "web_search_call", "id": "a"}]}, "unsupported", "input[0]"),
-    ({"input": [{"type": "function_call", "name": "f"}]}, "invalid_request", "input[0]"),
-    ({"input": [CALL | {"arguments": "{"}]}, "invalid_request", "input[0].arguments"),
-    ({"input": [CALL | {"arguments": "[]"}]}, "invalid_request", "input[0].arguments"),
-    ({"input": [CALL | {"namespace": "a"}]}, "unsupported", "input[0].namespace"),
-    ({"input": [OUTPUT, CALL]}, "invalid_request", "input[0].call_id"),
-    ({"input": [OUTPUT | {"output": 5}]}, "invalid_request", "input[0].output"),
-    ({"input": [OUTPUT | {"output": [IMAGE]}]}, "unsupported", "input[0].output[0]"),
-    ({"input": [{"type": "reasoning", "content": "a"}]}, "invalid_request", "input[0].content"),
-    ({"input": [{"role": "user", "content": [IMAGE]}]}, "unsupported", "input[0].content[0]"),
-    ({"input": [{"role": "wizard", "content": "a"}]}, "invalid_request", "input[0].role"),
-    ({"input": [{"role": "user", "content": "a", "x": 1}]}, "unsupported", "input[0].x"),
-    ({"instructions": 5}, "invalid_request", "instructions"),
-    ({"include": ["file_search_call.results"]}, "unsupported", "include[0]"),
-    ({"top_logprobs": 3}, "invalid_request", "top_logprobs"),
-    ({"metadata": {"a": 1}}, "invalid_request", "metadata[...]"),
-    ({"metadata": {str(key): "" for key in range(17)}}, "invalid_request", "metadata"),
-    ({"background": True, "store": False}, "invalid_request", "background"),
-    ({"background_options": {"completion_window": "2h"}}, "unsupported", "background_options"),
-    (
-        {"previous_response_id": "resp_1"},
-        "previous_response_not_found",
-        "previous_response_id",
-    ),
-    ({"conversation": "conv_1"}, "unsupported", "conversation"),
-    ({"prompt": {"id": "a"}}, "unsupported", "prompt"),
-    ({"tools": [{"type": "web_search"}]}, "unsupported", "tools[0]"),
-    ({"tools": [{"type": "function"}]}, "invalid_request", "tools[0]"),
-    ({"tools": [{"type": "function", "name": "a b"}]}, "invalid_request", "tools[0].name"),
-    ({"tools": [FUNCTION, FUNCTION]}, "invalid_request", "tools[1].name"),
-    ({"tools": [FUNCTION | {"parameters": []}]}, "invalid_request", "tools[0].parameters"),
-    ({"tool_choice": "sometimes"}, "invalid_request", "tool_choice"),
-    ({"tool_choice": "required"}, "invalid_request", "tool_choice"),
-    ({"tool_choice": {"type": "web_search"}}, "unsupported", "tool_choice"),
-    (
-        {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}},
-        "invalid_request",
-        "tool_choice.name",
-    ),
-    (
-        {
-            "tools": [FUNCTION],
-            "tool_choice": {
-                "type": "allowed_tools",
-                "mode": "auto",
-                "tools": [FUNCTION, {"type": "function", "name": "g"}],
-            },
-        },
-        "invalid_request",
+    invalid("input", input=None),
+    invalid("input", input=[]),
+    invalid("input", input=5),
+    invalid("input[0]", "unsupported", input=[{"type": "item_reference", "id": "a"}]),
+    invalid("input[0]", "unsupported", input=[{"type": "web_search_call", "id": "a"}]),
+    invalid("input[0]", input=[{"type": "function_call", "name": "f"}]),
+    invalid("input[0].arguments", input=[CALL | {"arguments": "{"}]),
+    invalid("input[0].arguments", input=[CALL | {"arguments": "[]"}]),
+    invalid("input[0].namespace", "unsupported", input=[CALL | {"namespace": "a"}]),
+    invalid("input[0].call_id", input=[OUTPUT, CALL]),
+    invalid("input[0].output", input=[OUTPUT | {"output": 5}]),
+    invalid("input[0].output[0]", "unsupported", input=[OUTPUT | {"output": [IMAGE]}]),
+    invalid("input[0].content", input=[{"type": "reasoning", "content": "a"}]),
+    invalid("input[0].content[0]", "unsupported", input=[{"role": "user", "content": [IMAGE]}]),
+    invalid("input[0].role", input=[{"role": "wizard", "content": "a"}]),
+    invalid("input[0].x", "unsupported", input=[{"role": "user", "content": "a", "x": 1}]),
+    invalid("instructions", instructions=5),
+    invalid("include[0]", "unsupported", include=["file_search_call.results"]),
+    invalid("top_logprobs", top_logprobs=3),
+    invalid("metadata[...]", metadata={"a": 1}),
+    invalid("metadata", metadata={str(key): "" for key in range(17)}),
+    invalid("background", background=True, store=False),
+    invalid("background_options", "unsupported", background_options={"completion_window": "2h"}),
+    invalid("previous_response_id", "previous_response_not_found", previous_response_id="resp_1"),
+    invalid("conversation", "unsupported", conversation="conv_1"),
+    invalid("prompt", "unsupported", prompt={"id": "a"}),
+    invalid("tools[0]", "unsupported", tools=[{"type": "web_search"}]),
+    invalid("tools[0]", tools=[{"type": "function"}]),
+    invalid("tools[0].name", tools=[{"type": "function", "name": "a b"}]),
+    invalid("tools[1].name", tools=[FUNCTION, FUNCTION]),
+    invalid("tools[0].parameters", tools=[FUNCTION | {"parameters": []}]),
+    invalid("tool_choice", tool_choice="sometimes"),
+    invalid("tool_choice", tool_choice="required"),
+    invalid("tool_choice", "unsupported", tool_choice={"type": "web_search"}),
+    invalid("tool_choice.name", tools=[FUNCTION], tool_choice={"type": "function", "name": "g"}),
+    invalid(
         "tool_choice.tools[1].name",
+        tools=[FUNCTION],
+        tool_choice={
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [FUNCTION, {"type": "function", "name": "g"}],
+        },
     ),
-    ({"text": {"format": {"type": "xml"}}}, "invalid_request", "text.format.type"),
-    ({"text": {"verbosity": "low"}}, "unsupported", "text.verbosity"),
-    ({"reasoning": {"effort": "low"}}, "unsupported", "reasoning.effort"),
-    ({"reasoning": {"effort": "a little"}}, "invalid_request", "reasoning.effort"),
-    ({"reasoning": {"mode": "pro"}}, "unsupported", "reasoning.mode"),
-    ({"truncation": "auto"}, "unsupported", "truncation"),
-    ({"messages": [{"role": "user", "content": "a"}]}, "unsupported", "messages"),
-    ({"max_tokens": 5}, "unsupported", "max_tokens"),
-    ({"n": 2}, "unsupported", "n"),
-    ({"input": "a " * 9000}, "context_length_exceeded", "input"),
+    invalid("text.format.type", text={"format": {"type": "xml"}}),
+    invalid("text.verbosity", "unsupported", text={"verbosity": "low"}),
+    invalid("reasoning.effort", "unsupported", reasoning={"effort": "low"}),
+    invalid("reasoning.effort", reasoning={"effort": "a little"}),
+    invalid("reasoning.mode", "unsupported", reasoning={"mode": "pro"}),
+    invalid("truncation", "unsupported", truncation="auto"),
+    invalid("messages", "unsupported", messages=[{"role": "user", "content": "a"}]),
+    invalid("max_tokens", "unsupported", max_tokens=5),
+    invalid("n", "unsupported", n=2),
+    invalid("input", "context_length_exceeded", input="a " * 9000),
 ]
 
 
 @pytest.mark.parametrize(("fields", "code", "param"), REFUSED)
-async def test_what_can_not_be_obeyed_is_refused_by_name(
-    http: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
+async def test_unsupported_fields_are_refused_by_name(
+    http: AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
 ) -> None:
     answer = await http.post(PATH, json={"input": "a"} | fields)
     assert refusal(answer) == (code, param)
@@ -236,8 +193,8 @@ async def test_what_can_not_be_obeyed_is_refused_by_name(
     ("code", "param"),
     [("invalid_max_tokens", "max_output_tokens"), ("invalid_logprobs", "top_logprobs")],
 )
-async def test_what_the_engine_refuses_is_named_as_it_was_sent(
-    http: httpx.AsyncClient, engine: FakeEngine, code: str, param: str
+async def test_engine_errors_name_the_field_as_sent(
+    http: AsyncClient, engine: FakeEngine, code: str, param: str
 ) -> None:
     engine.outputs = refused(code)
     for stream in (False, True):
@@ -245,7 +202,9 @@ async def test_what_the_engine_refuses_is_named_as_it_was_sent(
         assert refusal(answer) == (code, param)
 
 
-async def test_what_asks_for_nothing_is_taken(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_fields_that_ask_for_nothing_are_accepted(
+    http: AsyncClient, engine: FakeEngine
+) -> None:
     await posted(
         http,
         tools=[],

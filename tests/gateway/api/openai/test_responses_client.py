@@ -114,7 +114,7 @@ async def polled(client: AsyncOpenAI, response: Response) -> Response:
     return response
 
 
-async def test_one_in_the_background(config: Config) -> None:
+async def test_a_background_response(config: Config) -> None:
     engine = Going()
     transport = httpx2.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
     async with (

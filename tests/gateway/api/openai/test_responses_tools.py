@@ -11,17 +11,19 @@ import anyio
 import httpx
 import msgspec
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.bus.public import CompletionSample, GenerateRequest
 from nano_inference.config import Config, Constraint, load_config
+from nano_inference.gateway.api.openai.records import decode_record
 from nano_inference.gateway.api.openai.responses import stored
-from nano_inference.gateway.api.openai.responses.records import decode_record
+from nano_inference.gateway.api.openai.responses.requests import ResponseRecord
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving.measures import Measures
 from nano_inference.gateway.serving.message_parts import MessageParts, NewParts
 from nano_inference.gateway.serving.words import Words
 
-from ...fake import FakeEngine
+from ...fake import FakeEngine, http_of, poster
 from ...made import TEXTS, whole
 from ...saying import says
 from .streamed import response_events
@@ -73,20 +75,14 @@ def config(calling: Config) -> Config:
 
 
 @pytest.fixture
-async def other(engine: FakeEngine, config: Config) -> AsyncIterator[httpx.AsyncClient]:
+async def other(engine: FakeEngine, config: Config) -> AsyncIterator[AsyncClient]:
     """Another gateway on the same bus."""
     app = make_app(engine, config)
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
-    ) as client:
+    async with http_of(app) as client:
         yield client
 
 
-async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    answer = await http.post(PATH, json=ASKED | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+posted = poster(PATH, ASKED)
 
 
 def prompt_of(request: GenerateRequest, words: Words) -> str:
@@ -98,7 +94,7 @@ def prompt_of(request: GenerateRequest, words: Words) -> str:
 
 
 async def test_reasoning_text_and_calls_are_items_in_order(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+    http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(BOTH, words)
     answer = await posted(http, parallel_tool_calls=True, reasoning={"effort": None})
@@ -129,7 +125,7 @@ async def test_reasoning_text_and_calls_are_items_in_order(
 
 
 async def test_a_stream_s_events_are_openai_s(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+    http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(BOTH, words)
     found = response_events(await http.post(PATH, json=ASKED | {"stream": True}))
@@ -167,7 +163,7 @@ async def test_a_stream_s_events_are_openai_s(
 @pytest.mark.parametrize("text", MESSAGES)
 @pytest.mark.parametrize("more", [{}, LOGPROBS])
 async def test_streamed_and_whole_it_is_the_same(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words, text: str, more: dict[str, Any]
+    http: AsyncClient, engine: FakeEngine, words: Words, text: str, more: dict[str, Any]
 ) -> None:
     """However the bus cuts it: but for what is told of the response, and its ids."""
     engine.outputs = says(text, words)
@@ -191,8 +187,8 @@ def unnamed(output: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("more", [{}, LOGPROBS])
 async def test_ids_are_the_same_in_every_event_and_at_the_end_at_any_gateway(
-    http: httpx.AsyncClient,
-    other: httpx.AsyncClient,
+    http: AsyncClient,
+    other: AsyncClient,
     engine: FakeEngine,
     words: Words,
     more: dict[str, Any],
@@ -222,7 +218,7 @@ async def test_ids_are_the_same_in_every_event_and_at_the_end_at_any_gateway(
 
 
 async def test_a_long_output_is_read_beside_the_others(
-    http: httpx.AsyncClient,
+    http: AsyncClient,
     engine: FakeEngine,
     words: Words,
     monkeypatch: pytest.MonkeyPatch,
@@ -248,17 +244,15 @@ async def test_a_long_output_is_read_beside_the_others(
     assert threading.current_thread() not in threads
 
 
-async def test_a_call_that_is_none_is_text(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
-) -> None:
+async def test_an_invalid_call_is_text(http: AsyncClient, engine: FakeEngine, words: Words) -> None:
     text = "<tool_call>\n{no call}\n</tool_call>"
     engine.outputs = says(text, words)
     (item,) = (await posted(http))["output"]
     assert (item["type"], item["content"][0]["text"]) == ("message", text)
 
 
-async def test_what_was_cut_is_incomplete(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+async def test_a_cut_output_is_incomplete(
+    http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(f"<think>\n{THOUGHT}", words, reason="length")
     answer = await posted(http)
@@ -275,7 +269,7 @@ async def test_what_was_cut_is_incomplete(
 
 
 async def test_logprobs_are_those_of_the_text(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+    http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     """Neither of the reasoning nor of calls; the last one is the stop token's."""
     engine.outputs = says(f"<think>\n{THOUGHT}\n</think>\n\nIt is cold.", words)
@@ -286,7 +280,7 @@ async def test_logprobs_are_those_of_the_text(
 
 
 async def test_without_tools_nothing_is_a_call(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+    http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(OSLO, words)
     for fields in ({"tools": []}, {"tool_choice": "none"}):
@@ -296,7 +290,7 @@ async def test_without_tools_nothing_is_a_call(
 
 
 async def test_the_effort_is_the_template_s_switch(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+    http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     """And where the template opens the reasoning, its mark is not in the output."""
     opened = "<|im_start|>assistant\n<think>\n"
@@ -338,7 +332,7 @@ async def test_calls_are_counted_once_however_often_they_are_read(
     counted = Counted()
     transport = httpx.ASGITransport(make_app(engine, calling, counted))
     engine.outputs = says(f"{OSLO}\n<tool_call>\n{{no call}}\n</tool_call>", words)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         for fields in ({}, {"stream": True}, {"background": True}):
             answer = await http.post(PATH, json=ASKED | fields)
             (request,) = engine.requests
@@ -358,7 +352,7 @@ async def test_calls_are_counted_once_however_often_they_are_read(
 
 
 async def test_items_handed_back_are_turns(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine, words: Words
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     """As they came, or by the response's id: the prompt is the same, and is what a chat's is."""
     engine.outputs = says(BOTH, words)
@@ -396,7 +390,7 @@ async def test_items_handed_back_are_turns(
 
 
 async def test_each_answer_is_a_turn_of_its_own(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+    http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says("hello", words)
     items = [
@@ -436,9 +430,9 @@ ENFORCED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", ENFORCED)
-async def test_what_is_asked_of_the_output_is_one_grammar(
-    http: httpx.AsyncClient,
-    other: httpx.AsyncClient,
+async def test_tools_and_format_are_one_grammar(
+    http: AsyncClient,
+    other: AsyncClient,
     engine: FakeEngine,
     words: Words,
     fields: dict[str, Any],
@@ -452,13 +446,13 @@ async def test_what_is_asked_of_the_output_is_one_grammar(
     assert [each["type"] for each in answer["output"]] == ["function_call"]
     await posted(http, background=True, **fields)
     kept = await engine.bus.store.calls.read(engine.requests[-1].request_id)
-    record = decode_record(kept.record) if kept else None
+    record = decode_record(kept.record, ResponseRecord) if kept else None
     assert record is not None
     assert record.request(load_config(env={})).sampling == engine.requests[-1].sampling
 
 
-async def test_what_is_free_has_no_grammar(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+async def test_an_unconstrained_output_has_no_grammar(
+    http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(OSLO, words)
     few = {"type": "allowed_tools", "mode": "auto", "tools": [CLOCK]}
@@ -469,13 +463,10 @@ async def test_what_is_free_has_no_grammar(
     assert told == [1, 0, 0, 1]
 
 
-async def test_a_model_of_which_nobody_knows_how_it_writes_has_no_tools(
-    engine: FakeEngine, calling: Config
-) -> None:
+async def test_an_unknown_message_format_refuses_tools(engine: FakeEngine, calling: Config) -> None:
     gateway = msgspec.structs.replace(calling.gateway, message_format="off")
     app = make_app(engine, msgspec.structs.replace(calling, gateway=gateway))
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_of(app) as http:
         assert refusal(await http.post(PATH, json=ASKED)) == ("unsupported", "tools")
         budget = {"input": "a", "thinking_token_budget": 5}
         assert refusal(await http.post(PATH, json=budget))[0] == "unsupported"
@@ -485,8 +476,8 @@ async def test_a_model_of_which_nobody_knows_how_it_writes_has_no_tools(
     assert len(engine.requests) == 1
 
 
-async def test_a_format_has_reasoning_only_where_it_was_asked_for(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+async def test_a_format_allows_reasoning_only_on_request(
+    http: AsyncClient, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says("{}", words)
     wanted = {"tools": [], "text": {"format": {"type": "json_object"}}}

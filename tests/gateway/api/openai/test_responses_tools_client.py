@@ -92,7 +92,7 @@ async def test_the_loop(
     assert prompt.count("<|im_start|>tool\ncold(Weather)<|im_end|>\n") == 2
 
 
-async def test_its_helper_puts_a_stream_with_calls_together(
+async def test_the_stream_helper_assembles_calls(
     client: AsyncOpenAI, engine: FakeEngine, words: Words
 ) -> None:
     engine.outputs = says(CALLS, words)

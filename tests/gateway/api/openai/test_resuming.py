@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.config import BusError
 
 from ...fake import FakeEngine, refused
 from ...made import interleaved, whole
-from .streamed import Told, events, stream_of
+from .streamed import Recorded, events, stream_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream": True}
@@ -34,8 +34,8 @@ BODIES = [
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
 async def test_another_gateway_goes_on_behind_each_event(
-    http: httpx.AsyncClient,
-    other: httpx.AsyncClient,
+    http: AsyncClient,
+    other: AsyncClient,
     engine: FakeEngine,
     path: str,
     body: dict[str, Any],
@@ -43,7 +43,7 @@ async def test_another_gateway_goes_on_behind_each_event(
     """By GET, by the header, and by the same POST again, which publishes nothing."""
     engine.outputs = interleaved
     told = stream_of(await http.post(path, json=body, headers=MINE))
-    wanted, published = vars(Told(told)), len(engine.requests)
+    wanted, published = vars(Recorded(told)), len(engine.requests)
     answer_id = told[0].event_id.partition(".")[0]
     for number, event in enumerate(told, 1):
         last = {"Last-Event-ID": event.event_id} | MINE
@@ -54,14 +54,14 @@ async def test_another_gateway_goes_on_behind_each_event(
             await other.post(path, json=body, headers=last),
         ]
         for answer in answers:
-            assert vars(Told([*told[:number], *stream_of(answer)])) == wanted
+            assert vars(Recorded([*told[:number], *stream_of(answer)])) == wanted
     whole_again = stream_of(await other.get(f"/v1/streams/{answer_id}", headers=MINE))
-    assert vars(Told(whole_again)) == wanted
+    assert vars(Recorded(whole_again)) == wanted
     assert len(engine.requests) == published
 
 
-async def test_whoever_comes_back_publishes_what_was_not_published(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine
+async def test_resuming_publishes_unpublished_requests(
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     """The first gateway was killed when it had begun the first of two prompts."""
     engine.outputs = interleaved
@@ -79,8 +79,8 @@ async def test_whoever_comes_back_publishes_what_was_not_published(
     assert {event.event_id for event in stream_of(answer)} >= {told[-1].event_id}
 
 
-async def test_an_error_comes_again_to_who_comes_back_behind_it(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine
+async def test_a_resumed_stream_repeats_the_error(
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     """The bus was away for a moment: what was told as an error is none any more."""
     engine.away = True
@@ -97,7 +97,7 @@ async def test_an_error_comes_again_to_who_comes_back_behind_it(
 
 
 @pytest.mark.parametrize("path", ["/v1/streams/cmpl-0", "/v1/streams/x%2Fy", "/v1/streams/%00"])
-async def test_a_stream_that_nobody_knows_is_not_found(http: httpx.AsyncClient, path: str) -> None:
+async def test_an_unknown_stream_is_not_found(http: AsyncClient, path: str) -> None:
     answer = await http.get(path)
     assert answer.status_code == 404
     error = answer.json()["error"]
@@ -105,9 +105,7 @@ async def test_a_stream_that_nobody_knows_is_not_found(http: httpx.AsyncClient, 
     assert error["code"] in ("stream_not_found", "not_found")
 
 
-async def test_another_tenants_stream_is_not_found(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_another_tenants_stream_is_not_found(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = interleaved
     told = stream_of(await http.post(COMPLETIONS, json=TEXT, headers=MINE))
     answer_id = told[0].event_id.partition(".")[0]
@@ -121,7 +119,7 @@ async def test_another_tenants_stream_is_not_found(
 
 
 async def test_a_stream_whose_results_are_gone_is_not_found(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     class Gone(FakeEngine):
         async def follow(self, *given: Any, **named: Any) -> Any:
@@ -137,7 +135,7 @@ async def test_a_stream_whose_results_are_gone_is_not_found(
 
 @pytest.mark.parametrize("event_id", ["nonsense", "{id}", "{id}.x.x", "{id}.1.u.u", "cmpl-1.x"])
 async def test_an_event_of_no_stream_is_refused(
-    http: httpx.AsyncClient, engine: FakeEngine, event_id: str
+    http: AsyncClient, engine: FakeEngine, event_id: str
 ) -> None:
     engine.outputs = interleaved
     told = stream_of(await http.post(COMPLETIONS, json=TEXT))
@@ -147,8 +145,8 @@ async def test_an_event_of_no_stream_is_refused(
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_event_id")
 
 
-async def test_what_another_version_has_kept_is_not_found(
-    http: httpx.AsyncClient, engine: FakeEngine
+async def test_records_of_another_version_are_not_found(
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     for record in (b"", b"\xff", b"\x81\xa4call\x01"):
         await engine.bus.store.calls.keep("cmpl-1", record, 1)
@@ -156,16 +154,14 @@ async def test_what_another_version_has_kept_is_not_found(
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
 
 
-async def test_an_answer_in_one_piece_is_no_stream(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_an_answer_in_one_piece_is_no_stream(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     answer = await http.post(COMPLETIONS, json=TEXT | {"stream": False})
     assert (await http.get(f"/v1/streams/{answer.json()['id']}")).status_code == 404
 
 
 async def test_an_entry_that_was_refused_as_another_s_double_leads_to_the_other(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     """Two gateways have published the same request."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
+from httpx import AsyncClient, Response
 
 from nano_inference.config import Config, load_config
 
@@ -29,7 +29,7 @@ def config() -> Config:
     return load_config(env={}, overrides={"gateway.max_in_flight": 2, "gateway.max_waiting": 1})
 
 
-async def ended(*calls: asyncio.Task[httpx.Response]) -> None:
+async def ended(*calls: asyncio.Task[Response]) -> None:
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
@@ -37,7 +37,7 @@ async def ended(*calls: asyncio.Task[httpx.Response]) -> None:
 
 @pytest.mark.parametrize(("path", "body"), CALLS)
 async def test_places_are_those_of_all_interfaces(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
     engine.outputs = cut
     async with asyncio.timeout(LIMIT_S):
@@ -59,7 +59,7 @@ async def test_places_are_those_of_all_interfaces(
 @pytest.mark.parametrize(("path", "body"), CALLS)
 @pytest.mark.parametrize("given", [{"X-Budget-Ms": "60000"}, {}])
 async def test_the_time_that_is_left_goes_with_the_request(
-    http: httpx.AsyncClient,
+    http: AsyncClient,
     engine: FakeEngine,
     path: str,
     body: dict[str, Any],
@@ -75,7 +75,7 @@ async def test_the_time_that_is_left_goes_with_the_request(
 @pytest.mark.parametrize(("path", "body"), CALLS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_no_time_at_all_is_too_late(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any], stream: bool
+    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     answer = await http.post(path, json=body | {"budget_ms": 0, "stream": stream})
     assert answer.status_code == 504
@@ -83,7 +83,7 @@ async def test_no_time_at_all_is_too_late(
     assert not engine.requests
 
 
-async def test_an_answer_s_id_ends_its_request(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_an_answer_s_id_ends_its_request(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = cut
     async with asyncio.timeout(LIMIT_S):
         call = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
@@ -97,9 +97,7 @@ async def test_an_answer_s_id_ends_its_request(http: httpx.AsyncClient, engine: 
         await ended(call)
 
 
-async def test_the_tenant_is_what_the_header_says(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_the_header_names_the_tenant(http: AsyncClient, engine: FakeEngine) -> None:
     for path, body in CALLS:
         await http.post(path, json=body, headers={"X-Tenant": "mine"})
     assert [request.tenant for request in engine.requests] == ["mine"] * len(CALLS)

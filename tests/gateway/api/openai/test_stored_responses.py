@@ -8,12 +8,13 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.config import BusError, Config, load_config
 from nano_inference.gateway.app import make_app
 
 from ... import by_hand
-from ...fake import FakeEngine, completion, refused
+from ...fake import FakeEngine, completion, http_of, poster, refused
 from ...made import TEXTS, cut, interleaved, whole
 from .going import Going
 from .streamed import response_event, response_events
@@ -33,14 +34,10 @@ def config() -> Config:
     return load_config(env={})
 
 
-async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    answer = await http.post(PATH, json=HELLO | fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+posted = poster(PATH, HELLO)
 
 
-async def got(http: httpx.AsyncClient, response_id: str, more: str = "") -> dict[str, Any]:
+async def got(http: AsyncClient, response_id: str, more: str = "") -> dict[str, Any]:
     answer = await http.get(f"{PATH}/{response_id}{more}")
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
@@ -51,8 +48,8 @@ async def got(http: httpx.AsyncClient, response_id: str, more: str = "") -> dict
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_any_gateway_tells_the_same_response(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine, stream: bool
+async def test_any_gateway_returns_the_same_response(
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine, stream: bool
 ) -> None:
     engine.outputs = interleaved if stream else whole
     answer = await http.post(PATH, json=HELLO | LOGPROBS | {"stream": stream})
@@ -65,7 +62,7 @@ async def test_any_gateway_tells_the_same_response(
 
 @pytest.mark.parametrize("more", [{}, LOGPROBS, {"background": True}])
 async def test_another_gateway_goes_on_behind_each_event(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine, more: dict[str, Any]
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine, more: dict[str, Any]
 ) -> None:
     """By number, by the event's id, and by the same POST again, which publishes nothing."""
     engine.outputs = interleaved
@@ -87,9 +84,7 @@ async def test_another_gateway_goes_on_behind_each_event(
     assert len(engine.requests) == 1
 
 
-async def test_one_without_a_stream_can_be_read_as_one(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_response_can_be_streamed_later(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     made = await posted(http)
     events = response_events(await http.get(f"{PATH}/{made['id']}?stream=true"))
@@ -97,8 +92,8 @@ async def test_one_without_a_stream_can_be_read_as_one(
     assert (delta, events[-1]["response"]) == (TEXT, made)
 
 
-async def test_one_that_failed_is_told_so_again(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine
+async def test_a_failed_response_stays_failed(
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     no = refused("lane_failed", "because")
     engine.outputs = lambda request: [*cut(request), *no(request)]
@@ -120,8 +115,8 @@ async def test_one_that_failed_is_told_so_again(
     ]
 
 
-async def test_who_comes_back_behind_an_interruption_misses_nothing(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine
+async def test_resuming_behind_an_interruption_misses_nothing(
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     """The bus was away for a moment: the response has not failed by that."""
     engine.away = True
@@ -155,17 +150,15 @@ QUERIES = [
 
 
 @pytest.mark.parametrize(("query", "code", "param"), QUERIES)
-async def test_what_can_not_be_asked_is_refused_by_name(
-    http: httpx.AsyncClient, engine: FakeEngine, query: str, code: str, param: str
+async def test_invalid_queries_are_refused_by_name(
+    http: AsyncClient, engine: FakeEngine, query: str, code: str, param: str
 ) -> None:
     engine.outputs = whole
     made = await posted(http)
     assert refusal(await http.get(f"{PATH}/{made['id']}{query}")) == (code, param)
 
 
-async def test_an_event_of_no_response_is_refused(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_an_event_of_no_response_is_refused(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = whole
     made = await posted(http)
     for event_id in ("nonsense", made["id"], f"{made['id']}.x", "cmpl-1.5", "resp_0.5"):
@@ -175,8 +168,8 @@ async def test_an_event_of_no_response_is_refused(
         assert refusal(answer)[0] == "invalid_event_id"
 
 
-async def test_nobody_finds_what_is_not_his(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine
+async def test_other_tenants_and_keys_find_no_response(
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     """Another tenant's, what was not stored, what another version wrote, and what never was."""
     engine.outputs = whole
@@ -199,8 +192,8 @@ async def test_nobody_finds_what_is_not_his(
     assert await engine.bus.store.calls.read(unstored["id"]) is None
 
 
-async def test_one_whose_results_are_gone_is_not_found(
-    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+async def test_a_response_without_results_is_not_found(
+    http: AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def gone(*_: Any, **__: Any) -> Any:
         raise BusError("gone", code="unknown_request")
@@ -212,8 +205,8 @@ async def test_one_whose_results_are_gone_is_not_found(
     assert refusal(await http.get(f"{PATH}/{made['id']}"), 404)[0] == "unknown_response"
 
 
-async def test_it_is_kept_until_it_is_deleted(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine
+async def test_a_response_is_stored_until_it_is_deleted(
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = whole
     made = (await http.post(PATH, json=HELLO, headers=KEY)).json()
@@ -229,7 +222,7 @@ async def test_it_is_kept_until_it_is_deleted(
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"background": True}, {"store": False}])
 async def test_the_same_call_with_its_key_is_made_once(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any]
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine, fields: dict[str, Any]
 ) -> None:
     engine.outputs = interleaved
     answers = [await each.post(PATH, json=HELLO | fields, headers=KEY) for each in (http, other)]
@@ -249,7 +242,7 @@ async def test_the_same_call_with_its_key_is_made_once(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_ends_with_its_connection_and_tells_so(config: Config, stream: bool) -> None:
+async def test_disconnect_cancels_a_response(config: Config, stream: bool) -> None:
     engine = Going()
     app = make_app(engine, config)  # type: ignore[arg-type]
     left = anyio.Event()
@@ -261,23 +254,22 @@ async def test_one_ends_with_its_connection_and_tells_so(config: Config, stream:
             left.set()
     (request,) = engine.requests
     assert engine.names == ["cancel"]
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_of(app) as http:
         answer = await http.get(f"{PATH}/{request.request_id}?stream=true")
         assert response_events(answer)[-1]["response"]["status"] == "cancelled"
         assert (await got(http, request.request_id))["status"] == "cancelled"
 
 
-async def test_only_one_in_the_background_can_be_cancelled() -> None:
+async def test_only_background_responses_can_be_cancelled() -> None:
     engine = Going()
     transport = httpx.ASGITransport(make_app(engine, load_config(env={})))  # type: ignore[arg-type]
     async with (
         asyncio.timeout(LIMIT_S),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
+        AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
         asyncio.TaskGroup() as group,
     ):
         making = group.create_task(http.post(PATH, json=HELLO))
-        await engine.until(lambda: bool(engine.bus.results.told) or bool(engine.requests))
+        await engine.until(lambda: bool(engine.bus.results.last_outputs) or bool(engine.requests))
         where = f"{PATH}/{engine.requests[0].request_id}"
         assert (await http.get(where)).json()["status"] in ("queued", "in_progress")
         assert refusal(await http.post(f"{where}/cancel")) == ("invalid_request", None)
@@ -292,7 +284,7 @@ async def test_any_is_ended_as_a_stream_is(config: Config) -> None:
     transport = httpx.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
     async with (
         asyncio.timeout(LIMIT_S),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
+        AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
         asyncio.TaskGroup() as group,
     ):
         making = group.create_task(http.post(PATH, json=HELLO))
@@ -305,12 +297,12 @@ async def test_any_is_ended_as_a_stream_is(config: Config) -> None:
         assert await got(http, response_id) == made
 
 
-async def test_one_that_is_deleted_while_somebody_waits_for_it_is_told_to_him() -> None:
+async def test_a_waiting_client_gets_a_deleted_response() -> None:
     engine = Going()
     transport = httpx.ASGITransport(make_app(engine, load_config(env={})))  # type: ignore[arg-type]
     async with (
         asyncio.timeout(LIMIT_S),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
+        AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
         asyncio.TaskGroup() as group,
     ):
         making = group.create_task(http.post(PATH, json=HELLO))
@@ -326,7 +318,7 @@ async def test_one_that_is_deleted_while_somebody_waits_for_it_is_told_to_him() 
 
 
 async def test_the_conversation_so_far_precedes_the_input(
-    http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     """Of all responses before, without their instructions, and also when they are gone."""
     engine.outputs = whole
@@ -364,10 +356,9 @@ async def test_the_conversation_so_far_precedes_the_input(
     assert page["has_more"]
 
 
-async def test_what_has_not_ended_well_is_not_continued() -> None:
+async def test_a_failed_response_can_not_be_continued() -> None:
     engine = Going()
-    transport = httpx.ASGITransport(make_app(engine, load_config(env={})))  # type: ignore[arg-type]
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_of(make_app(engine, load_config(env={}))) as http:  # type: ignore[arg-type]
         begun = await posted(http, background=True)
         following = HELLO | {"previous_response_id": begun["id"]}
         for _ in range(2):
@@ -380,8 +371,8 @@ async def test_what_has_not_ended_well_is_not_continued() -> None:
     assert len(engine.requests) == 1
 
 
-async def test_one_that_was_cut_by_its_length_is_continued(
-    http: httpx.AsyncClient, engine: FakeEngine
+async def test_a_response_cut_by_its_length_can_be_continued(
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = lambda request: [completion(request)]
     first = await posted(http)
@@ -389,13 +380,13 @@ async def test_one_that_was_cut_by_its_length_is_continued(
     assert (await posted(http, previous_response_id=first["id"]))["status"] == "incomplete"
 
 
-async def test_what_is_kept_has_a_size(engine: FakeEngine) -> None:
+async def test_a_stored_conversation_is_bounded(engine: FakeEngine) -> None:
     engine.outputs = whole
     limits = {"bus.max_request_bytes": 700}
     transport = httpx.ASGITransport(
         make_app(engine, load_config(env={}, overrides=limits))  # type: ignore[arg-type]
     )
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         body = {"input": "a", "metadata": {"a": "b" * 500}}
         assert refusal(await http.post(PATH, json=body), 413) == ("request_too_large", "input")
         assert (await http.post(PATH, json=body | {"store": False})).status_code == 200

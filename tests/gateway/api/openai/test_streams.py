@@ -7,19 +7,19 @@ import json
 from typing import Any
 
 import anyio
-import httpx
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, load_config
-from nano_inference.gateway.api.openai.answers import Answers
+from nano_inference.gateway.api.openai.answers import ChoicesWriter
 from nano_inference.gateway.api.openai.requests import read_completion
 from nano_inference.gateway.api.openai.streams import Chunks
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server.http import EventStream, SendEvent
 
 from ... import by_hand
-from ...fake import FakeEngine, completion, refused
+from ...fake import FakeEngine, completion, http_of, refused
 from ...made import LOGPROBS, TEXTS, TOKENS, cut, interleaved, told
 from .streamed import choices, events
 
@@ -29,9 +29,7 @@ TEXT: dict[str, Any] = {"prompt": "98 +", "stream": True}
 LIMIT_S = 20
 
 
-async def test_roles_come_once_first_and_in_order(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_roles_come_once_first_and_in_order(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = interleaved
     chunks = events(await http.post(CHAT, json=HELLO | {"n": 3}))
     first = [each for chunk in chunks[:3] for each in chunk["choices"]]
@@ -45,7 +43,7 @@ async def test_roles_come_once_first_and_in_order(
         assert reasons == [None] * (len(rest) - 1) + ["stop"]
 
 
-async def test_all_chunks_name_their_answer(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_all_chunks_name_their_answer(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = interleaved
     chunks = events(await http.post(CHAT, json=HELLO))
     assert {chunk["id"] for chunk in chunks} == {engine.requests[0].request_id}
@@ -57,8 +55,8 @@ async def test_all_chunks_name_their_answer(http: httpx.AsyncClient, engine: Fak
 
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETIONS, TEXT)])
-async def test_no_usage_unless_it_is_asked_for(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any], options: Any
+async def test_usage_is_sent_only_on_request(
+    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any], options: Any
 ) -> None:
     engine.outputs = interleaved
     chunks = events(await http.post(path, json=body | {"stream_options": options}))
@@ -67,7 +65,7 @@ async def test_no_usage_unless_it_is_asked_for(
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETIONS, TEXT)])
 async def test_usage_is_in_the_last_chunk_which_has_no_choices(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
     engine.outputs = interleaved
     asked = body | {"stream_options": {"include_usage": True}, "n": 2}
@@ -77,7 +75,7 @@ async def test_usage_is_in_the_last_chunk_which_has_no_choices(
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (4, 6)
 
 
-async def test_usage_in_every_chunk(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_usage_in_every_chunk(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = interleaved
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, _ = events(await http.post(COMPLETIONS, json=TEXT | {"stream_options": options}))
@@ -88,7 +86,7 @@ async def test_usage_in_every_chunk(http: httpx.AsyncClient, engine: FakeEngine)
 
 
 async def test_logprobs_and_tokens_are_those_of_the_text_in_one_piece(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = interleaved
     asked = {"logprobs": 2, "return_token_ids": True, "return_weight_versions": True, "n": 2}
@@ -113,7 +111,7 @@ async def test_logprobs_and_tokens_are_those_of_the_text_in_one_piece(
 
 
 async def test_a_chat_s_logprobs_come_with_its_tokens(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = interleaved
     asked = HELLO | {"logprobs": True, "return_token_ids": True}
@@ -126,9 +124,7 @@ async def test_a_chat_s_logprobs_come_with_its_tokens(
     assert [each["logprob"] for each in entries] == list(LOGPROBS)
 
 
-async def test_what_was_not_told_in_chunks_comes_with_the_end(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_the_end_has_what_chunks_lacked(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = lambda request: [
         *cut(request),
         completion(request, told(request, 0, "abort"), status="cancelled"),
@@ -144,9 +140,7 @@ async def test_what_was_not_told_in_chunks_comes_with_the_end(
     assert [part["finish_reason"] for part in parts] == [None, "abort"]
 
 
-async def test_an_error_in_mid_stream_is_an_event(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_an_error_in_mid_stream_is_an_event(http: AsyncClient, engine: FakeEngine) -> None:
     no = refused("lane_failed")
     engine.outputs = lambda request: [*cut(request), *no(request)]
     *chunks, error = events(await http.post(CHAT, json=HELLO))
@@ -155,9 +149,7 @@ async def test_an_error_in_mid_stream_is_an_event(
     assert error["error"]["type"] == "server_error"
 
 
-async def test_a_client_that_goes_is_one_request_less(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_disconnect_cancels_the_request(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = cut
     app = make_app(engine, Config())
     left = asyncio.Event()
@@ -228,7 +220,7 @@ async def test_an_error_behind_a_comment_is_an_event(engine: FakeEngine) -> None
     assert text.endswith(b"data: [DONE]\n\n")
 
 
-async def test_what_came_while_a_client_did_not_read_is_one_chunk() -> None:
+async def test_unread_tokens_become_one_chunk() -> None:
     call, prompts = read_completion({"prompt": "a", "stream": True, "n": 2}, Config())
     sent: list[dict[str, Any]] = []
     reads = anyio.Event()
@@ -237,7 +229,7 @@ async def test_what_came_while_a_client_did_not_read_is_one_chunk() -> None:
         sent.append(json.loads(data))
         await reads.wait()
 
-    chunks = Chunks(Answers(call, prompts, ["a"], None), send)
+    chunks = Chunks(ChoicesWriter(call, prompts, ["a"], None), send)
     outputs = interleaved(call.request(0, 1, "a", "t"))
     with anyio.fail_after(LIMIT_S):
         async with anyio.create_task_group() as group:
@@ -253,12 +245,10 @@ async def test_what_came_while_a_client_did_not_read_is_one_chunk() -> None:
     assert len(sent) == 3
 
 
-async def test_events_have_no_ids_where_nobody_wants_them(engine: FakeEngine) -> None:
+async def test_event_ids_can_be_switched_off(engine: FakeEngine) -> None:
     engine.outputs = interleaved
     app = make_app(engine, load_config(env={}, overrides={"gateway.event_ids": False}))  # type: ignore[arg-type]
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
-    ) as client:
+    async with http_of(app) as client:
         text = (await client.post(COMPLETIONS, json=TEXT)).text
     assert text.endswith("data: [DONE]\n\n")
     assert all(part.startswith("data: ") for part in text.split("\n\n")[:-1])

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.bus.public import GenerateRequest, Output, Usage
 from nano_inference.config import Config, load_config
@@ -18,10 +19,10 @@ from nano_inference.gateway.app import make_app
 from nano_inference.telemetry.instruments import TOOL_CALLS
 
 from ...fake import FakeEngine, completion
+from ...recorded import Recorded
 from ...sampled import CALL, ids, joined, make
-from ...told import Told
 from .streamed import Event, events, stream_of
-from .test_deltas import Sent, message_of, told_by
+from .test_deltas import Sent, message_told, told_by
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = """
@@ -62,20 +63,20 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def told() -> Recorded:
+    return Recorded()
 
 
 @pytest.fixture
 async def gateways(
-    engine: FakeEngine, config: Config, told: Told
-) -> AsyncIterator[list[httpx.AsyncClient]]:
+    engine: FakeEngine, config: Config, told: Recorded
+) -> AsyncIterator[list[AsyncClient]]:
     """Two on one bus."""
     engine.outputs = says
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(
-                httpx.AsyncClient(
+                AsyncClient(
                     transport=httpx.ASGITransport(make_app(engine, config, told.measures)),  # type: ignore[arg-type]
                     base_url="http://127.0.0.1",
                 )
@@ -96,7 +97,7 @@ def messages(told: list[Event]) -> dict[int, dict[str, Any]]:
 @pytest.mark.parametrize("stop", [[], ["STOP"]])
 @pytest.mark.parametrize("listed", [{}, {"logprobs": True, "return_token_ids": True}])
 async def test_another_gateway_goes_on_behind_each_event(
-    gateways: list[httpx.AsyncClient], stop: list[str], listed: dict[str, Any]
+    gateways: list[AsyncClient], stop: list[str], listed: dict[str, Any]
 ) -> None:
     http, other = gateways
     asked = HELLO | {"stop": stop} | listed
@@ -108,7 +109,7 @@ async def test_another_gateway_goes_on_behind_each_event(
     wanted = messages(told)
     for choice in whole["choices"]:
         found = wanted[choice["index"]]
-        message = message_of(found)
+        message = message_told(found)
         calls = [call.pop("id") for call in message["tool_calls"]]
         assert len({*calls}) == 2
         assert message == choice["message"]
@@ -122,7 +123,7 @@ async def test_another_gateway_goes_on_behind_each_event(
         assert messages([*told[:number], *stream_of(rest)]) == wanted
 
 
-async def test_usage_and_metrics(gateways: list[httpx.AsyncClient], told: Told) -> None:
+async def test_usage_and_metrics(gateways: list[AsyncClient], told: Recorded) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}}
     whole = (await gateways[0].post(CHAT, json=HELLO)).json()["usage"]
     assert told.values(TOOL_CALLS) == {("made",): 4, ("malformed",): 0}
@@ -132,7 +133,7 @@ async def test_usage_and_metrics(gateways: list[httpx.AsyncClient], told: Told) 
     assert told.values(TOOL_CALLS) == {("made",): 8, ("malformed",): 0}
 
 
-async def test_nothing_is_looked_for_without_tools(gateways: list[httpx.AsyncClient]) -> None:
+async def test_nothing_is_looked_for_without_tools(gateways: list[AsyncClient]) -> None:
     for body in ({"tools": []}, {"tool_choice": "none"}):
         choice = (await gateways[0].post(CHAT, json=HELLO | body)).json()["choices"][0]
         assert CALL in choice["message"]["content"]

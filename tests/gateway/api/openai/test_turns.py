@@ -9,8 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.gateway.api.openai.responses.items import items_of
-from nano_inference.gateway.api.openai.responses.turns import turns_of
+from nano_inference.gateway.api.openai.responses.items import items_of, turns_of
 
 KINDS = ("user", "assistant", "reasoning", "function_call", "function_call_output")
 

@@ -8,9 +8,9 @@ import pytest
 
 from nano_inference.bus.public import CompletionChunk, ErrorInfo, TokenLogprob
 from nano_inference.config import EngineConfig
-from nano_inference.gateway.api.sglang.answers import Answers
-from nano_inference.gateway.api.sglang.labels import VersionLabels
+from nano_inference.gateway.api.sglang.answers import PromptWriter
 from nano_inference.gateway.api.sglang.requests import read_call
+from nano_inference.gateway.api.sglang.sync import VersionLabels
 from nano_inference.gateway.serving.words import Words
 from nano_inference.text.tokenizer import load_tokenizer, stop_token_ids_of
 
@@ -26,9 +26,9 @@ def words() -> Words:
     return Words(tokenizer, stop_token_ids_of(folder, tokenizer))
 
 
-def answers(words: Words | None = None, **body: Any) -> Answers:
+def answers(words: Words | None = None, **body: Any) -> PromptWriter:
     call = read_call({"input_ids": [11, 12, 13, 14], "rid": "r"} | body, max_prompts=10)
-    return Answers(next(call.prompts), words, VersionLabels())
+    return PromptWriter(next(call.prompts), words, VersionLabels())
 
 
 def top(*token_ids: int) -> tuple[TokenLogprob, ...]:
@@ -122,7 +122,7 @@ def test_versions_by_name_the_oldest_first() -> None:
     assert meta["weight_versions"] == [("step-3", 0), ("4", 1)]
 
 
-def test_one_that_was_aborted_before_it_began() -> None:
+def test_an_unbegun_sample_is_aborted() -> None:
     writer = answers(return_logprob=True)
     error = ErrorInfo(code="aborted", message="gone")
     ended = completion(writer.wanted.request, status="cancelled", error=error)
@@ -206,7 +206,7 @@ def chunk(token_ids: tuple[int, ...], text: str, offset: int, version: int = 3) 
     )
 
 
-def test_a_stream_repeats_what_came_before() -> None:
+def test_stream_events_repeat_the_earlier_text() -> None:
     growing = answers(return_logprob=True).growing(0)
     growing.add(chunk((5,), "five", 0))
     growing.add(chunk((6, 7), " six seven", 1, version=4))
@@ -218,7 +218,7 @@ def test_a_stream_repeats_what_came_before() -> None:
     assert meta["weight_versions"] == [("3", 0), ("4", 1)]
 
 
-def test_a_stream_holds_back_what_may_become_a_stop_string(words: Words) -> None:
+def test_a_possible_stop_string_is_held_back(words: Words) -> None:
     writer = answers(words, sampling_params={"skip_special_tokens": False, "stop": [" = 9"]})
     growing = writer.growing(0)
     growing.add(chunk(words.token_ids("98 + 25 ="), "", 0))
@@ -227,7 +227,7 @@ def test_a_stream_holds_back_what_may_become_a_stop_string(words: Words) -> None
     assert growing.answer()["text"] == "98 + 25 = 8"
 
 
-def test_no_stop_string_is_held_back_where_none_is_looked_for(words: Words) -> None:
+def test_no_text_is_held_back_within_min_tokens(words: Words) -> None:
     params = {"skip_special_tokens": False, "stop": ["9", "8 +"], "min_new_tokens": 2}
     growing = answers(words, sampling_params=params).growing(0)
     texts = []
@@ -238,7 +238,7 @@ def test_no_stop_string_is_held_back_where_none_is_looked_for(words: Words) -> N
     assert texts[-1] == "98 + 2"
 
 
-def test_a_character_that_is_not_whole_is_not_shown_yet(words: Words) -> None:
+def test_an_incomplete_character_is_held_back(words: Words) -> None:
     writer = answers(words, sampling_params={"no_stop_trim": True})
     growing = writer.growing(0)
     texts = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.bus.public import (
     Completion,
@@ -57,7 +57,7 @@ def embedded(request: GenerateRequest) -> list[Output]:
     ],
 )
 async def test_a_text_has_an_object_and_a_list_has_a_list(
-    body: dict[str, Any], vectors: list[Any], http: httpx.AsyncClient, engine: FakeEngine
+    body: dict[str, Any], vectors: list[Any], http: AsyncClient, engine: FakeEngine
 ) -> None:
     answer = await http.post(
         "/encode", json=body | {"rid": "mine", "dimensions": 2, "priority": -3}
@@ -86,7 +86,7 @@ async def test_a_text_has_an_object_and_a_list_has_a_list(
     ],
 )
 async def test_a_bad_call_is_refused(
-    body: dict[str, Any], code: str, http: httpx.AsyncClient, engine: FakeEngine
+    body: dict[str, Any], code: str, http: AsyncClient, engine: FakeEngine
 ) -> None:
     answer = await http.post("/encode", json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
+from httpx import AsyncClient, Response
 
 from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
 from nano_inference.config import Config, load_config
@@ -15,7 +15,7 @@ from nano_inference.gateway.app import make_app
 
 from ... import by_hand
 from ...errors import error_of
-from ...fake import FakeEngine, completion, refused, sample
+from ...fake import FakeEngine, completion, http_of, refused, sample
 
 LIMIT_S = 20
 
@@ -43,32 +43,32 @@ def hanging(request: GenerateRequest) -> list[Output]:
     return spelled(request)[:1]
 
 
-def events(answer: httpx.Response) -> list[dict[str, Any]]:
+def events(answer: Response) -> list[dict[str, Any]]:
     assert answer.headers["content-type"].startswith("text/event-stream")
     *lines, done, end = answer.text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-async def test_one_prompt_one_object(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_one_prompt_one_object(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = spelled
     answer = (await http.post("/generate", json={"input_ids": [3, 4]})).json()
     assert (answer["text"], answer["output_ids"]) == ("<3><4>", [3, 4])
 
 
-async def test_a_batch_is_answered_in_order(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_a_batch_is_answered_in_order(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = spelled
     answer = await http.post("/generate", json={"input_ids": [[3], [4], [5]]})
     assert [each["text"] for each in answer.json()] == ["<3>", "<4>", "<5>"]
 
 
-async def test_samples_stand_behind_each_other(http: httpx.AsyncClient) -> None:
+async def test_samples_stand_behind_each_other(http: AsyncClient) -> None:
     body = {"text": ["a", "b"], "rid": ["r", "s"], "sampling_params": {"n": 2}}
     answer = (await http.post("/generate", json=body)).json()
     assert [each["meta_info"]["id"] for each in answer] == ["r_0", "r_1", "s_0", "s_1"]
 
 
-async def test_one_refusal_ends_a_batch(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_one_refusal_ends_a_batch(http: AsyncClient, engine: FakeEngine) -> None:
     no = refused("invalid_token_ids")
     engine.outputs = lambda request: no(request) if request.request_id == "s" else hanging(request)
     answer = await http.post("/generate", json={"input_ids": [[3], [4]], "rid": ["r", "s"]})
@@ -76,7 +76,7 @@ async def test_one_refusal_ends_a_batch(http: httpx.AsyncClient, engine: FakeEng
     assert engine.left == ["r"]
 
 
-async def test_a_stream(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_a_stream(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = spelled
     answer = await http.post("/generate", json={"input_ids": [3, 4], "stream": True})
     found = events(answer)
@@ -87,9 +87,7 @@ async def test_a_stream(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert engine.requests[0].stream
 
 
-async def test_a_stream_of_a_batch_tells_whose_an_event_is(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_events_of_a_batch_have_an_index(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = spelled
     answer = await http.post("/generate", json={"input_ids": [[3], [4, 5]], "stream": True})
     last = {event["index"]: event["text"] for event in events(answer)}
@@ -97,7 +95,7 @@ async def test_a_stream_of_a_batch_tells_whose_an_event_is(
 
 
 async def test_a_refusal_before_the_first_event_of_a_stream_has_its_status(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = refused("invalid_top_p", "too high")
     answer = await http.post("/generate", json={"text": "a", "stream": True})
@@ -105,7 +103,7 @@ async def test_a_refusal_before_the_first_event_of_a_stream_has_its_status(
 
 
 async def test_an_error_behind_events_of_a_stream_is_its_last_one(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     no = refused("invalid_top_p", "too high")
     engine.outputs = lambda request: [*hanging(request), *no(request)]
@@ -120,7 +118,7 @@ async def test_an_error_behind_events_of_a_stream_is_its_last_one(
     }
 
 
-async def test_scores_are_one_event(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_scores_are_one_event(http: AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = spelled
     body = {"input_ids": [3, 4], "stream": True, "sampling_params": {"max_new_tokens": 0}}
     (event,) = events(await http.post("/generate", json=body))
@@ -128,7 +126,7 @@ async def test_scores_are_one_event(http: httpx.AsyncClient, engine: FakeEngine)
 
 
 async def test_a_prompt_as_text_is_sent_as_tokens_when_they_are_shown(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     body = {"text": "98 +", "return_logprob": True, "logprob_start_len": 0}
     assert (await http.post("/generate", json=body)).status_code == 200
@@ -141,15 +139,14 @@ async def test_without_a_tokenizer_only_that_is_refused_which_takes_one(
     engine: FakeEngine, tmp_path: Path
 ) -> None:
     config = load_config(env={}, overrides={"engine.model_path": str(tmp_path)})
-    transport = httpx.ASGITransport(make_app(engine, config))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_of(make_app(engine, config)) as http:
         assert (await http.post("/generate", json={"text": "a"})).status_code == 200
         body = {"text": "a", "sampling_params": {"stop": "b"}}
         assert error_of(await http.post("/generate", json=body), 400) == "unsupported"
 
 
 async def test_abort_finds_a_batch_by_the_id_of_the_whole(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = hanging
     body = {"input_ids": [[3], [4]], "rid": "r"}

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
+from httpx import AsyncClient
 
 from nano_inference.bus.public import EmbedParams, GenerateRequest
 from nano_inference.config import BusError, Config, load_config
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.serving import readiness
+from nano_inference.gateway.serving import lane_state
 from nano_inference.store.board import StageReport
 from nano_inference.telemetry import TraceContext
 
 from ...errors import error_of
-from ...fake import FakeEngine, completion, refused
+from ...fake import FakeEngine, completion, http_of, refused
 
 
 def told(stage: str, lane: str = "0", age_s: float = 0.1, **load: int | str) -> StageReport:
@@ -34,9 +34,8 @@ def told(stage: str, lane: str = "0", age_s: float = 0.1, **load: int | str) -> 
 
 
 async def test_health(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "ASKED_EVERY_S", 0.0)
-    transport = httpx.ASGITransport(make_app(engine, Config()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    monkeypatch.setattr(lane_state, "ASKED_EVERY_S", 0.0)
+    async with http_of(make_app(engine, Config())) as http:
         assert (await http.get("/health")).status_code == 200
         engine.why_not = "no process runs executor"
         answer = await http.get("/health")
@@ -50,9 +49,8 @@ async def test_health_does_not_ask_the_lanes_more_often_than_they_tell(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But what is released here is known at once."""
-    monkeypatch.setattr(readiness, "ASKED_EVERY_S", 3600.0)
-    transport = httpx.ASGITransport(make_app(engine, Config()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    monkeypatch.setattr(lane_state, "ASKED_EVERY_S", 3600.0)
+    async with http_of(make_app(engine, Config())) as http:
         answers = await asyncio.gather(*(http.get("/health") for _ in range(20)))
         assert {answer.status_code for answer in answers} == {200}
         assert [name for name, _ in engine.calls] == ["trouble"]
@@ -60,9 +58,7 @@ async def test_health_does_not_ask_the_lanes_more_often_than_they_tell(
         assert error_of(await http.get("/health"), 503) == "not_ready"
 
 
-async def test_health_generate_asks_for_a_token(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_health_generate_asks_for_a_token(http: AsyncClient, engine: FakeEngine) -> None:
     assert (await http.get("/health_generate")).status_code == 200
     (request,) = engine.requests
     assert request.sampling.max_tokens == 1
@@ -71,7 +67,7 @@ async def test_health_generate_asks_for_a_token(
 
 
 async def test_health_generate_asks_a_model_that_only_embeds_for_a_vector(
-    http: httpx.AsyncClient, engine: FakeEngine
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
     no_tokens, broken = refused("cannot_generate"), refused("lane_failed")
     engine.outputs = lambda request: (
@@ -87,15 +83,14 @@ async def test_health_generate_does_not_wait_for_ever(engine: FakeEngine) -> Non
     engine.outputs = lambda request: []
     engine.why_not = "batching reported last 9 s ago"
     config = load_config(env={}, overrides={"gateway.health_timeout_s": 0.01})
-    transport = httpx.ASGITransport(make_app(engine, config))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_of(make_app(engine, config)) as http:
         answer = await http.get("/health_generate")
     assert error_of(answer, 503) == "not_ready"
     assert engine.why_not in answer.text
     assert len(engine.left) == 1
 
 
-async def test_health_generate_while_paused(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_health_generate_while_paused(http: AsyncClient, engine: FakeEngine) -> None:
     await http.post("/pause_generation", json={})
     assert (await http.get("/health_generate")).status_code == 200
     assert not engine.requests
@@ -104,7 +99,7 @@ async def test_health_generate_while_paused(http: httpx.AsyncClient, engine: Fak
 
 
 @pytest.mark.parametrize("path", ["/get_model_info", "/model_info"])
-async def test_model_info(http: httpx.AsyncClient, engine: FakeEngine, path: str) -> None:
+async def test_model_info(http: AsyncClient, engine: FakeEngine, path: str) -> None:
     engine.version = 4
     info = (await http.get(path)).json()
     assert info["weight_version"] == "4"
@@ -113,13 +108,11 @@ async def test_model_info(http: httpx.AsyncClient, engine: FakeEngine, path: str
 
 
 @pytest.mark.parametrize("path", ["/get_weight_version", "/weight_version"])
-async def test_weight_version(http: httpx.AsyncClient, path: str) -> None:
+async def test_weight_version(http: AsyncClient, path: str) -> None:
     assert (await http.get(path)).json() == {"weight_version": "0"}
 
 
-async def test_server_info_tells_what_is_in_use(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_server_info_has_the_settings_in_use(http: AsyncClient, engine: FakeEngine) -> None:
     """And null while no executor has told."""
     names = ("device", "dtype", "max_running_requests", "is_moe", "load_ns", "kv_bytes")
     info = (await http.get("/server_info")).json()
@@ -134,15 +127,15 @@ async def test_server_info_tells_what_is_in_use(
         "load_ns": 7,
         "kv_bytes": 100,
     }
-    engine.told = [told("executor", **facts), told("executor", lane="1", **facts)]
+    engine.stage_reports = [told("executor", **facts), told("executor", lane="1", **facts)]
     info = (await http.get("/server_info")).json()
     assert [info[name] for name in names] == ["cuda", "bfloat16", 128, True, 7, 200]
     assert (info["n_experts"], info["n_active_experts"], info["parameters"]) == (8, 2, 5)
 
 
 @pytest.mark.parametrize("path", ["/get_server_info", "/server_info"])
-async def test_server_info(http: httpx.AsyncClient, engine: FakeEngine, path: str) -> None:
-    engine.told = [
+async def test_server_info(http: AsyncClient, engine: FakeEngine, path: str) -> None:
+    engine.stage_reports = [
         told("batching", kv_total=10, running=2),
         told("executor", deterministic=1),
         told("batching", lane="1", kv_total=5),
@@ -150,15 +143,15 @@ async def test_server_info(http: httpx.AsyncClient, engine: FakeEngine, path: st
     ]
     info = (await http.get(path)).json()
     assert info["enable_deterministic_inference"] is False
-    engine.told.pop()
+    engine.stage_reports.pop()
     assert (await http.get(path)).json()["enable_deterministic_inference"] is True
     assert info["max_total_num_tokens"] == 15 * 16
     assert (info["tp_size"], info["dp_size"], info["nnodes"]) == (1, 2, 1)
     assert [each["num_running_reqs"] for each in info["internal_states"]] == [2, 0]
 
 
-async def test_loads_by_lane(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    engine.told = [
+async def test_loads_by_lane(http: AsyncClient, engine: FakeEngine) -> None:
+    engine.stage_reports = [
         told("admission", in_flight=5),
         told("admission", age_s=3.0, in_flight=9),
         told("batching", running=1),
@@ -171,10 +164,10 @@ async def test_loads_by_lane(http: httpx.AsyncClient, engine: FakeEngine) -> Non
     assert (await http.get("/get_load")).json() == found
 
 
-async def test_what_is_in_flight_here_counts_before_a_lane_tells_of_it(
-    http: httpx.AsyncClient, engine: FakeEngine
+async def test_loads_count_requests_that_no_lane_has_reported(
+    http: AsyncClient, engine: FakeEngine
 ) -> None:
-    engine.told = [told("admission", in_flight=0), told("batching", running=0)]
+    engine.stage_reports = [told("admission", in_flight=0), told("batching", running=0)]
     totals: list[Any] = []
 
     def look(request: GenerateRequest) -> list[Any]:
@@ -195,12 +188,12 @@ async def test_what_is_in_flight_here_counts_before_a_lane_tells_of_it(
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_flush_cache(http: httpx.AsyncClient, engine: FakeEngine, method: str) -> None:
+async def test_flush_cache(http: AsyncClient, engine: FakeEngine, method: str) -> None:
     assert (await http.request(method, "/flush_cache")).status_code == 200
     assert engine.names == ["flush_cache"]
 
 
-async def test_abort(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_abort(http: AsyncClient, engine: FakeEngine) -> None:
     answer = await http.post("/abort_request", json={"abort_all": True, "abort_message": "enough"})
     assert (answer.status_code, answer.content) == (200, b"")
     await http.post("/abort_request", json={"rid": "r"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nano_inference.gateway.api.sglang.labels import VersionLabels, number_of
+from nano_inference.gateway.api.sglang.sync import VersionLabels, number_of
 
 
 @pytest.mark.parametrize(

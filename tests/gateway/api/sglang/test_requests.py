@@ -7,18 +7,20 @@ from typing import Any
 import pytest
 
 from nano_inference.config import RequestError, SamplingParams
-from nano_inference.gateway.api.sglang.requests import Wanted, read_call
+from nano_inference.gateway.api.sglang.requests import PromptCall, read_call
+
+from ...errors import invalid
 
 MOST = 100
 
 
-def one(**body: Any) -> Wanted:
+def one(**body: Any) -> PromptCall:
     (wanted,), batch = read({"text": "a"} | body)
     assert not batch
     return wanted
 
 
-def read(body: dict[str, Any]) -> tuple[list[Wanted], bool]:
+def read(body: dict[str, Any]) -> tuple[list[PromptCall], bool]:
     """The prompts, and whether the answer is a list."""
     call = read_call(body, MOST)
     return list(call.prompts), call.batch
@@ -35,40 +37,6 @@ def test_defaults_are_those_of_sglang() -> None:
     assert (wanted.request.n, wanted.logprobs, wanted.plain_text) == (1, False, True)
     assert one(sampling_params={"stop": None, "temperature": None}).request.sampling == (
         SamplingParams(max_tokens=128)
-    )
-
-
-def test_sampling_params_by_their_other_names() -> None:
-    assert sampling(
-        max_new_tokens=9,
-        min_new_tokens=2,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=40,
-        min_p=0.1,
-        stop=["x", "yz"],
-        stop_token_ids=[3, 4],
-        ignore_eos=True,
-        repetition_penalty=1.1,
-        presence_penalty=0.2,
-        frequency_penalty=0.3,
-        logit_bias={"7": -1},
-        sampling_seed=11,
-    ) == SamplingParams(
-        max_tokens=9,
-        min_tokens=2,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=40,
-        min_p=0.1,
-        stop=("x", "yz"),
-        stop_token_ids=frozenset({3, 4}),
-        ignore_eos=True,
-        repetition_penalty=1.1,
-        presence_penalty=0.2,
-        frequency_penalty=0.3,
-        logit_bias={7: -1.0},
-        seed=11,
     )
 
 
@@ -110,7 +78,7 @@ def test_when_the_tokenizer_is_needed() -> None:
     assert one(return_text_in_logprobs=True, return_logprob=True).needs_words
 
 
-def texts(prompts: list[Wanted]) -> list[str | None]:
+def texts(prompts: list[PromptCall]) -> list[str | None]:
     return [wanted.request.prompt for wanted in prompts]
 
 
@@ -156,29 +124,25 @@ def test_how_often_a_stream_has_an_event() -> None:
 @pytest.mark.parametrize(
     ("body", "code", "word"),
     [
-        ({}, "invalid_prompt", "text and input_ids"),
-        ({"text": "a", "input_ids": [1]}, "invalid_prompt", "exactly one"),
-        ({"text": []}, "empty_prompt", "no prompt"),
-        ({"text": 3}, "invalid_request", "text"),
-        ({"input_ids": [1, "a"]}, "invalid_request", "input_ids"),
-        ({"input_ids": [[1], 2]}, "invalid_request", "input_ids"),
-        ({"text": ["a", "b"], "rid": ["r", "r"]}, "duplicate_request", "twice"),
-        ({"text": ["a", "b"], "rid": ["r"]}, "invalid_request", "rid has 1"),
-        ({"text": "a", "sampling_params": [{}, {}]}, "invalid_request", "sampling_params has 2"),
-        ({"text": "a", "sampling_params": []}, "invalid_request", "sampling_params has 0"),
-        ({"text": "a", "sampling_params": {"top_p": "x"}}, "invalid_request", "sampling_params."),
-        (
-            {"text": "a", "sampling_params": {"structural_tag": "x"}},
-            "unsupported",
-            "structural_tag",
-        ),
-        (
-            {"text": "a", "sampling_params": {"json_schema": "{}", "regex": "a"}},
-            "invalid_request",
+        invalid("text and input_ids", "invalid_prompt"),
+        invalid("exactly one", "invalid_prompt", text="a", input_ids=[1]),
+        invalid("no prompt", "empty_prompt", text=[]),
+        invalid("text", text=3),
+        invalid("input_ids", input_ids=[1, "a"]),
+        invalid("input_ids", input_ids=[[1], 2]),
+        invalid("twice", "duplicate_request", text=["a", "b"], rid=["r", "r"]),
+        invalid("rid has 1", text=["a", "b"], rid=["r"]),
+        invalid("sampling_params has 2", text="a", sampling_params=[{}, {}]),
+        invalid("sampling_params has 0", text="a", sampling_params=[]),
+        invalid("sampling_params.", text="a", sampling_params={"top_p": "x"}),
+        invalid("structural_tag", "unsupported", text="a", sampling_params={"structural_tag": "x"}),
+        invalid(
             "json_schema and sampling_params.regex",
+            text="a",
+            sampling_params={"json_schema": "{}", "regex": "a"},
         ),
-        ({"text": "a", "return_routed_experts": True}, "unsupported", "return_routed_experts"),
-        ({"text": "a", "image_data": ["x"]}, "unsupported", "image_data"),
+        invalid("return_routed_experts", "unsupported", text="a", return_routed_experts=True),
+        invalid("image_data", "unsupported", text="a", image_data=["x"]),
     ],
 )
 def test_refusals(body: dict[str, Any], code: str, word: str) -> None:
@@ -187,6 +151,6 @@ def test_refusals(body: dict[str, Any], code: str, word: str) -> None:
     assert refused.value.code == code
 
 
-def test_what_asks_for_nothing_is_taken() -> None:
+def test_fields_that_ask_for_nothing_are_accepted() -> None:
     one(return_routed_experts=False, lora_path=None, image_data=[], session_id="s", no_logs=True)
     sampling(regex=None, custom_params={}, spaces_between_special_tokens=False)

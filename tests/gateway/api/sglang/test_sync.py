@@ -7,8 +7,7 @@ import pytest
 from nano_inference.bus.control import MemoryTag
 from nano_inference.bus.weights import FolderWeights, GroupWeights
 from nano_inference.config import BusError, WeightsError
-from nano_inference.gateway.api.sglang.labels import VersionLabels
-from nano_inference.gateway.api.sglang.sync import WeightSync
+from nano_inference.gateway.api.sglang.sync import VersionLabels, WeightSync
 
 from ...fake import FakeEngine
 
@@ -95,7 +94,7 @@ async def test_a_failed_part_changes_nothing(sync: WeightSync, engine: FakeEngin
     assert (engine.version, engine.names[-1], sync.paused) == (0, "resume", False)
 
 
-async def test_nobody_broadcasts_to_a_group_in_vain(sync: WeightSync, engine: FakeEngine) -> None:
+async def test_a_failed_update_leaves_the_group(sync: WeightSync, engine: FakeEngine) -> None:
     await sync.pause("keep")
     engine.failures["stage_weights"] = BAD
     with pytest.raises(WeightsError, match="torn"):
@@ -129,7 +128,7 @@ async def test_generation_goes_on_also_when_the_change_fails(
     assert await sync.resume() is None
 
 
-async def test_what_a_dead_trainer_left_is_dropped(sync: WeightSync, engine: FakeEngine) -> None:
+async def test_parts_of_a_dead_trainer_are_dropped(sync: WeightSync, engine: FakeEngine) -> None:
     await sync.pause("keep")
     await sync.take(PART, "8")
     assert await sync.pause("keep") == 1
@@ -200,7 +199,7 @@ async def test_without_room_parts_wait_for_another_try(
     assert await sync.resume_memory(BOTH) == 1
 
 
-async def test_a_release_drops_what_a_dead_trainer_left(
+async def test_a_memory_release_drops_the_parts_of_a_dead_trainer(
     sync: WeightSync, engine: FakeEngine
 ) -> None:
     await sync.release_memory(BOTH)
@@ -240,7 +239,7 @@ async def test_a_label_becomes_the_version_or_stands_beside_it(
     assert labels.of(version) == label
 
 
-async def test_a_new_name_for_what_is_in_place(
+async def test_the_version_in_place_can_be_renamed(
     sync: WeightSync, engine: FakeEngine, labels: VersionLabels
 ) -> None:
     engine.version = 5

@@ -8,8 +8,8 @@ from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from httpx import AsyncClient, Response
 
 from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta, WeightsSource
 from nano_inference.config import WeightsError
@@ -31,25 +31,25 @@ GROUP = {
 }
 
 
-def succeeded(answer: httpx.Response) -> str:
+def succeeded(answer: Response) -> str:
     assert answer.status_code == 200, answer.text
     assert answer.json()["success"] is True
     return str(answer.json()["message"])
 
 
-def failed(answer: httpx.Response, status: int = 400) -> str:
+def failed(answer: Response, status: int = 400) -> str:
     code = error_of_failure(answer, status)
     assert answer.json()["success"] is False
     assert answer.json()["message"]
     return code
 
 
-def error_of_failure(answer: httpx.Response, status: int) -> str:
+def error_of_failure(answer: Response, status: int) -> str:
     assert answer.status_code == status, answer.text
     return str(answer.json()["error"]["code"])
 
 
-async def test_groups(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_groups(http: AsyncClient, engine: FakeEngine) -> None:
     succeeded(await http.post("/init_weights_update_group", json=GROUP))
     assert engine.last("join_weights_group") == {
         "group": "slime-pp_0",
@@ -62,19 +62,17 @@ async def test_groups(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert engine.last("leave_weights_group") == {"group": "slime-pp_0"}
 
 
-async def test_a_group_at_an_ipv6_address(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_a_group_at_an_ipv6_address(http: AsyncClient, engine: FakeEngine) -> None:
     await http.post("/init_weights_update_group", json=GROUP | {"master_address": "fe80::1"})
     assert engine.last("join_weights_group")["address"] == "[fe80::1]:5000"
 
 
-async def test_a_group_that_does_not_come_together(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_group_that_does_not_come_together(http: AsyncClient, engine: FakeEngine) -> None:
     engine.failures["join_weights_group"] = WeightsError("nobody came")
     assert failed(await http.post("/init_weights_update_group", json=GROUP)) == "weights_refused"
 
 
-async def test_from_distributed(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_from_distributed(http: AsyncClient, engine: FakeEngine) -> None:
     body = BROADCAST | {"group_name": "g", "weight_version": "3", "flush_cache": True}
     answer = await http.post("/update_weights_from_distributed", json=body)
     assert "version 3" in succeeded(answer)
@@ -84,7 +82,7 @@ async def test_from_distributed(http: httpx.AsyncClient, engine: FakeEngine) -> 
     assert given["partial"]
 
 
-async def test_from_disk(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_from_disk(http: AsyncClient, engine: FakeEngine) -> None:
     body = {"model_path": "/m", "load_format": "auto", "abort_all_requests": True}
     answer = await http.post("/update_weights_from_disk", json=body)
     succeeded(answer)
@@ -97,14 +95,14 @@ async def test_from_disk(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     )
 
 
-async def test_weights_that_are_refused(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_weights_that_are_refused(http: AsyncClient, engine: FakeEngine) -> None:
     engine.failures["update_weights"] = WeightsError("they don't fit")
     answer = await http.post("/update_weights_from_disk", json={"model_path": "/m"})
     assert failed(answer) == "weights_refused"
 
 
 async def test_tensors_in_the_body_go_on_as_files(
-    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    http: AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: dict[str, bytes] = {}
     folders: list[Path] = []
@@ -130,7 +128,7 @@ def contents(folder: Path) -> list[bytes]:
 
 
 async def test_large_tensors_are_decoded_in_pieces(
-    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    http: AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which fit together, wherever a tensor ends."""
     assert weight_calls._PIECE % 4 == 0
@@ -150,7 +148,7 @@ async def test_large_tensors_are_decoded_in_pieces(
 
 
 async def test_tensors_are_decoded_beside_other_calls_one_at_a_time(
-    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    http: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside, let_go = threading.Semaphore(0), threading.Semaphore(0)
     at_once = most = 0
@@ -182,7 +180,7 @@ async def test_tensors_are_decoded_beside_other_calls_one_at_a_time(
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
 async def test_pickles_are_not_read(
-    http: httpx.AsyncClient, engine: FakeEngine, load_format: str | None
+    http: AsyncClient, engine: FakeEngine, load_format: str | None
 ) -> None:
     body = {"serialized_named_tensors": ["gASVDgAAAAAA"], "load_format": load_format}
     answer = await http.post("/update_weights_from_tensor", json=body)
@@ -191,7 +189,7 @@ async def test_pickles_are_not_read(
     assert not engine.calls
 
 
-async def test_the_order_of_slime(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_the_order_of_slime(http: AsyncClient, engine: FakeEngine) -> None:
     """Paused, flushed, sent in buckets, continued."""
     await http.post("/pause_generation", json={})
     await http.get("/flush_cache")
@@ -215,14 +213,14 @@ async def test_the_order_of_slime(http: httpx.AsyncClient, engine: FakeEngine) -
     [(None, "abort"), ("abort", "abort"), ("retract", "retract"), ("in_place", "keep")],
 )
 async def test_pause_modes(
-    http: httpx.AsyncClient, engine: FakeEngine, mode: str | None, in_flight: str
+    http: AsyncClient, engine: FakeEngine, mode: str | None, in_flight: str
 ) -> None:
     answer = await http.post("/pause_generation", json={} if mode is None else {"mode": mode})
     assert answer.json()["status"] == "ok"
     assert engine.last("pause") == {"in_flight": in_flight}
 
 
-async def test_a_session(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_a_session(http: AsyncClient, engine: FakeEngine) -> None:
     succeeded(await http.post("/begin_weight_update", json={"selector": "all"}))
     assert failed(await http.post("/begin_weight_update", json={})) == "weights_busy"
     succeeded(await http.post("/update_weights_from_distributed", json=BROADCAST))
@@ -230,7 +228,7 @@ async def test_a_session(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert failed(await http.post("/end_weight_update", json={})) == "weights_refused"
 
 
-async def test_renaming(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_renaming(http: AsyncClient, engine: FakeEngine) -> None:
     answer = await http.post("/update_weight_version", json={"new_version": "best"})
     succeeded(answer)
     assert "cancel_all" in engine.names
@@ -240,7 +238,7 @@ async def test_renaming(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert engine.names.count("cancel_all") == 1
 
 
-async def test_memory(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_memory(http: AsyncClient, engine: FakeEngine) -> None:
     """Without tags all of it; CUDA graphs go with the rest."""
     for body, tags in (
         ({}, ("weights", "kv_cache")),
@@ -300,7 +298,7 @@ async def test_memory(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     ],
 )
 async def test_refusals(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any], code: str
+    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any], code: str
 ) -> None:
     assert error_of(await http.post(path, json=body), 400) == code
     assert not engine.calls

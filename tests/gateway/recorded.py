@@ -1,4 +1,4 @@
-"""What a gateway tells of itself, read back."""
+"""Recorded spans and metrics of a gateway."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nano_inference.telemetry.instruments import GATEWAY_REFUSED, Instrument
 from ..measured import ByLabels, Measured
 
 
-class Told:
+class Recorded:
     """Measures, with all that was recorded."""
 
     def __init__(self, telemetry: TelemetryConfig | None = None) -> None:
@@ -27,17 +27,17 @@ class Told:
         return list(self._exporter.get_finished_spans())
 
     def values(self, instrument: Instrument) -> ByLabels:
-        """By labels, what was recorded for an instrument; gauges as they are now."""
-        self.measures.tell()
+        """The values of an instrument by labels, with current gauges."""
+        self.measures.update_gauges()
         return self._measured.values(instrument)
 
     def refused(self) -> dict[str, float]:
-        """How many were, by reason; those of which there are none are left out."""
+        """The refused calls by reason, without zeros."""
         found = self.values(GATEWAY_REFUSED)
         return {reason: number for (reason,), number in found.items() if number}
 
 
 def ids(span: ReadableSpan) -> tuple[str, str, str]:
-    """Of its trace, its own, its parent's ("" for none), as the headers have them."""
+    """The ids of a span's trace, of itself and of its parent ("" for none)."""
     parent = format(span.parent.span_id, "016x") if span.parent else ""
     return format(span.context.trace_id, "032x"), format(span.context.span_id, "016x"), parent

@@ -1,0 +1,272 @@
+"""Durable calls: found again by the id of their answer, or by their idempotency key."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Generic, NamedTuple, TypeVar
+
+import anyio
+import msgspec
+from starlette.requests import Request
+
+from ....config import RequestError
+from ....store.calls import DurableCall
+from ...policy.caller import Caller, check_allowed, may_use
+from ...server.http import MODEL, EngineError
+from ...serving.durable_calls import Attachment, DurableCalls, not_found
+from ...serving.fields import Body
+
+HEADER = "Idempotency-Key"
+MAX_KEY_LENGTH = 255
+"""Characters; as many as other services accept."""
+
+PUBLISH_PATIENCE_S = 5.0
+"""How long to wait for the gateway that has begun a call to publish its requests. It may have
+stopped; a request that is published twice is refused once."""
+
+_FIRST_LOOK_S, _LONGEST_WAIT_S = 0.01, 0.2
+_KEY = re.compile(rf"[!-~]{{1,{MAX_KEY_LENGTH}}}")
+
+
+class IdempotencyKey(msgspec.Struct, frozen=True):
+    """The identity of a call with an idempotency key.
+
+    Attributes:
+        name: Digest of the tenant and the key.
+        digest: Digest of the call that was made with the key.
+    """
+
+    name: str
+    digest: str
+
+
+class CallHead(msgspec.Struct, frozen=True, kw_only=True):
+    """The beginning of every call's record.
+
+    Attributes:
+        id: The answer's.
+        created: When the call came, seconds since the Unix epoch.
+        model: The model, or the adapter, that its requests are for.
+        of_model: The id of the model; `model` may be an adapter's.
+    """
+
+    id: str
+    created: int
+    model: str
+    of_model: str = ""
+
+
+class DurableRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A call, as the bus keeps it.
+
+    Attributes:
+        keyed: None without an idempotency key.
+    """
+
+    tenant: str
+    call: CallHead
+    keyed: IdempotencyKey | None = None
+
+    @property
+    def id(self) -> str:
+        """The answer's."""
+        return self.call.id
+
+    @property
+    def request_ids(self) -> list[str]:
+        raise NotImplementedError
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the record has all that another gateway needs to submit the requests."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """The name that the call has claimed; "" without an idempotency key."""
+        return self.keyed.name if self.keyed else ""
+
+    def encode(self) -> bytes:
+        # JSON: schemas may hold integers that MessagePack has no room for.
+        return msgspec.json.encode(self)
+
+
+R = TypeVar("R", bound=DurableRecord)
+
+Attach = Callable[[], AbstractAsyncContextManager[Attachment | None]]
+"""Attach to a call while the context is open, if the call is durable."""
+
+
+@asynccontextmanager
+async def unattached() -> AsyncIterator[None]:
+    """The attachment of a call that ends with its connection."""
+    yield
+
+
+def decode_record(record: bytes, kind: type[R]) -> R | None:
+    """Decode a record; None for one of another kind, or of an incompatible version."""
+    try:
+        return msgspec.json.decode(record, type=kind)
+    except (ValueError, RecursionError):
+        return None
+
+
+class Found(NamedTuple, Generic[R]):
+    """A call that was begun before."""
+
+    record: R
+    kept: DurableCall
+
+
+class BegunCalls(Generic[R]):
+    """The durable calls of one kind."""
+
+    def __init__(
+        self,
+        kept: DurableCalls,
+        kind: type[R],
+        missing: Callable[[str], EngineError] = not_found,
+    ) -> None:
+        """Args: `missing` makes the error for an unknown id."""
+        self._kept = kept
+        self._kind = kind
+        self._missing = missing
+
+    async def find(
+        self, call_id: str, tenant: str, caller: Caller, again: IdempotencyKey | None = None
+    ) -> Found[R]:
+        """Find a call of a tenant, by a model that the caller may use.
+
+        Args:
+            again: The identity of the call that looks for it, if that has a key.
+
+        Raises:
+            RequestError: The one for an unknown id, idempotency_key_reused.
+        """
+        found = await self._look(call_id, tenant)
+        # Other keys of the tenant may be for other models.
+        if not may_use(caller, found.record.call.model):
+            raise self._missing(call_id)
+        if again is not None:
+            check_same(found.record.keyed, again)
+        return found
+
+    async def look_again(self, found: Found[R]) -> Found[R]:
+        """Read the present state of a call that was found before.
+
+        Raises:
+            RequestError: The one for an unknown id.
+        """
+        return await self._look(found.record.id, found.record.tenant)
+
+    async def _look(self, call_id: str, tenant: str) -> Found[R]:
+        kept = await self._kept.find(call_id)
+        record = decode_record(kept.record, self._kind) if kept is not None else None
+        if kept is None or record is None or record.tenant != tenant:
+            raise self._missing(call_id)
+        if not (record.is_complete or kept.entries):
+            # It was never published, so no client has any of it.
+            raise self._missing(call_id)
+        return Found(record, kept)
+
+    async def claim(
+        self, record: R, caller: Caller, *, background: bool = False
+    ) -> Found[R] | None:
+        """Store a call under its key. Returns the call that has the key already, if any.
+
+        Raises:
+            RequestError: idempotency_key_reused, model_not_found.
+        """
+        assert record.keyed is not None, "it has a key"
+        check_allowed(caller, record.call.model)
+        owner = await self._kept.claim(
+            record.name, record.id, record.encode(), background=background
+        )
+        if owner == record.id:
+            return None
+        try:
+            return await self.find(owner, record.tenant, caller, record.keyed)
+        except RequestError as error:
+            if error.code == self._missing(owner).code:
+                # The call was dropped a moment ago, and its key with it or soon.
+                check_same(None, record.keyed)
+            raise
+
+    def attach(
+        self,
+        found: Found[R],
+        settled: Callable[[Found[R]], Awaitable[DurableCall]] | None = None,
+        *,
+        background: bool = False,
+    ) -> Attach:
+        """Attach to a call that was begun before.
+
+        Args:
+            settled: Waits until it is published; by default `published`.
+            background: Whether it goes on without any client.
+        """
+
+        @asynccontextmanager
+        async def attach() -> AsyncIterator[Attachment]:
+            record = found.record
+            kept = await (settled or self.published)(found)
+            async with self._kept.resumed(
+                record.id, kept, record.request_ids, record.name, background=background
+            ) as attachment:
+                yield attachment
+
+        return attach
+
+    async def published(self, found: Found[R]) -> DurableCall:
+        """Wait until all requests of a call are published, or could have been."""
+        call_id, kept, wait_s = found.record.id, found.kept, _FIRST_LOOK_S
+        number = len(found.record.request_ids)
+        with anyio.move_on_after(PUBLISH_PATIENCE_S):
+            while len(kept.entries) < number and "cancelled" not in kept.marks:
+                await anyio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                kept = await self._kept.find(call_id) or kept
+        return kept
+
+
+def last_event_id(request: Request) -> str:
+    """Return the last event that a returning client has of a stream; "" for none."""
+    return request.headers.get("last-event-id", "")
+
+
+def keyed(request: Request, tenant: str, body: Body) -> IdempotencyKey | None:
+    """Return the identity of a call with an idempotency key; None without one.
+
+    Raises:
+        RequestError: invalid_idempotency_key.
+    """
+    keys = request.headers.getlist(HEADER)
+    if not keys:
+        return None
+    if len(keys) > 1 or not _KEY.fullmatch(keys[0]):
+        raise RequestError(
+            f"{HEADER} must be 1 to {MAX_KEY_LENGTH} visible ASCII characters, and come once",
+            code="invalid_idempotency_key",
+        )
+    # A model's own address takes the place of its name in the body.
+    model = request.scope.get("state", {}).get(MODEL)
+    encoded = msgspec.json.encode(body, order="deterministic").hex()
+    about = [request.url.path, encoded, *([model] if model else [])]
+    return IdempotencyKey(_digest(tenant, keys[0]), _digest(*about))
+
+
+def check_same(first: IdempotencyKey | None, again: IdempotencyKey) -> None:
+    """Raises RequestError (idempotency_key_reused) unless both are the same call."""
+    if first != again:
+        raise RequestError(
+            f"this {HEADER} came with another call before, which is kept for as long as its "
+            "results; take a new key for each call, and the same body with the same key",
+            code="idempotency_key_reused",
+        )
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()

@@ -1,0 +1,193 @@
+"""Endpoints of the gateway as a whole: the root page, probes, metrics, status, administration."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from importlib import metadata
+from typing import Any
+
+import anyio
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from ..config import BusError, Config, ModelError, RequestError, shown
+from ..pipeline.client import BusClient
+from ..pipeline.models import ModelStatus
+from ..pipeline.status import of_models, pipeline_status
+from ..telemetry import Metrics
+from .policy.administration import Administration, Shown
+from .policy.audit import audit_change
+from .policy.caller import caller_of, may_use
+from .policy.chain import PolicyRoute
+from .policy.policy import Policy
+from .server.http import JsonResponse, read_object
+from .serving.lane_state import ASKED_EVERY_S, Readiness, Recent
+
+ROLE = "unified"
+"""The role of a lane whose replicas both prefill and decode, as all do."""
+
+MODELS_PATH = "/admin/models"
+NO_LOADING = "there is one model here, which stays; name several in the setting models"
+
+_ROOT = (
+    f"nano-inference {metadata.version('nano-inference')}, an LLM inference server: OpenAI's "
+    "interface is at /v1 (/v1/models lists the models), metrics are at /metrics, readiness is at "
+    "/readyz; the documentation is in docs/ of its repository, all endpoints in docs/gateway.md\n"
+)
+
+
+def gateway_routes(
+    engine: BusClient, config: Config, policy: Policy, readiness: Readiness, metrics: Metrics
+) -> list[PolicyRoute]:
+    """Return the endpoints of every gateway, with one model or several."""
+    # Repeated scrapes take one thread, and wait.
+    one_at_a_time = anyio.CapacityLimiter(1)
+    looks = Recent(lambda: pipeline_status(engine), ASKED_EVERY_S)
+
+    async def root(request: Request) -> Response:
+        return PlainTextResponse(_ROOT)
+
+    async def prometheus(request: Request) -> Response:
+        """The metrics of this process, as on `telemetry.metrics_port`."""
+        accept = request.headers.get("accept", "")
+        found = await anyio.to_thread.run_sync(metrics.exposition, accept, limiter=one_at_a_time)
+        if found is None:
+            raise HTTPException(
+                404,
+                "there are no metrics; set gateway.metrics, in Python Pipeline(with_metrics=True)",
+            )
+        text, media_type = found
+        return Response(text, media_type=media_type)
+
+    async def status(request: Request) -> Response:
+        """The pipeline as `nano-inference status` and `top` show it; status 200 in any state."""
+        found, caller = await looks.get(), caller_of(request)
+        if found.models:
+            found = of_models(found, [model for model in found.models if may_use(caller, model)])
+        return JsonResponse(found)
+
+    return [
+        PolicyRoute("/", root, needed="nothing", methods=["GET"]),
+        *probe_routes(readiness),
+        PolicyRoute("/metrics", prometheus, needed="read", methods=["GET"]),
+        PolicyRoute("/status", status, needed="read", methods=["GET"]),
+        *admin_routes(policy, config),
+    ]
+
+
+def probe_routes(readiness: Readiness) -> list[PolicyRoute]:
+    """Return the orchestrator's probes. They answer however busy the gateway is; otherwise it
+    would be killed for its load."""
+
+    async def livez(request: Request) -> Response:
+        """Whether the event loop turns."""
+        return JsonResponse({"status": "alive"})
+
+    async def healthz(request: Request) -> Response:
+        """Whether a model works; status 200 in either case."""
+        reason, message = "model_not_loaded", ""
+        try:
+            message = await readiness.model_trouble()
+        except BusError as error:
+            reason, message = error.code, error.message
+        body = {"status": "ok", "role": ROLE}
+        if message:
+            body |= {"status": "degraded", "reason": reason, "message": message}
+        return JsonResponse(body)
+
+    async def readyz(request: Request) -> Response:
+        """Whether to send requests here."""
+        try:
+            reason = await readiness.trouble()
+        except BusError as error:
+            reason = error.message
+        if reason:
+            return JsonResponse({"status": "not_ready", "role": ROLE, "reason": reason}, 503)
+        return JsonResponse({"status": "ready", "role": ROLE})
+
+    return [
+        PolicyRoute(f"/{probe.__name__}", probe, needed="nothing", methods=["GET"])
+        for probe in (livez, healthz, readyz)
+    ]
+
+
+def admin_routes(policy: Policy, config: Config) -> list[PolicyRoute]:
+    """Return the endpoints of `/admin`, for callers with the scope "admin"."""
+
+    def route(method: str, path: str, answer: Callable[..., Awaitable[Any]]) -> PolicyRoute:
+        """Route to a method of `Administration`, which takes the path's parameter, then the body
+        of a method that has one."""
+
+        async def endpoint(request: Request) -> Response:
+            if policy.store is None:
+                raise RequestError(
+                    "this gateway has no keys: policy.backend is 'off'; set it to 'bus' or 'file'",
+                    code="unsupported",
+                )
+
+            def changed(event: str, of: str, now: Shown) -> None:
+                audit_change(policy.audit, request, event, of, now)
+
+            arguments: list[Any] = [*request.path_params.values()]
+            if method not in ("GET", "DELETE"):
+                arguments.append(await read_object(request, config.gateway.max_body_bytes))
+            found = await answer(Administration(policy.store, changed), *arguments)
+            if method == "DELETE":
+                kind = path.partition("s/")[0]
+                found = {"id": arguments[0], "object": kind, "deleted": True}
+            elif isinstance(found, list):
+                found = {"object": "list", "data": found}
+            return JsonResponse(found, 201 if method == "POST" else 200)
+
+        return PolicyRoute(f"/admin/{path}", endpoint, needed="admin", methods=[method])
+
+    return [
+        route("GET", "keys", Administration.keys),
+        route("POST", "keys", Administration.create_key),
+        route("GET", "keys/{key_id}", Administration.key),
+        route("PATCH", "keys/{key_id}", Administration.change_key),
+        route("DELETE", "keys/{key_id}", Administration.revoke_key),
+        route("GET", "tenants", Administration.tenants),
+        route("PUT", "tenants/{tenant:path}", Administration.set_tenant),
+        route("DELETE", "tenants/{tenant:path}", Administration.remove_tenant),
+        route("GET", "guardrails", Administration.guardrails),
+        route("PUT", "guardrails", Administration.set_guardrails),
+    ]
+
+
+def status_json(status: ModelStatus) -> dict[str, Any]:
+    """Return one model's status, as JSON."""
+    found: dict[str, Any] = msgspec.to_builtins(status)
+    return {"object": "model.status"} | found
+
+
+def statuses_response(statuses: list[ModelStatus]) -> Response:
+    """Return the response that lists all models."""
+    return JsonResponse({"object": "list", "data": [status_json(each) for each in statuses]})
+
+
+def single_model_routes(engine: BusClient) -> list[PolicyRoute]:
+    """Return `/admin/models` of a gateway with one model, which can't be loaded or unloaded."""
+
+    async def statuses(request: Request) -> Response:
+        return statuses_response(await engine.models())
+
+    async def status(request: Request) -> Response:
+        name = request.path_params["model"]
+        for each in await engine.models():
+            if name in (each.id, *each.aliases):
+                return JsonResponse(status_json(each))
+        raise ModelError(f"there is no model {shown(name)} here", code="unknown_model")
+
+    async def refuse(request: Request) -> Response:
+        raise RequestError(NO_LOADING, code="unsupported")
+
+    one = f"{MODELS_PATH}/{{model:path}}"
+    return [
+        PolicyRoute(MODELS_PATH, statuses, needed="admin", methods=["GET"]),
+        PolicyRoute(one, status, needed="admin", methods=["GET"]),
+        PolicyRoute(MODELS_PATH, refuse, needed="admin", methods=["POST"]),
+        PolicyRoute(one, refuse, needed="admin", methods=["POST", "DELETE"]),
+    ]

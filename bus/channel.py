@@ -187,7 +187,7 @@ class RequestQueue(Protocol):
             ChannelClosed: The bus was closed.
         """
 
-    def distrust(self) -> None:
+    def mark_possibly_lost(self) -> None:
         """Mark the entries in hand as possibly lost by a restarted server.
 
         An entry that the server no longer has then still belongs to this lane, unless another lane
@@ -240,7 +240,7 @@ class RequestQueue(Protocol):
             The number of ended entries. Raises as `shed`, and BusError as `backlog`.
         """
 
-    async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
+    async def add_dead_letter(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
         """Move a request to the dead letters. A retry may store it twice.
 
         Raises:

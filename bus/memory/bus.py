@@ -208,7 +208,7 @@ class MemoryRequests:
         """Loses nothing: there is no other lane that could take anything."""
         return set()
 
-    def distrust(self) -> None:
+    def mark_possibly_lost(self) -> None:
         """Does nothing: there is no server that could have been started anew."""
 
     async def take_over(self, lease_s: float, max_items: int) -> list[RequestEntry]:
@@ -229,7 +229,7 @@ class MemoryRequests:
             await self.acknowledge(entry_id)
         return len(ended)
 
-    async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
+    async def add_dead_letter(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
         """Keeps a letter; the oldest go when there are more than `KEPT_DEAD`."""
         letter = dead_letter(entry, error, deaths, time.time_ns())
         self._dead[entry.entry_id] = msgspec.structs.replace(letter, letter_id=entry.entry_id)

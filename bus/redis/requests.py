@@ -85,7 +85,7 @@ class RedisRequests:
         # Acknowledged since the running fetch began, which may have read them before.
         self._answered: set[str] = set()
         # Entries that the server possibly lost.
-        self._distrusted: set[str] = set()
+        self._possibly_lost: set[str] = set()
         self._fetching: asyncio.Task[None] | None = None
         # True while Redis may have assigned entries to this consumer that it has not received: at
         # first, and
@@ -191,14 +191,14 @@ class RedisRequests:
         lost, gone = await self._leases.renew(lease_s, tuple(self._known))
         # An entry answered by another lane is gone too; the fence of its output stream shows it
         # then.
-        lost |= gone - self._distrusted
-        self._distrusted &= self._known
+        lost |= gone - self._possibly_lost
+        self._possibly_lost &= self._known
         self._known -= lost
         self._ready = deque(entry for entry in self._ready if entry.entry_id not in lost)
         return lost
 
-    def distrust(self) -> None:
-        self._distrusted = set(self._known)
+    def mark_possibly_lost(self) -> None:
+        self._possibly_lost = set(self._known)
 
     async def take_over(self, lease_s: float, max_items: int) -> list[RequestEntry]:
         """Take over at most `TAKE_OVER_PAGE` entries."""
@@ -229,7 +229,7 @@ class RedisRequests:
             await self._leases.forget(ended)
             number += len(ended)
 
-    async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
+    async def add_dead_letter(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
         """Keep a dead letter; beyond `KEPT_DEAD` the oldest are dropped."""
         letter = dead_letter(entry, error, deaths, time.time_ns(), self._config.model)
         command = ("XADD", self._keys.dead, "MAXLEN", "~", KEPT_DEAD, "*", JSON)

@@ -26,7 +26,7 @@ from .refusals import why_dead
 from .requests import Outbox, Requests, Unanswered
 
 REMEMBERED_ELSEWHERE = 4096
-"""Requests gone to other lanes that streaming is told to drop in the next epoch."""
+"""Requests of other lanes that streaming drops in the next epoch; the oldest are forgotten."""
 
 RECOVER_BATCH = 64
 """Requests that streaming is asked about with one message."""

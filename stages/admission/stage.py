@@ -200,7 +200,7 @@ class AdmissionStage(Actor):
             case do.TakePart():
                 self.takes_part()
             case do.MarkPossiblyLost():
-                self.bus.requests.distrust()
+                self.bus.requests.mark_possibly_lost()
             case do.Tokenize(arrival):
                 self._group.start_soon(self._admit_apart, arrival)
             case do.StopWaiting(entry_id):
@@ -247,7 +247,7 @@ class AdmissionStage(Actor):
         log.error("request_given_up", code=error.code, deaths=effect.deaths)
         if isinstance(entry.request, GenerateRequest):
             try:
-                await self.bus.requests.bury(entry, error, effect.deaths)
+                await self.bus.requests.add_dead_letter(entry, error, effect.deaths)
                 self.metrics.record(instruments.DEAD_LETTERED, 1, {names.ERROR_TYPE: error.code})
             except ChannelClosed:
                 raise

@@ -129,7 +129,7 @@ async def test_a_server_that_lost_all_is_used_again(place: Place, kit: Any) -> N
     waiting = asyncio.create_task(take(bus, 1))
     await place.restart(lose=True)
     assert await kit.bodies(inbox, 1) == [ServerRestarted()]
-    bus.requests.distrust()
+    bus.requests.mark_possibly_lost()
     assert await bus.next_epoch() > before
     new = await bus.requests.publish({"prompt": "y"})
     async with asyncio.timeout(LIMIT_S):

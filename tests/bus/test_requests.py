@@ -262,7 +262,7 @@ async def test_dead_letters_are_kept_until_they_are_dropped(buses: Any) -> None:
     (entry,) = await take(bus, 1)
     error = ErrorInfo(code="lane_failed", message="three times")
     assert await bus.requests.dead_letters() == []
-    await bus.requests.bury(entry, error, 3)
+    await bus.requests.add_dead_letter(entry, error, 3)
     (letter,) = await buses.another(bus).requests.dead_letters()
     assert (letter.entry_id, letter.request, letter.error, letter.deaths) == (
         entry_id,
@@ -286,7 +286,7 @@ async def test_backlog_tells_who_waits_who_is_taken_and_who_was_given_up(bus: Bu
     (entry,) = await take(bus, 1)
     more = (0, 3, 0, 3)  # it may fetch more than asked
     assert await bus.requests.backlog() in ((2, 1, 0, 3), more)
-    await bus.requests.bury(entry, ErrorInfo(code="lane_failed", message=""), 3)
+    await bus.requests.add_dead_letter(entry, ErrorInfo(code="lane_failed", message=""), 3)
     assert (await bus.requests.backlog()).dead == 1
 
 

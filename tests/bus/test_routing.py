@@ -162,7 +162,9 @@ async def test_a_dead_letter_says_of_which_model_it_is(buses: Any) -> None:
     lane = await of_model(buses, "a")
     await bus.routing.move([(await bus.requests.publish({"prompt": "x", "model": "m"}), "a")])
     (entry,) = await take(lane, 1)
-    await lane.requests.bury(entry, ErrorInfo(code="lane_failed", message="it failed"), 3)
+    await lane.requests.add_dead_letter(
+        entry, ErrorInfo(code="lane_failed", message="it failed"), 3
+    )
     (letter,) = await bus.requests.dead_letters()
     assert (letter.model, letter.request.model) == ("a", "m")
 

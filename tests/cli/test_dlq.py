@@ -23,19 +23,19 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 def letters(on_nobody: str, redis_url: str) -> list[str]:
     """The ids of three dead letters."""
 
-    async def bury() -> list[str]:
+    async def add_dead_letter() -> list[str]:
         bus = open_bus(BusConfig(url=redis_url, prefix=on_nobody))
         try:
             for index in range(3):
                 request = GenerateRequest(request_id=f"r{index}", prompt=f"{index} \x1b[31mred")
                 entry = RequestEntry(f"{index + 1}-0", request, traceparent=TRACEPARENT)
                 error = ErrorInfo(code="lane_failed", message="the lane failed 3 times")
-                await bus.requests.bury(entry, error, 3)
+                await bus.requests.add_dead_letter(entry, error, 3)
             return [letter.letter_id for letter in await bus.requests.dead_letters()]
         finally:
             await bus.aclose()
 
-    return asyncio.run(bury())
+    return asyncio.run(add_dead_letter())
 
 
 def left(run: Run) -> list[str]:

@@ -182,16 +182,16 @@ def test_health_asks_the_models_that_run_here(run: Run) -> None:
 # --- dead letters -----------------------------------------------------------------------------
 
 
-async def _bury(config: BusConfig, name: str) -> None:
+async def _add_dead_letter(config: BusConfig, name: str) -> None:
     bus = open_bus(config).of_model(name)
     entry = RequestEntry("1-1", GenerateRequest(prompt="1 =", model="gone", stream=False))
-    await bus.requests.bury(entry, ErrorInfo(code="lane_failed", message="it failed"), 3)
+    await bus.requests.add_dead_letter(entry, ErrorInfo(code="lane_failed", message="it failed"), 3)
     await bus.aclose()
 
 
 def test_dead_letters_go_back_to_the_model_that_had_them(run: Run, served: BusConfig) -> None:
     for name in ("b", "off"):
-        asyncio.run(_bury(served, name))
+        asyncio.run(_add_dead_letter(served, name))
     assert len(run("dlq", "list", "--json").stdout.splitlines()) == 2
     (letter,) = map(json.loads, run("dlq", "list", "--json", "--model", "b").stdout.splitlines())
     assert letter["model"] == "b"

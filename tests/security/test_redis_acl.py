@@ -257,7 +257,9 @@ async def test_what_was_in_flight_is_taken_over_with_the_stages_rights(place: Pl
         assert await bus.results.deliver([("r", [part])], epoch) == {"r"}
         await bus.requests.renew(30.0)
         await bus.requests.take_over(30.0, 8)
-        await bus.requests.bury(entry, ErrorInfo(code="lane_failed", message="it failed"), 3)
+        await bus.requests.add_dead_letter(
+            entry, ErrorInfo(code="lane_failed", message="it failed"), 3
+        )
         await bus.requests.acknowledge(first)
         await bus.requests.publish(GREEDY)
         assert await bus.requests.shed(0, _overloaded, epoch + 1) == 1

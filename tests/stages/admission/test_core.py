@@ -74,7 +74,7 @@ def turns(*pairs: tuple[str, str]) -> tuple[ChatMessage, ...]:
 @pytest.mark.parametrize("name", ["", "tiny", "gpt", "default"])
 def test_each_name_of_a_model_is_accepted(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     core = core_of(tokenizer, model_id="tiny", model_aliases=("gpt", "default"))
-    assert accept(core, entry_of(model=name)).opened.model == "tiny", "by its id it is told"
+    assert accept(core, entry_of(model=name)).opened.model == "tiny", "its id is reported"
     for other in ("tiny-7b", "gp", "Tiny"):
         with pytest.raises(RequestError, match="ask for 'tiny'"):
             admit(core, entry_of(model=other))

@@ -83,7 +83,7 @@ def entry(entry_id: str, budget_ns: int | None = None) -> RequestEntry:
 
 
 def judged(wanted: do.Judge) -> on.Judged:
-    """All are let in that are nobody else's and have time."""
+    """Accept all entries but duplicates and those with a budget."""
     arrival = wanted.arrival
     entry_id = arrival.entry_id
     if wanted.owner not in (None, entry_id):
@@ -188,9 +188,9 @@ def test_a_request_that_crashes_its_lane_is_dead_lettered_and_ended() -> None:
     driven.fail("1")
     driven.done.clear()
     driven.fail("1")
-    (bury,) = [each for each in driven.done if isinstance(each, do.DeadLetter)]
+    (letter,) = [each for each in driven.done if isinstance(each, do.DeadLetter)]
     (end,) = [each for each in driven.done if isinstance(each, do.End)]
-    assert (bury.deaths, bury.error.code, end.cancel.code) == (2, "lane_failed", "lane_failed")
+    assert (letter.deaths, letter.error.code, end.cancel.code) == (2, "lane_failed", "lane_failed")
     assert not driven.forwarded()
 
 

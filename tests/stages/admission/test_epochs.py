@@ -87,7 +87,7 @@ class Play:
                 key = entry.request.request_id or entry_id
                 assert world.streams[key].tokens == traits.length
             if end == "lane_failed":
-                assert world.buried[entry_id] >= MAX_LANE_DEATHS
+                assert world.dead_lettered[entry_id] >= MAX_LANE_DEATHS
 
 
 def play(seed: int, *, lanes: int, replicas: int, drain: bool = False, calm: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Whose first span may be lost with a killed admission has it made again, and nobody else."""
+"""A successor repeats first spans that a killed admission may have lost, and no others."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Traits(NamedTuple):
 class Action(NamedTuple):
     """Something that may happen: where and what, for people, and the doing of it.
 
-    A fault happens if whoever plays wants it; what is due happens before most other things.
+    A fault happens if the player wants it; due actions happen before most others.
     """
 
     where: str
@@ -87,7 +87,7 @@ class World:
         self.streams: dict[str, Stream] = defaultdict(Stream)
         self.published: dict[str, tuple[RequestEntry, Traits]] = {}
         self.cancelled: set[str] = set()
-        self.buried: dict[str, int] = {}
+        self.dead_lettered: dict[str, int] = {}
         self.log: list[tuple[int, str, object]] = []
         self.lanes = [Lane(self, f"lane{number}", replicas) for number in range(lanes)]
 
@@ -440,7 +440,7 @@ class Admission:
                 self._end(cancel)
             case do.DeadLetter(entry, _, error, deaths):
                 assert error.code != "lane_failed" or deaths >= MAX_LANE_DEATHS
-                self.world.buried[entry.entry_id] = deaths
+                self.world.dead_lettered[entry.entry_id] = deaths
             case do.Acknowledge(entry_id):
                 self._acknowledge(entry_id)
             case do.SetGate(is_open):
@@ -517,7 +517,7 @@ class Admission:
         if entry_id in self.known:
             self.known.discard(entry_id)
             if self.world.taken.get(entry_id, ("", 0))[0] == self.lane.name:
-                assert self.world.ends(entry_id), "nobody has answered it"
+                assert self.world.ends(entry_id), "it is unanswered"
                 del self.world.taken[entry_id]
 
     def ask_for(self, wish: Cancel | CancelAll | Drain | ServerRestarted) -> None:

@@ -367,7 +367,7 @@ def test_after_a_reset_a_request_may_go_on_with_new_sequences(client: Client) ->
 def test_a_successor_with_part_of_a_request_restores_it_from_its_stream(
     tokenizer: PreTrainedTokenizerFast, streamed: bool
 ) -> None:
-    """A step that was meant for its predecessor told it of the second sample."""
+    """It has absorbed a step with the second sample that was meant for its predecessor."""
     request = request_of(n=2, stream=streamed)
     item = RecoveryItem("r", request.entry_id)
     before, after = Client(tokenizer), Client(tokenizer)

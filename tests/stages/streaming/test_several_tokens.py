@@ -45,7 +45,7 @@ def play(client: Client, steps: list[list[Row]], *, tops: bool) -> Completion:
     return client.completion()
 
 
-def what_it_says(completion: Completion) -> Completion:
+def without_times(completion: Completion) -> Completion:
     """All of it but the times, and what was drafted."""
     replace = msgspec.structs.replace
     usage = replace(completion.usage, accepted_prediction_tokens=0, rejected_prediction_tokens=0)
@@ -86,20 +86,20 @@ def test_any_grouping_of_tokens_into_steps_gives_the_same(
             number = data.draw(st.integers(1, 5))
             together[-1] += rows[:number]
             del rows[:number]
-    told: list[Completion] = []
+    completions: list[Completion] = []
     streamed: list[list[CompletionChunk]] = []
     for steps in (alone, together):
         client = Client(tokenizer)
         client.step(new=[started(1, request, 0), started(2, request, 1)])
-        told.append(play(client, steps, tops=request.logprobs > 0))
+        completions.append(play(client, steps, tops=request.logprobs > 0))
         chunks = [client.chunks("r", index) for index in (0, 1)]
         if request.stream:
-            assert_chunks_match(client, told[-1])
-            for of_one, sample in zip(chunks, told[-1].samples, strict=True):
+            assert_chunks_match(client, completions[-1])
+            for of_one, sample in zip(chunks, completions[-1].samples, strict=True):
                 tops = [top for chunk in of_one for top in chunk.top_logprobs or ()]
                 assert tuple(tops) == (sample.top_logprobs or ())
         streamed += chunks
-    assert what_it_says(told[0]) == what_it_says(told[1])
+    assert without_times(completions[0]) == without_times(completions[1])
     for chunks in streamed[2:]:
         assert len([chunk for chunk in chunks if chunk.token_ids]) <= len(together)
 
@@ -171,7 +171,7 @@ def test_drafts_are_counted_for_samples_and_in_the_usage(client: Client) -> None
 def test_a_successor_goes_on_behind_chunks_of_several_tokens(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    """Text, versions and logprobs are as if nobody had died; drafts are counted from there on."""
+    """Text, versions and logprobs are as without a failure; drafts are counted from then on."""
     request = request_of(stop=(" two",))
 
     def report(client: Client, part: list[int], *, adapter: int) -> None:

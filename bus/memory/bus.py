@@ -17,11 +17,11 @@ from ...config import STAGES, BusConfig, BusError, role_of_sender, split_role
 from ...config.errors import bus_closed
 from ...store.store import Store, memory_store
 from ..backlog import Backlog
-from ..channel import Bus, Inbox, RequestEntry, Sender
+from ..channel import Bus, Inbox, Sender
 from ..codec import check_request
 from ..dead_letters import DeadLetter, dead_letter
 from ..ending import end_entries
-from ..entries import usable_trace
+from ..entries import RequestEntry, usable_trace
 from ..links import AnyLink
 from ..messages import Envelope, Message
 from ..public import Completion, ErrorInfo, GenerateRequest

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import compress
 from operator import attrgetter, ne
 
-from ...bus.channel import RequestEntry
 from ...bus.control import ReplicaCapacity
+from ...bus.entries import RequestEntry
 from ...bus.pooling import Pooling
 from ...bus.public import EmbedParams, GenerateRequest
 from ...config import MAX_INT64, RequestError, SamplingParams, shown

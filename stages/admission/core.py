@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import xxhash
 
-from ...bus.channel import Malformed, RequestEntry
 from ...bus.control import ReplicaCapacity
+from ...bus.entries import Malformed, RequestEntry
 from ...bus.messages import (
     AdmittedRequest,
     CacheScope,

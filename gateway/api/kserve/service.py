@@ -130,20 +130,20 @@ class Statistics:
         """Record a call of a model."""
         found, begun_ns = self.model(name), now_ns()
         found.last_ns = begun_ns
-        code = "cancelled"
+        failure = "cancelled"
         try:
             yield
-            code = ""
+            failure = ""
         except NanoInferenceError as error:
-            code = error.code
+            failure = error.code
             raise
         except Exception:
-            code = "internal_error"
+            failure = "internal_error"
             raise
         finally:
             total_ns = now_ns() - begun_ns
-            found.add(total_ns, call.compute_ns, failed=bool(code))
-            labels = {names.REQUEST_MODEL: name, names.ERROR_TYPE: code}
+            found.add(total_ns, call.compute_ns, failed=bool(failure))
+            labels = {names.REQUEST_MODEL: name, names.ERROR_TYPE: failure}
             self._metrics.record(instruments.MODEL_CALL_DURATION, total_ns / 1e9, labels)
 
 

@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from ..config import BusConfig
-from .channel import (
-    Bus,
-    Inbox,
-    Malformed,
-    OutputStream,
-    RequestEntry,
-    RequestQueue,
-    ResultStreams,
-    Sender,
-)
+from .channel import Bus, Inbox, OutputStream, RequestQueue, ResultStreams, Sender
+from .entries import Malformed, RequestEntry
 from .memory.bus import MemoryBus
 from .replies import Outcome, Replies
 

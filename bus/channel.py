@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
-import msgspec
-
 from ..store.store import Store
 from .backlog import Backlog
 from .dead_letters import DeadLetter
+from .entries import RequestEntry
 from .links import AnyLink
 from .messages import Envelope, Message
 from .public import Completion, ErrorInfo, GenerateRequest, Output
@@ -20,46 +19,6 @@ from .replies import Replies
 from .routing import RequestRouting
 
 T_co = TypeVar("T_co", covariant=True)
-
-
-class Malformed(msgspec.Struct, frozen=True):
-    """Placeholder for an unreadable request.
-
-    Attributes:
-        request_id: The client's id if readable, else "".
-        code: "malformed", "invalid_request" or "request_too_large".
-        message: The error and its position.
-    """
-
-    request_id: str
-    code: str
-    message: str
-
-
-class RequestEntry(msgspec.Struct, frozen=True):
-    """An entry of the requests queue, with the client's trace context.
-
-    Attributes:
-        waited_ns: Time in the queue by the queue's clock; set only for requests with a budget.
-        model: The entry's own model field, which overrides the request's.
-    """
-
-    entry_id: str
-    request: GenerateRequest | Malformed
-    traceparent: str = ""
-    tracestate: str = ""
-    waited_ns: int = 0
-    model: str = ""
-
-    @property
-    def budget_ns(self) -> int | None:
-        """The request's budget in nanoseconds; None without one or if unreadable."""
-        return budget_of(self.request)
-
-
-def budget_of(request: GenerateRequest | Malformed) -> int | None:
-    """Return a request's budget in nanoseconds; None without one or if unreadable."""
-    return None if isinstance(request, Malformed) else request.budget_ns
 
 
 class Sender(Protocol):

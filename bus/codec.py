@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from ..config import SamplingParams, cut, cut_middle, shown
-from .channel import Malformed
+from .entries import Malformed
 from .messages import Envelope
 from .public import GenerateRequest, Output
 

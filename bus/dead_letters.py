@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
+from .entries import RequestEntry
 from .public import ErrorInfo, GenerateRequest
-
-if TYPE_CHECKING:
-    from .channel import RequestEntry
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):

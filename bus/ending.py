@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from .channel import ResultStreams
+from .entries import RequestEntry
 from .public import Completion
-
-if TYPE_CHECKING:
-    from .channel import RequestEntry, ResultStreams
 
 
 async def end_entries(

@@ -1,10 +1,14 @@
-"""Limits on the fields of a requests stream entry beside the request.
+"""Entries of the requests queue, and limits on their fields beside the request.
 
-Applied by both buses, when publishing and when reading. The request itself is limited by
-`bus.max_request_bytes`, in `codec.py`.
+Both buses apply the limits, when publishing and when reading. `bus.max_request_bytes` limits the
+request itself, in `codec.py`.
 """
 
 from __future__ import annotations
+
+import msgspec
+
+from .public import GenerateRequest
 
 MAX_FIELDS = 8
 """More than the known names; an entry with more fields is not read further."""
@@ -32,3 +36,43 @@ def _ascii(text: str | bytes, most: int) -> str:
         return ""
     raw = text.encode("ascii", "ignore") if isinstance(text, str) else text
     return raw.decode("ascii", "ignore")
+
+
+class Malformed(msgspec.Struct, frozen=True):
+    """Placeholder for an unreadable request.
+
+    Attributes:
+        request_id: The client's id if readable, else "".
+        code: "malformed", "invalid_request" or "request_too_large".
+        message: The error and its position.
+    """
+
+    request_id: str
+    code: str
+    message: str
+
+
+class RequestEntry(msgspec.Struct, frozen=True):
+    """An entry of the requests queue, with the client's trace context.
+
+    Attributes:
+        waited_ns: Time in the queue by the queue's clock; set only for requests with a budget.
+        model: The entry's own model field, which overrides the request's.
+    """
+
+    entry_id: str
+    request: GenerateRequest | Malformed
+    traceparent: str = ""
+    tracestate: str = ""
+    waited_ns: int = 0
+    model: str = ""
+
+    @property
+    def budget_ns(self) -> int | None:
+        """The request's budget in nanoseconds; None without one or if unreadable."""
+        return budget_of(self.request)
+
+
+def budget_of(request: GenerateRequest | Malformed) -> int | None:
+    """Return a request's budget in nanoseconds; None without one or if unreadable."""
+    return None if isinstance(request, Malformed) else request.budget_ns

@@ -1,4 +1,4 @@
-"""What the messages between stages say of embeddings: which vector is wanted, and the vector."""
+"""Embeddings in messages between stages: the requested pooling, and the vector."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from .control import InternalPart
 
 
 class Pooling(InternalPart, frozen=True, array_like=True):
-    """How a prompt's last hidden states become its vector.
+    """Pooling of a prompt's last hidden states.
 
     Attributes:
-        kind: Of which tokens.
-        normalize: Whether the vector gets the length 1.
-        dimensions: How many of its first numbers are wanted.
-        whole: Whether all of a prompt has to be in one step, since its tokens look ahead. There is
-            no KV then.
+        kind: The pooled tokens.
+        normalize: Scale the vector to length 1.
+        dimensions: Number of leading components.
+        whole: The whole prompt must be in one step, since attention is bidirectional; there is no
+            KV.
     """
 
     kind: PoolingKind
@@ -24,16 +24,16 @@ class Pooling(InternalPart, frozen=True, array_like=True):
 
     @property
     def reads_all(self) -> bool:
-        """Whether each token of the prompt has to be computed, though its KV may be cached."""
+        """Whether every prompt token must be computed, even if its KV is cached."""
         return self.whole or self.kind != "last"
 
 
 class PooledPrompt(InternalPart, frozen=True, array_like=True):
-    """The vector of a prompt that is computed. Its sequence ends with it.
+    """The vector of a computed prompt, which ends its sequence.
 
     Attributes:
         vector: `[Pooling.dimensions]` float32, little-endian.
-        adapter_version: Of the adapter that it was made with; 0 without one.
+        adapter_version: Of its adapter; 0 without one.
     """
 
     seq_id: int

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from ..config.errors import bus_closed
+from .entries import RequestEntry
 from .public import Completion
-
-if TYPE_CHECKING:
-    from .channel import RequestEntry
 
 
 class Unrouted(msgspec.Struct, frozen=True):

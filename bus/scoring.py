@@ -6,13 +6,13 @@ from .control import Internal
 
 
 class ScoreSample(Internal, frozen=True):
-    """Streaming to an executor: what does the reference model make of a finished sample?
+    """Streaming to an executor: score a finished sample with the reference model.
 
-    It is answered in the same epoch, with SampleScored.
+    Answered in the same epoch, with SampleScored.
 
     Attributes:
         token_ids: `[prompt + completion]`.
-        start: Position of the first token whose logprob is wanted, at least 1.
+        start: Position of the first token to score, at least 1.
         temperature: Of the logprobs.
     """
 
@@ -27,7 +27,7 @@ class ScoreSample(Internal, frozen=True):
 class SampleScored(Internal, frozen=True):
     """An executor to streaming: the logprobs of `ScoreSample.token_ids` from `start` on.
 
-    They are empty where this executor has no reference model.
+    Empty if this executor has no reference model.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""Where new weights come from: what a message says of them. The tensors go other ways."""
+"""Sources of new weights, as named in messages. The tensors travel separately."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import msgspec
 from ..config import WeightsError, shown
 
 InFlight = Literal["keep", "retract", "abort"]
-"""What becomes of requests in flight when generation pauses or the weights change.
+"""Treatment of requests in flight at a pause or weight update.
 
-keep: they go on from their KV as it is. retract: they give up their KV and compute their tokens
-again, under the weights then in place. abort: they end with what they have.
+keep: continue with their KV. retract: drop their KV and recompute it with the weights then in
+place.
+abort: end with their output so far.
 """
 
 IN_FLIGHT: tuple[InFlight, ...] = get_args(InFlight)
 
 
 def check_in_flight(in_flight: str) -> None:
-    """Refuses what is none of `IN_FLIGHT`; on the memory bus no codec has checked it.
+    """Check a value against `IN_FLIGHT`, since the memory bus has no codec.
 
     Raises:
         WeightsError: It is unknown.
@@ -48,12 +49,12 @@ class FolderWeights(msgspec.Struct, frozen=True, array_like=True, tag="folder"):
 
 
 class SharedMemoryWeights(msgspec.Struct, frozen=True, array_like=True, tag="shared_memory"):
-    """Tensors in POSIX shared memory that the trainer has made, and removes afterwards.
+    """Tensors in POSIX shared memory that the trainer creates and removes.
 
     Attributes:
         segments: Names of the shared memory objects ("buckets").
-        tensors: What is in them.
-        places: (index of its segment, offset in bytes) for each tensor.
+        tensors: Their contents.
+        places: (segment index, offset in bytes) of each tensor.
     """
 
     segments: tuple[str, ...]
@@ -65,12 +66,11 @@ class GroupWeights(msgspec.Struct, frozen=True, array_like=True, tag="group"):
     """Tensors that rank 0 of a torch.distributed group broadcasts, in this order.
 
     Attributes:
-        group: The name under which the executor joined it (`JoinWeightsGroup`).
-        tensors: What is broadcast.
-        bucket_bytes: Tensors are flattened together into broadcasts of about so many bytes, never
-            of several dtypes; 0 broadcasts each tensor by itself.
-        first: How many broadcasts the group has made before these, so that weights can't be taken
-            for later ones; None when the trainer does not say.
+        group: The group's name (`JoinWeightsGroup`).
+        tensors: The broadcast tensors.
+        bucket_bytes: Tensors of one dtype are flattened into broadcasts of about this size; 0
+            broadcasts each tensor separately.
+        first: Number of earlier broadcasts of the group, to detect a mismatch; None if unspecified.
     """
 
     group: str
@@ -80,7 +80,7 @@ class GroupWeights(msgspec.Struct, frozen=True, array_like=True, tag="group"):
 
 
 class LocalWeights(msgspec.Struct, frozen=True, array_like=True, tag="local"):
-    """A state dict of the executor's own process, which was laid down under this key."""
+    """A state dict of the executor's own process, stored under this key."""
 
     key: str
 
@@ -89,11 +89,11 @@ WeightsSource = FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeight
 
 
 class StagedWeights(msgspec.Struct, frozen=True, array_like=True, tag="staged"):
-    """What the executor has kept of an update that came in parts (`UpdateWeights.part_of`).
+    """The kept parts of an update (`UpdateWeights.part_of`).
 
     Attributes:
         update: The update's name.
-        parts: How many there are; with fewer there nothing changes.
+        parts: Number of parts; with fewer nothing changes.
     """
 
     update: str
@@ -104,16 +104,16 @@ _LAID_DOWN: dict[str, Mapping[str, Any]] = {}
 
 
 def lay_down(key: str, state_dict: Mapping[str, Any]) -> LocalWeights:
-    """Keeps tensors for the executors of this process; they must not change till all are done."""
+    """Store tensors for the executors of this process; they must not change until all are done."""
     _LAID_DOWN[key] = state_dict
     return LocalWeights(key)
 
 
 def laid_down(key: str) -> Mapping[str, Any] | None:
-    """What lies under a key, for each executor of this process; None when nothing does."""
+    """Return the tensors under a key, for each executor of this process; None if there are none."""
     return _LAID_DOWN.get(key)
 
 
 def pick_up(key: str) -> None:
-    """Keeps them no longer."""
+    """Remove the tensors under a key."""
     _LAID_DOWN.pop(key, None)

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import msgspec
 import yaml
 
-from ..bus.channel import Malformed
 from ..bus.codec import check_request
+from ..bus.entries import Malformed
 from ..config import (
     ConfigError,
     Constraint,

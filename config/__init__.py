@@ -12,6 +12,7 @@ from .errors import (
     NanoInferenceError,
     RequestError,
     WeightsError,
+    prompt_too_long,
 )
 from .gateway import GatewayConfig
 from .load import API_KEY_VARIABLE, as_environment, load_config, nearest, parse_value, text_in
@@ -84,6 +85,7 @@ __all__ = [
     "missing_model",
     "nearest",
     "parse_value",
+    "prompt_too_long",
     "redact",
     "role_of",
     "role_of_sender",

@@ -45,6 +45,22 @@ class RequestError(NanoInferenceError):
     code = "invalid_request"
 
 
+def prompt_too_long(max_model_len: int, given: str, advice: str) -> RequestError:
+    """Return the refusal of a prompt that is too long.
+
+    Clients such as LiteLLM recognise it by its first words, which are OpenAI's.
+
+    Args:
+        max_model_len: Limit of prompt and completion together, in tokens.
+        given: The excess, as "the prompt has 3000".
+        advice: The remedy, as "shorten it".
+    """
+    return RequestError(
+        f"This model's maximum context length is {max_model_len} tokens; {given}, so {advice}",
+        code="prompt_too_long",
+    )
+
+
 class WeightsError(ModelError):
     """New weights were refused; the weights in place and their version are unchanged."""
 

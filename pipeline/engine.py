@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from ..bus.channel import RequestEntry
 from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag, UpdateWeights
+from ..bus.entries import RequestEntry
 from ..bus.messages import Dispatch
 from ..bus.public import Completion, EmbedParams, GenerateRequest
 from ..bus.weights import FolderWeights, GroupWeights, InFlight, WeightsSource, check_in_flight

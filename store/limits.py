@@ -1,11 +1,14 @@
-"""Limits that all gateways share: so much in a sliding window of time, or so much at a time.
+"""Limits shared by all gateways, over a sliding window or on concurrency.
 
-Whoever wants something takes it from all limits that concern it at once, or gets nothing of it.
+A reservation covers several limits, atomically.
 
-A window moves in steps of a sixtieth of its length (`SLICES`). What was taken counts for at least
-the window and for at most one such step longer: never is more granted within any time as long as
-the window than the limit says, and room comes back a sixtieth late at most. That is the bound of
-every implementation; what they may lose, and what then, each says for itself.
+A window moves in steps of a sixtieth of its length (`SLICES`). A reservation counts for at least
+the
+window and at most one step longer: no interval as long as the window is granted more than the
+limit, and
+room returns at most a sixtieth late. Every implementation keeps this bound; each documents its
+losses on
+failures.
 """
 
 from __future__ import annotations
@@ -17,16 +20,17 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 SLICES = 60
-"""Steps in which a window moves."""
+"""Steps of a window."""
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """What may be taken.
+    """A limit.
 
     Attributes:
-        name: Whose it is, and of what; limits of the same name and window are the same.
-        most: The largest sum, at least 0. Takers may differ about it while it is being changed.
-        window_s: Within so many seconds, at least 1. 0: at the same time, until it is given back.
+        name: Its owner and kind; limits of the same name and window are the same.
+        most: The largest sum, at least 0. Processes may disagree while it is being changed.
+        window_s: Length of the window in seconds, at least 1. 0: a limit on concurrency, held until
+            committed.
     """
 
     name: str
@@ -35,18 +39,19 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Charge(NamedTuple):
-    """What is to be taken from a limit; `amount` is at least 0."""
+    """An amount, at least 0, to reserve from a limit."""
 
     limit: Limit
     amount: int = 1
 
 
 class Room(NamedTuple):
-    """How a limit stands.
+    """State of a limit.
 
     Attributes:
-        left: What can still be taken, at least 0.
-        reset_s: When all of it is back, if nothing more is taken; 0.0 for what is held.
+        left: Available amount, at least 0.
+        reset_s: Seconds until all of it is available, without further reservations; 0.0 for
+            concurrency.
     """
 
     left: int
@@ -54,18 +59,18 @@ class Room(NamedTuple):
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """What came of a wish to take something.
+    """Result of a reservation.
 
     Attributes:
-        reservation_id: Names it; "" when nothing was taken.
-        charges: What was asked for.
-        rooms: How each limit stands after it, in order.
-        refused_by: The place of the limit that refused it, of several the one that does so for
-            longest; None when it was granted.
-        retry_after_s: When that limit will have room, if nothing more is taken; None when nobody
-            can tell, since it depends on others' giving back, or when there will never be room,
-            since the amount is more than the limit.
-        slices: For each charge, the slice of its window in which it counts; 0 for what is held.
+        reservation_id: Its id; "" if refused.
+        charges: The requested amounts.
+        rooms: State of each limit afterwards, in order.
+        refused_by: Index of the refusing limit, the one with the longest wait of several; None if
+            granted.
+        retry_after_s: Seconds until that limit has room, without further reservations; None if
+            unknown,
+            since it depends on others' commits, or if the amount exceeds the limit.
+        slices: For each charge, its slice of the window; 0 for concurrency.
     """
 
     reservation_id: str
@@ -81,41 +86,44 @@ class Reservation(msgspec.Struct, frozen=True):
 
 
 class LimitStore(Protocol):
-    """Takes from limits and gives back. Nobody has to announce a limit.
+    """Reservations from limits, which need no declaration.
 
-    What a process has taken that is killed goes on counting in windows; what it held is free, on
-    Redis after `HELD_S`.
+    Reservations of a killed process keep counting in windows; its concurrency is free, on Redis
+    after
+    `HELD_S`.
     """
 
     async def reserve(self, charges: Sequence[Charge]) -> Reservation:
-        """Takes all charges, each of another limit, or none. Who cancels it has taken nothing.
+        """Reserve all charges, each of another limit, or none. A cancelled call reserves nothing.
 
         Raises:
-            BusError: The transport can't be reached; nothing was taken.
+            BusError: The transport can't be reached; nothing was reserved.
             ChannelClosed: The bus was closed.
         """
 
     def commit(self, reservation: Reservation, amounts: Sequence[int]) -> None:
-        """What was taken has turned out to be so much. To be called once, of what was granted.
+        """Set the final amounts of a granted reservation, once.
 
-        In a window the final amount stands in place of the first one, which may have been
-        smaller, as if it had been taken then; what is held is given back, whatever `amounts` says
-        of it. This process knows at once, others a moment later, once the transport can be reached.
+        In a window the final amount replaces the reserved one, which may have been smaller, as of
+        the time of
+        the reservation; concurrency is released, whatever `amounts` says. Visible at once in this
+        process, and a
+        moment later in others, once the transport can be reached.
         """
 
 
 def slice_ms(limit: Limit) -> int:
-    """The step in which its window moves, in milliseconds, rounded up."""
+    """Return the step of a limit's window in milliseconds, rounded up."""
     return math.ceil(limit.window_s * 1000 / SLICES)
 
 
 def refusal(
     charges: tuple[Charge, ...], rooms: tuple[Room, ...], waits_ms: dict[int, int | None]
 ) -> Reservation:
-    """A refused reservation.
+    """Return a refused reservation.
 
     Args:
-        waits_ms: How long it takes until each limit that refuses has room, by its place.
+        waits_ms: Time until each refusing limit has room, by index.
     """
 
     def length(place: int) -> float:

@@ -1,4 +1,4 @@
-"""Limits within one process, with which they end."""
+"""Limits within one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .limits import Charge, Limit, Reservation
 from .shares import Counted, commit, reserve
 
 TIDY_EVERY_MS = 60_000
-"""How often limits are forgotten of which nothing is taken."""
+"""Interval at which unused limits are dropped."""
 
 
 class MemoryLimits:

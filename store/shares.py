@@ -1,7 +1,8 @@
-"""A limit as one process sees it: its own share of what was taken, and what others say of theirs.
+"""One process's view of a limit: its own share, and the shares of other processes.
 
-No clock and no server is here. A share is what was taken by slice of the window; of what is held
-there is one slice, 0, which counts until a time of its own.
+Independent of clock and server. A share holds amounts by slice of the window; for concurrency there
+is
+one slice, 0, with an expiry of its own.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import msgspec
 from .limits import SLICES, Charge, Limit, Reservation, Room, refusal, slice_ms
 
 FORGOTTEN_MS = 60_000
-"""How long a share stays that counts no more, unless its process removes it."""
+"""Time after which an expired share of a dead process is removed."""
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """What one process has taken from a limit.
+    """One process's usage of a limit.
 
     Attributes:
         amounts: By slice.
-        until_ms: When it ends, by the server's clock; 0 of a window, whose slices say so.
+        until_ms: Expiry by the server's clock; 0 for a window, whose slices expire.
     """
 
     amounts: dict[int, int]
@@ -36,13 +37,14 @@ class Counted:
     """A limit's sum over all processes.
 
     Attributes:
-        key: Where its shares are.
-        limit: As it was named last.
-        own: What this process has taken, by slice.
-        written: What the server has of that, as far as it is known; None when it is not.
-        sum: What all have taken.
-        renew_at_s, expire_at_s: When it must be written again all the same, and the server told
-            until when to keep it, on the clock of this process.
+        key: Where its shares are stored.
+        limit: As named last.
+        own: This process's usage, by slice.
+        written: The server's copy of it; None if unknown.
+        sum: Usage of all processes.
+        renew_at_s, expire_at_s: When to rewrite the share regardless, and when to extend its expiry
+            on
+            the server, on this process's clock.
     """
 
     def __init__(self, key: bytes, limit: Limit) -> None:
@@ -57,7 +59,7 @@ class Counted:
         self.sum = 0
 
     def is_unwritten(self, now_s: float) -> bool:
-        """Whether the server does not have what it should, or not for much longer."""
+        """Return whether the server's copy is outdated, or about to expire."""
         if self.own != self.written:
             return True
         return bool(self.own) and not self.step_ms and self.renew_at_s <= now_s
@@ -66,34 +68,33 @@ class Counted:
         return now_ms // self.step_ms if self.step_ms else 0
 
     def advance(self, now_ms: int) -> None:
-        """Drops what is out of the window."""
+        """Drop slices outside the window."""
         if not self.step_ms:
             return
         first = self.slice_at(now_ms) - SLICES
         self.sum -= _drop(self.own, first) + _drop(self._others, first)
         if self.written and self.own:
-            # Nobody counts it, so nothing need be written for that. A share of which nothing is
-            # left is to be removed.
+            # Expired slices count nowhere, so they need no write. An empty share must be removed.
             _drop(self.written, first)
 
     def put(self, place: int, amount: int) -> None:
-        """This process takes something in a slice, the newest one."""
+        """Add usage of this process in the newest slice."""
         self.sum += amount
         self.own[place] = self.own.get(place, 0) + amount
         if not (self.step_ms or self.own[place]):
             del self.own[place]
 
     def commit(self, place: int, amount: int) -> None:
-        """What it took there was so much more than was said; out of the window it is no matter."""
+        """Correct this process's usage in a slice; outside the window do nothing."""
         if place in self.own:
             self.put(place, amount)
 
     def excess(self, amount: int, most: int) -> int:
-        """By how much the sum would be too large if so much was taken; at most 0 if it fits."""
+        """Return by how much the sum would exceed `most` with this amount; at most 0 if it fits."""
         return self.sum + amount - most
 
     def wait_ms(self, excess: int, now_ms: int) -> int | None:
-        """How long until so much has left the window; None when nobody can tell."""
+        """Return the time until this much leaves the window; None if unknown."""
         if not self.step_ms:
             return None
         for place, amount in sorted(self._all().items()):
@@ -108,11 +109,11 @@ class Counted:
         return Room(max(0, most - self.sum), reset_ms / 1000)
 
     def encoded(self, until_ms: int) -> bytes:
-        """This process's share, for others; what it holds counts until then."""
+        """Encode this process's share; concurrency expires at `until_ms`."""
         return _encode(Share(self.own, 0 if self.step_ms else until_ms))
 
     def read_others(self, shares: Iterable[bytes], now_ms: int) -> None:
-        """What the others have taken, as they say."""
+        """Replace the other processes' usage by their shares."""
         found: dict[int, int] = {}
         for share in filter(None, map(_share, shares)):
             if self.step_ms or share.until_ms > now_ms:
@@ -123,7 +124,7 @@ class Counted:
         self.advance(now_ms)
 
     def forgotten(self, shares: Mapping[bytes, bytes], now_ms: int) -> list[bytes]:
-        """Whose shares have counted no more for so long that their processes must be gone."""
+        """Return the processes whose shares expired so long ago that they must be dead."""
         return [
             gateway
             for gateway, raw in shares.items()
@@ -146,13 +147,13 @@ class Counted:
 
 
 Find = Callable[[Limit], Counted]
-"""Finds what is counted of a limit."""
+"""Returns the counts of a limit."""
 
 
 def reserve(
     reservation_id: str, charges: tuple[Charge, ...], find: Find, now_ms: int
 ) -> Reservation:
-    """Takes all charges or none, by what is known."""
+    """Reserve all charges or none, by the known sums."""
     waits_ms: dict[int, int | None] = {}
     counted = [find(charge.limit) for charge in charges]
     for place, (charge, each) in enumerate(zip(charges, counted, strict=True)):
@@ -174,14 +175,14 @@ def reserve(
 
 
 def commit(reservation: Reservation, amounts: Sequence[int], find: Find) -> None:
-    """As `LimitStore.commit`, of what this process has taken."""
+    """Apply `LimitStore.commit` to this process's usage."""
     for charge, amount, place in zip(reservation.charges, amounts, reservation.slices, strict=True):
         final = amount if charge.limit.window_s else 0
         find(charge.limit).commit(place, final - charge.amount)
 
 
 def _drop(amounts: dict[int, int], first: int) -> int:
-    """Drops the slices before one; what they had."""
+    """Drop the slices before `first`; return their sum."""
     dropped = 0
     while amounts and (oldest := next(iter(amounts))) < first:
         dropped += amounts.pop(oldest)
@@ -189,7 +190,7 @@ def _drop(amounts: dict[int, int], first: int) -> int:
 
 
 def _share(raw: bytes) -> Share | None:
-    """None for what nobody can read, as of a version to come."""
+    """Decode a share; None if unreadable, as of a newer version."""
     try:
         return _decode(raw)
     except msgspec.MsgspecError:

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from ..config import ModelError, RequestError, SamplingParams, missing_model
+from ..config import (
+    ModelError,
+    SamplingParams,
+    missing_model,
+    prompt_too_long,
+)
 from .gguf import folder_of
 
 if TYPE_CHECKING:
@@ -132,22 +137,6 @@ def longest_token_bytes(tokenizer: PreTrainedTokenizerFast) -> int:
     # Four bytes: a character without a token may become one "unknown" token.
     longest = max((4, *sizes, *own))
     return int(min(ANY_LENGTH, longest * math.prod(map(_shrinks, normalizers))))
-
-
-def prompt_too_long(max_model_len: int, given: str, advice: str) -> RequestError:
-    """Return the refusal of a prompt that is too long.
-
-    Clients such as LiteLLM recognise it by its first words, which are OpenAI's.
-
-    Args:
-        max_model_len: Limit of prompt and completion together, in tokens.
-        given: The excess, as "the prompt has 3000".
-        advice: The remedy, as "shorten it".
-    """
-    return RequestError(
-        f"This model's maximum context length is {max_model_len} tokens; {given}, so {advice}",
-        code="prompt_too_long",
-    )
 
 
 def check_text_fits(

@@ -1,6 +1,6 @@
-"""The bus within one process: messages pass by reference, and nothing is encoded.
+"""The bus within one process: messages pass by reference, unencoded.
 
-Everything belongs to one event loop; a hop costs one deque and, when somebody waits, one wake-up.
+For one event loop; a hop costs one deque operation and, for a waiting receiver, one wake-up.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ...config import STAGES, BusConfig, BusError, role_of_sender, split_role
 from ...config.errors import bus_closed
 from ...store.store import Store, memory_store
 from ..backlog import Backlog
-from ..channel import Bus, Inbox, RequestEntry, Sender
+from ..channel import Bus, Inbox, Sender
 from ..codec import check_request
 from ..dead_letters import DeadLetter, dead_letter
 from ..ending import end_entries
-from ..entries import usable_trace
+from ..entries import RequestEntry, usable_trace
 from ..links import AnyLink
 from ..messages import Envelope, Message
 from ..public import Completion, ErrorInfo, GenerateRequest
@@ -31,11 +31,11 @@ from ..routing import MemoryRouting
 from .results import MemoryResults
 
 KEPT_DEAD = 1024
-"""Dead letters that are kept in memory."""
+"""Limit on dead letters in memory."""
 
 
 class MemoryInbox:
-    """The `Inbox` of a stage: all links that end there, in one queue in order of arrival."""
+    """`Inbox` of a stage: all its links in one queue, in order of arrival."""
 
     def __init__(self, stage: str, link_capacity: int) -> None:
         self._queue: BoundedQueue[Envelope] = BoundedQueue(f"the inbox of {stage}")
@@ -45,9 +45,9 @@ class MemoryInbox:
         return await self._queue.take(max_items)
 
     async def put(self, link: AnyLink, envelope: Envelope) -> None:
-        """Appends a message; waits while `link` has its share of the line full.
+        """Append a message; wait while `link` uses its share of the queue.
 
-        Clients have a share of their own on the control links, which they could fill without end.
+        Clients have a separate share on control links, which they could otherwise fill.
 
         Raises:
             ChannelClosed: The inbox was closed.
@@ -59,12 +59,12 @@ class MemoryInbox:
             await self._queue.put(envelope, link.name, capacity)
 
     def take_over(self, older: MemoryInbox) -> None:
-        """Closes an older inbox of the same stage; its waiting senders go on with this one."""
+        """Close an older inbox of the same stage; its waiting senders continue with this one."""
         older._queue.move_waiting_to(self._queue)
         older._queue.close()
 
     def close(self) -> None:
-        """Takes no more messages; those already there can still be received."""
+        """Accept no more messages; queued ones can still be received."""
         self._queue.close()
 
     async def aclose(self) -> None:
@@ -89,7 +89,7 @@ class Inboxes:
             inbox.take_over(older)
 
     def get(self, stage: str) -> MemoryInbox | None:
-        """The stage's inbox, or None when it was never opened.
+        """Return the stage's inbox, or None if it was never opened.
 
         Raises:
             ChannelClosed: The bus was closed.
@@ -105,9 +105,11 @@ class Inboxes:
 
 
 class Numbering:
-    """Counts the messages of each sender on each link, from 1, across all of its senders' objects.
+    """Message ids of each sender on each link, counting from 1.
 
-    A second object for the same incarnation goes on counting, or its messages would look repeated.
+    A second object for the same incarnation continues the count; otherwise its messages would look
+    like
+    duplicates.
     """
 
     def __init__(self) -> None:
@@ -120,7 +122,7 @@ class Numbering:
 
 
 class MemorySender:
-    """The `Sender` of a link whose receiver lives in this process."""
+    """`Sender` of a link whose receiver is in this process."""
 
     def __init__(self, inboxes: Inboxes, numbering: Numbering, link: AnyLink, sender: str) -> None:
         self._inboxes = inboxes
@@ -156,16 +158,16 @@ class MemorySender:
         await inbox.put(self._link, envelope)
 
     async def flush(self) -> None:
-        """Does nothing: what was sent is in the receiver's inbox."""
+        """Do nothing: messages are in the receiver's inbox."""
 
 
 class MemoryRequests:
-    """The `RequestQueue` within one process. Entry ids are "0-1", "0-2" and so on."""
+    """`RequestQueue` within one process. Entry ids are "0-1", "0-2" and so on."""
 
     def __init__(self, config: BusConfig, results: MemoryResults) -> None:
         self._config = config
         self._results = results
-        # Each with the time at which it was published.
+        # With the time of publication.
         self._queue: BoundedQueue[tuple[RequestEntry, int]] = BoundedQueue("the requests queue")
         self._taken: dict[str, tuple[RequestEntry, int]] = {}
         self._dead: OrderedDict[str, DeadLetter] = OrderedDict()
@@ -182,7 +184,7 @@ class MemoryRequests:
         checked = check_request(request, self._config.max_request_bytes)
         self._last += 1
         entry_id = f"0-{self._last}"
-        # Outputs can come as soon as the entry is in the line, so their place is made first.
+        # Outputs can arrive as soon as the entry is queued, so their stream is created first.
         self._results.expect(entry_id, checked.request_id)
         entry = RequestEntry(entry_id, checked, *usable_trace(traceparent, tracestate))
         item = (entry, time.monotonic_ns())
@@ -205,11 +207,11 @@ class MemoryRequests:
         self._taken.pop(entry_id, None)
 
     async def renew(self, lease_s: float) -> set[str]:
-        """Loses nothing: there is no other lane that could take anything."""
+        """Return nothing lost: there is no other lane."""
         return set()
 
     def mark_possibly_lost(self) -> None:
-        """Does nothing: there is no server that could have been started anew."""
+        """Do nothing: there is no server."""
 
     async def take_over(self, lease_s: float, max_items: int) -> list[RequestEntry]:
         return []
@@ -217,7 +219,7 @@ class MemoryRequests:
     async def shed(
         self, max_queued: int, answer: Callable[[RequestEntry, int], Completion], epoch: int
     ) -> int:
-        """Refuses nothing: here `publish` waits while there are too many."""
+        """Refuse nothing: `publish` waits instead."""
         return 0
 
     async def end_all(self, answer: Callable[[RequestEntry], Completion], epoch: int) -> int:
@@ -262,7 +264,7 @@ def _aged(entry: RequestEntry, since_ns: int) -> RequestEntry:
 
 
 class MemoryBus:
-    """A `Bus` of which everything is in this process and one event loop."""
+    """`Bus` within one process and event loop."""
 
     requests: MemoryRequests
     results: MemoryResults
@@ -286,7 +288,7 @@ class MemoryBus:
         return ""
 
     def of_model(self, model: str) -> Bus:
-        """Raises BusError: what is in memory serves one model."""
+        """Raise BusError: the memory bus serves one model."""
         raise BusError(
             "a pipeline in memory serves one model; several take a Redis URL as bus.url",
             code="unknown_model",
@@ -299,7 +301,7 @@ class MemoryBus:
         return inbox
 
     async def lanes(self) -> list[str]:
-        """The lane of this process, since there is no other."""
+        """Return the one lane."""
         return [self._config.lane]
 
     def sender(self, link: AnyLink, sender: str, lane: str | None = None) -> Sender:
@@ -315,12 +317,12 @@ class MemoryBus:
 
     @property
     def durable(self) -> bool:
-        """See `Bus.durable`. What is here ends with this process."""
+        """False: its contents end with this process."""
         return False
 
     @property
     def reconnects(self) -> int:
-        """None: there is nothing that could be away."""
+        """Always 0."""
         return 0
 
     async def ping(self) -> None:

@@ -1,4 +1,4 @@
-"""Result streams in memory: outputs by reference, kept from publish until they were followed."""
+"""Result streams in memory: outputs by reference, kept from publishing until followed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ...config.errors import bus_closed
 from ..public import Completion, Output
 
 KEPT_FINISHED = 1024
-"""Requests that ended and that nobody has followed yet, of which the outputs are kept."""
+"""Limit on ended requests with unfollowed outputs."""
 
 KEPT_OUTPUTS = 65_536
-"""Outputs, of all requests together, that are kept although they were followed (`keep`)."""
+"""Limit on followed outputs that are kept (`keep`), over all requests."""
 
 REMEMBERED_ENDED = 16_384
-"""Ended requests that are remembered by their entry id, so that none ends twice."""
+"""Limit on remembered entry ids of ended requests, which can't end twice."""
 
 TAIL_CAPACITY = 1024
-"""Terminal messages that may wait for a slow reader of `tail`; older ones are dropped."""
+"""Buffer of terminal messages for a slow reader of `tail`; older ones are dropped."""
 
 
 class _Signal:
-    """Wakes those who wait for something to change."""
+    """Wakes all waiters of a change."""
 
     __slots__ = ("_waiters",)
 
@@ -34,7 +34,7 @@ class _Signal:
         self._waiters: list[asyncio.Future[None]] = []
 
     def wait(self) -> asyncio.Future[None]:
-        """To be awaited."""
+        """Return a future that the next change completes."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         return waiter
@@ -48,7 +48,7 @@ class _Signal:
 
 
 class _Route:
-    """The outputs of one entry, and the keys that lead to it."""
+    """Outputs of one entry, and their keys."""
 
     __slots__ = ("changed", "claimed", "ended", "entry_id", "keys", "outputs")
 
@@ -64,16 +64,16 @@ class _Route:
 class MemoryResults:
     """`ResultStreams` within one event loop.
 
-    Outputs find their way by entry id, so two requests of the same id never mix. A request that
-    runs keeps its outputs; of those that ended without being followed, the latest
-    `KEPT_FINISHED` do.
+    Outputs are stored by entry id, so requests with equal ids never mix. Running requests keep
+    their outputs;
+    of ended and unfollowed ones, the latest `KEPT_FINISHED` do.
     """
 
     def __init__(self) -> None:
         self._routes: dict[str, _Route] = {}
         self._by_key: dict[str, _Route] = {}
         self._finished: dict[str, None] = {}
-        # Followed and kept: how many outputs each has, and all of them have.
+        # Followed and kept: the number of outputs of each, and in total.
         self._followed: dict[str, int] = {}
         self._kept_outputs = 0
         self._ended: dict[str, None] = {}
@@ -82,14 +82,14 @@ class MemoryResults:
         self._closed = False
 
     def expect(self, entry_id: str, request_id: str) -> None:
-        """Makes place for the outputs of an entry. `request_id` may be "", or taken already."""
+        """Create the stream of an entry. `request_id` may be "", or in use."""
         self._check_open()
         route = self._routes[entry_id] = _Route(entry_id)
         for key in {entry_id, request_id} - {""}:
             self._lead(key, route)
 
     def forget(self, entry_id: str) -> None:
-        """Drops an entry's outputs and all that leads to them."""
+        """Drop an entry's outputs and keys."""
         self._finished.pop(entry_id, None)
         self._kept_outputs -= self._followed.pop(entry_id, 0)
         route = self._routes.pop(entry_id, None)
@@ -98,7 +98,7 @@ class MemoryResults:
                 self._by_key.pop(key, None)
 
     def followed(self, entry_id: str, *, keep: bool) -> None:
-        """An entry was followed to its end."""
+        """Record that an entry was followed to its end."""
         route = self._routes.get(entry_id)
         if not keep or route is None:
             self.forget(entry_id)
@@ -112,7 +112,7 @@ class MemoryResults:
     async def deliver(
         self, batch: Sequence[tuple[str, Sequence[Output]]], epoch: int = 1
     ) -> set[str]:
-        """The epoch is of no use: a stage that was replaced in this process is gone."""
+        """Ignore the epoch: a replaced stage of this process is gone."""
         self._check_open()
         append = self._append
         for key, outputs in batch:
@@ -153,7 +153,7 @@ class MemoryResults:
                 yield completion
 
     def close(self) -> None:
-        """Ends all who follow or tail, once they have read what is there."""
+        """End all followers and tails once they have read the remaining outputs."""
         self._closed = True
         self._appeared.notify()
         for route in self._routes.values():
@@ -162,13 +162,13 @@ class MemoryResults:
             tail.changed.notify()
 
     def _lead(self, key: str, route: _Route) -> None:
-        """The first of two entries with the same request id has the key."""
+        """Map a key to a stream; the first of two entries with the same request id has the key."""
         if self._by_key.setdefault(key, route) is route:
             route.keys.add(key)
             self._appeared.notify()
 
     def _claim(self, key: str, entry_id: str) -> str | None:
-        """A claimed key leads to its owner, whichever of two entries was published first."""
+        """Map a claimed key to its owner, whichever entry was published first."""
         holder = self._by_key.get(key)
         if holder is not None and key in holder.claimed:
             return holder.entry_id
@@ -232,7 +232,7 @@ class MemoryResults:
 
 
 class _Follow:
-    """Reads one entry's outputs from the first on."""
+    """Reader of one entry's outputs from the first on."""
 
     def __init__(self, results: MemoryResults, request_id: str, entry_id: str, keep: bool) -> None:
         self._results = results
@@ -271,7 +271,7 @@ class _Follow:
 
 
 class _Tail:
-    """Reads terminal messages as they come."""
+    """Reader of terminal messages from now on."""
 
     def __init__(self, results: MemoryResults) -> None:
         self._results = results
@@ -303,7 +303,7 @@ class _Tail:
 
 
 def _remember(names: dict[str, None], name: str, most: int) -> str | None:
-    """Notes a name, and drops and returns the oldest beyond `most`."""
+    """Record a name; drop and return the oldest beyond `most`."""
     names[name] = None
     if len(names) <= most:
         return None

@@ -9,9 +9,8 @@ from redis.asyncio import Redis
 from ...store.redis.client import time_ms
 from ...store.redis.few_fields import MOST_FIELDS
 from ...store.redis.keys import JSON, MODEL, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, parse_id
-from ..channel import Malformed, RequestEntry, budget_of
 from ..codec import decode_refused, decode_request
-from ..entries import MAX_FIELDS, usable_trace
+from ..entries import MAX_FIELDS, Malformed, RequestEntry, budget_of, usable_trace
 from ..public import GenerateRequest
 
 _FIELDS = frozenset({JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, MODEL})

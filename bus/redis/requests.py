@@ -27,11 +27,10 @@ from ...store.redis.client import (
 )
 from ...store.redis.keys import JSON, MODEL, TRACEPARENT, TRACESTATE, Keys
 from ..backlog import Backlog
-from ..channel import RequestEntry
 from ..codec import encode_request
 from ..dead_letters import DeadLetter, dead_letter
 from ..ending import end_entries
-from ..entries import usable_trace
+from ..entries import RequestEntry, usable_trace
 from ..public import Completion, ErrorInfo, GenerateRequest
 from .entries import Entries, read_entries
 from .leases import Leases

@@ -16,9 +16,8 @@ from ...config.errors import bus_closed
 from ...store.redis.client import Commands, Server, end_tasks, execute, persist
 from ...store.redis.keys import JSON, MODEL, MSGPACK, Keys
 from ...store.registry import NOT_LOADED
-from ..channel import RequestEntry
 from ..codec import decode_model
-from ..entries import MAX_FIELDS
+from ..entries import MAX_FIELDS, RequestEntry
 from ..public import Completion
 from ..routing import Unmoved, Unrouted
 from .entries import model_of, read_entries

@@ -26,6 +26,8 @@ from ..serving.lane_state import Readiness
 from .dispatch import model_for
 from .models import ModelApp, Models
 
+_MODEL_PATH = f"{MODELS_PATH}/{{model:path}}"
+
 _LLAMA_CPP: dict[ModelState, str] = {
     "ready": "loaded",
     "loading": "loading",
@@ -140,11 +142,20 @@ def deployment_routes(
                 return JsonResponse(status_json(each))
         raise ModelError("the model is gone", code="unknown_model")
 
-    def route(
-        method: str, path: str, needed: Needed, endpoint: Callable[[Request], Awaitable[Response]]
-    ) -> PolicyRoute:
-        return PolicyRoute(path, endpoint, needed=needed, methods=[method])
+    return [
+        *anthropic.model_routes(cards, card),
+        _route("GET", "/v1/models", "read", list_models),
+        _route("GET", "/models", "read", list_models),
+        _route("GET", "/v1/models/{model:path}", "read", model),
+        _route("GET", "/health", "nothing", health),
+        _route("GET", "/version", "nothing", version),
+        _route("GET", MODELS_PATH, "admin", statuses),
+        _route("GET", _MODEL_PATH, "admin", status),
+        *_change_routes(control, max_body_bytes),
+    ]
 
+
+def _change_routes(control: ModelControl, max_body_bytes: int) -> list[PolicyRoute]:
     def change(
         method: str,
         path: str,
@@ -162,7 +173,7 @@ def deployment_routes(
 
             return await while_connected(request.receive, respond)
 
-        return route(method, path, "admin", endpoint)
+        return _route(method, path, "admin", endpoint)
 
     async def load(request: Request, body: dict[str, Any]) -> ModelStatus:
         return await control.load(request, request.path_params["model"])
@@ -185,23 +196,20 @@ def deployment_routes(
     def success(status: ModelStatus) -> dict[str, Any]:
         return {"success": True}
 
-    one = f"{MODELS_PATH}/{{model:path}}"
     return [
-        *anthropic.model_routes(cards, card),
-        route("GET", "/v1/models", "read", list_models),
-        route("GET", "/models", "read", list_models),
-        route("GET", "/v1/models/{model:path}", "read", model),
-        route("GET", "/health", "nothing", health),
-        route("GET", "/version", "nothing", version),
-        route("GET", MODELS_PATH, "admin", statuses),
         change("POST", MODELS_PATH, control.add, status_code=201),
-        change("POST", f"{one}/load", load),
-        change("POST", f"{one}/unload", unload),
-        route("GET", one, "admin", status),
-        change("DELETE", one, unload, deleted),
+        change("POST", f"{_MODEL_PATH}/load", load),
+        change("POST", f"{_MODEL_PATH}/unload", unload),
+        change("DELETE", _MODEL_PATH, unload, deleted),
         change("POST", "/models/load", load_named, success),
         change("POST", "/models/unload", unload_named, success),
     ]
+
+
+def _route(
+    method: str, path: str, needed: Needed, endpoint: Callable[[Request], Awaitable[Response]]
+) -> PolicyRoute:
+    return PolicyRoute(path, endpoint, needed=needed, methods=[method])
 
 
 def _with_state(card: dict[str, Any], app: ModelApp) -> dict[str, Any]:

@@ -21,11 +21,10 @@ import msgspec
 
 from ...bus.codec import encode_request
 from ...bus.public import Completion, ErrorInfo, GenerateRequest, Output
-from ...config import BusError, Config, NanoInferenceError, RequestError, shown
+from ...config import BusError, Config, NanoInferenceError, RequestError, prompt_too_long, shown
 from ...pipeline.client import BusClient
 from ...stages.admission.checks import MAX_PRIORITY
 from ...telemetry import instruments, names
-from ...text.tokenizer import prompt_too_long
 from ..policy.caller import Caller, may_use
 from ..policy.chain import PolicyChain
 from ..server.http import DEFAULT_RETRY_S, EngineError, FieldError, task_group

@@ -5,13 +5,12 @@ from __future__ import annotations
 from itertools import compress
 from operator import attrgetter, ne
 
-from ...bus.channel import RequestEntry
 from ...bus.control import ReplicaCapacity
+from ...bus.entries import RequestEntry
 from ...bus.pooling import Pooling
 from ...bus.public import EmbedParams, GenerateRequest
-from ...config import MAX_INT64, RequestError, SamplingParams, shown
+from ...config import MAX_INT64, RequestError, SamplingParams, prompt_too_long, shown
 from ...config.sampling import RANGES
-from ...text.tokenizer import prompt_too_long
 
 _values_of = attrgetter(*RANGES)
 _DEFAULTS = _values_of(SamplingParams())

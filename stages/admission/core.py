@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import xxhash
 
-from ...bus.channel import Malformed, RequestEntry
 from ...bus.control import ReplicaCapacity
+from ...bus.entries import Malformed, RequestEntry
 from ...bus.messages import (
     AdmittedRequest,
     CacheScope,
@@ -21,10 +21,10 @@ from ...bus.messages import (
 )
 from ...bus.pooling import Pooling
 from ...bus.public import GenerateRequest
-from ...config import Config, RequestError, SamplingParams, shown
+from ...config import Config, RequestError, SamplingParams, prompt_too_long, shown
 from ...store.board import LoadedAdapter
 from ...text.grammar import GrammarCompiler, check_size, plain
-from ...text.tokenizer import ANY_LENGTH, longest_token_bytes, prompt_too_long
+from ...text.tokenizer import ANY_LENGTH, longest_token_bytes
 from .checks import (
     EMBED_SAMPLING,
     MAX_REQUEST_ID_LENGTH,

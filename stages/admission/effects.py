@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from ...bus.channel import RequestEntry
 from ...bus.control import Cancel, ReplicaCapacity
+from ...bus.entries import RequestEntry
 from ...bus.messages import RecoveredSample, RecoveryItem, RequestOpened
 from ...bus.public import ErrorInfo
 from .events import Accepted, Arrival, Step

@@ -14,8 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from ...bus.channel import RequestEntry
 from ...bus.control import Cancel, CancelAll, Drain, ServerRestarted, StageReady, StageStarted
+from ...bus.entries import RequestEntry
 from ...bus.messages import Fenced, Recovered, RecoveredSample, RecoveryItem, RequestFinished
 from ...config import REPLICATED, Config, role_of, split_role
 from . import effects as do

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from ...bus.channel import RequestEntry
 from ...bus.control import Cancel, StageReady
+from ...bus.entries import RequestEntry
 from ...bus.messages import AdmittedRequest, Message, RequestOpened
 from ...bus.public import ErrorInfo
 

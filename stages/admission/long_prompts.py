@@ -11,7 +11,7 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
-from ...bus.channel import RequestEntry
+from ...bus.entries import RequestEntry
 from ...bus.public import GenerateRequest
 from ...config import RequestError
 from ...telemetry import now_ns

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ...bus.channel import RequestEntry
 from ...bus.control import Cancel
+from ...bus.entries import RequestEntry
 from ...bus.messages import AdmittedRequest, RecoveredSample, RequestOpened
 from ...bus.public import Completion, GenerateRequest
 from ...config import BusError, Constraint

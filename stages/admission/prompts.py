@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...bus.public import GenerateRequest
-from ...config import RequestError, shown
+from ...config import RequestError, prompt_too_long, shown
 from ...text.chat_template import render
-from ...text.tokenizer import check_text_fits, prompt_too_long
+from ...text.tokenizer import check_text_fits
 from .checks import is_encodable
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...bus.channel import RequestEntry
+from ...bus.entries import RequestEntry
 from ...bus.public import Completion, ErrorInfo, Timings
 from ...config import BusError, NanoInferenceError, shown
 from .checks import request_id_of

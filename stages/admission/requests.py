@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from ...bus.channel import RequestEntry
 from ...bus.control import Cancel
+from ...bus.entries import RequestEntry
 from ...bus.messages import RecoveredSample
 from ...bus.public import ErrorInfo
 from ...config import MAX_INT64, AdmissionConfig

@@ -1,6 +1,6 @@
-"""Calls on Redis: a hash for each, a key for each name, and one sorted set of those attached.
+"""Durable calls on Redis: a hash per call, a key per name, and one sorted set of attached calls.
 
-Without scripts, so that a gateway needs no right to run any.
+No scripts, so that a gateway needs no right to run any.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RedisCalls:
         self._ttl_s = config.results_ttl_s
         self._keys = keys
         self._commands = commands
-        # The server's clock, less ours, in milliseconds; looked at again by each `attach`.
+        # Offset of the server's clock in milliseconds; updated by each `attach`.
         self._ahead_ms: float | None = None
 
     async def keep(self, call_id: str, record: bytes, for_s: float) -> None:
@@ -93,7 +93,7 @@ class RedisCalls:
         key = self._keys.attended
         command = ("ZRANGE", key, "-inf", now_ms, "BYSCORE", "LIMIT", 0, most)
         (over,) = await self._once([command])
-        # Whoever removes it has it.
+        # The gateway whose ZREM removes the call takes it over.
         removed = await self._once([("ZREM", key, call_id) for call_id in over])
         return [call_id.decode() for call_id, own in zip(over, removed, strict=True) if own]
 

@@ -1,21 +1,26 @@
-"""Limits on Redis: a hash for each limit, with a field of every gateway that has taken from it.
+"""Limits on Redis: a hash per limit, with a field per gateway.
 
-A gateway writes its own fields only, each as a whole, and one message after the other. So nothing
-is lost when it writes again because it does not know what became of a message, and no script is
-needed. To take something is to write it first, and to read in the same transaction what all have
-written: if it fits then, it is taken, else it is taken back. Of two that wanted the last of it in
-the same moment each may see the other's wish; they try once more. What waits meanwhile goes
-together, so that many reservations cost little more than one.
+A gateway writes its own fields only, each as a whole, and sequentially. So a retried write after a
+lost
+reply loses nothing, and no script is needed. To reserve, a gateway writes its share and reads all
+shares
+in the same transaction: if the sum fits, the reservation is granted, else the share is rewritten
+without
+it. Of two simultaneous reservations of the last room, both may see the other's and fail; they retry
+once.
+Waiting reservations are batched, so that many cost little more than one.
 
-Nobody's clock counts but the server's. A server that was not met before, by its `run_id`, may have
-lost what it knew, or never had it: one that was restarted, or has become the master in the place
-of another. Each gateway that has taken anything looks every `BEAT_S` whether that has happened, and
-then writes all its fields; for `PATIENCE_S` nothing is granted there, and reservations wait. Only
-this is lost: what a gateway had reserved that was killed, or cut off, in the same seconds as the
-server.
+Only the server's clock counts. A server with an unknown `run_id` may have lost its data: it
+restarted, or
+is a promoted replica. Each active gateway checks for that every `BEAT_S`, and then writes all its
+fields;
+for `PATIENCE_S` nothing is granted, and reservations wait. So only reservations of a gateway that
+died or
+was cut off in the same seconds as the server are lost.
 
-What is held has a lease, which its gateway renews: of one that was killed it is free after
-`HELD_S`. In windows it goes on counting as it was taken.
+Concurrency has a lease, which its gateway renews; a killed gateway's is free after `HELD_S`. In
+windows
+its usage keeps counting.
 """
 
 from __future__ import annotations
@@ -39,33 +44,33 @@ from .client import Commands, end_tasks, transact, watched
 from .keys import Keys
 
 HELD_S = 30.0
-"""What is held and not renewed for so long is free."""
+"""Lease of concurrency."""
 
 BEAT_S = 0.5
-"""How often a gateway that has taken something looks whether the server is still the same."""
+"""Interval at which an active gateway checks the server's identity."""
 
 PATIENCE_S = 2.0
-"""How long a server waits for what gateways know, before it grants anything."""
+"""Time that a new server waits for all gateways' shares before it grants anything."""
 
 COMMITTED_S = 0.05
-"""How long what is committed waits for a reservation, with which it is written for nothing."""
+"""Time that a commit waits to be written together with a reservation."""
 
 AT_ONCE = 100
-"""Reservations that are decided together."""
+"""Reservations decided together."""
 
 PAGE = 200
-"""Limits that are written together, besides those of these reservations."""
+"""Limits written together, besides those of these reservations."""
 
 _RUN = re.compile(rb"run_id:(\w+)")
 _UPTIME = re.compile(rb"uptime_in_seconds:(\d+)")
 
 
 class _Wish:
-    """A reservation that waits for its answer.
+    """A pending reservation.
 
     Attributes:
-        tried: What of it was written to see whether it fits; None for nothing.
-        tries: How often that did not fit, though it had seemed so.
+        tried: The part written to test whether it fits; None for nothing.
+        tries: Number of attempts that failed although they seemed to fit.
     """
 
     def __init__(self, charges: tuple[Charge, ...]) -> None:
@@ -76,7 +81,7 @@ class _Wish:
 
 
 class _Told(NamedTuple):
-    """What the server said with a message's replies: who and when it is."""
+    """A transaction's replies, with the server's identity and time."""
 
     run: bytes
     uptime_s: int
@@ -94,9 +99,10 @@ class RedisLimits:
         self._reservations = 0
         self._wishes: list[_Wish] = []
         self._counted: dict[bytes, Counted] = {}
-        # Those among which are all that are to be written.
+        # A superset of the limits to write.
         self._touched: set[bytes] = set()
-        # The server that has all our fields, from when it grants, and its clock less ours.
+        # The server that has all fields, the time from which it grants, and the offset of its
+        # clock.
         self._run = b""
         self._opens_ms = 0
         self._ahead_ms = 0.0
@@ -118,7 +124,7 @@ class RedisLimits:
         try:
             return await wish.answer
         except asyncio.CancelledError:
-            # It may have been granted in the same moment.
+            # It may have been granted at the same moment.
             if not wish.answer.cancelled() and wish.answer.exception() is None:
                 self._undo(wish.answer.result())
                 self._wake()
@@ -130,7 +136,7 @@ class RedisLimits:
             self._committing = asyncio.get_running_loop().call_later(COMMITTED_S, self._wake)
 
     async def aclose(self, patience_s: float) -> None:
-        """Writes what is to be written, as far as that can be done within `patience_s`."""
+        """Write pending shares, within `patience_s`."""
         self._closing = True
         if self._task is not None:
             self._wake()
@@ -138,7 +144,7 @@ class RedisLimits:
             await end_tasks({self._task})
         self._fail_all()
 
-    # --- what is taken -----------------------------------------------------------------------
+    # --- reservations ------------------------------------------------------------------------
 
     async def _serve(self) -> None:
         is_away = False
@@ -162,7 +168,7 @@ class RedisLimits:
             await self._rest(is_away)
 
     async def _rest(self, is_away: bool) -> None:
-        """Waits until there is something to do."""
+        """Wait until there is something to do."""
         self._tidy()
         if not (self._counted or self._wishes):
             self._in_use.clear()
@@ -174,7 +180,7 @@ class RedisLimits:
                 await self._urgent.wait()
 
     async def _round(self, wishes: list[_Wish]) -> None:
-        """Answers wishes, or puts them back to be tried again; writes what is to be written."""
+        """Answer reservations, or queue them for a retry; write pending shares."""
         self._urgent.clear()
         if not self._run:
             await self._meet()
@@ -190,7 +196,7 @@ class RedisLimits:
         if told.run != self._run:
             self._run, again = b"", wishes
         else:
-            # One after the other, as if those before it were all there is.
+            # One after the other, each seeing only those before it.
             again = [
                 wish
                 for wish, reservation in zip(wishes, tried, strict=True)
@@ -201,14 +207,14 @@ class RedisLimits:
             self._wake()
 
     def _try(self, wish: _Wish) -> None:
-        """Takes what seems to fit by what was read last."""
+        """Reserve what seems to fit by the sums read last."""
         self._reservations += 1
         reservation_id = f"{self._gateway.decode()}-{self._reservations}"
         reservation = reserve(reservation_id, wish.charges, self._find, self._now_ms())
         wish.tried = reservation if reservation.granted else None
 
     def _release(self, wish: _Wish) -> Reservation | None:
-        """What was tried, which is then as if it had not been."""
+        """Undo an attempt."""
         tried, wish.tried = wish.tried, None
         if tried is not None:
             self._undo(tried)
@@ -219,13 +225,13 @@ class RedisLimits:
             commit(reservation, [0] * len(reservation.charges), self._find)
 
     def _answer(self, wish: _Wish, tried: Reservation | None, now_ms: int) -> bool:
-        """Whether a wish was answered, now that it is known what all have taken."""
+        """Return whether a reservation could be answered by the current sums."""
         if wish.answer.done():
             return True
         reservation_id = "" if tried is None else tried.reservation_id
         reservation = reserve(reservation_id, wish.charges, self._find, now_ms)
         if reservation.granted and (tried is None or tried.slices != reservation.slices):
-            # It was not written, or not where it counts.
+            # It was not written, or to a server that doesn't count.
             self._undo(reservation)
             return False
         if not reservation.granted and tried is not None and not wish.tries:
@@ -251,16 +257,16 @@ class RedisLimits:
         self._in_use.set()
         self._urgent.set()
 
-    # --- what is written ---------------------------------------------------------------------
+    # --- writing -----------------------------------------------------------------------------
 
     async def _meet(self) -> None:
-        """Writes everything to a server that may know nothing of it."""
+        """Write everything to a server that may lack it."""
         key = self._keys.limits_servers
         told = await self._transact([("HGETALL", key)])
         (known,) = told.replies
         run = told.run
         if run not in known:
-            # One without any note has lost its data, or never had any, when it was started.
+            # A server without a record of itself has lost its data, or was empty at its start.
             since_ms = told.now_ms - (0 if known else told.uptime_s * 1000)
             note = [("HDEL", key, *known)] if known else []
             told = await self._transact([*note, ("HSETNX", key, run, since_ms), ("HGETALL", key)])
@@ -275,7 +281,7 @@ class RedisLimits:
         self._run = run if told.run == run else b""
 
     async def _write(self, asked: Collection[bytes]) -> _Told:
-        """Writes some of what is to be written, and reads what all have taken of some limits."""
+        """Write some pending shares, and read all shares of some limits."""
         now_s, until_ms = time.monotonic(), self._now_ms() + int(HELD_S * 1000)
         reads = [self._counted[key] for key in asked]
         others = (each for each in self._unwritten() if each.key not in asked)
@@ -350,7 +356,7 @@ class RedisLimits:
                 self._touched.discard(key)
 
     def _tidy(self) -> None:
-        """Forgets limits of which nothing is taken, and finds leases to be renewed."""
+        """Drop unused limits, and find leases to renew."""
         now_s, now_ms = time.monotonic(), self._now_ms()
         if now_s < self._tidied_s + HELD_S / 6:
             return

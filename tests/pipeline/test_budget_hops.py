@@ -156,7 +156,7 @@ def follow_the_front(followed: Followed) -> None:
     # From here on the deadline is the call's.
     followed.before(Submissions, "run", followed.holds("gateway"))
     # The client encodes the tensors for that long.
-    followed.before(KServeClient, "_has", followed.holds("client"))
+    followed.before(KServeClient, "_is_shared", followed.holds("client"))
 
 
 def follow_the_queue(followed: Followed) -> None:

@@ -18,8 +18,8 @@ import msgspec
 import pytest
 import structlog
 
-from nano_inference.bus.channel import RequestEntry
 from nano_inference.bus.control import ReplicaCapacity
+from nano_inference.bus.entries import RequestEntry
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, RequestError, load_config
 from nano_inference.gateway.app import make_app

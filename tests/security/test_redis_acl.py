@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 
 from nano_inference import BusClient
 from nano_inference.bus import open_bus
-from nano_inference.bus.channel import RequestEntry
+from nano_inference.bus.entries import RequestEntry
 from nano_inference.bus.public import Completion, CompletionChunk, ErrorInfo
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusConfig, BusError, FairnessConfig, ModelConfig, load_config

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from nano_inference.bus.channel import Malformed, RequestEntry
 from nano_inference.bus.control import ReplicaCapacity
+from nano_inference.bus.entries import Malformed, RequestEntry
 from nano_inference.bus.messages import AdmittedRequest, RequestInfo
 from nano_inference.bus.public import ChatMessage, GenerateRequest
 from nano_inference.config import (

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from nano_inference.bus.channel import RequestEntry
 from nano_inference.bus.control import EmbeddingCapacity, ReplicaCapacity
+from nano_inference.bus.entries import RequestEntry
 from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.public import ChatMessage, EmbedParams, GenerateRequest
 from nano_inference.config import BusConfig, Config, EngineConfig, RequestError, SamplingParams

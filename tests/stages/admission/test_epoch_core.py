@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nano_inference.bus.channel import RequestEntry
 from nano_inference.bus.control import Cancel, Pause, ServerRestarted, StageReady, StageStarted
+from nano_inference.bus.entries import RequestEntry
 from nano_inference.bus.messages import Fenced, Recovered, RequestFinished
 from nano_inference.bus.public import ErrorInfo, GenerateRequest
 from nano_inference.config import AdmissionConfig, Config

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from nano_inference.bus.channel import RequestEntry
+from nano_inference.bus.entries import RequestEntry
 from nano_inference.bus.public import EmbedParams, GenerateRequest
 from nano_inference.config import RequestError
 from nano_inference.stages.admission.core import AdmissionCore

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nano_inference.bus.channel import RequestEntry
 from nano_inference.bus.control import Cancel
+from nano_inference.bus.entries import RequestEntry
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.stages.admission.refusals import (
     LONGEST_RETRY_S,

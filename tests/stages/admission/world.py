@@ -12,8 +12,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from nano_inference.bus.channel import RequestEntry
 from nano_inference.bus.control import Cancel, CancelAll, Drain, Reset, ServerRestarted, StageReady
+from nano_inference.bus.entries import RequestEntry
 from nano_inference.bus.messages import Recover
 from nano_inference.bus.public import ErrorInfo, GenerateRequest
 from nano_inference.config import (

@@ -20,7 +20,15 @@ from .....bus.public import (
     Output,
     TokenLogprob,
 )
-from .....config import MAX_INT64, Config, RequestError, SamplingParams, field_name, shown
+from .....config import (
+    MAX_INT64,
+    Config,
+    RequestError,
+    SamplingParams,
+    field_name,
+    prompt_too_long,
+    shown,
+)
 from .....kserve.tensors import (
     DTYPES,
     Datatype,
@@ -31,7 +39,6 @@ from .....kserve.tensors import (
     text_tensor,
 )
 from .....pipeline.scoring import EmbeddedPrompt
-from .....text.tokenizer import prompt_too_long
 from ....server.http import FieldError, convert, decode_object
 from ....serving.embedding import EmbedCall, Prompt, embed_all
 from ....serving.lane_state import Readiness

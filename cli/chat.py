@@ -23,8 +23,8 @@ from ..config import (
     RequestError,
     nearest,
 )
-from .clients import ServedModel, ToolCall, client_at
-from .connection import Place, Server, place_of
+from .clients import ListedModel, ReceivedCall, client_at
+from .connection import Place, ServerAddress, place_of
 from .options import AskedModel, Options, argument, option, takes, takes_server_options
 from .requests import Template, given, template
 from .terminal import AnswerWriter, complain, failures_exit, harmless
@@ -193,9 +193,9 @@ class _Chat:
             new = self._results(calls)
         return new is not None
 
-    def _answered(self, runner: asyncio.Runner, new: list[Message]) -> list[ToolCall] | None:
+    def _answered(self, runner: asyncio.Runner, new: list[Message]) -> list[ReceivedCall] | None:
         """Write the answer, and return its tool calls; None without an answer."""
-        calls: list[ToolCall] = []
+        calls: list[ReceivedCall] = []
         with AnswerWriter() as writer:
             try:
                 self._ctrl_c.run(runner, self._answer(new, writer, calls))
@@ -223,7 +223,7 @@ class _Chat:
         self._messages += [*new, answer]
         return calls
 
-    def _results(self, calls: list[ToolCall]) -> list[Message] | None:
+    def _results(self, calls: list[ReceivedCall]) -> list[Message] | None:
         """Read the results of tool calls, one line each; None if the input ends."""
         results: list[Message] = []
         for call in calls:
@@ -247,7 +247,7 @@ class _Chat:
         return opening_of(next(served, None))
 
     async def _answer(
-        self, new: list[Message], writer: AnswerWriter, calls: list[ToolCall]
+        self, new: list[Message], writer: AnswerWriter, calls: list[ReceivedCall]
     ) -> None:
         system = [{"role": "system", "content": self.system}] if self.system else []
         request = self.template.of_messages([*system, *self._messages, *new])
@@ -305,7 +305,7 @@ class _CtrlC:
             self._answer.get_loop().call_soon_threadsafe(self._answer.cancel)
 
 
-def opening_of(model: ServedModel | None) -> tuple[str, ...]:
+def opening_of(model: ListedModel | None) -> tuple[str, ...]:
     """Return the opening lines of a conversation: for the bundled model, what to try."""
     # A gateway reports the setting, an executor the folder.
     bundled = (BUNDLED_MODEL, str(EngineConfig(model_path=BUNDLED_MODEL).model_folder))
@@ -319,7 +319,7 @@ def opening_of(model: ServedModel | None) -> tuple[str, ...]:
 
 def _tools_of(path: Path, place: Place) -> list[Any]:
     """Raises ConfigError: the file has no tools, or the place takes none."""
-    if not isinstance(place, Server):
+    if not isinstance(place, ServerAddress):
         raise ConfigError("--tools takes a server (--url); requests on a bus have no tools")
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])

@@ -26,7 +26,7 @@ from ..pipeline.client import BusClient
 from ..pipeline.models import ModelStatus
 from ..pipeline.status import PipelineStatus, of_models
 from . import connection
-from .connection import Place, Server, connected
+from .connection import Place, ServerAddress, connected
 from .terminal import complain
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ _OUTPUTS = {"json_schema": "json", "lark": "grammar", "gbnf": "grammar"}
 """Kinds of constraints whose name in vLLM's `structured_outputs` differs."""
 
 
-class ServedModel(msgspec.Struct, frozen=True):
+class ListedModel(msgspec.Struct, frozen=True):
     """A model that takes requests.
 
     Attributes:
@@ -52,7 +52,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     root: str | None = None
 
 
-class ToolCall(NamedTuple):
+class ReceivedCall(NamedTuple):
     """A tool call of the model; its arguments are JSON."""
 
     id: str
@@ -65,7 +65,7 @@ class AnswerPart(NamedTuple):
 
     text: str = ""
     reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[ReceivedCall, ...] = ()
 
 
 class Unreachable(NanoInferenceError):
@@ -81,7 +81,7 @@ async def client_at(place: Place) -> AsyncIterator[PipelineClient | ServerClient
     Raises:
         NanoInferenceError: Nothing answers.
     """
-    if isinstance(place, Server):
+    if isinstance(place, ServerAddress):
         async with ServerClient(place) as server:
             yield server
     else:
@@ -133,15 +133,15 @@ class PipelineClient:
         await self.check()
         await self._client.cancel(request_id)
 
-    async def models(self) -> list[ServedModel]:
+    async def models(self) -> list[ListedModel]:
         """Return the models that take requests."""
         return [
-            ServedModel(model.id, model.max_model_len or None, model.path)
+            ListedModel(model.id, model.max_model_len or None, model.path)
             for model in await self._client.models()
             if model.takes_requests
         ]
 
-    async def statuses(self) -> Sequence[ServedModel | ModelStatus]:
+    async def statuses(self) -> Sequence[ListedModel | ModelStatus]:
         """Return all models, with as much as this client may read."""
         found = await self._client.models()
         if len(found) <= 1 and (trouble := await self._client.trouble()):
@@ -198,7 +198,7 @@ class _Chunk(msgspec.Struct, frozen=True):
     error: _Error | None = None
 
 
-class _Card(ServedModel, frozen=True):
+class _Card(ListedModel, frozen=True):
     state: str = ""
 
 
@@ -217,7 +217,7 @@ class ServerClient:
         root: The server's URL, below which the other interfaces are.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerAddress) -> None:
         self.url = server.url
         self.root = server.url.removesuffix("/v1")
         headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
@@ -289,7 +289,7 @@ class ServerClient:
         path = "/chat/completions" if "messages" in request else "/completions"
         body, headers = openai_call(request)
         done = False
-        calls: dict[int, ToolCall] = {}
+        calls: dict[int, ReceivedCall] = {}
         async with self._answer("POST", self.url + path, body, headers) as response:
             async for event in httpx2.EventSource(response):
                 # Read to the end: the server would count a disconnect otherwise.
@@ -317,12 +317,12 @@ class ServerClient:
 
     # --- models ---------------------------------------------------------------------------------
 
-    async def models(self) -> list[ServedModel]:
+    async def models(self) -> list[ListedModel]:
         """See PipelineClient."""
         cards = (await self._call("GET", f"{self.url}/models", _List[_Card])).data
-        return [ServedModel(card.id, card.max_model_len, card.root) for card in cards]
+        return [ListedModel(card.id, card.max_model_len, card.root) for card in cards]
 
-    async def statuses(self) -> Sequence[ServedModel | ModelStatus]:
+    async def statuses(self) -> Sequence[ListedModel | ModelStatus]:
         """See PipelineClient."""
         cards = (await self._call("GET", f"{self.url}/models", _List[_Card])).data
         if any(card.state for card in cards):
@@ -330,7 +330,7 @@ class ServerClient:
                 return (await self._call("GET", self._models(), _List[ModelStatus])).data
             except RequestError:
                 pass  # the key has no scope for it
-        return [ServedModel(card.id, card.max_model_len, card.root) for card in cards]
+        return [ListedModel(card.id, card.max_model_len, card.root) for card in cards]
 
     async def load(self, model: str | ModelConfig) -> ModelStatus:
         """See PipelineClient."""
@@ -457,12 +457,12 @@ def of_one_model(found: PipelineStatus, model: str) -> PipelineStatus:
     return of_models(found, (model,)) if found.models else found
 
 
-def _part_of(choice: _Choice, calls: dict[int, ToolCall]) -> AnswerPart:
+def _part_of(choice: _Choice, calls: dict[int, ReceivedCall]) -> AnswerPart:
     """Return the new text of a choice; tool calls, which come in pieces, are added to `calls`."""
     delta = choice.delta
     for new in delta.tool_calls or ():
-        before = calls.get(new.index, ToolCall("", "", ""))
-        calls[new.index] = ToolCall(
+        before = calls.get(new.index, ReceivedCall("", "", ""))
+        calls[new.index] = ReceivedCall(
             new.id or before.id,
             before.name + (new.function.name or ""),
             before.arguments + (new.function.arguments or ""),

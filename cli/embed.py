@@ -78,7 +78,7 @@ def embed(
 # --- score ----------------------------------------------------------------------------------------
 
 
-class Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScoreInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of the input: a completion to score."""
 
     prompt_token_ids: tuple[int, ...]
@@ -136,7 +136,7 @@ def score(
         print_json(Score(line, sample_index, *msgspec.structs.astuple(logprobs)))
 
 
-def _read(file: Path) -> Iterator[tuple[int, int, Given]]:
+def _read(file: Path) -> Iterator[tuple[int, int, ScoreInput]]:
     """Yield completions with the number of their line and the index of the sample.
 
     Raises:
@@ -161,11 +161,11 @@ def _read(file: Path) -> Iterator[tuple[int, int, Given]]:
             yield number, sample_index, given
 
 
-def _samples(content: object) -> list[tuple[int, Given]]:
+def _samples(content: object) -> list[tuple[int, ScoreInput]]:
     if not (isinstance(content, dict) and content.get("type") == "completion"):
-        return [(0, msgspec.convert(content, Given))]
+        return [(0, msgspec.convert(content, ScoreInput))]
     completion = msgspec.convert(content, Completion)
     return [
-        (sample.sample_index, Given(completion.prompt_token_ids, sample.token_ids))
+        (sample.sample_index, ScoreInput(completion.prompt_token_ids, sample.token_ids))
         for sample in completion.samples
     ]

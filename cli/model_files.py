@@ -18,7 +18,7 @@ State = Literal["ok", "warn", "fail"]
 _NO_TOKENIZER = "has no tokenizer, so it takes and returns token ids only"
 
 
-class Check(msgspec.Struct, frozen=True):
+class Finding(msgspec.Struct, frozen=True):
     """A check: its subject, state and finding, and what to do about it."""
 
     name: str
@@ -83,7 +83,7 @@ def _problem_of(path: Path) -> str:
     return ""
 
 
-def check_folder(path: str) -> Check:
+def check_folder(path: str) -> Finding:
     """Check the content of a model folder or a GGUF file, without loading weights."""
     # These imports take time.
     from ..text.gguf import facts_of, folder_of
@@ -94,15 +94,15 @@ def check_folder(path: str) -> Check:
         folder = folder_of(named)
     except ModelError as error:
         sentence, _, advice = error.message.rpartition("; ")
-        return Check("folder", "fail", sentence, advice)
+        return Finding("folder", "fail", sentence, advice)
     facts = facts_of(folder)
     if facts is None and not folder.is_dir():
-        return Check("folder", "fail", f"there is no folder {folder}", missing_model(path))
+        return Finding("folder", "fail", f"there is no folder {folder}", missing_model(path))
     files = {"config.json": "config.json", "weights (*.safetensors)": "*.safetensors"}
     missing = [what for what, pattern in files.items() if not any(folder.glob(pattern))]
     if facts is None and missing:
         found = f"{folder} has no {', no '.join(missing)}"
-        return Check("folder", "fail", found, "save model and tokenizer there: save_pretrained()")
+        return Finding("folder", "fail", found, "save model and tokenizer there: save_pretrained()")
     if facts is not None:
         size, types = facts.size_bytes, f" in {', '.join(facts.types)}"
     else:
@@ -110,11 +110,11 @@ def check_folder(path: str) -> Check:
     found = f"{named} ({_type_of(folder)}, {size / 1e6:,.0f} MB of weights{types})"
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         advice = "use a file that has one" if facts else "save it: tokenizer.save_pretrained()"
-        return Check("folder", "warn", f"{found} {_NO_TOKENIZER}", advice)
+        return Finding("folder", "warn", f"{found} {_NO_TOKENIZER}", advice)
     if facts is not None and facts.unread:
         found += f"; Transformers does not read its {', '.join(facts.unread)}"
-        return Check("folder", "warn", found, "use the model in Transformers' format")
-    return Check("folder", "ok", found)
+        return Finding("folder", "warn", found, "use the model in Transformers' format")
+    return Finding("folder", "ok", found)
 
 
 def _type_of(folder: Path) -> str:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..config import ConfigError, ModelConfig, ModelError, RequestError
 from ..pipeline.models import ModelStatus
-from .clients import PipelineClient, ServedModel, ServerClient, client_at
+from .clients import ListedModel, PipelineClient, ServerClient, client_at
 from .connection import place_of
 from .options import AsJson, Options, argument, option, takes_server_options
 from .status import duration
@@ -144,7 +144,7 @@ def _print(model: ModelStatus | str, what: str, as_json: bool) -> None:
         typer.echo(f"{harmless(name)} {what}")
 
 
-def _line(model: ServedModel | ModelStatus) -> str:
+def _line(model: ListedModel | ModelStatus) -> str:
     length = model.max_model_len
     return harmless(f"{model.id}  {length} tokens" if length else model.id)
 

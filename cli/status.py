@@ -20,7 +20,7 @@ from ..pipeline.status import PipelineStatus
 from ..store.board import STALE_AFTER_S, StageReport
 from .bus_status import BusStatus, bus_status
 from .clients import ServerClient, Unreachable
-from .connection import DEFAULT_SERVER, Place, Server, connected, named_server
+from .connection import DEFAULT_SERVER, Place, ServerAddress, connected, named_server
 from .options import AsJson, Options, option, takes_status_options
 from .terminal import print_json, stdout
 
@@ -80,7 +80,7 @@ def status_place(options: Options) -> Place:
 
 async def status_at(place: Place, model: str | None = None) -> PipelineStatus:
     """Return the status of a pipeline, or of one of its models, at a server or a bus."""
-    if isinstance(place, Server):
+    if isinstance(place, ServerAddress):
         async with ServerClient(place) as client:
             return await client.status(model)
     try:
@@ -327,7 +327,7 @@ def health(
         raise typer.Exit(1)
 
 
-def _check_server(server: Server, model: str | None, *, live: bool) -> None:
+def _check_server(server: ServerAddress, model: str | None, *, live: bool) -> None:
     """Raises typer.Exit with status 1: the probe fails, or nothing answers."""
     word = "live" if live else "ready"
     path = "/livez" if live else "/readyz"

@@ -15,7 +15,7 @@ from ..config import ConfigError
 from ..telemetry import names
 from ..telemetry.clock import milliseconds
 from ..telemetry.trace_page import page
-from ..telemetry.trace_tree import Row, Trace, find_trace, jaeger
+from ..telemetry.trace_tree import Trace, TraceRow, find_trace, jaeger
 from .options import Options, argument, option, takes
 from .terminal import STAGE_STYLES, cut, stderr, stdout
 
@@ -207,7 +207,7 @@ class TraceView:
             )
 
 
-def _span_lines(row: Row) -> Iterator[Bar | Text]:
+def _span_lines(row: TraceRow) -> Iterator[Bar | Text]:
     span, indent = row.span, "  " * row.depth
     style = STAGE_STYLES.get(str(span.attributes.get(names.STAGE, "")), "")
     yield Bar(indent + span.name, "red" if span.error else style, span.start_ns, span.end_ns)

@@ -8,7 +8,7 @@ import torch
 
 from . import tasks
 from .examples import Example, Form
-from .settings import Settings
+from .settings import TrainingSettings
 from .tokenizer import FastTokenizer, encode, prompt_text
 
 Kind = tuple[str, Form]
@@ -74,7 +74,7 @@ def evaluate(
     return right
 
 
-def measure(settings: Settings, model: Model, tokenizer: FastTokenizer) -> list[Result]:
+def measure(settings: TrainingSettings, model: Model, tokenizer: FastTokenizer) -> list[Result]:
     """Evaluate every kind of example on held-out prompts; two-digit results are also sampled."""
     results = []
     torch.manual_seed(settings.seed)

@@ -11,7 +11,7 @@ import torch
 from . import tasks
 from .evaluation import Kind, Model, evaluate, kinds_of
 from .examples import Example, call_text, messages_of, tools_of
-from .settings import Settings
+from .settings import TrainingSettings
 from .tokenizer import END_OF_TEXT, SYSTEM_MESSAGES, TURN_END, FastTokenizer, chat_text, encode
 
 NEVER = (0.0, 0.0, 0.0)
@@ -54,7 +54,7 @@ a sum build on the same table of facts."""
 class Taps:
     """The weights of all kinds of examples; a tapped kind is rare while its accuracy is high."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: TrainingSettings) -> None:
         """Begin with the weights of the first stage, all taps closed."""
         self.stage = 0
         self.tight = False
@@ -148,7 +148,7 @@ class Chat:
 class Packer:
     """Packs examples into rows of training tokens, each token with whether to learn it."""
 
-    def __init__(self, settings: Settings, tokenizer: FastTokenizer, taps: Taps) -> None:
+    def __init__(self, settings: TrainingSettings, tokenizer: FastTokenizer, taps: Taps) -> None:
         """Start the stream of documents of `settings.seed`."""
         self.settings = settings
         self.tokenizer = tokenizer

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """Hyperparameters of model and training."""
 
     seed: int = 1

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .examples import CITIES, NAMES, WORDS, Example, Form, call_text, make_example
 
 
-class Kind(NamedTuple):
+class ToolKind(NamedTuple):
     """The purpose of a tool, in all its wordings."""
 
     names: list[str]
@@ -24,7 +24,7 @@ class Kind(NamedTuple):
     of_two: list[str]
 
 
-KINDS = {name: Kind(**texts) for name, texts in WORDS["tools"].items()}
+KINDS = {name: ToolKind(**texts) for name, texts in WORDS["tools"].items()}
 SKIES = WORDS["skies"]
 SYLLABLES = WORDS["syllables"]
 

@@ -40,7 +40,7 @@ from transformers import __version__ as transformers_version
 from . import tasks
 from .evaluation import SAMPLES, Kind, Model, Result, kinds_of, measure
 from .rows import TALK_STAGE, TAPPED, Batch, Packer, Taps
-from .settings import Settings
+from .settings import TrainingSettings
 from .tokenizer import END_OF_TEXT, PAD, TURN_END, FastTokenizer, build_tokenizer, prompt_text
 
 CARD = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
@@ -128,7 +128,7 @@ def card(facts: Mapping[str, str], results: list[Result], seed: int) -> str:
     )
 
 
-def build_model(settings: Settings, tokenizer: FastTokenizer) -> Model:
+def build_model(settings: TrainingSettings, tokenizer: FastTokenizer) -> Model:
     """Return the untrained model."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -163,7 +163,7 @@ def learning_rate(peak: float, warmup: int, horizon: int, step: int) -> float:
     return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * part)))
 
 
-def build_optimizer(settings: Settings, model: Model) -> torch.optim.AdamW:
+def build_optimizer(settings: TrainingSettings, model: Model) -> torch.optim.AdamW:
     """Return AdamW with weight decay on matrices only."""
     parameters = list(model.parameters())
     groups = [
@@ -189,7 +189,11 @@ class Trainer:
     """A model in training and its state."""
 
     def __init__(
-        self, settings: Settings, model: Model, tokenizer: FastTokenizer, checkpoint: Path | None
+        self,
+        settings: TrainingSettings,
+        model: Model,
+        tokenizer: FastTokenizer,
+        checkpoint: Path | None,
     ) -> None:
         """Prepare the first step; `checkpoint` is the file to save the state in."""
         self.settings = settings
@@ -343,7 +347,7 @@ def edit_json(path: Path, changes: dict[str, Any]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def shown(tokenizer: FastTokenizer, kind: Kind, settings: Settings) -> str:
+def shown(tokenizer: FastTokenizer, kind: Kind, settings: TrainingSettings) -> str:
     """Return a held-out example of a kind as prompt and answer."""
     examples = tasks.distinct(*kind, "heldout", 40, settings.seed)
     # A short one with two calls if there is one, which reads easily.
@@ -394,15 +398,17 @@ def main() -> None:
     """Train, evaluate and write the model."""
     parser = argparse.ArgumentParser(description="Train the bundled tiny model.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--seed", type=int, default=Settings.seed)
-    parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument("--threads", type=int, default=Settings.threads)
+    parser.add_argument("--seed", type=int, default=TrainingSettings.seed)
+    parser.add_argument("--steps", type=int, default=TrainingSettings.steps)
+    parser.add_argument("--threads", type=int, default=TrainingSettings.threads)
     parser.add_argument(
         "--from", dest="source", type=Path, help="folder whose weights replace the first stages"
     )
     parser.add_argument("--checkpoint", type=Path, help="file to save the state in and go on from")
     arguments = parser.parse_args()
-    settings = Settings(seed=arguments.seed, steps=arguments.steps, threads=arguments.threads)
+    settings = TrainingSettings(
+        seed=arguments.seed, steps=arguments.steps, threads=arguments.threads
+    )
     torch.set_num_threads(settings.threads)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(settings.seed)

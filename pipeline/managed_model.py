@@ -111,7 +111,7 @@ _ANY_TIME_S = 7 * 86_400.0
 _LAST_WORD_S = 2.0
 
 
-class ModelRunner(Protocol):
+class ModelLane(Protocol):
     """Runs the lane of one model."""
 
     @property
@@ -176,7 +176,7 @@ class ManagedModel:
         config: Config,
         spec: ModelConfig,
         bus: Bus,
-        make: Callable[[], ModelRunner],
+        make: Callable[[], ModelLane],
         on_end: Callable[[ManagedModel, str], None],
         metrics: Metrics | None = None,
     ) -> None:
@@ -201,7 +201,7 @@ class ManagedModel:
         self._metrics = metrics or Metrics()
         self._make = make
         self._on_end = on_end
-        self._runner: ModelRunner | None = None
+        self._runner: ModelLane | None = None
         self._task: asyncio.Task[None] | None = None
         # Set when the lane has ended by itself; `_why` is the reason.
         self._over = anyio.Event()
@@ -326,7 +326,7 @@ class ManagedModel:
             code="model_load_failed",
         )
 
-    async def _run(self, runner: ModelRunner) -> None:
+    async def _run(self, runner: ModelLane) -> None:
         try:
             await runner.run()
             self._why = "its processes have ended"
@@ -339,7 +339,7 @@ class ManagedModel:
             self._over.set()
             self._on_end(self, self._why)
 
-    async def _until_ready(self, runner: ModelRunner, timeout_s: float) -> str:
+    async def _until_ready(self, runner: ModelLane, timeout_s: float) -> str:
         """Wait until its lane serves; return "", or the reason why it can't."""
         host, ends_at = socket.gethostname(), time.monotonic() + timeout_s
         while not self._over.is_set():

@@ -32,7 +32,7 @@ from ..config.models import check_models
 from ..store.board import StageReport, StageState
 from ..store.registry import NOT_FOUND, find_model
 from ..telemetry import Metrics
-from .managed_model import Job, ManagedModel, ModelRunner, expected_memory
+from .managed_model import Job, ManagedModel, ModelLane, expected_memory
 
 POLL_S = 0.2
 """Interval of the check for requests of models that are loaded on demand."""
@@ -56,7 +56,7 @@ class ModelManager:
         self,
         config: Config,
         bus: Bus,
-        run: Callable[[ModelConfig, Config], ModelRunner],
+        run: Callable[[ModelConfig, Config], ModelLane],
         metrics: Metrics | None = None,
     ) -> None:
         """A manager that begins with `run_forever`.

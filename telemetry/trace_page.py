@@ -8,7 +8,7 @@ from ..config import STAGES
 from . import names
 from .clock import milliseconds
 from .trace_file import Span
-from .trace_tree import Row, Trace
+from .trace_tree import Trace, TraceRow
 
 _STYLE = """
 :root { color-scheme: light dark; --ground: #fcfcfb; --ink: #1c1d21; --faint: #6a6d76;
@@ -54,7 +54,7 @@ def page(trace: Trace) -> str:
     total = milliseconds(end - start)
     title = escape(trace.request_id)
     rows = "\n".join(_row(row, start, end) for row in trace.rows)
-    steps = "\n".join(_row(Row(step, 0), start, end) for step in trace.steps)
+    steps = "\n".join(_row(TraceRow(step, 0), start, end) for step in trace.steps)
     if steps:
         steps = f"<h2>Recorded steps of the lane</h2>\n{steps}"
     return f"""<!doctype html>
@@ -78,7 +78,7 @@ def _ticks(total_ns: int) -> str:
     return "".join(f"<span>{milliseconds(total_ns * part // 4)}</span>" for part in range(5))
 
 
-def _row(row: Row, start_ns: int, end_ns: int) -> str:
+def _row(row: TraceRow, start_ns: int, end_ns: int) -> str:
     span = row.span
     stage = str(span.attributes.get(names.STAGE, ""))
     colour = stage if stage in STAGES else "other"

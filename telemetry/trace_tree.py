@@ -16,7 +16,7 @@ from .trace_file import Span, Value, read_spans
 _JAEGER_TYPES = {bool: "bool", int: "int64", float: "float64"}
 
 
-class Row(msgspec.Struct, frozen=True):
+class TraceRow(msgspec.Struct, frozen=True):
     """A span and its depth in the tree; 0 for a trace's first span."""
 
     span: Span
@@ -33,7 +33,7 @@ class Trace(msgspec.Struct, frozen=True):
 
     trace_id: str
     request_id: str
-    rows: list[Row]
+    rows: list[TraceRow]
     steps: list[Span]
 
     @property
@@ -95,16 +95,16 @@ def find_trace(path: Path, wanted: str) -> Trace:
     )
 
 
-def _in_order(spans: dict[str, Span]) -> list[Row]:
+def _in_order(spans: dict[str, Span]) -> list[TraceRow]:
     children: dict[str, list[Span]] = defaultdict(list)
     for span in spans.values():
         # A parent in another file, such as the client's span: its children are roots here.
         children[span.parent_id if span.parent_id in spans else ""].append(span)
-    rows: list[Row] = []
+    rows: list[TraceRow] = []
     pending = [(span, 0) for span in _last_first(children[""])]
     while pending:
         span, depth = pending.pop()
-        rows.append(Row(span, depth))
+        rows.append(TraceRow(span, depth))
         pending += [(child, depth + 1) for child in _last_first(children[span.span_id])]
     return rows
 

@@ -132,7 +132,7 @@ class Forget(Effect, frozen=True):
     cancel: Cancel
 
 
-class DeadLetter(Effect, frozen=True):
+class AddDeadLetter(Effect, frozen=True):
     """Dead-letter an entry.
 
     Attributes:

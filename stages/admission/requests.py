@@ -315,7 +315,7 @@ class Requests:
         return was_incoming or item is not None, item
 
     def _dead_letter(self, item: Unanswered, error: ErrorInfo) -> Cancel:
-        self._outbox.add(do.DeadLetter(item.entry, item.trace, error, item.deaths))
+        self._outbox.add(do.AddDeadLetter(item.entry, item.trace, error, item.deaths))
         return Cancel(item.request_id, item.entry_id, "error", error.code, error.message)
 
     # --- deadlines ----------------------------------------------------------------------------

@@ -191,7 +191,7 @@ class AdmissionStage(Actor):
                 await self.send(OPENED, Recover(items, replica))
             case do.Forget(cancel):
                 await self.send(OPENED, cancel)
-            case do.DeadLetter():
+            case do.AddDeadLetter():
                 await self._dead_letter(effect)
             case do.SetGate(is_open):
                 self._gate.set() if is_open else self._gate.clear()
@@ -241,7 +241,7 @@ class AdmissionStage(Actor):
                 raise
             await self._handle_locked(on.ForwardFailed(entry_id, why_given_up(error)))
 
-    async def _dead_letter(self, effect: do.DeadLetter) -> None:
+    async def _dead_letter(self, effect: do.AddDeadLetter) -> None:
         entry, error = effect.entry, effect.error
         log = self.log_of(request_id_of(entry), TraceContext(*effect.trace))
         log.error("request_given_up", code=error.code, deaths=effect.deaths)

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from nano_inference.cli import chat as chat_command
-from nano_inference.cli.clients import AnswerPart, ServedModel, ToolCall
+from nano_inference.cli.clients import AnswerPart, ListedModel, ReceivedCall
 from nano_inference.config import Config, RequestError
 
 from .conftest import LIMIT_S, Paused, Run, assert_refused, type_in, wait_until
@@ -44,7 +44,7 @@ class Recorded:
         # A request that is refused, by its number.
         self.fails_at = 0
         # Of the answers in order, as far as they have any.
-        self.calls: list[tuple[ToolCall, ...]] = []
+        self.calls: list[tuple[ReceivedCall, ...]] = []
 
     async def check(self) -> str:
         return "served"
@@ -64,7 +64,7 @@ class Recorded:
     async def cancel(self, request_id: str) -> None:
         raise AssertionError
 
-    async def models(self) -> list[ServedModel]:
+    async def models(self) -> list[ListedModel]:
         raise AssertionError
 
     @property
@@ -99,7 +99,7 @@ def test_the_next_line_is_the_result_of_a_tool_call(
 ) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     (tmp_path / "tools.json").write_bytes(msgspec.json.encode(tools))
-    recorded.calls = [(ToolCall("c0", "add", '{"a":1}'), ToolCall("c1", "add", "{}"))]
+    recorded.calls = [(ReceivedCall("c0", "add", '{"a":1}'), ReceivedCall("c1", "add", "{}"))]
     type_in(monkeypatch, "question\n17\n18\nand then\n")
     ran = run("chat", "--tools", str(tmp_path / "tools.json"), "--url", "http://127.0.0.1:9/v1")
     assert (ran.status, ran.stdout) == (0, "I have 1.\nI have 4.\nI have 6.\n")
@@ -123,7 +123,7 @@ def test_a_tool_call_without_a_next_line_ends_the_conversation(
     run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, with_tools: list[str]
 ) -> None:
     """A model that only calls would otherwise be asked for ever."""
-    recorded.calls = [(ToolCall("c0", "add", "{}"), ToolCall("c1", "add", "{}"))] * 3
+    recorded.calls = [(ReceivedCall("c0", "add", "{}"), ReceivedCall("c1", "add", "{}"))] * 3
     type_in(monkeypatch, "question\n17\n")
     ran = run(*with_tools)
     assert (ran.status, ran.stdout) == (1, "I have 1.\n")
@@ -133,7 +133,7 @@ def test_a_tool_call_without_a_next_line_ends_the_conversation(
 def test_a_tool_call_with_a_refused_result_is_forgotten(
     run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, with_tools: list[str]
 ) -> None:
-    recorded.calls = [(ToolCall("c0", "add", "{}"),)]
+    recorded.calls = [(ReceivedCall("c0", "add", "{}"),)]
     recorded.fails_at = 2
     type_in(monkeypatch, "question\n17\nand then\n")
     assert run(*with_tools).status == 1
@@ -164,8 +164,8 @@ def test_system_prompts(run: Run, recorded: Recorded, monkeypatch: pytest.Monkey
 
 def test_only_the_bundled_model_is_introduced() -> None:
     assert chat_command.opening_of(None) == ()
-    assert chat_command.opening_of(ServedModel("tiny", root="/data/tiny")) == ()
-    first, *questions = chat_command.opening_of(ServedModel("mine", root="tiny"))
+    assert chat_command.opening_of(ListedModel("tiny", root="/data/tiny")) == ()
+    first, *questions = chat_command.opening_of(ListedModel("mine", root="tiny"))
     assert "tiny demo model" in first
     assert questions == list(chat_command.DEMO_QUESTIONS)
 

@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 
 from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
 from nano_inference.cli.clients import ServerClient
-from nano_inference.cli.connection import Server
+from nano_inference.cli.connection import ServerAddress
 from nano_inference.config import Config, GatewayConfig, RequestError
 from nano_inference.gateway.app import make_app
 
@@ -189,7 +189,7 @@ URL = "http://127.0.0.1:8000/v1"
 
 def answerer_of(app: Any) -> ServerClient:
     """One that reaches an application without a socket."""
-    answerer = ServerClient(Server(URL))
+    answerer = ServerClient(ServerAddress(URL))
     answerer._client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
     return answerer
 
@@ -278,7 +278,7 @@ async def test_text_is_streamed_and_leaving_cancels(engine: FakeEngine) -> None:
     engine.outputs = lambda request: [chunk(request, "Zürich 東京")]
     async with (
         serve(engine, GatewayConfig()) as served,
-        ServerClient(Server(f"http://127.0.0.1:{served.port}/v1")) as answerer,
+        ServerClient(ServerAddress(f"http://127.0.0.1:{served.port}/v1")) as answerer,
     ):
         async with aclosing(answerer.ask({"prompt": "a"})) as pieces:
             assert (await anext(pieces)).text == "Zürich 東京"
@@ -289,7 +289,7 @@ async def test_an_answer_is_read_to_its_end(engine: FakeEngine) -> None:
     """Behind the last event, so that no server takes us for a client that has left."""
     async with (
         serve(engine, GatewayConfig(access_log=True)) as served,
-        ServerClient(Server(f"http://127.0.0.1:{served.port}/v1")) as answerer,
+        ServerClient(ServerAddress(f"http://127.0.0.1:{served.port}/v1")) as answerer,
     ):
         with capture_logs() as lines:
             assert await text_of(answerer, {"prompt": "a"}) == "five six"

@@ -23,6 +23,7 @@ from nano_inference import (
 from nano_inference.config import ModelError
 from nano_inference.stages.batching import Sequence
 
+from ..stages.batching.index import check_index
 from . import short_model
 from .builders import error_code, raises_code
 from .watch import Watch, watch
@@ -74,7 +75,7 @@ def empty_at_the_end(config: EngineConfig) -> Iterator[InferenceEngine]:
             engine.step()
         assert not engine.has_pending()
         engine._batching.check()
-        engine._batching.cache.check_index()
+        check_index(engine._batching.cache)
         assert engine._batching.cache.num_free_blocks() == engine._batching.cache.num_blocks
         assert len(engine._streaming) == 0
         assert not [it for it in sequences() if id(it) not in before]

@@ -40,7 +40,6 @@ from .effects import (
     Join,
     Leave,
     Log,
-    Origin,
     PublishAdapters,
     ReadRecord,
     Remember,
@@ -52,6 +51,7 @@ from .effects import (
     SkipBroadcast,
     Stage,
     StageAdapter,
+    WeightsOrigin,
 )
 
 _SECOND_NS = 1_000_000_000
@@ -85,7 +85,7 @@ class _Staged(msgspec.Struct, frozen=True):
     ticket: int
     version: int
     message: WeightsReady | AdapterReady
-    origin: Origin | None = None
+    origin: WeightsOrigin | None = None
 
 
 class ChangesCore:
@@ -282,7 +282,7 @@ class ChangesCore:
         """The lane's weights are in place."""
         self._version = weights.version
         fields: dict[str, object] = {"version": weights.version, "folder": weights.folder}
-        origin = Origin(weights.folder, weights.stamp)
+        origin = WeightsOrigin(weights.folder, weights.stamp)
         recorded = self._succession.put_in_place(weights.version, origin)
         return [Log("weights_restored", fields), *recorded]
 
@@ -551,7 +551,7 @@ class WeightParts:
     def __init__(self) -> None:
         self._update, self._parts = "", 0
         self._tensors: dict[str, Tensor] = {}
-        self._origin: Origin | None = None
+        self._origin: WeightsOrigin | None = None
         # An upper bound: a tensor that came again counts twice.
         self._num_bytes = 0
 
@@ -559,7 +559,7 @@ class WeightParts:
         self,
         update: str,
         tensors: Mapping[str, Tensor],
-        origin: Origin | None = None,
+        origin: WeightsOrigin | None = None,
         limits: WeightLimits = UNLIMITED,
     ) -> None:
         """Keep a part. A tensor that comes again replaces the earlier one.
@@ -579,7 +579,7 @@ class WeightParts:
         limits.check_tensors(len(self._tensors))
         limits.check_bytes(self._num_bytes)
 
-    def take(self, staged: StagedWeights) -> tuple[Mapping[str, Tensor], Origin | None]:
+    def take(self, staged: StagedWeights) -> tuple[Mapping[str, Tensor], WeightsOrigin | None]:
         """Return all tensors of an update, and their origin if they share one; keep nothing.
 
         Raises:
@@ -625,9 +625,9 @@ class Succession:
         self.behind = 0
         # The last admission; the version and origin of this executor's own weights.
         self._leader = ""
-        self._own: tuple[int, Origin | None] = 0, None
+        self._own: tuple[int, WeightsOrigin | None] = 0, None
 
-    def put_in_place(self, version: int, origin: Origin | None) -> list[Effect]:
+    def put_in_place(self, version: int, origin: WeightsOrigin | None) -> list[Effect]:
         """New weights are in place. `origin`: of all of them, if they came in one update."""
         self._own, self.behind = (version, origin), 0
         return [self._record()]

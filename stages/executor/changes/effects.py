@@ -18,7 +18,7 @@ from ....store.in_place import WeightsInPlace
 from .arguments import Operation
 
 
-class Origin(NamedTuple):
+class WeightsOrigin(NamedTuple):
     """A folder from which tensors can be read again, while its files match the stamp."""
 
     folder: str
@@ -37,7 +37,7 @@ class Fetched(NamedTuple):
     """
 
     tensors: Mapping[str, Tensor]
-    origin: Origin | None
+    origin: WeightsOrigin | None
     covers: bool
     converted: bool = True
 
@@ -58,7 +58,7 @@ class Combine(msgspec.Struct, frozen=True):
     ticket: int
     update: UpdateWeights
     tensors: Mapping[str, Tensor]
-    origin: Origin | None
+    origin: WeightsOrigin | None
 
 
 class Check(msgspec.Struct, frozen=True):

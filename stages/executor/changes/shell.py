@@ -47,7 +47,6 @@ from .effects import (
     Join,
     Leave,
     Log,
-    Origin,
     PublishAdapters,
     ReadRecord,
     Remember,
@@ -59,6 +58,7 @@ from .effects import (
     SkipBroadcast,
     Stage,
     StageAdapter,
+    WeightsOrigin,
 )
 
 _RESTORE_S = 300.0
@@ -386,7 +386,7 @@ class StagedChanges:
         assert not isinstance(source, StagedWeights)
         folder = source.path if isinstance(source, FolderWeights) else ""
         # Before reading: files that are replaced meanwhile will not have this stamp.
-        origin = Origin(folder, stamp_of(folder, weights.limits)) if folder else None
+        origin = WeightsOrigin(folder, stamp_of(folder, weights.limits)) if folder else None
         tensors = fetch(source, self._groups, update.timeout_s, weights.limits)
         try:
             prepared = weights.prepare(tensors, checkpoint=bool(folder))

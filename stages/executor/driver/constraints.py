@@ -140,7 +140,7 @@ class _Sample:
             self.matcher = None
 
 
-class _Asked(NamedTuple):
+class _AskedMask(NamedTuple):
     """A sample to mask: at one place, and behind each drafted token."""
 
     sample: _Sample
@@ -242,7 +242,7 @@ class Constraints:
         rows = places.rows[firsts]
         samples = self._advance(rows)
         asked = [
-            _Asked(sample, sample.matcher, first, draft)
+            _AskedMask(sample, sample.matcher, first, draft)
             for sample, first, draft in zip(
                 samples, firsts.tolist(), self._drafts(places, firsts), strict=True
             )
@@ -282,7 +282,7 @@ class Constraints:
             drafts.append(table.tokens[row, known : known + count].tolist())
         return drafts
 
-    def _fill(self, asked: list[_Asked], allowed: npt.NDArray[np.int32]) -> None:
+    def _fill(self, asked: list[_AskedMask], allowed: npt.NDArray[np.int32]) -> None:
         """Fill each matcher's mask at its place, and those behind its drafted tokens. After a slow
         step, the next one measures each sample."""
         start_s = time.perf_counter()
@@ -302,7 +302,7 @@ class Constraints:
             if one.sample.grown_s > _GROWN_S:
                 self._charge(one.sample)
 
-    def _fill_together(self, asked: list[_Asked], allowed: npt.NDArray[np.int32]) -> None:
+    def _fill_together(self, asked: list[_AskedMask], allowed: npt.NDArray[np.int32]) -> None:
         if self._parallel is None:
             self._parallel = LLExecutor()
         matchers = [(one.matcher, one.place, one.draft) for one in asked]

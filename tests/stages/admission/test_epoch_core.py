@@ -188,7 +188,7 @@ def test_a_request_that_crashes_its_lane_is_dead_lettered_and_ended() -> None:
     driven.fail("1")
     driven.done.clear()
     driven.fail("1")
-    (letter,) = [each for each in driven.done if isinstance(each, do.DeadLetter)]
+    (letter,) = [each for each in driven.done if isinstance(each, do.AddDeadLetter)]
     (end,) = [each for each in driven.done if isinstance(each, do.End)]
     assert (letter.deaths, letter.error.code, end.cancel.code) == (2, "lane_failed", "lane_failed")
     assert not driven.forwarded()
@@ -200,7 +200,7 @@ def test_a_request_that_can_not_be_sent_is_dead_lettered_and_ended() -> None:
     driven.let_in("1")
     driven.done.clear()
     driven.tell(on.ForwardFailed("1", ErrorInfo(code="message_too_large", message="")))
-    assert driven.kinds() == ["DeadLetter", "End"]
+    assert driven.kinds() == ["AddDeadLetter", "End"]
 
 
 def test_inherited_entries_without_time_end_while_the_lane_is_down() -> None:

@@ -438,7 +438,7 @@ class Admission:
                 self.send("fairness", "admitted", cancel)
             case do.End(cancel):
                 self._end(cancel)
-            case do.DeadLetter(entry, _, error, deaths):
+            case do.AddDeadLetter(entry, _, error, deaths):
                 assert error.code != "lane_failed" or deaths >= MAX_LANE_DEATHS
                 self.world.dead_lettered[entry.entry_id] = deaths
             case do.Acknowledge(entry_id):

@@ -11,6 +11,8 @@ from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, LoadedModel
 
+from ..batching.index import check_index
+
 MOST_STEPS = 5_000
 
 
@@ -109,7 +111,7 @@ class Lane:
             if self._preempt_every and self.counts.steps % self._preempt_every == 0:
                 self._preempt_last()
         self.batching.check()
-        self.batching.cache.check_index()
+        check_index(self.batching.cache)
         return list(answers.values())
 
     def _add(self, prompt: list[int], max_tokens: int, adapter: str) -> int:

@@ -55,7 +55,7 @@ class StepDrafts(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class _Asked:
+class _AskedDrafts:
     """The cost of a step's drafts.
 
     Attributes:
@@ -98,7 +98,7 @@ class Speculator:
         self._drafting_s = self._asking_model_s = 0.0
         self._control = control
         # Of the last step that asked for drafts.
-        self._asked: _Asked | None = None
+        self._asked: _AskedDrafts | None = None
         # By row without a useful draft: steps still to skip, and the length of that pause.
         self._skips: dict[int, tuple[int, int]] = {}
 
@@ -152,7 +152,7 @@ class Speculator:
             [len(verified.get(row, NO_DRAFT).tokens) for row in rows.tolist()], np.int64
         )
         asking_s = (time.thread_time_ns() - begin_ns) * 1e-9
-        self._asked = _Asked(len(contexts), max(asking_s - self._asking_model_s, 0.0))
+        self._asked = _AskedDrafts(len(contexts), max(asking_s - self._asking_model_s, 0.0))
         return StepDrafts(counts, verified, proposed)
 
     def verdicts(

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from ..attention.backend import QKV, AttentionBackend
 from ..attention.paged import PagedBatch
 from ..fixed_tiles import VECTOR, FixedTiles, fills_vectors
-from ..kernels.cpu import Kind, Linear, PagedAttention, RMSNorm, gate, rotate
+from ..kernels.cpu import Linear, LinearKind, PagedAttention, RMSNorm, gate, rotate
 from ..kv_cache import KVCache
 from ..loaded_model import LoadedModel
 from .decoder import DecoderLayers, LayerParts
@@ -53,7 +53,7 @@ def find_patterns(model: LoadedModel, calls: Calls) -> Iterator[tuple[nn.Module,
             continue  # such as a router that is kept in float32
         offers: list[Forward] = []
         if type(module) is nn.Linear:
-            offers = _linear(module, Kind.WIDE if module is output else Kind.PLAIN)
+            offers = _linear(module, LinearKind.WIDE if module is output else LinearKind.PLAIN)
         elif "RMSNorm" in type(module).__name__:
             offers = [*_norm(module)]
         else:
@@ -74,7 +74,7 @@ def _is_dense(module: nn.Module) -> bool:
     return all(parameter.is_contiguous() for parameter in module.parameters())
 
 
-def _linear(module: nn.Linear, kind: Kind) -> list[Forward]:
+def _linear(module: nn.Linear, kind: LinearKind) -> list[Forward]:
     if not _is_dense(module):
         return []
     fast = Linear([module], kind)
@@ -130,12 +130,15 @@ def _gated(module: nn.Module, calls: Calls) -> Callable[[Tensor], Tensor] | None
     return gated
 
 
-def _kind_of(activation: object) -> Kind | None:
+def _kind_of(activation: object) -> LinearKind | None:
     """Return the kind of kernel that computes this activation."""
     if not callable(activation):
         return None
     x = torch.linspace(-8, 8, 257)
-    known = {Kind.GATED_SILU: F.silu(x), Kind.GATED_TANH_GELU: F.gelu(x, approximate="tanh")}
+    known = {
+        LinearKind.GATED_SILU: F.silu(x),
+        LinearKind.GATED_TANH_GELU: F.gelu(x, approximate="tanh"),
+    }
     output = activation(x)
     for kind, values in known.items():
         if torch.allclose(output, values, rtol=0, atol=1e-6):
@@ -217,7 +220,7 @@ def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | 
 
 
 @dataclass(frozen=True, eq=False)
-class _DecoderLayer:
+class _DecoderForward:
     """x += attention(norm(x)), then x += mlp(norm(x))."""
 
     first: RMSNorm
@@ -248,7 +251,7 @@ def _decoder_layer(module: nn.Module, model: LoadedModel, calls: Calls) -> list[
     if attended is None or gated is None:
         return []
     return [
-        _DecoderLayer(
+        _DecoderForward(
             first=first,
             second=second,
             attention=attention,
@@ -386,7 +389,7 @@ def _layer_parts(
     layer: Forward | None, model: LoadedModel, cache: KVCache, agreed: Mapping[nn.Module, Forward]
 ) -> LayerParts | None:
     """Return the parts of a layer whose offer by `_decoder_layer` was correct."""
-    if not isinstance(layer, _DecoderLayer):
+    if not isinstance(layer, _DecoderForward):
         return None
     attention, mlp = layer.attention, layer.mlp
     norms = {"first": layer.first, "second": layer.second}

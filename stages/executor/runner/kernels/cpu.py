@@ -34,7 +34,7 @@ _LIBRARIES: dict[torch.dtype, tuple[Library, ...]] = {
 }
 
 
-class Kind(IntEnum):
+class LinearKind(IntEnum):
     """The use of the products; numbers as in cpu.c."""
 
     PLAIN = 0
@@ -147,7 +147,7 @@ def _declared(loaded: ctypes.CDLL, signatures: Mapping[str, str]) -> ctypes.CDLL
 class Linear:
     """Linear layers over the same rows, computed together, with outputs side by side.
 
-    A gated kind has two layers, gate and up, and the output act(gate) * up. Kind.WIDE returns
+    A gated kind has two layers, gate and up, and the output act(gate) * up. LinearKind.WIDE returns
     float32 with values rounded to the layers' dtype.
 
     Attributes:
@@ -158,16 +158,16 @@ class Linear:
         argument: Address of the kernels' argument, which `find_weights` updates.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], kind: Kind = Kind.PLAIN) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], kind: LinearKind = LinearKind.PLAIN) -> None:
         """Take one to three layers; their weights are used in place."""
         self.modules = layers
         self.dtype = layers[0].weight.dtype
         self._run = library(self.dtype).linear
         outputs = [layer.out_features for layer in layers]
-        gated = kind in (Kind.GATED_SILU, Kind.GATED_TANH_GELU)
+        gated = kind in (LinearKind.GATED_SILU, LinearKind.GATED_TANH_GELU)
         self.inputs = layers[0].in_features
         self.outputs = outputs[0] if gated else sum(outputs)
-        self._output_dtype = torch.float32 if kind == Kind.WIDE else self.dtype
+        self._output_dtype = torch.float32 if kind == LinearKind.WIDE else self.dtype
         self._arguments = _Linear(parts=len(layers), inputs=self.inputs, kind=kind)
         self._arguments.outputs[: len(layers)] = outputs
         self.argument = ctypes.addressof(self._arguments)
@@ -201,7 +201,7 @@ class Linear:
         return output
 
 
-def gate(gates: Tensor, ups: Tensor, kind: Kind) -> Tensor:
+def gate(gates: Tensor, ups: Tensor, kind: LinearKind) -> Tensor:
     """act(gates) * ups, written over `gates`; both contiguous."""
     library(gates.dtype).gate(gates.data_ptr(), ups.data_ptr(), gates.numel(), kind)
     return gates

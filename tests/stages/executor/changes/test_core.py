@@ -26,7 +26,12 @@ from nano_inference.bus.control import (
 from nano_inference.bus.weights import FolderWeights, GroupWeights, LocalWeights, StagedWeights
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor.changes.core import WeightParts
-from nano_inference.stages.executor.changes.effects import Answer, Fetch, Origin, SkipBroadcast
+from nano_inference.stages.executor.changes.effects import (
+    Answer,
+    Fetch,
+    SkipBroadcast,
+    WeightsOrigin,
+)
 from nano_inference.stages.executor.changes.shell import stay_single
 from nano_inference.stages.executor.runner import memory as memory_module
 from nano_inference.stages.executor.runner.weights.transports.background import Background
@@ -413,7 +418,7 @@ def test_another_update_begins_anew() -> None:
 
 
 def test_only_a_single_part_has_an_origin() -> None:
-    kept, folder = WeightParts(), Origin("/weights", "stamp")
+    kept, folder = WeightParts(), WeightsOrigin("/weights", "stamp")
     kept.add("u", parts(a=1), folder)
     assert kept.take(StagedWeights("u", 1))[1] == folder
     kept.add("v", parts(a=1), folder)

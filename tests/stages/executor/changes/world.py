@@ -39,7 +39,6 @@ from nano_inference.stages.executor.changes.effects import (
     Job,
     Leave,
     Log,
-    Origin,
     ReadRecord,
     Remember,
     Restore,
@@ -49,6 +48,7 @@ from nano_inference.stages.executor.changes.effects import (
     SendMemory,
     SkipBroadcast,
     Stage,
+    WeightsOrigin,
 )
 from nano_inference.stages.executor.changes.shell import check_fetched
 from nano_inference.stages.executor.runner.kv_cache import KVCache
@@ -375,7 +375,7 @@ class World:
                 tensors = Tensors(values_at(path), manager)
                 whole = len(tensors) == 2
                 converted = whole or not update.part_of
-                return Fetched(tensors, Origin(path, "stamp"), whole, converted)
+                return Fetched(tensors, WeightsOrigin(path, "stamp"), whole, converted)
             case Combine(_, _, parts, origin):
                 tensors = Tensors(_values(parts), manager)
                 return Fetched(tensors, origin, manager.covers(manager.prepare(tensors)))

@@ -21,7 +21,7 @@ from nano_inference.stages.executor.runner.kernels.compile import (
     TILES,
     KernelsUnavailable,
 )
-from nano_inference.stages.executor.runner.kernels.cpu import Kind, Linear, PagedAttention
+from nano_inference.stages.executor.runner.kernels.cpu import Linear, LinearKind, PagedAttention
 
 ROUNDING = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-19}
 """Relative to the largest number: two roundings to bfloat16, and what sums in another order make of
@@ -102,11 +102,15 @@ def test_linear_layers_side_by_side(
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("rows", ROWS[1:])
-@pytest.mark.parametrize("kind", [Kind.GATED_SILU, Kind.GATED_TANH_GELU])
-def test_gated_layers(dtype: torch.dtype, inputs: int, outputs: int, rows: int, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [LinearKind.GATED_SILU, LinearKind.GATED_TANH_GELU])
+def test_gated_layers(
+    dtype: torch.dtype, inputs: int, outputs: int, rows: int, kind: LinearKind
+) -> None:
     gate, up = (layer(dtype, inputs, outputs, bias=False, seed=seed) for seed in (1, 2))
     x = randn(dtype, rows, inputs, seed=3) * 3
-    activated = F.silu(gate(x)) if kind == Kind.GATED_SILU else F.gelu(gate(x), approximate="tanh")
+    activated = (
+        F.silu(gate(x)) if kind == LinearKind.GATED_SILU else F.gelu(gate(x), approximate="tanh")
+    )
     assert_close(Linear([gate, up], kind)(x), activated * up(x))
     assert_close(cpu.gate(gate(x), up(x), kind), activated * up(x))
 
@@ -119,10 +123,10 @@ def test_a_residual_is_added_after_rounding(dtype: torch.dtype, rows: int) -> No
     assert torch.equal(Linear([made])(x, residual), residual + plain)
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(LinearKind))
 @pytest.mark.parametrize("inputs", [64, 70, 896])
 def test_a_row_of_a_product_does_not_depend_on_its_neighbours(
-    dtype: torch.dtype, kind: Kind, inputs: int
+    dtype: torch.dtype, kind: LinearKind, inputs: int
 ) -> None:
     layers = [layer(dtype, inputs, 45, bias=False, seed=seed) for seed in (1, 2)]
     fast = Linear(layers, kind)
@@ -137,7 +141,7 @@ def test_a_row_of_a_product_does_not_depend_on_its_neighbours(
 def test_wide_outputs_are_the_rounded_numbers_in_float32(dtype: torch.dtype) -> None:
     made = layer(dtype, 100, 70, bias=False, seed=1)
     x = randn(dtype, 5, 100, seed=2)
-    wide = Linear([made], Kind.WIDE)(x)
+    wide = Linear([made], LinearKind.WIDE)(x)
     assert wide.dtype == torch.float32
     assert torch.equal(wide, Linear([made])(x).float())
 
@@ -159,7 +163,7 @@ def test_nan_and_infinity_are_copied(dtype: torch.dtype) -> None:
     made.weight.data[3, 5] = float("nan")
     assert Linear([made])(randn(dtype, 1, 64))[0].isnan().tolist() == [i == 3 for i in range(8)]
     broken = torch.full((1, 32), float("nan"), dtype=dtype)
-    assert cpu.gate(broken, torch.ones_like(broken), Kind.GATED_SILU).isnan().all()
+    assert cpu.gate(broken, torch.ones_like(broken), LinearKind.GATED_SILU).isnan().all()
 
 
 @pytest.mark.parametrize("shape", [(1, 896), (3, 5, 48), (2, 7), (70, 1000)])

@@ -175,7 +175,9 @@ async def test_fields_of_the_request_reach_the_engine(
     names: Mapping[str, str],
 ) -> None:
     salt = "extra_key" if path == "/generate" else "cache_salt"
-    fields = {salt: "s", "priority": 2, "budget_ms": 60_000, "max_tokens": 9}
+    # Lower is earlier for vLLM, and later for SGLang.
+    priority = -2 if path == "/generate" else 2
+    fields = {salt: "s", "priority": priority, "budget_ms": 60_000, "max_tokens": 9}
     samples = {within: {"n": 2}} if within else {"n": 2} if "completions" in path else {}
     if within or path == "/v1/responses":
         del fields["max_tokens"]
@@ -183,5 +185,5 @@ async def test_fields_of_the_request_reach_the_engine(
     assert answer.status_code == 200, answer.text
     (request,) = engine.requests
     assert (request.cache_salt, request.n) == ("s", 2 if samples else 1)
-    assert request.priority == (2 if path == "/generate" else -2)
+    assert request.priority == -2
     assert 0 < (request.budget_ns or 0) <= 60_000 * 10**6

@@ -245,8 +245,9 @@ def turns_of(items: Iterable[Item]) -> list[Turn]:
             case "reasoning":
                 end_turn_if_begun()
                 text = "\n".join(part["text"] for part in item["content"] or item["summary"])
-                before = spoken.get("reasoning_content")
-                spoken["reasoning_content"] = "\n".join(filter(None, (before, text)))
+                if text:
+                    before = spoken.get("reasoning_content")
+                    spoken["reasoning_content"] = f"{before}\n{text}" if before else text
             case "function_call":
                 names[item["call_id"]] = item["name"]
                 calls.append(tool_call(item["call_id"], item["name"], item["arguments"]))

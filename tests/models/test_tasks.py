@@ -14,7 +14,7 @@ from nano_inference.models import tasks, tools
 from nano_inference.models.evaluation import kinds_of
 from nano_inference.models.examples import call_text, messages_of, tools_of
 from nano_inference.models.rows import Packer, Taps
-from nano_inference.models.settings import Settings
+from nano_inference.models.settings import TrainingSettings
 from nano_inference.models.tokenizer import END_OF_TEXT, TURN_END, encode, prompt_text
 
 KINDS = kinds_of(*tasks.TASKS, *tasks.TOOL_TASKS, *tasks.TALK_TASKS)
@@ -118,7 +118,7 @@ def test_tools_are_no_task_for_completions() -> None:
 
 
 def packer(tokenizer: Any) -> Packer:
-    settings = Settings(tap_prompts=1)
+    settings = TrainingSettings(tap_prompts=1)
     packer = Packer(settings, tokenizer, Taps(settings))
     packer.rng = random.Random(2)  # Draws no system message first.
     return packer
@@ -157,7 +157,7 @@ def test_two_digit_results_in_thoughts_have_no_loss(tokenizer: Any) -> None:
 
 
 def test_every_document_fits_into_a_row(tokenizer: Any) -> None:
-    settings = Settings(tap_prompts=1)
+    settings = TrainingSettings(tap_prompts=1)
     packer = Packer(settings, tokenizer, Taps(settings))
     (end,) = encode(tokenizer, END_OF_TEXT)
     for _ in range(30):

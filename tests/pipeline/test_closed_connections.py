@@ -97,6 +97,11 @@ class Steps:
         await until(lambda: len(self.held) > done)
 
     @property
+    def has_own(self) -> bool:
+        """Whether a request other than the companion has arrived."""
+        return bool(self._own)
+
+    @property
     def newest(self) -> int:
         """The last plan."""
         return max(self.planned)
@@ -191,8 +196,9 @@ async def call(steps: Steps, port: int, path: str, *, stream: bool, key: str = "
     head += f"Idempotency-Key: {key}\r\n" if key else ""
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    # A chat's template takes time, in which the companion must not come to its end.
+    await until(lambda: steps.has_own)
     while sum(map(bool, steps.planned.values())) < 5:
-        # Whatever is computed until then is the companion's.
         await steps.let_one()
     assert steps.held[max(steps.held)] > 0
     assert not steps.cancelled

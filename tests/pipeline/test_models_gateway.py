@@ -233,7 +233,10 @@ async def test_grpc_loads_lists_and_infers(
         asked.append(("load", model))
         return await deployment.put(cold, ready=True)
 
-    async def unload(model: str, *, timeout_s: float | None = None) -> ModelStatus:
+    async def unload(
+        model: str, *, timeout_s: float | None = None, remove: bool = False
+    ) -> ModelStatus:
+        assert not remove
         asked.append(("unload", model))
         return await deployment.put(cold, ready=False)
 

@@ -43,7 +43,7 @@ class Machine:
         source.write_text(SOURCE)
         (folder / "vectors.h").write_text("")
         monkeypatch.setattr(compiling, "SOURCES", folder)
-        monkeypatch.setattr(compiling, "_FLAGS", ("-fPIC",))
+        monkeypatch.setattr(compiling, "_FLAGS", "-fPIC")
         monkeypatch.setattr(compiling, "_processor_flags", lambda: "flags : avx512f avx512_bf16")
         monkeypatch.setattr(compiling, "_openmp_of_torch", lambda: "-lm")
         monkeypatch.setattr(compiling.platform, "machine", lambda: "x86_64")

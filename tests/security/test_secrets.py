@@ -249,7 +249,7 @@ async def test_no_fork_has_a_password_in_its_command_line() -> None:
     overrides = Options(settings=[f"bus.url={url}"]).overrides()
     config = load_config(env={}, overrides=overrides)
     processes = processes_of(config, _child_environment(config, overrides))
-    forks = processes._forks
+    forks = processes.forks
     try:
         async with asyncio.timeout(60):
             child = await forks.start("fairness", processes._command("fairness"))

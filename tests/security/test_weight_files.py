@@ -106,7 +106,7 @@ def test_a_header_too_long_for_its_names_is_not_read(
         return os.read(descriptor, size)
 
     monkeypatch.setattr(folder.os, "pread", pread)
-    assert "has 90000000 bytes, more than 100 tensors take" in refused(file)
+    assert "has 90000000 bytes, more than 100 tensors need" in refused(file)
     assert read == [8]
     assert not made
 
@@ -158,7 +158,7 @@ def test_an_index_of_more_names_than_the_model_can_have(tmp_path: Path, made: li
     assert "101 tensors are more" in refused(tmp_path)
     with (tmp_path / INDEX).open("wb") as stream:
         stream.truncate(1 << 34)
-    assert "17179869184 bytes, more than 100 tensors take" in refused(tmp_path)
+    assert "17179869184 bytes, more than 100 tensors need" in refused(tmp_path)
     (tmp_path / INDEX).write_bytes(b'{"weight_map":' + b"[" * 100_000)
     assert "can't read" in refused(tmp_path)
     with pytest.raises(WeightsError):

@@ -191,7 +191,7 @@ class Dispatch(TokenizedRequest, frozen=True):
 
     Attributes:
         rank: Sequences with a smaller rank go first where not all fit. Ranks grow with time, so
-            nobody is passed by others for ever.
+            no sequence waits for ever.
         prediction: As in AdmittedRequest.
     """
 
@@ -558,8 +558,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
         tracestate: As traceparent.
         budget_ns: What is left of the request's time at `sent_ns`; None means no deadline. Each
             hop turns it into a deadline by its own clock, so clocks need not agree.
-        operation_id: Under which whoever sent a control message waits for the answer (`Replies`);
-            "" where nobody does.
+        operation_id: Id under which the sender of a control message waits for the reply
+            (`Replies`); "" if no reply is expected.
     """
 
     body: Message

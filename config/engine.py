@@ -183,7 +183,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             return Path(__file__).parent.parent / "models" / BUNDLED_MODEL
         try:
             return Path(self.model_path).expanduser()
-        except RuntimeError:  # of a user that there is not; whoever reads it finds no such folder
+        except RuntimeError:  # an unknown user: the path is left, and loading finds no such folder
             return Path(self.model_path)
 
     @property

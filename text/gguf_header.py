@@ -200,7 +200,7 @@ class _Reader:
             kind = GGMLQuantizationType(number)
             block_elements, block_bytes = GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError):
-            raise self._broken(f"has {shown(name)} of type {number}, which nobody knows") from None
+            raise self._broken(f"has {shown(name)} of the unknown type {number}") from None
         if dimensions[0] % block_elements:
             raise self._broken(f"has {shown(name)} of {dimensions[0]} columns in {kind.name}")
         size = math.prod(dimensions) // block_elements * block_bytes
@@ -233,10 +233,10 @@ class _Reader:
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
-            raise self._broken(f"has a value of type {kind}, which nobody knows")
+            raise self._broken(f"has a value of the unknown type {kind}")
         kind, count = self._number("I"), self._number("Q")
         if kind != _STRING and kind not in _SCALARS:
-            raise self._broken(f"has an array of type {kind}, which nobody reads")
+            raise self._broken(f"has an array of the unsupported type {kind}")
         size = 8 if kind == _STRING else struct.calcsize(_SCALARS[kind])
         self._check_room(count, size)
         self._check_elements(key, count)

@@ -171,7 +171,7 @@ end
 return removed
 """
 
-# Remove answered entries, whoever owns them.
+# Remove answered entries of any owner.
 _FORGET = """
 for i = 2, #ARGV do
   redis.pcall('XACK', KEYS[1], ARGV[1], ARGV[i])
@@ -289,7 +289,7 @@ class Leases:
         return int(await self._eval("requests", _REMOVE, key, group, *entry_ids))
 
     async def forget(self, entry_ids: Sequence[str]) -> None:
-        """Remove entries for good, whoever owns them."""
+        """Remove entries of any owner for good."""
         if entry_ids:
             key, group = [self._keys.requests], self._config.group
             await self._eval("requests", _FORGET, key, group, *entry_ids)

@@ -16,12 +16,12 @@ class KnownCommands(AsyncCommandsParser):
     """
 
     def __init__(self, known: dict[str, Any]) -> None:
-        """Args: what the clients share, empty at first."""
+        """Share `known`, the table of commands, with other clients; empty at first."""
         super().__init__()
         self.commands = known
 
     async def initialize(self, node: ClusterNode | None = None) -> None:
-        """Asks if nobody has asked; and without `node`, as for a command that is not known."""
+        """Read the commands from a server, unless another client has; always without a `node`."""
         if node is not None:
             self.node = node
             if self.commands:

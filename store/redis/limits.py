@@ -191,16 +191,16 @@ class RedisLimits:
         for wish in wishes:
             self._try(wish)
         asked = {self._find(charge.limit).key for wish in wishes for charge in wish.charges}
-        told = await self._write(asked)
+        reply = await self._write(asked)
         tried = [self._release(wish) for wish in wishes]
-        if told.run != self._run:
+        if reply.run != self._run:
             self._run, again = b"", wishes
         else:
             # One after the other, each seeing only those before it.
             again = [
                 wish
                 for wish, reservation in zip(wishes, tried, strict=True)
-                if not self._answer(wish, reservation, told.now_ms)
+                if not self._answer(wish, reservation, reply.now_ms)
             ]
         self._wishes = again + self._wishes
         if self._wishes or not self._run or any(self._unwritten()):
@@ -262,23 +262,23 @@ class RedisLimits:
     async def _meet(self) -> None:
         """Write everything to a server that may lack it."""
         key = self._keys.limits_servers
-        told = await self._transact([("HGETALL", key)])
-        (known,) = told.replies
-        run = told.run
+        reply = await self._transact([("HGETALL", key)])
+        (known,) = reply.replies
+        run = reply.run
         if run not in known:
             # A server without a record of itself has lost its data, or was empty at its start.
-            since_ms = told.now_ms - (0 if known else told.uptime_s * 1000)
+            since_ms = reply.now_ms - (0 if known else reply.uptime_s * 1000)
             note = [("HDEL", key, *known)] if known else []
-            told = await self._transact([*note, ("HSETNX", key, run, since_ms), ("HGETALL", key)])
-            known = told.replies[-1]
+            reply = await self._transact([*note, ("HSETNX", key, run, since_ms), ("HGETALL", key)])
+            known = reply.replies[-1]
         for counted in self._counted.values():
             counted.written = None
         self._touched.update(self._counted)
-        while any(self._unwritten()) and told.run == run:
-            told = await self._write(())
-        since_ms = min(int(known.get(run, told.now_ms)), told.now_ms)
+        while any(self._unwritten()) and reply.run == run:
+            reply = await self._write(())
+        since_ms = min(int(known.get(run, reply.now_ms)), reply.now_ms)
         self._opens_ms = since_ms + int(PATIENCE_S * 1000)
-        self._run = run if told.run == run else b""
+        self._run = run if reply.run == run else b""
 
     async def _write(self, asked: Collection[bytes]) -> _Told:
         """Write some pending shares, and read all shares of some limits."""
@@ -295,12 +295,12 @@ class RedisLimits:
                 sent.append((counted, dict(counted.own)))
                 counted.renew_at_s = now_s + HELD_S / 3
         commands += [("HGETALL", each.key) for each in reads]
-        told = await self._transact(commands)
+        reply = await self._transact(commands)
         for counted, own in sent:
             counted.written = own
-        for counted, shares in zip(reads, told.replies[len(commands) - len(reads) :], strict=True):
-            await self._read(counted, shares, told.now_ms)
-        return told
+        for counted, shares in zip(reads, reply.replies[len(commands) - len(reads) :], strict=True):
+            await self._read(counted, shares, reply.now_ms)
+        return reply
 
     def _share(self, counted: Counted, until_ms: int) -> list[Sequence[Any]]:
         if not counted.own:

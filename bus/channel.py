@@ -78,8 +78,8 @@ class RequestQueue(Protocol):
     """The requests stream: durable on Redis, in memory for the process's life.
 
     A taken entry belongs to a lane until it is acknowledged. After a failure the lane finds its
-    entries in
-    `pending`. On Redis entries are leased: another lane takes over those not renewed in time.
+    entries in `pending`. On Redis entries are leased: another lane takes over those not renewed in
+    time.
     """
 
     async def publish(
@@ -92,8 +92,7 @@ class RequestQueue(Protocol):
         """Add a request (a struct, an equivalent dict, or its JSON).
 
         Nothing is refused here: an invalid request gets a terminal message. In memory it waits
-        while
-        `link_capacity` entries are untaken.
+        while `link_capacity` entries are untaken.
 
         Returns:
             The entry's id.
@@ -107,8 +106,7 @@ class RequestQueue(Protocol):
         """Return entries taken and not acknowledged, oldest first. Call it before the first `take`.
 
         The caller becomes the holder of the lane's entries: the previous holder, in another
-        process, gets
-        LaneReplaced from `renew`.
+        process, gets LaneReplaced from `renew`.
         """
 
     async def take(self, max_items: int = 64) -> list[RequestEntry]:
@@ -168,10 +166,8 @@ class RequestQueue(Protocol):
         """Refuse untaken entries beyond `max_queued`.
 
         Repeatedly refuses the newest entry of the tenant with most waiting. Removing an entry and
-        writing its
-        terminal message is atomic, so it is answered exactly once. In memory this does nothing:
-        `publish`
-        waits instead.
+        writing its terminal message is atomic, so it is answered exactly once. In memory this does
+        nothing: `publish` waits instead.
 
         Args:
             answer: Makes an entry's terminal message, from the entry and the number of waiting
@@ -250,25 +246,20 @@ class ResultStreams(Protocol):
         """Append outputs to their requests' streams; return once all are written.
 
         One call costs about one round trip. Outputs after a terminal message are dropped, and so
-        are outputs
-        to a stream that was recovered in a larger epoch, and the end of a stream with lost outputs.
-        Waits and
-        retries while the transport is unreachable. Calls take effect in order; cancelling one does
-        not undo
-        it.
+        are outputs to a stream that was recovered in a larger epoch, and the end of a stream with
+        lost outputs. Waits and retries while the transport is unreachable. Calls take effect in
+        order; cancelling one does not undo it.
 
         Args:
             batch: Pairs of a stream's key and its new outputs, in order; the last may be the
                 terminal
                 message. The key is the request's id, or the entry's id if the request's can't be
-                used (a
-                duplicate, or unreadable).
+                used (a duplicate, or unreadable).
             epoch: The writer's.
 
         Returns:
             Keys of streams whose outputs were dropped because they belong to a larger epoch, or
-            have to be
-            recovered because of lost outputs.
+            have to be recovered because of lost outputs.
 
         Raises:
             ChannelClosed: The bus was closed.
@@ -288,8 +279,7 @@ class ResultStreams(Protocol):
         """Claim result streams for entries, by (key, entry id), in one round trip.
 
         The first entry to claim a key owns it until its outputs expire; later claims fail. A key
-        equal to the
-        entry's id (of a request without an id) can't be claimed by another entry.
+        equal to the entry's id (of a request without an id) can't be claimed by another entry.
 
         Returns:
             For each pair, the previous owner: None if the claim succeeded; the entry's own id if it
@@ -387,8 +377,7 @@ class Bus(Protocol):
         """Open the inbox of a stage in this process, for messages sent from now on.
 
         Opening it again (after a stage's failure) returns a new, empty inbox and closes the old
-        one; waiting
-        senders continue with the new one.
+        one; waiting senders continue with the new one.
         """
 
     def sender(self, link: AnyLink, sender: str, lane: str | None = None) -> Sender:
@@ -411,8 +400,7 @@ class Bus(Protocol):
         """Return whether `next_epoch` can have returned this number.
 
         A stage checks it before it follows a message into a larger epoch: after a number from a
-        damaged
-        message, the stage would drop all later messages as stale.
+        damaged message, the stage would drop all later messages as stale.
         """
 
     @property

@@ -18,9 +18,8 @@ from .public import GenerateRequest, Output
 Encoding = Literal["json", "msgpack"]
 
 # Besides its own errors msgspec raises UnicodeDecodeError; for very long integers ValueError; for
-# nesting
-# beyond the interpreter's limit RecursionError; for values without a wire form TypeError and
-# OverflowError.
+# nesting beyond the interpreter's limit RecursionError; for values without a wire form TypeError
+# and OverflowError.
 _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
 UNSENDABLE = "invalid_request"
@@ -74,10 +73,9 @@ def decode_request(raw: bytes, encoding: Encoding, max_bytes: int) -> GenerateRe
     """Decode a request from bytes. Never raises.
 
     The code of an unreadable one is "request_too_large" (checked before parsing), "malformed"
-    (`raw` is not
-    `encoding`), or "invalid_request" (not a request; the message ends with the error's path).
-    Numbers are
-    checked for type only, integers for 64 signed bits; admission checks the ranges.
+    (`raw` is not `encoding`), or "invalid_request" (not a request; the message ends with the
+    error's path). Numbers are checked for type only, integers for 64 signed bits; admission checks
+    the ranges.
     """
     if len(raw) > max_bytes:
         return _too_large("", len(raw), max_bytes)
@@ -107,10 +105,8 @@ def check_request(
     """Check a request of a client in this process as strictly as on the wire.
 
     Bytes are JSON. A struct or dict goes through msgpack, which finds in one pass what other
-    processes
-    couldn't decode: values of the wrong type (a struct doesn't check when built), objects that
-    aren't plain
-    data, integers beyond 64 bits, text that isn't Unicode. Never raises.
+    processes couldn't decode: values of the wrong type (a struct doesn't check when built), objects
+    that aren't plain data, integers beyond 64 bits, text that isn't Unicode. Never raises.
     """
     if isinstance(request, bytes):
         return decode_request(request, "json", max_bytes)
@@ -128,8 +124,7 @@ def encode_request(request: GenerateRequest | dict[str, Any] | bytes) -> tuple[s
     """Encode a request as an entry of the requests stream: the field's name, and its value.
 
     The field is "json"; "msgpack" if a number is not finite, which JSON can't represent; "refused"
-    (a
-    `Malformed`) if the object can't be encoded. Never raises.
+    (a `Malformed`) if the object can't be encoded. Never raises.
     """
     if isinstance(request, bytes):
         return "json", request
@@ -147,8 +142,7 @@ def decode_refused(raw: bytes) -> Malformed:
     raises.
 
     Any client may write such a note, so it is untrusted: only the code of `encode_request` is
-    accepted, and
-    of the message only the package's own sentences; the rest is quoted and cut.
+    accepted, and of the message only the package's own sentences; the rest is quoted and cut.
     """
     try:
         refused = msgspec.json.decode(raw, type=Malformed)
@@ -219,8 +213,7 @@ def _with_integer_keys(request: GenerateRequest | dict[str, Any]) -> object:
 
 def _with_schema_text(request: _Request) -> _Request:
     """Return the request with a constraint's schema as text: JSON has integers beyond 64 bits,
-    MessagePack
-    doesn't.
+    MessagePack doesn't.
     """
     sampling = _member(request, "sampling")
     constraint = _member(sampling, "constraint")
@@ -263,8 +256,7 @@ def _explain(raw: bytes, encoding: Encoding, error: Exception) -> Malformed:
     """Distinguish unparseable bytes from parseable ones that aren't a request.
 
     A typed decoder stops at the first wrong field, so the whole is parsed again to check the rest
-    and find
-    the request's id.
+    and find the request's id.
     """
     name = "JSON" if encoding == "json" else "MessagePack"
     try:

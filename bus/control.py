@@ -33,8 +33,7 @@ class Cancel(Internal, frozen=True):
     """End a request early, with this status.
 
     It follows the request through the stages, each of which drops the request, and streaming writes
-    the
-    terminal message.
+    the terminal message.
 
     Attributes:
         unstarted: The sender guarantees that no sequence of the request went further, so streaming
@@ -171,8 +170,7 @@ class ReleaseMemory(Internal, frozen=True):
     """To the executor: release memory after the steps in flight. Answered when done.
 
     Until resumption no step runs, and requests wait. KV is recomputed afterwards; weights are lost,
-    and no
-    step runs before an update has brought all of them.
+    and no step runs before an update has brought all of them.
 
     Attributes:
         tags: Some of `MEMORY_TAGS`. Released memory stays released.

@@ -24,8 +24,7 @@ def usable_trace(traceparent: str | bytes, tracestate: str | bytes) -> tuple[str
     """Return a request's trace context; parts that are too long become "".
 
     By W3C Trace Context (3.3.1.5, 4.3), a tracestate is dropped if it is too long or has no
-    traceparent; the
-    request is processed regardless.
+    traceparent; the request is processed regardless.
     """
     parent = _ascii(traceparent, MAX_TRACEPARENT_BYTES)
     return parent, _ascii(tracestate, MAX_TRACESTATE_BYTES) if parent else ""

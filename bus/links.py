@@ -10,19 +10,15 @@
 
     control: any sender ──► any stage. It also carries streaming's requests to the reference model
     (ScoreSample) and an executor's replies (SampleScored). Clients also send to the model manager
-    of
-    a deployment (LoadModel, UnloadModel), which is no stage.
+    of a deployment (LoadModel, UnloadModel), which is no stage.
 
 With several replicas each batching and executor pair has its own copy of the links that begin or
-end
-there, named `dispatch.1` and so on for replica 1; see `at`.
+end there, named `dispatch.1` and so on for replica 1; see `at`.
 
 A link has one receiver. `steps` is two links: streaming gets a StepResult, batching a StepSummary.
 Feedback links (finished, credits, halts, steps) carry at most a fixed number of messages per
-request or
-sequence in flight, or per remaining step; their capacity is above that number, so that no cycle of
-full
-links can deadlock.
+request or sequence in flight, or per remaining step; their capacity is above that number, so that
+no cycle of full links can deadlock.
 """
 
 from __future__ import annotations

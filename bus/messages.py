@@ -1,16 +1,12 @@
 """Messages on a request's path between stages, and their envelope.
 
 Control messages are in `control.py`; the clients' messages are in `public.py`. All are frozen
-msgspec
-structs, tagged with `type`. In memory they pass by reference, unencoded; on Redis those between
-stages
-are msgpack arrays.
+msgspec structs, tagged with `type`. In memory they pass by reference, unencoded; on Redis those
+between stages are msgpack arrays.
 
 Times ending in `_ns` are integer nanoseconds: timestamps since the Unix epoch, budgets relative.
-Token
-ids are plain ints. Fields may be added at the end with a default; none is ever reordered.
-`links.py`
-draws the path of a request.
+Token ids are plain ints. Fields may be added at the end with a default; none is ever reordered.
+`links.py` draws the path of a request.
 """
 
 from __future__ import annotations

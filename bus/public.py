@@ -107,8 +107,7 @@ class GenerateRequest(
         prediction: The expected output, as text or token ids. If the engine speculates, it is a
             draft,
             which speeds up the request where it matches and never changes the output. Otherwise it
-            is
-            validated and ignored.
+            is validated and ignored.
     """
 
     request_id: str = ""
@@ -295,8 +294,7 @@ class Completion(
         trace_id: 32 hex digits; empty for an untraced request.
         prompt_logprobs: `[prompt]`, each prompt token's logprob given those before it; None for the
             first. None if not requested (`sampling.prompt_logprobs`), or if the request ended
-            before
-            all were known.
+            before all were known.
         prompt_top_logprobs: `[prompt]`, as CompletionSample.top_logprobs; empty for the first.
         prompt_token_ids: `[prompt]`, the tokenised prompt. Empty if the request ended before a
             sample

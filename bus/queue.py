@@ -32,10 +32,8 @@ class BoundedQueue(Generic[T]):
     """Items in order of arrival, for one event loop.
 
     A put waits while its own entrance is full; waiting puts keep their order. Taking items
-    atomically admits
-    waiting puts, so none is overtaken. Cancelling a wait on either side leaves the queue unchanged,
-    or the
-    item inside.
+    atomically admits waiting puts, so none is overtaken. Cancelling a wait on either side leaves
+    the queue unchanged, or the item inside.
 
     Attributes:
         entered: Number of items added so far.

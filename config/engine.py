@@ -15,8 +15,7 @@ PoolingKind = Literal["mean", "last", "cls"]
 
 DraftSourceName = Literal["prediction", "grammar", "suffix", "ngram"]
 """Sources of drafted tokens: the client's expected output, tokens forced by a grammar, earlier
-outputs
-that continued the same tokens, the sample's own earlier tokens.
+outputs that continued the same tokens, the sample's own earlier tokens.
 """
 
 BUNDLED_MODEL = "tiny"

@@ -13,8 +13,7 @@ class NanoInferenceError(Exception):
     """Base of every error that this package raises deliberately.
 
     A message quotes outside input, and goes to logs, clients and other processes; so it is cut
-    here, to
-    `config.quoting.MOST_TEXT` characters.
+    here, to `config.quoting.MOST_TEXT` characters.
     """
 
     code = "internal_error"

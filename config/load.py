@@ -33,8 +33,7 @@ _IN_FILE = "_file"
 
 _NEAR = 0.6
 """Lowest similarity of a suggested name, which is difflib's default. Below it the list of names
-helps
-more.
+helps more.
 """
 
 _OFF_OR_NAME = frozenset({"gateway.message_format", "policy.backend"})
@@ -68,8 +67,7 @@ def load_config(
     Raises:
         ConfigError: An unreadable file, an unknown section or setting (the message has the nearest
             name), a value of the wrong type or out of range, or a setting given both as a value and
-            as
-            a file in the environment.
+            as a file in the environment.
     """
     tree: Tree = {}
     if path is not None:

@@ -18,10 +18,8 @@ def get_logger() -> structlog.typing.FilteringBoundLogger:
     """Return a logger for the current configuration.
 
     Commands, and programs that call `telemetry.setup_logging` or `structlog.configure`, get lines
-    in that
-    format. Elsewhere the lines go to the logger "nano_inference" of `logging`, which prints them
-    once
-    the program configures it.
+    in that format. Elsewhere the lines go to the logger "nano_inference" of `logging`, which prints
+    them once the program configures it.
     """
     if structlog.is_configured():
         found = structlog.get_logger()

@@ -24,8 +24,7 @@ def shown(value: object) -> str:
     """Quote a value: ASCII, at most `MOST_SHOWN` characters.
 
     Python refuses to print integers of thousands of digits, text may hold lone surrogates, and a
-    long
-    value is cut before it is formatted.
+    long value is cut before it is formatted.
     """
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"

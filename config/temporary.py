@@ -55,8 +55,7 @@ def own(path: Path) -> int | None:
 
     Returns:
         A descriptor that holds the lock; close it once `path` is removed. None if a sweeping
-        process
-        removed `path` first.
+        process removed `path` first.
     """
     try:
         file = os.open(path, _ONLY_LOOK)
@@ -120,8 +119,7 @@ def _is_at(file: int, path: Path) -> bool:
 @cache
 def _machine() -> str:
     """Return the id of this machine's boot: on a shared file system, locks of another machine may
-    be
-    invisible.
+    be invisible.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()

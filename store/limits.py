@@ -3,12 +3,9 @@
 A reservation covers several limits, atomically.
 
 A window moves in steps of a sixtieth of its length (`SLICES`). A reservation counts for at least
-the
-window and at most one step longer: no interval as long as the window is granted more than the
-limit, and
-room returns at most a sixtieth late. Every implementation keeps this bound; each documents its
-losses on
-failures.
+the window and at most one step longer: no interval as long as the window is granted more than the
+limit, and room returns at most a sixtieth late. Every implementation keeps this bound; each
+documents its losses on failures.
 """
 
 from __future__ import annotations
@@ -89,8 +86,7 @@ class LimitStore(Protocol):
     """Reservations from limits, which need no declaration.
 
     Reservations of a killed process keep counting in windows; its concurrency is free, on Redis
-    after
-    `HELD_S`.
+    after `HELD_S`.
     """
 
     async def reserve(self, charges: Sequence[Charge]) -> Reservation:
@@ -105,10 +101,8 @@ class LimitStore(Protocol):
         """Set the final amounts of a granted reservation, once.
 
         In a window the final amount replaces the reserved one, which may have been smaller, as of
-        the time of
-        the reservation; concurrency is released, whatever `amounts` says. Visible at once in this
-        process, and a
-        moment later in others, once the transport can be reached.
+        the time of the reservation; concurrency is released, whatever `amounts` says. Visible at
+        once in this process, and a moment later in others, once the transport can be reached.
         """
 
 

@@ -1,8 +1,7 @@
 """State of a process on this machine, from the kernel.
 
 A late heartbeat doesn't distinguish a stopped or killed process from a busy one. The kernel does,
-at
-once, for processes of the reader's own machine and PID namespace.
+at once, for processes of the reader's own machine and PID namespace.
 """
 
 from __future__ import annotations

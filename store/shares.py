@@ -1,8 +1,7 @@
 """One process's view of a limit: its own share, and the shares of other processes.
 
 Independent of clock and server. A share holds amounts by slice of the window; for concurrency there
-is
-one slice, 0, with an expiry of its own.
+is one slice, 0, with an expiry of its own.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ def longest_context(text: Mapping[str, Any]) -> int | None:
     """Return the longest context in tokens; None if the configuration doesn't say.
 
     With some kinds of rotary scaling, positions beyond the original length change the factors of
-    the
-    whole batch: one long sequence would change its short neighbours' tokens. The original length
-    applies there.
+    the whole batch: one long sequence would change its short neighbours' tokens. The original
+    length applies there.
 
     Args:
         text: The language model's configuration, with Transformers' names.

@@ -2,15 +2,13 @@
 
 A completion's text is the text that its tokens add after the prompt, so a completion that continues
 a word begins with its space. (`decode` of the completion alone would strip it, as
-SentencePiece-like
-decoders do at the start of a text.)
+SentencePiece-like decoders do at the start of a text.)
 
 Why not `tokenizers.decoders.DecodeStream`: with byte-fallback tokens it raises InvalidPrefix once
 an invalid byte follows a valid character; its cost is quadratic in a run of invalid bytes; and it
-has
-no end at which an incomplete character is emitted. In every supported decoder a token adds the same
-bytes at every position but a text's first. So each token's bytes are computed once; per token, the
-work is a lookup and, for characters split between tokens, Python's UTF-8 decoder.
+has no end at which an incomplete character is emitted. In every supported decoder a token adds the
+same bytes at every position but a text's first. So each token's bytes are computed once; per token,
+the work is a lookup and, for characters split between tokens, Python's UTF-8 decoder.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ class TokenPieces(dict[int, str | bytes]):
     """Text that each token id adds: a string, or bytes where a character may be split.
 
     Unknown ids add nothing; special tokens add text only on request. Filled on demand, so at most
-    as
-    large as the vocabulary; one instance serves all samples of a model.
+    as large as the vocabulary; one instance serves all samples of a model.
 
     Raises:
         ModelError: The tokenizer's decoder is of a kind whose tokens depend on their neighbours.
@@ -93,14 +90,11 @@ class Detokenizer:
     """The text of one sample.
 
     All pushes and `finish` together equal `decode(anchor + ids)` without the anchor's own text,
-    where
-    `decode` is the tokenizers library's (special tokens skipped) and `anchor` is any part of the
-    prompt
-    that ends between characters. One exception: in an invalid run of byte-fallback tokens `decode`
-    shows every byte as U+FFFD, even those of whole characters already delivered. Here, as in
-    byte-level
-    decoding, whole characters stay and each maximal ill-formed part becomes one U+FFFD (Unicode 15,
-    section 3.9).
+    where `decode` is the tokenizers library's (special tokens skipped) and `anchor` is any part of
+    the prompt that ends between characters. One exception: in an invalid run of byte-fallback
+    tokens `decode` shows every byte as U+FFFD, even those of whole characters already delivered.
+    Here, as in byte-level decoding, whole characters stay and each maximal ill-formed part becomes
+    one U+FFFD (Unicode 15, section 3.9).
     """
 
     __slots__ = ("_cut", "_piece_of")

@@ -80,8 +80,7 @@ class GgufFacts(msgspec.Struct, frozen=True):
 
 def gguf_file_of(path: Path) -> Path | None:
     """Return the GGUF file of a model path: the path itself, or the only GGUF file of a folder
-    without
-    config.json. Return None for a folder in Transformers' format.
+    without config.json. Return None for a folder in Transformers' format.
 
     Raises:
         ModelError: There are several.
@@ -257,8 +256,7 @@ def dtype_of(types: dict[str, int]) -> str:
     """Return the dtype that `engine.dtype: auto` means for tensors of these types.
 
     Float tensors keep theirs, with norms in float32. Quantized tensors become bfloat16, which takes
-    half
-    the memory of float32 and is fast wherever there are kernels.
+    half the memory of float32 and is fast wherever there are kernels.
     """
     if any(name not in _FLOATS for name in types):
         return "bfloat16"
@@ -274,8 +272,7 @@ def _save_tokenizer(folder: Path) -> None:
     path = folder / "tokenizer_config.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     # Some models' classes build a tokenizer of their own from a vocabulary; this one is used as it
-    # is
-    # in tokenizer.json.
+    # is in tokenizer.json.
     _write(path, content | {"tokenizer_class": "PreTrainedTokenizerFast"})
     _check_same(tokenizer, AutoTokenizer.from_pretrained(folder, local_files_only=True))
 

@@ -39,8 +39,7 @@ _MOST_DIMENSIONS = 4
 
 _MOST_ELEMENTS = 1 << 21
 """Limit on elements of all arrays together. The gguf package keeps about 700 bytes per element, so
-9 MB
-of bytes would take 6 GB. The largest known vocabulary (262,144 tokens) needs 1.3 million.
+9 MB of bytes would take 6 GB. The largest known vocabulary (262,144 tokens) needs 1.3 million.
 """
 
 _MOST_OF_OTHERS = 1 << 16

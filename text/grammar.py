@@ -59,8 +59,7 @@ _KEPT_BYTES = 64 << 20
 
 _BYTES_PER_CPU_S = 160e6
 """Memory of a compiled grammar by its compile time: 35 to 160 MB/s measured (by the time of masks
-30 to
-200). llguidance reports neither.
+30 to 200). llguidance reports neither.
 """
 
 MASK_S = 50e-6
@@ -347,8 +346,7 @@ class GrammarCompiler:
         """Prepare the tokenizer for constraints, before requests arrive.
 
         With a large vocabulary it takes a second, during which llguidance holds the GIL. Errors are
-        raised
-        by the first constraint.
+        raised by the first constraint.
         """
         with suppress(RequestError, ModelError):
             self._ready()

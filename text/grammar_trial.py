@@ -2,9 +2,8 @@
 
 llguidance limits nearly all of its work by fuel, but not a lexer's first transitions: `Lexer::from`
 (1.9.1) computes 256 of them, each of which may visit as many states as an intersection or
-complement
-of regular expressions has. 100 bytes can take hours and all memory whatever the fuel, and a thread
-can't be stopped.
+complement of regular expressions has. 100 bytes can take hours and all memory whatever the fuel,
+and a thread can't be stopped.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ _PROGRAM = Path(__file__).with_name("grammar_trial_process.py")
 _LEAST_CPU_S = 0.03
 _CPU_S_PER_BYTE = 0.1 / 16_384
 """CPU time limit per byte of grammar. Honest ones of up to 2 KB take up to 3 ms on a busy EPYC,
-schemas
-of 16 KiB up to 9 ms, one of 111 KB 84 ms.
+schemas of 16 KiB up to 9 ms, one of 111 KB 84 ms.
 """
 
 
@@ -96,8 +94,7 @@ class GrammarTrial:
 
     def _start(self) -> subprocess.Popen[bytes]:
         # -P: the program's folder must not shadow modules. A session of its own: an interrupt at
-        # the terminal
-        # is for the service, which then closes the child's standard input.
+        # the terminal is for the service, which then closes the child's standard input.
         process = subprocess.Popen(
             [sys.executable, "-P", str(_PROGRAM)],
             stdin=subprocess.PIPE,

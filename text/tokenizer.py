@@ -63,8 +63,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
             of the `tokenizers` library (a "fast" one).
     """
     # Imported here because it takes seconds and imports torch, which clients and tests of the cores
-    # don't
-    # need.
+    # don't need.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = folder_of(folder)
@@ -169,8 +168,7 @@ _KEEPING = frozenset(
 """Pre-tokenizers that drop nothing, except with the behavior "Removed"."""
 
 # Factors by which a normalizer may shrink bytes. Normal forms: 4 for compatibility characters such
-# as
-# U+1D400, 3.5 for U+0390 written with U+1FBE. Lower case: 3 for U+212A, the kelvin sign.
+# as U+1D400, 3.5 for U+0390 written with U+1FBE. Lower case: 3 for U+212A, the kelvin sign.
 _SHRINKING = {
     "ByteLevel": 1,
     "Prepend": 1,
@@ -229,8 +227,7 @@ def stop_token_ids_of(folder: Path, tokenizer: PreTrainedTokenizerFast | None) -
     """Return the ids that end a generation by default.
 
     As in Transformers' `generate`: `eos_token_id` of generation_config.json, else of config.json,
-    else the
-    tokenizer's own. Empty if the model has none.
+    else the tokenizer's own. Empty if the model has none.
 
     Raises:
         ModelError: One of the two files can't be read, or holds an invalid id.
@@ -265,10 +262,9 @@ def default_sampling_params(folder: Path) -> SamplingParams:
     default, which has no effect. `do_sample: false` means temperature 0.
 
     They are never applied silently: RL needs tokens from the model's own distribution, or the
-    logprobs
-    that training uses belong to another policy; and a request must not change its meaning with the
-    model.
-    To use them, call this and pass the result, changed with `msgspec.structs.replace`.
+    logprobs that training uses belong to another policy; and a request must not change its meaning
+    with the model. To use them, call this and pass the result, changed with
+    `msgspec.structs.replace`.
 
     Raises:
         ModelError: The file can't be read, or a setting can't be used.

@@ -108,8 +108,7 @@ class Numbering:
     """Message ids of each sender on each link, counting from 1.
 
     A second object for the same incarnation continues the count; otherwise its messages would look
-    like
-    duplicates.
+    like duplicates.
     """
 
     def __init__(self) -> None:

@@ -46,8 +46,7 @@ CLOSE_PATIENCE_S = 5.0
 """Time limit of `aclose` for pending writes, when Redis is slow or unreachable."""
 
 # At least the server's time in milliseconds. A server that lost its data would otherwise count from
-# 1
-# again, and stages that remember a larger epoch would drop the new one as stale.
+# 1 again, and stages that remember a larger epoch would drop the new one as stale.
 _EPOCH = """
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)

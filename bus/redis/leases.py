@@ -88,10 +88,8 @@ return redis.call(unpack(claim))
 """
 
 # Acknowledge and delete atomically: an entry that is only acknowledged would come back when the
-# group
-# is recreated. Entries of another lane stay; entries without an owner are removed too. With marks
-# (two
-# keys per entry), entries that have neither mark on this server stay and are returned.
+# group is recreated. Entries of another lane stay; entries without an owner are removed too. With
+# marks (two keys per entry), entries that have neither mark on this server stay and are returned.
 _ACKNOWLEDGE = """
 local group, consumer, unanswered = ARGV[1], ARGV[2], {}
 for i = 3, #ARGV do
@@ -112,8 +110,7 @@ return unanswered
 """
 
 # Number of untaken entries, and the id of the last one handed out. Acknowledged entries are
-# deleted,
-# so the rest is pending. An error means that there is no group yet.
+# deleted, so the rest is pending. An error means that there is no group yet.
 _QUEUED = """
 local queued, last = redis.call('XLEN', KEYS[1]), '0-0'
 local pending = redis.pcall('XPENDING', KEYS[1], ARGV[1])
@@ -127,8 +124,7 @@ return {queued - pending[1], last}
 """
 
 # Tenants of the entries after an id. In JSON text a quote is escaped, so a key can't be mistaken.
-# The
-# result only orders refusals, so an unreadable tenant counts as one of its own.
+# The result only orders refusals, so an unreadable tenant counts as one of its own.
 _TENANTS = """
 local rows = {}
 for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '(' .. ARGV[1], '+', 'COUNT', ARGV[2])) do
@@ -260,8 +256,7 @@ class Leases:
         """Return the number of untaken entries, and some of the excess.
 
         The excess is the newest entries of the tenants with most waiting. Each entry's tenant is
-        read
-        once while there are too many: at most `2 * max_queued` entries.
+        read once while there are too many: at most `2 * max_queued` entries.
         """
         waiting, key, group = self._waiting, [self._keys.requests], self._config.group
         queued, last = await self._eval("requests", _QUEUED, key, group)

@@ -58,8 +58,7 @@ UNREAD_CONTROL = 65_536
 
 
 # A batch is written atomically. If a part were refused and later messages accepted, the reader
-# would
-# drop the retry of that part as a duplicate.
+# would drop the retry of that part as a duplicate.
 _SEND = """
 for i = 2, #ARGV do
   redis.call('XADD', KEYS[1], '*', 'w', ARGV[1], 'm', ARGV[i])
@@ -171,8 +170,7 @@ class LinkWriter:
         self._nonce = nonce
         self._capacity = None if link.closes_circle else capacity
         # Clients write to control links too: possibly of a pipeline that isn't running, possibly
-        # without the
-        # right to.
+        # without the right to.
         self._keep = UNREAD_CONTROL if link.name.startswith("control.") else 0
         self._hold = Backoff(first_s=0.002, longest_s=0.05)
         self._length = 0
@@ -399,8 +397,7 @@ class LinkReader:
 
     async def _read(self) -> dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]]:
         # After a broken connection the server may have restarted. In a cluster it may be a server
-        # other than
-        # the one of this connection.
+        # other than the one of this connection.
         due = self._checks_often and time.monotonic() >= self._compared_s + CHECK_CLUSTER_S
         if self._compare or due:
             await self._compare_run_ids()

@@ -45,8 +45,7 @@ DRAIN_PAGE = 256
 ACK_BATCH = 256
 MOST_RETAKEN = 3
 """Limit on taking an entry again because the server lost its terminal message. Where outputs expire
-too
-soon (`bus.results_ttl_s`) the loss would repeat for ever.
+too soon (`bus.results_ttl_s`) the loss would repeat for ever.
 """
 KEPT_DEAD = 10_000
 """Length limit of the dead-letter stream."""
@@ -56,9 +55,8 @@ class RedisRequests:
     """`RequestQueue` as one Redis stream, read through a consumer group.
 
     A task fetches entries; a cancelled `take` leaves it running, and the next `take` gets what
-    Redis
-    handed out. Redis may hand out an entry again (after a broken connection, or when the group was
-    recreated), so entries in hand are known by id.
+    Redis handed out. Redis may hand out an entry again (after a broken connection, or when the
+    group was recreated), so entries in hand are known by id.
     """
 
     def __init__(
@@ -87,8 +85,7 @@ class RedisRequests:
         self._possibly_lost: set[str] = set()
         self._fetching: asyncio.Task[None] | None = None
         # True while Redis may have assigned entries to this consumer that it has not received: at
-        # first, and
-        # after each broken connection.
+        # first, and after each broken connection.
         self._drain_first = True
         self._acks: BatchWriter[tuple[str, str | None]] | None = None
         # Times that an entry was taken again because the server lost its terminal message.
@@ -288,8 +285,7 @@ class RedisRequests:
         """Remove entries whose terminal message exists.
 
         During a failover, commands may reach the old and the new server, and confirmed writes may
-        be
-        lost. An entry found unanswered is taken again and continues after its stored output.
+        be lost. An entry found unanswered is taken again and continues after its stored output.
         """
         certain = [
             entry_id

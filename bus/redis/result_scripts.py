@@ -17,8 +17,8 @@ end
 
 # Append several entries, or a terminal one, atomically, so that neither a lost reply nor a second
 # writer leaves a part. `pcall` returns Redis's own error. On a single server the results stream
-# gets
-# the terminal message in the same script: two commands could reach two servers during a failover.
+# gets the terminal message in the same script: two commands could reach two servers during a
+# failover.
 #
 # A stream with missing entries is not ended: after a failover this server lacks what the old one
 # had. Entries deleted by a client that read them don't count as missing.
@@ -64,8 +64,7 @@ return tell(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3])
 """
 
 # Write a terminal message in place of all output. Returns the entry that ends the stream, or false
-# if
-# output has begun. An empty message only reads.
+# if output has begun. An empty message only reads.
 ANSWER = f"""{_TOLD}
 if redis.call('EXISTS', KEYS[1]) == 1 then
   local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
@@ -95,10 +94,8 @@ return {
 """
 
 # Raise the stream's last id to `<epoch>-0` by an entry that no reader sees, so that older epochs
-# can
-# no longer write. (XSETID requires an existing stream.) A stream with missing entries, after a
-# restart
-# with old data, starts over unless it has ended.
+# can no longer write. (XSETID requires an existing stream.) A stream with missing entries, after a
+# restart with old data, starts over unless it has ended.
 FENCE = """
 local entries, whole = redis.call('XRANGE', KEYS[1], '-', '+'), true
 for i, entry in ipairs(entries) do

@@ -376,10 +376,8 @@ class RedisResults:
         """Return the payloads still to write after Redis refused an id.
 
         The id was taken by this process (the reply of an equal write was lost) or by another writer
-        of
-        this epoch. Returns None if the stream was recovered in a larger epoch. After a terminal
-        message,
-        which is added to `ended`, nothing is left to write.
+        of this epoch. Returns None if the stream was recovered in a larger epoch. After a terminal
+        message, which is added to `ended`, nothing is left to write.
         """
         out, number = self._keys.out(key), self._next.get(key, 1)
         redis = self._commands.redis

@@ -141,8 +141,7 @@ class Server:
         """Return a client whose commands may block for `block_s`.
 
         It never retries: after a lost reply only the caller knows which commands may run twice. Use
-        it
-        with `execute`, `execute_all` and `on_each` only: for a cluster it is a RedisCluster.
+        it with `execute`, `execute_all` and `on_each` only: for a cluster it is a RedisCluster.
         """
         address, options = self._address, self._connection_options(block_s)
         off = MaintNotificationsConfig(enabled=False)
@@ -414,8 +413,7 @@ async def time_ms(redis: Redis, key: bytes) -> int:
 @contextmanager
 def _connection_errors() -> Iterator[None]:
     """Convert a cluster client's own errors for unreachable nodes, and its AttributeError when a
-    connection
-    is lost while opening, to ConnectionError.
+    connection is lost while opening, to ConnectionError.
     """
     try:
         yield
@@ -463,8 +461,7 @@ def watched(
     work: Coroutine[Any, Any, None], name: str, on_failure: Callable[[], object]
 ) -> asyncio.Task[None]:
     """Run `work` in the background. An unexpected error is logged, and `on_failure` then ends the
-    waits that
-    depend on the task.
+    waits that depend on the task.
     """
 
     def ended(task: asyncio.Task[None]) -> None:
@@ -481,8 +478,7 @@ async def end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait for their end. Their errors are logged elsewhere.
 
     Up to Python 3.11, `asyncio.wait_for` (used by redis-py) swallows a cancellation that arrives
-    just as
-    it completes; so a task that continues is cancelled again.
+    just as it completes; so a task that continues is cancelled again.
     """
     running = {task for task in tasks if not task.done()}
     while running:

@@ -31,8 +31,7 @@ stream. Keys of a lane exist per model:
 {prefix}:stages:{model}            as {prefix}:stages
 
 The braces below are literal: a cluster keeps keys with the same tag in one slot, and a key without
-a
-tag in the slot of a tag equal to the key.
+a tag in the slot of a tag equal to the key.
 
 {{prefix}:requests}:lanes  hash, each lane's lease expiry and keeper (internal)
 {{prefix}:requests}:begun  hash, each lane's number of begun requests, and its expiry (internal)
@@ -44,8 +43,8 @@ tag in the slot of a tag equal to the key.
 {{prefix}:link:{lane}}:{link} stream between two stages (internal): `w` the writer, `m` the message
 
 Every script, transaction and multi-stream read names keys of one family only: the requests and
-their
-leases; the results stream and its marks; the links of one lane; limits; every other key alone.
+their leases; the results stream and its marks; the links of one lane; limits; every other key
+alone.
 """
 
 from __future__ import annotations

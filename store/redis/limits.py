@@ -1,26 +1,18 @@
 """Limits on Redis: a hash per limit, with a field per gateway.
 
 A gateway writes its own fields only, each as a whole, and sequentially. So a retried write after a
-lost
-reply loses nothing, and no script is needed. To reserve, a gateway writes its share and reads all
-shares
-in the same transaction: if the sum fits, the reservation is granted, else the share is rewritten
-without
-it. Of two simultaneous reservations of the last room, both may see the other's and fail; they retry
-once.
-Waiting reservations are batched, so that many cost little more than one.
+lost reply loses nothing, and no script is needed. To reserve, a gateway writes its share and reads
+all shares in the same transaction: if the sum fits, the reservation is granted, else the share is
+rewritten without it. Of two simultaneous reservations of the last room, both may see the other's
+and fail; they retry once. Waiting reservations are batched, so that many cost little more than one.
 
 Only the server's clock counts. A server with an unknown `run_id` may have lost its data: it
-restarted, or
-is a promoted replica. Each active gateway checks for that every `BEAT_S`, and then writes all its
-fields;
-for `PATIENCE_S` nothing is granted, and reservations wait. So only reservations of a gateway that
-died or
-was cut off in the same seconds as the server are lost.
+restarted, or is a promoted replica. Each active gateway checks for that every `BEAT_S`, and then
+writes all its fields; for `PATIENCE_S` nothing is granted, and reservations wait. So only
+reservations of a gateway that died or was cut off in the same seconds as the server are lost.
 
 Concurrency has a lease, which its gateway renews; a killed gateway's is free after `HELD_S`. In
-windows
-its usage keeps counting.
+windows its usage keeps counting.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ class Backlog(NamedTuple):
         pending: Entries taken by any lane, and not acknowledged.
         dead: Dead letters.
         queue_length: Requests without a begun sample, taken or not. About a second old; requests of
-            a
-            lane that is lost, or silent for five seconds, count as not begun.
+            a lane that is lost, or silent for five seconds, count as not begun.
     """
 
     waiting: int

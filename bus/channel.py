@@ -45,8 +45,7 @@ class Sender(Protocol):
 
         Raises:
             ChannelClosed: The bus was closed, or (with both ends in this process) the receiving
-                inbox was
-                closed and not reopened.
+                inbox was closed and not reopened.
             BusError: The message exceeds the transport's limit.
         """
 
@@ -123,8 +122,7 @@ class RequestQueue(Protocol):
 
         Args:
             request_id: Of the terminal message that `deliver` wrote. If the transport lost the
-                message,
-                `take` returns the entry again. None: no check.
+                message, `take` returns the entry again. None: no check.
         """
 
     async def renew(self, lease_s: float) -> set[str]:
@@ -252,9 +250,8 @@ class ResultStreams(Protocol):
 
         Args:
             batch: Pairs of a stream's key and its new outputs, in order; the last may be the
-                terminal
-                message. The key is the request's id, or the entry's id if the request's can't be
-                used (a duplicate, or unreadable).
+                terminal message. The key is the request's id, or the entry's id if the request's
+                can't be used (a duplicate, or unreadable).
             epoch: The writer's.
 
         Returns:
@@ -304,8 +301,7 @@ class ResultStreams(Protocol):
 
         Raises (while iterating):
             BusError: Code "unknown_request": the entry is neither in the queue nor in flight, and
-                its
-                outputs have expired. Code "malformed_output": the stream holds a foreign entry.
+                its outputs have expired. Code "malformed_output": the stream holds a foreign entry.
             ChannelClosed: The bus was closed.
         """
 

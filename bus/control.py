@@ -37,8 +37,7 @@ class Cancel(Internal, frozen=True):
 
     Attributes:
         unstarted: The sender guarantees that no sequence of the request went further, so streaming
-            has
-            no state of it and must answer. Otherwise a request unknown to streaming has already
+            has no state of it and must answer. Otherwise a request unknown to streaming has already
             ended.
         elsewhere: Another lane has taken the request over: it is dropped, and nothing is written.
     """
@@ -100,12 +99,10 @@ class UpdateWeights(Internal, frozen=True):
         partial: Keep parameters that are missing from the source.
         timeout_s: Time limit of the fetch.
         part_of: Name of an update in several messages: the tensors are checked and kept beside
-            earlier
-            ones of this name. `StagedWeights` puts all of them in place. Parts of another name are
-            dropped.
+            earlier ones of this name. `StagedWeights` puts all of them in place. Parts of another
+            name are dropped.
         prepare_as: Name of an update of several executors: the weights are fetched and checked, and
-            wait
-            for `FinishUpdate`. Until then, for at most `timeout_s`, other updates are refused.
+            wait for `FinishUpdate`. Until then, for at most `timeout_s`, other updates are refused.
     """
 
     source: WeightsSource | StagedWeights

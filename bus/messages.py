@@ -248,8 +248,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
             prefill.
         block_ids: Blocks of the KV cache, in order.
         sampling: Parameters; `max_tokens` counts from the prompt's end and is already limited by
-            the
-            model's length.
+            the model's length.
         sample: The sample's index and seed.
         info: Its request.
         cache_scope: Speculation learns only from sequences of the same scope.

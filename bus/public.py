@@ -56,8 +56,7 @@ class EmbedParams(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         pooling: "mean" over all tokens, the "last" one, or the first one ("cls"); "" for the
-            model's
-            own.
+            model's own.
         normalize: Scale the vector to length 1; None for the model's own.
         dimensions: Number of leading components, taken before normalisation; None for all.
     """
@@ -82,8 +81,7 @@ class GenerateRequest(
 
     Attributes:
         request_id: The client's id for the request, unique among requests in flight or with
-            readable
-            output. If empty, the entry's id on the requests queue.
+            readable output. If empty, the entry's id on the requests queue.
         prompt: Text to continue.
         prompt_token_ids: The prompt as token ids.
         messages: A conversation, rendered by the model's chat template.
@@ -95,19 +93,15 @@ class GenerateRequest(
         priority: Higher runs earlier; waiting adds to it.
         tenant: The unit of fair sharing.
         budget_ns: Time limit from arrival, in nanoseconds. Zero or less is refused as expired;
-            absent
-            means no deadline.
+            absent means no deadline.
         cache_salt: Prefixes are shared only among a tenant's requests with equal salts, since
-            timing and
-            `cached_tokens` reveal shared prompts. With `admission.share_prefixes_across_tenants`,
-            tenants don't matter.
+            timing and `cached_tokens` reveal shared prompts. With
+            `admission.share_prefixes_across_tenants`, tenants don't matter.
         embed: Return the prompt's `embedding` in the one sample. Then `n` is 1, `sampling` is
-            absent,
-            and only the Completion is sent.
+            absent, and only the Completion is sent.
         prediction: The expected output, as text or token ids. If the engine speculates, it is a
-            draft,
-            which speeds up the request where it matches and never changes the output. Otherwise it
-            is validated and ignored.
+            draft, which speeds up the request where it matches and never changes the output.
+            Otherwise it is validated and ignored.
     """
 
     request_id: str = ""
@@ -149,8 +143,7 @@ class Usage(OutputPart, frozen=True, kw_only=True):
         accepted_prediction_tokens: Drafted tokens equal to the sampled ones, from every source of
             `engine.draft_sources`, of which `prediction` is one.
         rejected_prediction_tokens: Drafted tokens that differed, or were after a sample's end: not
-            part
-            of the output. After a failure of the streaming stage both count only later steps.
+            part of the output. After a failure of the streaming stage both count only later steps.
     """
 
     prompt_tokens: int = 0
@@ -204,14 +197,11 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
         weight_version: Of the oldest token's weights.
         weight_versions: Spans of (version, index of its first token).
         top_logprobs: `[k]`, per position the `sampling.logprobs` likeliest tokens, likeliest first;
-            None
-            if not requested.
+            None if not requested.
         ref_logprobs: `[k]`, by the reference model, at the sample's temperature. None without such
-            a
-            model, or if the sample was cut short.
+            a model, or if the sample was cut short.
         adapter_version: Of the oldest token's adapter weights; 0 without an adapter. Chunks have it
-            for
-            each token.
+            for each token.
         embedding: The prompt's vector, float32, for `embed`. Then there are no tokens, and
             `weight_version` is of the vector's weights.
         num_draft_tokens: Drafted tokens verified for the sample, counted as in Usage.
@@ -297,8 +287,7 @@ class Completion(
             before all were known.
         prompt_top_logprobs: `[prompt]`, as CompletionSample.top_logprobs; empty for the first.
         prompt_token_ids: `[prompt]`, the tokenised prompt. Empty if the request ended before a
-            sample
-            began.
+            sample began.
         prompt_ref_logprobs: `[prompt]`, as `prompt_logprobs`, by the reference model. None without
             `prompt_logprobs` or such a model.
     """

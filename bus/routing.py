@@ -31,8 +31,7 @@ class Unmoved(NamedTuple):
     Attributes:
         entry_id: Its entry.
         code: "model_not_loaded": the model accepts no requests. "not_routed": its stream has a
-            later
-            entry. "malformed": it has more fields than any request.
+            later entry. "malformed": it has more fields than any request.
     """
 
     entry_id: str

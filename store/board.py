@@ -49,8 +49,7 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
         pid: Process id.
         epoch: The last epoch seen.
         state: "starting" while loading; "waiting" before it joins an epoch; "ready"; "draining"
-            while
-            it admits nothing new; "gone" after a clean exit (never returned by `read`).
+            while it admits nothing new; "gone" after a clean exit (never returned by `read`).
         reason: The cause of waiting; "" if ready.
         since_s: Seconds in this state.
         load: A few numbers of the stage.

@@ -65,8 +65,7 @@ class Reservation(msgspec.Struct, frozen=True):
         refused_by: Index of the refusing limit, the one with the longest wait of several; None if
             granted.
         retry_after_s: Seconds until that limit has room, without further reservations; None if
-            unknown,
-            since it depends on others' commits, or if the amount exceeds the limit.
+            unknown, since it depends on others' commits, or if the amount exceeds the limit.
         slices: For each charge, its slice of the window; 0 for concurrency.
     """
 

@@ -59,8 +59,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
     Raises:
         ModelError: The folder or its tokenizer is missing or unreadable, or the tokenizer is not
-            one
-            of the `tokenizers` library (a "fast" one).
+            one of the `tokenizers` library (a "fast" one).
     """
     # Imported here because it takes seconds and imports torch, which clients and tests of the cores
     # don't need.

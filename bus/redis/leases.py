@@ -234,8 +234,7 @@ class Leases:
 
         Args:
             marks: Two keys per entry, on the node of the requests; either one shows that its
-                terminal
-                message is written. Empty: unconditional.
+                terminal message is written. Empty: unconditional.
 
         Returns:
             The entries without a mark, which stay.

@@ -326,8 +326,7 @@ async def execute(redis: Redis, *command: Any, key: bytes | None = None) -> Any:
 
     Args:
         key: One of its keys, if they aren't the first arguments, so that a cluster's client need
-            not
-            ask a server for the command's key positions.
+            not ask a server for the command's key positions.
     """
     with _connection_errors():
         if key is not None and isinstance(redis, RedisCluster):

@@ -42,8 +42,7 @@ class Counted:
         written: The server's copy of it; None if unknown.
         sum: Usage of all processes.
         renew_at_s, expire_at_s: When to rewrite the share regardless, and when to extend its expiry
-            on
-            the server, on this process's clock.
+            on the server, on this process's clock.
     """
 
     def __init__(self, key: bytes, limit: Limit) -> None:

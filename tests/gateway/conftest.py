@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -11,8 +12,18 @@ import pytest
 
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
+from nano_inference.gateway.serving import chat_templates
+from nano_inference.text.chat_template import TemplateWorkers
 
 from .fake import FakeEngine, http_of
+
+
+@pytest.fixture(scope="package", autouse=True)
+def shared_template_workers() -> Iterator[None]:
+    """One set of template processes for all gateways; each start imports Transformers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_templates, "TemplateWorkers", functools.cache(TemplateWorkers))
+        yield
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         seed: Seed of requests without one.
         logprobs_mode: "processed": logprobs of the policy that tokens are sampled from, after
             penalties, bias and temperature; "raw": of the model's output (docs/sampling.md).
-        deterministic: Tokens and logprobs are bitwise equal whatever the batch, and however prompts
+        deterministic: Tokens and logprobs are bitwise equal in any batch, and however prompts
             are chunked, cached or recomputed. "auto": where it costs nothing (on a CPU where
             `kernels` covers the whole model, for requests without an adapter); true: always, on a
             CPU, at its cost; false: off.

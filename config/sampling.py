@@ -93,7 +93,7 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
         top_k: Sample among the k likeliest tokens; 0 is off.
         top_p: Sample among the fewest tokens whose probabilities reach this sum; 1 is off.
         min_p: Drop tokens below this share of the likeliest token's probability; 0 is off.
-        seed: Makes the samples repeatable, whatever else runs.
+        seed: Makes the samples repeatable, in any batch.
         stop: Generation ends before the first of these strings, which is not delivered.
         ignore_eos: Go on past the model's end-of-sequence ids.
         repetition_penalty: Logits of tokens in the prompt or generated so far are divided by this

@@ -102,7 +102,7 @@ class Gateway:
             if config.policy.knows_callers:
                 self._server.connections.client_of = app.policy.client_of
             if self.grpc_port is not None:
-                # gRPC's own log has a line for whatever a client sends, in a form of its own.
+                # gRPC's own log has a line for each bad message, in a form of its own.
                 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
                 from .api.kserve.grpc_server import GrpcServer
 

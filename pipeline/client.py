@@ -544,8 +544,8 @@ class BusClient:
     def of_model(self, model: str) -> BusClient:
         """Return a client of one model of the deployment, with its own connection; close it.
 
-        Its requests are for that model, whatever they name, and its operations apply to the lanes
-        of that model.
+        Its requests are for that model, even if they name another, and its operations apply to the
+        lanes of that model.
 
         Args:
             model: Its id.

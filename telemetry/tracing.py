@@ -37,7 +37,7 @@ at once."""
 
 MOST_AT_ONCE = 2048
 """Spans in one export; default of OTEL_BSP_MAX_EXPORT_BATCH_SIZE. Less than 1 MB, where collectors
-take 4. One request costs as much as encoding a thousand spans, whatever its size."""
+take 4. One request costs as much as encoding a thousand spans, at every size."""
 
 SHUTDOWN_MS = 1000
 """Time limit for the last export at the end of a process."""

@@ -2,7 +2,7 @@
 
 `TemplateWorkers` runs this file as a program with the descriptors of some connections. The program
 loads Transformers once and forks a worker for each connection. A template that takes too long ends
-its worker by SIGALRM, whatever code it is in; the program reports that and forks another one.
+its worker by SIGALRM, even within C code; the program reports that and forks another one.
 Requests and answers are JSON.
 """
 

@@ -90,7 +90,7 @@ class TenantPolicy(_Part, frozen=True):
 
     Attributes:
         weight: Its weight in the fairness of every lane; None for the lane's own setting.
-        max_priority: The highest priority, whatever its keys allow; None for no such limit.
+        max_priority: The highest priority, even if its keys allow more; None for no such limit.
     """
 
     limits: Limits = Limits()

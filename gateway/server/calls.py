@@ -83,7 +83,7 @@ def call_id(headers: Headers) -> str:
 
 
 class RouteNames:
-    """Names of routes, for metrics and spans: few, whatever paths clients call."""
+    """Names of routes, for metrics and spans: few, since unknown paths share one."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         """`paths`: those of the routes, in order, with parameters in braces."""

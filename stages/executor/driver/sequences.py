@@ -1,6 +1,6 @@
 """The sequence table: one fixed row of arrays for each sequence, and no objects.
 
-A step over many sequences is a few numpy operations, whatever their number.
+A step over many sequences is a constant number of numpy operations.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ share, by scalar code that differs from the vector code in the last bit. Inside 
 products have a few fixed numbers of rows, checked to give the same bits, and elementwise functions
 run their vector code only.
 
-It is a torch function mode: it sees every call of a model's Python code, whatever the architecture,
+It is a torch function mode: it sees every call of a model's Python code, for any architecture,
 and changes neither the model nor global state.
 """
 

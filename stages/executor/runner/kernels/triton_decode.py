@@ -240,7 +240,7 @@ class TritonPagedAttention:
         Returns:
             `[rows.count, heads, value_width]`.
         """
-        # Triton launches on the current device, whatever the tensors are on.
+        # Triton launches on the current device, even if the tensors are on another.
         with torch.cuda.device_of(queries):  # type: ignore[no-untyped-call]
             return self._decode(queries, rows)
 

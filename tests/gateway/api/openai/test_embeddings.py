@@ -11,18 +11,11 @@ import pytest
 from httpx import AsyncClient
 from openai import AsyncOpenAI
 
-from nano_inference.bus.public import (
-    Completion,
-    CompletionSample,
-    EmbedParams,
-    GenerateRequest,
-    Output,
-    Usage,
-)
+from nano_inference.bus.public import EmbedParams, GenerateRequest, Output, Usage
 from nano_inference.config import load_config
 from nano_inference.gateway.app import make_app
 
-from ...fake import FakeEngine, http_of, refused
+from ...fake import FakeEngine, completion, http_of, refused, sample
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -34,23 +27,8 @@ def vector_of(request: GenerateRequest) -> tuple[float, ...]:
 
 
 def embedded(request: GenerateRequest) -> list[Output]:
-    sample = CompletionSample(
-        sample_index=0,
-        text="",
-        token_ids=(),
-        logprobs=(),
-        finish_reason="stop",
-        embedding=vector_of(request),
-    )
-    return [
-        Completion(
-            request_id=request.request_id,
-            entry_id="1-0",
-            status="done",
-            samples=(sample,),
-            usage=Usage(prompt_tokens=3),
-        )
-    ]
+    vector = sample((), text="", logprobs=(), finish_reason="stop", embedding=vector_of(request))
+    return [completion(request, vector, usage=Usage(prompt_tokens=3))]
 
 
 @pytest.fixture

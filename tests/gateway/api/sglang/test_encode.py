@@ -7,16 +7,9 @@ from typing import Any
 import pytest
 from httpx import AsyncClient
 
-from nano_inference.bus.public import (
-    Completion,
-    CompletionSample,
-    EmbedParams,
-    GenerateRequest,
-    Output,
-    Usage,
-)
+from nano_inference.bus.public import EmbedParams, GenerateRequest, Output, Usage
 
-from ...fake import FakeEngine
+from ...fake import FakeEngine, completion, sample
 
 
 @pytest.fixture
@@ -28,23 +21,8 @@ def engine() -> FakeEngine:
 
 def embedded(request: GenerateRequest) -> list[Output]:
     size = float(len(request.prompt_token_ids or request.prompt or ()))
-    sample = CompletionSample(
-        sample_index=0,
-        text="",
-        token_ids=(),
-        logprobs=(),
-        finish_reason="stop",
-        embedding=(size, 0.5),
-    )
-    return [
-        Completion(
-            request_id=request.request_id,
-            entry_id="1-0",
-            status="done",
-            samples=(sample,),
-            usage=Usage(prompt_tokens=3),
-        )
-    ]
+    vector = sample((), text="", logprobs=(), finish_reason="stop", embedding=(size, 0.5))
+    return [completion(request, vector, usage=Usage(prompt_tokens=3))]
 
 
 @pytest.mark.parametrize(

@@ -27,32 +27,8 @@ from ....bus.weights import GroupWeights, LocalWeights, StagedWeights
 from ....config import AdapterError, WeightsError, shown
 from ....store.in_place import WeightsInPlace
 from ..runner.weights.checks import UNLIMITED, WeightLimits
+from . import effects as do
 from .arguments import Operation, check_arguments
-from .effects import (
-    Answer,
-    BeginRelease,
-    Check,
-    Combine,
-    Effect,
-    Fetch,
-    Fetched,
-    Job,
-    Join,
-    Leave,
-    Log,
-    PublishAdapters,
-    ReadRecord,
-    Remember,
-    Restore,
-    Result,
-    ResumeTags,
-    SendBatching,
-    SendMemory,
-    SkipBroadcast,
-    Stage,
-    StageAdapter,
-    WeightsOrigin,
-)
 
 _SECOND_NS = 1_000_000_000
 
@@ -75,7 +51,7 @@ class _Prepared(NamedTuple):
     """Weights that wait for `FinishUpdate`, until a deadline."""
 
     update: UpdateWeights
-    fetched: Fetched
+    fetched: do.Fetched
     deadline_ns: int
 
 
@@ -85,7 +61,7 @@ class _Staged(msgspec.Struct, frozen=True):
     ticket: int
     version: int
     message: WeightsReady | AdapterReady
-    origin: WeightsOrigin | None = None
+    origin: do.WeightsOrigin | None = None
 
 
 class ChangesCore:
@@ -123,7 +99,7 @@ class ChangesCore:
         self._tickets = count(1)
         # By ticket: open operations and the ids of their answers.
         self._open: dict[int, tuple[Operation, str]] = {}
-        self._effects: list[Effect] = []
+        self._effects: list[do.Effect] = []
         self.fetching: int | None = None
         # Parts that wait until no weights are fetched.
         self._turns: deque[_Turn] = deque()
@@ -173,7 +149,7 @@ class ChangesCore:
 
     # --- events: operations, and the stage ----------------------------------------------------
 
-    def begin(self, operation: Operation, operation_id: str, now_ns: int) -> list[Effect]:
+    def begin(self, operation: Operation, operation_id: str, now_ns: int) -> list[do.Effect]:
         """Begin an operation, to be answered under this id."""
         ticket = next(self._tickets)
         self._open[ticket] = operation, operation_id
@@ -183,15 +159,15 @@ class ChangesCore:
             self._answer(ticket, error)
         return self._go_on(now_ns)
 
-    def begin_epoch(self, leader: str) -> list[Effect]:
+    def begin_epoch(self, leader: str) -> list[do.Effect]:
         """Begin an epoch of an admission; this executor takes part once the effects are done."""
         return self._succession.begin_epoch(leader)
 
-    def epoch_begun(self, version: int, now_ns: int) -> list[Effect]:
+    def epoch_begun(self, version: int, now_ns: int) -> list[do.Effect]:
         """Take part. Batching has lost all earlier messages. `version`: of the weights in place."""
-        self._effects.append(SendMemory())
+        self._effects.append(do.SendMemory())
         self._in_place(version)
-        self._effects += [SendBatching(staged.message) for staged in self._staged.values()]
+        self._effects += [do.SendBatching(staged.message) for staged in self._staged.values()]
         return self._go_on(now_ns)
 
     def step_done(
@@ -203,7 +179,7 @@ class ChangesCore:
         pending: bool,
         refused: WeightsError | None = None,
         adapters: Iterable[tuple[str, int]] = (),
-    ) -> list[Effect]:
+    ) -> list[do.Effect]:
         """Handle the end of a step.
 
         Args:
@@ -219,7 +195,7 @@ class ChangesCore:
         if refused is not None:
             self._not_in_place(refused)
         if changed:
-            self._effects.append(SendMemory())
+            self._effects.append(do.SendMemory())
         if adapters:
             self._adapters_in_place(adapters)
         if self._releasing and not pending:
@@ -230,16 +206,16 @@ class ChangesCore:
         """Note the adapters in place."""
         self._adapters = frozenset(ids)
 
-    def weights_lost(self, error: WeightsError, now_ns: int) -> list[Effect]:
+    def weights_lost(self, error: WeightsError, now_ns: int) -> list[do.Effect]:
         """Handle a failed write that leaves no weights in place; a new epoch is to begin."""
         self._not_in_place(error)
         return self._go_on(now_ns)
 
-    def tick(self, now_ns: int) -> list[Effect]:
+    def tick(self, now_ns: int) -> list[do.Effect]:
         """Handle deadlines."""
         return self._go_on(now_ns)
 
-    def close(self) -> list[Effect]:
+    def close(self) -> list[do.Effect]:
         """Answer all open operations, since the stage ends."""
         weights_error = WeightsError(
             "the executor stopped during the operation; it restarts with all its memory and "
@@ -258,12 +234,12 @@ class ChangesCore:
             self._answer(ticket, adapter_error if is_of_adapter(operation) else weights_error)
         return self._take_effects()
 
-    def done(self, job: Job, result: Result, now_ns: int) -> list[Effect]:
+    def done(self, job: do.Job, result: do.Result, now_ns: int) -> list[do.Effect]:
         """Handle the end of a job. A failed one has changed nothing in place."""
         if job.ticket not in self._open:
             return []  # it was answered when the stage ended
-        if isinstance(job, ResumeTags):
-            self._effects.append(SendMemory())  # a part of a failed one may be there
+        if isinstance(job, do.ResumeTags):
+            self._effects.append(do.SendMemory())  # a part of a failed one may be there
         try:
             if isinstance(result, WeightsError):
                 raise result
@@ -274,19 +250,19 @@ class ChangesCore:
 
     # --- events: the lane's record ------------------------------------------------------------
 
-    def record_read(self, record: WeightsInPlace | None) -> list[Effect]:
+    def record_read(self, record: WeightsInPlace | None) -> list[do.Effect]:
         """Handle the lane's record; None if unknown."""
         return self._succession.read(record)
 
-    def restored(self, weights: WeightsInPlace) -> list[Effect]:
+    def restored(self, weights: WeightsInPlace) -> list[do.Effect]:
         """The lane's weights are in place."""
         self._version = weights.version
         fields: dict[str, object] = {"version": weights.version, "folder": weights.folder}
-        origin = WeightsOrigin(weights.folder, weights.stamp)
+        origin = do.WeightsOrigin(weights.folder, weights.stamp)
         recorded = self._succession.put_in_place(weights.version, origin)
-        return [Log("weights_restored", fields), *recorded]
+        return [do.Log("weights_restored", fields), *recorded]
 
-    def not_restored(self, weights: WeightsInPlace, why: str) -> list[Effect]:
+    def not_restored(self, weights: WeightsInPlace, why: str) -> list[do.Effect]:
         """The lane's weights can't be restored."""
         return self._succession.fall_behind(weights.version, why)
 
@@ -305,9 +281,9 @@ class ChangesCore:
             case FinishUpdate():
                 self._finish(ticket, operation)
             case JoinWeightsGroup():
-                self._effects.append(Join(ticket, operation))
+                self._effects.append(do.Join(ticket, operation))
             case LeaveWeightsGroup(group):
-                self._effects.append(Leave(group))
+                self._effects.append(do.Leave(group))
                 self._answer(ticket)
             case TellWeightVersion():
                 self._answer(ticket)
@@ -338,9 +314,9 @@ class ChangesCore:
         if isinstance(update.source, StagedWeights):
             # All parts are there, so those that need each other can be converted.
             tensors, origin = self._parts.take(update.source)
-            self._effects.append(Combine(ticket, update, tensors, origin))
+            self._effects.append(do.Combine(ticket, update, tensors, origin))
         else:
-            self._effects.append(Fetch(ticket, update))
+            self._effects.append(do.Fetch(ticket, update))
 
     def _change_adapter(self, ticket: int, operation: LoadAdapter | UnloadAdapter) -> None:
         id = operation.adapter
@@ -351,53 +327,55 @@ class ChangesCore:
             )
         if isinstance(operation, LoadAdapter):
             self._reading[ticket] = id
-            self._effects.append(StageAdapter(ticket, operation))
+            self._effects.append(do.StageAdapter(ticket, operation))
         elif id in self._adapters:
             self._stage(id, _Staged(ticket, 0, AdapterReady(id, 0, operation.in_flight)))
         else:
             raise AdapterError(f"no adapter {shown(id)} is loaded", code="adapter_not_found")
 
-    def _continue(self, job: Job, result: Result, now_ns: int) -> None:
+    def _continue(self, job: do.Job, result: do.Result, now_ns: int) -> None:
         match job, result:
-            case Fetch(ticket, update) | Combine(ticket, update), Fetched() as fetched:
+            case do.Fetch(ticket, update) | do.Combine(ticket, update), do.Fetched() as fetched:
                 self._received(ticket, update, fetched)
-            case Check(ticket, update, fetched), _ if update.part_of:
+            case do.Check(ticket, update, fetched), _ if update.part_of:
                 self._keep_part(ticket, update, fetched)
-            case Check(ticket, update, fetched), _:
+            case do.Check(ticket, update, fetched), _:
                 self._prepare(ticket, update, fetched, now_ns)
-            case Stage(ticket, update, fetched), int(version):
+            case do.Stage(ticket, update, fetched), int(version):
                 message = WeightsReady(version, update.in_flight)
                 origin = fetched.origin if fetched.covers else None
                 self._release(ticket)
                 self._stage(_WEIGHTS, _Staged(ticket, version, message, origin))
-            case StageAdapter(ticket, load), int(version):
+            case do.StageAdapter(ticket, load), int(version):
                 if load.only_check:
                     self._answer(ticket, version=version)
                 else:
                     self._release(ticket)
                     ready = AdapterReady(load.adapter, version, load.in_flight)
                     self._stage(load.adapter, _Staged(ticket, version, ready))
-            case BeginRelease(), True:
+            case do.BeginRelease(), True:
                 self._releasing = True
-                self._effects.append(SendMemory())
-            case ((Join() | BeginRelease() | ResumeTags()), _):
+                self._effects.append(do.SendMemory())
+            case ((do.Join() | do.BeginRelease() | do.ResumeTags()), _):
                 self._answer(job.ticket)
             case _:
                 raise TypeError(f"{type(job).__name__} can't result in {type(result).__name__}")
 
-    def _received(self, ticket: int, update: UpdateWeights, fetched: Fetched) -> None:
+    def _received(self, ticket: int, update: UpdateWeights, fetched: do.Fetched) -> None:
         if update.part_of and not fetched.converted:
             self._keep_part(ticket, update, fetched)
         elif update.part_of or update.prepare_as:
-            self._effects.append(Check(ticket, update, fetched))
+            self._effects.append(do.Check(ticket, update, fetched))
         else:
             self._begin_stage(ticket, update, fetched, update.version)
 
-    def _keep_part(self, ticket: int, update: UpdateWeights, fetched: Fetched) -> None:
+    def _keep_part(self, ticket: int, update: UpdateWeights, fetched: do.Fetched) -> None:
         self._parts.add(update.part_of, fetched.tensors, fetched.origin, self._limits)
         self._answer(ticket)
 
-    def _prepare(self, ticket: int, update: UpdateWeights, fetched: Fetched, now_ns: int) -> None:
+    def _prepare(
+        self, ticket: int, update: UpdateWeights, fetched: do.Fetched, now_ns: int
+    ) -> None:
         self._succession.check(fetched.covers)
         if update.prepare_as == self._dropped:
             raise WeightsError("the update was cancelled", code="weights_incomplete")
@@ -427,16 +405,16 @@ class ChangesCore:
             )
 
     def _begin_stage(
-        self, ticket: int, update: UpdateWeights, fetched: Fetched, version: int | None
+        self, ticket: int, update: UpdateWeights, fetched: do.Fetched, version: int | None
     ) -> None:
         self._succession.check(fetched.covers)
         if version is None and self.behind:
             version = self.behind + 1  # the lane used the numbers up to there for other weights
-        self._effects.append(Stage(ticket, update, fetched, version))
+        self._effects.append(do.Stage(ticket, update, fetched, version))
 
     def _stage(self, key: str, staged: _Staged) -> None:
         self._staged[key] = staged
-        self._effects.append(SendBatching(staged.message))
+        self._effects.append(do.SendBatching(staged.message))
 
     def _in_place(self, version: int) -> None:
         """Weights of this version made a step, perhaps one of an earlier epoch."""
@@ -444,7 +422,7 @@ class ChangesCore:
         staged = self._staged.get(_WEIGHTS)
         if staged is not None and version >= staged.version:
             del self._staged[_WEIGHTS]
-            self._effects.append(Log("weights_in_place", {"version": version}))
+            self._effects.append(do.Log("weights_in_place", {"version": version}))
             self._effects += self._succession.put_in_place(version, staged.origin)
             self._answer(staged.ticket)
 
@@ -454,30 +432,30 @@ class ChangesCore:
             self._answer(staged.ticket, error)
 
     def _adapters_in_place(self, adapters: Iterable[tuple[str, int]]) -> None:
-        self._effects.append(PublishAdapters())
+        self._effects.append(do.PublishAdapters())
         for id, version in adapters:
             staged = self._staged.get(id)
             if staged is not None and staged.version == version:
                 del self._staged[id]
                 event = "adapter_in_place" if version else "adapter_unloaded"
-                self._effects.append(Log(event, {"adapter": id, "version": version}))
+                self._effects.append(do.Log(event, {"adapter": id, "version": version}))
                 self._answer(staged.ticket, version=version)
 
     def _change_memory(self, ticket: int) -> None:
         match self._open[ticket][0]:
             case ReleaseMemory(tags):
-                self._effects.append(BeginRelease(ticket, tags))
+                self._effects.append(do.BeginRelease(ticket, tags))
             case ResumeMemory(tags):
-                self._effects.append(ResumeTags(ticket, tags))
+                self._effects.append(do.ResumeTags(ticket, tags))
 
     def _skip(self, update: UpdateWeights) -> None:
         """Skip a group's broadcast that no executor receives."""
         if isinstance(update.source, GroupWeights):
-            self._effects.append(SkipBroadcast(update.source.group))
+            self._effects.append(do.SkipBroadcast(update.source.group))
 
     # --- order and end ------------------------------------------------------------------------
 
-    def _go_on(self, now_ns: int) -> list[Effect]:
+    def _go_on(self, now_ns: int) -> list[do.Effect]:
         """Handle turns and deadlines, at the end of every event."""
         while self._turns and self.fetching is None:
             turn = self._turns.popleft()
@@ -493,10 +471,12 @@ class ChangesCore:
         if self._prepared is not None and self._prepared.deadline_ns <= now_ns:
             self._prepared = None
             reason = "FinishUpdate did not come in time"
-            self._effects.append(Log("prepared_weights_dropped", {"reason": reason}, warning=True))
+            self._effects.append(
+                do.Log("prepared_weights_dropped", {"reason": reason}, warning=True)
+            )
         return self._take_effects()
 
-    def _take_effects(self) -> list[Effect]:
+    def _take_effects(self) -> list[do.Effect]:
         effects, self._effects = self._effects, []
         return effects
 
@@ -508,9 +488,9 @@ class ChangesCore:
             self._parts.drop()  # they can't become complete
         self._release(ticket)
         if is_of_adapter(operation):
-            self._effects.append(Answer(operation, operation_id, version, error=error))
+            self._effects.append(do.Answer(operation, operation_id, version, error=error))
         else:
-            answer = Answer(operation, operation_id, self._version, self.behind, error)
+            answer = do.Answer(operation, operation_id, self._version, self.behind, error)
             self._effects.append(answer)
 
     def _release(self, ticket: int) -> None:
@@ -551,7 +531,7 @@ class WeightParts:
     def __init__(self) -> None:
         self._update, self._parts = "", 0
         self._tensors: dict[str, Tensor] = {}
-        self._origin: WeightsOrigin | None = None
+        self._origin: do.WeightsOrigin | None = None
         # An upper bound: a tensor that came again counts twice.
         self._num_bytes = 0
 
@@ -559,7 +539,7 @@ class WeightParts:
         self,
         update: str,
         tensors: Mapping[str, Tensor],
-        origin: WeightsOrigin | None = None,
+        origin: do.WeightsOrigin | None = None,
         limits: WeightLimits = UNLIMITED,
     ) -> None:
         """Keep a part. A tensor that comes again replaces the earlier one.
@@ -579,7 +559,7 @@ class WeightParts:
         limits.check_tensors(len(self._tensors))
         limits.check_bytes(self._num_bytes)
 
-    def take(self, staged: StagedWeights) -> tuple[Mapping[str, Tensor], WeightsOrigin | None]:
+    def take(self, staged: StagedWeights) -> tuple[Mapping[str, Tensor], do.WeightsOrigin | None]:
         """Return all tensors of an update, and their origin if they share one; keep nothing.
 
         Raises:
@@ -625,14 +605,14 @@ class Succession:
         self.behind = 0
         # The last admission; the version and origin of this executor's own weights.
         self._leader = ""
-        self._own: tuple[int, WeightsOrigin | None] = 0, None
+        self._own: tuple[int, do.WeightsOrigin | None] = 0, None
 
-    def put_in_place(self, version: int, origin: WeightsOrigin | None) -> list[Effect]:
+    def put_in_place(self, version: int, origin: do.WeightsOrigin | None) -> list[do.Effect]:
         """New weights are in place. `origin`: of all of them, if they came in one update."""
         self._own, self.behind = (version, origin), 0
         return [self._record()]
 
-    def begin_epoch(self, leader: str) -> list[Effect]:
+    def begin_epoch(self, leader: str) -> list[do.Effect]:
         """Begin an epoch of an admission.
 
         At the first one the lane's record is read, unless this executor has had an update: then a
@@ -643,24 +623,24 @@ class Succession:
         first, self._leader = not self._leader, leader
         if self._own[0]:
             return [self._record()]
-        return [ReadRecord()] if first else []
+        return [do.ReadRecord()] if first else []
 
-    def read(self, record: WeightsInPlace | None) -> list[Effect]:
+    def read(self, record: WeightsInPlace | None) -> list[do.Effect]:
         """Handle the lane's record; None if unknown."""
         if record is None:
             return []
         if record.leader == self._leader:
-            return [Restore(record)]
+            return [do.Restore(record)]
         reason = "the lane was restarted; its earlier weights are not restored"
         fields: dict[str, object] = {"before": record.version, "reason": reason}
-        return [Log("weights_of_model_path", fields, warning=True)]
+        return [do.Log("weights_of_model_path", fields, warning=True)]
 
-    def fall_behind(self, version: int, why: str) -> list[Effect]:
+    def fall_behind(self, version: int, why: str) -> list[do.Effect]:
         """The lane's weights can't be restored: this executor serves those that it loaded."""
         self.behind = version
         reason = f"{why}; this executor serves the weights of model_path until they are updated"
         fields: dict[str, object] = {"version": 0, "of_the_lane": version, "reason": reason}
-        return [Log("weights_behind", fields, warning=True)]
+        return [do.Log("weights_behind", fields, warning=True)]
 
     def check(self, covers: bool) -> None:
         """Check that new weights may be put in place. `covers`: they replace every parameter.
@@ -675,10 +655,10 @@ class Succession:
                 code="weights_behind",
             )
 
-    def _record(self) -> Remember:
+    def _record(self) -> do.Remember:
         version, origin = self._own
         folder, stamp = origin or ("", "")
-        return Remember(
+        return do.Remember(
             WeightsInPlace(version=version, leader=self._leader, folder=folder, stamp=stamp)
         )
 

@@ -33,33 +33,9 @@ from ..runner.weights.sync_manager import WeightSyncManager
 from ..runner.weights.transports import WeightGroups, fetch
 from ..runner.weights.transports.background import Background
 from ..runner.weights.transports.folder import read_folder, stamp_of
+from . import effects as do
 from .arguments import Operation, check_path
 from .core import ChangesCore, is_of_adapter, supersedes
-from .effects import (
-    Answer,
-    BeginRelease,
-    Check,
-    Combine,
-    Effect,
-    Fetch,
-    Fetched,
-    Job,
-    Join,
-    Leave,
-    Log,
-    PublishAdapters,
-    ReadRecord,
-    Remember,
-    Restore,
-    Result,
-    ResumeTags,
-    SendBatching,
-    SendMemory,
-    SkipBroadcast,
-    Stage,
-    StageAdapter,
-    WeightsOrigin,
-)
 
 _RESTORE_S = 300.0
 """The longest time to read a predecessor's weights."""
@@ -110,7 +86,7 @@ class StagedChanges:
         # Set when there may be another deadline.
         self._changed = asyncio.Event()
         # Decided, not yet sent.
-        self._answers: list[Answer] = []
+        self._answers: list[do.Answer] = []
         # The last version of each adapter id, and the adapters in place.
         self._versions: dict[str, int] = {}
         self._loaded: tuple[LoadedAdapter, ...] = ()
@@ -199,44 +175,44 @@ class StagedChanges:
 
     # --- effects ------------------------------------------------------------------------------
 
-    async def _perform(self, effects: list[Effect]) -> None:
+    async def _perform(self, effects: list[do.Effect]) -> None:
         self._changed.set()
         # If the stage ends meanwhile, these are still sent.
-        self._answers += [effect for effect in effects if isinstance(effect, Answer)]
+        self._answers += [effect for effect in effects if isinstance(effect, do.Answer)]
         for effect in effects:
             match effect:
-                case Answer():
+                case do.Answer():
                     self._answers.remove(effect)
                     await self._answer(effect)
-                case SendBatching(message):
+                case do.SendBatching(message):
                     await self._send_batching(message)
-                case SendMemory():
+                case do.SendMemory():
                     memory = self._executor.memory
                     await self._send_batching(MemoryState(memory.lacks, tuple(memory.pending)))
-                case PublishAdapters():
+                case do.PublishAdapters():
                     await self._record_adapters()
                     changed = AdaptersChanged(self._actor.role, self._loaded)
                     await self._actor.send(CONTROL["admission"], changed)
                     # The answer that follows makes clients name the adapter at once.
                     await self._actor.flush(CONTROL["admission"])
-                case SkipBroadcast(group):
+                case do.SkipBroadcast(group):
                     self._groups.skip(group)
-                case Leave(group):
+                case do.Leave(group):
                     self._groups.leave(group)
-                case Log(event, fields, warning):
+                case do.Log(event, fields, warning):
                     write = self._actor.log.warning if warning else self._actor.log.info
                     write(event, **fields)
-                case Remember(weights):
+                case do.Remember(weights):
                     await self._remember(weights)
-                case ReadRecord():
+                case do.ReadRecord():
                     record = await self._read_record(self._actor.bus.store.weights, "weights")
                     await self._perform(self.core.record_read(record))
-                case Restore(weights):
+                case do.Restore(weights):
                     await self._perform(await self._restore(weights))
                 case job:
                     self._start_soon(self._work, job)
 
-    async def _answer(self, answer: Answer) -> None:
+    async def _answer(self, answer: do.Answer) -> None:
         operation, error = answer.operation, answer.error
         if error is not None:
             self._actor.log.warning(
@@ -275,7 +251,7 @@ class StagedChanges:
             self._actor.log.warning(f"{kind}_of_the_lane_unknown", reason=error.message)
             return None
 
-    async def _restore(self, weights: WeightsInPlace) -> list[Effect]:
+    async def _restore(self, weights: WeightsInPlace) -> list[do.Effect]:
         self.restoring = f"it reads the weights of version {weights.version} from {weights.folder}"
         manager = self._executor.weights
         try:
@@ -330,44 +306,44 @@ class StagedChanges:
 
     # --- jobs ---------------------------------------------------------------------------------
 
-    async def _work(self, job: Job) -> None:
+    async def _work(self, job: do.Job) -> None:
         """Run a job. An error before weights change is an answer. An unexpected error while memory
         changes is raised, since the executor's state is unknown then."""
-        result: Result
+        result: do.Result
         try:
             result = await self._result(job)
         except Exception as error:
-            memory = isinstance(job, BeginRelease | ResumeTags)
+            memory = isinstance(job, do.BeginRelease | do.ResumeTags)
             if memory and not isinstance(error, WeightsError):
                 raise
             result = _refusal(error)
         await self._perform(self.core.done(job, result, now_ns()))
 
-    async def _result(self, job: Job) -> Result:
+    async def _result(self, job: do.Job) -> do.Result:
         executor, weights = self._executor, self._executor.weights
         match job:
-            case Fetch(_, update):
+            case do.Fetch(_, update):
                 started = now_ns()
-                fetched: Fetched = await self._in_background(self._fetch, update, weights)
+                fetched: do.Fetched = await self._in_background(self._fetch, update, weights)
                 self._actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
                 return fetched
-            case Combine(_, _, tensors, origin):
+            case do.Combine(_, _, tensors, origin):
                 prepared = await self._in_background(weights.prepare, tensors)
-                return Fetched(prepared, origin, weights.covers(prepared))
-            case Check(_, update, fetched):
+                return do.Fetched(prepared, origin, weights.covers(prepared))
+            case do.Check(_, update, fetched):
                 await self._on_torch(check_fetched, update, fetched, weights)
-            case Stage(_, update, fetched, version):
+            case do.Stage(_, update, fetched, version):
                 start = partial(weights.start_sync, partial=update.partial)
                 counted: int = await self._on_torch(start, fetched.tensors, version)
                 return counted
-            case StageAdapter(_, load):
+            case do.StageAdapter(_, load):
                 return await self._stage_adapter(load)
-            case Join(_, wish):
+            case do.Join(_, wish):
                 await asyncio.wrap_future(self._groups.join(wish, weights.device))
-            case BeginRelease(_, tags):
+            case do.BeginRelease(_, tags):
                 await self._on_torch(executor.memory.begin_release, tags)
                 return bool(executor.memory.pending)
-            case ResumeTags(_, tags):
+            case do.ResumeTags(_, tags):
                 await self._on_torch(executor.resume_memory, tags)
         return None
 
@@ -380,21 +356,21 @@ class StagedChanges:
         except Exception as error:
             raise _refusal(error) from error
 
-    def _fetch(self, update: UpdateWeights, weights: WeightSyncManager) -> Fetched:
+    def _fetch(self, update: UpdateWeights, weights: WeightSyncManager) -> do.Fetched:
         """Runs on the thread that fetches."""
         source = update.source
         assert not isinstance(source, StagedWeights)
         folder = source.path if isinstance(source, FolderWeights) else ""
         # Before reading: files that are replaced meanwhile will not have this stamp.
-        origin = WeightsOrigin(folder, stamp_of(folder, weights.limits)) if folder else None
+        origin = do.WeightsOrigin(folder, stamp_of(folder, weights.limits)) if folder else None
         tensors = fetch(source, self._groups, update.timeout_s, weights.limits)
         try:
             prepared = weights.prepare(tensors, checkpoint=bool(folder))
         except PartsMissing:
             if not update.part_of:
                 raise
-            return Fetched(tensors, origin, covers=False, converted=False)
-        return Fetched(prepared, origin, weights.covers(prepared))
+            return do.Fetched(tensors, origin, covers=False, converted=False)
+        return do.Fetched(prepared, origin, weights.covers(prepared))
 
     async def _stage_adapter(self, load: LoadAdapter) -> int:
         started = now_ns()
@@ -424,7 +400,7 @@ class StagedChanges:
             ) from error
 
 
-def check_fetched(update: UpdateWeights, fetched: Fetched, weights: WeightSyncManager) -> None:
+def check_fetched(update: UpdateWeights, fetched: do.Fetched, weights: WeightSyncManager) -> None:
     """Raises WeightsError if a part, or a whole update, could not be put in place."""
     if update.part_of:
         weights.check(fetched.tensors, partial=True)

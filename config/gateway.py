@@ -50,7 +50,7 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
             a file with one.
         reasoning_field: Name of the reasoning in OpenAI chat answers: `reasoning_content` (SGLang,
             Transformers) or `reasoning` (vLLM). Both are accepted in messages.
-        template_timeout_s: Time limit of the chat template for one conversation.
+        template_timeout_s: CPU time limit of the chat template for one conversation.
         allowed_hosts: Host names of the gateway, without a port, besides addresses, "localhost",
             `host` and the machine's name.
         allowed_origins: Origins ("https://example.org") whose web pages may call the gateway.

@@ -162,9 +162,9 @@ class TemplateWorkers:
             if (number := found.get("signal")) is None:
                 return found
             raise RequestError(
-                f"the model's chat template took longer than {self._limit_s:g} s "
+                f"the model's chat template took longer than {self._limit_s:g} s of CPU time "
                 "(gateway.template_timeout_s) for these messages; send fewer"
-                if number == signal.SIGALRM
+                if number == signal.SIGPROF
                 else f"the model's chat template ended its process by signal {number}",
                 code="chat_template_failed",
             )

@@ -1,9 +1,9 @@
 """Rendering of chat templates, and the process that does it under a time limit.
 
 `TemplateWorkers` runs this file as a program with the descriptors of some connections. The program
-loads Transformers once and forks a worker for each connection. A template that takes too long ends
-its worker by SIGALRM, even within C code; the program reports that and forks another one.
-Requests and answers are JSON.
+loads Transformers once and forks a worker for each connection. A template that takes too much CPU
+time ends its worker by SIGPROF, even within C code; the program reports that and forks another one.
+The limit is CPU time so that a busy machine refuses no conversation. Requests and answers are JSON.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def _fork_worker(connection: Connection, connections: list[Connection]) -> int:
                 other.close()
         while True:
             call = json.loads(connection.recv_bytes())
-            signal.setitimer(signal.ITIMER_REAL, call["limit_s"])
+            signal.setitimer(signal.ITIMER_PROF, call["limit_s"])
             found = render_template(call)
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(json.dumps(found).encode())
     except (EOFError, OSError):
         os._exit(0)

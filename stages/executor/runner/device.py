@@ -12,8 +12,8 @@ from ....config import ModelError, shown
 PREFERRED = ("cuda", "xpu", "mps", "cpu")
 """The order in which `auto` looks for a device. ROCm devices are "cuda" in torch."""
 
-_TESTED = frozenset({"cpu"})
-"""The kinds on which this project's tests have run."""
+_TESTED = frozenset({"cpu", "cuda"})
+"""The kinds on which this project's tests have run. On ROCm they have not."""
 
 
 def devices_here() -> dict[str, int]:
@@ -69,7 +69,7 @@ def device_of_replica(name: str, replica: int) -> str:
 
 
 def describe_device(device: torch.device) -> str:
-    """Return a readable name: "cpu", "cuda:0 NVIDIA H200 (unverified)"."""
+    """Return a readable name: "cpu", "cuda:0 NVIDIA H200", "mps (unverified)"."""
     name = str(device)
     if device.type in ("cuda", "xpu"):
         module: Any = torch.get_device_module(device.type)
@@ -81,7 +81,7 @@ def describe_device(device: torch.device) -> str:
 
 def is_unverified(device: torch.device) -> bool:
     """Return whether no test of this project has run on this kind of device."""
-    return device.type not in _TESTED
+    return device.type not in _TESTED or (device.type == "cuda" and bool(torch.version.hip))
 
 
 def chooses_tokens(device: torch.device) -> bool:

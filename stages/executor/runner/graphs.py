@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -243,11 +244,26 @@ class CudaCapture:
             torch.cuda.synchronize()
             self._graphs.add(graph)
 
-        def replay() -> tuple[Tensor, Tensor]:
-            graph.replay()
-            return outputs
+        return _RecordedStep(graph, outputs, step)
 
-        return replay
+
+@dataclass(frozen=True)
+class _RecordedStep:
+    """A step as a CUDA graph.
+
+    Attributes:
+        graph: Reads and writes the step's tensors by address.
+        outputs: Of every replay.
+        step: Keeps these tensors alive.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    outputs: tuple[Tensor, Tensor]
+    step: Step
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        self.graph.replay()
+        return self.outputs
 
 
 @contextmanager

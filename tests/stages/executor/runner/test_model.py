@@ -271,8 +271,9 @@ def test_devices_on_which_no_test_ran_are_marked(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(cuda=1, xpu=1, mps=1)
-    described = {name: devices.describe_device(torch.device(name)) for name in ("cpu", "xpu:0")}
-    assert described == {"cpu": "cpu", "xpu:0": "xpu:0 Maker XPU (unverified)"}
+    names = ("cpu", "cuda:0", "xpu:0")
+    described = [devices.describe_device(torch.device(name)) for name in names]
+    assert described == ["cpu", "cuda:0 Maker CUDA", "xpu:0 Maker XPU (unverified)"]
     assert devices.describe_device(torch.device("mps")) == "mps (unverified)"
     monkeypatch.setattr(torch.version, "hip", "7.1")
     amd = devices.describe_device(torch.device("cuda:0"))

@@ -201,9 +201,10 @@ class ExecutorCore:
         backend = self.runner.backend
         assert isinstance(backend, PagedBackend)
         try:
-            self.graphs = DecodeGraphs(
-                self.model, backend, self.cache, self._feed, capture, self.max_batch_size
-            )
+            with self.runner.active():
+                self.graphs = DecodeGraphs(
+                    self.model, backend, self.cache, self._feed, capture, self.max_batch_size
+                )
         except RuntimeError as error:
             self.off["graphs"] = f"the model's step can't be recorded: {error}"
             raise

@@ -55,7 +55,7 @@ class ModelRunner(msgspec.Struct, frozen=True, eq=False):
         backend: Computes attention.
         builder: Prepares the inputs of a pass.
         adapters: The adapters that tokens may have.
-        fast_modules: The modules that run with our kernels on the CPU; None if there are none.
+        fast_modules: The modules that run with our kernels; None if there are none.
         determinism: Deterministic mode; None if it is off.
         active: The context in which steps run.
         off: Why a feature is off: "kernels", "deterministic". Features in use are missing.
@@ -74,7 +74,7 @@ class ModelRunner(msgspec.Struct, frozen=True, eq=False):
     @property
     def kernels(self) -> bool:
         """Whether our kernels on the CPU compute logits and samples."""
-        return self.fast_modules is not None
+        return self.fast_modules is not None and self.model.device.type == "cpu"
 
     def forward(self, inputs: StepInputs, states: list[Tensor] | None = None) -> Tensor:
         """Run one step, as `model_forward`, with the adapters of its tokens.
@@ -138,9 +138,9 @@ def make_runner(
     builder = InputBuilder(model, config.block_size, backend)
     tiles = FixedTiles()
     fast, determinism = None, None
-    if not reason and model.device.type == "cpu":
+    if not reason:
         fast = FastModules(model, cache, builder, tiles=tiles)
-    if why := _why_not_deterministic(config, fast, reason):
+    if why := _why_not_deterministic(config, model, fast, reason):
         off["deterministic"] = why
     else:
         try:
@@ -159,12 +159,16 @@ def make_runner(
     return ModelRunner(model, cache, backend, builder, adapters, fast, determinism, active, off)
 
 
-def _why_not_deterministic(config: EngineConfig, fast: FastModules | None, reason: str) -> str:
+def _why_not_deterministic(
+    config: EngineConfig, model: LoadedModel, fast: FastModules | None, reason: str
+) -> str:
     """Why deterministic mode is not tried; "" if it is. `reason`: why there are no kernels."""
     if config.deterministic != "auto":
         return "" if config.deterministic else "engine.deterministic is false"
+    if model.device.type != "cpu":
+        return "it is for CPU"
     if fast is None:
-        return reason or "it is for CPU"
+        return reason
     return "" if fast.is_whole else "kernels take the model in part"
 
 

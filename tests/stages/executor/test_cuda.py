@@ -30,7 +30,7 @@ def make_core(model: LoadedModel, *, graphs: bool = True) -> ExecutorCore:
 
 
 def on_cuda(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    return wrap_model(make_model(name).to("cuda", dtype), 64)
+    return wrap_model(make_model(name, head_dim=32).to("cuda", dtype), 64)
 
 
 def generations() -> list[Generation]:
@@ -66,7 +66,7 @@ def test_the_tokens_are_those_of_the_cpu(name: str) -> None:
     cpu = run(
         ExecutorCore(
             EngineConfig(block_size=4, max_batch_size=12, kv_cache_bytes=1 << 20),
-            model=wrap_model(make_model(name), 64),
+            model=wrap_model(make_model(name, head_dim=32), 64),
         )
     )
     for graphs in (True, False):
@@ -80,9 +80,13 @@ def test_the_tokens_are_those_of_the_cpu(name: str) -> None:
             assert sum(core.graphs.replays.values()) > 10
 
 
-def test_a_dense_model_s_steps_are_recorded() -> None:
-    core = make_core(on_cuda("qwen2"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_dense_model_s_steps_are_recorded_with_our_kernels(dtype: torch.dtype) -> None:
+    core = make_core(on_cuda("qwen2", dtype))
     assert core.off.get("graphs", "") == ""
+    assert core.runner.fast_modules is not None
+    assert core.runner.fast_modules.refused == {}
+    assert core.runner.fast_modules.count["Qwen2DecoderLayer"] == len(core.model.layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -114,7 +118,7 @@ def test_no_launch_of_a_decode_step_waits(graphs: bool) -> None:
 def test_new_weights_reach_the_recorded_steps() -> None:
     core = make_core(on_cuda("qwen2"))
     run(core)
-    other = make_model("qwen2", seed=1)
+    other = make_model("qwen2", seed=1, head_dim=32)
     core.weights.sync_blocking(other.state_dict())
     core.reset()
     fresh = make_core(wrap_model(copy.deepcopy(other).to("cuda"), 64))

@@ -54,6 +54,8 @@ def _with_kernels(config: EngineConfig, model: LoadedModel) -> AttentionBackend[
     """Raises KernelsUnavailable without kernels for this model on this machine."""
     if config.kernels == "off":
         raise KernelsUnavailable("engine.kernels is off")
+    if model.is_encoder:
+        raise KernelsUnavailable("there are none for encoders")
     gathers = config.attention == "gather"
     if model.device.type == "cuda":
         if gathers:
@@ -69,8 +71,6 @@ def _with_kernels(config: EngineConfig, model: LoadedModel) -> AttentionBackend[
         raise KernelsUnavailable(
             f"there are none for {model.dtypes.weights} on {model.device.type}"
         )
-    if model.is_encoder:
-        raise KernelsUnavailable("there are none for encoders")
     cpu.library(model.dtypes.weights)
     cpu.sampling_library()
     handled = all(cpu.PagedAttention.handles(spec.key_dim, spec.value_dim) for spec in model.layers)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,15 +26,16 @@ from ..attention.paged import CpuBackend
 from ..batch import Rows
 from ..fixed_tiles import FixedTiles
 from ..inputs import InputBuilder, model_forward
+from ..kernels import cpu
 from ..kv_cache import KVCache
 from ..loaded_model import LoadedModel
 from .patterns import Calls, Forward, find_patterns, join_layers, join_output
 
 _COMPARED_TOKENS = 8
 
-_TOLERANCES = {torch.bfloat16: 0.02, torch.float32: 1e-5}
-"""The largest relative difference by dtype. Correct offers differ by rounding, about 0.004 and
-1e-6."""
+_TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.0025, torch.float32: 1e-5}
+"""The largest relative difference by dtype. Correct offers differ by rounding, about a fifth of
+it."""
 
 
 class FastModules:
@@ -58,7 +60,7 @@ class FastModules:
         """Compare and install the passes for a model. Overwrites some blocks of the cache.
 
         Args:
-            model: A model on the CPU, with kernels for its dtype.
+            model: A model with kernels for its device and dtype.
             cache: The only cache that the model will be used with.
             builder: Makes the inputs of its steps.
             tiles: For torch's part of the pass of all layers; own ones when None.
@@ -70,7 +72,8 @@ class FastModules:
         self.is_whole = False
         self._active = False
         self._with_gradients = with_gradients
-        self._calls = Calls(FixedTiles() if tiles is None else tiles)
+        kernels = module_kernels(model.device)
+        self._calls = Calls(FixedTiles() if tiles is None else tiles, kernels)
         # Each module's earlier instance attribute, if any, in the order of changes.
         self._replaced: list[tuple[nn.Module, Forward | None]] = []
         length = min(_COMPARED_TOKENS, model.max_model_len, cache.num_blocks * cache.block_size)
@@ -180,6 +183,15 @@ class FastModules:
             return plain(*args, **kwargs)
 
         return forward
+
+
+def module_kernels(device: torch.device) -> ModuleType:
+    """Return the kernels for parts of decoder layers on a device."""
+    if device.type == "cpu":
+        return cpu
+    from ..kernels import triton_modules
+
+    return triton_modules
 
 
 def _agree(offered: Any, wanted: Any, tolerance: float) -> bool:

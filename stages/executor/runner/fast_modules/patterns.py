@@ -6,9 +6,10 @@ An offer may be wrong; `modules` compares it with the module.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from ..attention.backend import QKV, AttentionBackend
 from ..attention.paged import PagedBatch
 from ..fixed_tiles import VECTOR, FixedTiles, fills_vectors
-from ..kernels.cpu import Linear, LinearKind, PagedAttention, RMSNorm, gate, rotate
+from ..kernels import cpu
+from ..kernels.cpu import Linear, LinearKind, PagedAttention, RMSNorm
 from ..kv_cache import KVCache
 from ..loaded_model import LoadedModel
 from .decoder import DecoderLayers, LayerParts
@@ -36,13 +38,21 @@ class Calls:
     """Shared, mutable options of a model's passes.
 
     Attributes:
+        tiles: Fixed shapes for torch's part, so that bits don't depend on the batch.
+        kernels: Module with RMSNorm, rotate and gate; products are ours too if it is `cpu`.
         together: Whether several linear layers may be computed in one product, without calling the
             modules; otherwise each is called by itself, with any wrappers.
-        tiles: Fixed shapes for torch's part, so that bits don't depend on the batch.
     """
 
     tiles: FixedTiles
+    kernels: ModuleType = cpu
     together: bool = True
+
+    def linear(
+        self, layers: Sequence[nn.Linear], kind: LinearKind = LinearKind.PLAIN
+    ) -> Callable[..., Tensor] | None:
+        """Return our product of these layers; None if the modules compute theirs."""
+        return Linear(layers, kind) if self.kernels is cpu else None
 
 
 def find_patterns(model: LoadedModel, calls: Calls) -> Iterator[tuple[nn.Module, list[Forward]]]:
@@ -53,9 +63,9 @@ def find_patterns(model: LoadedModel, calls: Calls) -> Iterator[tuple[nn.Module,
             continue  # such as a router that is kept in float32
         offers: list[Forward] = []
         if type(module) is nn.Linear:
-            offers = _linear(module, LinearKind.WIDE if module is output else LinearKind.PLAIN)
+            offers = _linear(module, calls, wide=module is output)
         elif "RMSNorm" in type(module).__name__:
-            offers = [*_norm(module)]
+            offers = [*_norm(module, calls)]
         else:
             patterns = (_decoder_layer(module, model, calls), _attention(module, model, calls))
             offers = next(filter(None, (*patterns, _gated_mlp(module, calls))), [])
@@ -74,10 +84,10 @@ def _is_dense(module: nn.Module) -> bool:
     return all(parameter.is_contiguous() for parameter in module.parameters())
 
 
-def _linear(module: nn.Linear, kind: LinearKind) -> list[Forward]:
-    if not _is_dense(module):
+def _linear(module: nn.Linear, calls: Calls, *, wide: bool) -> list[Forward]:
+    fast = calls.linear([module], LinearKind.WIDE if wide else LinearKind.PLAIN)
+    if fast is None or not _is_dense(module):
         return []
-    fast = Linear([module], kind)
 
     def forward(x: Tensor) -> Tensor:
         return fast(_rows(x)).view(*x.shape[:-1], module.out_features)
@@ -89,12 +99,12 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _norm(module: nn.Module) -> list[RMSNorm]:
+def _norm(module: nn.Module, calls: Calls) -> list[RMSNorm]:
     weight = module._parameters.get("weight")
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or not isinstance(epsilon, float) or not _is_dense(module):
         return []
-    return [RMSNorm(module, epsilon, shifted=shifted) for shifted in (False, True)]
+    return [calls.kernels.RMSNorm(module, epsilon, shifted=shifted) for shifted in (False, True)]
 
 
 def _gated_mlp(module: nn.Module, calls: Calls) -> list[Forward]:
@@ -119,13 +129,14 @@ def _gated(module: nn.Module, calls: Calls) -> Callable[[Tensor], Tensor] | None
         return None
     if any(layer.bias is not None for layer in layers):
         return None
-    inner = Linear(layers, kind)
+    inner = calls.linear(layers, kind)
 
     def gated(rows: Tensor) -> Tensor:
-        if calls.together:
+        if calls.together and inner:
             return inner(rows)
         gates, ups = (layer(rows) for layer in layers)
-        return gate(gates, ups, kind)
+        product: Tensor = calls.kernels.gate(gates, ups, kind)
+        return product
 
     return gated
 
@@ -172,7 +183,7 @@ def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | 
     kv_heads, width = spec.num_kv_heads, spec.key_dim
     heads = layers[0].out_features // width
     sizes = [layer.out_features for layer in layers]
-    projection = Linear(layers)
+    projection, rotate = calls.linear(layers), calls.kernels.rotate
     norms: list[nn.Module | None] = [getattr(module, name, None) for name in _HEAD_NORMS]
 
     def normalised(norm: nn.Module | None, rows: Tensor, count: int) -> Tensor:
@@ -194,11 +205,11 @@ def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | 
         if cos.shape[1] != width:
             raise ValueError(f"{cos.shape[1]} of {width} numbers rotate")
         together = None
-        if not calls.together:
-            queries, keys, values = (layer(rows) for layer in layers)
-        else:
+        if calls.together and projection:
             together = projection(rows)
             queries, keys, values = together.split_with_sizes(sizes, 1)
+        else:
+            queries, keys, values = (layer(rows) for layer in layers)
         if norms == [None, None] and together is not None:
             rotate(together, heads + kv_heads, cos, sin)
         else:
@@ -243,7 +254,7 @@ class _DecoderForward:
 def _decoder_layer(module: nn.Module, model: LoadedModel, calls: Calls) -> list[Forward]:
     """The common decoder layer."""
     parts: dict[str, Any] = dict(module.named_children())
-    norms = [_norm(parts[name]) for name in _LAYER_NORMS if name in parts]
+    norms = [_norm(parts[name], calls) for name in _LAYER_NORMS if name in parts]
     attention, mlp = parts.get("self_attn"), parts.get("mlp")
     if len(parts) != 4 or len(norms) != 2 or attention is None or mlp is None:
         return []
@@ -267,10 +278,10 @@ def _decoder_layer(module: nn.Module, model: LoadedModel, calls: Calls) -> list[
 
 def _added(layer: nn.Linear, calls: Calls) -> Callable[[Tensor, Tensor], Tensor]:
     """layer(rows) + residual."""
-    fast = Linear([layer])
+    fast = calls.linear([layer])
 
     def added(rows: Tensor, residual: Tensor) -> Tensor:
-        if calls.together:
+        if calls.together and fast:
             return fast(rows, residual)
         return residual.add(layer(rows))
 

@@ -228,15 +228,20 @@ class RMSNorm:
         assert weight is not None
         return weight
 
+    def weight_for(self, rows: Tensor) -> Tensor:
+        """Return the weight. Raises ValueError if the rows are of another dtype."""
+        weight = self.weight
+        if rows.dtype is not weight.dtype:
+            raise ValueError(f"rows of {rows.dtype} for a weight of {weight.dtype}")
+        return weight
+
     def __call__(self, rows: Tensor) -> Tensor:
         """`[..., width]`, contiguous or made so.
 
         Raises:
-            ValueError: The rows are of another dtype than the weight.
+            ValueError: As `weight_for`.
         """
-        weight = self.weight
-        if rows.dtype is not weight.dtype:
-            raise ValueError(f"rows of {rows.dtype} for a weight of {weight.dtype}")
+        weight = self.weight_for(rows)
         rows = rows.contiguous()
         output = torch.empty_like(rows)
         width = rows.shape[-1]

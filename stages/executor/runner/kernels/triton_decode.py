@@ -182,6 +182,29 @@ def _join_splits(
     )
 
 
+@triton.jit(do_not_specialize=["key_stride", "value_stride"])
+def _store_tokens(
+    keys,
+    values,
+    all_keys,
+    all_values,
+    slots,
+    key_stride,
+    value_stride,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Write keys and values of one token, all heads, to its slot."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    column = tl.arange(0, PADDED)
+    key = tl.load(keys + row * key_stride + column, mask=column < KEYS)
+    tl.store(all_keys + slot * KEYS + column, key, mask=column < KEYS)
+    value = tl.load(values + row * value_stride + column, mask=column < VALUES)
+    tl.store(all_values + slot * VALUES + column, value, mask=column < VALUES)
+
+
 class TritonPagedAttention:
     """One layer's paged KV cache, for queries of one token each, as `cpu.PagedAttention`."""
 
@@ -207,6 +230,12 @@ class TritonPagedAttention:
         padded_key = max(triton.next_power_of_2(key_width), 16)
         padded_value = max(triton.next_power_of_2(value_width), 16)
         fitting = _TILE_BYTES // (max(padded_key, padded_value) * keys.element_size())
+        widths = kv_heads * key_width, kv_heads * value_width
+        self._widths = {
+            "KEYS": widths[0],
+            "VALUES": widths[1],
+            "PADDED": triton.next_power_of_2(max(widths)),
+        }
         self._constants: dict[str, Any] = {
             "BLOCK_SIZE": block_size,
             "KV_HEADS": kv_heads,
@@ -224,8 +253,17 @@ class TritonPagedAttention:
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Write `[tokens, kv_heads, width]` each to `slots`, `[tokens]`."""
-        for whole, new in ((self._keys, keys), (self._values, values)):
-            whole.view(-1, *whole.shape[2:]).index_copy_(0, slots, new)
+        with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
+            _store_tokens[(slots.shape[0],)](
+                keys,
+                values,
+                self._keys,
+                self._values,
+                slots,
+                keys.stride(0),
+                values.stride(0),
+                **self._widths,
+            )
 
     def find_tensors(self) -> None:
         """Nothing to do: addresses are read at each call."""

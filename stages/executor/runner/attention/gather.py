@@ -12,7 +12,7 @@ heads, so it is made once for each such kind of layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar, TypeVar
 
 import msgspec
@@ -95,27 +95,20 @@ def prefill_rows(
 
 
 def prefill(
-    layout: Sequence[PrefillRow], cache: KVCache, layer: int, qkv: QKV, options: AttentionOptions
-) -> list[Tensor]:
-    """Compute attention of these rows, `[tokens, heads, value_dim]` each.
+    row: PrefillRow, cache: KVCache, layer: int, qkv: QKV, options: AttentionOptions
+) -> Tensor:
+    """Compute attention of a row, `[tokens, heads, value_dim]`.
 
-    Their keys and values must be in the cache.
+    Its keys and values must be in the cache.
     """
-    queries, keys, values = qkv
-    heads = keys.shape[1]
+    queries, keys, values = (each[row.start : row.stop] for each in qkv)
     explicit = options.softcap is not None or options.sinks is not None
     attend = _attend_explicitly if explicit else _attend
-    parts = []
-    for row in layout:
-        part = slice(row.start, row.stop)
-        if row.index is None:
-            row_keys, row_values = keys[part].transpose(0, 1), values[part].transpose(0, 1)
-        else:
-            row_keys, row_values = cache.gather(layer, row.index)
-            row_keys = row_keys.view(heads, -1, row_keys.shape[1])
-            row_values = row_values.view(heads, -1, row_values.shape[1])
-        parts.append(attend(row, queries[part], row_keys, row_values, options))
-    return parts
+    if row.index is None:
+        return attend(row, queries, keys.transpose(0, 1), values.transpose(0, 1), options)
+    heads = keys.shape[1]
+    keys, values = (each.view(heads, -1, each.shape[1]) for each in cache.gather(layer, row.index))
+    return attend(row, queries, keys, values, options)
 
 
 def _attend(
@@ -266,8 +259,7 @@ class GatherBackend:
             _decode(chunk, queries, *cache.gather(layer, chunk.index), options)
             for chunk in view.decodes
         ]
-        if view.prefills:
-            parts += prefill(view.prefills, cache, layer, qkv, options)
+        parts += [prefill(row, cache, layer, qkv, options) for row in view.prefills]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode_chunks(

@@ -18,6 +18,7 @@ from ..kv_cache import DecodeKernel, KVCache
 from ..loaded_model import AttentionOptions, LoadedModel
 from .backend import QKV
 from .gather import LayerKind, PrefillRow, for_each_kind, layer_kinds, prefill, prefill_rows
+from .whole_prompts import WholePrompts, can_join_prompts, join_prompts
 
 
 class ReadRows(msgspec.Struct, frozen=True):
@@ -44,7 +45,7 @@ class PagedBatch(msgspec.Struct, frozen=True):
 
     slots: Tensor
     decodes: DecodeRows
-    prefills: dict[LayerKind, tuple[PrefillRow, ...]] = {}
+    prefills: dict[LayerKind, tuple[PrefillRow | WholePrompts, ...]] = {}
     read: ReadRows | None = None
 
 
@@ -56,6 +57,7 @@ class PagedBackend:
     def __init__(self, model: LoadedModel, block_size: int, kernel: DecodeKernel) -> None:
         """For the layers of a model, and a kernel."""
         self._kinds = layer_kinds(model)
+        self._joins_prompts = can_join_prompts(model)
         self._block_size = block_size
         self._kernel = kernel
 
@@ -64,8 +66,11 @@ class PagedBackend:
         if rows.num_decodes == rows.starts.size:
             return PagedBatch(slots, decodes)
 
-        def layout(window: int | None, heads: int) -> tuple[PrefillRow, ...]:
-            return tuple(prefill_rows(rows, tables, window, heads, self._block_size))
+        def layout(window: int | None, heads: int) -> tuple[PrefillRow | WholePrompts, ...]:
+            found = (*prefill_rows(rows, tables, window, heads, self._block_size),)
+            if not self._joins_prompts:
+                return found
+            return (*join_prompts(found, contexts[rows.num_decodes :]),)
 
         return PagedBatch(slots, decodes, for_each_kind(self._kinds, rows, layout))
 
@@ -80,7 +85,11 @@ class PagedBackend:
             parts.append(paged.decode(_dense_rows(queries), batch.decodes))
         if batch.prefills:
             layout = batch.prefills[options.window, keys.shape[1]]
-            parts += prefill(layout, cache, layer, qkv, options)
+            for row in layout:
+                if isinstance(row, WholePrompts):
+                    parts.append(row.attend(qkv, options))
+                else:
+                    parts.append(prefill(row, cache, layer, qkv, options))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -205,11 +205,11 @@ def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | 
         if cos.shape[1] != width:
             raise ValueError(f"{cos.shape[1]} of {width} numbers rotate")
         together = None
-        if calls.together and projection:
+        if projection is None or not calls.together:
+            queries, keys, values = (layer(rows) for layer in layers)
+        else:
             together = projection(rows)
             queries, keys, values = together.split_with_sizes(sizes, 1)
-        else:
-            queries, keys, values = (layer(rows) for layer in layers)
         if norms == [None, None] and together is not None:
             rotate(together, heads + kv_heads, cos, sin)
         else:

@@ -55,8 +55,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             stage for a small model, whose steps are too short to share, and torch's default
             otherwise: one per core.
         kernels: "auto" uses the bfloat16 and float32 kernels on CPU, compiled at the first start
-            where possible; "off" runs Transformers' modules unchanged. On CUDA, the kernel of
-            decode attention.
+            where possible; "off" runs Transformers' modules unchanged. On CUDA, Triton's.
         attention: Attention back end. "paged" reads the KV cache in place without materialising a
             row's scores (flash attention): the package's kernel on CPU (bfloat16, float32), Triton
             on CUDA; "gather" gathers keys and values for PyTorch; "tiled" is deterministic mode's

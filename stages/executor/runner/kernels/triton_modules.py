@@ -1,15 +1,18 @@
-"""Parts of decoder layers on CUDA, in Triton: norm, rotation, gate. Products stay torch's.
+"""Parts of decoder layers on CUDA: norm, rotation and gate in Triton, products by PyTorch.
 
 As separate operations of PyTorch they are most of the kernels of a decode step, and most of its
-time with a small batch. The functions are those of `cpu`.
+time with a small batch. The names are those of `cpu`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from . import cpu
 from .cpu import LinearKind
@@ -75,20 +78,73 @@ def _rotate_heads(
     tl.store(low + HALF, (second * cos_high + first * sin_high).to(kind), mask=real)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _gate_numbers(gates, ups, count, TANH_GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """act(gates) * ups, over `gates`."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    real = at < count
+@triton.jit(do_not_specialize=["stride"])
+def _gate_numbers(
+    gates, ups, output, stride, WIDTH: tl.constexpr, TANH_GELU: tl.constexpr, BLOCK: tl.constexpr
+):
+    """act(gates) * ups, of rows of WIDTH numbers that lie `stride` apart."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = column < WIDTH
     kind = gates.dtype.element_ty
-    x = tl.load(gates + at, mask=real, other=0.0).to(tl.float32)
-    up = tl.load(ups + at, mask=real, other=0.0).to(tl.float32)
+    x = tl.load(gates + row * stride + column, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(ups + row * stride + column, mask=real, other=0.0).to(tl.float32)
     if TANH_GELU:
         # tanh(z) = 2 sigmoid(2z) - 1, so that gelu(x) = x * sigmoid(2z).
         x *= tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     else:
         x *= tl.sigmoid(x)
-    tl.store(gates + at, (x.to(kind).to(tl.float32) * up).to(kind), mask=real)
+    gated = (x.to(kind).to(tl.float32) * up).to(kind)
+    tl.store(output + row * WIDTH + column, gated, mask=real)
+
+
+class Linear:
+    """Linear layers over the same rows, in one product, with outputs side by side.
+
+    Their weights are moved to one tensor, of which each layer's is a part, so that updates in place
+    reach both. A gated kind has two layers, gate and up, and the output act(gate) * up.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], kind: LinearKind = LinearKind.PLAIN) -> None:
+        """Take layers that either all have a bias or none."""
+        self._layers = layers
+        self._kind = kind
+        self._outputs = [layer.out_features for layer in layers]
+        if len({layer.bias is None for layer in layers}) > 1:
+            raise ValueError("some layers have a bias and others have none")
+
+    def __call__(self, rows: Tensor, added: Tensor | None = None) -> Tensor:
+        """`[rows, inputs]` to `[rows, outputs]`, plus `added` of that shape."""
+        weight, bias = self._joined("weight"), self._joined("bias")
+        output = F.linear(rows, weight, bias)
+        if added is not None:
+            output += added
+        if self._kind in (LinearKind.GATED_SILU, LinearKind.GATED_TANH_GELU):
+            gates, ups = output.split_with_sizes(self._outputs, 1)
+            return gate(gates, ups, self._kind)
+        return output
+
+    def _joined(self, name: str) -> Tensor | None:
+        """The layers' parameters of a name as one tensor; moved there if they are apart."""
+        # Not kept here: released memory must have no other owner.
+        parts = [layer._parameters[name] for layer in self._layers]
+        first = parts[0]
+        if first is None or len(parts) == 1:
+            return first
+        end = first.data_ptr()
+        for part in parts:
+            assert part is not None
+            if part.data_ptr() != end:
+                return self._join(parts)
+            end += part.nbytes
+        return first.as_strided((sum(self._outputs), *first.shape[1:]), first.stride())
+
+    def _join(self, parts: Sequence[Tensor | None]) -> Tensor:
+        joined = torch.cat([part.data for part in parts if part is not None])
+        for part, place in zip(parts, joined.split_with_sizes(self._outputs), strict=True):
+            assert part is not None
+            part.data = place
+        return joined
 
 
 class RMSNorm(cpu.RMSNorm):
@@ -141,14 +197,17 @@ def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
 
 
 def gate(gates: Tensor, ups: Tensor, kind: LinearKind) -> Tensor:
-    """As `cpu.gate`."""
-    count = gates.numel()
+    """As `cpu.gate`, into a new tensor. `[rows, width]`, rows contiguous and equally far apart."""
+    count, width = gates.shape
+    output = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
     with torch.cuda.device_of(gates):  # type: ignore[no-untyped-call]
-        _gate_numbers[(triton.cdiv(count, _GATE_BLOCK),)](
+        _gate_numbers[count, triton.cdiv(width, _GATE_BLOCK)](
             gates,
             ups,
-            count,
+            output,
+            gates.stride(0),
+            WIDTH=width,
             TANH_GELU=kind == LinearKind.GATED_TANH_GELU,
             BLOCK=_GATE_BLOCK,
         )
-    return gates
+    return output

@@ -7,7 +7,7 @@
 from .core import ExecutorCore
 from .driver.sampling import sample_with_logprobs, uniform
 from .runner.batch import Rows
-from .runner.inputs import InputBuilder, StepInputs, model_forward
+from .runner.inputs import InputBuilder, model_forward
 from .runner.kv_cache import KVCache
 from .runner.loaded_model import LoadedModel
 from .runner.model import load_model, wrap_model
@@ -19,7 +19,6 @@ __all__ = [
     "KVCache",
     "LoadedModel",
     "Rows",
-    "StepInputs",
     "WeightSyncManager",
     "load_model",
     "model_forward",

@@ -310,21 +310,16 @@ class ExecutorCore:
         return StepResult(
             step_id=step.plan.step_id,
             started=step.started,
-            seq_ids=sampled.seq_ids,
-            token_ids=sampled.token_ids,
-            logprobs=sampled.logprobs,
-            finish_reasons=sampled.finish_reasons,
             ended=step.plan.ended,
             weight_version=step.weight_version,
             start_ns=step.start_ns,
             end_ns=self._now_ns(),
             draft_rest=outputs.draft_rest,
-            top_logprobs=sampled.top_logprobs,
             prompt_logprobs=outputs.prompts,
-            adapter_versions=sampled.adapter_versions,
             pooled=report_pooled(outputs.pooled),
             failed=self.constraints.take_failures(),
             drafts=tuple(one for one in outputs.verified if one.seq_id in sampled.seq_ids),
+            **msgspec.structs.asdict(sampled),
         )
 
     # --- inside -------------------------------------------------------------------------------
@@ -361,8 +356,6 @@ class ExecutorCore:
             self.switch_adapter(adapter, version)
         for new in plan.new:
             self._table.add(new, self.adapters.slot_of(new.info.adapter))
-            if self._speculator is not None:
-                self._speculator.add(new.seq_id)
         try:
             for seq_id, block_ids in plan.grown:
                 self._table.append_blocks(seq_id, block_ids)

@@ -136,7 +136,7 @@ def _plan(new: Sequence[NewSequence], counts: Sequence[int]) -> StepPlan:
 
 
 def _scored(sample: ScoreSample, logprobs: Sequence[float]) -> SampleScored:
-    """`logprobs`: of all tokens but the first."""
+    """`logprobs`: of all tokens but the first; empty if the sample can't be scored."""
     wanted = tuple(logprobs[sample.start - 1 :])
     return SampleScored(sample.request_id, sample.entry_id, sample.sample_index, wanted)
 
@@ -170,7 +170,7 @@ class Scoring:
             epoch = self._stage.epoch
             samples = [sample for asked_in, sample in asked if asked_in == epoch]
             if self._reference is None:
-                await self._send(tuple(map(_unscored, samples)), epoch)
+                await self._send([_scored(sample, ()) for sample in samples], epoch)
                 continue
             passes = self._reference.score(samples)
             while epoch == self._stage.epoch:
@@ -185,10 +185,6 @@ class Scoring:
             self._reference.close()
             self._reference = None
 
-    async def _send(self, scored: tuple[SampleScored, ...], epoch: int) -> None:
+    async def _send(self, scored: Sequence[SampleScored], epoch: int) -> None:
         for sample in scored:
             await self._stage.send(CONTROL["streaming"], sample, epoch=epoch)
-
-
-def _unscored(sample: ScoreSample) -> SampleScored:
-    return SampleScored(sample.request_id, sample.entry_id, sample.sample_index, ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -14,10 +14,7 @@ import torch
 from anyio.abc import TaskGroup
 
 from ...bus import Inbox
-from ...bus.control import (
-    StageReady,
-    StageStarted,
-)
+from ...bus.control import StageReady, StageStarted
 from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
 from ...bus.messages import Envelope, StepPlan, StepResult
 from ...bus.scoring import ScoreSample
@@ -111,7 +108,9 @@ class ExecutorStage(Actor):
         self._core, reference = await _on_torch(_load, engine, device)
         core = self._core
         self._scoring = Scoring(self, reference, _on_torch)
-        self._changes = StagedChanges(self, core, _on_torch, self._start_soon)
+        self._changes = StagedChanges(
+            self, core, _on_torch, lambda *task: self._group.start_soon(*task)
+        )
         capacity = core.capacity()
         self._facts = {
             "device": capacity.device,
@@ -181,11 +180,6 @@ class ExecutorStage(Actor):
             self._group.start_soon(self._changes.tick_forever)
             await super().receive_forever(inbox)
 
-    def _start_soon(
-        self, function: Callable[..., Coroutine[Any, Any, None]], *args: object
-    ) -> None:
-        self._group.start_soon(function, *args)
-
     async def close(self) -> None:
         self._changes.close()
         # Behind the plans in flight; also if the wait below is cut short.
@@ -222,7 +216,7 @@ class ExecutorStage(Actor):
             "weight_version": self._weight_version,
             **self._facts,
         }
-        if behind := self._changes.core.behind:
+        if behind := self._changes.core.succession.behind:
             load["behind_version"] = behind
         if lacks := ", ".join(self._core.memory.lacks):
             load["lacks"] = lacks
@@ -237,7 +231,7 @@ class ExecutorStage(Actor):
 
     async def measure(self) -> None:
         self.metrics.record(instruments.WEIGHT_VERSION, self._weight_version)
-        self.metrics.record(instruments.WEIGHT_BEHIND, self._changes.core.behind)
+        self.metrics.record(instruments.WEIGHT_BEHIND, self._changes.core.succession.behind)
         self.metrics.record(instruments.ADAPTERS, len(self._core.adapters))
         backend = {names.BACKEND: self._core.runner.backend.name}
         self.metrics.record(instruments.ATTENTION_BACKEND, 1, backend)

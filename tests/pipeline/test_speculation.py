@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -47,32 +47,16 @@ SHORT_MODEL = True
 Answers = dict[tuple[int, ...], list[tuple[int, ...]]]
 
 
-class _Source:
-    """A source that remembers nothing."""
+class Prophet(DraftSource):
+    """Drafts from answers that are known, by prompt, with one error in five tokens."""
 
     name: ClassVar[str] = "made up"
-
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        return [self.draft(context) for context in contexts]
-
-    def draft(self, context: DraftContext) -> Draft:
-        raise NotImplementedError
-
-    def forget(self, row: int, seq_id: int) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
-
-
-class Prophet(_Source):
-    """Drafts from answers that are known, by prompt, with one error in five tokens."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
         self._random = random.Random(1)
 
-    def draft(self, context: DraftContext) -> Draft:
+    def _propose(self, context: DraftContext) -> Draft:
         prompt = tuple(context.tokens[: context.num_prompt].tolist())
         generated = tuple(context.tokens[context.num_prompt :].tolist())
         for answer in self._answers.get(prompt, ()):
@@ -83,10 +67,12 @@ class Prophet(_Source):
         return NO_DRAFT
 
 
-class Repeat(_Source):
+class Repeat(DraftSource):
     """Drafts the last token again and again."""
 
-    def draft(self, context: DraftContext) -> Draft:
+    name: ClassVar[str] = "made up"
+
+    def _propose(self, context: DraftContext) -> Draft:
         return Draft((int(context.tokens[-1]),) * context.limit, source=self.name)
 
 

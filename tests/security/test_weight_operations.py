@@ -194,10 +194,10 @@ async def test_what_the_lane_is_said_to_have_is_looked_at_too(
 ) -> None:
     """It comes from the bus, where others may write."""
     core = executor.updates.core
-    monkeypatch.setattr(core._succession, "behind", 0)
+    monkeypatch.setattr(core.succession, "behind", 0)
     record = WeightsInPlace(version=7, leader="x", folder=folder)
     await executor.updates._perform([Restore(record)])
-    assert core.behind == 7
+    assert core.succession.behind == 7
     assert executor.lines[-1]["event"] == "weights_behind"
     monkeypatch.undo()
     assert await executor.is_as_it_was()

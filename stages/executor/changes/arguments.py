@@ -7,21 +7,10 @@ from __future__ import annotations
 
 import os
 
-from ....bus.control import (
-    FinishUpdate,
-    JoinWeightsGroup,
-    LeaveWeightsGroup,
-    LoadAdapter,
-    ReleaseMemory,
-    ResumeMemory,
-    TellWeightVersion,
-    UnloadAdapter,
-    UpdateWeights,
-)
+from ....bus import control
 from ....bus.weights import (
     FolderWeights,
     GroupWeights,
-    LocalWeights,
     SharedMemoryWeights,
     StagedWeights,
     WeightsSource,
@@ -32,15 +21,15 @@ from ..runner.weights.checks import WeightLimits
 from ..runner.weights.transports.group import BACKENDS, host_and_port
 
 Operation = (
-    UpdateWeights
-    | FinishUpdate
-    | JoinWeightsGroup
-    | LeaveWeightsGroup
-    | TellWeightVersion
-    | ReleaseMemory
-    | ResumeMemory
-    | LoadAdapter
-    | UnloadAdapter
+    control.UpdateWeights
+    | control.FinishUpdate
+    | control.JoinWeightsGroup
+    | control.LeaveWeightsGroup
+    | control.TellWeightVersion
+    | control.ReleaseMemory
+    | control.ResumeMemory
+    | control.LoadAdapter
+    | control.UnloadAdapter
 )
 
 LONGEST_WAIT_S = 86_400.0
@@ -49,6 +38,7 @@ LONGEST_WAIT_S = 86_400.0
 LARGEST_VERSION = 1 << 62
 """The largest version that a message may name; counting from there still fits 64 bits."""
 
+_NAMES = ("part_of", "prepare_as", "prepared", "group", "key", "update")
 _LONGEST_NAME = 256
 _LONGEST_PATH_BYTES = 4096  # Linux's
 _LONGEST_HOST = 253  # DNS's
@@ -61,22 +51,23 @@ def check_arguments(operation: Operation, limits: WeightLimits) -> None:
     Raises:
         WeightsError: An argument is invalid; the error names it.
     """
+    for part in (operation, getattr(operation, "source", None)):
+        for argument in _NAMES:
+            if (length := len(getattr(part, argument, ""))) > _LONGEST_NAME:
+                raise WeightsError(
+                    f"{argument} has {length} characters; a name may have {_LONGEST_NAME}"
+                )
     match operation:
-        case UpdateWeights():
-            _check_name("part_of", operation.part_of)
-            _check_name("prepare_as", operation.prepare_as)
+        case control.UpdateWeights():
             _check_wait(operation.timeout_s)
             _check_version(operation.version)
             check_in_flight(operation.in_flight)
             _check_source(operation.source, limits)
-        case FinishUpdate():
-            _check_name("prepared", operation.prepared)
+        case control.FinishUpdate():
             _check_version(operation.version)
-        case JoinWeightsGroup():
+        case control.JoinWeightsGroup():
             _check_join(operation)
-        case LeaveWeightsGroup():
-            _check_name("group", operation.group)
-        case LoadAdapter() | UnloadAdapter():
+        case control.LoadAdapter() | control.UnloadAdapter():
             check_in_flight(operation.in_flight)
 
 
@@ -108,10 +99,6 @@ def _check_source(source: WeightsSource | StagedWeights, limits: WeightLimits) -
     match source:
         case FolderWeights(path):
             check_path(path)
-        case LocalWeights(key):
-            _check_name("key", key)
-        case StagedWeights(update):
-            _check_name("update", update)
         case SharedMemoryWeights(segments, tensors):
             limits.check_tensors(len(tensors))
             if len(segments) > len(tensors):
@@ -119,13 +106,11 @@ def _check_source(source: WeightsSource | StagedWeights, limits: WeightLimits) -
                     f"{len(tensors)} tensors are in {len(segments)} segments; name only "
                     "segments with a tensor"
                 )
-        case GroupWeights(group, tensors):
-            _check_name("group", group)
+        case GroupWeights(tensors=tensors):
             limits.check_tensors(len(tensors))
 
 
-def _check_join(wish: JoinWeightsGroup) -> None:
-    _check_name("group", wish.group)
+def _check_join(wish: control.JoinWeightsGroup) -> None:
     if not wish.group:
         raise WeightsError("group is empty; give the group a name")
     _check_wait(wish.timeout_s)
@@ -159,11 +144,4 @@ def _check_wait(timeout_s: float) -> None:
     if not 0 < timeout_s <= LONGEST_WAIT_S:  # written so that NaN fails
         raise WeightsError(
             f"timeout_s is {shown(timeout_s)}; give seconds above 0, up to {LONGEST_WAIT_S:.0f}"
-        )
-
-
-def _check_name(argument: str, name: str) -> None:
-    if len(name) > _LONGEST_NAME:
-        raise WeightsError(
-            f"{argument} has {len(name)} characters; a name may have {_LONGEST_NAME}"
         )

@@ -10,23 +10,12 @@ from typing import NamedTuple
 import msgspec
 from torch import Tensor
 
-from ....bus.control import (
-    AdapterReady,
-    FinishUpdate,
-    JoinWeightsGroup,
-    LeaveWeightsGroup,
-    LoadAdapter,
-    ReleaseMemory,
-    ResumeMemory,
-    TellWeightVersion,
-    UnloadAdapter,
-    UpdateWeights,
-    WeightsReady,
-)
+from ....bus import control
+from ....bus.control import AdapterReady, LoadAdapter, UnloadAdapter, UpdateWeights, WeightsReady
 from ....bus.weights import GroupWeights, LocalWeights, StagedWeights
 from ....config import AdapterError, WeightsError, shown
 from ....store.in_place import WeightsInPlace
-from ..runner.weights.checks import UNLIMITED, WeightLimits
+from ..runner.weights.checks import UNLIMITED, WeightLimits, busy
 from . import effects as do
 from .arguments import Operation, check_arguments
 
@@ -34,6 +23,8 @@ _SECOND_NS = 1_000_000_000
 
 _LEAST_FETCH_S = 0.001
 """The time to fetch that remains for an update that waited for its turn to the last moment."""
+
+AdapterOperation = LoadAdapter | UnloadAdapter
 
 _WEIGHTS = ""
 """Key of the weights among staged changes; adapters have their ids."""
@@ -89,13 +80,15 @@ class ChangesCore:
     Each method is an event and returns effects, in order.
 
     Attributes:
+        version: Of the weights of the last step.
         fetching: The ticket whose tensors are being fetched.
+        succession: The lane's record.
     """
 
     def __init__(self, limits: WeightLimits) -> None:
         """Args: the most that an update may bring."""
         self._limits = limits
-        self._version = 0
+        self.version = 0
         self._tickets = count(1)
         # By ticket: open operations and the ids of their answers.
         self._open: dict[int, tuple[Operation, str]] = {}
@@ -113,22 +106,12 @@ class ChangesCore:
         # Adapters that are read, by ticket, and those in place.
         self._reading: dict[int, str] = {}
         self._adapters: frozenset[str] = frozenset()
-        # Tickets of memory changes, the first of which runs; whether batching is to release it.
-        self._memory: deque[int] = deque()
+        # Changes of memory, the first of which runs; whether batching is to release it.
+        self._memory: deque[do.BeginRelease | do.ResumeTags] = deque()
         self._releasing = False
-        self._succession = Succession()
+        self.succession = Succession()
 
     # --- state for others ---------------------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        """Of the weights of the last step."""
-        return self._version
-
-    @property
-    def behind(self) -> int:
-        """The lane's version when this executor joined without it; else 0."""
-        return self._succession.behind
 
     @property
     def unanswered(self) -> tuple[str, ...]:
@@ -158,10 +141,6 @@ class ChangesCore:
         except WeightsError as error:
             self._answer(ticket, error)
         return self._go_on(now_ns)
-
-    def begin_epoch(self, leader: str) -> list[do.Effect]:
-        """Begin an epoch of an admission; this executor takes part once the effects are done."""
-        return self._succession.begin_epoch(leader)
 
     def epoch_begun(self, version: int, now_ns: int) -> list[do.Effect]:
         """Take part. Batching has lost all earlier messages. `version`: of the weights in place."""
@@ -199,7 +178,7 @@ class ChangesCore:
         if adapters:
             self._adapters_in_place(adapters)
         if self._releasing and not pending:
-            self._answer(self._memory[0])
+            self._answer(self._memory[0].ticket)
         return self._go_on(now_ns)
 
     def adapters_loaded(self, ids: Iterable[str]) -> None:
@@ -231,7 +210,8 @@ class ChangesCore:
         self._prepared = None
         self._staged.clear()
         for ticket, (operation, _) in list(self._open.items()):
-            self._answer(ticket, adapter_error if is_of_adapter(operation) else weights_error)
+            of_adapter = isinstance(operation, AdapterOperation)
+            self._answer(ticket, adapter_error if of_adapter else weights_error)
         return self._take_effects()
 
     def done(self, job: do.Job, result: do.Result, now_ns: int) -> list[do.Effect]:
@@ -248,23 +228,13 @@ class ChangesCore:
             self._answer(job.ticket, error)
         return self._go_on(now_ns)
 
-    # --- events: the lane's record ------------------------------------------------------------
-
-    def record_read(self, record: WeightsInPlace | None) -> list[do.Effect]:
-        """Handle the lane's record; None if unknown."""
-        return self._succession.read(record)
-
     def restored(self, weights: WeightsInPlace) -> list[do.Effect]:
         """The lane's weights are in place."""
-        self._version = weights.version
-        fields: dict[str, object] = {"version": weights.version, "folder": weights.folder}
+        self.version = weights.version
+        fields = {"version": weights.version, "folder": weights.folder}
         origin = do.WeightsOrigin(weights.folder, weights.stamp)
-        recorded = self._succession.put_in_place(weights.version, origin)
-        return [do.Log("weights_restored", fields), *recorded]
-
-    def not_restored(self, weights: WeightsInPlace, why: str) -> list[do.Effect]:
-        """The lane's weights can't be restored."""
-        return self._succession.fall_behind(weights.version, why)
+        recorded = self.succession.put_in_place(weights.version, origin)
+        return [do.Log("weights_restored", fields), recorded]
 
     # --- operations ---------------------------------------------------------------------------
 
@@ -278,28 +248,28 @@ class ChangesCore:
         match operation:
             case UpdateWeights():
                 self._begin_update(ticket, operation, now_ns)
-            case FinishUpdate():
+            case control.FinishUpdate():
                 self._finish(ticket, operation)
-            case JoinWeightsGroup():
+            case control.JoinWeightsGroup():
                 self._effects.append(do.Join(ticket, operation))
-            case LeaveWeightsGroup(group):
+            case control.LeaveWeightsGroup(group):
                 self._effects.append(do.Leave(group))
                 self._answer(ticket)
-            case TellWeightVersion():
+            case control.TellWeightVersion():
                 self._answer(ticket)
-            case ReleaseMemory() | ResumeMemory():
-                self._memory.append(ticket)
-                if len(self._memory) == 1:
-                    self._change_memory(ticket)
+            case control.ReleaseMemory(tags):
+                self._change_memory(do.BeginRelease(ticket, tags))
+            case control.ResumeMemory(tags):
+                self._change_memory(do.ResumeTags(ticket, tags))
             case LoadAdapter() | UnloadAdapter():
                 self._change_adapter(ticket, operation)
 
     def _begin_update(self, ticket: int, update: UpdateWeights, now_ns: int) -> None:
         if not update.part_of:
-            busy = self.fetching, self._prepared, self._finishing, self._staged.get(_WEIGHTS)
-            if any(holder is not None for holder in busy):
+            holders = self.fetching, self._prepared, self._finishing, self._staged.get(_WEIGHTS)
+            if any(holder is not None for holder in holders):
                 self._skip(update)
-                raise _busy()
+                raise busy()
             self._fetch(ticket, update)
             return
         if isinstance(update.source, LocalWeights):
@@ -318,7 +288,7 @@ class ChangesCore:
         else:
             self._effects.append(do.Fetch(ticket, update))
 
-    def _change_adapter(self, ticket: int, operation: LoadAdapter | UnloadAdapter) -> None:
+    def _change_adapter(self, ticket: int, operation: AdapterOperation) -> None:
         id = operation.adapter
         if id in self._reading.values() or id in self._staged:
             raise AdapterError(
@@ -376,13 +346,13 @@ class ChangesCore:
     def _prepare(
         self, ticket: int, update: UpdateWeights, fetched: do.Fetched, now_ns: int
     ) -> None:
-        self._succession.check(fetched.covers)
+        self.succession.check(fetched.covers)
         if update.prepare_as == self._dropped:
             raise WeightsError("the update was cancelled", code="weights_incomplete")
         self._prepared = _Prepared(update, fetched, _deadline_ns(update, now_ns))
         self._answer(ticket)
 
-    def _finish(self, ticket: int, finish: FinishUpdate) -> None:
+    def _finish(self, ticket: int, finish: control.FinishUpdate) -> None:
         prepared = self._prepared
         if prepared is not None and self.prepared == finish.prepared:
             self._prepared = None
@@ -407,9 +377,11 @@ class ChangesCore:
     def _begin_stage(
         self, ticket: int, update: UpdateWeights, fetched: do.Fetched, version: int | None
     ) -> None:
-        self._succession.check(fetched.covers)
-        if version is None and self.behind:
-            version = self.behind + 1  # the lane used the numbers up to there for other weights
+        self.succession.check(fetched.covers)
+        if version is None and self.succession.behind:
+            version = (
+                self.succession.behind + 1
+            )  # the lane used the numbers up to there for other weights
         self._effects.append(do.Stage(ticket, update, fetched, version))
 
     def _stage(self, key: str, staged: _Staged) -> None:
@@ -418,12 +390,12 @@ class ChangesCore:
 
     def _in_place(self, version: int) -> None:
         """Weights of this version made a step, perhaps one of an earlier epoch."""
-        self._version = max(self._version, version)
+        self.version = max(self.version, version)
         staged = self._staged.get(_WEIGHTS)
         if staged is not None and version >= staged.version:
             del self._staged[_WEIGHTS]
             self._effects.append(do.Log("weights_in_place", {"version": version}))
-            self._effects += self._succession.put_in_place(version, staged.origin)
+            self._effects.append(self.succession.put_in_place(version, staged.origin))
             self._answer(staged.ticket)
 
     def _not_in_place(self, error: WeightsError) -> None:
@@ -441,12 +413,10 @@ class ChangesCore:
                 self._effects.append(do.Log(event, {"adapter": id, "version": version}))
                 self._answer(staged.ticket, version=version)
 
-    def _change_memory(self, ticket: int) -> None:
-        match self._open[ticket][0]:
-            case ReleaseMemory(tags):
-                self._effects.append(do.BeginRelease(ticket, tags))
-            case ResumeMemory(tags):
-                self._effects.append(do.ResumeTags(ticket, tags))
+    def _change_memory(self, change: do.BeginRelease | do.ResumeTags) -> None:
+        self._memory.append(change)
+        if len(self._memory) == 1:
+            self._effects.append(change)
 
     def _skip(self, update: UpdateWeights) -> None:
         """Skip a group's broadcast that no executor receives."""
@@ -467,13 +437,11 @@ class ChangesCore:
         for turn in [turn for turn in self._turns if turn.deadline_ns <= now_ns]:
             self._turns.remove(turn)
             self._skip(turn.update)
-            self._answer(turn.ticket, _busy())
+            self._answer(turn.ticket, busy())
         if self._prepared is not None and self._prepared.deadline_ns <= now_ns:
             self._prepared = None
-            reason = "FinishUpdate did not come in time"
-            self._effects.append(
-                do.Log("prepared_weights_dropped", {"reason": reason}, warning=True)
-            )
+            fields = {"reason": "FinishUpdate did not come in time"}
+            self._effects.append(do.Log("prepared_weights_dropped", fields, warning=True))
         return self._take_effects()
 
     def _take_effects(self) -> list[do.Effect]:
@@ -487,11 +455,10 @@ class ChangesCore:
         if error is not None and ticket == self.fetching and is_part:
             self._parts.drop()  # they can't become complete
         self._release(ticket)
-        if is_of_adapter(operation):
-            self._effects.append(do.Answer(operation, operation_id, version, error=error))
-        else:
-            answer = do.Answer(operation, operation_id, self._version, self.behind, error)
-            self._effects.append(answer)
+        newest = 0
+        if not isinstance(operation, AdapterOperation):
+            version, newest = self.version, self.succession.behind
+        self._effects.append(do.Answer(operation, operation_id, version, newest, error))
 
     def _release(self, ticket: int) -> None:
         """Free the resources of an operation, for the next ones."""
@@ -500,26 +467,15 @@ class ChangesCore:
             self.fetching = None
         if ticket == self._finishing:
             self._finishing = None
-        if self._memory and ticket == self._memory[0]:
+        if self._memory and ticket == self._memory[0].ticket:
             self._memory.popleft()
             self._releasing = False
             if self._memory:
-                self._change_memory(self._memory[0])
-
-
-def is_of_adapter(operation: Operation) -> bool:
-    """Whether an operation changes an adapter."""
-    return isinstance(operation, LoadAdapter | UnloadAdapter)
+                self._effects.append(self._memory[0])
 
 
 def _deadline_ns(update: UpdateWeights, now_ns: int) -> int:
     return now_ns + int(update.timeout_s * _SECOND_NS)
-
-
-def _busy() -> WeightsError:
-    return WeightsError(
-        "a weight update is under way already; wait until it is in place", code="weights_busy"
-    )
 
 
 # --- parts of an update -------------------------------------------------------------------------
@@ -607,13 +563,13 @@ class Succession:
         self._leader = ""
         self._own: tuple[int, do.WeightsOrigin | None] = 0, None
 
-    def put_in_place(self, version: int, origin: do.WeightsOrigin | None) -> list[do.Effect]:
+    def put_in_place(self, version: int, origin: do.WeightsOrigin | None) -> do.Effect:
         """New weights are in place. `origin`: of all of them, if they came in one update."""
         self._own, self.behind = (version, origin), 0
-        return [self._record()]
+        return self._record()
 
     def begin_epoch(self, leader: str) -> list[do.Effect]:
-        """Begin an epoch of an admission.
+        """Begin an epoch of an admission; this executor takes part once the effects are done.
 
         At the first one the lane's record is read, unless this executor has had an update: then a
         new admission gets a record of that.
@@ -632,14 +588,14 @@ class Succession:
         if record.leader == self._leader:
             return [do.Restore(record)]
         reason = "the lane was restarted; its earlier weights are not restored"
-        fields: dict[str, object] = {"before": record.version, "reason": reason}
+        fields = {"before": record.version, "reason": reason}
         return [do.Log("weights_of_model_path", fields, warning=True)]
 
     def fall_behind(self, version: int, why: str) -> list[do.Effect]:
         """The lane's weights can't be restored: this executor serves those that it loaded."""
         self.behind = version
         reason = f"{why}; this executor serves the weights of model_path until they are updated"
-        fields: dict[str, object] = {"version": 0, "of_the_lane": version, "reason": reason}
+        fields = {"version": 0, "of_the_lane": version, "reason": reason}
         return [do.Log("weights_behind", fields, warning=True)]
 
     def check(self, covers: bool) -> None:

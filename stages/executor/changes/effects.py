@@ -1,7 +1,4 @@
-"""Effects, which `ChangesCore` returns for its shell to execute.
-
-A job takes time. It carries the ticket of an operation, and its result returns to the core.
-"""
+"""Effects, which `ChangesCore` returns for its shell to execute."""
 
 from __future__ import annotations
 
@@ -42,75 +39,76 @@ class Fetched(NamedTuple):
     converted: bool = True
 
 
+class Effect(msgspec.Struct, frozen=True):
+    """An effect, immediate unless it is a `Job`."""
+
+
 # --- jobs -------------------------------------------------------------------------------------
 
 
-class Fetch(msgspec.Struct, frozen=True):
-    """Read the tensors of a source into this process; results in `Fetched`."""
+class Job(Effect, frozen=True):
+    """An effect that takes time, for an operation; its result returns to the core."""
 
     ticket: int
+
+
+class Fetch(Job, frozen=True):
+    """Read the tensors of a source into this process; results in `Fetched`."""
+
     update: UpdateWeights
 
 
-class Combine(msgspec.Struct, frozen=True):
+class Combine(Job, frozen=True):
     """Convert the tensors of all parts of an update together; results in `Fetched`."""
 
-    ticket: int
     update: UpdateWeights
     tensors: Mapping[str, Tensor]
     origin: WeightsOrigin | None
 
 
-class Check(msgspec.Struct, frozen=True):
+class Check(Job, frozen=True):
     """Compare new weights with the model."""
 
-    ticket: int
     update: UpdateWeights
     fetched: Fetched
 
 
-class Stage(msgspec.Struct, frozen=True):
+class Stage(Job, frozen=True):
     """Stage new weights for a plan; results in their version.
 
     Attributes:
         version: Their version; None for the next.
     """
 
-    ticket: int
     update: UpdateWeights
     fetched: Fetched
     version: int | None
 
 
-class StageAdapter(msgspec.Struct, frozen=True):
+class StageAdapter(Job, frozen=True):
     """Read an adapter, and stage it unless it is only checked; results in its version."""
 
-    ticket: int
     load: LoadAdapter
 
 
-class Join(msgspec.Struct, frozen=True):
+class Join(Job, frozen=True):
     """Join a group."""
 
-    ticket: int
     wish: JoinWeightsGroup
 
 
-class BeginRelease(msgspec.Struct, frozen=True):
+class BeginRelease(Job, frozen=True):
     """Mark memory for the plan that releases it; results in whether there is any."""
 
-    ticket: int
     tags: tuple[str, ...]
 
 
-class ResumeTags(msgspec.Struct, frozen=True):
+class ResumeTags(Job, frozen=True):
     """Allocate released memory again."""
 
-    ticket: int
     tags: tuple[str, ...]
 
 
-Job = Fetch | Combine | Check | Stage | StageAdapter | Join | BeginRelease | ResumeTags
 Result = Fetched | int | bool | WeightsError | None
 """The result of a job. A `WeightsError`: the job failed and changed nothing in place."""
 
@@ -118,7 +116,7 @@ Result = Fetched | int | bool | WeightsError | None
 # --- immediate effects ------------------------------------------------------------------------
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(Effect, frozen=True):
     """Answer an operation, once.
 
     Attributes:
@@ -136,66 +134,51 @@ class Answer(msgspec.Struct, frozen=True):
     error: WeightsError | None = None
 
 
-class SendBatching(NamedTuple):
+class SendBatching(Effect, frozen=True):
     """Send batching a staged change, which its next plan puts in place."""
 
     message: Message
 
 
-class SendMemory(msgspec.Struct, frozen=True):
+class SendMemory(Effect, frozen=True):
     """Send batching the state of the memory."""
 
 
-class PublishAdapters(msgspec.Struct, frozen=True):
+class PublishAdapters(Effect, frozen=True):
     """Record the adapters in place, and announce them to admission."""
 
 
-class SkipBroadcast(msgspec.Struct, frozen=True):
+class SkipBroadcast(Effect, frozen=True):
     """Skip a broadcast of a group, which must not be taken for a later one."""
 
     group: str
 
 
-class Leave(msgspec.Struct, frozen=True):
+class Leave(Effect, frozen=True):
     """Leave a group, if this executor is a member."""
 
     group: str
 
 
-class Log(msgspec.Struct, frozen=True):
+class Log(Effect, frozen=True):
     """Write a line to the log."""
 
     event: str
-    fields: dict[str, object] = {}
+    fields: Mapping[str, object] = {}
     warning: bool = False
 
 
-class Remember(msgspec.Struct, frozen=True):
+class Remember(Effect, frozen=True):
     """Record the weights in place, for a successor of this executor."""
 
     weights: WeightsInPlace
 
 
-class ReadRecord(msgspec.Struct, frozen=True):
-    """Read the lane's record: `ChangesCore.record_read`."""
+class ReadRecord(Effect, frozen=True):
+    """Read the lane's record: `Succession.read`."""
 
 
-class Restore(msgspec.Struct, frozen=True):
-    """Read the lane's weights and put them in place: `restored`, or `not_restored`."""
+class Restore(Effect, frozen=True):
+    """Read the lane's weights and put them in place: `restored`, or `Succession.fall_behind`."""
 
     weights: WeightsInPlace
-
-
-Effect = (
-    Job
-    | Answer
-    | SendBatching
-    | SendMemory
-    | PublishAdapters
-    | SkipBroadcast
-    | Leave
-    | Log
-    | Remember
-    | ReadRecord
-    | Restore
-)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,7 @@ from ..runner.weights.transports.background import Background
 from ..runner.weights.transports.folder import read_folder, stamp_of
 from . import effects as do
 from .arguments import Operation, check_path
-from .core import ChangesCore, is_of_adapter, supersedes
+from .core import AdapterOperation, ChangesCore, supersedes
 
 _RESTORE_S = 300.0
 """The longest time to read a predecessor's weights."""
@@ -68,7 +69,7 @@ class StagedChanges:
         actor: Actor,
         executor: ExecutorCore,
         on_torch: Callable[..., Awaitable[Any]],
-        start_soon: Callable[..., None],
+        start_soon: Callable[..., object],
     ) -> None:
         """Args: the stage and its core; a call on the torch thread; a start of a coroutine function
         that ends with the stage."""
@@ -106,7 +107,7 @@ class StagedChanges:
         Raises:
             AdapterError: An adapter of the settings can't be loaded.
         """
-        await self._perform(self.core.begin_epoch(leader))
+        await self._perform(self.core.succession.begin_epoch(leader))
         if leader == self._leader:
             return
         first, self._leader = not self._leader, leader
@@ -206,26 +207,27 @@ class StagedChanges:
                     await self._remember(weights)
                 case do.ReadRecord():
                     record = await self._read_record(self._actor.bus.store.weights, "weights")
-                    await self._perform(self.core.record_read(record))
+                    await self._perform(self.core.succession.read(record))
                 case do.Restore(weights):
                     await self._perform(await self._restore(weights))
-                case job:
-                    self._start_soon(self._work, job)
+                case do.Job():
+                    self._start_soon(self._work, effect)
 
     async def _answer(self, answer: do.Answer) -> None:
         operation, error = answer.operation, answer.error
+        of_adapter = isinstance(operation, AdapterOperation)
         if error is not None:
             self._actor.log.warning(
-                "adapter_refused" if is_of_adapter(operation) else "operation_refused",
+                "adapter_refused" if of_adapter else "operation_refused",
                 operation=type(operation).__name__,
                 code=error.code,
                 reason=error.message,
                 exc_info=error.__cause__,
             )
         labels = {names.ERROR_TYPE: error.code if error else ""}
-        if is_of_adapter(operation):
+        if of_adapter:
             self._actor.metrics.record(instruments.ADAPTER_CHANGES, 1, labels)
-        elif _is_an_update(operation) or (error and isinstance(operation, UpdateWeights)):
+        elif replaces_weights(operation) or (error and isinstance(operation, UpdateWeights)):
             self._actor.metrics.record(instruments.WEIGHT_UPDATES, 1, labels)
         await self._actor.answer(answer.operation_id, answer.version, error, answer.newest_version)
 
@@ -256,11 +258,12 @@ class StagedChanges:
         manager = self._executor.weights
         try:
             async with asyncio.timeout(_RESTORE_S):
-                tensors = await self._in_background(_read_again, weights, manager)
+                with _as_refusal():
+                    tensors = await self._in_background(_read_again, weights, manager)
             await self._on_torch(manager.sync_blocking, tensors, weights.version)
         except (WeightsError, TimeoutError) as error:
             why = error.message if isinstance(error, WeightsError) else "reading took too long"
-            return self.core.not_restored(weights, why)
+            return self.core.succession.fall_behind(weights.version, why)
         finally:
             self.restoring = ""
         return self.core.restored(weights)
@@ -309,14 +312,13 @@ class StagedChanges:
     async def _work(self, job: do.Job) -> None:
         """Run a job. An error before weights change is an answer. An unexpected error while memory
         changes is raised, since the executor's state is unknown then."""
+        memory = isinstance(job, do.BeginRelease | do.ResumeTags)
         result: do.Result
         try:
-            result = await self._result(job)
-        except Exception as error:
-            memory = isinstance(job, do.BeginRelease | do.ResumeTags)
-            if memory and not isinstance(error, WeightsError):
-                raise
-            result = _refusal(error)
+            with nullcontext() if memory else _as_refusal():
+                result = await self._result(job)
+        except WeightsError as error:
+            result = error
         await self._perform(self.core.done(job, result, now_ns()))
 
     async def _result(self, job: do.Job) -> do.Result:
@@ -347,14 +349,8 @@ class StagedChanges:
                 await self._on_torch(executor.resume_memory, tags)
         return None
 
-    async def _in_background(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Raises WeightsError, whatever the function raises."""
-        try:
-            return await asyncio.wrap_future(self._weights_thread.submit(function, *args))
-        except WeightsError:
-            raise
-        except Exception as error:
-            raise _refusal(error) from error
+    def _in_background(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        return asyncio.wrap_future(self._weights_thread.submit(function, *args))
 
     def _fetch(self, update: UpdateWeights, weights: WeightSyncManager) -> do.Fetched:
         """Runs on the thread that fetches."""
@@ -390,14 +386,8 @@ class StagedChanges:
         reading = self._adapters_thread.submit(
             read_adapter, id, version, load.folder, model, table.limits
         )
-        try:
+        with _as_refusal(AdapterError, "the adapter could not be read", ""):
             return await asyncio.wrap_future(reading)
-        except WeightsError:
-            raise
-        except Exception as error:
-            raise AdapterError(
-                f"the adapter could not be read ({type(error).__name__}: {shown(str(error))})"
-            ) from error
 
 
 def check_fetched(update: UpdateWeights, fetched: do.Fetched, weights: WeightSyncManager) -> None:
@@ -410,19 +400,23 @@ def check_fetched(update: UpdateWeights, fetched: do.Fetched, weights: WeightSyn
     weights.check_complete(fetched.tensors)
 
 
-def _refusal(error: Exception) -> WeightsError:
-    """The error that the sender of an operation gets."""
-    if isinstance(error, WeightsError):
-        return error
-    refusal = WeightsError(
-        f"the operation failed ({type(error).__name__}: {shown(str(error))}); the executor's "
-        "log has the traceback, and its weights are unchanged"
-    )
-    refusal.__cause__ = error
-    return refusal
+@contextmanager
+def _as_refusal(
+    kind: type[WeightsError] = WeightsError,
+    what: str = "the operation failed",
+    advice: str = "; the executor's log has the traceback, and its weights are unchanged",
+) -> Iterator[None]:
+    """Raises a WeightsError, which the sender of an operation gets, for any error."""
+    try:
+        yield
+    except WeightsError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {shown(str(error))}"
+        raise kind(f"{what} ({why}){advice}") from error
 
 
-def _is_an_update(operation: Operation) -> bool:
+def replaces_weights(operation: Operation) -> bool:
     """Whether new weights are in place at the end."""
     match operation:
         case FinishUpdate(version=version):

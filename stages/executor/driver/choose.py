@@ -6,6 +6,7 @@ The order is that of docs/sampling.md: repetition, presence, frequency, bias, st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,11 +47,7 @@ def choose_tokens(
     Raises:
         ModelError: The model's output is broken.
     """
-    device = model_logits.device
-
-    def upload(array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
+    upload = partial(_upload, beside=model_logits)
     rows = places.rows
     logits = adjust_logits(model_logits, table, places)
     if masks is not None:
@@ -106,7 +103,7 @@ def adjust_logits(logits: Tensor, table: SequenceTable, places: Places) -> Tenso
 
     def mask(part: Tensor, chosen: Places) -> Tensor:
         stop_ids, _ = _pad([sorted(table.stop_ids[row]) for row in chosen.rows])
-        return mask_tokens(part, _upload(stop_ids, part))
+        return part.scatter(1, _upload(stop_ids, part), float("-inf"))
 
     return _on_some(logits, places, table.adjusted[places.rows], adjust)
 
@@ -159,7 +156,7 @@ def _bias(logits: Tensor, table: SequenceTable, rows: IntArray) -> Tensor:
     token_ids, valid = _pad([list(bias) for bias in biases])
     values = np.zeros(token_ids.shape, np.float32)
     values[valid] = [value for bias in biases for value in bias.values()]
-    return apply_logit_bias(logits, _upload(token_ids, logits), _upload(values, logits))
+    return logits.scatter_add(1, _upload(token_ids, logits), _upload(values, logits))
 
 
 def _tokens_between(
@@ -236,24 +233,3 @@ def apply_frequency_penalty(
     """
     # Equal summands: the order of additions, which a GPU leaves open, has no effect.
     return logits.scatter_add(1, token_ids, torch.where(valid, -penalties[:, None], 0.0))
-
-
-def apply_logit_bias(logits: Tensor, token_ids: Tensor, biases: Tensor) -> Tensor:
-    """Add a bias to each of these tokens.
-
-    Args:
-        logits: `[batch, vocab]` float32.
-        token_ids: `[batch, k]` int64, each at most once in a row but for padding.
-        biases: `[batch, k]` float32, 0 for padding.
-    """
-    return logits.scatter_add(1, token_ids, biases)
-
-
-def mask_tokens(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Make these tokens impossible.
-
-    Args:
-        logits: `[batch, vocab]` float32.
-        token_ids: `[batch, k]` int64, padded by repeating any of the row's own.
-    """
-    return logits.scatter(1, token_ids, float("-inf"))

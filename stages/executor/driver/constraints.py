@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import llguidance.numpy
@@ -79,16 +80,18 @@ class TokenMasks(NamedTuple):
             logits[place].masked_fill_(row, -torch.inf)
 
 
-class PendingMasks:
-    """Masks that another thread computes."""
+class PendingMasks(NamedTuple):
+    """Masks that another thread computes.
 
-    def __init__(
-        self, masks: Future[TokenMasks], now_ns: Callable[[], int], waits_ns: deque[int]
-    ) -> None:
-        """Args: the clock, and the list of waiting times."""
-        self._masks = masks
-        self._now_ns = now_ns
-        self._waits_ns = waits_ns
+    Attributes:
+        masks: The masks.
+        now_ns: The clock.
+        waits_ns: The list of waiting times.
+    """
+
+    masks: Future[TokenMasks]
+    now_ns: Callable[[], int]
+    waits_ns: deque[int]
 
     def result(self, timeout_s: float | None = None) -> TokenMasks:
         """Wait for the masks.
@@ -96,48 +99,39 @@ class PendingMasks:
         Raises:
             TimeoutError: The timeout has passed.
         """
-        start_ns = self._now_ns()
-        masks = self._masks.result(timeout_s)
-        self._waits_ns.append(self._now_ns() - start_ns)
+        start_ns = self.now_ns()
+        masks = self.masks.result(timeout_s)
+        self.waits_ns.append(self.now_ns() - start_ns)
         return masks
 
 
+@dataclass(slots=True)
 class _Sample:
     """One sample's state in its grammar.
 
     Attributes:
+        seq_id: The sequence.
         constraint: Its constraint.
         matcher: None if the constraint can't be followed.
         failure: Why its request ends; "" while it runs.
+        consumed: Generated tokens to which the matcher has advanced.
         excess_s: CPU time of its masks beyond the limit per mask.
         grown_s: Time of its masks whose memory is not counted yet.
     """
 
-    __slots__ = ("constraint", "consumed", "excess_s", "failure", "grown_s", "matcher", "seq_id")
-
-    def __init__(
-        self, seq_id: int, constraint: Constraint, matcher: LLMatcher | None, failure: str = ""
-    ) -> None:
-        self.seq_id = seq_id
-        self.constraint = constraint
-        self.matcher = matcher
-        self.failure = failure
-        self.consumed = 0
-        self.excess_s = 0.0
-        self.grown_s = 0.0
-
-    def spend(self, took_s: float) -> None:
-        """Count the CPU time of a mask."""
-        self.excess_s += max(0.0, took_s - _MASK_S)
-        if self.excess_s > _EXCESS_S:
-            self.failure = _TOO_COSTLY
-            self.matcher = None
+    seq_id: int
+    constraint: Constraint
+    matcher: LLMatcher | None
+    failure: str = ""
+    consumed: int = 0
+    excess_s: float = 0.0
+    grown_s: float = 0.0
 
     def look(self) -> None:
-        """Fail the sample if the last mask hit a work limit."""
-        if self.matcher is not None and is_too_costly(self.matcher):
-            self.failure = _TOO_COSTLY
-            self.matcher = None
+        """Fail the sample if the last mask hit a work limit, or the masks took too long."""
+        slow = self.excess_s > _EXCESS_S
+        if self.matcher is not None and (slow or is_too_costly(self.matcher)):
+            self.failure, self.matcher = _TOO_COSTLY, None
 
 
 class _AskedMask(NamedTuple):
@@ -192,8 +186,8 @@ class Constraints:
         """
         if not self._table.constrained[row]:
             return len(draft)
-        matcher = self._advance(np.array([row]))[0].matcher
-        return matcher.validate_tokens(list(draft)) if matcher is not None else 0
+        (sample,) = self._advance(np.array([row]))
+        return sample.matcher.validate_tokens(list(draft)) if sample.matcher is not None else 0
 
     def forced(self, row: int) -> tuple[int, ...]:
         """Return the tokens that a row's grammar forces next, as far as they are known.
@@ -202,8 +196,8 @@ class Constraints:
         """
         if not self._table.constrained[row]:
             return ()
-        matcher = self._advance(np.array([row]))[0].matcher
-        return tuple(matcher.compute_ff_tokens()) if matcher is not None else ()
+        (sample,) = self._advance(np.array([row]))
+        return tuple(sample.matcher.compute_ff_tokens()) if sample.matcher is not None else ()
 
     def take_waits_ns(self) -> list[int]:
         """Return the waiting times for masks since the last call; from any thread."""
@@ -291,7 +285,8 @@ class Constraints:
                 # A single mask is computed in this thread.
                 cpu_s = time.thread_time()
                 self._fill_together([one], allowed)
-                one.sample.spend((time.thread_time() - cpu_s) / (1 + len(one.draft)))
+                mask_s = (time.thread_time() - cpu_s) / (1 + len(one.draft))
+                one.sample.excess_s += max(0.0, mask_s - _MASK_S)
         else:
             self._fill_together(asked, allowed)
         took_s = time.perf_counter() - start_s

@@ -82,16 +82,16 @@ def scale_logits(
     else:
         largest, first_largest = logits.amax(dim=-1), logits.argmax(dim=-1)
     if checked and not bool(torch.isfinite(largest).all()):
-        raise broken_logits()
+        raise broken_output()
     if not kernels:
         sums = block_sums(_weights(logits, largest, divisors))
     return ScaledLogits(logits, sums, largest, first_largest, divisors, logs)
 
 
-def broken_logits() -> ModelError:
-    """Return the error for a row whose largest logit is not finite."""
+def broken_output(what: str = "logits") -> ModelError:
+    """Return the error for output that is not finite, such as a row's largest logit."""
     return ModelError(
-        "the model's logits are not finite; its weights are damaged, or its dtype can't hold "
+        f"the model's {what} are not finite; its weights are damaged, or its dtype can't hold "
         "them (float16 overflows where bfloat16 does not)"
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +12,7 @@ from ....bus.pooling import PooledPrompt, Pooling
 from ....config import EngineConfig, ModelError, PoolingKind
 from ....text.pooling_config import own_pooling
 from ..runner.interface import IntArray, LoadedModel, ModelRunner
+from .logprobs import broken_output
 from .sequences import SequenceTable
 
 Pooled = tuple[tuple[int, Tensor, int], ...]
@@ -51,19 +54,16 @@ class PromptPooler:
 
     def take(
         self,
-        states: Tensor,
         rows: IntArray,
-        last_token: IntArray,
-        num_tokens: IntArray,
+        states: Iterable[tuple[int, Tensor]],
         adapter_versions: tuple[int, ...] = (),
     ) -> Pooled:
         """Pool one step, before the table counts its tokens as computed.
 
         Args:
-            states: `[tokens, hidden]`, the last hidden states of the step.
             rows: `[rows]`, of the table.
-            last_token: `[rows]`, index in the batch of each row's last token.
-            num_tokens: `[rows]`, tokens that each row computes.
+            states: Indices of `rows`, with the last hidden states of their tokens in the step,
+                `[tokens, hidden]` each.
             adapter_versions: `[rows]`, as of PooledPrompt; empty if no row has an adapter.
 
         Returns:
@@ -71,15 +71,13 @@ class PromptPooler:
         """
         pooled = []
         ids = self._table.ids_of(rows).tolist()
-        versions = adapter_versions or (0,) * len(ids)
-        for row, seq_id, last, count, version in zip(
-            rows.tolist(), ids, last_token.tolist(), num_tokens.tolist(), versions, strict=True
-        ):
-            pooling = self._table.pooling[row]
+        for index, own in states:
+            pooling = self._table.pooling[rows[index]]
             if pooling is not None:
-                vector = self._advance(row, seq_id, pooling, states[last + 1 - count : last + 1])
+                vector = self._advance(int(rows[index]), ids[index], pooling, own)
                 if vector is not None:
-                    pooled.append((seq_id, vector, version))
+                    version = adapter_versions[index] if adapter_versions else 0
+                    pooled.append((ids[index], vector, version))
         return tuple(pooled)
 
     def encode(self, rows: IntArray, num_tokens: IntArray) -> Pooled:
@@ -96,15 +94,7 @@ class PromptPooler:
         if (num_tokens != table.num_known[rows]).any():
             raise ValueError("the plan has a part of a prompt, and the model needs whole prompts")
         prompts = [table.tokens[row, : table.num_known[row]] for row in rows.tolist()]
-        pooled: list[tuple[int, Tensor, int]] = []
-        ids = table.ids_of(rows).tolist()
-        for index, states in self._runner.encode(prompts, self._max_tokens):
-            pooling = table.pooling[rows[index]]
-            assert pooling is not None, "an embedding model generates nothing"
-            vector = self._advance(int(rows[index]), ids[index], pooling, states)
-            assert vector is not None, "the prompt is whole"
-            pooled.append((ids[index], vector, 0))
-        return tuple(pooled)
+        return self.take(rows, self._runner.encode(prompts, self._max_tokens))
 
     def _advance(self, row: int, seq_id: int, pooling: Pooling, states: Tensor) -> Tensor | None:
         """Pool the next tokens of a prompt, `[tokens, hidden]`; return the vector at its end."""
@@ -170,13 +160,10 @@ def capabilities_of(
     model: LoadedModel, embedding: EmbeddingCapacity | None, role: str
 ) -> tuple[Capability, ...]:
     """Return the tasks of a model in its role."""
-    generates = model.generates and role != "embed"
-    wanted: dict[Capability, bool] = {
-        "generate": generates,
-        "score": generates,
-        "embed": embedding is not None,
-    }
-    return tuple(name for name, can in wanted.items() if can)
+    found: tuple[Capability, ...] = ()
+    if model.generates and role != "embed":
+        found = "generate", "score"
+    return found if embedding is None else (*found, "embed")
 
 
 def finish_vector(vector: Tensor, pooling: Pooling) -> Tensor:
@@ -192,15 +179,10 @@ def report_pooled(pooled: Pooled) -> tuple[PooledPrompt, ...]:
     Raises:
         ModelError: A vector is not finite.
     """
-    if not pooled:
-        return ()
     reports = []
     for seq_id, vector, version in pooled:
         numbers = vector.cpu()
         if not bool(torch.isfinite(numbers).all()):
-            raise ModelError(
-                "the model's hidden states are not finite; its weights are damaged, or its "
-                "dtype can't hold them (float16 overflows where bfloat16 does not)"
-            )
+            raise broken_output("hidden states")
         reports.append(PooledPrompt(seq_id, numbers.numpy().astype("<f4").tobytes(), version))
     return tuple(reports)

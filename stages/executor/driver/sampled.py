@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....bus.messages import RowFinish, TopLogprobs
 from ..runner.interface import IntArray
-from .logprobs import broken_logits
+from .logprobs import broken_output
 from .sampling import sample_plain
 from .sequences import BoolArray, Places, SequenceTable
 
@@ -206,7 +206,7 @@ class UnreadTokens:
         table = self._table
         tokens, logprobs = self._write(step)
         if not np.isfinite(logprobs).all():
-            raise broken_logits()
+            raise broken_output()
         rows, seq_ids, at_limit, tops = step.rows, step.seq_ids, step.at_limit, step.top_logprobs
         versions = step.adapter_versions
         kept = table.holds(rows, seq_ids) & ~table.finished[rows]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....config import RequestError
 from ..runner.interface import cpu
-from .logprobs import BLOCK, ScaledLogits, block_sums, broken_logits, scale_logits
+from .logprobs import BLOCK, ScaledLogits, block_sums, broken_output, scale_logits
 
 _CANDIDATES = (64, 1024)
 """Numbers of top tokens in which limits are searched before a full sort."""
@@ -88,23 +88,15 @@ def sample_with_logprobs(
         ModelError: A row's largest logit is not finite: the model's output is broken.
         RequestError: A temperature is negative or not finite, or a shape is wrong.
     """
-    given = {"temperatures": temperatures, "uniforms": uniforms}
-    _check_shapes(logits, given | {"top_k": top_k, "top_p": top_p, "min_p": min_p})
+    columns = {"uniforms": uniforms, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    _check_shapes(logits, {"temperatures": temperatures, **columns})
     usable = (temperatures >= 0) & temperatures.isfinite()
     if not bool(usable.all()):
         raise RequestError(
             f"a temperature is {temperatures[~usable][0].item()}; it must be 0 (greedy) or above",
             code="invalid_temperature",
         )
-    return sample_rows(
-        logits,
-        temperatures,
-        uniforms=uniforms,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        kernels=kernels,
-    )
+    return sample_rows(logits, temperatures, kernels=kernels, **columns)
 
 
 def _check_shapes(logits: Tensor, columns: dict[str, Tensor | None]) -> None:
@@ -134,12 +126,13 @@ def sample_rows(
 ) -> tuple[Tensor, Tensor]:
     """As `sample_with_logprobs`, with checked arguments."""
     limits = (top_k, top_p, min_p)
-    if (
-        kernels
-        and limits == (None, None, None)
-        and (uniforms is not None or not temperatures.any())
-    ):
-        return _sample_by_kernel(logits.float(), temperatures, uniforms)
+    whole = kernels and limits == (None, None, None)
+    if whole and (uniforms is not None or not temperatures.any()):
+        numbers = None if uniforms is None else uniforms.double()
+        tokens, logprobs = cpu.sample(logits.float(), temperatures.float(), numbers, BLOCK)
+        if not np.isfinite(logprobs.numpy()).all():
+            raise broken_output()
+        return tokens, logprobs
     scaled = scale_logits(logits.float(), temperatures, kernels=kernels)
     greedy = temperatures == 0
     tokens = scaled.first_largest
@@ -149,16 +142,6 @@ def sample_rows(
         sampled = _inverse_cdf(scaled, _restrict(scaled, *limits), uniforms)
         tokens = torch.where(greedy, tokens, sampled)
     return tokens, scaled.logprobs(tokens[:, None])[:, 0]
-
-
-def _sample_by_kernel(
-    logits: Tensor, temperatures: Tensor, uniforms: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    numbers = None if uniforms is None else uniforms.double()
-    tokens, logprobs = cpu.sample(logits, temperatures.float(), numbers, BLOCK)
-    if not np.isfinite(logprobs.numpy()).all():
-        raise broken_logits()
-    return tokens, logprobs
 
 
 @torch.no_grad()

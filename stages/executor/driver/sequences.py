@@ -152,7 +152,7 @@ class SequenceTable:
         self._seq_ids[row] = new.seq_id
         self.tokens[row, :count] = new.token_ids
         self.num_blocks[row] = 0
-        self._append_blocks(row, new.block_ids)
+        self.append_blocks(new.seq_id, new.block_ids)
         self.num_known[row] = count
         self.num_computed[row] = new.num_cached
         self.num_generated[row] = new.num_generated
@@ -219,7 +219,13 @@ class SequenceTable:
             KeyError: The sequence is unknown.
             ValueError: The table is longer than any sequence can be.
         """
-        self._append_blocks(self._row_of[seq_id], block_ids)
+        row = self._row_of[seq_id]
+        start = int(self.num_blocks[row])
+        stop = start + len(block_ids)
+        if stop > self.blocks.shape[1]:
+            raise ValueError(f"{stop} blocks are more than the longest sequence can fill")
+        self.blocks[row, start:stop] = block_ids
+        self.num_blocks[row] = stop
 
     def rows_of(self, seq_ids: Sequence[int]) -> IntArray:
         """Return the row numbers of sequences, `[len(seq_ids)]`.
@@ -277,27 +283,14 @@ class SequenceTable:
         left = np.maximum(before_last - self.num_computed[rows], 0)
         return np.where(wanted, np.minimum(num_tokens, left), 0)
 
-    def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
-        start = int(self.num_blocks[row])
-        stop = start + len(block_ids)
-        if stop > self.blocks.shape[1]:
-            raise ValueError(f"{stop} blocks are more than the longest sequence can fill")
-        self.blocks[row, start:stop] = block_ids
-        self.num_blocks[row] = stop
-
     def _enlarge(self) -> None:
         """Double the number of rows."""
         old = len(self.num_blocks)
-        for name, array in list(vars(self).items()):
-            if isinstance(array, np.ndarray):
-                setattr(self, name, np.concatenate((array, np.zeros_like(array))))
-        self.stop_ids += [frozenset()] * old
-        self.logit_bias += [{}] * old
-        self.constraint += [None] * old
-        self.info += [None] * old
-        self.pooling += [None] * old
-        self.prediction += [()] * old
-        self.scope += [DEFAULT_SCOPE] * old
+        for name, column in list(vars(self).items()):
+            if isinstance(column, np.ndarray):
+                setattr(self, name, np.concatenate((column, np.zeros_like(column))))
+            elif isinstance(column, list):
+                column += [None] * old  # `add` sets them
         self._free = list(range(2 * old - 1, old - 1, -1))
 
     def complain(self, row: int, num_tokens: int) -> NoReturn:

@@ -17,13 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....bus.messages import (
-    PromptLogprobs,
-    StartedSequence,
-    StepPlan,
-    TopLogprobs,
-    VerifiedDraft,
-)
+from ....bus.messages import PromptLogprobs, StartedSequence, StepPlan, TopLogprobs, VerifiedDraft
 from ..runner.interface import (
     DecodeGraphs,
     DecodeStep,
@@ -43,7 +37,7 @@ from .sampled import SampledRows, TokenFeed, UnreadTokens
 from .sampling import sample_plain
 from .sequences import BoolArray, Places, SequenceTable
 from .speculation.drafts import Draft
-from .speculation.speculator import Speculator, StepDrafts, accept, accepted_counts, longest_drafts
+from .speculation.speculator import Speculator, StepDrafts, accept, longest_drafts
 
 
 class StepOutputs(NamedTuple):
@@ -235,7 +229,10 @@ class StepRunner:
         pooled: Pooled = ()
         if states:
             versions = self.runner.adapters.versions(table.adapter[rows])
-            pooled = self.pooler.take(states[0], rows, last_token, step.num_tokens, versions)
+            ends = (last_token + 1).tolist()
+            bounds = zip((last_token + 1 - step.num_tokens).tolist(), ends, strict=True)
+            own = ((index, states[0][start:end]) for index, (start, end) in enumerate(bounds))
+            pooled = self.pooler.take(rows, own, versions)
         return logits[:num_samples], StepOutputs(prompts=prompts, pooled=pooled)
 
     def _inputs(
@@ -319,7 +316,7 @@ class StepRunner:
             unsure[found.places] = found.unsure
         counts = accept(self.table, places, tokens.cpu().numpy(), unsure)
         firsts = np.flatnonzero(places.ahead == 0)
-        rows, accepted = places.rows[firsts], accepted_counts(counts, firsts)
+        rows, accepted = places.rows[firsts], np.add.reduceat(counts.astype(np.int64), firsts) - 1
         verified = self.speculator.verdicts(drafts, rows, accepted)
         self.table.num_computed[rows] += accepted
         kept = torch.from_numpy(np.flatnonzero(counts)).to(tokens.device)

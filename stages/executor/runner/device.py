@@ -12,6 +12,9 @@ from ....config import ModelError, shown
 PREFERRED = ("cuda", "xpu", "mps", "cpu")
 """The order in which `auto` looks for a device. ROCm devices are "cuda" in torch."""
 
+_WITHOUT_INDEX = ("cpu", "mps")
+"""The kinds with one device, which shares the machine's memory."""
+
 _TESTED = frozenset({"cpu", "cuda"})
 """The kinds on which this project's tests have run. On ROCm they have not."""
 
@@ -35,27 +38,24 @@ def resolve_device(name: str) -> torch.device:
     Raises:
         ModelError: The device is missing, or the name is unknown to torch.
     """
-    here = devices_here()
-    if name == "auto":
-        name = next(iter(here))
     names = [
-        kind if kind in ("cpu", "mps") else f"{kind}:{i}"
-        for kind in here
-        for i in range(here[kind])
+        kind if kind in _WITHOUT_INDEX else f"{kind}:{index}"
+        for kind, count in devices_here().items()
+        for index in range(count)
     ]
+    if name == "auto":
+        name = names[0]
     advice = f"here {'are' if len(names) > 1 else 'is'} {', '.join(names)}; use one, or 'auto'"
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ModelError(f"torch has no device {shown(name)}; {advice}") from None
-    index = device.index or 0
-    if index >= here.get(device.type, 0):
+    found = f"{device.type}:{device.index or 0}"
+    if device.type in _WITHOUT_INDEX:
+        found = found.removesuffix(":0")
+    if found not in names:
         raise ModelError(f"device {shown(name)} is missing; {advice}")
-    return (
-        torch.device(device.type)
-        if device.type in ("cpu", "mps")
-        else torch.device(device.type, index)
-    )
+    return torch.device(found)
 
 
 def device_of_replica(name: str, replica: int) -> str:
@@ -95,7 +95,7 @@ def chooses_tokens(device: torch.device) -> bool:
 def free_memory(device: torch.device) -> tuple[int, int] | None:
     """Return free and total bytes of a device with its own memory; None if it shares the machine's,
     or if torch can't tell."""
-    if device.type in ("cpu", "mps"):
+    if device.type in _WITHOUT_INDEX:
         return None
     module: Any = torch.get_device_module(device.type)
     try:

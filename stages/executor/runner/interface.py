@@ -155,7 +155,18 @@ def make_runner(
         active = determinism.active
     elif fast is not None:
         active = fast.active
-    adapters = _make_adapters(config, model, fast, determinism, active)
+    # The context in which every module is called by itself.
+    alone: Callable[[], AbstractContextManager[object]] = nullcontext
+    if fast is not None:
+        whole = determinism if fast.is_whole else None
+        alone = partial(fast.active if whole is None else whole.in_tiles, alone=True)
+    adapters = AdapterTable(
+        model,
+        AdapterLimits(config.max_adapters, config.max_adapter_rank),
+        one_by_one=config.deterministic is True,
+        check=active if determinism is None else determinism.in_tiles,
+        alone=alone,
+    )
     return ModelRunner(model, cache, backend, builder, adapters, fast, determinism, active, off)
 
 
@@ -170,23 +181,3 @@ def _why_not_deterministic(
     if fast is None:
         return reason
     return "" if fast.is_whole else "kernels take the model in part"
-
-
-def _make_adapters(
-    config: EngineConfig,
-    model: LoadedModel,
-    fast: FastModules | None,
-    determinism: Determinism | None,
-    active: Callable[[], AbstractContextManager[object]],
-) -> AdapterTable:
-    alone: Callable[[], AbstractContextManager[object]] = nullcontext
-    if fast is not None:
-        whole = determinism if fast.is_whole else None
-        alone = partial(fast.active if whole is None else whole.in_tiles, alone=True)
-    return AdapterTable(
-        model,
-        AdapterLimits(config.max_adapters, config.max_adapter_rank),
-        one_by_one=config.deterministic is True,
-        check=active if determinism is None else determinism.in_tiles,
-        alone=alone,
-    )

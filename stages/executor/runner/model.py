@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -31,6 +32,9 @@ from .system_memory import use_huge_pages
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors of msgspec's decoders."""
+
 
 def check_checkpoint(folder: Path) -> None:
     """Check that every weights file is complete, and holds the tensors that the index names.
@@ -48,7 +52,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def _check_shards(folder: Path) -> None:
-    index = read_index(folder / INDEX)
+    index = _read_index(folder / INDEX)
     by_shard: dict[str, list[str]] = {}
     for tensor, shard in index.items():
         by_shard.setdefault(shard, []).append(tensor)
@@ -67,18 +71,19 @@ def _check_shards(folder: Path) -> None:
             )
 
 
-def read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor. Raises ModelError if the index can't be read."""
+class Index(msgspec.Struct):
+    """The index of a checkpoint: each tensor's file."""
+
+    weight_map: dict[str, str]
+
+
+def _read_index(path: Path) -> dict[str, str]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"can't read {path}: {error}") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(shard, str) for shard in weight_map.values()
-    ):
-        raise ModelError(f"{path} must hold a weight_map from tensors to files")
-    return weight_map
+        return msgspec.json.decode(path.read_bytes(), type=Index).weight_map
+    except (OSError, *UNREADABLE) as error:
+        raise ModelError(
+            f"can't read {path}: {error}; it must hold a weight_map from tensors to files"
+        ) from error
 
 
 def _tensor_names(path: Path) -> set[str]:
@@ -165,14 +170,17 @@ def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
     _check_architecture(hf_config, type(module))
     register_attention()
     module.eval()
-    limit = min(max_model_len, _longest_context(hf_config, max_model_len))
+    text = hf_config.get_text_config()
+    names = ("max_position_embeddings", "rope_parameters", "original_max_position_embeddings")
+    own_limit = longest_context({name: getattr(text, name, None) for name in names})
+    limit = min(max_model_len, own_limit or max_model_len)
     output: nn.Module | None = module.get_output_embeddings()
     generates = output is not None
     weight = getattr(output or module.get_input_embeddings(), "weight", None)
     if not isinstance(weight, torch.Tensor):
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
-    probe = _probe_layers(module, hf_config, limit, weight.device)
-    layers = probe.finish(hf_config.get_text_config().num_hidden_layers)
+    probe = _probe_layers(module, limit, weight.device)
+    layers = probe.finish(text.num_hidden_layers)
     module.set_attn_implementation(IMPLEMENTATION)
     return LoadedModel(
         module=module,
@@ -344,17 +352,8 @@ def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:
         )
 
 
-def _longest_context(hf_config: PreTrainedConfig, fallback: int) -> int:
-    """Return the longest context of the model, in tokens."""
-    text = hf_config.get_text_config()
-    names = ("max_position_embeddings", "rope_parameters", "original_max_position_embeddings")
-    return longest_context({name: getattr(text, name, None) for name in names}) or fallback
-
-
 @torch.no_grad()
-def _probe_layers(
-    module: Any, hf_config: PreTrainedConfig, max_model_len: int, device: torch.device
-) -> LayerProbe:
+def _probe_layers(module: Any, max_model_len: int, device: torch.device) -> LayerProbe:
     name = type(module).__name__
     probe = LayerProbe(name, max_model_len)
     module.set_attn_implementation(PROBING)

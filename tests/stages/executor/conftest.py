@@ -7,16 +7,24 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from nano_inference.stages.executor import LoadedModel, wrap_model
+
+from .models import make_model
 from .report import Results
+from .threads import several_threads
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """The models are so small that a second thread would only make them slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with several_threads(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    """A small model whose contexts end at 64 tokens."""
+    return wrap_model(make_model("qwen2"), 64)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -2,18 +2,108 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import count
+from typing import Any
 
 from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec, StepPlan, StepResult
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, LoadedModel
+from nano_inference.stages.executor.driver.step import LaunchedStep
 
 from ..batching.index import check_index
 
 MOST_STEPS = 5_000
+
+
+class StepLane:
+    """Batching and executor, with steps in flight.
+
+    Attributes:
+        steps: Their number.
+        most_in_flight: The most steps in flight.
+        preempted: Preemptions by `preempt_every`.
+        flushed: How often the cache was emptied.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        core: ExecutorCore,
+        *,
+        steps_ahead: int = 1,
+        preempt_every: int = 0,
+        flush_every: int = 0,
+    ) -> None:
+        """Take the executor.
+
+        Args:
+            config: The settings.
+            core: The executor.
+            steps_ahead: The most steps in flight.
+            preempt_every: After each so many steps, and those in flight, the last running sequence
+                must give up its blocks, as when blocks run out. 0 is never.
+            flush_every: After each so many preemptions the cache is emptied, so that the victim
+                computes all of its tokens again. 0 is never.
+        """
+        self.core = core
+        self.batching = BatchingCore(config, core.capacity(), steps_ahead=steps_ahead)
+        self.steps = self.most_in_flight = self.preempted = self.flushed = 0
+        self._preempt_every, self._flush_every = preempt_every, flush_every
+        self._in_flight: deque[tuple[StepPlan, LaunchedStep | StepResult]] = deque()
+
+    def add(
+        self, seq_id: int, sampling: SamplingParams, prompt: Sequence[int], adapter: str = ""
+    ) -> None:
+        name = f"r{seq_id}"
+        info, spec = RequestInfo(name, name, adapter=adapter), SequenceSpec(seq_id, 0, seed=seq_id)
+        self.batching.add(Dispatch(info, tuple(prompt), sampling, (spec,), priority=0))
+
+    def turn(self) -> bool:
+        """Run all steps that can be planned, then take the result of the oldest step."""
+        run = self.core.launch if self.core.runs_ahead else self.core.execute
+        while (plan := self.batching.plan(0)) is not None:
+            self._in_flight.append((plan, run(plan)))
+        self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
+        if not self._in_flight:
+            return False
+        self._take_oldest()
+        self.steps += 1
+        if self._preempt_every and self.steps % self._preempt_every == 0:
+            while self._in_flight:
+                self._take_oldest()
+            self._preempt_last()
+        return True
+
+    def finish(self) -> None:
+        """Run until all sequences have ended."""
+        for _ in range(MOST_STEPS):
+            if not self.turn():
+                self.batching.check()
+                check_index(self.batching.cache)
+                assert self.batching.idle
+                return
+        raise AssertionError("the lane does not come to rest")
+
+    def record(self, plan: StepPlan, result: StepResult) -> None:
+        """Handle a result."""
+
+    def _take_oldest(self) -> None:
+        plan, oldest = self._in_flight.popleft()
+        result = oldest if isinstance(oldest, StepResult) else self.core.finish(oldest)
+        self.batching.absorb(result.summary())
+        self.record(plan, result)
+
+    def _preempt_last(self) -> None:
+        if running := list(self.batching._running):
+            self.batching._give_up(running[-1])
+            self.preempted += 1
+            if self._flush_every and self.preempted % self._flush_every == 0:
+                self.batching.cache.flush()
+                self.flushed += 1
 
 
 @dataclass
@@ -31,64 +121,16 @@ class Answer:
     finish_reason: str = ""
 
 
-@dataclass
-class Counts:
-    """What happened in the steps of a lane.
-
-    Attributes:
-        computed: Tokens that went through the model.
-        part_rows: Rows that computed a part of a prompt and did not sample.
-        largest_row: Most tokens of one row.
-        preempted: Sequences taken out by force.
-        flushed: How often the cache was emptied meanwhile.
-    """
-
-    steps: int = 0
-    computed: int = 0
-    part_rows: int = 0
-    largest_row: int = 0
-    preempted: int = 0
-    flushed: int = 0
-
-
-class Lane:
+class Lane(StepLane):
     """Runs prompts greedily, all queued at once.
 
-    Args:
-        model: What to run.
-        preempt_every: After each so many steps the last running sequence must give up its blocks,
-            with nothing under way, as when blocks run out. 0 is never.
-        flush_every: After each so many of these the cache is emptied too, so that the victim really
-            computes all of its tokens again, and does not find them. 0 is never.
-        settings: Of the EngineConfig.
+    Attributes:
+        computed: Tokens that went through the model, in the last run.
+        part_rows: Rows that computed a part of a prompt and did not sample.
+        largest_row: Most tokens of one row.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        *,
-        preempt_every: int = 0,
-        flush_every: int = 0,
-        block_size: int = 16,
-        cache_type: Literal["radix", "paged"] = "radix",
-        max_batch_size: int = 8,
-        max_tokens_per_batch: int = 2048,
-        kernels: Literal["auto", "off"] = "auto",
-    ) -> None:
-        config = EngineConfig(
-            block_size=block_size,
-            cache_type=cache_type,
-            max_batch_size=max_batch_size,
-            max_tokens_per_batch=max_tokens_per_batch,
-            kv_cache_bytes=1 << 23,
-            kernels=kernels,
-        )
-        self.executor = ExecutorCore(config, model=model)
-        self.batching = BatchingCore(config, self.executor.capacity(), steps_ahead=1)
-        self.counts = Counts()
-        self._preempt_every = preempt_every
-        self._flush_every = flush_every
-        self._next_id = 0
+    _ids = count(1)
 
     def run(
         self, prompts: Sequence[list[int]], max_tokens: int, adapters: Sequence[str] = ()
@@ -97,55 +139,39 @@ class Lane:
 
         `adapters`: of each, "" for none; no prompt has one when empty.
         """
-        self.counts = Counts()
-        self.batching.set_adapters(self.executor.capacity().adapters)
-        answers = {
-            self._add(prompt, max_tokens, adapter): Answer(prompt)
-            for prompt, adapter in zip(prompts, adapters or [""] * len(prompts), strict=True)
-        }
-        while (plan := self.batching.plan(0)) is not None:
-            assert self.counts.steps < MOST_STEPS, "the lane does not come to rest"
-            result = self.executor.execute(plan)
-            self.batching.absorb(result.summary())
-            self._record(answers, plan, result)
-            if self._preempt_every and self.counts.steps % self._preempt_every == 0:
-                self._preempt_last()
-        self.batching.check()
-        check_index(self.batching.cache)
-        return list(answers.values())
-
-    def _add(self, prompt: list[int], max_tokens: int, adapter: str) -> int:
-        self._next_id += 1
-        name = f"r{self._next_id}"
-        info = RequestInfo(name, name, adapter=adapter)
+        self.steps = self.preempted = self.flushed = 0
+        self.computed = self.part_rows = self.largest_row = 0
+        self.batching.set_adapters(self.core.capacity().adapters)
+        self._answers = {next(self._ids): Answer(prompt) for prompt in prompts}
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        spec = SequenceSpec(self._next_id, 0, seed=0)
-        self.batching.add(Dispatch(info, tuple(prompt), sampling, (spec,), priority=0))
-        return self._next_id
+        for (seq_id, answer), adapter in zip(
+            self._answers.items(), adapters or [""] * len(prompts), strict=True
+        ):
+            self.add(seq_id, sampling, answer.prompt, adapter)
+        self.finish()
+        return list(self._answers.values())
 
-    def _record(self, answers: dict[int, Answer], plan: StepPlan, result: StepResult) -> None:
-        counts = self.counts
-        counts.steps += 1
-        counts.computed += sum(plan.num_tokens)
-        counts.part_rows += len(plan.seq_ids) - len(result.seq_ids)
-        counts.largest_row = max(counts.largest_row, *plan.num_tokens)
+    def record(self, plan: StepPlan, result: StepResult) -> None:
+        self.computed += sum(plan.num_tokens)
+        self.part_rows += len(plan.seq_ids) - len(result.seq_ids)
+        self.largest_row = max(self.largest_row, *plan.num_tokens)
         for new in plan.new:
-            answer = answers[new.seq_id]
+            answer = self._answers[new.seq_id]
             if answer.num_cached < 0:
                 answer.num_cached = new.num_cached
         for seq_id, token, logprob, reason in zip(
             result.seq_ids, result.token_ids, result.logprobs, result.finish_reasons, strict=True
         ):
-            answers[seq_id].token_ids.append(token)
-            answers[seq_id].logprobs.append(logprob)
-            answers[seq_id].finish_reason = reason
+            answer = self._answers[seq_id]
+            answer.token_ids.append(token)
+            answer.logprobs.append(logprob)
+            answer.finish_reason = reason
 
-    def _preempt_last(self) -> None:
-        running = list(self.batching._running)
-        if not running:
-            return
-        self.batching._give_up(running[-1])
-        self.counts.preempted += 1
-        if self._flush_every and self.counts.preempted % self._flush_every == 0:
-            self.batching.cache.flush()
-            self.counts.flushed += 1
+
+def lane_of(
+    model: LoadedModel, *, preempt_every: int = 0, flush_every: int = 0, **settings: Any
+) -> Lane:
+    """A lane of a model; the settings are of the EngineConfig."""
+    config = EngineConfig(**{"max_batch_size": 8, "kv_cache_bytes": 1 << 23, **settings})
+    core = ExecutorCore(config, model=model)
+    return Lane(config, core, preempt_every=preempt_every, flush_every=flush_every)

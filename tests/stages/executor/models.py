@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from nano_inference.config import EngineConfig
+from nano_inference.stages.executor import load_model
 
 VOCAB = 211
 
@@ -92,6 +96,17 @@ def make_refused(kind: str) -> tuple[PreTrainedConfig, Any]:
         return CONFIG_MAPPING[kind](), None
     config = CONFIG_MAPPING[kind](**{**_COMMON, **_REFUSED_ONCE_BUILT[kind]})
     return config, AutoModelForCausalLM.from_config(config)
+
+
+def save(model: Any, folder: Path, **options: Any) -> Path:
+    """Save a model as Transformers does."""
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def load(folder: Path, **settings: Any) -> Any:
+    """Load the model of a folder or file, on the CPU unless a setting says otherwise."""
+    return load_model(EngineConfig(model_path=str(folder), **{"device": "cpu", **settings}))
 
 
 def make_config(name: str, **changes: Any) -> PreTrainedConfig:

@@ -11,6 +11,9 @@ from nano_inference.config import SamplingParams
 from nano_inference.stages.executor import ExecutorCore
 
 INFO = RequestInfo("request", "1-0")
+PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=8)
 
 
 def new_sequence(

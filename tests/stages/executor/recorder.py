@@ -102,9 +102,10 @@ class PlainPagedAttention:
         hidden = positions >= contexts
         if self._window is not None:
             hidden |= positions < contexts - self._window
-        scores = scores.float().masked_fill(hidden[:, None], float("-inf"))
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        scores = scores.to(wide).masked_fill(hidden[:, None], float("-inf"))
         if self._sinks is not None:
-            sinks = self._sinks.float()[None, :, None].expand(rows.count, -1, 1)
+            sinks = self._sinks.to(wide)[None, :, None].expand(rows.count, -1, 1)
             scores = torch.cat((scores, sinks), dim=-1)
         weights = scores.softmax(dim=-1)[..., : keys.shape[1]].to(values.dtype)
         return torch.einsum("rhp,rphd->rhd", weights, values)

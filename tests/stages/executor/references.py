@@ -58,29 +58,40 @@ def model_of(name: str) -> Any:
 @cache
 def reference(name: str, new_tokens: int) -> Reference:
     """The reference of an architecture; `name` is one of models.ARCHITECTURES."""
-    model = model_of(name)
     tokens: list[list[int]] = []
     logprobs: list[list[float]] = []
     leads = []
     for pair in make_prompts(name):
-        # Two of one length: a batch without padding, in which no row sees the other.
-        ids = torch.tensor(pair)
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            eos_token_id=None,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        chosen = output.sequences[:, ids.shape[1] :]
-        logits = torch.stack(output.logits, dim=1).double()
-        best = logits.topk(2).values
-        leads.append(float((best[..., 0] - best[..., 1]).min()))
+        chosen, logits = generate(model_of(name), pair, new_tokens)
+        leads.append(least_lead(logits))
         tokens += chosen.tolist()
         logprobs += logits.log_softmax(-1).gather(-1, chosen[..., None])[..., 0].tolist()
     return Reference(tokens, logprobs, min(leads))
+
+
+@torch.no_grad()
+def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> tuple[Tensor, Tensor]:
+    """Transformers' greedy tokens, `[prompts, new tokens]`, and the logits before each, in float64.
+
+    The prompts have one length: a batch without padding, in which no row sees the other.
+    """
+    ids = torch.tensor(prompts)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return output.sequences[:, ids.shape[1] :], torch.stack(output.logits, dim=1).double()
+
+
+def least_lead(logits: Tensor) -> float:
+    """By how much the largest logit leads the next, where it does so least."""
+    best = logits.topk(2).values
+    return float((best[..., 0] - best[..., 1]).min())
 
 
 def prompts_of(name: str) -> list[list[int]]:

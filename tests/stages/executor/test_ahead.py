@@ -14,18 +14,12 @@ from nano_inference.stages.executor.runner.attention.paged import PagedBackend
 
 from .driver.speculation.drafting import DraftingLane, Row
 from .models import VOCAB, make_model
-from .plans import new_sequence, step_plan
+from .plans import GREEDY, PROMPT, SAMPLED, new_sequence, step_plan
 from .recorder import OperationRecorder, PlainPagedAttention
 
-PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
 CONFIG = EngineConfig(
     block_size=4, kv_cache_bytes=1 << 20, max_batch_size=6, max_tokens_per_batch=16
 )
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return wrap_model(make_model("qwen2"), 64)
 
 
 def make_core(model: LoadedModel, *, graphs: bool) -> ExecutorCore:
@@ -53,9 +47,15 @@ STOPS = frozenset(range(0, VOCAB, 3))
 KINDS: dict[str, dict[str, Any]] = {
     "limits": {},
     "stop tokens": {"stop_token_ids": STOPS},
-    "penalties": {"repetition_penalty": 1.4, "stop_token_ids": STOPS},
+    "penalties": {
+        "repetition_penalty": 1.4,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "logit_bias": {11: 4.0},
+        "stop_token_ids": STOPS,
+    },
     "min_tokens": {"min_tokens": 4, "stop_token_ids": STOPS},
-    "top_p": {"top_p": 0.7, "stop_token_ids": STOPS},
+    "limits of the choice": {"top_k": 40, "top_p": 0.7, "min_p": 0.01, "stop_token_ids": STOPS},
     "top logprobs": {"logprobs": 2},
 }
 
@@ -113,9 +113,6 @@ def test_launching_reads_no_token(
     assert [result.finish_reasons for result in results] == [("",)] * 7 + [("length",)]
 
 
-SAMPLED = SamplingParams(temperature=1.0, max_tokens=8)
-
-
 def test_a_sequence_at_its_limit_is_not_computed_again(model: LoadedModel) -> None:
     core = make_core(model, graphs=False)
     two = SamplingParams(temperature=0.0, max_tokens=2)
@@ -128,21 +125,21 @@ def test_a_sequence_at_its_limit_is_not_computed_again(model: LoadedModel) -> No
 def test_the_row_of_a_stopped_sequence_is_dropped(model: LoadedModel) -> None:
     core = make_core(model, graphs=False)
     stopping = SamplingParams(temperature=0.0, stop_token_ids=frozenset(range(VOCAB)))
-    new = (new_sequence(1, PROMPT, range(4), stopping), new_sequence(2, PROMPT, range(4, 8), PLAIN))
+    new = (
+        new_sequence(1, PROMPT, range(4), stopping),
+        new_sequence(2, PROMPT, range(4, 8), GREEDY),
+    )
     first = core.launch(step_plan(1, new=new, rows={1: 9, 2: 9}))
     second = core.launch(step_plan(2, rows={1: 1, 2: 1}))
     assert core.finish(first).finish_reasons == ("stop", "")
     assert core.finish(second).seq_ids == (2,)
 
 
-PLAIN = SamplingParams(temperature=0.0, max_tokens=8)
-
-
 def test_a_reused_row_keeps_its_new_tokens(model: LoadedModel) -> None:
     core = make_core(model, graphs=False)
     expected = ExecutorCore(CONFIG, model=model)
-    first = core.launch(step_plan(1, new=(new_sequence(1, PROMPT, range(4), PLAIN),), rows={1: 9}))
-    other = new_sequence(2, PROMPT[::-1], range(4, 8), PLAIN)
+    first = core.launch(step_plan(1, new=(new_sequence(1, PROMPT, range(4), GREEDY),), rows={1: 9}))
+    other = new_sequence(2, PROMPT[::-1], range(4, 8), GREEDY)
     plans = [step_plan(2, new=(other,), rows={2: 9}, finished=(1,)), step_plan(3, rows={2: 1})]
     second = core.launch(plans[0])
     assert core.finish(first).seq_ids == ()
@@ -171,7 +168,7 @@ def test_a_cancelled_sequence_leaves_while_its_step_is_under_way(model: LoadedMo
 
 def test_a_step_from_before_a_reset_gives_no_tokens(model: LoadedModel) -> None:
     core = make_core(model, graphs=False)
-    plan = step_plan(1, new=(new_sequence(1, PROMPT, range(4), PLAIN),), rows={1: 9})
+    plan = step_plan(1, new=(new_sequence(1, PROMPT, range(4), GREEDY),), rows={1: 9})
     before = core.launch(plan)
     core.reset()
     after = core.launch(plan)
@@ -181,7 +178,7 @@ def test_a_step_from_before_a_reset_gives_no_tokens(model: LoadedModel) -> None:
 
 def test_steps_are_finished_in_order(model: LoadedModel) -> None:
     core = make_core(model, graphs=False)
-    core.launch(step_plan(1, new=(new_sequence(1, PROMPT, range(4), PLAIN),), rows={1: 9}))
+    core.launch(step_plan(1, new=(new_sequence(1, PROMPT, range(4), GREEDY),), rows={1: 9}))
     second = core.launch(step_plan(2, rows={1: 1}))
     with pytest.raises(ValueError, match="in the order"):
         core.finish(second)

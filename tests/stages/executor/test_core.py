@@ -13,20 +13,12 @@ from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import StepResult
 from nano_inference.bus.pooling import Pooling
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
-from nano_inference.stages.executor import ExecutorCore, LoadedModel, uniform, wrap_model
+from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
 
 from .models import VOCAB, make_model
-from .plans import INFO, Generation, Planner, new_sequence, step_plan
+from .plans import GREEDY, INFO, PROMPT, SAMPLED, Generation, Planner, new_sequence, step_plan
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
-SAMPLED = SamplingParams(temperature=1.0, max_tokens=8)
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=1 << 20, max_batch_size=4)
-PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return wrap_model(make_model("qwen2"), 64)
 
 
 @pytest.fixture
@@ -66,44 +58,6 @@ def test_neighbours_and_chunks_change_no_token(
     generate(ExecutorCore(CONFIG, model=model), *generations, chunk=4, shuffle=3)
     assert [generation.token_ids for generation in generations] == expected
     assert len({tuple(tokens) for tokens in expected}) == (1 if sampling is GREEDY else 6)
-
-
-def test_logprobs_are_those_of_a_forward_pass_over_everything(model: LoadedModel) -> None:
-    sampling = SamplingParams(temperature=0.7, max_tokens=8, top_k=20)
-    generation = alone(model, sampling, seed=5)
-    ids = torch.tensor([PROMPT + generation.token_ids])
-    with torch.no_grad():
-        logits = make_model("qwen2")(ids).logits[0, len(PROMPT) - 1 : -1]
-    expected = (logits.double() / 0.7).log_softmax(-1)[torch.arange(8), generation.token_ids]
-    assert generation.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
-
-
-def test_the_tokens_are_those_of_the_uniform_numbers(model: LoadedModel) -> None:
-    generation = alone(model, SAMPLED, seed=9)
-    ids = torch.tensor([PROMPT + generation.token_ids])
-    with torch.no_grad():
-        logits = make_model("qwen2")(ids).logits[0, len(PROMPT) - 1 : -1]
-    running = logits.double().softmax(-1).cumsum(-1)
-    wanted = torch.tensor([uniform(9, position) for position in range(8)], dtype=torch.float64)
-    assert torch.searchsorted(running, wanted[:, None]).flatten().tolist() == generation.token_ids
-
-
-@pytest.mark.parametrize("after", [1, 3, 7])
-def test_a_preempted_sequence_goes_on_with_the_same_tokens(
-    model: LoadedModel, core: ExecutorCore, after: int
-) -> None:
-    expected = alone(model, SAMPLED, seed=2).token_ids
-    tokens = PROMPT + expected[:after]
-    new = new_sequence(1, tokens, range(5), SAMPLED, num_generated=after, seed=2)
-    plan = step_plan(new=(new,), rows={1: len(tokens)})
-    result = core.execute(plan)
-    assert result.started[0].num_generated == after
-    for position in range(after, 8):
-        token, _, reason = row(result)
-        assert token == expected[position]
-        assert reason == ("length" if position == 7 else "")
-        if not reason:
-            result = core.execute(step_plan(rows={1: 1}))
 
 
 def test_the_same_id_may_leave_and_come_back_in_one_plan(core: ExecutorCore) -> None:

@@ -13,14 +13,15 @@ from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
 
 from .models import ARCHITECTURES, make_model
-from .plans import Generation, Planner, new_sequence, step_plan
+from .plans import PROMPT, Generation, new_sequence, step_plan
+from .runner.test_graphs import mixed
+from .runner.test_graphs import run as run_all
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 
-PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=12)
 
 
@@ -33,23 +34,8 @@ def on_cuda(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     return wrap_model(make_model(name, head_dim=32).to("cuda", dtype), 64)
 
 
-def generations() -> list[Generation]:
-    return [
-        Generation(
-            seed,
-            PROMPT[: 2 + seed % 7],
-            SamplingParams(temperature=(0.0, 1.0)[seed % 2], max_tokens=8 + seed),
-            arrives=seed,
-            seed=seed,
-        )
-        for seed in range(1, 10)
-    ]
-
-
 def run(core: ExecutorCore) -> list[Generation]:
-    found = generations()
-    Planner(core, chunk=4, shuffle=1).run(found)
-    return found
+    return run_all(core, mixed(9))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import torch
 
 from nano_inference.stages.executor import LoadedModel, wrap_model
 
-from .lane import Answer, Counts, Lane
+from .lane import Answer, Lane, lane_of
 from .models import ARCHITECTURES
 from .references import (
     NEW_TOKENS,
@@ -75,7 +75,7 @@ class Run:
         if self.preempt:
             # In chunks, a victim must get the time to compute all of its tokens once more.
             settings |= {"preempt_every": 3, "flush_every": 7 if self.chunks else 2}
-        return Lane(model, block_size=self.block_size, cache_type=self.cache_type, **settings)
+        return lane_of(model, block_size=self.block_size, cache_type=self.cache_type, **settings)
 
     def __str__(self) -> str:
         return "-".join(self.properties()).replace(" ", "")
@@ -158,34 +158,34 @@ def run_and_compare(name: str, run: Run, model: LoadedModel, new_tokens: int) ->
     expected, prompts = reference(name, new_tokens), prompts_of(name)
     lane = run.lane(model)
     answers = lane.run(prompts, new_tokens)
-    check_that_it_happened(run, answers, lane.counts)
+    check_that_it_happened(run, answers, lane)
     differences = [compare(answers, expected)]
     if run.warm:
         again = lane.run(prompts, new_tokens)
         spared = [answer.num_cached for answer in again]
         assert all(map(ge, spared, run.least_warm())), spared
-        assert lane.counts.computed == sum(LENGTHS) - sum(spared) + len(again) * (new_tokens - 1)
+        assert lane.computed == sum(LENGTHS) - sum(spared) + len(again) * (new_tokens - 1)
         differences.append(compare(again, expected))
     return differences
 
 
-def check_that_it_happened(run: Run, answers: list[Answer], counts: Counts) -> None:
+def check_that_it_happened(run: Run, answers: list[Answer], lane: Lane) -> None:
     """The run had chunks and preemptions."""
     # Half of the second prompt is the first one's: it ends within a block of 16.
     assert [answer.num_cached for answer in answers[:2]] == [0, PROMPT_LENGTHS[0] // 2]
     if run.chunks:
-        assert counts.largest_row == CHUNK
-        assert counts.part_rows > 10
+        assert lane.largest_row == CHUNK
+        assert lane.part_rows > 10
     else:
-        assert counts.largest_row >= PROMPT_LENGTHS[0]
-        assert counts.part_rows == 0
+        assert lane.largest_row >= PROMPT_LENGTHS[0]
+        assert lane.part_rows == 0
     if run.preempt:
-        assert counts.preempted >= counts.steps // 3 - 1
-        assert counts.flushed > 3
+        assert lane.preempted >= lane.steps // 3 - 1
+        assert lane.flushed > 3
         least = sum(LENGTHS) + sum(len(answer.token_ids) - 1 for answer in answers)
-        assert counts.computed > least, "victims were to compute their tokens again"
+        assert lane.computed > least, "victims were to compute their tokens again"
     else:
-        assert counts.preempted == 0
+        assert lane.preempted == 0
 
 
 def compare(answers: list[Answer], expected: Reference) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -90,12 +91,11 @@ class Acceptance:
     """
 
     def __init__(self) -> None:
-        self._sources: dict[str, SourceHistory] = {}
-        self._rows: dict[int, dict[str, _Leaning]] = {}
-
-    def begin(self, row: int) -> None:
-        """A row has a new sequence."""
-        self._rows[row] = {}
+        self._sources: defaultdict[str, SourceHistory] = defaultdict(SourceHistory)
+        # By row of the table and source.
+        self._rows: defaultdict[int, defaultdict[str, _Leaning]] = defaultdict(
+            lambda: defaultdict(_Leaning)
+        )
 
     def forget(self, row: int) -> None:
         """The sequence of a row has left."""
@@ -110,7 +110,7 @@ class Acceptance:
 
         The chances fall, and end where they become negligible.
         """
-        history, leaning = self._of(row, draft.source)
+        history, leaning = self._sources[draft.source], self._rows[row][draft.source]
         log_odds, odds, opinions = history.log_odds, leaning.odds, _opinions(draft)
         where, known, share = leaning.first, None, 0.0
         chances: list[float] = []
@@ -142,7 +142,7 @@ class Acceptance:
         while matched < last and tokens[matched] == got[matched]:
             matched += 1
         wrong = matched < last
-        history, leaning = self._of(row, draft.source)
+        history, leaning = self._sources[draft.source], self._rows[row][draft.source]
         reached = matched + wrong
         opinions = _opinions(draft)
         where = leaning.first
@@ -157,18 +157,6 @@ class Acceptance:
             where = _SECOND if stop == 1 else _LATER
             place = stop
         leaning.first = _AFTER_WRONG if wrong else _AFTER_RIGHT
-
-    def _of(self, row: int, source: str) -> tuple[SourceHistory, _Leaning]:
-        history = self._sources.get(source)
-        if history is None:
-            history = self._sources[source] = SourceHistory()
-        leanings = self._rows.get(row)
-        if leanings is None:
-            leanings = self._rows[row] = {}
-        leaning = leanings.get(source)
-        if leaning is None:
-            leaning = leanings[source] = _Leaning()
-        return history, leaning
 
 
 def _learn(

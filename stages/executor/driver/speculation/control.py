@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from .acceptance import Acceptance
 from .costs import LEAST_GAIN, StepCosts, choose_lengths, may_pay
-from .drafts import Draft
 
 MOST_ROWS = 512
 """The most rows of one token in a step, drafted ones included."""
@@ -99,12 +98,17 @@ class DraftLedger:
 
 
 class CostControl:
-    """Verifies the drafted tokens that give the most tokens per second."""
+    """Verifies the drafted tokens that give the most tokens per second.
+
+    Attributes:
+        costs: Of steps.
+        acceptance: The chances of drafts.
+    """
 
     def __init__(self, costs: StepCosts, *, max_rows: int = MOST_ROWS) -> None:
         """`max_rows`: the most rows of one token in a step."""
         self.costs = costs
-        self._acceptance = Acceptance()
+        self.acceptance = Acceptance()
         self._max_rows = max_rows
         # Of the current step. The time of a step with prompts says nothing about rows.
         self._num_rows = self._num_prefill = self._num_chosen = 0
@@ -119,10 +123,6 @@ class CostControl:
         self._version = costs.version
         self._at: dict[int, StepCosts] = {}
         self._may_pay: dict[tuple[int, int, int], bool] = {}
-
-    def add(self, row: int) -> None:
-        """A row of the table has a new sequence."""
-        self._acceptance.begin(row)
 
     def begin(self, num_rows: int, num_prefill: int, context: float) -> bool:
         """Begin a step; return whether drafts would pay if they were right.
@@ -162,12 +162,8 @@ class CostControl:
         # The end of a prompt, or its growth into a larger batch, may change the answer.
         return 0 if self._num_prefill else _HOPELESS_STEPS
 
-    def expected(self, row: int, draft: Draft) -> list[float]:
-        """As `Acceptance.expected`."""
-        return self._acceptance.expected(row, draft)
-
     def lengths(self, chances: Sequence[Sequence[float]]) -> list[int]:
-        """Return how many tokens of each draft to verify in this step, by their `expected`."""
+        """Return how many tokens of each draft to verify in this step, by `acceptance.expected`."""
         lengths = choose_lengths(
             self._num_rows,
             chances,
@@ -212,17 +208,9 @@ class CostControl:
             self.costs.interrupt()
         self._is_timed = True
 
-    def settle(self, row: int, draft: Draft, got: Sequence[int]) -> None:
-        """As `Acceptance.settle`."""
-        self._acceptance.settle(row, draft, got)
-
-    def forget(self, row: int) -> None:
-        """The sequence of a row has left."""
-        self._acceptance.forget(row)
-
     def clear(self) -> None:
         """All sequences have left."""
-        self._acceptance.clear()
+        self.acceptance.clear()
         # The current step may have failed and will not be timed.
         self._is_timed = True
         self.costs.interrupt()

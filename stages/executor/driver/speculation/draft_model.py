@@ -35,7 +35,7 @@ from ...runner.interface import (
 )
 from ..choose import choose_tokens
 from ..sequences import Places, SequenceTable
-from .drafts import NO_DRAFT, Draft, DraftContext
+from .drafts import NO_DRAFT, Draft, DraftContext, DraftSource
 
 _FIRST_LENGTH = 4
 """Length of a sequence's first draft."""
@@ -163,8 +163,8 @@ class _Progress:
         self.drafted = ()
 
 
-class DraftModel:
-    """A DraftSource. Its methods run on the target's thread, between its passes.
+class DraftModel(DraftSource):
+    """A DraftSource whose methods run on the target's thread, between its passes.
 
     Updates of weights don't change it.
 
@@ -335,14 +335,13 @@ class DraftModel:
         starts = np.array([self._progress[c.row].num_computed for c in chosen], np.int64)
         for context, stop in zip(chosen, (starts + counts).tolist(), strict=True):
             self._note(context, stop)
+            self._progress[context.row].num_computed = stop
         ids = [
             context.tokens[start : start + count]
             for context, start, count in zip(chosen, starts, counts, strict=True)
         ]
         rows = np.array([context.row for context in chosen], np.int64)
         logits = self._forward(rows, starts, counts, np.concatenate(ids))
-        for context, stop in zip(chosen, (starts + counts).tolist(), strict=True):
-            self._progress[context.row].num_computed = stop
         ready = [place for place, i in enumerate(taken) if taken[i] == pending[i]]
         whole = [i for i in taken if taken[i] == pending[i]]
         return whole, logits[ready] if ready else None

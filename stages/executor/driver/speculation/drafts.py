@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -53,8 +53,8 @@ class Draft(msgspec.Struct, frozen=True):
 NO_DRAFT = Draft()
 
 
-class DraftSource(Protocol):
-    """A source of guesses at the next tokens.
+class DraftSource:
+    """Base of the sources of guesses at the next tokens.
 
     A guess can't change a token, so a source may lose its state, and ignores preemptions and
     failures. Every sequence of the step waits for it.
@@ -64,15 +64,17 @@ class DraftSource(Protocol):
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """Return a draft of at most `limit` tokens for each sequence; NO_DRAFT for none."""
-        ...
+        return [self._propose(context) for context in contexts]
+
+    def _propose(self, context: DraftContext) -> Draft:
+        """Return the draft of one sequence."""
+        raise NotImplementedError
 
     def forget(self, row: int, seq_id: int) -> None:
         """A sequence is about to leave the table."""
-        ...
 
     def clear(self) -> None:
         """All sequences have left."""
-        ...
 
 
 _LONGEST_MATCH = 16
@@ -85,20 +87,11 @@ _LIKELIHOODS = ((8, 0.9), (4, 0.8), (3, 0.6), (2, 0.4))
 """(Least matching tokens before a draft, its likelihood)."""
 
 
-class NgramSource:
+class NgramSource(DraftSource):
     """Repeats the sequence, prompt included, from the place with the longest match of the last 2 to
     16 tokens; of several such places, the newest."""
 
     name: ClassVar[str] = "ngram"
-
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        return [self._propose(context) for context in contexts]
-
-    def forget(self, row: int, seq_id: int) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
 
     def _propose(self, context: DraftContext) -> Draft:
         text = context.tokens[-_LOOK_BACK:]
@@ -134,7 +127,7 @@ def same_before(text: IntArray, ends: IntArray, last: IntArray) -> IntArray:
     return lengths
 
 
-class PredictionSource:
+class PredictionSource(DraftSource):
     """Continues in the client's predicted output.
 
     The place is that of the longest match of the last generated tokens; of several such places,
@@ -147,9 +140,6 @@ class PredictionSource:
         # By row: the sequence, its prediction, and the place reached in it.
         self._places: dict[int, tuple[int, IntArray, int]] = {}
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        return [self._propose(c) if c.prediction else NO_DRAFT for c in contexts]
-
     def forget(self, row: int, seq_id: int) -> None:
         if row in self._places and self._places[row][0] == seq_id:
             del self._places[row]
@@ -158,6 +148,8 @@ class PredictionSource:
         self._places.clear()
 
     def _propose(self, context: DraftContext) -> Draft:
+        if not context.prediction:
+            return NO_DRAFT
         seq_id, expected, before = self._places.get(context.row, (-1, None, 0))
         if seq_id != context.seq_id or expected is None:
             expected, before = np.array(context.prediction, np.int64), 0
@@ -185,7 +177,7 @@ def _find(expected: IntArray, last: IntArray, before: int) -> int | None:
     return int(following[0] if following.size else best[0])
 
 
-class ForcedSource:
+class ForcedSource(DraftSource):
     """The only tokens that a grammar allows next, in their usual form.
 
     A model may write the same text in other tokens, so these are verified too.
@@ -195,15 +187,6 @@ class ForcedSource:
 
     def __init__(self, constraints: Constraints) -> None:
         self._constraints = constraints
-
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        return [self._propose(context) for context in contexts]
-
-    def forget(self, row: int, seq_id: int) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
 
     def _propose(self, context: DraftContext) -> Draft:
         tokens = self._constraints.forced(context.row)[: context.limit]

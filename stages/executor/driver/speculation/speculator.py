@@ -198,22 +198,16 @@ class Speculator:
         stops = [*firsts[1:].tolist(), len(tokens)]
         for row, start, stop in zip(rows[firsts].tolist(), firsts.tolist(), stops, strict=True):
             if (draft := proposed.get(row)) is not None:
-                self._control.settle(row, draft, tuple(tokens[start:stop]))
+                self._control.acceptance.settle(row, draft, tuple(tokens[start:stop]))
         if self._asked is not None:
             self._asked.seconds += (time.thread_time_ns() - begin_ns) * 1e-9
-
-    def add(self, seq_id: int) -> None:
-        """A sequence is new in the table."""
-        row = self._table.row_of(seq_id)
-        assert row is not None
-        self._control.add(row)
-        self._skips.pop(row, None)
 
     def forget(self, seq_id: int) -> None:
         """A sequence is about to leave the table. Unknown ids are ignored."""
         row = self._table.row_of(seq_id)
         if row is not None:
-            self._control.forget(row)
+            self._control.acceptance.forget(row)
+            self._skips.pop(row, None)
             for source in self._all_sources:
                 source.forget(row, seq_id)
 
@@ -283,7 +277,7 @@ class Speculator:
                     row = contexts[index].row
                     if self._table.constrained[row]:
                         draft = _cut(draft, self._constraints.check_draft(row, draft.tokens))
-                    expected = self._control.expected(row, draft)
+                    expected = self._control.acceptance.expected(row, draft)
                     if sum(expected) > sum(chances[index]):
                         best[index], chances[index] = draft, expected
 
@@ -319,17 +313,6 @@ def longest_drafts(
     left = table.max_tokens[rows] - table.num_generated[rows] - 1
     limits: IntArray = np.minimum(np.minimum(num_drafts, room), left)
     return np.maximum(limits, 0)
-
-
-def accepted_counts(counts: BoolArray, starts: IntArray) -> IntArray:
-    """Return the accepted drafted tokens of each row, `[rows]`.
-
-    Args:
-        counts: `[places]`, as `accept` returns.
-        starts: `[rows]`, the first place of each.
-    """
-    accepted: IntArray = np.add.reduceat(counts.astype(np.int64), starts) - 1
-    return accepted
 
 
 def accept(

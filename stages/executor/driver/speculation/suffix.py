@@ -21,7 +21,7 @@ import numpy.typing as npt
 from .....bus.messages import CacheScope
 from ...runner.interface import IntArray
 from ..sequences import SequenceTable
-from .drafts import NO_DRAFT, Draft, DraftContext
+from .drafts import NO_DRAFT, Draft, DraftContext, DraftSource
 
 Words = npt.NDArray[np.uint64]
 
@@ -210,7 +210,7 @@ class _Followed:
     num_written: int
 
 
-class SuffixSource:
+class SuffixSource(DraftSource):
     """Continues as the newest output of the same scope with the same tokens before.
 
     Outputs of the same prompt that match the last 8 tokens come first, then any that match 16, and
@@ -278,9 +278,7 @@ class SuffixSource:
 
     def _follow(self, context: DraftContext) -> _Followed:
         """Return a sequence's entry; index its older tokens."""
-        followed = self._followed.get(context.row)
-        if followed is None or followed.seq_id != context.seq_id:
-            followed = self._of(context.row, context.seq_id, context.tokens, context.num_prompt)
+        followed = self._of(context.row, context.seq_id, context.tokens, context.num_prompt)
         known = len(context.tokens)
         if known - followed.num_written >= _SEGMENT + _BEHIND:
             self._write(followed, context.row, known - _BEHIND, known)

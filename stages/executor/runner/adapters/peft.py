@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .....config import ADAPTER_ID_RULE, AdapterError, WeightsError, is_adapter_id, shown
 from ..loaded_model import LoadedModel
+from ..model import UNREADABLE
 from ..weights.checks import WeightLimits, check_stored
 from ..weights.transports.folder import opened, read_folder, readable, stamp_of
 
@@ -254,7 +255,7 @@ def _read_config(folder: Path) -> _Config:
         raise _too_large(f"{shown(str(file))} has {size} bytes, and may have {_MOST_CONFIG_BYTES}")
     try:
         config = _config.decode(content)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise AdapterError(f"{shown(str(file))} can't be used: {shown(str(error))}") from None
     _check_kind(config)
     return config

@@ -143,14 +143,6 @@ def _add_at(outputs: Tensor, index: Index, added: Tensor) -> None:
 NO_ADAPTER = -1
 
 
-@dataclass
-class _Wrapped:
-    """A module with an adapter, and its forward pass with the adapters."""
-
-    module: nn.Module
-    forward: Callable[[Tensor], Tensor]
-
-
 class AdapterTable:
     """The loaded adapters by slots. A slot keeps its adapter until it is vacated.
 
@@ -187,7 +179,8 @@ class AdapterTable:
         self._alone = alone
         self._slots: list[Adapter | None] = []
         self._slot_of: dict[str, int] = {}
-        self._wrapped: list[_Wrapped] = []
+        # Forward passes with the adapters.
+        self._wrapped: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
         self._step: AdapterStep | None = None
 
     def __len__(self) -> int:
@@ -245,9 +238,7 @@ class AdapterTable:
                     if (shapes := (pair.a.shape, pair.b.shape)) not in seen:
                         seen.add(shapes)
                         row = pair.a.new_ones(1, pair.a.shape[1])
-                        torch.nn.functional.linear(
-                            torch.nn.functional.linear(row, pair.a), pair.b.t()
-                        )
+                        F.linear(F.linear(row, pair.a), pair.b.t())
         except ModelError as error:
             raise AdapterError(error.message, code="adapter_unsupported") from None
 
@@ -315,21 +306,21 @@ class AdapterTable:
         if step is None:
             yield
             return
-        before = [vars(each.module).get("forward") for each in self._wrapped]
+        before = {module: vars(module).get("forward") for module in self._wrapped}
         self._step = step
         try:
-            for each in self._wrapped:
+            for module, forward in self._wrapped.items():
                 # setattr of a module is far slower.
-                vars(each.module)["forward"] = each.forward
+                vars(module)["forward"] = forward
             with self._alone():
                 yield
         finally:
             self._step = None
-            for each, forward in zip(self._wrapped, before, strict=True):
-                if forward is None:
-                    vars(each.module).pop("forward", None)
+            for module, own in before.items():
+                if own is None:
+                    vars(module).pop("forward", None)
                 else:
-                    vars(each.module)["forward"] = forward
+                    vars(module)["forward"] = own
 
     def _at(self, slot: int) -> Adapter:
         adapter = self._slots[slot]
@@ -373,11 +364,11 @@ class AdapterTable:
             adapter and replace(adapter, pairs={n: layers[n].pairs[slot] for n in adapter.pairs})
             for slot, adapter in enumerate(slots)
         ]
-        self._wrapped = [
-            _Wrapped(module, self._with(layer, module))
-            for name, layer in layers.items()
-            for module in (self._model.module.get_submodule(name),)
-        ]
+        modules = map(self._model.module.get_submodule, layers)
+        self._wrapped = {
+            module: self._with(layer, module)
+            for module, layer in zip(modules, layers.values(), strict=True)
+        }
 
     def _with(self, layer: Layer, module: Any) -> Callable[[Tensor], Tensor]:
         plain: Callable[[Tensor], Tensor] = module.forward

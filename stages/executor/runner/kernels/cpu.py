@@ -243,17 +243,10 @@ class RMSNorm:
         """
         weight = self.weight_for(rows)
         rows = rows.contiguous()
-        output = torch.empty_like(rows)
-        width = rows.shape[-1]
-        library(rows.dtype).rms_norm(
-            rows.data_ptr(),
-            weight.data_ptr(),
-            output.data_ptr(),
-            rows.numel() // width,
-            width,
-            self.epsilon,
-            self.shifted,
-        )
+        output, width = torch.empty_like(rows), rows.shape[-1]
+        tensors = rows.data_ptr(), weight.data_ptr(), output.data_ptr()
+        shape = rows.numel() // width, width
+        library(rows.dtype).rms_norm(*tensors, *shape, self.epsilon, self.shifted)
         return output
 
 
@@ -411,15 +404,8 @@ class PagedAttention:
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Write `[tokens, kv_heads, width]` each, heads contiguous, to `slots`, `[tokens]`."""
-        self._library.store(
-            self.argument,
-            keys.data_ptr(),
-            keys.stride(0),
-            values.data_ptr(),
-            values.stride(0),
-            slots.data_ptr(),
-            slots.shape[0],
-        )
+        new = keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0)
+        self._library.store(self.argument, *new, slots.data_ptr(), slots.shape[0])
 
     def decode(self, queries: Tensor, rows: DecodeRows) -> Tensor:
         """Attention of one token per row.
@@ -432,14 +418,7 @@ class PagedAttention:
             `[rows.count, heads, value_width]`.
         """
         output = torch.empty(rows.count, *self._shape, dtype=self._dtype)
-        self._library.decode_attention(
-            self.argument,
-            queries.data_ptr(),
-            queries.stride(0),
-            output.data_ptr(),
-            rows.count,
-            rows.tables.data_ptr(),
-            rows.tables.shape[1],
-            rows.contexts.data_ptr(),
-        )
+        tensors = queries.data_ptr(), queries.stride(0), output.data_ptr()
+        tables = rows.tables.data_ptr(), rows.tables.shape[1], rows.contexts.data_ptr()
+        self._library.decode_attention(self.argument, *tensors, rows.count, *tables)
         return output

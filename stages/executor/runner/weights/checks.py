@@ -79,6 +79,13 @@ def limits_of(module: nn.Module, tensors: int = 0, num_bytes: int = 0) -> Weight
     )
 
 
+def busy() -> WeightsError:
+    """Return the error for an update while another one is in progress."""
+    return WeightsError(
+        "a weight update is under way already; wait until it is in place", code="weights_busy"
+    )
+
+
 _NUMBERS = (
     "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
     "float8_e8m0fnu bool uint8 int8 int16 int32 int64"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .....config import WeightsError, shown
-from .checks import WeightLimits, check_stored, limits_of
+from .checks import WeightLimits, busy, check_stored, limits_of
 from .conversion import as_parameters
 
 _NAMED = 3
@@ -64,7 +64,7 @@ class WeightSyncManager:
             WeightsError: Some are staged.
         """
         if self._pending is not None:
-            raise _busy()
+            raise busy()
         self._closed = True
 
     def open(self) -> None:
@@ -136,7 +136,7 @@ class WeightSyncManager:
     def check_version(self, version: int | None) -> int:
         """Return the version of an update. Raises WeightsError as `start_sync`."""
         if self._pending is not None:
-            raise _busy()
+            raise busy()
         if self._closed:
             raise WeightsError(
                 "the memory of the weights is released; resume it before an update",
@@ -310,12 +310,6 @@ class WeightSyncManager:
         own = self._module.state_dict(keep_vars=True)
         for name, tensor in new_weights.items():
             own[name].data.copy_(tensor)
-
-
-def _busy() -> WeightsError:
-    return WeightsError(
-        "a weight update is under way already; wait until it is in place", code="weights_busy"
-    )
 
 
 def weights_lost(why: str) -> WeightsError:

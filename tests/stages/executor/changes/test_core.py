@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
@@ -14,15 +13,8 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from nano_inference.bus.control import (
-    FinishUpdate,
-    JoinWeightsGroup,
-    LeaveWeightsGroup,
-    ReleaseMemory,
-    ResumeMemory,
-    TellWeightVersion,
-    UpdateWeights,
-)
+from nano_inference.bus import control
+from nano_inference.bus.control import FinishUpdate, ReleaseMemory, ResumeMemory, UpdateWeights
 from nano_inference.bus.weights import FolderWeights, GroupWeights, LocalWeights, StagedWeights
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor.changes.core import WeightParts
@@ -36,6 +28,8 @@ from nano_inference.stages.executor.changes.shell import stay_single
 from nano_inference.stages.executor.runner import memory as memory_module
 from nano_inference.stages.executor.runner.weights.transports.background import Background
 
+from ..refusals import refused
+from ..threads import several_threads
 from .world import World, place, values_at
 
 SECONDS = 10.0
@@ -80,9 +74,9 @@ SCRIPTS = st.one_of(
     st.builds(lambda tags: [ReleaseMemory(tags), at("ab"), ResumeMemory(tags), at("ab")], TAGS),
     st.sampled_from(
         [
-            TellWeightVersion(),
-            LeaveWeightsGroup("g"),
-            JoinWeightsGroup("g", "127.0.0.1:1", 1, 2, "gloo", 1.0),
+            control.TellWeightVersion(),
+            control.LeaveWeightsGroup("g"),
+            control.JoinWeightsGroup("g", "127.0.0.1:1", 1, 2, "gloo", 1.0),
             UpdateWeights(FolderWeights("")),
             UpdateWeights(LocalWeights("k"), part_of="u"),
             FinishUpdate("p"),
@@ -183,12 +177,12 @@ class Interleaved(RuleBasedStateMachine):
         world, record = self.world, self.world.record
         world.restart()
         if record is None or record.leader != world.leader:
-            assert (world.core.version, world.core.behind) == (0, 0)
+            assert (world.core.version, world.core.succession.behind) == (0, 0)
         elif world.restorable and record.folder:
-            assert (world.core.version, world.core.behind) == (record.version, 0)
+            assert (world.core.version, world.core.succession.behind) == (record.version, 0)
             assert world.model.values() == values_at(record.folder)
         else:
-            assert (world.core.version, world.core.behind) == (0, record.version)
+            assert (world.core.version, world.core.succession.behind) == (0, record.version)
 
     def teardown(self) -> None:
         """No operation waits for ever, and no leftover blocks the next one."""
@@ -410,11 +404,14 @@ def test_all_parts_are_taken_together_once() -> None:
         kept.take(StagedWeights("u", 2))
 
 
-def test_another_update_begins_anew() -> None:
+@pytest.mark.parametrize("name", ["new", "old"])
+def test_another_update_begins_anew_and_so_does_a_dropped_one(name: str) -> None:
     kept = WeightParts()
     kept.add("old", parts(a=1))
-    kept.add("new", parts(b=2))
-    assert set(kept.take(StagedWeights("new", 1))[0]) == {"b"}
+    if name == "old":
+        kept.drop()
+    kept.add(name, parts(b=2))
+    assert set(kept.take(StagedWeights(name, 1))[0]) == {"b"}
 
 
 def test_only_a_single_part_has_an_origin() -> None:
@@ -432,36 +429,19 @@ def test_only_a_single_part_has_an_origin() -> None:
 def test_incomplete_parts_are_dropped(wanted: StagedWeights) -> None:
     kept = WeightParts()
     kept.add("u", parts(a=1))
-    with pytest.raises(WeightsError) as refused:
+    with refused("weights_incomplete"):
         kept.take(wanted)
-    assert refused.value.code == "weights_incomplete"
     with pytest.raises(WeightsError, match="0 of"):
         kept.take(StagedWeights("u", 1))
 
 
-def test_dropped() -> None:
-    kept = WeightParts()
-    kept.add("u", parts(a=1))
-    kept.drop()
-    kept.add("u", parts(b=1))
-    assert set(kept.take(StagedWeights("u", 1))[0]) == {"b"}
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_it_alone_has_no_parallel_regions(two_threads: None) -> None:
-    with ThreadPoolExecutor(1) as steps:
+def test_it_alone_has_no_parallel_regions() -> None:
+    with several_threads(2), ThreadPoolExecutor(1) as steps:
         assert steps.submit(torch.get_num_threads).result() == 2
         fetching = Background("weights-test", stay_single)
         assert fetching.submit(torch.get_num_threads).result(60) == 1
         fetching.close()
         assert steps.submit(torch.get_num_threads).result() == 2
-    assert torch.get_num_threads() == 2
-    with ThreadPoolExecutor(1) as later:
-        assert later.submit(torch.get_num_threads).result() == 2
+        assert torch.get_num_threads() == 2
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == 2

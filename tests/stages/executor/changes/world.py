@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from nano_inference.bus.control import (
-    FinishUpdate,
     MemoryState,
     ReleaseMemory,
     ResumeMemory,
@@ -26,31 +25,9 @@ from nano_inference.bus.messages import Message
 from nano_inference.bus.weights import FolderWeights, StagedWeights
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor import WeightSyncManager
-from nano_inference.stages.executor.changes.arguments import Operation
+from nano_inference.stages.executor.changes import effects as do
 from nano_inference.stages.executor.changes.core import ChangesCore, supersedes
-from nano_inference.stages.executor.changes.effects import (
-    Answer,
-    BeginRelease,
-    Check,
-    Combine,
-    Effect,
-    Fetch,
-    Fetched,
-    Job,
-    Leave,
-    Log,
-    ReadRecord,
-    Remember,
-    Restore,
-    Result,
-    ResumeTags,
-    SendBatching,
-    SendMemory,
-    SkipBroadcast,
-    Stage,
-    WeightsOrigin,
-)
-from nano_inference.stages.executor.changes.shell import check_fetched
+from nano_inference.stages.executor.changes.shell import check_fetched, replaces_weights
 from nano_inference.stages.executor.runner.kv_cache import KVCache
 from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.store.in_place import WeightsInPlace
@@ -170,7 +147,7 @@ class World:
     def __init__(self) -> None:
         self.now_ns = 1
         self.asked: list[str] = []
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, do.Answer] = {}
         self.record: WeightsInPlace | None = None
         self.restorable = True
         self.leader = "admission-1"
@@ -183,8 +160,8 @@ class World:
         self.memory = ReplicaMemory([cast(KVCache, NoCache())], self.manager)
         self.core = ChangesCore(self.manager.limits)
         self.begun: list[str] = []
-        self.jobs: list[Job] = []
-        self.results: list[tuple[Job, Result]] = []
+        self.jobs: list[do.Job] = []
+        self.results: list[tuple[do.Job, do.Result]] = []
         self.launched: deque[Plan] = deque()
         self.executed: deque[tuple[Plan, int]] = deque()
         self.counted: dict[str, int] = {}
@@ -207,7 +184,7 @@ class World:
     def run_job(self, index: int = 0, *, fails: bool = False) -> None:
         """End a job, or fail it."""
         job = self.jobs.pop(index)
-        result: Result
+        result: do.Result
         try:
             if fails:
                 raise WeightsError("it fails")
@@ -260,7 +237,7 @@ class World:
         while self.launched:
             self.execute()
         self.messages: deque[Message] = deque()
-        self.perform(self.core.begin_epoch(self.leader))
+        self.perform(self.core.succession.begin_epoch(self.leader))
         self.planner = Planner(self.memory.lacks)
         self.perform(self.core.epoch_begun(self.manager.version, self.now_ns))
 
@@ -307,33 +284,33 @@ class World:
 
     # --- effects ------------------------------------------------------------------------------
 
-    def perform(self, effects: list[Effect]) -> None:
+    def perform(self, effects: list[do.Effect]) -> None:
         for effect in effects:
             match effect:
-                case Answer():
+                case do.Answer():
                     self._take_answer(effect)
-                case SendBatching(message):
+                case do.SendBatching(message):
                     self.messages.append(message)
-                case SendMemory():
+                case do.SendMemory():
                     state = MemoryState(self.memory.lacks, tuple(self.memory.pending))
                     self.messages.append(state)
-                case Remember(weights):
+                case do.Remember(weights):
                     if supersedes(weights, self.record):
                         self.record = weights
-                case ReadRecord():
-                    self.perform(self.core.record_read(self.record))
-                case Restore(weights):
+                case do.ReadRecord():
+                    self.perform(self.core.succession.read(self.record))
+                case do.Restore(weights):
                     self.perform(self._restore(weights))
-                case SkipBroadcast() | Leave() | Log():
+                case do.SkipBroadcast() | do.Leave() | do.Log():
                     pass
-                case job:
-                    if isinstance(job, Combine):
+                case do.Job() as job:
+                    if isinstance(job, do.Combine):
                         self._check_parts(job)
-                    if isinstance(job, Fetch):
+                    if isinstance(job, do.Fetch):
                         self.fetched.add(self.begun[job.ticket - 1])
                     self.jobs.append(job)
 
-    def _check_parts(self, job: Combine) -> None:
+    def _check_parts(self, job: do.Combine) -> None:
         """Check that exactly the parts that were sent are kept."""
         source, (update, parts) = job.update.source, self.parts
         assert isinstance(source, StagedWeights)
@@ -342,7 +319,7 @@ class World:
         assert _values(job.tensors) == whole
         self.parts = "", []
 
-    def _take_answer(self, answer: Answer) -> None:
+    def _take_answer(self, answer: do.Answer) -> None:
         name = answer.operation_id
         assert name not in self.answers, "a second answer"
         self.answers[name] = answer
@@ -363,40 +340,40 @@ class World:
                 assert self.memory.released.issuperset(tags), "it is answered before it is released"
             case ResumeMemory(tags) if answer.error is None:
                 assert self.memory.released.isdisjoint(tags)
-            case operation if answer.error is None and changes_weights(operation):
+            case operation if answer.error is None and replaces_weights(operation):
                 assert name in self.counted, "nothing was put in place"
 
-    def _run(self, job: Job) -> Result:
+    def _run(self, job: do.Job) -> do.Result:
         manager = self.manager
         match job:
-            case Fetch(_, update):
+            case do.Fetch(_, update):
                 assert isinstance(update.source, FolderWeights)
                 path = update.source.path
                 tensors = Tensors(values_at(path), manager)
                 whole = len(tensors) == 2
                 converted = whole or not update.part_of
-                return Fetched(tensors, WeightsOrigin(path, "stamp"), whole, converted)
-            case Combine(_, _, parts, origin):
+                return do.Fetched(tensors, do.WeightsOrigin(path, "stamp"), whole, converted)
+            case do.Combine(_, _, parts, origin):
                 tensors = Tensors(_values(parts), manager)
-                return Fetched(tensors, origin, manager.covers(manager.prepare(tensors)))
-            case Check(_, update, fetched):
+                return do.Fetched(tensors, origin, manager.covers(manager.prepare(tensors)))
+            case do.Check(_, update, fetched):
                 check_fetched(update, fetched, manager)
-            case Stage(ticket, update, fetched, version):
+            case do.Stage(ticket, update, fetched, version):
                 counted = manager.start_sync(fetched.tensors, version, partial=update.partial)
                 before = self.contents[manager.version]
                 self.contents[counted] = {**before, **_values(fetched.tensors)}
                 self.counted[self.begun[ticket - 1]] = counted
                 return counted
-            case BeginRelease(_, tags):
+            case do.BeginRelease(_, tags):
                 self.memory.begin_release(tags)
                 return bool(self.memory.pending)
-            case ResumeTags(_, tags):
+            case do.ResumeTags(_, tags):
                 self.memory.resume(tags)
         return None
 
-    def _restore(self, weights: WeightsInPlace) -> list[Effect]:
+    def _restore(self, weights: WeightsInPlace) -> list[do.Effect]:
         if not (self.restorable and weights.folder):
-            return self.core.not_restored(weights, "they are gone")
+            return self.core.succession.fall_behind(weights.version, "they are gone")
         values = values_at(weights.folder)
         self.manager.sync_blocking(Tensors(values, self.manager), weights.version)
         self.contents[weights.version] = values
@@ -416,21 +393,12 @@ class World:
         for name, counted in self.counted.items():
             refused = name in self.answers and self.answers[name].error is not None
             assert not refused or self.interrupted(name) or counted > self.manager.version
-        fetching = [job for job in self._jobs_under_way() if isinstance(job, Fetch | Combine)]
+        fetching = [job for job in self._jobs_under_way() if isinstance(job, do.Fetch | do.Combine)]
         assert len(fetching) <= 1, "two sources at a time"
 
     def interrupted(self, name: str) -> bool:
         error = self.answers[name].error
         return error is not None and error.code == "weights_interrupted"
 
-    def _jobs_under_way(self) -> list[Job]:
+    def _jobs_under_way(self) -> list[do.Job]:
         return [*self.jobs, *(job for job, _ in self.results)]
-
-
-def changes_weights(operation: Operation) -> bool:
-    match operation:
-        case FinishUpdate(version=version):
-            return version is not None
-        case UpdateWeights(part_of="", prepare_as=""):
-            return True
-    return False

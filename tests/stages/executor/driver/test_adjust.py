@@ -13,19 +13,18 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from nano_inference.config import EngineConfig, SamplingParams
-from nano_inference.stages.executor import ExecutorCore, LoadedModel, uniform, wrap_model
+from nano_inference.stages.executor import ExecutorCore, LoadedModel, uniform
 from nano_inference.stages.executor.driver.choose import (
     adjust_logits,
     apply_frequency_penalty,
-    apply_logit_bias,
     apply_presence_penalty,
     apply_repetition_penalty,
-    mask_tokens,
 )
 from nano_inference.stages.executor.driver.sequences import Places, SequenceTable
 
 from ..models import VOCAB, make_model
-from ..plans import Generation, Planner, new_sequence, step_plan
+from ..plans import PROMPT, Generation, Planner, new_sequence, step_plan
+from .test_sampling import brute_force
 
 SMALL_VOCAB = 37
 BATCH = 9
@@ -56,20 +55,6 @@ def padded(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 def spread(low: float, high: float) -> Tensor:
     return torch.linspace(low, high, BATCH)
-
-
-def test_repetition_penalty(logits: Tensor) -> None:
-    lists, penalties = histories(shortest=4), spread(0.5, 3)
-    ids, _ = padded(lists)
-    found = apply_repetition_penalty(logits, ids, penalties)
-    expected = logits.clone()
-    for row, tokens in enumerate(lists):
-        for token in set(tokens):
-            logit = logits[row, token]
-            penalty = penalties[row]
-            expected[row, token] = logit * penalty if logit < 0 else logit / penalty
-    assert torch.equal(found, expected)
-    assert not torch.equal(found, logits)
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.3, 10.0])
@@ -104,28 +89,6 @@ def test_frequency_penalty(logits: Tensor) -> None:
     assert max(tokens.count(token) for tokens in lists for token in tokens) > 2
 
 
-def test_logit_bias(logits: Tensor) -> None:
-    rng = random.Random(3)
-    lists = [rng.sample(range(SMALL_VOCAB), size) for size in (0, 1, 5, 37, 2, 3, 0, 8, 9)]
-    ids, valid = padded(lists)
-    biases = torch.where(valid, torch.randn(ids.shape), 0.0)
-    found = apply_logit_bias(logits, ids, biases)
-    expected = logits.clone()
-    for row, tokens in enumerate(lists):
-        for place, token in enumerate(tokens):
-            expected[row, token] += biases[row, place]
-    assert torch.equal(found, expected)
-
-
-def test_masked_tokens_are_impossible_and_no_others(logits: Tensor) -> None:
-    lists = histories(shortest=2)
-    found = mask_tokens(logits, padded(lists)[0])
-    for row, tokens in enumerate(lists):
-        for token in range(SMALL_VOCAB):
-            wanted = float("-inf") if token in tokens else float(logits[row, token])
-            assert float(found[row, token]) == wanted
-
-
 def test_neutral_values_change_no_bit(logits: Tensor) -> None:
     ids, valid = padded(histories(shortest=3))
     zeros, ones = torch.zeros(BATCH), torch.ones(BATCH)
@@ -149,13 +112,7 @@ def test_the_width_of_the_padding_changes_no_bit(logits: Tensor) -> None:
 
 
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=1 << 20, max_batch_size=8)
-PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
 SAMPLES = 6000
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return wrap_model(make_model("qwen2"), 64)
 
 
 def adjusted(logits: Tensor, prompt: list[int], generated: list[int], p: SamplingParams) -> Tensor:
@@ -177,20 +134,10 @@ def adjusted(logits: Tensor, prompt: list[int], generated: list[int], p: Samplin
 
 def restricted(logits: Tensor, p: SamplingParams) -> Tensor:
     """Probabilities after temperature and limits, `[vocab]`."""
-    weights = (logits / p.temperature).softmax(-1)
-    order = sorted(range(len(weights)), key=lambda token: (-float(weights[token]), token))
-    kept = order[: p.top_k or None]
-    mass = float(weights[kept].sum())
-    allowed: list[int] = []
-    reached = 0.0
-    for token in kept:
-        weight = float(weights[token])
-        if allowed and (reached >= p.top_p * mass or weight < p.min_p * float(weights[order[0]])):
-            break
-        allowed.append(token)
-        reached += weight
-    out = torch.zeros_like(weights)
-    out[allowed] = weights[allowed]
+    scaled = logits / p.temperature
+    allowed = sorted(brute_force(scaled.tolist(), p.top_k, p.top_p, p.min_p))
+    out = torch.zeros_like(scaled)
+    out[allowed] = scaled.softmax(-1)[allowed]
     return out / out.sum()
 
 
@@ -251,6 +198,7 @@ def test_a_preempted_sequence_goes_on_with_the_same_tokens(model: LoadedModel, a
     tokens = PROMPT + whole.token_ids[:after]
     new = new_sequence(1, tokens, range(6), sampling, num_generated=after, seed=2)
     result = core.execute(step_plan(new=(new,), rows={1: len(tokens)}))
+    assert result.started[0].num_generated == after
     found = list(result.token_ids)
     logprobs = list(result.logprobs)
     while not result.finish_reasons[0]:
@@ -316,27 +264,6 @@ def test_a_row_that_is_used_again_forgets_its_sampling() -> None:
     logits = torch.randn(1, VOCAB)
     assert adjust_logits(logits, table, Places.next_of(rows)) is logits
     assert table.num_to_score(rows, np.array([9])).tolist() == [0]
-
-
-def test_no_stop_token_before_min_tokens(model: LoadedModel) -> None:
-    """The likeliest first token is a stop token: it comes, but not before the sixth."""
-    first = Generation(1, PROMPT, SamplingParams(temperature=0.0, max_tokens=1))
-    Planner(ExecutorCore(CONFIG, model=model)).run([first])
-    stop = frozenset(range(0, VOCAB, 2)) | {first.token_ids[0]}
-    ended = {}
-    for least in (0, 5):
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=40, stop_token_ids=stop, min_tokens=least
-        )
-        generation = Generation(1, PROMPT, sampling)
-        Planner(ExecutorCore(CONFIG, model=model)).run([generation])
-        ended[least] = generation
-    assert ended[0].token_ids == first.token_ids
-    assert ended[0].reason == "stop"
-    assert ended[5].reason == "stop"
-    assert len(ended[5].token_ids) > 5
-    assert not stop & set(ended[5].token_ids[:5])
-    assert ended[5].token_ids[-1] in stop
 
 
 # --- the distribution of many samples ---------------------------------------------------------

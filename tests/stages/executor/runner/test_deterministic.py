@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,6 +24,8 @@ from nano_inference.stages.executor.runner.fixed_tiles import (
 
 from ..models import ARCHITECTURES, VOCAB, make_model
 from ..plans import Generation, Planner
+from ..refusals import needs_kernels
+from ..threads import several_threads
 
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=1 << 22, max_batch_size=16, deterministic=True)
 PROMPT_LENGTHS = (1, 3, 8, 19, 70)
@@ -43,10 +46,8 @@ Bits = list[tuple[list[int], list[float]]]
 @pytest.fixture(params=[1, 2, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     """Three do not divide a power of two: shares of the work then end anywhere."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    with several_threads(request.param):
+        yield request.param
 
 
 def make_generations() -> list[Generation]:
@@ -77,17 +78,13 @@ def bits_of(core: ExecutorCore, *, alone: bool = False, chunk: int = ALL_AT_ONCE
 def assert_arrangements_agree(
     model: LoadedModel, chunks: Sequence[int] = (7, ALL_AT_ONCE), **changes: Any
 ) -> None:
-    config = EngineConfig(**{**_fields(CONFIG), **changes})
+    config = replace(CONFIG, **changes)
     core = ExecutorCore(config, model=model)
     expected = bits_of(core, alone=True)
     for chunk in chunks:
         assert bits_of(core, chunk=chunk) == expected, f"in chunks of {chunk}"
-    blocks_of_one = ExecutorCore(EngineConfig(**{**_fields(config), "block_size": 1}), model=model)
+    blocks_of_one = ExecutorCore(replace(config, block_size=1), model=model)
     assert bits_of(blocks_of_one, chunk=16) == expected
-
-
-def _fields(config: EngineConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in config.__struct_fields__}
 
 
 @pytest.mark.soak
@@ -119,17 +116,16 @@ def test_arrangements_agree_without_kernels(name: str) -> None:
 def test_a_model_that_kernels_compute_as_a_whole_is_deterministic_by_default(
     dtype: torch.dtype,
 ) -> None:
+    needs_kernels(dtype)
     module = make_model("qwen2", head_dim=32).to(dtype)
     core = core_of(module, "auto")
-    if core.off.get("kernels", ""):
-        pytest.skip(core.off.get("kernels", ""))
     assert not core.off.get("deterministic", "")
     core.close()
     assert_arrangements_agree(wrap_model(module, 128), deterministic="auto")
 
 
 def core_of(module: Any, deterministic: bool | str) -> ExecutorCore:
-    config = EngineConfig(**{**_fields(CONFIG), "deterministic": deterministic})
+    config = replace(CONFIG, deterministic=deterministic)
     return ExecutorCore(config, model=wrap_model(module, 128))
 
 
@@ -143,11 +139,8 @@ def test_deterministic_mode_with_a_cost_is_off_by_default() -> None:
 
 
 def test_a_model_that_fails_the_check_runs_without_deterministic_mode() -> None:
+    needs_kernels(torch.float32)
     module = make_model("qwen2", head_dim=32)
-    core = core_of(module, "auto")
-    if core.off.get("kernels", ""):
-        pytest.skip(core.off.get("kernels", ""))
-    core.close()
     _look_at_neighbours(module)
     core = core_of(module, "auto")
     assert core.off.get("deterministic", "")
@@ -157,30 +150,26 @@ def test_a_model_that_fails_the_check_runs_without_deterministic_mode() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_with_kernels_the_number_of_threads_does_not_matter(dtype: torch.dtype) -> None:
     """Prompts together are long enough for threads to share each product."""
+    needs_kernels(dtype)
     core = ExecutorCore(CONFIG, model=wrap_model(make_model("qwen2", head_dim=32).to(dtype), 128))
-    if core.runner.fast_modules is None:
-        pytest.skip(core.off.get("kernels", ""))
-    before, found = torch.get_num_threads(), []
-    try:
-        for number in (1, 2, 3):
-            torch.set_num_threads(number)
+    found = []
+    for number in (1, 2, 3):
+        with several_threads(number):
             assert core.runner.determinism is not None
             core.runner.determinism.check()
             found.append(bits_of(core))
-    finally:
-        torch.set_num_threads(before)
     assert found[0] == found[1] == found[2]
 
 
 def test_without_the_mode_they_differ() -> None:
-    config = EngineConfig(**{**_fields(CONFIG), "deterministic": False, "kernels": "off"})
+    config = replace(CONFIG, deterministic=False, kernels="off")
     core = ExecutorCore(config, model=wrap_model(make_model("qwen2"), 128))
     assert bits_of(core, chunk=7) != bits_of(core, alone=True)
 
 
 def test_tokens_are_those_of_the_usual_mode() -> None:
     model = wrap_model(make_model("qwen2"), 128)
-    usual = ExecutorCore(EngineConfig(**{**_fields(CONFIG), "deterministic": False}), model=model)
+    usual = ExecutorCore(replace(CONFIG, deterministic=False), model=model)
     for (tokens, logprobs), (wanted, wanted_logprobs) in zip(
         bits_of(ExecutorCore(CONFIG, model=model)), bits_of(usual), strict=True
     ):

@@ -12,13 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
-from nano_inference.stages.executor import ExecutorCore, load_model
+from nano_inference.stages.executor import ExecutorCore
 from nano_inference.stages.executor.runner.loaded_model import Dtypes
 from nano_inference.text import gguf as our_gguf
 
 from ....gguf_files import nothing, write_gguf
-from ..models import make_model
+from ..models import load, make_model
 from ..plans import Generation, Planner
+from ..references import generate
 
 I8 = gguf.GGMLQuantizationType.I8
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
@@ -30,23 +31,6 @@ NEW_TOKENS = 24
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kept").mkdir()
     monkeypatch.setattr(our_gguf, "_cache_folder", lambda: tmp_path / "kept")
-
-
-def theirs(path: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
-    return model.eval()
-
-
-def expected(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        tokens = model.generate(
-            ids, do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS
-        )
-    generated: list[int] = tokens[0, len(prompt) :].tolist()
-    return generated
 
 
 def ours(path: Path, **settings: Any) -> list[list[int]]:
@@ -67,10 +51,12 @@ def ours(path: Path, **settings: Any) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", kind)
-    model = theirs(path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
     # Else greedy `generate` would not take a stop token where it is the likeliest.
     model.generation_config.eos_token_id = None
-    assert ours(path) == [expected(model, list(prompt)) for prompt in PROMPTS]
+    found = ours(path)
+    for tokens, prompt in zip(found, PROMPTS, strict=True):
+        assert tokens == generate(model, [prompt], NEW_TOKENS)[0][0].tolist()
 
 
 def test_deterministic_mode_gives_the_same_tokens(tmp_path: Path) -> None:
@@ -84,7 +70,7 @@ def test_a_llama_gets_its_weights_back(tmp_path: Path) -> None:
     path = write_gguf(
         tmp_path / "m.gguf", folder=tmp_path / "source", architecture="llama", tokenizer=nothing
     )
-    loaded = load_model(EngineConfig(model_path=str(path), device="cpu"))
+    loaded = load(path)
     found, wanted = loaded.module.state_dict(), source.state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -103,14 +89,14 @@ def test_the_type_of_the_weights(
     tmp_path: Path, kind: str, dtype: Any, expected: torch.dtype
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", kind)
-    loaded = load_model(EngineConfig(model_path=str(path), dtype=dtype, device="cpu"))
+    loaded = load(path, dtype=dtype)
     assert {parameter.dtype for parameter in loaded.module.parameters()} == {expected}
     assert loaded.dtypes == Dtypes.of(expected)
 
 
 def test_loading_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = write_gguf(tmp_path / "m.gguf", "Q4_0")
-    load_model(EngineConfig(model_path=str(path), device="cpu"))
+    load(path)
     assert capfd.readouterr() == ("", "")
 
 
@@ -121,7 +107,7 @@ def test_a_gguf_file_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
 
     path = write_gguf(tmp_path / "m.gguf", change=deeper)
     with pytest.raises(ModelError, match=r"lack \d+ tensors .* such as model.layers.5"):
-        load_model(EngineConfig(model_path=str(path), device="cpu"))
+        load(path)
 
 
 def test_a_gguf_file_with_too_few_parameters_is_refused(
@@ -137,4 +123,4 @@ def test_a_gguf_file_with_too_few_parameters_is_refused(
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     path = write_gguf(tmp_path / "m.gguf", "F16", change=change)
     with pytest.raises(ModelError, match=r"describes a model of \d+ parameters, .* have \d+"):
-        load_model(EngineConfig(model_path=str(path)))
+        load(path)

@@ -10,22 +10,16 @@ import pytest
 import torch
 
 from nano_inference.config import EngineConfig, SamplingParams
-from nano_inference.stages.executor import ExecutorCore, LoadedModel, uniform, wrap_model
+from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
 from nano_inference.stages.executor.driver.sampled import TokenFeed, placeholders
 from nano_inference.stages.executor.runner.attention.paged import PagedBackend
 from nano_inference.stages.executor.runner.graphs import DecodeStep, batch_buckets, pack_step
 
-from ..models import ARCHITECTURES, VOCAB, make_model
-from ..plans import Generation, Planner, new_sequence, step_plan
+from ..models import ARCHITECTURES, make_model
+from ..plans import GREEDY, PROMPT, SAMPLED, Generation, Planner, new_sequence, step_plan
 from ..recorder import OperationRecorder, PlainPagedAttention
 
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=1 << 20, max_batch_size=12)
-PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return wrap_model(make_model("qwen2"), 64)
 
 
 def make_core(model: LoadedModel, *, graphs: bool, **settings: Any) -> ExecutorCore:
@@ -183,37 +177,6 @@ def test_padding_writes_to_no_sequence_s_blocks(model: LoadedModel) -> None:
         }
 
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
-SAMPLED = SamplingParams(temperature=1.0, max_tokens=8)
-
-SPECIAL = {
-    "top_k": {"top_k": 5},
-    "top_p": {"top_p": 0.5},
-    "min_p": {"min_p": 0.2},
-    "logprobs": {"logprobs": 3},
-    "repetition_penalty": {"repetition_penalty": 1.5},
-    "presence_penalty": {"presence_penalty": 1.0},
-    "frequency_penalty": {"frequency_penalty": 1.0},
-    "logit_bias": {"logit_bias": {11: 4.0}},
-    "min_tokens": {"min_tokens": 5, "stop_token_ids": frozenset(range(0, VOCAB, 2))},
-}
-
-
-@pytest.mark.parametrize("name", SPECIAL)
-@pytest.mark.parametrize("everyone", [True, False])
-def test_special_rows_go_on_from_the_graph_s_logits(
-    model: LoadedModel, name: str, everyone: bool
-) -> None:
-    def generations() -> list[Generation]:
-        special = mixed(6, **SPECIAL[name])
-        return special if everyone else [*special[:2], *mixed(6)[2:]]
-
-    core = make_core(model, graphs=True)
-    plain = ExecutorCore(CONFIG, model=model)
-    assert_same(run(core, generations()), run(plain, generations()))
-    assert replays(core) > 5
-
-
 def test_raw_logprobs_are_those_of_the_ordinary_path(model: LoadedModel) -> None:
     raw: dict[str, Any] = {"logprobs_mode": "raw"}
     core = make_core(model, graphs=True, **raw)
@@ -221,18 +184,6 @@ def test_raw_logprobs_are_those_of_the_ordinary_path(model: LoadedModel) -> None
     changes = {"repetition_penalty": 1.3}
     assert_same(run(core, mixed(5, **changes)), run(plain, mixed(5, **changes)))
     assert replays(core) > 5
-
-
-def test_the_tokens_are_those_of_the_uniform_numbers(model: LoadedModel) -> None:
-    core = make_core(model, graphs=True)
-    generation = Generation(1, PROMPT, SAMPLED, seed=9)
-    Planner(core, chunk=16).run([generation])
-    ids = torch.tensor([PROMPT + generation.token_ids])
-    with torch.no_grad():
-        logits = make_model("qwen2")(ids).logits[0, len(PROMPT) - 1 : -1]
-    running = logits.double().softmax(-1).cumsum(-1)
-    wanted = torch.tensor([uniform(9, position) for position in range(8)], dtype=torch.float64)
-    assert torch.searchsorted(running, wanted[:, None]).flatten().tolist() == generation.token_ids
 
 
 def test_prefills_and_scored_prompts_are_not_replayed(model: LoadedModel) -> None:

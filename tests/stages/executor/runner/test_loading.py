@@ -12,26 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
-from nano_inference.stages.executor import ExecutorCore, load_model
+from nano_inference.stages.executor import ExecutorCore
 from nano_inference.stages.executor.runner.loaded_model import Dtypes
 from nano_inference.text.tokenizer import stop_token_ids_of
 
 from ....byte_tokenizers import byte_tokenizer
-from ..models import make_model
+from ..models import load, make_model, save
 from ..plans import Generation, Planner
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 SMALL_SHARDS = "40KB"
-
-
-def save(model: Any, folder: Path, **options: Any) -> Path:
-    model.save_pretrained(folder, **options)
-    return folder
-
-
-def load(folder: Path, **settings: Any) -> Any:
-    return load_model(EngineConfig(model_path=str(folder), device="cpu", **settings))
 
 
 def change_json(path: Path, **changes: Any) -> None:

@@ -14,14 +14,13 @@ from nano_inference.config import EngineConfig, SamplingParams, WeightsError
 from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.runner import memory
 from nano_inference.stages.executor.runner.attention.paged import PagedBackend
-from nano_inference.stages.executor.runner.kernels import cpu
-from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable
 from nano_inference.stages.executor.runner.system_memory import why_no_huge_pages
 
 from ....resident import asks_for_huge_pages, needs_proc, resident_bytes
 from ..models import make_model
 from ..plans import Generation, Planner, new_sequence, step_plan
 from ..recorder import OperationRecorder, PlainPagedAttention
+from ..refusals import needs_kernels, refused
 
 BOTH = ("weights", "kv_cache")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -38,6 +37,11 @@ def make_core(module: Any, *, graphs: bool = False, **settings: Any) -> Executor
     core = ExecutorCore(config, model=model, backend=backend, runs_ahead=True)
     core.record_graphs(OperationRecorder())
     return core
+
+
+@pytest.fixture
+def core() -> ExecutorCore:
+    return make_core(make_model("qwen2"))
 
 
 def generate(core: ExecutorCore) -> list[list[int]]:
@@ -69,10 +73,7 @@ def test_afterwards_all_is_as_before(name: str, how: str) -> None:
     kernels = how in ("bfloat16", "float32")
     if kernels:
         dtype = getattr(torch, how)
-        try:
-            cpu.library(dtype)
-        except KernelsUnavailable as error:
-            pytest.skip(f"no kernels on this machine: {error}")
+        needs_kernels(dtype)
         model = model.to(dtype)
     core = make_core(
         model,
@@ -120,8 +121,7 @@ def test_the_process_holds_less(tag: str) -> None:
     assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == size
 
 
-def test_no_step_runs_while_memory_is_released() -> None:
-    core = make_core(make_model("qwen2"))
+def test_no_step_runs_while_memory_is_released(core: ExecutorCore) -> None:
     state = state_of(core)
     new = new_sequence(1, [1, 2, 3], [0], GREEDY)
     step = step_plan(new=(new,), rows={1: 3})
@@ -143,8 +143,7 @@ def test_no_step_runs_while_memory_is_released() -> None:
         core.reset()
 
 
-def test_steps_planned_before_a_release_still_run() -> None:
-    core = make_core(make_model("qwen2"))
+def test_steps_planned_before_a_release_still_run(core: ExecutorCore) -> None:
     core.memory.begin_release(BOTH)
     assert core.capacity().lacks == BOTH
     new = new_sequence(1, [1, 2, 3], [0], GREEDY)
@@ -153,9 +152,8 @@ def test_steps_planned_before_a_release_still_run() -> None:
     assert not core.memory.runs
 
 
-def test_a_cancelled_release_keeps_all_memory() -> None:
+def test_a_cancelled_release_keeps_all_memory(core: ExecutorCore) -> None:
     """A late plan of it has no effect."""
-    core = make_core(make_model("qwen2"))
     before = generate(core)
     core.memory.begin_release(BOTH)
     core.resume_memory(BOTH)
@@ -165,8 +163,7 @@ def test_a_cancelled_release_keeps_all_memory() -> None:
     assert core.weights.sync_blocking(state_of(core)) == 1
 
 
-def test_repeated_releases_and_resumes_are_idempotent() -> None:
-    core = make_core(make_model("qwen2"))
+def test_repeated_releases_and_resumes_are_idempotent(core: ExecutorCore) -> None:
     before, state = generate(core), state_of(core)
     core.resume_memory(BOTH)
     for _ in range(2):
@@ -178,37 +175,33 @@ def test_repeated_releases_and_resumes_are_idempotent() -> None:
     assert generate(core) == before
 
 
-def test_only_all_weights_replace_those_that_were_released() -> None:
-    core = make_core(make_model("qwen2"))
+def test_only_all_weights_replace_those_that_were_released(core: ExecutorCore) -> None:
     state = state_of(core)
     part = {"model.norm.weight": state["model.norm.weight"]}
     release(core, "weights")
-    with pytest.raises(WeightsError) as refused:
+    with refused("memory_released"):
         core.weights.start_sync(state)
-    assert refused.value.code == "memory_released"
     core.resume_memory(BOTH)
-    with pytest.raises(WeightsError) as refused:
+    with refused("weights_incomplete"):
         core.weights.start_sync(part, partial=True)
-    assert refused.value.code == "weights_incomplete"
     assert core.weights.version == 0
     assert core.weights.sync_blocking(state, partial=True) == 1, "it has them all"
     assert core.weights.sync_blocking(part, partial=True) == 2
 
 
-def test_weights_that_wait_to_be_put_in_place_are_not_lost() -> None:
-    core = make_core(make_model("qwen2"))
+def test_weights_that_wait_to_be_put_in_place_are_not_lost(core: ExecutorCore) -> None:
     core.weights.start_sync(state_of(core))
-    with pytest.raises(WeightsError) as refused:
+    with refused("weights_busy"):
         core.memory.begin_release(BOTH)
-    assert refused.value.code == "weights_busy"
     assert core.capacity().lacks == ()
     core.memory.begin_release(("kv_cache",))
     core.weights.maybe_finish_sync()
 
 
-def test_without_enough_memory_it_stays_released(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_enough_memory_it_stays_released(
+    core: ExecutorCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The trainer still holds the memory."""
-    core = make_core(make_model("qwen2"))
     before, state = generate(core), state_of(core)
     release(core, *BOTH)
     zeros, given = memory.zeros, 0
@@ -231,8 +224,7 @@ def test_without_enough_memory_it_stays_released(monkeypatch: pytest.MonkeyPatch
     assert generate(core) == before
 
 
-def test_an_unknown_tag_is_refused() -> None:
-    core = make_core(make_model("qwen2"))
+def test_an_unknown_tag_is_refused(core: ExecutorCore) -> None:
     for call in (core.memory.begin_release, core.resume_memory):
         with pytest.raises(WeightsError, match="no memory 'cuda'"):
             call(("kv_cache", "cuda"))

@@ -24,10 +24,7 @@ __all__ = ["Sending", "SharedWeights", "WeightGroups", "WeightsGroup", "fetch"]
 
 
 def fetch(
-    source: WeightsSource,
-    groups: WeightGroups,
-    timeout_s: float,
-    limits: WeightLimits = UNLIMITED,
+    source: WeightsSource, groups: WeightGroups, timeout_s: float, limits: WeightLimits = UNLIMITED
 ) -> Mapping[str, Tensor]:
     """Return the tensors of a source, by name, in memory of their own.
 

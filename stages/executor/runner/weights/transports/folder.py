@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ......bus.weights import TensorMeta
 from ......config import WeightsError, cut, shown
-from ...model import INDEX, WEIGHTS
+from ...model import INDEX, UNREADABLE, WEIGHTS, Index
 from ..checks import UNLIMITED, WeightLimits
 from .layout import as_tensor, dtype_of, read_file, sizes_of, unhurried
 
@@ -53,18 +53,10 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-class _Index(msgspec.Struct):
-    """The index of a folder: each tensor's file."""
-
-    weight_map: dict[str, str]
-
-
 # Raw: names are counted before their values are decoded.
 _names = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _entry = msgspec.json.Decoder(_Entry)
-_index = msgspec.json.Decoder(_Index)
-
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_index = msgspec.json.Decoder(Index)
 
 
 def read_folder(path: str, limits: WeightLimits = UNLIMITED) -> dict[str, Tensor]:
@@ -158,7 +150,7 @@ def _shards(place: Path, limits: WeightLimits) -> tuple[list[Path], dict[str, st
         content = os.pread(file, length, 0)
     try:
         index = _index.decode(content).weight_map
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise WeightsError(
             f"can't read {_named(place / INDEX)}: {shown(str(error))}; it must hold a weight_map "
             "from tensors to files"
@@ -230,7 +222,7 @@ def _entries(
         raw_entries.pop("__metadata__", None)
         limits.check_tensors(len(raw_entries))
         entries = {name: _entry.decode(raw) for name, raw in unhurried(raw_entries.items())}
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise _not_whole(path, shown(str(error))) from None
     metas = [
         TensorMeta(name, _DTYPES.get(entry.dtype, entry.dtype), entry.shape)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec, StepResult
+import pytest
+
+from nano_inference.bus.messages import StepPlan, StepResult
 from nano_inference.config import EngineConfig, SamplingParams
-from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore
-from nano_inference.stages.executor.driver.speculation.drafts import NO_DRAFT, Draft, DraftContext
+from nano_inference.stages.executor.driver.speculation.acceptance import Acceptance
+from nano_inference.stages.executor.driver.speculation.control import CostControl
+from nano_inference.stages.executor.driver.speculation.costs import StepCosts
+from nano_inference.stages.executor.driver.speculation.drafts import (
+    NO_DRAFT,
+    Draft,
+    DraftContext,
+    DraftSource,
+)
 from nano_inference.stages.executor.driver.speculation.speculator import Speculator
-from nano_inference.stages.executor.driver.step import LaunchedStep
+
+from ...lane import StepLane
 
 Row = tuple[int, float, str, object]
 """A token, its logprob, why the sample ends with it, and the likeliest ones."""
-
-MOST_STEPS = 2000
 
 CONFIG = EngineConfig(
     block_size=4,
@@ -30,17 +37,19 @@ CONFIG = EngineConfig(
 """A lane so small that blocks run short."""
 
 
-class VerifyAll:
-    """The control that takes whatever is proposed, as far as a step's rows go."""
-
-    def __init__(self, max_rows: int = 64) -> None:
-        self._max_rows = max_rows
-
-    def add(self, row: int) -> None:
-        pass
+class Sure(Acceptance):
+    """Expects every drafted token to be right."""
 
     def expected(self, row: int, draft: Draft) -> list[float]:
         return [1.0] * len(draft.tokens)
+
+
+class VerifyAll(CostControl):
+    """The control that takes whatever is proposed, as far as a step's rows go."""
+
+    def __init__(self, max_rows: int = 64) -> None:
+        super().__init__(StepCosts([1], [1.0]), max_rows=max_rows)
+        self.acceptance = Sure()
 
     def begin(self, num_rows: int, num_prefill: int, context: float) -> bool:
         self._left = self._max_rows - num_rows - num_prefill
@@ -57,26 +66,11 @@ class VerifyAll:
             left -= lengths[-1]
         return lengths
 
-    def spent(self, num_asked: int, seconds: float, num_accepted: int) -> None:
-        pass
-
     def value(self, num_verified: int, num_accepted: int) -> tuple[float, float]:
         return 0.0, 1.0
 
-    def settle(self, row: int, draft: Draft, got: Sequence[int]) -> None:
-        pass
 
-    def timed(self, seconds: float) -> None:
-        pass
-
-    def forget(self, row: int) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
-
-
-class MadeUpDrafts:
+class MadeUpDrafts(DraftSource):
     """Drafts of the coming tokens, with errors.
 
     Args:
@@ -95,15 +89,6 @@ class MadeUpDrafts:
         self._vocab_size = vocab_size
         self._random = random.Random(seed)
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        return [self._propose(context) for context in contexts]
-
-    def forget(self, row: int, seq_id: int) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
-
     def _propose(self, context: DraftContext) -> Draft:
         generated = context.tokens[context.num_prompt :].tolist()
         assert generated == list(self._answers[context.seq_id][: len(generated)])
@@ -121,24 +106,20 @@ class MadeUpDrafts:
         return self._random.randrange(self._vocab_size)
 
 
-class DraftingLane:
-    """Batching and executor, with steps in flight.
+class DraftingLane(StepLane):
+    """A lane that keeps the rows of its sequences.
 
     Attributes:
         found: The rows of each sequence.
         drafted: Verified drafted tokens.
         accepted: Accepted ones.
-        steps: Their number.
         most_rows: The most rows of one token in a step, drafted ones included.
-        most_in_flight: The most steps in flight.
     """
 
-    def __init__(self, config: EngineConfig, core: ExecutorCore, steps_ahead: int = 2) -> None:
-        self.core = core
-        self.batching = BatchingCore(config, core.capacity(), steps_ahead=steps_ahead)
+    def __init__(self, config: EngineConfig, core: ExecutorCore, **options: int) -> None:
+        super().__init__(config, core, **{"steps_ahead": 2, **options})
         self.found: dict[int, list[Row]] = {}
-        self.drafted = self.accepted = self.steps = self.most_rows = self.most_in_flight = 0
-        self._in_flight: deque[LaunchedStep | StepResult] = deque()
+        self.drafted = self.accepted = self.most_rows = 0
 
     def draft(
         self,
@@ -156,37 +137,17 @@ class DraftingLane:
         speculator = Speculator(core._table, core.constraints, [source], control)
         core._speculator = core._steps.speculator = speculator
 
-    def add(self, seq_id: int, sampling: SamplingParams, prompt: Sequence[int]) -> None:
-        name = f"r{seq_id}"
-        info = RequestInfo(name, name)
+    def add(
+        self, seq_id: int, sampling: SamplingParams, prompt: Sequence[int], adapter: str = ""
+    ) -> None:
         self.found[seq_id] = []
-        spec = SequenceSpec(seq_id, 0, seed=seq_id)
-        self.batching.add(Dispatch(info, tuple(prompt), sampling, (spec,), priority=0))
-
-    def turn(self) -> bool:
-        """Run all steps that can be planned, then take the result of the oldest step."""
-        run = self.core.launch if self.core.runs_ahead else self.core.execute
-        while (plan := self.batching.plan(0)) is not None:
-            self._in_flight.append(run(plan))
-        self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
-        if not self._in_flight:
-            return False
-        oldest = self._in_flight.popleft()
-        result = oldest if isinstance(oldest, StepResult) else self.core.finish(oldest)
-        self.batching.absorb(result.summary())
-        self._record(result)
-        self.steps += 1
-        return True
+        super().add(seq_id, sampling, prompt, adapter)
 
     def run(self) -> dict[int, list[Row]]:
-        for _ in range(MOST_STEPS):
-            if not self.turn():
-                self.batching.check()
-                assert self.batching.idle
-                return self.found
-        raise AssertionError("the lane does not finish")
+        self.finish()
+        return self.found
 
-    def _record(self, result: StepResult) -> None:
+    def record(self, plan: StepPlan, result: StepResult) -> None:
         tops = result.top_logprobs or ((),) * len(result.seq_ids)
         for seq_id, token, logprob, reason, top in zip(
             result.seq_ids,
@@ -205,3 +166,10 @@ class DraftingLane:
             assert 0 <= draft.num_accepted <= draft.num_tokens
             self.drafted += draft.num_tokens
             self.accepted += draft.num_accepted
+
+
+def assert_same(found: dict[int, list[Row]], expected: dict[int, list[Row]]) -> None:
+    for seq_id, rows in expected.items():
+        assert [(row[0], *row[2:]) for row in found[seq_id]] == [(r[0], *r[2:]) for r in rows]
+        logprobs = [row[1] for row in rows]
+        assert [row[1] for row in found[seq_id]] == pytest.approx(logprobs, abs=1e-4)

@@ -8,17 +8,17 @@ from typing import Literal
 import msgspec
 import pytest
 
-from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec, StepResult
+from nano_inference.bus.messages import StepPlan, StepResult
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits, read_adapter
 
 from ...models import make_model
+from ...plans import PROMPT
 from ...runner.adapters.making import make_adapter
 from .drafting import CONFIG, DraftingLane, Row
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
-PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
 ADAPTERS = ("", "a0", "a1", "a0", "")
 NUM_TOKENS = 40
 
@@ -30,18 +30,8 @@ class Scored(DraftingLane):
         super().__init__(config, core)
         self.prompts: dict[int, list[float]] = {}
 
-    def ask(self) -> None:
-        for seq_id, adapter in enumerate(ADAPTERS, 1):
-            name, prompt = f"r{seq_id}", PROMPT[: 4 + seq_id]
-            info = RequestInfo(name, name)
-            info = msgspec.structs.replace(info, adapter=adapter)
-            sampling = SamplingParams(max_tokens=NUM_TOKENS, logprobs=2, prompt_logprobs=1)
-            self.found[seq_id] = []
-            spec = SequenceSpec(seq_id, 0, seed=seq_id)
-            self.batching.add(Dispatch(info, tuple(prompt), sampling, (spec,), priority=0))
-
-    def _record(self, result: StepResult) -> None:
-        super()._record(result)
+    def record(self, plan: StepPlan, result: StepResult) -> None:
+        super().record(plan, result)
         for scored in result.prompt_logprobs:
             self.prompts.setdefault(scored.seq_id, []).extend(scored.logprobs)
 
@@ -66,7 +56,9 @@ def run(
     lane = Scored(config, core)
     if drafts is not None:
         lane.draft(*drafts)
-    lane.ask()
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, logprobs=2, prompt_logprobs=1)
+    for seq_id, adapter in enumerate(ADAPTERS, 1):
+        lane.add(seq_id, sampling, PROMPT[: 4 + seq_id], adapter)
     lane.run()
     return lane
 

@@ -25,9 +25,8 @@ DRAFT = Draft((1, 2, 3, 4), (), "ngram")
 
 def control_of_steps(*, max_rows: int = 64) -> CostControl:
     control = CostControl(StepCosts((1, 4, 16), (0.036, 0.042, 0.069)), max_rows=max_rows)
-    control.add(0)
     for _ in range(50):
-        control.settle(0, DRAFT, DRAFT.tokens)
+        control.acceptance.settle(0, DRAFT, DRAFT.tokens)
     return control
 
 
@@ -39,7 +38,7 @@ def test_expected_tokens_are_verified_up_to_the_row_limit() -> None:
     for max_rows, wanted in ((64, 4), (3, 2)):
         control = control_of_steps(max_rows=max_rows)
         assert control.begin(1, 0, 64)
-        assert control.lengths([control.expected(0, DRAFT)]) == [wanted]
+        assert control.lengths([control.acceptance.expected(0, DRAFT)]) == [wanted]
 
 
 def test_sources_are_not_asked_if_no_draft_could_pay() -> None:
@@ -86,13 +85,12 @@ def test_asking_that_does_not_pay_is_rare() -> None:
 
 
 def test_a_reused_row_starts_without_history() -> None:
-    for leave in (lambda control: control.forget(0), lambda control: control.clear()):
+    for leave in (lambda control: control.acceptance.forget(0), lambda control: control.clear()):
         control = control_of_steps()
-        control.settle(0, DRAFT, [1])
+        control.acceptance.settle(0, DRAFT, [1])
         leave(control)
-        control.add(0)
-        control.settle(0, Draft(), [9])
-        assert control.expected(0, DRAFT) == control.expected(1, DRAFT)
+        control.acceptance.settle(0, Draft(), [9])
+        assert control.acceptance.expected(0, DRAFT) == control.acceptance.expected(1, DRAFT)
 
 
 def test_costs_follow_the_steps_whose_lengths_were_chosen() -> None:
@@ -263,21 +261,14 @@ def run(texts: list[Text], num_tokens: int, control: CostControl) -> float:
     while tokens < num_tokens:
         drafts = [text.draft() for text in texts]
         control.begin(len(texts), 0, 64)
-        chances = [control.expected(row, draft) for row, draft in enumerate(drafts)]
+        chances = [control.acceptance.expected(row, draft) for row, draft in enumerate(drafts)]
         lengths = control.lengths(chances)
         seconds += COSTS.of(len(texts) + sum(lengths)) + DRAFTING_S * len(texts)
         for row, (text, draft, length) in enumerate(zip(texts, drafts, lengths, strict=True)):
             got = text.advance(length)
-            control.settle(row, draft, got)
+            control.acceptance.settle(row, draft, got)
             tokens += len(got)
     return tokens / seconds / (len(texts) / COSTS.of(len(texts)))
-
-
-def control_of(rows: int) -> CostControl:
-    control = CostControl(COSTS)
-    for row in range(rows):
-        control.add(row)
-    return control
 
 
 Texts = Callable[[int], Rights]
@@ -298,7 +289,7 @@ def test_a_predictable_text_is_generated_faster(
     rows: int, text: Texts, least: float, num_tokens: int
 ) -> None:
     texts = [Text(text(seed)) for seed in range(rows)]
-    assert run(texts, num_tokens * rows, control_of(rows)) >= least
+    assert run(texts, num_tokens * rows, CostControl(COSTS)) >= least
 
 
 @pytest.mark.parametrize("num_tokens", [64, 512])
@@ -319,7 +310,7 @@ def test_no_text_is_made_slower(rows: int, text: Texts, num_tokens: int) -> None
     gains = []
     for number in range(5):
         texts = [Text(text(rows * number + seed)) for seed in range(rows)]
-        gains.append(run(texts, num_tokens * rows, control_of(rows)))
+        gains.append(run(texts, num_tokens * rows, CostControl(COSTS)))
     assert sum(gains) / len(gains) >= 0.98
 
 
@@ -330,7 +321,7 @@ def test_a_text_that_changes_is_followed(rows: int) -> None:
             yield from (False for _ in range(300))
             yield from (True for _ in range(300))
 
-    texts, control = [Text(changing()) for _ in range(rows)], control_of(rows)
+    texts, control = [Text(changing()) for _ in range(rows)], CostControl(COSTS)
     gains = [run(texts, 300 * rows, control) for _ in range(6)]
     known = 3.0 if rows == 1 else 1.2
     # A step or two too late each time, in which a part of the next stretch is run already.
@@ -340,22 +331,21 @@ def test_a_text_that_changes_is_followed(rows: int) -> None:
 
 def test_a_batch_of_one_known_text_among_others_is_not_made_slower() -> None:
     texts = [Text(always()), *(Text(never()) for _ in range(15))]
-    assert run(texts, 16 * 512, control_of(16)) >= 0.98
+    assert run(texts, 16 * 512, CostControl(COSTS)) >= 0.98
 
 
 def test_history_is_shared_by_sequences() -> None:
     """A source that was always wrong must be right on trial before rows are spent on it."""
-    control = control_of(2)
+    control = CostControl(COSTS)
     run([Text(never())], 64, control)
     draft = Draft(tuple(range(LONGEST)), (), "made up")
-    control.add(1)
     control.begin(1, 0, 64)
-    assert control.lengths([control.expected(1, draft)]) == [0]
-    control.settle(1, NO_DRAFT, [5])
+    assert control.lengths([control.acceptance.expected(1, draft)]) == [0]
+    control.acceptance.settle(1, NO_DRAFT, [5])
     for _ in range(20):
-        control.settle(1, draft, [0])
+        control.acceptance.settle(1, draft, [0])
     control.begin(1, 0, 64)
-    assert control.lengths([control.expected(1, draft)])[0] > 0
+    assert control.lengths([control.acceptance.expected(1, draft)])[0] > 0
 
 
 RIGHT = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -366,15 +356,8 @@ def draft(*tokens: int, likelihoods: tuple[float, ...] = (), source: str = "ngra
     return Draft(tokens, likelihoods, source)
 
 
-def acceptance_of(*rows: int) -> Acceptance:
-    acceptance = Acceptance()
-    for row in rows:
-        acceptance.begin(row)
-    return acceptance
-
-
 def test_an_empty_draft_has_no_expected_tokens() -> None:
-    acceptance = acceptance_of(0)
+    acceptance = Acceptance()
     assert acceptance.expected(0, NO_DRAFT) == []
     acceptance.settle(0, NO_DRAFT, [1])
 
@@ -393,7 +376,7 @@ def test_an_empty_draft_has_no_expected_tokens() -> None:
 def test_chances_fall_and_are_chances_whatever_happens(
     history: list[tuple[list[int], list[float], str, list[int]]],
 ) -> None:
-    acceptance = acceptance_of(0)
+    acceptance = Acceptance()
     for tokens, likelihoods, source, got in history:
         proposed = Draft(tuple(tokens), tuple(likelihoods), source)
         chances = acceptance.expected(0, proposed)
@@ -405,7 +388,7 @@ def test_chances_fall_and_are_chances_whatever_happens(
 
 
 def test_acceptance_follows_outcomes() -> None:
-    acceptance = acceptance_of(0)
+    acceptance = Acceptance()
     before = acceptance.expected(0, draft(*RIGHT))
     for _ in range(50):
         acceptance.settle(0, draft(*RIGHT), RIGHT)
@@ -416,7 +399,7 @@ def test_acceptance_follows_outcomes() -> None:
 
 def test_no_history_makes_acceptance_certain() -> None:
     """No division by zero, also after a million tokens."""
-    acceptance = acceptance_of(0)
+    acceptance = Acceptance()
     for _ in range(20_000):
         acceptance.settle(0, draft(1), [1])
     assert 0.99 < acceptance.expected(0, draft(1))[0] < 1
@@ -425,30 +408,18 @@ def test_no_history_makes_acceptance_certain() -> None:
     assert 0 < acceptance.expected(0, draft(1))[0] < 0.01
 
 
-def test_sequences_differ() -> None:
-    acceptance = acceptance_of(0, 1)
-    for _ in range(40):
-        acceptance.settle(0, draft(*RIGHT), RIGHT)
-        acceptance.settle(1, draft(*WRONG), RIGHT)
-    (good, *_), (bad, *_) = (acceptance.expected(row, draft(*RIGHT)) for row in (0, 1))
-    assert good > 0.9
-    assert bad < 0.1
-
-
-def test_sources_differ() -> None:
-    acceptance = acceptance_of(0)
+@pytest.mark.parametrize(("row", "source"), [(1, "suffix"), (0, "ngram")])
+def test_sequences_and_sources_differ(row: int, source: str) -> None:
+    acceptance = Acceptance()
     for _ in range(40):
         acceptance.settle(0, draft(*RIGHT, source="suffix"), RIGHT)
-        acceptance.settle(0, draft(*WRONG, source="ngram"), RIGHT)
-    suffix, ngram = (
-        acceptance.expected(0, draft(*RIGHT, source=source))[0] for source in ("suffix", "ngram")
-    )
-    assert suffix > 0.9
-    assert ngram < 0.1
+        acceptance.settle(row, draft(*WRONG, source=source), RIGHT)
+    assert acceptance.expected(0, draft(*RIGHT, source="suffix"))[0] > 0.9
+    assert acceptance.expected(row, draft(*RIGHT, source=source))[0] < 0.1
 
 
 def test_a_new_sequence_starts_from_its_sources_record_with_others() -> None:
-    acceptance = acceptance_of(0, 1)
+    acceptance = Acceptance()
     guess = acceptance.expected(1, draft(*RIGHT))[0]
     for _ in range(40):
         acceptance.settle(0, draft(*RIGHT), RIGHT)
@@ -456,7 +427,6 @@ def test_a_new_sequence_starts_from_its_sources_record_with_others() -> None:
     # Neither from the row's earlier sequence, nor from its pending draft.
     acceptance.settle(0, draft(*RIGHT), RIGHT[:4])
     acceptance.forget(0)
-    acceptance.begin(0)
     assert acceptance.expected(0, draft(*RIGHT)) == acceptance.expected(1, draft(*RIGHT))
     acceptance.settle(0, NO_DRAFT, [0])
     assert acceptance.expected(0, draft(*RIGHT)) == acceptance.expected(1, draft(*RIGHT))
@@ -464,7 +434,7 @@ def test_a_new_sequence_starts_from_its_sources_record_with_others() -> None:
 
 def test_likelihoods_are_calibrated_by_outcomes() -> None:
     """An overconfident source: its estimate is 0.9, and half of its tokens are right."""
-    acceptance = acceptance_of(0, 1)
+    acceptance = Acceptance()
     sure, unsure = ((1,), (0.9,)), ((1,), (0.2,))
     first = acceptance.expected(0, Draft(*sure, "suffix"))[0]
     assert first > acceptance.expected(0, Draft(*unsure, "suffix"))[0]
@@ -476,7 +446,7 @@ def test_likelihoods_are_calibrated_by_outcomes() -> None:
 
 
 def test_a_nan_likelihood_counts_as_zero() -> None:
-    acceptance = acceptance_of(0)
+    acceptance = Acceptance()
     for hostile in (math.nan, -1.0, -math.inf):
         assert acceptance.expected(0, draft(1, likelihoods=(hostile,))) == acceptance.expected(
             0, draft(1, likelihoods=(0.0,))
@@ -484,7 +454,7 @@ def test_a_nan_likelihood_counts_as_zero() -> None:
 
 
 def test_unverified_drafts_are_compared_with_the_text() -> None:
-    unverified, verified = acceptance_of(0), acceptance_of(0)
+    unverified, verified = Acceptance(), Acceptance()
     unverified.settle(0, draft(1, 2, 9, 4), [1])
     verified.settle(0, draft(1), [1])
     assert unverified.expected(0, draft(*RIGHT)) == verified.expected(0, draft(*RIGHT))
@@ -494,14 +464,14 @@ def test_one_likelihood_is_that_of_all_tokens() -> None:
     one, all_of_them = draft(*RIGHT, likelihoods=(0.9,)), draft(*RIGHT, likelihoods=(0.9,) * 8)
     found = []
     for proposed in (one, all_of_them):
-        acceptance = acceptance_of(0)
+        acceptance = Acceptance()
         acceptance.settle(0, proposed, (1, 2, 3, 9))
         found.append([acceptance.expected(0, each) for each in (one, all_of_them)])
     assert found[0][0] == found[0][1] == found[1][0] == found[1][1]
 
 
 def test_after_a_long_failure_a_text_that_repeats_itself_is_soon_known_again() -> None:
-    acceptance = acceptance_of(0)
+    acceptance = Acceptance()
     for _ in range(500):
         acceptance.settle(0, draft(*WRONG), [RIGHT[0]])
     assert acceptance.expected(0, draft(*RIGHT))[0] < 0.05
@@ -513,9 +483,8 @@ def test_after_a_long_failure_a_text_that_repeats_itself_is_soon_known_again() -
 
 
 def test_clear_forgets_sequences_and_not_sources() -> None:
-    acceptance = acceptance_of(0)
+    acceptance = Acceptance()
     for _ in range(40):
         acceptance.settle(0, draft(*WRONG), RIGHT)
     acceptance.clear()
-    acceptance.begin(0)
     assert acceptance.expected(0, draft(*RIGHT))[0] < 0.3

@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from nano_inference.bus.messages import StepResult
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore
 from nano_inference.stages.executor.driver.choose import choose_tokens
@@ -24,15 +23,20 @@ from nano_inference.stages.executor.driver.speculation.draft_model import (
     DraftModel,
     load_draft_model,
 )
-from nano_inference.stages.executor.driver.speculation.drafts import NO_DRAFT, Draft, DraftContext
+from nano_inference.stages.executor.driver.speculation.drafts import (
+    NO_DRAFT,
+    Draft,
+    DraftContext,
+    DraftSource,
+)
 from nano_inference.stages.executor.driver.speculation.speculator import Speculator
 from nano_inference.stages.executor.runner.kv_cache import block_bytes, count_blocks
 from nano_inference.stages.executor.runner.model import load_model, wrap_model
 
 from ...models import VOCAB, make_model
 from ...plans import step_plan
-from ..test_sampling import chi_square
-from .drafting import DraftingLane, VerifyAll
+from ..test_adjust import chi_square, limit_of
+from .drafting import DraftingLane, VerifyAll, assert_same
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
 LIMIT = 6
@@ -66,29 +70,26 @@ class Run:
                 right += 1
         return right, total
 
+    def assert_right(self, least: int) -> None:
+        """All drafted tokens were right, and these were more than so many."""
+        right, total = self.right()
+        assert right == total > least
 
-class Recorder:
+
+class Recorder(DraftModel):
     """A draft model whose drafts are recorded."""
 
-    name: ClassVar[str] = "model"
-
-    def __init__(self, model: DraftModel) -> None:
-        self.model = model
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.guesses: list[Guess] = []
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        drafts = self.model.propose(contexts)
+        drafts = super().propose(contexts)
         for context, draft in zip(contexts, drafts, strict=True):
             assert len(draft.tokens) == len(draft.likelihoods) <= context.limit
             assert draft == NO_DRAFT or draft.source == "model"
             self.guesses.append(Guess(context.seq_id, len(context.tokens), draft))
         return drafts
-
-    def forget(self, row: int, seq_id: int) -> None:
-        self.model.forget(row, seq_id)
-
-    def clear(self) -> None:
-        self.model.clear()
 
 
 class DraftedLane(DraftingLane):
@@ -96,8 +97,8 @@ class DraftedLane(DraftingLane):
 
     def __init__(
         self,
-        target: Any,
-        draft: Any,
+        target: Any = None,
+        draft: Any = None,
         *,
         draft_len: int = 256,
         preempt_every: int = 0,
@@ -106,21 +107,25 @@ class DraftedLane(DraftingLane):
     ) -> None:
         defaults = {"block_size": 8, "max_batch_size": 8, "kv_cache_bytes": 1 << 22}
         config = EngineConfig(speculation="auto", max_draft_tokens=LIMIT, **(defaults | settings))
-        super().__init__(config, ExecutorCore(config, model=wrap_model(target, 256)))
-        core = self.core
+        target, draft = target or make_model("llama"), draft or make_model("llama")
+        core = ExecutorCore(config, model=wrap_model(target, 256))
+        super().__init__(config, core, preempt_every=preempt_every)
         config = msgspec.structs.replace(config, draft_model_path="given")
         model = wrap_model(draft, draft_len)
-        self.draft_model = DraftModel(config, model, core._table, core.cache.num_blocks, vocab_size)
-        self.recorder = Recorder(self.draft_model)
+        self.draft_model = Recorder(config, model, core._table, core.cache.num_blocks, vocab_size)
+        self.speculate()
+
+    def speculate(self, *sources: DraftSource) -> None:
+        """Draft by these sources, and then by the draft model, and verify all."""
+        core = self.core
         core._speculator = core._steps.speculator = Speculator(
-            core._table, core.constraints, [], VerifyAll(), self.recorder
+            core._table, core.constraints, sources, VerifyAll(), self.draft_model
         )
-        self.preempt_every, self.preempted = preempt_every, 0
 
     def answer(self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams]) -> Run:
         """Complete prompts, and return the drafts."""
         first = len(self.found) + 1
-        self.recorder.guesses = []
+        self.draft_model.guesses = []
         for seq_id, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True), first):
             self.add(seq_id, sampling, prompt)
         self.run()
@@ -128,21 +133,7 @@ class DraftedLane(DraftingLane):
             seq_id: [*prompt, *(row[0] for row in self.found[seq_id])]
             for seq_id, prompt in enumerate(prompts, first)
         }
-        return Run(answers, self.recorder.guesses)
-
-    def turn(self) -> bool:
-        went_on = super().turn()
-        if self.preempt_every and self.steps % self.preempt_every == 0:
-            while self._in_flight:
-                result = self._in_flight.popleft()
-                assert isinstance(result, StepResult)
-                self.batching.absorb(result.summary())
-                self._record(result)
-            if running := list(self.batching._running):
-                self.batching._give_up(running[-1])
-                self.preempted += 1
-                return True
-        return went_on
+        return Run(answers, self.draft_model.guesses)
 
 
 def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
@@ -160,9 +151,8 @@ LIMITED = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, max_t
 def test_the_target_as_its_own_draft_model_is_always_right(
     sampling: SamplingParams, kernels: str
 ) -> None:
-    lane = DraftedLane(make_model("llama"), make_model("llama"), kernels=kernels)
-    right, total = (run := lane.answer(prompts_of(3, 19, 40), [sampling] * 3)).right()
-    assert right == total > 30
+    lane = DraftedLane(kernels=kernels)
+    (run := lane.answer(prompts_of(3, 19, 40), [sampling] * 3)).assert_right(30)
     # With the likeliest tokens of a random model it is often unsure, and stops.
     longest = max(len(guess.draft.tokens) for guess in run.guesses)
     assert longest == LIMIT or sampling is GREEDY
@@ -177,7 +167,7 @@ def test_shared_random_numbers_make_matches_likely(monkeypatch: pytest.MonkeyPat
             parameter.add_(noise * 0.02 * parameter.std())
 
     def share_of_right_first_tokens() -> float:
-        run = DraftedLane(make_model("llama"), draft).answer(prompts_of(3, 19, 40), [SAMPLED] * 3)
+        run = DraftedLane(draft=draft).answer(prompts_of(3, 19, 40), [SAMPLED] * 3)
         made = [guess for guess in run.guesses if guess.draft.tokens]
         firsts = [run.tokens[guess.seq_id][guess.known] for guess in made]
         right = sum(
@@ -217,17 +207,13 @@ def test_samples_follow_the_targets_distribution() -> None:
     assert lane.drafted > count / 2
     seconds = torch.tensor([tokens[len(prompt) + 1] for tokens in run.tokens.values()])
     counts = seconds.bincount(minlength=vocab).double()
-    # Tokens that hardly ever come count as one.
-    rare = second * count < 5
-    counts = torch.cat((counts[~rare], counts[rare].sum()[None]))
-    expected = torch.cat((second[~rare], second[rare].sum()[None]))
-    assert len(expected) > 15
-    # At most 40 bins: 99.9 % lie below 72 with 39 degrees of freedom.
-    assert chi_square(counts, expected) < 72
+    statistic, degrees = chi_square(counts, second)
+    assert degrees >= 15
+    assert statistic < limit_of(degrees)
 
 
 def test_a_useless_draft_model_soon_runs_no_passes() -> None:
-    lane = DraftedLane(make_model("llama"), make_model("qwen3", seed=5, num_hidden_layers=1))
+    lane = DraftedLane(draft=make_model("qwen3", seed=5, num_hidden_layers=1))
     run = lane.answer(prompts_of(9, 20), [SamplingParams(temperature=1.0, max_tokens=100)] * 2)
     right, total = run.right()
     assert right < total / 4
@@ -235,7 +221,7 @@ def test_a_useless_draft_model_soon_runs_no_passes() -> None:
 
 
 def test_a_likely_token_is_called_likely() -> None:
-    lane = DraftedLane(make_model("llama"), make_model("llama"))
+    lane = DraftedLane()
     run = lane.answer(prompts_of(12), [GREEDY])
     chances = [chance for guess in run.guesses for chance in guess.draft.likelihoods]
     assert all(0 < chance <= 1 for chance in chances)
@@ -247,18 +233,17 @@ def test_a_likely_token_is_called_likely() -> None:
 
 def test_bias_and_repetition_penalty_are_followed_as_far_as_they_are_known() -> None:
     biased = SamplingParams(temperature=1.0, max_tokens=24, logit_bias={7: 30.0})
-    lane = DraftedLane(make_model("llama"), make_model("llama"))
+    lane = DraftedLane()
     run = lane.answer(prompts_of(12), [biased])
     assert run.tokens[1][12:] == [7] * 24
-    right, total = run.right()
-    assert right == total > 12
+    run.assert_right(12)
 
 
 def test_a_stop_token_is_the_last_of_a_draft() -> None:
-    free = DraftedLane(make_model("llama"), make_model("llama")).answer(prompts_of(12), [GREEDY])
+    free = DraftedLane().answer(prompts_of(12), [GREEDY])
     stop = free.tokens[1][12 + 9]
     ending = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=frozenset({stop}))
-    run = DraftedLane(make_model("llama"), make_model("llama")).answer(prompts_of(12), [ending])
+    run = DraftedLane().answer(prompts_of(12), [ending])
     drafted = [guess.draft.tokens for guess in run.guesses]
     assert any(tokens[-1:] == (stop,) for tokens in drafted)
     assert not any(stop in tokens[:-1] for tokens in drafted)
@@ -266,14 +251,11 @@ def test_a_stop_token_is_the_last_of_a_draft() -> None:
 
 @pytest.mark.parametrize("cache_type", ["radix", "paged"])
 def test_shared_prefixes_copies_and_preemption(cache_type: str) -> None:
-    lane = DraftedLane(
-        make_model("llama"), make_model("llama"), preempt_every=2, cache_type=cache_type
-    )
+    lane = DraftedLane(preempt_every=2, cache_type=cache_type)
     first, second = prompts_of(37, 37)
     # Whole blocks shared, a part of one copied, and a prompt that comes again.
     prompts = [first, first[:20] + second[20:], first[:29] + second[29:], second, first]
-    right, total = lane.answer(prompts, [SAMPLED] * 5).right()
-    assert right == total > 60
+    lane.answer(prompts, [SAMPLED] * 5).assert_right(60)
     again, more = lane.answer(prompts, [GREEDY] * 5).right()
     assert again == more > 40
     assert lane.preempted > 3
@@ -281,7 +263,7 @@ def test_shared_prefixes_copies_and_preemption(cache_type: str) -> None:
 
 
 def test_blocks_that_are_filled_are_not_computed_again() -> None:
-    lane = DraftedLane(make_model("llama"), make_model("llama"))
+    lane = DraftedLane()
     (prompt,) = prompts_of(100)
     computed: list[int] = []
     forward = lane.draft_model._forward
@@ -307,20 +289,17 @@ def test_blocks_that_are_filled_are_not_computed_again() -> None:
 
 def test_blocks_taken_by_others_are_not_taken_for_filled() -> None:
     """Few blocks, given to one prompt after another, each twice."""
-    lane = DraftedLane(
-        make_model("llama"), make_model("llama"), kv_cache_bytes=40 * 8 * 3 * 2 * 32 * 4
-    )
+    lane = DraftedLane(kv_cache_bytes=40 * 8 * 3 * 2 * 32 * 4)
     assert lane.core.cache.num_blocks == 40
     for seed in (0, 1, 1, 2):
         prompts = prompts_of(70, 50, 33, seed=seed)
-        right, total = lane.answer(prompts, [GREEDY] * 3).right()
-        assert right == total > 30
+        lane.answer(prompts, [GREEDY] * 3).assert_right(30)
 
 
 def test_a_draft_model_that_does_not_pay_rests() -> None:
     run, sampling = {}, SamplingParams(temperature=1, max_tokens=100, max_draft_tokens=1)
     for saved in (0.0, 1e9):
-        lane = DraftedLane(make_model("llama"), make_model("llama"))
+        lane = DraftedLane()
         speculator = lane.core._speculator
         assert speculator is not None
         speculator._control.value = lambda *_, saved=saved: (0.0, saved)  # type: ignore[method-assign]
@@ -331,20 +310,18 @@ def test_a_draft_model_that_does_not_pay_rests() -> None:
 
 
 def test_a_long_prompt_is_read_over_several_steps() -> None:
-    lane = DraftedLane(make_model("llama"), make_model("llama"), max_tokens_per_batch=16)
+    lane = DraftedLane(max_tokens_per_batch=16)
     run = lane.answer(prompts_of(90, 4), [GREEDY] * 2)
-    right, total = run.right()
-    assert right == total > 15
+    run.assert_right(15)
     of_long = [guess.draft for guess in run.guesses if guess.seq_id == 1]
     assert of_long[:5] == [NO_DRAFT] * 5
     assert of_long[7] != NO_DRAFT
 
 
 def test_no_drafts_beyond_the_draft_models_longest_context() -> None:
-    lane = DraftedLane(make_model("llama"), make_model("llama"), draft_len=30)
+    lane = DraftedLane(draft_len=30)
     run = lane.answer(prompts_of(20), [SAMPLED])
-    right, total = run.right()
-    assert right == total > 5
+    run.assert_right(5)
     ends = [guess.known + len(guess.draft.tokens) for guess in run.guesses if guess.draft.tokens]
     # The token at place 30 follows from 30 tokens.
     assert max(ends) == 31
@@ -353,7 +330,7 @@ def test_no_drafts_beyond_the_draft_models_longest_context() -> None:
 
 def test_broken_draft_weights_end_only_drafting() -> None:
     draft = make_model("llama")
-    lane = DraftedLane(make_model("llama"), draft)
+    lane = DraftedLane(draft=draft)
     lane.answer(prompts_of(20), [GREEDY])
     with torch.no_grad():
         draft.get_output_embeddings().weight[3] = float("nan")
@@ -366,18 +343,17 @@ def test_broken_draft_weights_end_only_drafting() -> None:
 
 
 def test_clear_forgets_all_sequences() -> None:
-    lane = DraftedLane(make_model("llama"), make_model("llama"))
+    lane = DraftedLane()
     lane.answer(prompts_of(20), [SAMPLED])
     lane.draft_model._broken = True
     lane.draft_model.clear()
     assert not lane.draft_model._progress
-    right, total = lane.answer(prompts_of(20), [SAMPLED]).right()
-    assert right == total > 12
+    lane.answer(prompts_of(20), [SAMPLED]).assert_right(12)
 
 
 @pytest.mark.parametrize("size", [VOCAB - 20, VOCAB + 20])
 def test_a_vocabulary_with_other_padding_is_accepted(size: int) -> None:
-    lane = DraftedLane(make_model("llama"), make_model("llama", seed=3, vocab_size=size))
+    lane = DraftedLane(draft=make_model("llama", seed=3, vocab_size=size))
     run = lane.answer(prompts_of(9, 20), [SAMPLED] * 2)
     drafted = [token for guess in run.guesses for token in guess.draft.tokens]
     assert drafted
@@ -408,15 +384,16 @@ def test_a_model_of_the_same_vocabulary_is_taken(folders: Path) -> None:
     assert (len(draft.layers), draft.vocab_size, draft.max_model_len) == (1, VOCAB, 100)
 
 
-def test_another_vocabulary_is_refused(folders: Path) -> None:
-    config = config_of(folders, "other")
-    with pytest.raises(ModelError, match="it has 212 tokens and the model has 211"):
-        load_draft_model(config, load_model(config))
-
-
-def test_a_missing_folder_is_named(folders: Path) -> None:
-    config = config_of(folders, "nowhere")
-    with pytest.raises(ModelError, match="the draft model: there is no model folder"):
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ("other", "it has 212 tokens and the model has 211"),
+        ("nowhere", "the draft model: there is no model folder"),
+    ],
+)
+def test_unusable_draft_models_are_refused(folders: Path, draft: str, message: str) -> None:
+    config = config_of(folders, draft)
+    with pytest.raises(ModelError, match=message):
         load_draft_model(config, load_model(config))
 
 
@@ -474,7 +451,7 @@ def test_the_draft_model_is_loaded_and_its_kv_released_with_the_rest(folders: Pa
     (prompt,) = prompts_of(30)
     for each in (lane, plain):
         each.add(1, SAMPLED, prompt)
-    assert lane.run() == plain.run()
+    assert_same(lane.run(), plain.run())
     assert lane.accepted == lane.drafted > 10
     lane.core.memory.begin_release(["kv_cache"])
     lane.batching.cache.flush()
@@ -484,7 +461,7 @@ def test_the_draft_model_is_loaded_and_its_kv_released_with_the_rest(folders: Pa
     for each in (lane, plain):
         each.add(2, SAMPLED, prompt)
     drafted = lane.drafted
-    assert lane.run() == plain.run()
+    assert_same(lane.run(), plain.run())
     assert lane.accepted == lane.drafted > drafted
     lane.core.close()
 
@@ -502,19 +479,12 @@ def test_new_weights_of_the_target_leave_it_as_it_is(folders: Path) -> None:
 
 
 def test_cheap_sources_are_asked_before_the_draft_model() -> None:
-    lane = DraftedLane(make_model("llama"), make_model("llama"))
-    core = lane.core
+    class OfTheFirst(DraftSource):
+        def _propose(self, context: DraftContext) -> Draft:
+            return Draft((1, 2, 3)[: context.limit]) if context.seq_id == 1 else NO_DRAFT
 
-    class Sure(Recorder):
-        def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-            return [
-                Draft((1, 2, 3)[: context.limit]) if context.seq_id == 1 else NO_DRAFT
-                for context in contexts
-            ]
-
-    core._speculator = core._steps.speculator = Speculator(
-        core._table, core.constraints, [Sure(lane.draft_model)], VerifyAll(), lane.recorder
-    )
+    lane = DraftedLane()
+    lane.speculate(OfTheFirst())
     run = lane.answer(prompts_of(5, 6), [SamplingParams(temperature=1.0, max_tokens=60)] * 2)
     asked = Counter(guess.seq_id for guess in run.guesses)
     # The first one takes a step for nearly every token, and has others' drafts where there is room.
@@ -536,10 +506,10 @@ def test_a_pass_that_fails_costs_its_drafts_alone(
 ) -> None:
     """At first, in the middle of a draft, and behind some that were verified."""
     prompts, samplings = prompts_of(20, 30, 9), [GREEDY, SAMPLED, SAMPLED]
-    plain = DraftedLane(make_model("llama"), make_model("llama"))
+    plain = DraftedLane()
     plain.draft_model._broken = True
     wanted = plain.answer(prompts, samplings).tokens
-    lane = DraftedLane(make_model("llama"), make_model("llama"))
+    lane = DraftedLane()
     forward, left = lane.draft_model._forward, passes
 
     def failing(*arguments: Any) -> torch.Tensor:
@@ -554,5 +524,4 @@ def test_a_pass_that_fails_costs_its_drafts_alone(
     assert [lane.draft_model.take_failure() for _ in range(2)] == [reason, ""]
     lane.draft_model._forward = forward  # type: ignore[method-assign]
     lane.draft_model.clear()
-    right, total = lane.answer(prompts, samplings).right()
-    assert right == total > 20
+    lane.answer(prompts, samplings).assert_right(20)

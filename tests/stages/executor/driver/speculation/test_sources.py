@@ -109,11 +109,6 @@ def num_accepted(tokens: Sequence[int], drafts: Sequence[Draft], num_prompt: int
     return accepted
 
 
-@pytest.mark.parametrize("tokens", [[], [5], [5, 6], [5, 6, 7], [5, 6, 7, 5]])
-def test_no_drafts_without_a_context(tokens: list[int]) -> None:
-    assert propose(NgramSource(), context(tokens)) == NO_DRAFT
-
-
 def test_repetitions_are_drafted_up_to_the_limit() -> None:
     for limit in (1, 3, 16):
         draft = propose(NgramSource(), context([1, 2, 3] * 9, limit=limit))
@@ -127,11 +122,6 @@ def test_a_longer_context_is_likelier_and_wins_over_frequent_and_newer_ones() ->
     three = propose(source, context([3, 1, 2, 50, *[4, 1, 2, 60] * 5, 3, 1, 2], limit=1))
     assert (two.tokens, three.tokens) == ((60,), (50,))
     assert three.likelihoods > two.likelihoods
-
-
-def test_the_newest_of_equal_matches_wins() -> None:
-    draft = propose(NgramSource(), context([1, 2, 50, 9, 1, 2, 60, 7, 1, 2], limit=1))
-    assert draft.tokens == (60,)
 
 
 def test_prompts_are_searched_and_distant_tokens_are_not() -> None:
@@ -341,13 +331,6 @@ def test_more_tokens_that_are_the_same_are_likelier_to_go_on() -> None:
     assert likelihoods == sorted(set(likelihoods))
 
 
-def test_the_newer_output_is_followed() -> None:
-    source = SuffixOfContexts()
-    for seq_id, last in enumerate((8, 9)):
-        run(source, [1, 2, 3, last], num_prompt=1, seq_id=seq_id)
-    assert propose(source, context([1, 2, 3], seq_id=5)).tokens == (9,)
-
-
 def test_a_sample_that_was_preempted_is_written_once() -> None:
     source, told = SuffixOfContexts(), []
     add = source._index.add
@@ -383,19 +366,6 @@ def test_reused_ids_after_a_reset_are_new_sequences() -> None:
     source.clear()
     source.end(context([5, 6, 7, 8, 9, 5, 6]))
     assert propose(source, context([5, 6, 7], seq_id=2)).tokens == (8, 9, 5, 6)
-
-
-def test_earlier_outputs_are_drafted_and_the_oldest_dropped() -> None:
-    source = SuffixOfContexts(1024)
-    rng = random.Random(4)
-    replies = [[number, *(rng.randrange(500) for _ in range(100))] for number in range(30)]
-    for seq_id, reply in enumerate(replies):
-        run(source, reply, num_prompt=1, seq_id=seq_id)
-    newest, oldest = replies[-1], replies[0]
-    drafts = run(source, newest, num_prompt=1, seq_id=100)
-    assert num_accepted(newest, drafts, 1) > 100 * 14
-    drafts = run(source, oldest, num_prompt=1, seq_id=101)
-    assert num_accepted(oldest, drafts, 1) == 0
 
 
 @given(

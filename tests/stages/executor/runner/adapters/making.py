@@ -37,22 +37,3 @@ def make_adapter(
 def merged(adapted: Any) -> Any:
     """The model with the adapter in its weights."""
     return copy.deepcopy(adapted).merge_and_unload()
-
-
-@torch.no_grad()
-def greedy(model: Any, prompt: list[int], new_tokens: int) -> tuple[list[int], float]:
-    """Transformers' greedy continuation, and the smallest lead of a token over the next best."""
-    ids = torch.tensor([prompt])
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=new_tokens,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    logits = torch.stack(output.logits, dim=1)[0].double()
-    best = logits.topk(2).values
-    lead = float((best[:, 0] - best[:, 1]).min())
-    return output.sequences[0, len(prompt) :].tolist(), lead

@@ -13,14 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits, read_adapter
 from nano_inference.stages.executor.runner.adapters.table import AdapterTable
 
-from ...lane import Lane
+from ...lane import Lane, lane_of
 from ...models import VOCAB, make_model
-from .making import ALL, ATTENTION, greedy, make_adapter, merged
+from ...references import generate, least_lead
+from .making import ALL, ATTENTION, make_adapter, merged
 
 LIMITS = AdapterLimits()
 
@@ -78,15 +78,11 @@ def test_deterministic_mode_holds(
         folder = tmp_path / str(seed)
         make_adapter(made.float(), seed, folder)
         executor.adapters.put(read_adapter(f"a{seed}", 1, str(folder), executor.model, LIMITS))
-    lane = Lane.__new__(Lane)
-    lane.executor, lane._next_id = executor, 0
-    lane._preempt_every = lane._flush_every = 0
     rng = random.Random(0)
     prompts = [[rng.randrange(1, VOCAB) for _ in range(length)] for length in (9, 21, 3, 14)]
 
     def run(chosen: list[int], ids: list[str]) -> dict[int, tuple[list[int], list[float]]]:
-        lane.batching = BatchingCore(config, executor.capacity(), steps_ahead=1)
-        answers = lane.run([prompts[index] for index in chosen], 12, ids)
+        answers = Lane(config, executor).run([prompts[index] for index in chosen], 12, ids)
         return {
             index: (answer.token_ids, answer.logprobs)
             for index, answer in zip(chosen, answers, strict=True)
@@ -132,11 +128,11 @@ def test_tokens_equal_those_of_merged_weights(name: str, tmp_path: Path) -> None
         adapted = make_adapter(model, index, folder, target_modules=targets, **settings)
         references[f"a{index}"] = merged(adapted)
     loaded = wrap_model(copy.deepcopy(model), 256)
-    lane = Lane(loaded, max_tokens_per_batch=48, max_batch_size=16)
+    lane = lane_of(loaded, max_tokens_per_batch=48, max_batch_size=16)
     for id in references:
         if id:
             folder = str(tmp_path / id)
-            lane.executor.adapters.put(read_adapter(id, 1, folder, loaded, AdapterLimits()))
+            lane.core.adapters.put(read_adapter(id, 1, folder, loaded, AdapterLimits()))
     rng = random.Random(name)
     prompts = [[rng.randrange(1, VOCAB) for _ in range(length)] for length in LENGTHS]
     asked = [(prompt, id) for prompt in prompts for id in references]
@@ -145,9 +141,10 @@ def test_tokens_equal_those_of_merged_weights(name: str, tmp_path: Path) -> None
 
     alone = {}
     for (prompt, id), answer in zip(asked, answers, strict=True):
-        wanted, lead = greedy(references[id], prompt, NEW_TOKENS)
-        assert answer.token_ids == wanted, f"{id or 'the model'} on {len(prompt)} tokens, {lead=}"
-        alone[id, len(prompt)] = tuple(wanted)
+        tokens, logits = generate(references[id], [prompt], NEW_TOKENS)
+        where = f"{id or 'the model'} on {len(prompt)} tokens, lead={least_lead(logits)}"
+        assert answer.token_ids == tokens[0].tolist(), where
+        alone[id, len(prompt)] = tuple(answer.token_ids)
     assert len(set(alone.values())) == len(alone), "the adapters change nothing"
 
 

@@ -28,12 +28,11 @@ from nano_inference.stages.executor.runner.attention.interface import paged_atte
 from nano_inference.stages.executor.runner.attention.paged import CpuBackend, PagedBackend
 from nano_inference.stages.executor.runner.attention.tiled import TiledBackend
 from nano_inference.stages.executor.runner.batch import Rows, order_rows
-from nano_inference.stages.executor.runner.kernels import cpu as cpu_kernels
-from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable
 from nano_inference.stages.executor.runner.kernels.cpu import PagedAttention
 from nano_inference.stages.executor.runner.loaded_model import AttentionOptions, Dtypes, LayerSpec
 
 from ...recorder import PlainPagedAttention
+from ...refusals import needs_kernels
 
 BF16 = torch.bfloat16
 
@@ -88,10 +87,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     if found.device == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     if found.make is CpuBackend:
-        try:
-            cpu_kernels.library(found.dtype)
-        except KernelsUnavailable as error:
-            pytest.skip(f"no kernels on this machine: {error}")
+        needs_kernels(found.dtype)
     return found
 
 

@@ -21,6 +21,8 @@ from nano_inference.stages.executor.runner.kernels import cpu
 from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable
 from nano_inference.stages.executor.runner.loaded_model import Dtypes, LayerSpec
 
+from ...refusals import needs_kernels
+
 
 def model(dtype: torch.dtype, width: int = 32) -> LoadedModel:
     config: Any = None
@@ -125,10 +127,7 @@ def test_a_machine_without_kernels_gathers_and_says_why(
 def test_a_kernel_takes_the_heads_that_it_handles(
     width: int, kind: type, dtype: torch.dtype
 ) -> None:
-    try:
-        cpu.library(dtype)
-    except KernelsUnavailable as error:
-        pytest.skip(f"no kernels on this machine: {error}")
+    needs_kernels(dtype)
     backend, why = choose_backend(EngineConfig(), model(dtype, width))
     assert type(backend) is kind
     if kind is CpuBackend:

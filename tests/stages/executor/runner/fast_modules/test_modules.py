@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import pytest
@@ -12,13 +11,13 @@ import torch
 from nano_inference.config import EngineConfig
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.fast_modules.decoder import DecoderLayers
-from nano_inference.stages.executor.runner.kernels import cpu
-from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable
 from nano_inference.stages.executor.runner.model import wrap_model
 
-from ...lane import Lane
+from ...lane import lane_of
 from ...models import ARCHITECTURES, make_model
+from ...refusals import needs_kernels
 from ...report import MAX_DIFFERENCE
+from ...threads import several_threads
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7], list(range(20, 90)))
 NEW_TOKENS = 12
@@ -29,11 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def kernels() -> None:
-    try:
-        for dtype in DTYPES:
-            cpu.library(dtype)
-    except KernelsUnavailable as error:
-        pytest.skip(f"no kernels on this machine: {error}")
+    needs_kernels(*DTYPES)
 
 
 @pytest.fixture(params=DTYPES, ids=str)
@@ -94,7 +89,7 @@ def test_fast_passes_are_as_near_to_float32_as_plain_ones(name: str) -> None:
     distances = []
     choices: tuple[Literal["auto", "off"], ...] = ("auto", "off")
     for kernels in choices:
-        answers = Lane(wrap_model(model, 256), kernels=kernels).run(PROMPTS, NEW_TOKENS)
+        answers = lane_of(wrap_model(model, 256), kernels=kernels).run(PROMPTS, NEW_TOKENS)
         found, wanted = [], []
         for answer in answers:
             ids = torch.tensor([[*answer.prompt, *answer.token_ids]])
@@ -111,7 +106,7 @@ def test_fast_passes_are_as_near_to_float32_as_plain_ones(name: str) -> None:
 def test_float32_is_that_of_transformers_but_for_rounding(name: str) -> None:
     """With heads of 32, which test_parity does not have."""
     model = make_model(name, head_dim=32)
-    lane = Lane(wrap_model(copy.deepcopy(model), 256))
+    lane = lane_of(wrap_model(copy.deepcopy(model), 256))
     for answer in lane.run(PROMPTS, NEW_TOKENS):
         ids = torch.tensor([[*answer.prompt, *answer.token_ids]])
         with torch.inference_mode():
@@ -136,7 +131,7 @@ def test_a_module_that_computes_something_else_stays_as_it_is(
 
 
 def answers(model: Any, **changes: Any) -> list[tuple[list[int], list[float]]]:
-    lane = Lane(wrap_model(model, 256), **changes)
+    lane = lane_of(wrap_model(model, 256), **changes)
     return [(each.token_ids, each.logprobs) for each in lane.run(PROMPTS, NEW_TOKENS)]
 
 
@@ -186,22 +181,13 @@ def test_layers_in_one_call_give_the_bits_of_single_passes(
     assert not taken
 
 
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-def test_threads_that_go_through_the_layers_together_change_no_bit(
-    threads: Callable[[int], None], dtype: torch.dtype
-) -> None:
+def test_threads_that_go_through_the_layers_together_change_no_bit(dtype: torch.dtype) -> None:
     found = []
     for number in (1, 2, 3):
-        threads(number)
-        # So large that the work is shared.
-        model = model_in(dtype, "qwen3", head_dim=32, hidden_size=256, intermediate_size=704)
-        found.append(answers(model))
+        with several_threads(number):
+            # So large that the work is shared.
+            model = model_in(dtype, "qwen3", head_dim=32, hidden_size=256, intermediate_size=704)
+            found.append(answers(model))
     assert found[0] == found[1] == found[2]
 
 
@@ -222,7 +208,7 @@ def test_layers_in_one_call_use_the_weights_that_the_model_has_now(
     name: str, dtype: torch.dtype
 ) -> None:
     model, other = (model_in(dtype, name, head_dim=32) for _ in range(2))
-    lane = Lane(wrap_model(model, 256))
+    lane = lane_of(wrap_model(model, 256))
     before = [each.logprobs for each in lane.run(PROMPTS, NEW_TOKENS)]
     put_others_in(model)
     put_others_in(other)
@@ -264,12 +250,12 @@ def test_hooks_on_a_decoder_see_all_tokens() -> None:
     def listen(module: Any, args: Any, output: Any) -> None:
         heard.append(output.last_hidden_state.shape[1])
 
-    lane = Lane(wrap_model(model, 256))
+    lane = lane_of(wrap_model(model, 256))
     wanted = lane.run(PROMPTS, NEW_TOKENS)
     model.model.register_forward_hook(listen)
     lane.batching.cache.flush()
     assert lane.run(PROMPTS, NEW_TOKENS) == wanted
-    assert sum(heard) == lane.counts.computed
+    assert sum(heard) == lane.computed
 
 
 def test_other_callers_run_transformers_own_code() -> None:

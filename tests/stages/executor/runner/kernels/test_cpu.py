@@ -19,9 +19,11 @@ from nano_inference.stages.executor.runner.kernels.compile import (
     BFLOAT16,
     FLOAT32,
     TILES,
-    KernelsUnavailable,
 )
 from nano_inference.stages.executor.runner.kernels.cpu import Linear, LinearKind, PagedAttention
+
+from ...recorder import PlainPagedAttention
+from ...refusals import needs_kernels
 
 ROUNDING = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-19}
 """Relative to the largest number: two roundings to bfloat16, and what sums in another order make of
@@ -30,10 +32,7 @@ float32."""
 
 @pytest.fixture(autouse=True)
 def inference() -> Iterator[None]:
-    try:
-        cpu.sampling_library()
-    except KernelsUnavailable as error:
-        pytest.skip(f"no kernels on this machine: {error}")
+    needs_kernels()
     with torch.inference_mode():
         yield
 
@@ -49,10 +48,8 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     cpu.library.cache_clear()
     cpu._chosen.cache_clear()
     try:
-        cpu.library(found)
+        needs_kernels(found)
         yield found
-    except KernelsUnavailable as error:
-        pytest.skip(f"no kernels on this machine: {error}")
     finally:
         cpu.library.cache_clear()
         cpu._chosen.cache_clear()
@@ -221,23 +218,14 @@ def test_decode_attention(
     ]
     sink = randn(dtype, heads, seed=5) if sinks else None
     queries = randn(dtype, count, heads, key_width, seed=6)
-    paged = PagedAttention(*cache, heads, window=window, scale=0.2, softcap=softcap, sinks=sink)
-    found = paged.decode(queries, DecodeRows(count, tables, torch.tensor(contexts)))
-    for row, context in enumerate(contexts):
-        low = max(0, context - window) if window else 0
-        keys, values = (
-            part[tables[row]]
-            .flatten(0, 1)[low:context]
-            .double()
-            .repeat_interleave(heads // kv_heads, dim=1)
-            for part in cache
-        )
-        scores = torch.einsum("hd,phd->hp", queries[row].double(), keys) * 0.2
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        column = torch.full((heads, 1), float("-inf")) if sink is None else sink.double()[:, None]
-        weights = torch.cat((scores, column), dim=1).softmax(dim=1)[:, :-1]
-        assert_close(found[row], torch.einsum("hp,phd->hd", weights, values))
+    options = {"window": window, "scale": 0.2, "softcap": softcap, "sinks": sink}
+    paged = PagedAttention(*cache, heads, **options)
+    rows = DecodeRows(count, tables, torch.tensor(contexts))
+    found = paged.decode(queries, rows)
+    plain = PlainPagedAttention(*(part.double() for part in cache), heads, **options)
+    wanted = plain.decode(queries.double(), rows)
+    for row in range(count):
+        assert_close(found[row], wanted[row])
 
 
 def test_a_row_of_attention_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:

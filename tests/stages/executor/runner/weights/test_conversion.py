@@ -17,13 +17,12 @@ from nano_inference.stages.executor.runner.weights.conversion import as_paramete
 from nano_inference.stages.executor.runner.weights.transports.folder import read_folder
 
 from ...models import ARCHITECTURES, make_model
+from .test_sync_manager import State, copied, same
 
 EXPERTS = ["mixtral", "qwen3_moe"]
 """Whose checkpoints have each expert by itself, and whose modules have them fused."""
 
 TOKENS = torch.tensor([[3, 141, 59, 26, 5, 35, 89, 79]])
-
-State = dict[str, Tensor]
 
 
 def logits(model: Any) -> Tensor:
@@ -42,14 +41,6 @@ def checkpoint(name: str, folder: Path, **changes: Any) -> State:
     """The checkpoint that Transformers writes for another instance of the model."""
     make_model(name, seed=1, **changes).save_pretrained(folder)
     return read_folder(str(folder))
-
-
-def copied(module: nn.Module) -> State:
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
-def same(module: nn.Module, state: State) -> bool:
-    return all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

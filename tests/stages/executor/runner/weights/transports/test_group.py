@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -24,13 +24,12 @@ from nano_inference.stages.executor.runner.weights.transports import (
 )
 from nano_inference.stages.executor.runner.weights.transports.layout import distinct
 
+from ....refusals import refused
 from .peers import Peer, free_address
 from .samples import same, samples
 
 CPU = torch.device("cpu")
 LIMIT_S = 60.0
-
-Groups = Callable[[], WeightGroups]
 
 
 @pytest.fixture
@@ -60,19 +59,39 @@ def in_background(function: Callable[[], object]) -> Future[object]:
     return future
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, 1, 150, 1 << 20])
-def test_all_tensors_come_through(groups: WeightGroups, bucket_bytes: int) -> None:
-    with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as trainer:
+@contextmanager
+def joined_trainer(groups: WeightGroups, timeout_s: float = LIMIT_S) -> Iterator[WeightsGroup]:
+    with WeightsGroup("127.0.0.1:0", 2, timeout_s=timeout_s) as trainer:
         join(groups, trainer.address)
-        for seed in range(3):
-            wanted = samples(seed)
-            sending = trainer.broadcast(wanted, bucket_bytes)
-            # As it crosses the bus.
-            source = msgspec.msgpack.decode(
-                msgspec.msgpack.encode(sending.source), type=GroupWeights
-            )
-            assert same(fetch(source, groups, LIMIT_S), distinct(wanted))
-            sending.result()
+        yield trainer
+
+
+@pytest.fixture
+def trainer(groups: WeightGroups) -> Iterator[WeightsGroup]:
+    """A trainer whose group the executor has joined."""
+    with joined_trainer(groups) as made:
+        yield made
+
+
+@contextmanager
+def joined_peer(groups: WeightGroups, name: str = "weights") -> Iterator[Peer]:
+    with Peer(name) as peer:
+        join(groups, peer.address, name=name)
+        assert peer.hear() == "joined"
+        yield peer
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1, 150, 1 << 20])
+def test_all_tensors_come_through(
+    groups: WeightGroups, trainer: WeightsGroup, bucket_bytes: int
+) -> None:
+    for seed in range(3):
+        wanted = samples(seed)
+        sending = trainer.broadcast(wanted, bucket_bytes)
+        # As it crosses the bus.
+        source = msgspec.msgpack.decode(msgspec.msgpack.encode(sending.source), type=GroupWeights)
+        assert same(fetch(source, groups, LIMIT_S), distinct(wanted))
+        sending.result()
 
 
 def test_two_executors_of_one_process(groups: WeightGroups) -> None:
@@ -115,107 +134,80 @@ def receive_all(groups: WeightGroups, peer: Peer, file: Path) -> dict[str, Tenso
 def test_a_trainer_that_makes_its_group_as_slime_and_sglang_do(
     groups: WeightGroups, file: Path
 ) -> None:
-    with Peer("slime-pp_0") as peer:
-        join(groups, peer.address, name="slime-pp_0")
-        assert peer.hear() == "joined"
+    with joined_peer(groups, "slime-pp_0") as peer:
         for _ in range(2):
             assert same(receive_all(groups, peer, file), load_file(file))
 
 
 def test_a_trainer_that_is_killed_in_mid_broadcast(groups: WeightGroups, file: Path) -> None:
-    with Peer() as peer:
-        join(groups, peer.address)
-        assert peer.hear() == "joined"
+    with joined_peer(groups) as peer:
         peer.tell("half", file)
         receiving = in_background(lambda: groups.receive(peer.source(file), LIMIT_S))
         assert peer.hear() == "half"
         peer.kill()
-        with pytest.raises(WeightsError) as broken:
+        with refused("weights_interrupted"):
             receiving.result(LIMIT_S / 2)
-        assert broken.value.code == "weights_interrupted"
         with pytest.raises(WeightsError, match="not in the group"):
             groups.receive(peer.source(file), LIMIT_S)
-    with Peer() as peer:
-        join(groups, peer.address)
-        assert same(receive_all_after_join(groups, peer, file), load_file(file))
-
-
-def receive_all_after_join(groups: WeightGroups, peer: Peer, file: Path) -> dict[str, Tensor]:
-    assert peer.hear() == "joined"
-    return receive_all(groups, peer, file)
+    with joined_peer(groups) as peer:
+        assert same(receive_all(groups, peer, file), load_file(file))
 
 
 def test_a_trainer_that_hangs(groups: WeightGroups, file: Path) -> None:
-    with Peer() as peer:
-        join(groups, peer.address)
-        assert peer.hear() == "joined"
+    with joined_peer(groups) as peer:
         peer.hang()
         started = time.monotonic()
-        with pytest.raises(WeightsError) as late:
+        with refused("weights_timeout"):
             groups.receive(peer.source(file), 1.0)
-        assert late.value.code == "weights_timeout"
         assert time.monotonic() - started < LIMIT_S / 2
-    with Peer() as peer:
-        join(groups, peer.address)
-        assert same(receive_all_after_join(groups, peer, file), load_file(file))
+    with joined_peer(groups) as peer:
+        assert same(receive_all(groups, peer, file), load_file(file))
 
 
 def test_leaving_ends_a_receive_in_progress(groups: WeightGroups, file: Path) -> None:
-    with Peer() as peer:
-        join(groups, peer.address)
-        assert peer.hear() == "joined"
+    with joined_peer(groups) as peer:
         receiving = in_background(lambda: groups.receive(peer.source(file), LIMIT_S))
         peer.tell("half", file)
         assert peer.hear() == "half"
         groups.leave("weights")
-        with pytest.raises(WeightsError, match="was left") as left:
+        with refused("weights_interrupted", "was left"):
             receiving.result(LIMIT_S / 2)
-        assert left.value.code == "weights_interrupted"
 
 
-def test_skipped_broadcasts_are_not_taken_for_the_next_weights(groups: WeightGroups) -> None:
-    with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as trainer:
-        join(groups, trainer.address)
-        small = {"x": torch.zeros(3)}
-        trainer.broadcast(small)
-        second = trainer.broadcast({"x": torch.ones(3)})
-        with pytest.raises(WeightsError, match="number 1 of the group, and the executor's is 0"):
-            groups.receive(second.source, LIMIT_S)
-        with pytest.raises(WeightsError, match="not in the group"):
-            groups.receive(trainer.broadcast(small).source, LIMIT_S)
+def test_skipped_broadcasts_are_not_taken_for_the_next_weights(
+    groups: WeightGroups, trainer: WeightsGroup
+) -> None:
+    small = {"x": torch.zeros(3)}
+    trainer.broadcast(small)
+    second = trainer.broadcast({"x": torch.ones(3)})
+    with pytest.raises(WeightsError, match="number 1 of the group, and the executor's is 0"):
+        groups.receive(second.source, LIMIT_S)
+    with pytest.raises(WeightsError, match="not in the group"):
+        groups.receive(trainer.broadcast(small).source, LIMIT_S)
 
 
-def test_a_skipped_broadcast_ends_the_group(groups: WeightGroups) -> None:
-    with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as trainer:
-        join(groups, trainer.address)
-        source = trainer.broadcast({"x": torch.zeros(3)}).source
-        groups.skip("weights")
-        with pytest.raises(WeightsError, match="not in the group"):
-            groups.receive(source, LIMIT_S)
+def test_a_skipped_broadcast_ends_the_group(groups: WeightGroups, trainer: WeightsGroup) -> None:
+    source = trainer.broadcast({"x": torch.zeros(3)}).source
+    groups.skip("weights")
+    with pytest.raises(WeightsError, match="not in the group"):
+        groups.receive(source, LIMIT_S)
 
 
-def test_a_skipped_broadcast_lets_the_one_before_it_end(groups: WeightGroups) -> None:
-    with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as trainer:
-        join(groups, trainer.address)
-        begun = threading.Event()
-        wanted = {"x": torch.arange(5)}
-        metas = (TensorMeta("x", "int64", (5,)),)
-
-        def receive() -> object:
-            begun.set()
-            return groups.receive(GroupWeights("weights", metas), LIMIT_S)
-
-        receiving = in_background(receive)
-        assert begun.wait(LIMIT_S)
-        while not groups._members["weights"].receiving:
-            time.sleep(0.001)
-        groups.skip("weights")
-        trainer.broadcast(wanted)
-        found = receiving.result(LIMIT_S)
-        assert isinstance(found, dict)
-        assert same(found, wanted)
-        with pytest.raises(WeightsError, match="not in the group"):
-            groups.receive(GroupWeights("weights", metas), LIMIT_S)
+def test_a_skipped_broadcast_lets_the_one_before_it_end(
+    groups: WeightGroups, trainer: WeightsGroup
+) -> None:
+    wanted = {"x": torch.arange(5)}
+    source = GroupWeights("weights", (TensorMeta("x", "int64", (5,)),))
+    receiving = in_background(lambda: groups.receive(source, LIMIT_S))
+    while not groups._members["weights"].receiving:
+        time.sleep(0.001)
+    groups.skip("weights")
+    trainer.broadcast(wanted)
+    found = receiving.result(LIMIT_S)
+    assert isinstance(found, dict)
+    assert same(found, wanted)
+    with pytest.raises(WeightsError, match="not in the group"):
+        groups.receive(source, LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -228,46 +220,38 @@ def test_a_skipped_broadcast_lets_the_one_before_it_end(groups: WeightGroups) ->
         GroupWeights("weights", (TensorMeta("x", "float32", (1,)),), -1),
     ],
 )
+@pytest.mark.usefixtures("trainer")
 def test_an_invalid_message_is_refused(groups: WeightGroups, source: GroupWeights) -> None:
-    with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as trainer:
-        join(groups, trainer.address)
-        with pytest.raises(WeightsError) as refused:
-            groups.receive(source, LIMIT_S)
-        assert refused.value.code == "weights_refused"
+    with refused("weights_refused"):
+        groups.receive(source, LIMIT_S)
 
 
 def test_a_group_that_is_missing(groups: WeightGroups) -> None:
-    with pytest.raises(WeightsError, match="no group is at") as late:
+    with refused("weights_timeout", "no group is at"):
         join(groups, free_address(), timeout_s=0.3)
-    assert late.value.code == "weights_timeout"
 
 
 def test_members_that_do_not_join_time_out(groups: WeightGroups) -> None:
     with WeightsGroup("127.0.0.1:0", 3, timeout_s=2.0) as trainer:
-        with pytest.raises(WeightsError) as late:
+        with refused("weights_timeout"):
             join(groups, trainer.address, world_size=3, timeout_s=1.0)
-        assert late.value.code == "weights_timeout"
         with pytest.raises(WeightsError) as missed:
             trainer.broadcast({"x": torch.zeros(1)}).result()
         assert missed.value.code in ("weights_timeout", "weights_interrupted")
 
 
 def test_an_executor_that_does_not_receive_ends_the_broadcast(groups: WeightGroups) -> None:
-    with WeightsGroup("127.0.0.1:0", 2, timeout_s=2.0) as trainer:
-        join(groups, trainer.address)
+    with joined_trainer(groups, 2.0) as trainer:
         sending = trainer.broadcast({"x": torch.zeros(1 << 24)})
-        with pytest.raises(WeightsError) as late:
+        with refused("weights_timeout"):
             sending.result()
-        assert late.value.code == "weights_timeout"
 
 
 def test_a_trainer_that_leaves_while_it_sends(groups: WeightGroups) -> None:
-    with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as trainer:
-        join(groups, trainer.address)
+    with joined_trainer(groups) as trainer:
         sending = trainer.broadcast({"x": torch.zeros(1 << 24)})
-    with pytest.raises(WeightsError) as left:
+    with refused("weights_interrupted"):
         sending.result()
-    assert left.value.code == "weights_interrupted"
 
 
 def test_nccl_without_a_gpu(groups: WeightGroups) -> None:
@@ -289,7 +273,6 @@ def test_an_unavailable_backend_is_refused() -> None:
 
 def test_a_group_of_one_name_is_left_when_another_is_joined(groups: WeightGroups) -> None:
     for number in range(3):
-        with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as trainer:
-            join(groups, trainer.address)
+        with joined_trainer(groups) as trainer:
             wanted = {"x": torch.full((2,), number)}
             assert same(groups.receive(trainer.broadcast(wanted).source, LIMIT_S), wanted)

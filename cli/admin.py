@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -21,7 +21,7 @@ from .clients import ServerClient
 from .connection import connected, server_of
 from .options import AsJson, Options, argument, group, option, takes, takes_server_options
 from .requests import given
-from .terminal import date, failures_exit, harmless, one_line, print_json, stdout, table
+from .terminal import date, failures_exit, harmless, one_line, print_json, print_table, read_input
 
 if TYPE_CHECKING:
     from ..gateway.policy.administration import Administration, Changed
@@ -55,77 +55,64 @@ KeyId = Annotated[str, argument("ID", "As `admin keys list` shows it.")]
 TenantName = Annotated[str, argument("TENANT", "The tenant's name.")]
 
 
-Requests = Annotated[str | None, option("--requests-per-minute", "'none' for no limit.", "N")]
-Tokens = Annotated[str | None, option("--tokens-per-minute", "'none' for no limit.", "N")]
-InFlight = Annotated[str | None, option("--max-in-flight", "'none' for no limit.", "N")]
-
+_LIMIT = "A number, or 'none'."
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 
 
-class Changes(NamedTuple):
-    """Changes of a key or a tenant; only given fields and limits, None for "none"."""
+class Changes(msgspec.Struct, frozen=True):
+    """Options of keys and tenants; None if not given. The text "none" removes a value."""
 
-    fields: dict[str, Any]
-    limits: dict[str, Any]
+    scope: Annotated[
+        list[str] | None, option("--scope SCOPE", f"{', '.join(SCOPES)}. Repeatable.")
+    ] = None
+    tenant: Annotated[str | None, option("--tenant", "Default: the key's name.")] = None
+    weight: Annotated[str | None, option("--weight W", "Its share beside other tenants.")] = None
+    max_priority: Annotated[str | None, option("--max-priority N", "The highest, or 'none'.")] = (
+        None
+    )
+    allow_model: Annotated[
+        list[str] | None, option("--allow-model NAME", "Only these; 'none' for all. Repeatable.")
+    ] = None
+    requests_per_minute: Annotated[str | None, option("--requests-per-minute N", _LIMIT)] = None
+    tokens_per_minute: Annotated[str | None, option("--tokens-per-minute N", _LIMIT)] = None
+    max_in_flight: Annotated[str | None, option("--max-in-flight N", _LIMIT)] = None
+    expires_in: Annotated[str | None, option("--expires-in TIME", "As 30d, 12h, or 'none'.")] = None
 
-    def over(self, before: dict[str, Any]) -> dict[str, Any]:
+    def limits(self) -> dict[str, Any]:
+        """Return the given limits. Raises ConfigError: one is no number."""
+        return self._numbers("requests_per_minute", "tokens_per_minute", "max_in_flight")
+
+    def fields(self) -> dict[str, Any]:
+        """Return the other given fields. Raises ConfigError: one is malformed."""
+        fields: dict[str, Any] = given({"scopes": self.scope, "tenant": self.tenant})
+        if self.allow_model is not None:
+            fields["models"] = None if self.allow_model == ["none"] else self.allow_model
+        if self.expires_in is not None:
+            none = self.expires_in == "none"
+            fields["expires_in_s"] = None if none else _seconds(self.expires_in)
+        return fields | self._numbers("weight", "max_priority")
+
+    def over(self, before: dict[str, Any], **more: Any) -> dict[str, Any]:
         """Return the fields, and if a limit is given all limits, with those of `before`.
 
         Raises:
-            ConfigError: Nothing is given.
+            ConfigError: Nothing is given, or a value is malformed.
         """
-        if not (self.fields or self.limits):
+        fields, limits = self.fields() | given(more), self.limits()
+        if limits:
+            fields["limits"] = before.get("limits", {}) | limits
+        if not fields:
             raise ConfigError("nothing is given that should be different; see --help")
-        if not self.limits:
-            return self.fields
-        return self.fields | {"limits": before.get("limits", {}) | self.limits}
+        return fields
 
-
-def changes_of(
-    *,
-    scope: Annotated[
-        list[str] | None, option("--scope", f"{', '.join(SCOPES)}. Repeatable.", "SCOPE")
-    ] = None,
-    tenant: Annotated[
-        str | None, option("--tenant", "The tenant of its requests; default: the key's name.")
-    ] = None,
-    weight: Annotated[
-        str | None, option("--weight", "Its share relative to other tenants.", "W")
-    ] = None,
-    max_priority: Annotated[
-        str | None,
-        option("--max-priority", "Higher priorities are refused; 'none' for no limit.", "N"),
-    ] = None,
-    allow_model: Annotated[
-        list[str] | None,
-        option("--allow-model", "Only these models; 'none' for all. Repeatable.", "NAME"),
-    ] = None,
-    requests_per_minute: Requests = None,
-    tokens_per_minute: Tokens = None,
-    max_in_flight: InFlight = None,
-    expires_in: Annotated[
-        str | None, option("--expires-in", "As 30d, 12h, 90s; or 'none'.", "TIME")
-    ] = None,
-) -> Changes:
-    """Return the changes that options name. Raises ConfigError: a value is malformed."""
-    fields: dict[str, Any] = given({"scopes": scope, "tenant": tenant})
-    if allow_model is not None:
-        fields["models"] = None if allow_model == ["none"] else allow_model
-    if expires_in is not None:
-        fields["expires_in_s"] = _seconds(expires_in)
-    return Changes(
-        fields | _numbers(weight=weight, max_priority=max_priority),
-        _numbers(
-            requests_per_minute=requests_per_minute,
-            tokens_per_minute=tokens_per_minute,
-            max_in_flight=max_in_flight,
-        ),
-    )
+    def _numbers(self, *names: str) -> dict[str, Any]:
+        texts = given({name: getattr(self, name) for name in names})
+        return {name: None if text == "none" else _number(text) for name, text in texts.items()}
 
 
 _LIMITS = ("max_priority", "requests_per_minute", "tokens_per_minute", "max_in_flight")
-_takes_key_options = takes(changes_of, "scope", "tenant", "allow_model", *_LIMITS, "expires_in")
+_takes_key_options = takes(Changes, "scope", "tenant", "allow_model", *_LIMITS, "expires_in")
 
 
 # --- keys ---------------------------------------------------------------------------------------
@@ -140,26 +127,20 @@ def list_keys(options: Options, as_json: AsJson = False) -> None:
     """
     found = _run(options, lambda admin: admin.keys())
     if as_json:
-        for key in found:
-            print_json(key)
-    elif found:
-        names = ("id", "name", "tenant", "scopes", "expires", "limits")
-        made = table(*names, fold=names)
-        for key in found:
-            expires = (
-                "never" if key["expires_ns"] is None else date(key["expires_ns"], seconds=False)
-            )
-            made.add_row(
-                key["id"],
-                one_line(key["name"]),
-                one_line(key["tenant"]),
-                " ".join(key["scopes"]),
-                "expired" if key["expired"] else expires,
-                _limits_text(key["limits"]),
-            )
-        stdout().print(made)
-    else:
-        typer.echo("no keys; make one with `nano-inference admin keys create NAME`")
+        print_json(*found)
+        return
+    rows = [
+        (
+            key["id"],
+            *map(one_line, (key["name"], key["tenant"], " ".join(key["scopes"]))),
+            "expired" if key["expired"] else _date(key["expires_ns"]),
+            _limits_text(key["limits"]),
+        )
+        for key in found
+    ]
+    names = ("id", "name", "tenant", "scopes", "expires", "limits")
+    empty = "no keys; make one with `nano-inference admin keys create NAME`"
+    print_table(names, rows, empty, fold=names)
 
 
 @keys.command("create")
@@ -175,7 +156,7 @@ def create_key(
 
     nano-inference admin keys create ci --scope generate --requests-per-minute 60 --expires-in 90d
     """
-    body = {"name": name, "limits": changes.limits, **changes.fields}
+    body = {"name": name, "limits": changes.limits(), **changes.fields()}
     key = _run(options, lambda admin: admin.create_key(body))
     if as_json:
         print_json(key)
@@ -198,13 +179,11 @@ def change_key(
 
     nano-inference admin keys change 0d5c9f1e22ab --requests-per-minute none
     """
-    if name is not None:
-        changes.fields["name"] = name
-    changes.over({})  # refuses an empty change without a connection
+    changes.over({}, name=name)  # refuses an empty change without a connection
 
     async def change(admin: Admin) -> None:
         before = next((key for key in await admin.keys() if key["id"] == key_id), {})
-        await admin.change_key(key_id, changes.over(before))
+        await admin.change_key(key_id, changes.over(before, name=name))
 
     _run(options, change)
 
@@ -239,21 +218,19 @@ def list_tenants(options: Options, as_json: AsJson = False) -> None:
     found = _run(options, lambda admin: admin.tenants())
     if as_json:
         print_json(found)
-    elif found:
-        names = ("tenant", "weight", "priority", "limits")
-        made = table(*names, fold=names)
-        for name, each in found.items():
-            numbers = (each["weight"], each["max_priority"])
-            shown = ("-" if number is None else str(number) for number in numbers)
-            made.add_row(one_line(name), *shown, _limits_text(each["limits"]))
-        stdout().print(made)
-    else:
-        typer.echo("nothing is set for any tenant")
+        return
+    rows = []
+    for name, each in found.items():
+        numbers = (each["weight"], each["max_priority"])
+        shown = ("-" if number is None else str(number) for number in numbers)
+        rows.append((one_line(name), *shown, _limits_text(each["limits"])))
+    names = ("tenant", "weight", "priority", "limits")
+    print_table(names, rows, "nothing is set for any tenant", fold=names)
 
 
 @tenants.command("set")
 @takes_server_options
-@takes(changes_of, "weight", *_LIMITS)
+@takes(Changes, "weight", *_LIMITS)
 def set_tenant(options: Options, changes: Changes, tenant: TenantName) -> None:
     """Change the given settings of a tenant.
 
@@ -367,23 +344,14 @@ def _audited(config: PolicyConfig) -> Iterator[Changed]:
         log.close()
 
 
-def _numbers(**given: str | None) -> dict[str, float | None]:
-    """Return the given numbers; None for 'none', which removes one."""
-    return {name: _number(text) for name, text in given.items() if text is not None}
-
-
-def _number(text: str) -> float | None:
-    if text == "none":
-        return None
+def _number(text: str) -> float:
     value = parse_value(text)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{text!r:.80} is no number; give one, or 'none'")
     return value
 
 
-def _seconds(text: str) -> float | None:
-    if text == "none":
-        return None
+def _seconds(text: str) -> float:
     if (found := _TIME.fullmatch(text)) is None:
         raise ConfigError(
             f"{text!r:.80} is no time; give one such as 30d, 12h, 15m, 90s, or 'none'"
@@ -393,15 +361,16 @@ def _seconds(text: str) -> float | None:
 
 def _read_object(file: Path) -> dict[str, Any]:
     try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-        value = yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"can't read {file}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError):
+        value = yaml.safe_load(read_input(file))
+    except yaml.YAMLError:
         raise ConfigError(f"{file} is neither YAML nor JSON in UTF-8") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{file} must hold 'literals' and 'patterns', each a list")
     return value
+
+
+def _date(expires_ns: int | None) -> str:
+    return "never" if expires_ns is None else date(expires_ns, seconds=False)
 
 
 def _limits_text(limits: dict[str, Any]) -> str:

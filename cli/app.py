@@ -25,11 +25,10 @@ from .options import option
 from .pull import pull
 from .run import run
 from .serve import gateway, serve
-from .status import health, status
+from .status import health, status, top
 from .submit import submit
 from .tail import tail
 from .terminal import PROGRAM, complain
-from .top import top
 from .trace import trace
 from .up import up
 from .weights import flush_cache, pause, release_memory, resume, resume_memory

@@ -107,7 +107,7 @@ async def _read(config: BusConfig) -> BusStatus:
     keys = Keys(config.prefix, config.lane, config.model)
     streams = [keys.requests, keys.dead, keys.results]
     streams += [keys.link(name, lane) for lane, name in links]
-    queue_length, pending, consumers, info, clients, *lengths = await _replies(
+    queue_length, pending, consumers, server, clients, *lengths = await _replies(
         config,
         ("GET", keys.queue_length),
         ("XPENDING", keys.requests, config.group),
@@ -123,7 +123,7 @@ async def _read(config: BusConfig) -> BusStatus:
         ready=not reason,
         reason=reason,
         url=redact(config.url),
-        server=_server_name(info),
+        server=server,
         prefix=config.prefix,
         # Answered entries are deleted, so the rest of the stream is not taken. (The group's lag is
         # unknown once an entry was deleted unread.)
@@ -144,7 +144,7 @@ async def _read(config: BusConfig) -> BusStatus:
 
 
 async def _replies(config: BusConfig, *commands: tuple[Any, ...]) -> list[Any]:
-    """Return the replies, and after the third INFO's fields and the connections by client name.
+    """Return the replies, and after the third the server's name and its connections by client name.
 
     The second and the third may be errors.
     """
@@ -174,11 +174,9 @@ async def _replies(config: BusConfig, *commands: tuple[Any, ...]) -> list[Any]:
         if isinstance(reply, Exception):
             raise server.explain(reply)
     del names[_OWN_NAME]
-    return [*replies[:3], info, dict(sorted(names.items())), *replies[3:]]
-
-
-def _server_name(info: dict[str, Any]) -> str:
-    for product, name in (("valkey_version", "Valkey"), ("redis_version", "Redis")):
-        if product in info:
-            return f"{name} {info[product]}"
-    return "unknown"
+    versions = [
+        f"{name} {info[key]}"
+        for key, name in (("valkey_version", "Valkey"), ("redis_version", "Redis"))
+        if key in info
+    ]
+    return [*replies[:3], [*versions, "unknown"][0], dict(sorted(names.items())), *replies[3:]]

@@ -23,10 +23,10 @@ from ..config import (
     RequestError,
     nearest,
 )
-from .clients import ListedModel, ReceivedCall, client_at
+from .clients import Client, ListedModel, ReceivedCall, client_at, run_at
 from .connection import Place, ServerAddress, place_of
-from .options import AskedModel, Options, argument, option, takes, takes_server_options
-from .requests import Template, given, template
+from .options import AskedModel, Options, argument, takes, takes_server_options
+from .requests import Template, field, given, template
 from .terminal import AnswerWriter, complain, failures_exit, harmless
 
 COMMANDS = {
@@ -52,18 +52,10 @@ Message = dict[str, Any]
 def chat(
     options: Options,
     template: Template,
-    system: Annotated[
-        str, option("--system", "The system prompt.", "TEXT", rich_help_panel="Requests")
-    ] = "",
+    system: Annotated[str, field("--system TEXT", "The system prompt.")] = "",
     model: AskedModel = None,
     tools: Annotated[
-        Path | None,
-        option(
-            "--tools",
-            "Tools that the model may call, as in OpenAI's interface, in JSON.",
-            "FILE",
-            rich_help_panel="Requests",
-        ),
+        Path | None, field("--tools FILE", "Callable tools, as in OpenAI's interface, in JSON.")
     ] = None,
 ) -> None:
     """Talk with a model.
@@ -124,11 +116,7 @@ class _Chat:
                 if self._on_terminal or self.model is None:
                     opening = runner.run(self._check())
             if self._on_terminal:
-                for line in (
-                    *opening,
-                    f"model: {self.model or 'the default'}; /help for commands",
-                ):
-                    _note(line)
+                _note(*opening, f"model: {self.model or 'the default'}; /help for commands")
                 with self._ctrl_c:
                     self._converse(runner)
             else:
@@ -137,35 +125,36 @@ class _Chat:
                     raise typer.Exit(1)
 
     def _converse(self, runner: asyncio.Runner) -> None:
-        going_on = True
-        while going_on and (line := self._read()) is not None:
-            text = line.strip()
-            if text.startswith("/") and not text.startswith("//"):
-                going_on = self._command(text)
-            elif text:
-                question = text[1:] if text.startswith("//") else text
-                going_on = self._question(runner, question)
+        with suppress(EOFError):  # at the end of the input, or by /quit
+            while True:
+                text = self._read().strip()
+                if text.startswith("/") and not text.startswith("//"):
+                    self._command(text)
+                elif text:
+                    self._question(runner, text.removeprefix("/"))
 
-    def _read(self, prompt: str = "> ") -> str | None:
-        """Return the next line; None at the end of the input."""
+    def _read(self, prompt: str = "> ") -> str:
+        """Return the next line. Raises EOFError: The input has ended."""
         if not self._on_terminal:
-            return sys.stdin.readline() or None
+            if line := sys.stdin.readline():
+                return line
+            raise EOFError
         while True:
             try:
                 return self._ctrl_c.typed(prompt)
             except EOFError:
                 sys.stdout.write("\n")
-                return None
+                raise
             except KeyboardInterrupt:
                 sys.stdout.write("\n")
                 _note("/quit or Ctrl-D ends the program")
 
-    def _command(self, text: str) -> bool:
-        """Run a command. Return False if it ends the conversation."""
+    def _command(self, text: str) -> None:
+        """Run a command. Raises EOFError: It ends the conversation."""
         name, _, rest = text.partition(" ")
         match name:
             case "/quit" | "/exit":
-                return False
+                raise EOFError
             case "/reset":
                 self._messages.clear()
                 _note("the conversation is forgotten")
@@ -173,32 +162,29 @@ class _Chat:
                 self.system = rest.strip()
                 _note("the system prompt is set" if self.system else "no system prompt")
             case "/help":
-                for command, what in COMMANDS.items():
-                    _note(f"{command} {what}")
+                _note(*map(" ".join, COMMANDS.items()))
             case _:
                 complain(f"there is no command {name!r:.40}{nearest(name, COMMANDS)}")
                 self._failed = True
-        return True
 
-    def _question(self, runner: asyncio.Runner, text: str) -> bool:
-        """Ask a question and handle its tool calls. Return False if the input ends meanwhile."""
+    def _question(self, runner: asyncio.Runner, text: str) -> None:
+        """Ask a question and handle its tool calls. Raises EOFError: The input ends meanwhile."""
         before = len(self._messages)
-        new: list[Message] | None = [{"role": "user", "content": text}]
+        new: list[Message] = [{"role": "user", "content": text}]
         while new:
             calls = self._answered(runner, new)
             if calls is None:
                 # A tool call must be followed by its result.
                 del self._messages[before:]
-                return True
+                return
             new = self._results(calls)
-        return new is not None
 
     def _answered(self, runner: asyncio.Runner, new: list[Message]) -> list[ReceivedCall] | None:
         """Write the answer, and return its tool calls; None without an answer."""
         calls: list[ReceivedCall] = []
         with AnswerWriter() as writer:
             try:
-                self._ctrl_c.run(runner, self._answer(new, writer, calls))
+                runner.run(self._ctrl_c.watched(self._answer(new, writer, calls)))
             except asyncio.CancelledError:
                 _note("stopped")
                 if not writer.text:
@@ -213,35 +199,30 @@ class _Chat:
         answer: Message = {"role": "assistant", "content": writer.text}
         if calls:
             answer["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in calls
+                {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+                for id, name, arguments in calls
             ]
         self._messages += [*new, answer]
         return calls
 
-    def _results(self, calls: list[ReceivedCall]) -> list[Message] | None:
-        """Read the results of tool calls, one line each; None if the input ends."""
+    def _results(self, calls: list[ReceivedCall]) -> list[Message]:
+        """Read the results of tool calls, one line each. Raises EOFError: The input ends."""
         results: list[Message] = []
         for call in calls:
             _note(f"calls {harmless(call.name)} {harmless(call.arguments)}")
-            result = self._read(f"{harmless(call.name)} > ")
-            if result is None:
+            try:
+                result = self._read(f"{harmless(call.name)} > ").rstrip("\n")
+            except EOFError:
                 self._failed = True
-                return None
-            results.append(
-                {"role": "tool", "tool_call_id": call.id, "content": result.rstrip("\n")}
-            )
+                raise
+            results.append({"role": "tool", "tool_call_id": call.id, "content": result})
         return results
 
     async def _check(self) -> tuple[str, ...]:
         """Set the model that requests name, and return the opening lines for a terminal."""
         async with client_at(self.place) as client:
-            self.model = await client.check() if self.model is None else self.model
-            self.model = self.model or None
+            if self.model is None:
+                self.model = await client.check() or None
             models = await client.models() if self._on_terminal else []
         served = (model for model in models if self.model in (None, model.id))
         return opening_of(next(served, None))
@@ -251,11 +232,7 @@ class _Chat:
     ) -> None:
         system = [{"role": "system", "content": self.system}] if self.system else []
         request = self.template.of_messages([*system, *self._messages, *new])
-        request["stream"] = True
-        if self.tools:
-            request["tools"] = self.tools
-        if self.model is not None:
-            request["model"] = self.model
+        request |= given({"stream": True, "tools": self.tools or None, "model": self.model})
         async with client_at(self.place) as client, aclosing(client.ask(request)) as parts:
             async for part in parts:
                 writer.reason(part.reasoning)
@@ -285,17 +262,13 @@ class _CtrlC:
         finally:
             self._typing = False
 
-    def run(self, runner: asyncio.Runner, answer: Coroutine[None, None, None]) -> None:
-        """Run a coroutine to its end. Raises asyncio.CancelledError: Ctrl-C."""
-
-        async def watched() -> None:
-            self._answer = asyncio.current_task()
-            try:
-                await answer
-            finally:
-                self._answer = None
-
-        runner.run(watched())
+    async def watched(self, answer: Coroutine[None, None, None]) -> None:
+        """Await an answer. Raises asyncio.CancelledError: Ctrl-C."""
+        self._answer = asyncio.current_task()
+        try:
+            await answer
+        finally:
+            self._answer = None
 
     def _pressed(self, number: int, frame: FrameType | None) -> None:
         if self._typing:
@@ -311,10 +284,8 @@ def opening_of(model: ListedModel | None) -> tuple[str, ...]:
     bundled = (BUNDLED_MODEL, str(EngineConfig(model_path=BUNDLED_MODEL).model_folder))
     if model is None or model.root not in bundled:
         return ()
-    return (
-        "this is a tiny demo model: it was trained on sums, JSON records and little stories; try",
-        *DEMO_QUESTIONS,
-    )
+    about = "this is a tiny demo model, trained on sums, JSON records and little stories; try"
+    return (about, *DEMO_QUESTIONS)
 
 
 def _tools_of(path: Path, place: Place) -> list[Any]:
@@ -327,10 +298,10 @@ def _tools_of(path: Path, place: Place) -> list[Any]:
         raise ConfigError(f"--tools: {path} has no list of tools: {error}") from None
 
 
-def _note(text: str) -> None:
-    """Print a line of the program, on standard error."""
+def _note(*lines: str) -> None:
+    """Print lines of the program, on standard error."""
     sys.stdout.flush()
-    sys.stderr.write(f"({text})\n")
+    sys.stderr.writelines(f"({line})\n" for line in lines)
     sys.stderr.flush()
 
 
@@ -343,7 +314,7 @@ def complete(
     options: Options,
     template: Template,
     text: Annotated[
-        str | None, argument("TEXT", "The prompt; - or nothing reads standard input.")
+        str | None, argument("TEXT", "The prompt; default, and -: standard input.")
     ] = None,
     model: AskedModel = None,
 ) -> None:
@@ -364,16 +335,15 @@ def complete(
     prompt = _read_stdin() if text in (None, "-") else text
     request = template.of_text(prompt or "") | {"stream": True} | given({"model": model})
 
-    async def run(writer: AnswerWriter) -> None:
-        async with client_at(place) as client:
-            if name := await client.check():
-                request.setdefault("model", name)
-            async with aclosing(client.ask(request)) as parts:
-                async for part in parts:
-                    writer.write(part.text)
+    async def answer(client: Client) -> None:
+        if name := await client.check():
+            request.setdefault("model", name)
+        async with aclosing(client.ask(request)) as parts:
+            async for part in parts:
+                writer.write(part.text)
 
     with failures_exit(), AnswerWriter() as writer:
-        asyncio.run(run(writer))
+        run_at(place, answer)
 
 
 def _read_stdin() -> str:
@@ -405,11 +375,5 @@ def cancel(
     """
     if not request_id:
         raise ConfigError("give the id of a request")
-    place = place_of(options)
-
-    async def run() -> None:
-        async with client_at(place) as client:
-            await client.cancel(request_id)
-
     with failures_exit():
-        asyncio.run(run())
+        run_at(place_of(options), lambda client: client.cancel(request_id))

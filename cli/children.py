@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 import anyio
 import anyio.abc
@@ -34,6 +34,10 @@ GRACE_S = 0.5
 """Time for processes to exit in order, once the process that started them was killed."""
 
 _READ_BYTES = 1 << 16
+_PIPES: dict[str, Any] = {
+    **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT},
+    "start_new_session": True,  # without Ctrl-C of the terminal
+}
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 # The shell waits for the end of a pipe that only its parent holds open; until then the parent sends
@@ -143,15 +147,7 @@ class Spawned:
 
 async def spawn(command: Sequence[str], environment: Mapping[str, str] | None) -> Spawned:
     """Start a program with this environment (None: this process's)."""
-    process = await anyio.open_process(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env=environment,
-    )
-    return Spawned(process)
+    return Spawned(await anyio.open_process(command, env=environment, **_PIPES))
 
 
 class Forked:
@@ -170,10 +166,9 @@ class Forked:
     @property
     def returncode(self) -> int | None:
         if self._status is None:
-            ended = os.waitid(os.P_PIDFD, self._handle, os.WEXITED | os.WNOHANG)
-            if ended is not None:
-                killed = ended.si_code != os.CLD_EXITED
-                self._status = -ended.si_status if killed else ended.si_status
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._status = os.waitstatus_to_exitcode(status)
         return self._status
 
     async def tell(self, word: bytes) -> None:
@@ -273,13 +268,10 @@ class ForkServer:
             self._process = subprocess.Popen(  # noqa: ASYNC220
                 [*python(), module, str(number), *self._stages, ROOM],
                 pass_fds=[number],
-                # Pipes, as its forks have: Python's files depend on their kind. They are not read:
-                # if the server fails, the command is spawned, and prints the error.
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
                 env=self._environment,
+                # As its forks have: Python's files depend on their kind. They are not read: if the
+                # server fails, the command is spawned, and prints the error.
+                **_PIPES,
             )
         if self._watchdog is not None:
             self._watchdog.add(-self._process.pid)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
-from contextlib import aclosing, asynccontextmanager
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
@@ -27,6 +28,7 @@ from ..pipeline.models import ModelStatus
 from ..pipeline.status import PipelineStatus, of_models
 from . import connection
 from .connection import Place, ServerAddress, connected
+from .requests import given
 from .terminal import complain
 
 T = TypeVar("T")
@@ -74,8 +76,22 @@ class Unreachable(NanoInferenceError):
     code = "unreachable"
 
 
+def run_at(place: Place, work: Callable[[Client], Awaitable[T]]) -> T:
+    """Return the result of work with a client of a server or a pipeline.
+
+    Raises:
+        NanoInferenceError: Nothing answers; or as `work`.
+    """
+
+    async def run() -> T:
+        async with client_at(place) as client:
+            return await work(client)
+
+    return asyncio.run(run())
+
+
 @asynccontextmanager
-async def client_at(place: Place) -> AsyncIterator[PipelineClient | ServerClient]:
+async def client_at(place: Place) -> AsyncIterator[Client]:
     """Connect to a server or a pipeline.
 
     Raises:
@@ -154,14 +170,17 @@ class PipelineClient:
         """Load a model, by its name or as a new one."""
         return await self._client.load_model(model)
 
-    async def unload(self, model: str, timeout_s: float | None) -> ModelStatus:
-        """Unload a model once its requests are answered, within a time limit."""
-        return await self._client.unload_model(model, timeout_s=timeout_s)
+    async def unload(
+        self, model: str, timeout_s: float | None, *, remove: bool = False
+    ) -> ListedModel | ModelStatus:
+        """Unload a model once its requests are answered, within a time limit.
 
-    async def remove(self, model: str, timeout_s: float | None) -> str:
-        """Unload a model and remove it from the deployment; return its id."""
-        removed = await self._client.unload_model(model, timeout_s=timeout_s, remove=True)
-        return removed.id
+        Args:
+            model: One of its names.
+            timeout_s: None for no limit.
+            remove: Remove it from the deployment too.
+        """
+        return await self._client.unload_model(model, timeout_s=timeout_s, remove=remove)
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -326,10 +345,8 @@ class ServerClient:
         """See PipelineClient."""
         cards = (await self._call("GET", f"{self.url}/models", _List[_Card])).data
         if any(card.state for card in cards):
-            try:
+            with suppress(RequestError):  # the key has no scope for it
                 return (await self._call("GET", self._models(), _List[ModelStatus])).data
-            except RequestError:
-                pass  # the key has no scope for it
         return [ListedModel(card.id, card.max_model_len, card.root) for card in cards]
 
     async def load(self, model: str | ModelConfig) -> ModelStatus:
@@ -338,16 +355,14 @@ class ServerClient:
             return await self._call("POST", f"{self._models(model)}/load", ModelStatus, {})
         return await self._call("POST", self._models(), ModelStatus, msgspec.to_builtins(model))
 
-    async def unload(self, model: str, timeout_s: float | None) -> ModelStatus:
+    async def unload(
+        self, model: str, timeout_s: float | None, *, remove: bool = False
+    ) -> ListedModel | ModelStatus:
         """See PipelineClient."""
-        body = _given(timeout_s=timeout_s)
+        body = given({"timeout_s": timeout_s})
+        if remove:
+            return await self._call("DELETE", self._models(model), ListedModel, body)
         return await self._call("POST", f"{self._models(model)}/unload", ModelStatus, body)
-
-    async def remove(self, model: str, timeout_s: float | None) -> str:
-        """See PipelineClient."""
-        body = _given(timeout_s=timeout_s)
-        removed = await self._call("DELETE", self._models(model), dict[str, Any], body)
-        return str(removed["id"])
 
     def _models(self, model: str = "") -> str:
         return f"{self.root}/admin/models" + (f"/{quote(model, safe='')}" if model else "")
@@ -442,6 +457,9 @@ class ServerClient:
             return response.status_code, await response.aread()
 
 
+Client = PipelineClient | ServerClient
+
+
 def of_one_model(found: PipelineStatus, model: str) -> PipelineStatus:
     """Return the status of one model. Raises RequestError: `unknown_model`."""
     loads = [report.load for lane in found.lanes for report in lane.stages.values()]
@@ -487,10 +505,6 @@ def openai_call(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]
     if "budget_ns" in request:
         body["budget_ms"] = request["budget_ns"] / 1e6
     return body, {"X-Tenant": request["tenant"]} if "tenant" in request else {}
-
-
-def _given(**fields: Any) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _refusal(status: int, body: bytes) -> RequestError:

@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import anyio.to_thread
 
@@ -75,14 +75,20 @@ def server_of(options: Options) -> ServerAddress:
         ConfigError: The URL is malformed.
     """
     url = options.url or DEFAULT_SERVER
-    parts = None
-    with suppress(ValueError):
-        parts = urlsplit(url)
-    if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
+    if (parts := web_address(url)) is None:
         raise ConfigError(f"--url is {shown(url)}; it must be such as {DEFAULT_SERVER}")
     path = parts.path.rstrip("/") or "/v1"
     url = parts._replace(path=path, query="", fragment="").geturl()
     return ServerAddress(url, options.api_key or "")
+
+
+def web_address(url: str) -> SplitResult | None:
+    """Return the parts of an http(s) URL; None for anything else."""
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.netloc:
+            return parts
+    return None
 
 
 @asynccontextmanager

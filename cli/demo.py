@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -13,33 +13,23 @@ from msgspec.structs import replace
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..bus.public import Completion, CompletionChunk
 from ..config import BUNDLED_MODEL, STAGES, Config
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import setup_logging
-from ..telemetry.clock import milliseconds
 from .options import Options, takes
-from .terminal import complain, cut, one_line, stdout
+from .terminal import complain, cut, one_line, stdout, table, ttft
 from .trace import Waterfall
 
 if TYPE_CHECKING:
     from ..pipeline.chat_renderer import ChatRenderer
 
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Get the weather in a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
+_CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+_FUNCTION = {"name": "get_weather", "description": "Get the weather in a city", "parameters": _CITY}
+WEATHER = {"type": "function", "function": _FUNCTION}
 """The tool in the prompt of the kind "tools"."""
 
 # Width of the table of times without its prompts.
@@ -64,16 +54,17 @@ class Row(msgspec.Struct):
         """Return the request for the bus."""
         messages = [{"role": "user", "content": self.prompt}]
         sampling = {"temperature": self.temperature, "max_tokens": 96, "seed": 1}
-        body: dict[str, Any] = {"prompt": self.prompt}
+        request: dict[str, Any] = {"n": self.n, "sampling": sampling}
         match self.kind:
             case "chat":
-                body = {"messages": messages}
+                return request | {"messages": messages}
             case "tools":
-                body = {"prompt_token_ids": chat.render(messages, tools=[WEATHER]).token_ids}
+                rendered = chat.render(messages, tools=[WEATHER])
             case "reasoning":
                 rendered = chat.render(messages, enable_thinking=True)
-                body = {"prompt_token_ids": rendered.token_ids}
-        return body | {"n": self.n, "sampling": sampling}
+            case _:
+                return request | {"prompt": self.prompt}
+        return request | {"prompt_token_ids": rendered.token_ids}
 
     def add(self, output: CompletionChunk | Completion) -> None:
         """Process the next output."""
@@ -163,30 +154,28 @@ async def _submit_all(pipeline: Pipeline, rows: list[Row], console: Console) -> 
             for text in row.answers:
                 console.print(f"{number:>2}  {row.prompt}  →  {text}", soft_wrap=True)
 
-    async def follow_all() -> None:
+    growing = Live(console=console, refresh_per_second=15, get_renderable=lambda: _growing(rows))
+    with growing if console.is_terminal else nullcontext():
         async with anyio.create_task_group() as group:
             for number, row in enumerate(rows, 1):
                 group.start_soon(follow, number, row)
 
-    if not console.is_terminal:
-        await follow_all()
-        return
-    with Live(console=console, refresh_per_second=15, get_renderable=lambda: _growing(rows)):
-        await follow_all()
-
 
 def _growing(rows: list[Row]) -> RenderableType:
     """Return a line for each sample: the end of its text, or its beginning once complete."""
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), expand=True)
-    table.add_column(justify="right", style="dim", no_wrap=True)
-    table.add_column(no_wrap=True, overflow="ellipsis", ratio=4)
-    table.add_column(no_wrap=True, ratio=6)
+    grid = Table.grid(
+        Column(justify="right", style="dim", no_wrap=True),
+        Column(no_wrap=True, overflow="ellipsis", ratio=4),
+        Column(no_wrap=True, ratio=6),
+        padding=(0, 1, 0, 0),
+        expand=True,
+    )
     for number, row in enumerate(rows, 1):
         for index, text in enumerate(row.answers):
             left, prompt = ("", "") if index else (str(number), row.prompt)
             answer = _Answer(text, complete=row.completion is not None)
-            table.add_row(left, Text(prompt, style="cyan"), answer)
-    return table
+            grid.add_row(left, Text(prompt, style="cyan"), answer)
+    return grid
 
 
 class _Answer:
@@ -205,22 +194,18 @@ class _Answer:
 
 
 def _report(console: Console, rows: list[Row], seconds: float) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("", justify="right", style="dim")
-    for heading in ("kind", "prompt"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("TTFT ms", "tok/s", "tokens"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("finish", "status"):
-        table.add_column(heading, no_wrap=True)
+    numbers = ("TTFT ms", "tok/s", "tokens")
+    names = ("", "kind", "prompt", *numbers, "finish", "status")
+    made = table(*names, right=("", *numbers), box=box.SIMPLE_HEAD)
+    made.padding, made.columns[0].style = (0, 1, 0, 0), "dim"
     prompt_width = max(10, min(console.width, 100) - _OTHER_COLUMNS)
     ended = [row.completion for row in rows if row.completion is not None]
     tokens = sum(completion.usage.completion_tokens for completion in ended)
     for number, row in enumerate(rows, 1):
         if row.completion is not None:
             prompt = cut(row.prompt, prompt_width)
-            table.add_row(str(number), row.kind, prompt, *_facts(row.completion))
-    console.print(table)
+            made.add_row(str(number), row.kind, prompt, *_facts(row.completion))
+    console.print(made)
     console.print(
         f"{tokens} tokens for {len(rows)} requests in {seconds:.2f} s: "
         f"{tokens / max(seconds, 1e-9):,.0f} tokens/s, all together.\n"
@@ -228,11 +213,8 @@ def _report(console: Console, rows: list[Row], seconds: float) -> None:
     if ended:
         console.print("The time of the slowest one:\n")
         console.print(Waterfall(max(ended, key=_duration_ns)))
-    console.print(
-        "\nNext: `nano-inference up` runs it as five processes. In another terminal:"
-        '\n\n    nano-inference submit "98 + 25 =" --trace\n',
-        soft_wrap=True,
-    )
+    console.print("\nNext: `nano-inference up` runs it as five processes. In another terminal:\n")
+    console.print('    nano-inference submit "98 + 25 =" --trace\n', soft_wrap=True)
     for number, row in enumerate(rows, 1):
         if row.completion is not None and row.completion.error is not None:
             complain(f"request {number}: {row.completion.error.message}")
@@ -243,12 +225,9 @@ def _duration_ns(completion: Completion) -> int:
 
 
 def _facts(completion: Completion) -> list[str]:
-    timings, tokens = completion.timings, completion.usage.completion_tokens
-    ttft = "-"
-    if timings.first_token_ns:
-        ttft = milliseconds(timings.first_token_ns - timings.received_ns)
+    tokens = completion.usage.completion_tokens
     seconds = _duration_ns(completion) / 1e9
     rate = f"{tokens / seconds:,.0f}" if tokens and seconds > 0 else "-"
     reasons = {sample.finish_reason for sample in completion.samples}
     finish = "mixed" if len(reasons) > 1 else next(iter(reasons), "-")
-    return [ttft, rate, str(tokens), finish, completion.status]
+    return [ttft(completion), rate, str(tokens), finish, completion.status]

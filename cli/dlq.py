@@ -14,8 +14,8 @@ from ..bus.dead_letters import DeadLetter
 from ..config import ConfigError
 from ..pipeline.client import BusClient
 from .connection import find_served, operate
-from .options import Options, argument, group, option, takes_model_options
-from .terminal import complain, cut, date, harmless, one_line, print_json, stdout, table
+from .options import AsJson, Options, argument, group, option, takes_model_options
+from .terminal import complain, cut, date, harmless, one_line, print_json, print_table
 
 T = TypeVar("T")
 
@@ -32,7 +32,6 @@ app = group("""List, repeat and remove dead letters: requests that failed repeat
         nano-inference dlq drop --all
     """)
 
-AsJson = Annotated[bool, option("--json", "Print lines of JSON.")]
 Ids = Annotated[list[str] | None, argument("ID...", "As `dlq list` shows them.")]
 All = Annotated[bool, option("--all", "All dead letters.")]
 Yes = Annotated[bool, option("--yes -y", "Confirm --all.")]
@@ -47,19 +46,15 @@ def list_letters(options: Options, as_json: AsJson = False) -> None:
     """
     letters = _letters(options)
     if as_json:
-        for letter in letters:
-            print_json(letter)
-    elif letters:
-        made = table(
-            "letter", "given up", "deaths", "request", "error", right=("deaths",), fold=("error",)
-        )
-        for letter in letters:
-            request_id = cut(one_line(letter.request.request_id or "-"), 16)
-            facts = (date(letter.died_ns), str(letter.deaths), request_id, letter.error.code)
-            made.add_row(letter.letter_id, *facts)
-        stdout().print(made)
-    else:
-        typer.echo("no dead letters")
+        print_json(*letters)
+        return
+    rows = []
+    for letter in letters:
+        request_id = cut(one_line(letter.request.request_id or "-"), 16)
+        facts = (date(letter.died_ns), str(letter.deaths), request_id, letter.error.code)
+        rows.append((letter.letter_id, *facts))
+    names = ("letter", "given up", "deaths", "request", "error")
+    print_table(names, rows, "no dead letters", right=("deaths",), fold=("error",))
 
 
 @app.command()

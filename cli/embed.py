@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
+from msgspec.structs import astuple, replace
 
 from ..bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest
 from ..config import ConfigError, PoolingKind, RequestError, SamplingParams
-from ..pipeline.scoring import EmbeddedPrompt, ScoredCompletion
-from .connection import connected
+from .connection import operate
 from .options import Options, argument, option, takes_client_options, takes_model_options
-from .terminal import print_json
+from .terminal import print_json, read_input
 
 
 class Embedding(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -33,17 +31,13 @@ class Embedding(msgspec.Struct, frozen=True, omit_defaults=True):
 def embed(
     options: Options,
     texts: Annotated[list[str], argument("TEXT...", "Texts; - is a text from each line of input.")],
-    pooling: Annotated[
-        PoolingKind | None, option("--pooling", "mean, last or cls; default: the model's.")
-    ] = None,
+    pooling: Annotated[PoolingKind | None, option("--pooling", "Default: the model's.")] = None,
     normalize: Annotated[
         bool | None,
         option("--normalize/--no-normalize", "Scale vectors to length 1; default: the model's."),
     ] = None,
-    dimensions: Annotated[
-        int | None, option("--dimensions", "Length of the vectors.", min=1)
-    ] = None,
-    tenant: Annotated[str, option("--tenant", "Their tenant.", "NAME")] = GenerateRequest().tenant,
+    dimensions: Annotated[int | None, option("--dimensions", "Length of vectors.", min=1)] = None,
+    tenant: Annotated[str, option("--tenant NAME", "Their tenant.")] = GenerateRequest().tenant,
 ) -> None:
     """Print the vectors of texts, a line of JSON for each.
 
@@ -53,20 +47,16 @@ def embed(
 
     The line of a refused text has its error, and then the exit status is 1.
     """
-    config = options.client_config()
     if texts == ["-"]:
-        given = sys.stdin.buffer.read().decode(errors="surrogateescape")
+        given = read_input(Path("-")).decode(errors="surrogateescape")
         texts = given.removesuffix("\n").split("\n") if given else []
     if not texts:
         raise ConfigError("there is nothing to embed; give texts, or - for lines of input")
     params = EmbedParams(pooling=pooling or "", normalize=normalize, dimensions=dimensions)
-
-    async def run() -> list[EmbeddedPrompt]:
-        async with connected(config) as client:
-            like = GenerateRequest(tenant=tenant)
-            return await client.embed(texts, params, return_errors=True, like=like)
-
-    embedded = asyncio.run(run())
+    like = GenerateRequest(tenant=tenant)
+    embedded = operate(
+        options, lambda client: client.embed(texts, params, return_errors=True, like=like)
+    )
     for index, each in enumerate(embedded):
         print_json(
             Embedding(index, each.vector, each.prompt_tokens, each.weight_version, each.error)
@@ -100,9 +90,7 @@ class Score(msgspec.Struct, frozen=True):
 def score(
     options: Options,
     file: Annotated[Path, argument("FILE", "One JSON object per line; - is standard input.")],
-    temperature: Annotated[
-        float, option("--temperature -t", "Of the policy that is scored.", min=0)
-    ] = 1.0,
+    temperature: Annotated[float, option("--temperature -t", "Of the scored policy.", min=0)] = 1.0,
 ) -> None:
     """Print the logprobs of given completions under the weights in place and the reference model.
 
@@ -114,7 +102,6 @@ def score(
     Each sample gives a line of JSON, in order. Logprobs of the reference model are null if the
     pipeline has none (`engine.reference_model_path`).
     """
-    config = options.client_config()
     given = list(_read(file))
     if not given:
         raise ConfigError(f"{file} holds nothing to score")
@@ -123,17 +110,17 @@ def score(
         for _, _, each in given
     ]
 
-    async def run() -> list[ScoredCompletion]:
-        async with connected(config) as client:
-            return await client.score(
-                [each.prompt_token_ids for _, _, each in given],
-                [each.token_ids for _, _, each in given],
-                params,
-                like=GenerateRequest(model=options.served or ""),
-            )
-
-    for (line, sample_index, _), logprobs in zip(given, asyncio.run(run()), strict=True):
-        print_json(Score(line, sample_index, *msgspec.structs.astuple(logprobs)))
+    scored = operate(
+        replace(options, served=None),
+        lambda client: client.score(
+            [each.prompt_token_ids for _, _, each in given],
+            [each.token_ids for _, _, each in given],
+            params,
+            like=GenerateRequest(model=options.served or ""),
+        ),
+    )
+    for (line, sample_index, _), logprobs in zip(given, scored, strict=True):
+        print_json(Score(line, sample_index, *astuple(logprobs)))
 
 
 def _read(file: Path) -> Iterator[tuple[int, int, ScoreInput]]:
@@ -143,11 +130,7 @@ def _read(file: Path) -> Iterator[tuple[int, int, ScoreInput]]:
         ConfigError: The file can't be read.
         RequestError: A line has no completion.
     """
-    try:
-        content = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"can't read {file}: {error.strerror}") from None
-    for number, line in enumerate(content.split(b"\n"), 1):
+    for number, line in enumerate(read_input(file).split(b"\n"), 1):
         if not line.strip():
             continue
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ from ..config import BusError, ConfigError, FairnessConfig, nearest, parse_value
 from ..pipeline.client import BusClient
 from .connection import operate
 from .options import AsJson, Lane, Options, argument, group, takes_model_options
-from .terminal import harmless, print_json, stdout, table
+from .terminal import harmless, print_json, print_table
 
 app = group("""Read the settings of the fairness stage, and change them while it runs.
 
@@ -87,31 +86,26 @@ def changed(config: FairnessConfig, changes: Iterable[str]) -> FairnessConfig:
 
 async def _change(client: BusClient, changes: list[str], lane: str | None) -> ByLane:
     # All are checked before any is sent.
-    wanted = {
-        name: changed(before, changes) for name, before in (await _in_force(client, lane)).items()
-    }
+    before = await _in_force(client, lane)
+    wanted = {name: changed(config, changes) for name, config in before.items()}
     for name, after in wanted.items():
         await client.update_fairness(after, name.rpartition(":")[2])
-    end_s = time.monotonic() + CONFIRM_S
-    while True:
-        settings = await client.fairness()
-        late = [name for name, after in wanted.items() if settings.get(name) != after]
-        if not late:
-            return wanted
-        if time.monotonic() > end_s:
-            raise BusError(
-                f"lane {', '.join(late)} did not confirm the change; see `nano-inference fairness "
-                "show`"
-            )
-        await anyio.sleep(0.2)
+    late = list(wanted)
+    with anyio.move_on_after(CONFIRM_S):
+        while late:
+            await anyio.sleep(0.2)
+            settings = await client.fairness()
+            late = [name for name, after in wanted.items() if settings.get(name) != after]
+    if late:
+        raise BusError(
+            f"lane {', '.join(late)} did not confirm the change; see `nano-inference fairness show`"
+        )
+    return wanted
 
 
 async def _in_force(client: BusClient, lane: str | None) -> ByLane:
-    settings = {
-        name: config
-        for name, config in (await client.fairness()).items()
-        if lane in (None, name.rpartition(":")[2])
-    }
+    found = await client.fairness()
+    settings = {name: found[name] for name in found if lane in (None, name.rpartition(":")[2])}
     if not settings:
         which = "a pipeline" if lane is None else f"lane {lane}"
         raise BusError(f"no fairness stage of {which} reports; see `nano-inference status`")
@@ -123,11 +117,11 @@ def _print(settings: ByLane, as_json: bool) -> None:
         print_json(settings)
         return
     lanes = [f"lane {harmless(lane)}" for lane in settings]
-    made = table("setting", *lanes, fold=lanes)
-    for name in FairnessConfig.__struct_fields__:
-        values = (getattr(config, name) for config in settings.values())
-        made.add_row(name, *(harmless(_shown(value)) for value in values))
-    stdout().print(made)
+    rows = [
+        (name, *(harmless(_shown(getattr(config, name))) for config in settings.values()))
+        for name in FairnessConfig.__struct_fields__
+    ]
+    print_table(("setting", *lanes), rows, fold=lanes)
 
 
 def _shown(value: object) -> str:

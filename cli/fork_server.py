@@ -38,14 +38,12 @@ _FOR_IMPORTS = {
 def main() -> None:
     """Serve until the other end is closed, and run the command in each fork."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    before = {name: os.environ.get(name) for name in _FOR_IMPORTS}
+    before = dict(os.environ)
     os.environ.update(_FOR_IMPORTS)
     getproctitle()  # reads the environment the first time
     import_stages(sys.argv[2:-1])
-    for name, value in before.items():
-        del os.environ[name]
-        if value is not None:
-            os.environ[name] = value
+    os.environ.clear()
+    os.environ.update(before)
     arguments = serve(connection)
     if arguments is not None:
         from .app import main as run_command

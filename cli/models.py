@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
-from rich.table import Table
 
 from ..config import ConfigError, ModelConfig, ModelError, RequestError
 from ..pipeline.models import ModelStatus
-from .clients import ListedModel, PipelineClient, ServerClient, client_at
+from .clients import Client, ListedModel, run_at
 from .connection import place_of
 from .options import AsJson, Options, argument, option, takes_server_options
 from .status import duration
@@ -21,15 +19,14 @@ from .terminal import failures_exit, harmless, one_line, print_json, stdout, tab
 
 T = TypeVar("T")
 
+_BYTES = {1 << 30: " GiB", 1 << 20: " MiB", 1: " B"}
+
 app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True
 )
 
 Name = Annotated[str, argument("ID", "The model, by one of its names.")]
-Timeout = Annotated[
-    float | None,
-    option("--timeout", "Time limit for its requests; default: none.", "SECONDS", min=0),
-]
+Timeout = Annotated[float | None, option("--timeout SECONDS", "Limit for its requests.", min=0)]
 
 
 @app.callback()
@@ -59,12 +56,11 @@ def models(options: Options, context: typer.Context, as_json: AsJson = False) ->
     found = _run(options, lambda client: client.statuses())
     statuses = [model for model in found if isinstance(model, ModelStatus)]
     if as_json:
-        for model in found:
-            print_json(model)
+        print_json(*found)
     elif statuses == found and (
         len(statuses) > 1 or any(each.state != "ready" for each in statuses)
     ):
-        stdout().print(_table(statuses))
+        _print_table(statuses)
     else:
         for model in found:
             typer.echo(_line(model))
@@ -75,12 +71,8 @@ def models(options: Options, context: typer.Context, as_json: AsJson = False) ->
 def load(
     options: Options,
     name: Name,
-    path: Annotated[
-        str | None, option("--path", "The folder of a new model of the deployment.", "FOLDER")
-    ] = None,
-    alias: Annotated[
-        list[str] | None, option("--alias", "Another name of a new model. Repeatable.", "NAME")
-    ] = None,
+    path: Annotated[str | None, option("--path FOLDER", "The folder of a new model.")] = None,
+    alias: Annotated[list[str] | None, option("--alias NAME", "Another name. Repeatable.")] = None,
     pinned: Annotated[bool, option("--pinned", "Never unload a new model to free memory.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -100,7 +92,8 @@ def load(
         # The deployment may run in another folder, or on another machine.
         found = str(folder.absolute()) if folder.exists() else path
         wanted = ModelConfig(id=name, path=found, aliases=tuple(alias or ()), pinned=pinned)
-    _print(_run(options, lambda client: client.load(wanted)), "is loaded", as_json)
+    loaded = _run(options, lambda client: client.load(wanted))
+    _print(loaded.id, "is loaded", loaded if as_json else None)
 
 
 @app.command()
@@ -112,7 +105,8 @@ def unload(options: Options, name: Name, timeout: Timeout = None, as_json: AsJso
 
         nano-inference models unload code --timeout 60
     """
-    _print(_run(options, lambda client: client.unload(name, timeout)), "is unloaded", as_json)
+    found = _run(options, lambda client: client.unload(name, timeout))
+    _print(found.id, "is unloaded", found if as_json else None)
 
 
 @app.command()
@@ -122,24 +116,19 @@ def remove(options: Options, name: Name, timeout: Timeout = None, as_json: AsJso
 
     nano-inference models remove code
     """
-    _print(_run(options, lambda client: client.remove(name, timeout)), "is removed", as_json)
+    found = _run(options, lambda client: client.unload(name, timeout, remove=True))
+    _print(found.id, "is removed", {"id": found.id} if as_json else None)
 
 
-def _run(options: Options, work: Callable[[PipelineClient | ServerClient], Awaitable[T]]) -> T:
-    place = place_of(options)
-
-    async def run() -> T:
-        async with client_at(place) as client:
-            return await work(client)
-
+def _run(options: Options, work: Callable[[Client], Awaitable[T]]) -> T:
     with failures_exit((RequestError, ModelError)):
-        return asyncio.run(run())
+        return run_at(place_of(options), work)
 
 
-def _print(model: ModelStatus | str, what: str, as_json: bool) -> None:
-    name = model if isinstance(model, str) else model.id
-    if as_json:
-        print_json({"id": model} if isinstance(model, str) else model)
+def _print(name: str, what: str, shown: object | None) -> None:
+    """Print a sentence, or if there is an object the object as JSON."""
+    if shown is not None:
+        print_json(shown)
     else:
         typer.echo(f"{harmless(name)} {what}")
 
@@ -149,28 +138,33 @@ def _line(model: ListedModel | ModelStatus) -> str:
     return harmless(f"{model.id}  {length} tokens" if length else model.id)
 
 
-def _table(models: Sequence[ModelStatus]) -> Table:
+def _print_table(models: Sequence[ModelStatus]) -> None:
+    rows: list[Sequence[str]] = []
+    for model in models:
+        rows.append(
+            (
+                harmless(model.id) + (" (default)" if model.default else ""),
+                model.state,
+                harmless(", ".join((*model.aliases, *model.adapters))) or "-",
+                duration(max(0, time.time_ns() - model.since_ns) / 1e9) if model.since_ns else "-",
+                _short(model.memory_bytes, _BYTES),
+                _short(model.parameters, {10**9: "B", 10**6: "M", 10**3: "k", 1: ""}),
+                _short(model.kv_bytes, _BYTES),
+                f"{model.waiting + model.in_flight}",
+            )
+        )
+        if model.reason and model.state == "failed":
+            rows.append(("", harmless(one_line(model.reason))))
     right = ("for", "memory", "parameters", "KV", "requests")
     made = table("model", "state", "other names", *right, right=right, fold=("other names",))
     made.columns[2].min_width = 11
-    for model in models:
-        made.add_row(
-            harmless(model.id) + (" (default)" if model.default else ""),
-            model.state,
-            harmless(", ".join((*model.aliases, *model.adapters))) or "-",
-            duration(max(0, time.time_ns() - model.since_ns) / 1e9) if model.since_ns else "-",
-            _short(model.memory_bytes, {1 << 30: " GiB", 1 << 20: " MiB"}, " B"),
-            _short(model.parameters, {10**9: "B", 10**6: "M", 10**3: "k"}),
-            _short(model.kv_bytes, {1 << 30: " GiB", 1 << 20: " MiB"}, " B"),
-            f"{model.waiting + model.in_flight}",
-        )
-        if model.reason and model.state == "failed":
-            made.add_row("", harmless(one_line(model.reason)))
-    return made
+    for row in rows:
+        made.add_row(*row)
+    stdout().print(made)
 
 
-def _short(number: int, units: dict[int, str], plain: str = "") -> str:
+def _short(number: int, units: dict[int, str]) -> str:
     for size, unit in units.items():
         if number >= size:
-            return f"{number / size:,.1f}{unit}"
-    return f"{number}{plain}" if number else "-"
+            return f"{number / size:,.{size > 1:d}f}{unit}"
+    return "-"

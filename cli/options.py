@@ -33,9 +33,11 @@ Command = Callable[..., None]
 _SETTING = re.compile(r"\s*(?P<name>\w+\.\w+)\s*=(?P<value>.*)", re.DOTALL)
 
 
-def option(names: str, help: str, metavar: str | None = None, **more: Any) -> Any:
-    """Return a Typer option. Several names are separated by spaces."""
-    return typer.Option(*names.split(), help=help, metavar=metavar, **more)
+def option(usage: str, help: str, **more: Any) -> Any:
+    """Return a Typer option. `usage` has its names and its value: "--temperature -t NUMBER"."""
+    words = usage.split()
+    names = [word for word in words if word.startswith("-")]
+    return typer.Option(*names, help=help, metavar=" ".join(words[len(names) :]) or None, **more)
 
 
 def argument(metavar: str, help: str) -> Any:
@@ -54,63 +56,49 @@ def _api_key(given: str | None) -> str | None:
     return given
 
 
-Lane = Annotated[str | None, option("--lane", "Only this lane; default: all.", "NAME")]
+Lane = Annotated[str | None, option("--lane NAME", "Only this lane; default: all.")]
 AsJson = Annotated[bool, option("--json", "Print JSON.")]
 AskedModel = Annotated[
-    str | None, _setting("--model", "The model, as `models` prints it; default: the first.", "NAME")
+    str | None, _setting("--model NAME", "The model, as `models` prints it; default: the first.")
 ]
-WithParent = Annotated[
-    bool, option("--with-parent", "Exit when standard input closes.", hidden=True)
-]
+WithParent = Annotated[bool, option("--with-parent", "Exit with standard input.", hidden=True)]
 
 
 class Options(msgspec.Struct, frozen=True):
     """Options of many commands; None if not given. Only the first three set no setting."""
 
     url: Annotated[
-        str | None,
-        _setting("--url", "A server, as http://127.0.0.1:8000, instead of a bus.", "URL"),
+        str | None, _setting("--url URL", "A server, as http://127.0.0.1:8000, instead of a bus.")
     ] = None
     api_key: Annotated[
         str | None,
         _setting(
-            "--api-key",
+            "--api-key KEY",
             "The key for that server; safer in the environment, hidden from other users.",
-            "KEY",
             envvar=API_KEY_VARIABLE,
             callback=_api_key,
         ),
     ] = None
     served: Annotated[
-        str | None,
-        _setting("--model", "One of several models, by a name that `models` prints.", "NAME"),
+        str | None, _setting("--model NAME", "One of several, as `models` prints it.")
     ] = None
     bus: Annotated[
-        str | None,
-        _setting("--bus", "Redis or Valkey: redis://host:port, rediss://, unix://.", "URL"),
+        str | None, _setting("--bus URL", "Redis or Valkey: redis://host:port, rediss://, unix://.")
     ] = None
     model: Annotated[
         str | None,
         _setting(
-            "--model",
-            f"Model folder in Transformers' format; {BUNDLED_MODEL!r} is the bundled model.",
-            "FOLDER",
+            "--model FOLDER", f"In Transformers' format, or {BUNDLED_MODEL!r}, the bundled model."
         ),
     ] = None
     reference: Annotated[
         str | None,
-        _setting(
-            "--reference",
-            "A second, constant model, which scores what the first one generates.",
-            "FOLDER",
-        ),
+        _setting("--reference FOLDER", "A constant model, which scores what the first generates."),
     ] = None
-    config_file: Annotated[
-        Path | None, _setting("--config", "YAML file with settings, by section.", "FILE")
-    ] = None
+    config_file: Annotated[Path | None, _setting("--config FILE", "YAML with settings.")] = None
     settings: Annotated[
         list[str] | None,
-        _setting("--set", "A setting, as engine.max_batch_size=64. Repeatable.", "NAME=VALUE"),
+        _setting("--set NAME=VALUE", "A setting, as engine.max_batch_size=64. Repeatable."),
     ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"] | None,

@@ -188,7 +188,8 @@ class Processes:
                 self._say(f"{role} was terminated; starting its successor")
                 continue
             if status == _CAN_NOT_START:
-                raise CanNotStart(self._why_not(role))
+                complaint = self._complaints.get(role, "") if self._model else ""
+                raise CanNotStart(complaint or f"the {role} stage can't start; its reason is above")
             try:
                 wait_s = budget.failed(time.monotonic())
             except StageFailed as error:
@@ -198,12 +199,6 @@ class Processes:
             self._say(f"{role} ended with status {status}; restarting it in {wait_s:g} s")
             await self._report_end(role)
             await anyio.sleep(wait_s)
-
-    def _why_not(self, role: str) -> str:
-        complaint = self._complaints.get(role, "")
-        if self._model and complaint:
-            return complaint
-        return f"the {role} stage can't start; its reason is above"
 
     def give_up(self, role: str, error: StageFailed) -> None:
         """Continue without a replica, while there are others. Raises the error if not."""
@@ -247,13 +242,12 @@ class Processes:
 
     def _command(self, role: str) -> list[str]:
         """Return the arguments of `nano-inference`."""
-        if role == GATEWAY:
-            command = ["gateway", "--with-parent", *self.arguments]
-        else:
-            stage, replica = split_role(role)
-            command = ["run", "--with-parent", *self.arguments, "--stages", stage]
-            if stage in REPLICATED:
-                command += ["--set", f"pipeline.replica={replica}"]
+        stage, replica = split_role(role)
+        command = ["gateway" if role == GATEWAY else "run", "--with-parent", *self.arguments]
+        if role != GATEWAY:
+            command += ["--stages", stage]
+        if stage in REPLICATED:
+            command += ["--set", f"pipeline.replica={replica}"]
         if self.metrics_ports:
             number = self.metrics_ports[self.roles.index(role)]
             command += ["--set", f"telemetry.metrics_port={number}"]
@@ -274,8 +268,7 @@ class Processes:
                 group.start_soon(self._stop, role, STOP_S)
 
     async def _stop(self, role: str, limit_s: float, *, drain: bool = False) -> None:
-        child = self._children.get(role)
-        if child is None:
+        if (child := self._children.get(role)) is None:
             return
         if child.returncode is None:
             if drain:
@@ -305,6 +298,5 @@ class Processes:
         self.printer.line(self._model, role, line)
 
 
-def _first(failures: BaseExceptionGroup[NanoInferenceError]) -> NanoInferenceError:
-    error = failures.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit
 
 import httpx2
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from ..config import ConfigError, ModelError, shown
+from .connection import web_address
 from .model_files import MODELS, check_folder
 from .options import argument, option
 from .terminal import complain, stderr, stdout
@@ -45,19 +46,13 @@ def pull(
         ),
     ],
     to: Annotated[
-        Path | None, option("--to", f"The new folder; default: below {MODELS}.", "FOLDER")
+        Path | None, option("--to FOLDER", f"The folder; default: below {MODELS}.")
     ] = None,
     sha256: Annotated[
         str | None,
-        option(
-            "--sha256",
-            "Checksum of the file at a URL; may also follow the URL, as #sha256=HEX.",
-            "HEX",
-        ),
+        option("--sha256 HEX", "Of a URL's file; may also follow the URL, as #sha256=HEX."),
     ] = None,
-    unverified: Annotated[
-        bool, option("--unverified", "Accept a URL's file without a checksum.")
-    ] = False,
+    unverified: Annotated[bool, option("--unverified", "Accept a URL without a checksum.")] = False,
     force: Annotated[bool, option("--force", "Replace an existing folder.")] = False,
 ) -> None:
     """Bring a model's folder here, and print its path.
@@ -183,7 +178,7 @@ class Source(NamedTuple):
         if self.kind != "url":
             return self.place
         parts = urlsplit(self.place)
-        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     @property
     def key(self) -> str:
@@ -218,11 +213,7 @@ def source_of(text: str, sha256: str | None, *, unverified: bool) -> Source:
 
 def _url(text: str, sha256: str | None, *, unverified: bool) -> Source:
     url, _, fragment = text.partition("#")
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise ConfigError(f"{shown(text)} is no http(s) URL: {error}") from None
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    if (parts := web_address(url)) is None:
         raise ConfigError(f"{shown(text)} is no http(s) URL")
     check = sha256 or fragment.removeprefix("sha256=")
     if check and not _SHA256.fullmatch(check):
@@ -254,6 +245,7 @@ def fetch(source: Source, partial: Path, progress: Progress) -> Path:
         ModelError: It can't be fetched, or has the wrong checksum.
     """
     try:
+        partial.mkdir(parents=True, exist_ok=True)
         match source.kind:
             case "folder":
                 return _copied(Path(source.place), partial, progress)
@@ -280,7 +272,6 @@ def _copied(folder: Path, partial: Path, progress: Progress) -> Path:
         progress.advance(task, os.path.getsize(target))
 
     if folder.is_file():
-        partial.mkdir(parents=True, exist_ok=True)
         copy(str(folder), str(partial / folder.name))
     else:
         shutil.copytree(folder, partial, copy_function=copy, dirs_exist_ok=True)
@@ -288,7 +279,6 @@ def _copied(folder: Path, partial: Path, progress: Progress) -> Path:
 
 
 def _downloaded(source: Source, partial: Path, progress: Progress) -> Path:
-    partial.mkdir(parents=True, exist_ok=True)
     file_name = unquote(urlsplit(source.place).path.rpartition("/")[2])
     file = partial / file_name
     try:
@@ -303,9 +293,8 @@ def _downloaded(source: Source, partial: Path, progress: Progress) -> Path:
             found = hashlib.file_digest(opened, "sha256").hexdigest()  # type: ignore[arg-type]
         if found != source.check:
             file.unlink()
-            raise ModelError(
-                f"{source.shown} has the wrong checksum: its SHA-256 is {found}, not {source.check}"
-            )
+            wrong = f"its SHA-256 is {found}, not {source.check}"
+            raise ModelError(f"{source.shown} has the wrong checksum: {wrong}")
     # No file of a URL has this name.
     folder = partial / ".unpacked"
     shutil.rmtree(folder, ignore_errors=True)
@@ -334,7 +323,6 @@ def _download(source: Source, file: Path, progress: Progress) -> None:
     headers = {"Accept-Encoding": "identity"}
     if had:
         headers |= {"Range": f"bytes={had}-", "If-Range": tag}
-    timeout = httpx2.Timeout(_TIMEOUT_S)
     task = progress.add_task("downloading", total=None)
 
     def check_hop(request: httpx2.Request) -> None:
@@ -343,7 +331,7 @@ def _download(source: Source, file: Path, progress: Progress) -> None:
 
     hooks: dict[str, list[Callable[..., None]]] = {"request": [check_hop]}
     with (
-        httpx2.Client(timeout=timeout, follow_redirects=True, event_hooks=hooks) as client,
+        httpx2.Client(timeout=_TIMEOUT_S, follow_redirects=True, event_hooks=hooks) as client,
         client.stream("GET", url, headers=headers) as response,
     ):
         if had and response.status_code == httpx2.codes.RANGE_NOT_SATISFIABLE:
@@ -360,8 +348,7 @@ def _download(source: Source, file: Path, progress: Progress) -> None:
         length = response.headers.get("content-length")
         total = had + int(length) if length is not None else None
         progress.update(task, total=total, completed=had)
-        free, needed = shutil.disk_usage(part.parent).free, 0 if total is None else total - had
-        if needed > free:
+        if (needed := int(length or 0)) > (free := shutil.disk_usage(part.parent).free):
             raise ModelError(
                 f"{source.shown} has {needed} bytes, and {free} are free in {part.parent}"
             )
@@ -377,36 +364,22 @@ def _download(source: Source, file: Path, progress: Progress) -> None:
 
 def _tag(response: httpx2.Response) -> str:
     """Return the file's strong ETag, else its time of change."""
-    tag: str = response.headers.get("etag", "")
-    if tag and not tag.startswith("W/"):
-        return tag
-    return str(response.headers.get("last-modified", ""))
+    tag = str(response.headers.get("etag", ""))
+    weak = not tag or tag.startswith("W/")
+    return str(response.headers.get("last-modified", "")) if weak else tag
 
 
 def _from_hub(source: Source, partial: Path) -> Path:
     """Download from a hub by its library, which resumes, and draws progress bars."""
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-    )
+    from huggingface_hub import constants, errors, snapshot_download
 
+    failures = (errors.HFValidationError, errors.EntryNotFoundError, errors.OfflineModeIsEnabled)
+    revision = source.revision or None
     try:
         snapshot_download(
-            source.place,
-            revision=source.revision or None,
-            local_dir=partial,
-            ignore_patterns=_NOT_FROM_HUB,
+            source.place, revision=revision, local_dir=partial, ignore_patterns=_NOT_FROM_HUB
         )
-    except (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        httpx2.HTTPError,
-    ) as error:
+    except (*failures, httpx2.HTTPError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"{source.place} can't be fetched from {constants.ENDPOINT}: {first_line:.300}; "

@@ -24,6 +24,7 @@ from ..config import (
 )
 from .options import option
 from .process import stdin_lines
+from .terminal import read_input
 
 DEFAULT_MAX_TOKENS = 64
 """Of an answer to one prompt."""
@@ -31,7 +32,8 @@ DEFAULT_MAX_TOKENS = 64
 CHAT_MAX_TOKENS = 1024
 """Of an answer in a conversation."""
 
-_request = partial(option, rich_help_panel="Requests")
+field = partial(option, rich_help_panel="Requests")
+"""Makes an option that sets a field of requests."""
 
 
 class Template(dict[str, Any]):
@@ -66,43 +68,24 @@ def template(
     *,
     max_tokens: Annotated[
         int | None,
-        _request(
-            "--max-tokens",
-            f"Most tokens per answer; default: {DEFAULT_MAX_TOKENS}, in `chat` {CHAT_MAX_TOKENS}.",
-        ),
+        field("--max-tokens", f"Default: {DEFAULT_MAX_TOKENS}, in `chat` {CHAT_MAX_TOKENS}."),
     ],
-    temperature: Annotated[
-        float | None, _request("--temperature -t", "0, the default, is greedy.")
-    ],
-    seed: Annotated[int | None, _request("--seed", "Makes samples reproducible.")],
-    stop: Annotated[
-        list[str] | None, _request("--stop", "End before this text. Repeatable.", "TEXT")
-    ],
+    temperature: Annotated[float | None, field("--temperature -t", "0, the default, is greedy.")],
+    seed: Annotated[int | None, field("--seed", "Makes samples reproducible.")],
+    stop: Annotated[list[str] | None, field("--stop TEXT", "End before this text. Repeatable.")],
     sampling: Annotated[
         list[str] | None,
-        _request(
-            "--sampling",
-            "Any sampling parameter, as top_p=0.9 or logprobs=3. Repeatable.",
-            "NAME=VALUE",
-        ),
+        field("--sampling NAME=VALUE", "Any parameter, as logprobs=3. Repeatable."),
     ],
     constraint: Annotated[
-        str | None,
-        _request(
-            "--constraint",
-            "A constraint on the answer, as regex='[0-9]+' or json_schema=@FILE.",
-            "KIND=VALUE",
-        ),
+        str | None, field("--constraint KIND=VALUE", "As regex='[0-9]+' or json_schema=@FILE.")
     ],
     prediction: Annotated[
-        str | None,
-        _request(
-            "--prediction", "The expected answer, or @FILE: a draft, if speculation is on.", "TEXT"
-        ),
+        str | None, field("--prediction TEXT", "The expected answer, or @FILE, for speculation.")
     ],
-    priority: Annotated[int | None, _request("--priority", "Higher runs first; default: 0.")],
-    tenant: Annotated[str | None, _request("--tenant", "Its tenant.", "NAME")],
-    budget: Annotated[float | None, _request("--budget", "Time limit of a request.", "SECONDS")],
+    priority: Annotated[int | None, field("--priority", "Higher runs first; default: 0.")],
+    tenant: Annotated[str | None, field("--tenant NAME", "Its tenant.")],
+    budget: Annotated[float | None, field("--budget SECONDS", "Time limit of a request.")],
 ) -> Template:
     """Return the options. Raises ConfigError: a value is malformed."""
     if budget is not None and not math.isfinite(budget):
@@ -269,11 +252,7 @@ def read_file(path: Path, reader: LineReader) -> list[Submission]:
         ConfigError: The file can't be read, or holds no request.
         RequestError: A line is not a request.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}") from None
-    submissions = [submission for line in lines if (submission := reader.read(line)) is not None]
+    submissions = [found for line in read_input(path).split(b"\n") if (found := reader.read(line))]
     if not submissions:
         raise ConfigError(f"{path} holds no requests")
     return submissions

@@ -28,7 +28,7 @@ _CONCURRENT_LINES = 256
 def run(
     options: Options,
     stages: Annotated[
-        str, option("--stages", "The stages of this process, separated by commas.", "NAMES")
+        str, option("--stages NAMES", "The stages of this process, separated by commas.")
     ] = ",".join(STAGES),
     with_parent: WithParent = False,
 ) -> None:
@@ -85,15 +85,15 @@ async def _serve(config: Config, with_parent: bool) -> None:
 
 async def _filter(config: Config) -> None:
     """Answer the lines of standard input; return when all are answered."""
-    limit = anyio.CapacityLimiter(_CONCURRENT_LINES)
+    limit = anyio.Semaphore(_CONCURRENT_LINES)
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with Pipeline(config) as pipeline, anyio.create_task_group() as group:
             group.start_soon(_drain_on_signal, signals, pipeline, group.cancel_scope)
             async with anyio.create_task_group() as answers:
                 async for line in stdin_lines():
                     if line.strip():
-                        await limit.acquire_on_behalf_of(line_token := object())
-                        answers.start_soon(_answer, pipeline, line, limit, line_token)
+                        await limit.acquire()
+                        answers.start_soon(_answer, pipeline, line, limit)
             group.cancel_scope.cancel()
 
 
@@ -105,9 +105,7 @@ async def _drain_on_signal(
     scope.cancel()
 
 
-async def _answer(
-    pipeline: Pipeline, line: bytes, limit: anyio.CapacityLimiter, line_token: object
-) -> None:
+async def _answer(pipeline: Pipeline, line: bytes, limit: anyio.Semaphore) -> None:
     try:
         async with aclosing(pipeline.submit(line)) as outputs:
             async for output in outputs:
@@ -115,4 +113,4 @@ async def _answer(
                 if isinstance(output, Completion):
                     sys.stdout.buffer.flush()
     finally:
-        limit.release_on_behalf_of(line_token)
+        limit.release()

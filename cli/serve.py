@@ -26,15 +26,13 @@ from .requests import given
 
 MOST_PORT = 65_535
 
-port_option = partial(option, metavar="PORT", min=0, max=MOST_PORT)
+port_option = partial(option, min=0, max=MOST_PORT)
 
 GrpcPort = Annotated[
-    int | None, port_option("--grpc-port", "Serve KServe V2 over gRPC; default: gateway.grpc_port.")
+    int | None, port_option("--grpc-port PORT", "For KServe V2; default: gateway.grpc_port.")
 ]
 
-Insecure = Annotated[
-    bool, option("--insecure", "Listen on addresses of other machines without keys.")
-]
+Insecure = Annotated[bool, option("--insecure", "Listen for other machines without keys.")]
 
 # `_announce` prints these to standard output.
 _SAID = ("gateway_listens", "ready")
@@ -44,11 +42,9 @@ _SAID = ("gateway_listens", "ready")
 def serve(
     options: Options,
     port: Annotated[
-        int | None, port_option("--port", f"Port for HTTP; default: gateway.port, or {SERVE_PORT}.")
+        int | None, port_option("--port PORT", f"For HTTP; default: gateway.port, or {SERVE_PORT}.")
     ] = None,
-    host: Annotated[
-        str | None, option("--host", "Address to listen on; default: gateway.host.", "ADDRESS")
-    ] = None,
+    host: Annotated[str | None, option("--host ADDRESS", "Default: gateway.host.")] = None,
     grpc_port: GrpcPort = None,
     insecure: Insecure = False,
 ) -> None:
@@ -123,7 +119,7 @@ def gateway(
     options: Options,
     port: Annotated[
         int | None,
-        port_option("--port", f"Port for HTTP; default: gateway.port, or {DEFAULT_PORT}."),
+        port_option("--port PORT", f"For HTTP; default: gateway.port, or {DEFAULT_PORT}."),
     ] = None,
     grpc_port: GrpcPort = None,
     insecure: Insecure = False,

@@ -1,15 +1,21 @@
-"""`nano-inference status` and `health`: the state of a pipeline, for people and for probes."""
+"""`nano-inference status`, `top` and `health`: the state of a pipeline."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import sys
+import time
+from collections import defaultdict, deque
+from functools import partial
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 from rich import box
-from rich.console import Group
+from rich.console import Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -22,9 +28,12 @@ from .bus_status import BusStatus, bus_status
 from .clients import ServerClient, Unreachable
 from .connection import DEFAULT_SERVER, Place, ServerAddress, connected, named_server
 from .options import AsJson, Options, option, takes_status_options
-from .terminal import print_json, stdout
+from .terminal import print_json, stdout, table
 
 _SHOWN_LINKS = 3
+_BAR = 30
+_SPARKS = " ▁▂▃▄▅▆▇█"
+_HISTORY = 60
 # Shown by `nano-inference fairness show` and `nano-inference models`.
 _SHOWN_ELSEWHERE = ("settings", *FACTS)
 _DETAILS = frozenset(
@@ -41,7 +50,7 @@ def status(
     options: Options,
     as_json: AsJson = False,
     verbose: Annotated[
-        bool, option("--verbose -v", "Show the bus's links and clients, and all numbers.")
+        bool, option("--verbose -v", "Show links, clients, and all numbers.")
     ] = False,
 ) -> None:
     """Show whether the pipeline is ready, the requests in flight, and its stages.
@@ -123,11 +132,8 @@ def facts_table(width: int) -> Table:
 
 def total(lane: LaneHealth, stage: str, name: str) -> float:
     """Return a number of a lane's stage, summed over replicas."""
-    values = (
-        report.load.get(name, 0)
-        for role, report in lane.stages.items()
-        if split_role(role)[0] == stage
-    )
+    loads = (each.load for role, each in lane.stages.items() if split_role(role)[0] == stage)
+    values = (load.get(name, 0) for load in loads)
     return sum(value for value in values if isinstance(value, int | float))
 
 
@@ -164,17 +170,12 @@ def _add_bus(made: Table, found: BusStatus) -> None:
     busy = [f"{name} ≤ {count}" for name, count in fullest if count]
     made.add_row("links", ", ".join(busy) or "empty")
     made.add_row("results", f"{found.results} kept in the shared stream")
-    clients = [
-        f"{name} ({count})" if count > 1 else name
-        for name, count in found.connections.items()
-        if name.startswith("client")
-    ]
-    # Connections of the stages are in the table below.
-    others = sum(
-        count
-        for name, count in found.connections.items()
-        if not name.startswith(("client", *STAGES))
-    )
+    clients, others = [], 0
+    for name, count in found.connections.items():
+        if name.startswith("client"):
+            clients.append(f"{name} ({count})" if count > 1 else name)
+        elif not name.startswith(STAGES):  # those are in the table below
+            others += count
     if others:
         clients.append(f"{others} other connection{'s' * (others > 1)}")
     made.add_row("clients", ", ".join(clients) or "none")
@@ -187,21 +188,10 @@ def lane_title(lane: LaneHealth) -> str:
 
 def lane_table(lane: LaneHealth, *, verbose: bool = False) -> Table:
     """Return the last reports of a lane's stages; `verbose`: with all numbers."""
-    made = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        title=lane_title(lane) + (f", epoch {lane.epoch}" if verbose else ""),
-        title_justify="left",
-        title_style="bold",
-    )
-    for name in ("stage", "state", "for", "process", "heard", "load"):
-        fold, right = name in ("process", "load"), name in ("for", "heard")
-        made.add_column(
-            name,
-            no_wrap=not fold,
-            overflow="fold" if fold else "ellipsis",
-            justify="right" if right else "left",
-        )
+    names = ("stage", "state", "for", "process", "heard", "load")
+    made = table(*names, right=("for", "heard"), fold=("process", "load"), box=box.SIMPLE_HEAD)
+    made.title = Text(lane_title(lane) + (f", epoch {lane.epoch}" if verbose else ""), "bold")
+    made.title_justify = "left"
     for report in lane.stages.values():
         late = report.age_s > LATE_S
         state: str = "silent" if late else report.state
@@ -220,12 +210,10 @@ def lane_table(lane: LaneHealth, *, verbose: bool = False) -> Table:
 
 
 def _load(report: StageReport, *, verbose: bool) -> str:
-    load = {
-        name: value
-        for name, value in report.load.items()
-        if name not in _SHOWN_ELSEWHERE
-        and (verbose or (name not in _DETAILS and (value or name not in _RARE)))
-    }
+    hidden = set(_SHOWN_ELSEWHERE)
+    if not verbose:
+        hidden |= _DETAILS | {name for name in _RARE if not report.load.get(name)}
+    load = {name: value for name, value in report.load.items() if name not in hidden}
     texts: list[str] = []
     if not verbose and (median_ms := load.pop("ttft_ms_p50", None)) is not None:
         load.pop("ttft_ms_p95", None)
@@ -260,19 +248,121 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+# --- top ------------------------------------------------------------------------------------------
+
+
+@takes_status_options
+def top(
+    options: Options,
+    once: Annotated[bool, option("--once", "Print one status and exit.")] = False,
+    every_s: Annotated[float, option("--every SECONDS", "The interval.", min=0.1)] = 1.0,
+) -> None:
+    """Watch the stages, queues, batch, tokens per second, first tokens and KV blocks.
+
+    Until Ctrl-C; once if standard output is not a terminal. Every process reports the numbers
+    about once a second, over Redis, or to the server that `serve` runs:
+
+        nano-inference top
+
+        nano-inference top --url http://127.0.0.1:8000
+
+        nano-inference top --once --bus redis://10.0.0.5:6379
+    """
+    place, history = status_place(options), History()
+
+    def look() -> Group:
+        return view(asyncio.run(status_at(place, options.served)), history)
+
+    if once or not sys.stdout.isatty():
+        stdout().print(look())
+        return
+    shown: RenderableType = Text("connecting …", style="dim")
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(shown, console=stdout(), screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            started = time.monotonic()
+            try:
+                shown = look()
+                live.update(shown, refresh=True)
+            except (BusError, Unreachable) as error:
+                trouble = Text(f"{error.message}; trying again", style="bold red")
+                live.update(Group(trouble, shown), refresh=True)
+            time.sleep(max(0.05, every_s - (time.monotonic() - started)))
+
+
+class History(defaultdict[str, deque[float]]):
+    """The last tokens per second of each lane."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(deque, maxlen=_HISTORY))
+
+    def add(self, lane: str, rate: float) -> str:
+        """Add a rate; return the last rates as a line of little columns."""
+        rates = self[lane]
+        rates.append(rate)
+        most = max(*rates, 1.0)
+        return "".join(_SPARKS[round(each / most * (len(_SPARKS) - 1))] for each in rates)
+
+
+def view(found: PipelineStatus, history: History) -> Group:
+    """Return a line for the requests, then for each lane its numbers and its stages."""
+    state = Text("ready", "green") if found.ready else Text(f"not ready: {found.reason}", "red")
+    head = Text.assemble(("nano-inference ", "bold"), f"{found.url}   ", state)
+    requests = facts_table(12)
+    dead = Text(f"{found.dead_letters} dead letters", "bold red" if found.dead_letters else "")
+    counts = f"{found.waiting} on the stream, {found.in_flight} taken"
+    requests.add_row("requests", Text(f"{counts}, {found.queue_length} not started, ") + dead)
+    parts: list[RenderableType] = [head, requests]
+    for lane in found.lanes:
+        parts += [_numbers(lane, history), lane_table(lane)]
+    return Group(*parts)
+
+
+def _numbers(lane: LaneHealth, history: History) -> Table:
+    stages = ("fairness", "batching", "streaming", "executor")
+    fairness, batching, streaming, executor = (partial(total, lane, stage) for stage in stages)
+    made = facts_table(12)
+    made.columns[1].no_wrap = True
+    rate = streaming("tokens_per_s")
+    sparks = history.add(lane_title(lane), rate)
+    made.add_row("tokens/s", Text.assemble((f"{rate:<10,.0f}", "bold"), (sparks, "green")))
+    p50, p95 = streaming("ttft_ms_p50"), streaming("ttft_ms_p95")
+    made.add_row("first token", f"{p50:,.1f} ms median, {p95:,.1f} ms p95" if p50 else "")
+    running, waiting = batching("running"), batching("waiting")
+    queued = fairness("queued")
+    made.add_row("queue", f"{queued:,.0f} in fairness, {waiting:,.0f} in batching")
+    made.add_row("batch", _bar(running, running + waiting + fairness("credits"), "samples"))
+    if any("draft_tokens" in report.load for report in lane.stages.values()):
+        counts = map(executor, ("drafts", "draft_tokens", "accepted_tokens"))
+        made.add_row("drafts", drafts_line(*counts))
+    blocks = batching("kv_total")
+    made.add_row("KV blocks", _bar(blocks - batching("kv_free"), blocks, "used"))
+    made.add_row("", f"{batching('kv_cached'):,.0f} in the prefix cache")
+    return made
+
+
+def _bar(value: float, total: float, what: str) -> Text:
+    share = min(1.0, value / total) if total else 0.0
+    filled = round(share * _BAR)
+    style = "red" if share > 0.95 else "yellow" if share > 0.8 else "green"
+    return Text.assemble(
+        ("█" * filled, style),
+        ("░" * (_BAR - filled), "dim"),
+        f" {value:,.0f} of {total:,.0f} {what} ({share:.0%})",
+    )
+
+
 # --- health ---------------------------------------------------------------------------------------
 
 
 @takes_status_options
 def health(
     options: Options,
-    stage: Annotated[
-        list[str] | None, option("--stage", "Only this stage. Repeatable.", "NAME")
-    ] = None,
+    stage: Annotated[list[str] | None, option("--stage NAME", "Only these. Repeatable.")] = None,
     live: Annotated[bool, option("--live/--ready", "Check liveness or readiness.")] = False,
-    host: Annotated[
-        str | None, option("--host", "The host of the process; default: this one.")
-    ] = None,
+    host: Annotated[str | None, option("--host", "Host of the process; default: this.")] = None,
 ) -> None:
     """Check the stages on this host: exit status 0 if they are healthy, else 1.
 
@@ -313,14 +403,7 @@ def health(
     problems = [
         problem
         for model in sorted({report.model for report in found if report.host == here}) or [""]
-        for problem in _problems(
-            [report for report in found if report.model == model],
-            model=model,
-            lane=config.bus.lane,
-            host=here,
-            stages=stage or [],
-            live=live,
-        )
+        for problem in _problems(found, model, config.bus.lane, here, stage or [], live=live)
     ]
     typer.echo("\n".join(problems) if problems else "live" if live else "ready")
     if problems:
@@ -348,9 +431,10 @@ def _check_server(server: ServerAddress, model: str | None, *, live: bool) -> No
 
 
 def _problems(
-    reports: list[StageReport], *, model: str, lane: str, host: str, stages: list[str], live: bool
+    found: list[StageReport], model: str, lane: str, host: str, stages: list[str], *, live: bool
 ) -> list[str]:
     """Return the problems of a model's stages on a host: of these, or of all there if empty."""
+    reports = [report for report in found if report.model == model]
     where = f"lane {lane}" + (f" of model {model}" if model else "") + f" on {host}"
     # Of a process and its successor on the same host, the last one heard of.
     here: dict[str, StageReport] = {}

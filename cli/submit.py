@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,21 +17,26 @@ import typer
 from ..bus.codec import encode_output
 from ..bus.public import Completion, CompletionChunk
 from ..config import Config, ConfigError, NanoInferenceError
-from ..pipeline.client import BusClient
 from .connection import connected
 from .options import Options, argument, option, takes, takes_model_options
-from .requests import LineReader, Submission, Template, given, read_file, read_stdin, template
+from .requests import (
+    LineReader,
+    Submission,
+    Template,
+    field,
+    given,
+    read_file,
+    read_stdin,
+    template,
+)
 from .terminal import complain, harmless, stderr
 from .trace import Waterfall
-
-Source = Iterable[Submission] | AsyncIterator[Submission]
 
 PATIENCE_S = 10.0
 """Time without an answer after which a hint is printed."""
 
 _CONCURRENT = 64
 
-_request = partial(option, rich_help_panel="Requests")
 _output = partial(option, rich_help_panel="Output")
 
 
@@ -39,19 +45,13 @@ _output = partial(option, rich_help_panel="Output")
 def submit(
     options: Options,
     template: Template,
-    texts: Annotated[
-        list[str] | None, argument("TEXT...", "Prompts; - reads lines of standard input.")
-    ] = None,
-    file: Annotated[Path | None, option("--file -f", "Requests, one per line.", "FILE")] = None,
-    chat: Annotated[bool, _request("--chat", "Apply the model's chat template to texts.")] = False,
-    n: Annotated[int | None, _request("--n -n", "Samples per prompt; default: 1.")] = None,
+    texts: Annotated[list[str] | None, argument("TEXT...", "Prompts; -: lines of input.")] = None,
+    file: Annotated[Path | None, option("--file -f FILE", "Requests, one per line.")] = None,
+    chat: Annotated[bool, field("--chat", "Apply the model's chat template to texts.")] = False,
+    n: Annotated[int | None, field("--n -n", "Samples per prompt; default: 1.")] = None,
     as_json: Annotated[bool, _output("--json", "Print each Completion as a line of JSON.")] = False,
-    no_wait: Annotated[
-        bool, _output("--no-wait", "Print entry ids, without waiting for answers.")
-    ] = False,
-    trace: Annotated[
-        bool, _output("--trace", "Draw the time in each stage, on standard error.")
-    ] = False,
+    no_wait: Annotated[bool, _output("--no-wait", "Print entry ids, and don't wait.")] = False,
+    trace: Annotated[bool, _output("--trace", "Draw the times, on standard error.")] = False,
 ) -> None:
     """Send requests to a running pipeline and print the answers.
 
@@ -87,15 +87,14 @@ def submit(
     printer = _Printer(as_json=as_json, trace=trace, labelled=not one_text)
     config = options.client_config()
     source = _source_of(texts, file, template, config.bus.max_request_bytes, chat=chat)
-    submitting = _Submitting(config, printer)
-    asyncio.run(submitting.publish(source) if no_wait else submitting.answer(source))
+    asyncio.run((_publish if no_wait else _answer)(config, source, printer))
     if printer.failed:
         raise typer.Exit(1)
 
 
 def _source_of(
     texts: Sequence[str], file: Path | None, template: Template, max_bytes: int, *, chat: bool
-) -> Source:
+) -> AsyncIterator[Submission]:
     """Return the requests to send.
 
     Raises:
@@ -108,98 +107,86 @@ def _source_of(
         name = "standard input"
         return read_stdin(LineReader(name, template, max_bytes, chat=chat, plain_prompts=True))
     if file is not None:
-        return read_file(file, LineReader(str(file), template, max_bytes, chat=chat))
-    return [
-        Submission(str(number), template.of_text(text, chat=chat))
-        for number, text in enumerate(texts, 1)
-    ]
+        return _listed(read_file(file, LineReader(str(file), template, max_bytes, chat=chat)))
+    requests = (template.of_text(text, chat=chat) for text in texts)
+    return _listed([Submission(str(number), each) for number, each in enumerate(requests, 1)])
 
 
-class _Submitting:
-    """One run of the command.
+async def _listed(submissions: list[Submission]) -> AsyncIterator[Submission]:
+    for submission in submissions:
+        yield submission
 
-    It uses asyncio's task groups: they cancel a task once, so that it can still cancel its request.
+
+async def _publish(config: Config, source: AsyncIterator[Submission], printer: _Printer) -> None:
+    """Send all requests and print their entry ids, in order."""
+    async with connected(config) as client:
+        async for submission in source:
+            printer.line(await client.publish(submission.request))
+
+
+async def _answer(config: Config, source: AsyncIterator[Submission], printer: _Printer) -> None:
+    """Send all requests, some at a time, and print the answers.
+
+    asyncio's task groups cancel a task once, so that it can still cancel its request.
     """
+    slots = asyncio.Semaphore(_CONCURRENT)
+    unreadable: NanoInferenceError | None = None
+    started = time.monotonic()
 
-    def __init__(self, config: Config, printer: _Printer) -> None:
-        self._config = config
-        self._printer = printer
-        self._patience: asyncio.TimerHandle | None = None
-
-    async def publish(self, source: Source) -> None:
-        """Send all requests and print their entry ids, in order."""
-        async with connected(self._config) as client:
-            async for submission in _each(source):
-                self._printer.line(await client.publish(submission.request))
-
-    async def answer(self, source: Source) -> None:
-        """Send all requests, some at a time, and print the answers."""
-        slots = asyncio.Semaphore(_CONCURRENT)
-        unreadable: NanoInferenceError | None = None
-        started = time.monotonic()
-        async with connected(self._config) as client:
-            loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(PATIENCE_S, self._hint)
-            try:
-                async with asyncio.TaskGroup() as group:
-                    try:
-                        async for submission in _each(source):
-                            await slots.acquire()
-                            self._printer.sent()
-                            task = group.create_task(self._answer_one(client, submission))
-                            task.add_done_callback(lambda _: slots.release())
-                    except NanoInferenceError as error:
-                        # Requests before the malformed line are still answered.
-                        unreadable = error
-            finally:
-                self._patience.cancel()
-                self._printer.clear()
-        if unreadable is not None:
-            raise unreadable
-        self._printer.summary(time.monotonic() - started)
-
-    async def _answer_one(self, client: BusClient, submission: Submission) -> None:
-        async with aclosing(client.submit(submission.request)) as outputs:
-            async for output in outputs:
-                if self._patience is not None:
-                    self._patience.cancel()
-                if isinstance(output, CompletionChunk):
-                    self._printer.chunk(output)
-                else:
-                    self._printer.completion(submission.label, output)
-
-    def _hint(self) -> None:
-        self._printer.clear()
+    def hint() -> None:
+        printer.clear()
         complain(
             f"waiting: no answer for {PATIENCE_S:.0f} s; is `nano-inference up` running, and is "
-            f"{self._config.bus.prefix!r} its bus.prefix? See `nano-inference status`"
+            f"{config.bus.prefix!r} its bus.prefix? See `nano-inference status`"
         )
 
+    async def answer(submission: Submission) -> None:
+        async with aclosing(client.submit(submission.request)) as outputs:
+            async for output in outputs:
+                patience.cancel()
+                if isinstance(output, CompletionChunk):
+                    printer.chunk(output)
+                else:
+                    printer.completion(submission.label, output)
 
-async def _each(source: Source) -> AsyncIterator[Submission]:
-    if isinstance(source, AsyncIterator):
-        async for submission in source:
-            yield submission
-    else:
-        for submission in source:
-            yield submission
+    async with connected(config) as client:
+        patience = asyncio.get_running_loop().call_later(PATIENCE_S, hint)
+        try:
+            async with asyncio.TaskGroup() as group:
+                try:
+                    async for submission in source:
+                        await slots.acquire()
+                        printer.sent()
+                        task = group.create_task(answer(submission))
+                        task.add_done_callback(lambda _: slots.release())
+                except NanoInferenceError as error:
+                    # Requests before the malformed line are still answered.
+                    unreadable = error
+        finally:
+            patience.cancel()
+            printer.clear()
+    if unreadable is not None:
+        raise unreadable
+    printer.summary(time.monotonic() - started)
 
 
+@dataclass
 class _Printer:
     """Prints answers as text or as JSON lines, and for several requests a progress line.
 
     Attributes:
+        labelled: Whether there are several requests.
         failed: The number of requests that failed.
     """
 
-    def __init__(self, *, as_json: bool, trace: bool, labelled: bool) -> None:
-        """`labelled`: there are several requests."""
-        self._as_json = as_json
-        self._trace = trace
-        self._labelled = labelled
+    as_json: bool
+    trace: bool
+    labelled: bool
+
+    def __post_init__(self) -> None:
         self._streamed = False
         self._harmless = harmless if sys.stdout.isatty() else str
-        self._live = labelled and sys.stderr.isatty()
+        self._live = self.labelled and sys.stderr.isatty()
         self._sent = self._answered = self._tokens = self.failed = 0
 
     def line(self, text: str) -> None:
@@ -208,27 +195,26 @@ class _Printer:
 
     def chunk(self, chunk: CompletionChunk) -> None:
         """Print a piece of the only answer. Several answers are printed whole."""
-        if not (self._as_json or self._labelled):
+        if not (self.as_json or self.labelled):
             self._streamed = True
             self._write(chunk.text)
 
     def completion(self, label: str, completion: Completion) -> None:
         """Print the rest of an answer, its error, and its waterfall."""
         self.clear()
-        if self._as_json:
+        if self.as_json:
             self.line(encode_output(completion).decode())
         elif self._streamed:
             self.line("")
         elif completion.status == "done" or completion.samples:
             several = len(completion.samples) > 1
             for sample in completion.samples:
-                names = [label] * self._labelled + [str(sample.sample_index)] * several
-                name = f"[{'.'.join(names)}] " if names else ""
-                self.line(f"{name}{sample.text.strip() if name else sample.text}")
+                names = [label] * self.labelled + [str(sample.sample_index)] * several
+                self.line(f"[{'.'.join(names)}] {sample.text.strip()}" if names else sample.text)
         if (error := completion.error) is not None:
-            where = f"[{label}] " if self._labelled else ""
+            where = f"[{label}] " if self.labelled else ""
             complain(f"{where}{completion.status}: {error.message} ({error.code})")
-        if self._trace:
+        if self.trace:
             stderr().print(Waterfall(completion))
         self._answered += 1
         self._tokens += completion.usage.completion_tokens
@@ -240,15 +226,15 @@ class _Printer:
         self._sent += 1
         self._progress()
 
-    def clear(self) -> None:
-        """Remove the progress line."""
+    def clear(self, text: str = "") -> None:
+        """Replace the progress line, if there is one."""
         if self._live:
-            sys.stderr.write("\r\x1b[K")
+            sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
 
     def summary(self, seconds: float) -> None:
         """Print the totals of several requests."""
-        if self._labelled:
+        if self.labelled:
             failed = f", {self.failed} of them failed" if self.failed else ""
             rate = self._tokens / max(seconds, 1e-9)
             sys.stderr.write(
@@ -257,10 +243,8 @@ class _Printer:
             )
 
     def _progress(self) -> None:
-        if self._live:
-            failed = f", {self.failed} failed" if self.failed else ""
-            sys.stderr.write(f"\r\x1b[K{self._answered} of {self._sent} answered{failed}")
-            sys.stderr.flush()
+        failed = f", {self.failed} failed" if self.failed else ""
+        self.clear(f"{self._answered} of {self._sent} answered{failed}")
 
     def _write(self, text: str) -> None:
         sys.stdout.write(self._harmless(text))

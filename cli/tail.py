@@ -14,10 +14,9 @@ from ..bus.codec import encode_output
 from ..bus.public import Completion
 from ..config import Config
 from ..pipeline.client import BusClient
-from ..telemetry.clock import milliseconds
 from .connection import connected, find_served, served_names
-from .options import Options, option, takes_model_options
-from .terminal import cut, one_line
+from .options import AsJson, Options, option, takes_model_options
+from .terminal import cut, one_line, total, ttft
 
 _WIDTH_OF_PIPES = 120
 
@@ -27,7 +26,7 @@ _HEADING = f"{'request':<20} {'status':<9} {'tokens':>6} {'TTFT ms':>9} {'total 
 @takes_model_options
 def tail(
     options: Options,
-    as_json: Annotated[bool, option("--json", "Print each Completion as a line of JSON.")] = False,
+    as_json: AsJson = False,
     limit: Annotated[int | None, option("--limit", "Exit after this number.", min=1)] = None,
 ) -> None:
     """Print every request that ends from now on, of all clients.
@@ -74,10 +73,6 @@ async def _names_of(client: BusClient, model: str) -> set[str]:
 
 def _line(completion: Completion, width: int) -> str:
     """Return a completion as one line of at most `width` columns."""
-    timings = completion.timings
-    received_ns = timings.received_ns
-    ttft = milliseconds(timings.first_token_ns - received_ns) if timings.first_token_ns else "-"
-    total = milliseconds(timings.finished_ns - received_ns) if received_ns else "-"
     if completion.error is not None:
         text = f"{completion.error.code}: {completion.error.message}"
     else:
@@ -86,7 +81,7 @@ def _line(completion: Completion, width: int) -> str:
     request_id += " " * (20 - cell_len(request_id))
     return cut(
         f"{request_id} {completion.status:<9} {completion.usage.completion_tokens:>6} "
-        f"{ttft:>9} {total:>9}  {one_line(text)}",
+        f"{ttft(completion):>9} {total(completion):>9}  {one_line(text)}",
         width,
     )
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
 
 import msgspec
 import typer
+from rich.box import Box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..config import NanoInferenceError, RequestError
+from ..bus.public import Completion
+from ..config import ConfigError, NanoInferenceError, RequestError
+from ..telemetry.clock import milliseconds
 
 PROGRAM = "nano-inference"
 
@@ -31,14 +36,10 @@ Failures = type[NanoInferenceError] | tuple[type[NanoInferenceError], ...]
 _DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
 
 
-def stdout() -> Console:
-    """Return a console for standard output that reads no markup in prompts and answers."""
-    return Console(highlight=False, markup=False, emoji=False)
+stdout = partial(Console, highlight=False, markup=False, emoji=False)
+"""Makes a console for standard output that reads no markup in prompts and answers."""
 
-
-def stderr() -> Console:
-    """Return the same for standard error."""
-    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+stderr = partial(stdout, stderr=True)
 
 
 def complain(sentence: str) -> None:
@@ -59,20 +60,36 @@ def failures_exit(kinds: Failures = RequestError) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def print_json(value: object) -> None:
-    """Print a value as a line of JSON."""
-    typer.echo(msgspec.json.encode(value).decode())
+def print_json(*values: object) -> None:
+    """Print each value as a line of JSON."""
+    for value in values:
+        typer.echo(msgspec.json.encode(value).decode())
 
 
-def table(*columns: str, right: Iterable[str] = (), fold: Iterable[str] = ()) -> Table:
-    """Return a table without lines.
+def read_input(file: Path) -> bytes:
+    """Return the content of a file, or of standard input if it is "-".
+
+    Raises:
+        ConfigError: It can't be read.
+    """
+    try:
+        return sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"can't read {file}: {error.strerror}") from None
+
+
+def table(
+    *columns: str, right: Iterable[str] = (), fold: Iterable[str] = (), box: Box | None = None
+) -> Table:
+    """Return a table, by default without lines.
 
     Args:
         columns: Their headings.
         right: Columns aligned to the right.
         fold: Columns that may wrap.
+        box: Its lines.
     """
-    made = Table(box=None, pad_edge=False)
+    made = Table(box=box, pad_edge=False)
     for name in columns:
         made.add_column(
             name,
@@ -83,10 +100,42 @@ def table(*columns: str, right: Iterable[str] = (), fold: Iterable[str] = ()) ->
     return made
 
 
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    empty: str = "",
+    *,
+    right: Iterable[str] = (),
+    fold: Iterable[str] = (),
+) -> None:
+    """Print a table as by `table`, or if there are no rows a sentence."""
+    if not rows:
+        typer.echo(empty)
+        return
+    made = table(*columns, right=right, fold=fold)
+    for row in rows:
+        made.add_row(*row)
+    stdout().print(made)
+
+
 def date(stamp_ns: int, *, seconds: bool = True) -> str:
     """Return a date and time of this time zone."""
     form = "%Y-%m-%d %H:%M:%S" if seconds else "%Y-%m-%d %H:%M"
     return time.strftime(form, time.localtime(stamp_ns / 1e9))
+
+
+def ttft(completion: Completion) -> str:
+    """Return the time to the first token in milliseconds; "-" without one."""
+    timings = completion.timings
+    first_ns = timings.first_token_ns
+    return milliseconds(first_ns - timings.received_ns) if first_ns else "-"
+
+
+def total(completion: Completion) -> str:
+    """Return the time of a request in milliseconds; "-" if admission has not received it."""
+    timings = completion.timings
+    received_ns = timings.received_ns
+    return milliseconds(timings.finished_ns - received_ns) if received_ns else "-"
 
 
 def harmless(text: str) -> str:

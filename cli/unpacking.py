@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol, cast
+from typing import IO, NamedTuple, cast
 
 from ..config import ModelError, shown
 
@@ -59,54 +59,35 @@ class _Member(NamedTuple):
 
     Attributes:
         path: As in the archive.
-        is_folder: Whether it is a folder, else a plain file.
-        size: Declared size in bytes.
         content: None for a folder.
+        size: Declared size in bytes.
     """
 
     path: str
-    is_folder: bool
-    size: int
-    content: IO[bytes] | None
-
-
-class _Readable(Protocol):
-    """A file, or a decompressor."""
-
-    def read(self, size: int = -1, /) -> bytes: ...
-    def seek(self, offset: int, whence: int = 0, /) -> int: ...
-    def tell(self) -> int: ...
+    content: IO[bytes] | None = None
+    size: int = 0
 
 
 class _Headers:
-    """A file with a limit on bytes read outside of the members' contents."""
+    """A file with a limit on bytes read outside of the members' contents.
 
-    def __init__(self, file: _Readable) -> None:
+    Attributes:
+        left: Bytes until the limit; None while content follows, whose size is checked elsewhere.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._left: int | None = _MOST_HEADER_BYTES
-
-    def contents(self) -> None:
-        """Content follows, whose size is checked elsewhere."""
-        self._left = None
-
-    def headers(self) -> None:
-        """Headers follow."""
-        self._left = _MOST_HEADER_BYTES
+        self.left: int | None = _MOST_HEADER_BYTES
+        self.seek, self.tell = file.seek, file.tell
 
     def read(self, size: int = -1) -> bytes:
-        if self._left is None:
+        if self.left is None:
             return self._file.read(size)
-        found = b"" if size > self._left else self._file.read(size if size >= 0 else self._left)
-        self._left -= max(size, len(found))
-        if self._left <= 0:
+        found = b"" if size > self.left else self._file.read(size if size >= 0 else self.left)
+        self.left -= max(size, len(found))
+        if self.left <= 0:
             raise Refused(f"its headers have more than {_MOST_HEADER_BYTES} bytes")
         return found
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
 
     def seekable(self) -> bool:
         return True
@@ -171,7 +152,7 @@ class _Writer:
             raise Refused(f"it has more than {MOST_MEMBERS} files and folders")
         parts = _parts(member.path)
         if not parts:
-            if member.is_folder:
+            if member.content is None:
                 return
             raise Refused(f"the file {shown(member.path)} has no name")
         self._enter(parts, member)
@@ -218,7 +199,7 @@ class _Writer:
     def _enter(self, parts: tuple[str, ...], member: _Member) -> None:
         """Raises Refused: the path is another file's, at least on some file system."""
         for length in range(1, len(parts) + 1):
-            own, is_folder = parts[:length], member.is_folder or length < len(parts)
+            own, is_folder = parts[:length], member.content is None or length < len(parts)
             key = tuple(unicodedata.normalize("NFC", part).casefold() for part in own)
             before, was_folder = self._known.get(key, (own, True))
             if before != own or not was_folder or (key in self._known and not is_folder):
@@ -248,17 +229,17 @@ def _parts(path: str) -> tuple[str, ...]:
 
 def _tarred(file: IO[bytes], writer: _Writer) -> Iterator[_Member]:
     with _decompressed(file) as stream:
-        headers = _Headers(cast(_Readable, stream))
+        headers = _Headers(stream)
         with tarfile.open(fileobj=cast(IO[bytes], headers), mode="r:") as tar:
             while (found := tar.next()) is not None:
-                if not (found.isfile() or found.isdir()) or found.issparse():
-                    raise Refused(f"{shown(found.name)} is no plain file and no folder")
                 if found.isdir():
-                    yield _Member(found.name, True, 0, None)
+                    yield _Member(found.name)
                     continue
-                headers.contents()
-                yield _Member(found.name, False, found.size, tar.extractfile(found))
-                headers.headers()
+                if not found.isfile() or found.issparse():
+                    raise Refused(f"{shown(found.name)} is no plain file and no folder")
+                headers.left = None
+                yield _Member(found.name, tar.extractfile(found), found.size)
+                headers.left = _MOST_HEADER_BYTES
         # A checksum follows, which shows lost bytes; tarfile does not read it.
         while piece := stream.read(_PIECE):
             writer.count(len(piece))
@@ -268,25 +249,21 @@ def _decompressed(file: IO[bytes]) -> IO[bytes]:
     """Return a decompressor by the first bytes, or the file itself."""
     start = file.read(6)
     file.seek(0)
-    if start.startswith(b"\x1f\x8b"):
-        return cast(IO[bytes], gzip.GzipFile(fileobj=file))
-    if start.startswith(b"BZh"):
-        return cast(IO[bytes], bz2.BZ2File(file))
-    if start == b"\xfd7zXZ\0":
-        return cast(IO[bytes], lzma.LZMAFile(file))
+    for magic, module in ((b"\x1f\x8b", gzip), (b"BZh", bz2), (b"\xfd7zXZ\0", lzma)):
+        if start.startswith(magic):
+            return cast(IO[bytes], module.open(file))
     return file
 
 
 def _zipped(file: IO[bytes]) -> Iterator[_Member]:
     headers = _Headers(file)
     with zipfile.ZipFile(cast(IO[bytes], headers)) as opened:
-        headers.contents()
+        headers.left = None
         for found in opened.infolist():
-            kind = stat.S_IFMT(found.external_attr >> 16)
             if found.is_dir():
-                yield _Member(found.filename, True, 0, None)
-            elif kind not in (0, stat.S_IFREG):
+                yield _Member(found.filename)
+            elif stat.S_IFMT(found.external_attr >> 16) not in (0, stat.S_IFREG):
                 raise Refused(f"{shown(found.filename)} is no plain file and no folder")
             else:
                 with opened.open(found) as content:
-                    yield _Member(found.filename, False, found.file_size, content)
+                    yield _Member(found.filename, content, found.file_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -12,8 +13,6 @@ from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
-import msgspec
-import yaml
 
 from ..bus import open_bus
 from ..config import (
@@ -22,9 +21,9 @@ from ..config import (
     Config,
     ConfigError,
     ModelConfig,
-    NanoInferenceError,
     all_roles,
     as_environment,
+    as_text,
     load_config,
     redact,
 )
@@ -48,17 +47,13 @@ _STOPPING = "stopping: requests in flight may finish; a second Ctrl-C kills"
 def up(
     options: Options,
     port: Annotated[
-        int,
-        option(
-            "--port", "Port of the embedded server, without --bus.", "PORT", min=1, max=MOST_PORT
-        ),
+        int, port_option("--port PORT", "Of the embedded server.", min=1)
     ] = SERVER_PORT,
     replicas: Annotated[
-        int | None, option("--replicas", "Pairs of batching and executor; default: 1.", min=1)
+        int | None, option("--replicas", "Pairs of batching and executor.", min=1)
     ] = None,
     gateway: Annotated[
-        int | None,
-        port_option("--gateway", "Serve HTTP on this port too, in a process of its own."),
+        int | None, port_option("--gateway PORT", "Serve HTTP, by a process of its own.")
     ] = None,
     grpc_port: GrpcPort = None,
     insecure: Insecure = False,
@@ -82,13 +77,8 @@ def up(
     at once, and its requests continue. On Ctrl-C or SIGTERM to this process, requests in flight may
     finish, within `pipeline.drain_timeout_s`, and all processes stop.
     """
-    own = {
-        "pipeline.replicas": replicas,
-        "gateway.port": gateway,
-        "gateway.grpc_port": grpc_port,
-        "gateway.insecure": insecure or None,
-    }
-    overrides = options.overrides() | given(own)
+    own = {"pipeline.replicas": replicas, "gateway.port": gateway, "gateway.grpc_port": grpc_port}
+    overrides = options.overrides() | given(own | {"gateway.insecure": insecure or None})
     config = load_config(options.config_file, overrides=overrides)
     check_model_files(config, options.model)
     if config.gateway.listens:
@@ -98,8 +88,7 @@ def up(
         if config.bus.url == "memory":
             url = stack.enter_context(embedded_server(port))
             config = load_config(options.config_file, overrides=overrides | {"bus.url": url})
-        file = options.config_file
-        arguments = [] if file is None else ["--config", str(file)]
+        arguments = ["--config", str(options.config_file)] if options.config_file else []
         environment = _child_environment(config, overrides)
         anyio.run(_check_bus, config)  # so that one process complains, and not five
         run = _run_several if config.models else _run_one
@@ -135,11 +124,7 @@ async def _run_until_signal(
     stop: Callable[[], Awaitable[None]],
     kill: Callable[[], None],
 ) -> None:
-    """Run until a signal comes, then stop; kill at the second signal.
-
-    Raises:
-        NanoInferenceError: As `work`.
-    """
+    """Run until a signal comes, then stop; kill at the second one. Raises the errors of `work`."""
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
 
         async def kill_on_signal() -> None:
@@ -155,8 +140,6 @@ async def _run_until_signal(
                 group.start_soon(kill_on_signal)
                 await stop()
                 group.cancel_scope.cancel()
-        except* NanoInferenceError as failures:
-            raise failures.exceptions[0] from None
         finally:
             with anyio.CancelScope(shield=True):
                 await stop()
@@ -177,9 +160,7 @@ async def _run_one(
     number = {5: "five", 6: "six", 7: "seven"}.get(len(roles), str(len(roles)))
     printer.say(f"starting {number} processes over {redact(config.bus.url)}")
 
-    async def stop() -> None:
-        await processes.stop(drain=True)
-
+    stop = functools.partial(processes.stop, drain=True)
     try:
         await _run_until_signal([processes.run], printer, stop, processes.kill)
     finally:
@@ -244,14 +225,10 @@ async def _run_several(
 
     def processes_of(model: ModelConfig, own: Config) -> Processes:
         roles = all_roles(own.pipeline.replicas)
-        overrides = [
-            part
-            for name, value in model.overrides.items()
-            for part in ("--set", f"{name}={_written(value)}")
-        ]
-        made = Processes(
-            own, roles, forks, printer, [*arguments, *overrides], ports.of(model.id, len(roles))
-        )
+        every = list(arguments)
+        for name, value in model.overrides.items():
+            every += ["--set", f"{name}={as_text(value)}"]
+        made = Processes(own, roles, forks, printer, every, ports.of(model.id, len(roles)))
         # Drop the processes of earlier loads, which have ended.
         running[:] = [gateway, *(each for each in running[1:] if each.pids), made]
         return made
@@ -284,14 +261,6 @@ async def _run_several(
             await bus.aclose()
             await anyio.to_thread.run_sync(metrics.shutdown)
         forks.close()
-
-
-def _written(value: object) -> str:
-    """Return a value as `--set` reads it."""
-    text: str = yaml.safe_dump(
-        msgspec.to_builtins(value), default_flow_style=True, width=float("inf")
-    )
-    return text.removesuffix("\n").removesuffix("\n...")
 
 
 # --- the embedded server ------------------------------------------------------------------------

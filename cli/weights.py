@@ -16,7 +16,7 @@ from ..bus.control import MEMORY_TAGS, MemoryTag
 from ..bus.weights import FolderWeights, InFlight
 from .connection import operate
 from .options import Lane, Options, argument, group, option, takes_model_options
-from .terminal import stdout, table
+from .terminal import print_table
 
 app = group("""Read the version of the weights, and replace them while requests are in flight.
 
@@ -36,11 +36,12 @@ class MemoryKind(StrEnum):
 
 
 Tags = Annotated[
-    list[MemoryKind] | None, option("--tag", "A part of the memory. Repeatable; default: all.")
+    list[MemoryKind] | None, option("--tag", "A part of it. Repeatable; default: all.")
 ]
 AtPause = Annotated[
-    InFlight, option("--in-flight", "Requests in flight keep their KV, recompute it, or end.")
+    InFlight, option("--in-flight", "Requests keep their KV, recompute it, or end.")
 ]
+Timeout = Annotated[float, option("--timeout", "Time limit, in seconds.", min=0)]
 Version = Annotated[int | None, option("--version", "The new version; default: the next one.")]
 
 
@@ -48,18 +49,11 @@ Version = Annotated[int | None, option("--version", "The new version; default: t
 @takes_model_options
 def update(
     options: Options,
-    folder: Annotated[
-        Path,
-        option(
-            "--folder", "Checkpoint or safetensors file, which the executor can read.", "FOLDER"
-        ),
-    ],
+    folder: Annotated[Path, option("--folder FOLDER", "Checkpoint that the executor can read.")],
     in_flight: AtPause = "keep",
     version: Version = None,
     partial: Annotated[bool, option("--partial", "Keep parameters that the folder lacks.")] = False,
-    timeout_s: Annotated[
-        float, option("--timeout", "Seconds to wait for the new weights.", min=0)
-    ] = 300.0,
+    timeout_s: Timeout = 300.0,
     lane: Lane = None,
 ) -> None:
     """Replace the weights by those of a folder; print their version.
@@ -171,11 +165,12 @@ def list_adapters(options: Options, lane: Lane = None) -> None:
     nano-inference adapters list
     """
     found = operate(options, lambda client: client.adapters(lane=lane))
-    made = table("id", "version", "rank", "MiB", "folder", fold=("folder",))
+    rows = []
     for each in found:
         size = f"{each.num_bytes / (1 << 20):.1f}"
-        made.add_row(each.id, str(each.version), str(each.rank), size, each.folder or "-")
-    stdout().print(made if found else "no adapter is loaded")
+        rows.append((each.id, f"{each.version}", f"{each.rank}", size, each.folder or "-"))
+    names = ("id", "version", "rank", "MiB", "folder")
+    print_table(names, rows, "no adapter is loaded", fold=("folder",))
 
 
 @adapters.command("load")
@@ -183,14 +178,10 @@ def list_adapters(options: Options, lane: Lane = None) -> None:
 def load_adapter(
     options: Options,
     id: Id,
-    folder: Annotated[
-        Path, argument("FOLDER", "Written by PEFT's save_pretrained, where executors can read it.")
-    ],
+    folder: Annotated[Path, argument("FOLDER", "A folder of PEFT that executors can read.")],
     in_flight: AtPause = "keep",
     version: Version = None,
-    timeout_s: Annotated[
-        float, option("--timeout", "Seconds to wait for the adapter.", min=0)
-    ] = 300.0,
+    timeout_s: Timeout = 300.0,
     lane: Lane = None,
 ) -> None:
     """Load an adapter, or new weights for one that is loaded; print its version.
@@ -212,12 +203,8 @@ def load_adapter(
 def unload_adapter(
     options: Options,
     id: Id,
-    abort: Annotated[
-        bool, option("--abort", "End its requests in flight; default: they finish.")
-    ] = False,
-    timeout_s: Annotated[
-        float, option("--timeout", "Time limit for its requests, in seconds.", min=0)
-    ] = 300.0,
+    abort: Annotated[bool, option("--abort", "End its requests; default: finish.")] = False,
+    timeout_s: Timeout = 300.0,
     lane: Lane = None,
 ) -> None:
     """Unload an adapter. New requests for it are refused at once.

@@ -1,97 +1,59 @@
 """Settings, errors and temporary memory. This floor imports nothing else of the package."""
 
-from .engine import ADAPTER_ID_RULE, BUNDLED_MODEL, EngineConfig, PoolingKind, is_adapter_id
-from .errors import (
-    NOT_PERMITTED,
-    AdapterError,
-    BusError,
-    ChannelClosed,
-    ConfigError,
-    LaneReplaced,
-    ModelError,
-    NanoInferenceError,
-    RequestError,
-    WeightsError,
-    prompt_too_long,
-)
-from .gateway import GatewayConfig
-from .load import API_KEY_VARIABLE, as_environment, load_config, nearest, parse_value, text_in
-from .model_paths import missing_model
-from .models import ModelConfig
-from .policy import PolicyConfig
-from .quoting import MOST_SHOWN, MOST_TEXT, cut, cut_middle, field_name, shown, told_of
-from .redact import REDIS_SCHEMES, redact
-from .roles import REPLICATED, all_roles, role_of, role_of_sender, roles_here, split_role
-from .sampling import MAX_INT64, Constraint, Int64, SamplingParams
-from .settings import (
-    DEFAULT_URL,
-    STAGES,
-    AdmissionConfig,
-    BusConfig,
-    Config,
-    DeploymentConfig,
-    FairnessConfig,
-    PipelineConfig,
-    SchedulerConfig,
-    Stage,
-    TelemetryConfig,
-)
-
-__all__ = [
-    "ADAPTER_ID_RULE",
-    "API_KEY_VARIABLE",
-    "BUNDLED_MODEL",
-    "DEFAULT_URL",
-    "MAX_INT64",
-    "MOST_SHOWN",
-    "MOST_TEXT",
-    "NOT_PERMITTED",
-    "REDIS_SCHEMES",
-    "REPLICATED",
-    "STAGES",
-    "AdapterError",
-    "AdmissionConfig",
-    "BusConfig",
-    "BusError",
-    "ChannelClosed",
-    "Config",
-    "ConfigError",
-    "Constraint",
-    "DeploymentConfig",
-    "EngineConfig",
-    "FairnessConfig",
-    "GatewayConfig",
-    "Int64",
-    "LaneReplaced",
-    "ModelConfig",
-    "ModelError",
-    "NanoInferenceError",
-    "PipelineConfig",
-    "PolicyConfig",
-    "PoolingKind",
-    "RequestError",
-    "SamplingParams",
-    "SchedulerConfig",
-    "Stage",
-    "TelemetryConfig",
-    "WeightsError",
-    "all_roles",
-    "as_environment",
-    "cut",
-    "cut_middle",
-    "field_name",
-    "is_adapter_id",
-    "load_config",
-    "missing_model",
-    "nearest",
-    "parse_value",
-    "prompt_too_long",
-    "redact",
-    "role_of",
-    "role_of_sender",
-    "roles_here",
-    "shown",
-    "split_role",
-    "text_in",
-    "told_of",
-]
+from .engine import ADAPTER_ID_RULE as ADAPTER_ID_RULE
+from .engine import BUNDLED_MODEL as BUNDLED_MODEL
+from .engine import EngineConfig as EngineConfig
+from .engine import PoolingKind as PoolingKind
+from .engine import is_adapter_id as is_adapter_id
+from .engine import missing_model as missing_model
+from .errors import NOT_PERMITTED as NOT_PERMITTED
+from .errors import AdapterError as AdapterError
+from .errors import BusError as BusError
+from .errors import ChannelClosed as ChannelClosed
+from .errors import ConfigError as ConfigError
+from .errors import LaneReplaced as LaneReplaced
+from .errors import ModelError as ModelError
+from .errors import NanoInferenceError as NanoInferenceError
+from .errors import RequestError as RequestError
+from .errors import WeightsError as WeightsError
+from .errors import prompt_too_long as prompt_too_long
+from .gateway import GatewayConfig as GatewayConfig
+from .load import API_KEY_VARIABLE as API_KEY_VARIABLE
+from .load import as_environment as as_environment
+from .load import as_text as as_text
+from .load import load_config as load_config
+from .load import nearest as nearest
+from .load import parse_value as parse_value
+from .load import text_in as text_in
+from .models import ModelConfig as ModelConfig
+from .policy import PolicyConfig as PolicyConfig
+from .quoting import MOST_SHOWN as MOST_SHOWN
+from .quoting import MOST_TEXT as MOST_TEXT
+from .quoting import cut as cut
+from .quoting import cut_middle as cut_middle
+from .quoting import field_name as field_name
+from .quoting import shown as shown
+from .quoting import told_of as told_of
+from .redact import REDIS_SCHEMES as REDIS_SCHEMES
+from .redact import redact as redact
+from .roles import REPLICATED as REPLICATED
+from .roles import all_roles as all_roles
+from .roles import role_of as role_of
+from .roles import role_of_sender as role_of_sender
+from .roles import roles_here as roles_here
+from .roles import split_role as split_role
+from .sampling import MAX_INT64 as MAX_INT64
+from .sampling import Constraint as Constraint
+from .sampling import Int64 as Int64
+from .sampling import SamplingParams as SamplingParams
+from .settings import DEFAULT_URL as DEFAULT_URL
+from .settings import STAGES as STAGES
+from .settings import AdmissionConfig as AdmissionConfig
+from .settings import BusConfig as BusConfig
+from .settings import Config as Config
+from .settings import DeploymentConfig as DeploymentConfig
+from .settings import FairnessConfig as FairnessConfig
+from .settings import PipelineConfig as PipelineConfig
+from .settings import SchedulerConfig as SchedulerConfig
+from .settings import Stage as Stage
+from .settings import TelemetryConfig as TelemetryConfig

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
+import sys
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -11,6 +13,34 @@ from .errors import ConfigError
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
+
+
+class Range(NamedTuple):
+    """The accepted values of a number.
+
+    Attributes:
+        wanted: The range in words, for errors.
+        low, high: Both ends are included.
+        also: A value outside the range that is accepted too.
+    """
+
+    wanted: str
+    low: float = -math.inf
+    high: float = math.inf
+    also: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Return whether a value is accepted. NaN never is."""
+        return value == self.also or self.low <= value <= self.high
+
+
+TINY, HUGE = math.ulp(0.0), sys.float_info.max
+"""The least number above 0, and the largest finite one."""
+
+PositiveInt = Annotated[int, Range("at least 1", 1)]
+NonNegativeInt = Annotated[int, Range("at least 0", 0)]
+Seconds = Annotated[float, Range("above 0, at most 86400 (a day)", TINY, 86_400)]
+Port = Annotated[int, Range("a port, or 0", 0, 65_535)]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,7 +77,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Section(Settings, frozen=True):
-    """Settings whose values are checked when built, from Python too."""
+    """Settings whose values are checked when built, from Python too.
+
+    A `Range` in a setting's annotation is checked after all types; null is in every range.
+    """
 
     def __post_init__(self) -> None:
         """Raise ConfigError naming the first setting of a wrong type or out of range.
@@ -66,6 +99,10 @@ class Section(Settings, frozen=True):
                 hint = f"; choose from {names}" if names else ""
                 raise ConfigError(f"{shown}: {error}{hint}") from None
             msgspec.structs.force_setattr(self, field.name, value)
+            if isinstance(value, int | float):
+                for range in get_args(field.type)[1:]:
+                    if isinstance(range, Range):
+                        self.require(field.name, range.holds(value), range.wanted)
         self.check()
 
     def check(self) -> None:

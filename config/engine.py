@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from .base import Section
+from .base import TINY, NonNegativeInt, PositiveInt, Range, Section
 
 PoolingKind = Literal["mean", "last", "cls"]
 """Tokens that a prompt's embedding is made of: all, the last, or the first."""
@@ -30,6 +30,23 @@ _ADAPTER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 def is_adapter_id(id: str) -> bool:
     """Return whether an adapter may have this id: `ADAPTER_ID_RULE`."""
     return _ADAPTER_ID.fullmatch(id) is not None
+
+
+# A hub name, by the hub library's rule.
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
+
+
+def missing_model(path: object) -> str:
+    """Return the end of a sentence about a missing model path.
+
+    Nothing is downloaded for a path, so a name on the hub needs `pull` first.
+    """
+    if _HUB_NAME.fullmatch(str(path)):
+        return f"fetch it with `nano-inference pull {path}`, which prints the folder to give"
+    return (
+        f"give a folder in Transformers' format, a GGUF file, or {BUNDLED_MODEL!r} for the bundled "
+        "model"
+    )
 
 
 class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
@@ -105,15 +122,15 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
 
     model_path: str = BUNDLED_MODEL
     cache_type: Literal["paged", "radix"] = "radix"
-    block_size: int = 16
-    max_batch_size: int = 0
-    max_model_len: int = 8192
-    gpu_memory_utilization: float = 0.9
-    kv_cache_bytes: int = 1 << 28
-    max_tokens_per_batch: int = 2048
+    block_size: PositiveInt = 16
+    max_batch_size: NonNegativeInt = 0
+    max_model_len: Annotated[int, Range("at least 2", 2)] = 8192
+    gpu_memory_utilization: Annotated[float, Range("above 0, at most 1", TINY, 1)] = 0.9
+    kv_cache_bytes: PositiveInt = 1 << 28
+    max_tokens_per_batch: PositiveInt = 2048
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
-    cpu_threads: int = 0
+    cpu_threads: NonNegativeInt = 0
     kernels: Literal["auto", "off"] = "auto"
     attention: Literal["auto", "paged", "gather", "tiled"] = "auto"
     attention_tile: int = 0
@@ -122,30 +139,24 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     logprobs_mode: Literal["processed", "raw"] = "processed"
     deterministic: bool | Literal["auto"] = "auto"
-    max_weight_tensors: int = 0
-    max_weight_bytes: int = 0
+    max_weight_tensors: NonNegativeInt = 0
+    max_weight_bytes: NonNegativeInt = 0
     reference_model_path: str = ""
     adapters: dict[str, str] = msgspec.field(default_factory=dict)
-    max_adapters: int = 32
-    max_adapter_rank: int = 256
+    max_adapters: PositiveInt = 32
+    max_adapter_rank: PositiveInt = 256
     model_id: str = ""
     model_aliases: tuple[str, ...] = ()
     role: Literal["all", "generate", "embed"] = "all"
     pooling: PoolingKind | Literal[""] = ""
     speculation: Literal["auto", "off"] = "off"
     draft_sources: tuple[DraftSourceName, ...] = ("prediction", "grammar", "suffix", "ngram")
-    max_draft_tokens: int = 16
-    suffix_index_tokens: int = 1_000_000
+    max_draft_tokens: PositiveInt = 16
+    suffix_index_tokens: PositiveInt = 1_000_000
     draft_model_path: str = ""
 
     def check(self) -> None:
         self.require("model_path", bool(self.model_path), "a folder, or 'tiny'")
-        for name in ("block_size", "max_tokens_per_batch", "kv_cache_bytes"):
-            self.require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("max_batch_size", "cpu_threads", "max_weight_tensors", "max_weight_bytes"):
-            self.require(name, getattr(self, name) >= 0, "at least 0")
-        for name in ("max_adapters", "max_adapter_rank", "max_draft_tokens", "suffix_index_tokens"):
-            self.require(name, getattr(self, name) >= 1, "at least 1")
         self.require("adapters", all(map(is_adapter_id, self.adapters)), ADAPTER_ID_RULE)
         self.require(
             "adapters",
@@ -159,10 +170,6 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         tile = self.attention_tile
         is_tile = tile == 0 or (16 <= tile <= 1024 and tile.bit_count() == 1)
         self.require("attention_tile", is_tile, "0, or a power of two from 16 to 1024")
-        self.require("max_model_len", self.max_model_len >= 2, "at least 2")
-        self.require(
-            "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "above 0, at most 1"
-        )
         self.require(
             "max_tokens_per_batch",
             self.max_tokens_per_batch >= self.max_batch_size,

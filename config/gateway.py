@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from .base import Section
+from .base import NonNegativeInt, Port, PositiveInt, Range, Seconds, Section
 
 
 class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
@@ -82,40 +82,41 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
 
     SECTION: ClassVar[str] = "gateway"
 
-    port: int = 0
-    grpc_port: int | None = None
+    port: Port = 0
+    grpc_port: Annotated[int | None, Range("a port, 0 for a free one, or null", 0, 65_535)] = None
     host: str = "127.0.0.1"
     insecure: bool = False
     tls_certificate: str = ""
     tls_key: str = ""
     tls_client_ca: str = ""
-    max_connections: int = 4096
-    max_body_bytes: int = 16 << 20
-    max_weights_bytes: int = 256 << 20
+    max_connections: PositiveInt = 4096
+    max_body_bytes: PositiveInt = 16 << 20
+    max_weights_bytes: PositiveInt = 256 << 20
     max_bodies_bytes: int = 512 << 20
-    head_timeout_s: float = 15.0
-    keep_alive_s: float = 60.0
-    body_timeout_s: float = 15.0
-    min_body_bytes_per_s: int = 4096
-    send_timeout_s: float = 60.0
-    resume_grace_s: float = 30.0
+    head_timeout_s: Seconds = 15.0
+    keep_alive_s: Seconds = 60.0
+    body_timeout_s: Seconds = 15.0
+    min_body_bytes_per_s: NonNegativeInt = 4096
+    send_timeout_s: Seconds = 60.0
+    resume_grace_s: Annotated[float, Range("from 0 to 86400 (a day)", 0, 86_400)] = 30.0
     event_ids: bool = True
-    comment_s: float = 15.0
+    comment_s: Seconds = 15.0
     message_format: str = "auto"
     reasoning_field: Literal["reasoning_content", "reasoning"] = "reasoning_content"
-    template_timeout_s: float = 5.0
+    template_timeout_s: Seconds = 5.0
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     access_log: bool = False
     shared_memory: bool = False
-    max_tensor_bytes: int = 256 << 20
+    max_tensor_bytes: PositiveInt = 256 << 20
     models: tuple[str, ...] = ()
     effects_by_get: Literal["none", "flush_cache", "all"] = "flush_cache"
-    sync_timeout_s: float = 300.0
-    health_timeout_s: float = 20.0
-    max_prompts: int = 8192
-    max_in_flight: int | None = None
-    max_waiting: int = 16_384
+    sync_timeout_s: Seconds = 300.0
+    health_timeout_s: Seconds = 20.0
+    max_prompts: PositiveInt = 8192
+    # One tenant may use half of the places.
+    max_in_flight: Annotated[int | None, Range("at least 2, or null", 2)] = None
+    max_waiting: PositiveInt = 16_384
     max_priority: int = 0
     metrics: bool = True
 
@@ -125,9 +126,6 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
         return bool(self.port) or self.grpc_port is not None
 
     def check(self) -> None:
-        self.require("port", 0 <= self.port <= 65_535, "a port, or 0")
-        grpc = self.grpc_port is None or 0 <= self.grpc_port <= 65_535
-        self.require("grpc_port", grpc, "a port, 0 for a free one, or null")
         self.require("host", bool(self.host), "an address of this machine")
         for name in ("tls_certificate", "tls_key"):
             both = bool(self.tls_certificate) == bool(self.tls_key)
@@ -135,27 +133,12 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
         if self.tls_client_ca:
             tls = bool(self.tls_certificate)
             self.require("tls_client_ca", tls, "empty without gateway.tls_certificate")
-        for name in (
-            "max_connections",
-            "max_body_bytes",
-            "max_weights_bytes",
-            "max_tensor_bytes",
-            "max_prompts",
-        ):
-            self.require(name, getattr(self, name) >= 1, "at least 1")
         self.require(
             "max_bodies_bytes",
             self.max_bodies_bytes >= max(self.max_body_bytes, self.max_weights_bytes),
             "at least gateway.max_body_bytes and gateway.max_weights_bytes, or a body of that size "
             "could never be taken",
         )
-        self.require("min_body_bytes_per_s", self.min_body_bytes_per_s >= 0, "at least 0")
-        for name in self.__struct_fields__:
-            if name.endswith(("timeout_s", "alive_s", "comment_s")):
-                value = getattr(self, name)
-                self.require(name, 0 < value <= 86_400, "above 0, at most 86400 (a day)")
-        grace_s = self.resume_grace_s
-        self.require("resume_grace_s", 0 <= grace_s <= 86_400, "from 0 to 86400 (a day)")
         self.require(
             "allowed_hosts",
             all(name and not set(name) & set("/: *") for name in self.allowed_hosts),
@@ -167,7 +150,3 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
             "origins such as https://example.org, without a path",
         )
         self.require("message_format", bool(self.message_format), "auto, off, a name or a file")
-        self.require("max_waiting", self.max_waiting >= 1, "at least 1")
-        # One tenant may use half of the places.
-        enough = self.max_in_flight is None or self.max_in_flight >= 2
-        self.require("max_in_flight", enough, "at least 2, or null")

@@ -92,10 +92,15 @@ def as_environment(overrides: Mapping[str, Any], env: Mapping[str, str]) -> dict
         if not name.startswith(ENV_PREFIX) or _setting_of(name)[0] not in overrides
     }
     for dotted, value in overrides.items():
-        text = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
-        name = ENV_PREFIX + dotted.upper().replace(".", "__", 1)
-        environment[name] = text.removesuffix("\n").removesuffix("\n...")
+        environment[ENV_PREFIX + dotted.upper().replace(".", "__", 1)] = as_text(value)
     return environment
+
+
+def as_text(value: object) -> str:
+    """Return a value as one line of YAML, which `parse_value` reads."""
+    plain = msgspec.to_builtins(value)
+    text: str = yaml.safe_dump(plain, default_flow_style=True, width=math.inf)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _setting_of(name: str) -> tuple[str, bool]:
@@ -177,7 +182,8 @@ def _merge_file(tree: Tree, path: Path) -> None:
     if content is None:
         return
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold sections such as 'engine:', not {_kind(content)}")
+        kind = "a list" if isinstance(content, list) else "a single value"  # which may be secret
+        raise ConfigError(f"{path} must hold sections such as 'engine:', not {kind}")
     for section, settings in content.items():
         if section == MODELS:
             tree[MODELS] = _listed(settings, source=f"{path}: {MODELS}")
@@ -193,11 +199,6 @@ def _listed(value: Any, *, source: str) -> list[Any]:
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise ConfigError(f"{source}: must be a list of models, each with an id and a path")
     return value
-
-
-def _kind(content: object) -> str:
-    """Name the kind of a file's content without quoting it: it may be secret."""
-    return "a list" if isinstance(content, list) else "a single value"
 
 
 def _put(tree: Tree, dotted: str, value: Any, *, source: str) -> None:

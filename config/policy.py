@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from ipaddress import ip_address
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
-from .base import Section
+from .base import TINY, Range, Section
+
+UpToAnHour = Annotated[float, Range("above 0, at most 3600 (an hour)", TINY, 3600)]
 
 
 class PolicyConfig(Section, frozen=True, forbid_unknown_fields=True):
@@ -55,22 +57,22 @@ class PolicyConfig(Section, frozen=True, forbid_unknown_fields=True):
     backend: str = "off"
     file: str = ""
     passphrase: str = ""
-    refresh_s: float = 0.5
+    refresh_s: UpToAnHour = 0.5
     limits_when_bus_fails: Literal["closed", "open"] = "closed"
-    guardrail_max_match: int = 256
+    guardrail_max_match: Annotated[int, Range("1 to 65536", 1, 65_536)] = 256
     opa_url: str = ""
-    opa_timeout_s: float = 1.0
+    opa_timeout_s: UpToAnHour = 1.0
     audit_file: str = ""
     audit_key: str = ""
     audit_text: bool = False
-    audit_max_bytes: int = 100 << 20
-    audit_files: int = 10
+    audit_max_bytes: Annotated[int, Range("at least 4096", 4096)] = 100 << 20
+    audit_files: Annotated[int, Range("from 1 to 1000", 1, 1000)] = 10
     audit_when_full: Literal["serve", "refuse"] = "serve"
     oidc_issuer: str = ""
     oidc_audience: str = ""
     oidc_jwks_url: str = ""
-    oidc_leeway_s: float = 60.0
-    oidc_refresh_s: float = 60.0
+    oidc_leeway_s: Annotated[float, Range("from 0 to 600", 0, 600)] = 60.0
+    oidc_refresh_s: UpToAnHour = 60.0
     oidc_tenant_claim: str = "sub"
     oidc_scopes_claim: str = "scope"
     oidc_scopes: dict[str, str] = msgspec.field(default_factory=dict)
@@ -79,26 +81,15 @@ class PolicyConfig(Section, frozen=True, forbid_unknown_fields=True):
         self.require("backend", bool(self.backend), '"off", "bus", "file" or a registered name')
         if self.backend == "file":
             self.require("file", bool(self.file), 'a path, since policy.backend is "file"')
-        for name in ("refresh_s", "opa_timeout_s", "oidc_refresh_s"):
-            self.require(name, 0 < getattr(self, name) <= 3600, "above 0, at most 3600 (an hour)")
-        self.require("oidc_leeway_s", 0 <= self.oidc_leeway_s <= 600, "from 0 to 600")
-        self.require("guardrail_max_match", 1 <= self.guardrail_max_match <= 65_536, "1 to 65536")
         if self.audit_file:
             self.require("audit_key", bool(self.audit_key), "set with policy.audit_file")
-        self.require("audit_max_bytes", self.audit_max_bytes >= 4096, "at least 4096")
-        self.require("audit_files", 1 <= self.audit_files <= 1000, "from 1 to 1000")
         for name in ("opa_url", "oidc_issuer", "oidc_jwks_url"):
-            value = getattr(self, name)
-            self.require(
-                name, not value or value.startswith(("http://", "https://")), "an http(s) URL"
-            )
-        for name in ("oidc_issuer", "oidc_jwks_url"):
+            if not (url := getattr(self, name)):
+                continue
+            self.require(name, url.startswith(("http://", "https://")), "an http(s) URL")
             # Otherwise an attacker on the network could replace the keys.
-            self.require(
-                name,
-                not (value := getattr(self, name)) or _is_safe(value),
-                "https, but for this machine's own (loopback) addresses",
-            )
+            safe = name == "opa_url" or _is_safe(url)
+            self.require(name, safe, "https, but for this machine's own (loopback) addresses")
         if self.oidc_issuer:
             self.require("oidc_audience", bool(self.oidc_audience), "set with policy.oidc_issuer")
 

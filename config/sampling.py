@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
-from .base import FrozenDict, Settings
+from .base import FrozenDict, Range, Settings
 
 MAX_INT64 = 2**63 - 1
 
@@ -37,25 +37,6 @@ class Constraint(Settings, frozen=True, forbid_unknown_fields=True, omit_default
     choice: tuple[str, ...] | None = None
     lark: str | None = None
     gbnf: str | None = None
-
-
-class Range(NamedTuple):
-    """The values that admission accepts.
-
-    Attributes:
-        wanted: The range in words, for errors.
-        low, high: Both ends are included.
-        also: A value outside the range that is accepted too.
-    """
-
-    wanted: str
-    low: float = -math.inf
-    high: float = math.inf
-    also: float | None = None
-
-    def holds(self, value: float) -> bool:
-        """Return whether a value is accepted. NaN never is."""
-        return value == self.also or self.low <= value <= self.high
 
 
 class Parameter(NamedTuple):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import msgspec
 
-from .base import Section
+from .base import HUGE, TINY, NonNegativeInt, PositiveInt, Range, Seconds, Section
 from .engine import EngineConfig
 from .errors import ConfigError
 from .gateway import GatewayConfig
@@ -30,16 +30,15 @@ Not 6379, so that a local Redis and its data aren't touched by accident.
 """
 
 
+FiniteSeconds = Annotated[float, Range("finite, at least 0", 0, HUGE)]
+
+
 class SchedulerConfig(Section, frozen=True, forbid_unknown_fields=True):
     """Limits of `schedule()`, per step."""
 
-    max_batch_size: int
-    max_tokens_per_batch: int
-    block_size: int
-
-    def check(self) -> None:
-        for name in self.__struct_fields__:
-            self.require(name, getattr(self, name) >= 1, "at least 1")
+    max_batch_size: PositiveInt
+    max_tokens_per_batch: PositiveInt
+    block_size: PositiveInt
 
 
 class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
@@ -73,11 +72,11 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
     lane: str = "0"
     model: str = ""
     group: str = "admission"
-    results_ttl_s: int = 3600
-    results_maxlen: int = 10_000
-    link_capacity: int = 1024
-    max_request_bytes: int = 4 << 20
-    max_result_bytes: int = 256 << 20
+    results_ttl_s: PositiveInt = 3600
+    results_maxlen: PositiveInt = 10_000
+    link_capacity: PositiveInt = 1024
+    max_request_bytes: PositiveInt = 4 << 20
+    max_result_bytes: Annotated[int, Range("at least 65536", 1 << 16)] = 256 << 20
 
     def check(self) -> None:
         if self.url != "memory" and self.url.partition("://")[0] not in REDIS_SCHEMES:
@@ -104,9 +103,6 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
             and not set(self.model) & set(" {}"),
             f"at most {MOST_ID_LENGTH} printable characters, without spaces and braces",
         )
-        for name in ("results_ttl_s", "results_maxlen", "link_capacity", "max_request_bytes"):
-            self.require(name, getattr(self, name) >= 1, "at least 1")
-        self.require("max_result_bytes", self.max_result_bytes >= 1 << 16, "at least 65536")
 
 
 class AdmissionConfig(Section, frozen=True, forbid_unknown_fields=True):
@@ -128,24 +124,13 @@ class AdmissionConfig(Section, frozen=True, forbid_unknown_fields=True):
 
     SECTION: ClassVar[str] = "admission"
 
-    max_in_flight: int = 1024
-    max_queued: int = 10_000
-    max_samples: int = 64
-    max_constraint_bytes: int = 16_384
-    max_lane_deaths: int = 3
+    max_in_flight: PositiveInt = 1024
+    max_queued: PositiveInt = 10_000
+    max_samples: PositiveInt = 64
+    max_constraint_bytes: PositiveInt = 16_384
+    max_lane_deaths: PositiveInt = 3
     share_prefixes_across_tenants: bool = False
-    lease_s: float = 30.0
-
-    def check(self) -> None:
-        for name in (
-            "max_in_flight",
-            "max_queued",
-            "max_samples",
-            "max_constraint_bytes",
-            "max_lane_deaths",
-        ):
-            self.require(name, getattr(self, name) >= 1, "at least 1")
-        self.require("lease_s", 0.05 <= self.lease_s <= 86_400, "from 0.05 to 86400 (a day)")
+    lease_s: Annotated[float, Range("from 0.05 to 86400 (a day)", 0.05, 86_400)] = 30.0
 
 
 class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
@@ -175,40 +160,25 @@ class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
 
     SECTION: ClassVar[str] = "fairness"
 
-    aging_s: float = 2.0
-    prefill_weight: float = 1.0
-    decode_weight: float = 2.0
+    aging_s: Annotated[float, Range("above 0", TINY, HUGE)] = 2.0
+    prefill_weight: Annotated[float, Range("finite, at least 0", 0, HUGE)] = 1.0
+    decode_weight: Annotated[float, Range("above 0", TINY, HUGE)] = 2.0
     tenant_weights: dict[str, float] = {}  # noqa: RUF012
-    locality_tokens: int = 0
+    locality_tokens: NonNegativeInt = 0
     enable_preemption: bool = False
     high_priority_threshold: int = 5
-    max_timeslice_tokens: int = 0
-    max_preemptions: int = 3
+    max_timeslice_tokens: NonNegativeInt = 0
+    max_preemptions: NonNegativeInt = 3
     deadline_order: bool = False
     expire_hopeless: bool = True
-    tenant_timeslice_tokens: int = 64
+    tenant_timeslice_tokens: NonNegativeInt = 64
 
     def check(self) -> None:
-        for name in ("aging_s", "decode_weight"):
-            value = getattr(self, name)
-            self.require(name, math.isfinite(value) and value > 0, "above 0")
-        self.require(
-            "prefill_weight",
-            math.isfinite(self.prefill_weight) and self.prefill_weight >= 0,
-            "finite, at least 0",
-        )
         self.require(
             "tenant_weights",
             all(math.isfinite(weight) and weight > 0 for weight in self.tenant_weights.values()),
             "finite numbers above 0 by tenant",
         )
-        for name in (
-            "locality_tokens",
-            "max_timeslice_tokens",
-            "max_preemptions",
-            "tenant_timeslice_tokens",
-        ):
-            self.require(name, getattr(self, name) >= 0, "at least 0")
 
 
 class PipelineConfig(Section, frozen=True, forbid_unknown_fields=True):
@@ -231,27 +201,22 @@ class PipelineConfig(Section, frozen=True, forbid_unknown_fields=True):
     SECTION: ClassVar[str] = "pipeline"
 
     stages: tuple[Stage, ...] = STAGES
-    replicas: int = 1
+    replicas: Annotated[int, Range(f"from 1 to {MOST_REPLICAS}", 1, MOST_REPLICAS)] = 1
     replica: int | None = None
-    max_restarts: int = 5
-    restart_window_s: float = 60.0
-    restart_backoff_s: float = 0.2
-    drain_timeout_s: float = 30.0
+    max_restarts: NonNegativeInt = 5
+    restart_window_s: FiniteSeconds = 60.0
+    restart_backoff_s: FiniteSeconds = 0.2
+    drain_timeout_s: FiniteSeconds = 30.0
     start_method: Literal["forkserver", "spawn"] = "forkserver"
 
     def check(self) -> None:
         self.require("stages", bool(self.stages), f"some of {', '.join(STAGES)}")
         self.require("stages", len(set(self.stages)) == len(self.stages), "without repetition")
-        self.require("replicas", 1 <= self.replicas <= MOST_REPLICAS, f"from 1 to {MOST_REPLICAS}")
         self.require(
             "replica",
             self.replica is None or 0 <= self.replica < self.replicas,
             f"from 0 to pipeline.replicas - 1, which is {self.replicas - 1}",
         )
-        self.require("max_restarts", self.max_restarts >= 0, "at least 0")
-        for name in ("restart_window_s", "restart_backoff_s", "drain_timeout_s"):
-            value = getattr(self, name)
-            self.require(name, math.isfinite(value) and value >= 0, "finite, at least 0")
 
 
 class TelemetryConfig(Section, frozen=True, forbid_unknown_fields=True):
@@ -285,16 +250,13 @@ class TelemetryConfig(Section, frozen=True, forbid_unknown_fields=True):
     otlp_endpoint: str = ""
     otlp_protocol: Literal["auto", "http", "grpc"] = "auto"
     trace_file: str = ""
-    trace_ratio: float = 1.0
-    steps_per_s: float = 4.0
+    trace_ratio: Annotated[float, Range("from 0 to 1", 0, 1)] = 1.0
+    steps_per_s: Annotated[float, Range("from 0 to 1000000", 0, 1e6)] = 4.0
     service_name: str = "nano-inference"
-    metrics_port: int = 0
+    metrics_port: Annotated[int, Range("a port up to 65531, or 0", 0, 65_531)] = 0
     metrics_host: str = "127.0.0.1"
 
     def check(self) -> None:
-        self.require("trace_ratio", 0 <= self.trace_ratio <= 1, "from 0 to 1")
-        self.require("steps_per_s", 0 <= self.steps_per_s <= 1e6, "from 0 to 1000000")
-        self.require("metrics_port", 0 <= self.metrics_port <= 65_531, "a port up to 65531, or 0")
         self.require("metrics_host", bool(self.metrics_host), "an address of this machine")
 
 
@@ -311,15 +273,9 @@ class DeploymentConfig(Section, frozen=True, forbid_unknown_fields=True):
 
     SECTION: ClassVar[str] = "deployment"
 
-    max_memory_bytes: int = 0
+    max_memory_bytes: NonNegativeInt = 0
     load_on_demand: bool = False
-    load_timeout_s: float = 600.0
-
-    def check(self) -> None:
-        self.require("max_memory_bytes", self.max_memory_bytes >= 0, "at least 0")
-        self.require(
-            "load_timeout_s", 0 < self.load_timeout_s <= 86_400, "above 0, at most 86400 (a day)"
-        )
+    load_timeout_s: Seconds = 600.0
 
 
 class Config(Section, frozen=True, forbid_unknown_fields=True):

@@ -37,8 +37,6 @@ WEIGHTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     "loose2": (NEVER, NEVER, (0.0, 3.0, 0.5)),
 }
 
-TALK_STAGE = 2
-
 TAPPED = ("add2", "sub2")
 """The tasks that must stay half learnt."""
 
@@ -113,38 +111,6 @@ class Batch(NamedTuple):
     learn: torch.Tensor  # Nonzero where the target is a part of an answer.
 
 
-class Chat:
-    """The tokens of a chat that grows answer by answer."""
-
-    def __init__(self, tokenizer: FastTokenizer, tools: list[dict[str, Any]] | None) -> None:
-        """Begin an empty chat with these tools."""
-        self.tokenizer = tokenizer
-        self.tools = tools
-        self.messages: list[dict[str, Any]] = []
-        self.text = ""
-        self.ids: list[int] = []
-        self.learn: list[bool] = []
-
-    def answer(
-        self, answer: str, *, thinking: bool = False, untaught: tuple[int, int] = (0, 0)
-    ) -> None:
-        """Add the messages since the last answer, then the answer itself."""
-        prompt = chat_text(self.tokenizer, self.messages, self.tools, thinking=thinking)
-        self.add(prompt[len(self.text) :], learn=False)
-        start, end = untaught
-        self.add(answer[:start], learn=True)
-        self.add(answer[start:end], learn=False)
-        self.add(answer[end:] + TURN_END, learn=True)
-        self.text = prompt + answer + TURN_END
-        self.messages.append({"role": "assistant", "content": answer})
-
-    def add(self, text: str, *, learn: bool) -> None:
-        """Add tokens."""
-        ids = encode(self.tokenizer, text)
-        self.ids += ids
-        self.learn += [learn] * len(ids)
-
-
 class Packer:
     """Packs examples into rows of training tokens, each token with whether to learn it."""
 
@@ -183,18 +149,36 @@ class Packer:
 
         Only the last one may have a thought, since the template leaves out earlier thoughts.
         """
-        chat = Chat(self.tokenizer, tools_of(examples[-1]))
+        tools = tools_of(examples[-1])
+        messages: list[dict[str, Any]] = []
+        text, ids, learn = "", list[int](), list[bool]()
+
+        def add(piece: str, *, taught: bool) -> None:
+            piece_ids = encode(self.tokenizer, piece)
+            ids.extend(piece_ids)
+            learn.extend([taught] * len(piece_ids))
+
+        def add_answer(answer: str, untaught: tuple[int, int] = (0, 0), **form: bool) -> str:
+            """Add the messages since the last answer, and the answer; return the whole text."""
+            prompt = chat_text(self.tokenizer, messages, tools, **form)
+            add(prompt[len(text) :], taught=False)
+            start, end = untaught
+            add(answer[:start], taught=True)
+            add(answer[start:end], taught=False)
+            add(answer[end:] + TURN_END, taught=True)
+            messages.append({"role": "assistant", "content": answer})
+            return prompt + answer + TURN_END
+
         if self.rng.random() < 0.2:
-            content = self.rng.choice(SYSTEM_MESSAGES)
-            chat.messages.append({"role": "system", "content": content})
+            messages.append({"role": "system", "content": self.rng.choice(SYSTEM_MESSAGES)})
         for example in examples:
             user, *after_calls = messages_of(example)
-            chat.messages.append(user)
+            messages.append(user)
             if example.calls:
-                chat.answer(call_text(example.calls))
-                chat.messages += after_calls[1:]  # Without the message of the calls.
-            chat.answer(example.answer, thinking=example.thinking, untaught=example.untaught)
-        return chat.ids, chat.learn
+                text = add_answer(call_text(example.calls))
+                messages += after_calls[1:]  # Without the message of the calls.
+            text = add_answer(example.answer, example.untaught, thinking=example.thinking)
+        return ids, learn
 
     def row(self) -> list[tuple[int, bool, int, int]]:
         """Return a row of ``length`` + 1 tokens as (token, learn it, document, position).

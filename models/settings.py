@@ -4,18 +4,39 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A stage of training. Its learning rate rises, falls as half a cosine, and at last to zero.
+
+    Attributes:
+        steps: Before the end.
+        horizon: The step at which the cosine would be at its lowest.
+        rate: The highest learning rate.
+        warmup: Steps in which the rate rises.
+        cooling: Steps of the end.
+    """
+
+    steps: int
+    horizon: int
+    rate: float
+    warmup: int
+    cooling: int = 0
+
+
+@dataclass(frozen=True)
 class TrainingSettings:
     """Hyperparameters of model and training."""
 
     seed: int = 1
     threads: int = 1
-    steps: int = 4000
-    horizon: int = 4500
+    # All tasks; mostly chats with tools and thoughts; small talk added.
+    stages: tuple[Stage, ...] = (
+        Stage(4000, 4500, 1.2e-3, 200),
+        Stage(1100, 2400, 8e-4, 50, 700),
+        Stage(900, 1800, 6e-4, 50, 500),
+    )
     rows: int = 4
     length: int = 384
     joined: float = 0.2
-    learning_rate: float = 1.2e-3
-    warmup: int = 200
     weight_decay: float = 0.1
     vocabulary: int = 768
     hidden: int = 128
@@ -23,16 +44,6 @@ class TrainingSettings:
     layers: int = 5
     tap_every: int = 100
     tap_prompts: int = 60
-    tool_steps: int = 1100
-    tool_horizon: int = 2400
-    tool_learning_rate: float = 8e-4
-    tool_warmup: int = 50
-    cooling_steps: int = 700
-    talk_steps: int = 900
-    talk_horizon: int = 1800
-    talk_learning_rate: float = 6e-4
-    talk_warmup: int = 50
-    talk_cooling_steps: int = 500
     last_learning_rate: float = 4e-4
     last_every: int = 20
     quoted_weight: float = 2.0
@@ -44,4 +55,4 @@ class TrainingSettings:
     @property
     def before_talk(self) -> int:
         """The number of steps before small talk is added."""
-        return self.steps + self.tool_steps + self.cooling_steps
+        return sum(stage.steps + stage.cooling for stage in self.stages[:-1])

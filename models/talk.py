@@ -5,7 +5,6 @@ outside the tasks count as unknown. Some texts lack capitals or punctuation, as 
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -39,17 +38,12 @@ def _talk(name: str, answer: str) -> Talk:
     return Talk(answer, texts["thought"], texts["openings"], endings)
 
 
-GREETINGS, ASKED_HOW = _talk("greetings", GREETING), _talk("asked_how", GREETING)
-THANKED, PARTED = _talk("thanks", THANKS), _talk("goodbyes", GOODBYE)
-WHO, HELPED = _talk("who", ABOUT), _talk("help", HELP)
-
-SUBJECTS: list[str] = WORDS["subjects"]
-WORDINGS: list[str] = WORDS["wordings"]
-STORY_WISHES: list[str] = WORDS["story_wishes"]
-JSON_WISHES: list[str] = WORDS["json_wishes"]
-_SUMS: list[str] = WORDS["loose_sums"]
-_RECORDS: list[str] = WORDS["loose_records"]
-_STORIES: list[str] = WORDS["loose_stories"]
+_GREETINGS = _talk("greetings", GREETING)
+_TALKS = {
+    "greeting": (_GREETINGS, _GREETINGS, _talk("asked_how", GREETING)),
+    "thanks": (_talk("thanks", THANKS), _talk("goodbyes", GOODBYE)),
+    "about": (_talk("who", ABOUT), _talk("help", HELP)),
+}
 
 KeyedExample = tuple[str, Example]
 """The key that decides the split, and the example."""
@@ -71,9 +65,12 @@ def _typed(text: str, rng: random.Random) -> str:
     return text.upper()
 
 
-def _drawn(task: str, talks: Sequence[Talk], rng: random.Random, form: Form) -> KeyedExample:
-    """Draw one of the texts, half of the time an opening alone; one in five with tools."""
-    talk = rng.choice(talks)
+def small_talk(task: str, rng: random.Random, form: Form) -> KeyedExample:
+    """Draw a greeting, thanks or a goodbye, or a question about the model.
+
+    Half of the time it is an opening alone, and one in five has tools.
+    """
+    talk = rng.choice(_TALKS[task])
     opening = rng.choice(talk.openings)
     ending = rng.choice(talk.endings) if rng.random() < 0.5 else ""
     text = (opening + ending).replace("?.", "?").replace("..", ".")
@@ -86,26 +83,11 @@ def _drawn(task: str, talks: Sequence[Talk], rng: random.Random, form: Form) -> 
     return key, replace(example, tools=tools)
 
 
-def greeting(task: str, rng: random.Random, form: Form) -> KeyedExample:
-    """Draw a greeting."""
-    return _drawn(task, (GREETINGS, GREETINGS, ASKED_HOW), rng, form)
-
-
-def thanks(task: str, rng: random.Random, form: Form) -> KeyedExample:
-    """Draw thanks or a goodbye."""
-    return _drawn(task, (THANKED, PARTED), rng, form)
-
-
-def about(task: str, rng: random.Random, form: Form) -> KeyedExample:
-    """Draw a question about the model."""
-    return _drawn(task, (WHO, HELPED), rng, form)
-
-
 def _subject(rng: random.Random) -> str:
     """Draw the subject of a question: mostly a word of the language, sometimes a made-up one."""
     chance = rng.random()
     if chance < 0.65:
-        subject = rng.choice(SUBJECTS)
+        subject = rng.choice(WORDS["subjects"])
         return _bare(subject) if rng.random() < 0.3 else subject
     if chance < 0.75:
         return rng.choice((*NAMES, *CITIES))
@@ -125,9 +107,9 @@ def _question(rng: random.Random) -> tuple[str, str, str, str]:
     """Draw a question outside all tasks; return its key, text, answer and thought."""
     wordings, answer, thought = rng.choices(
         (
-            (WORDINGS, UNKNOWN, "I do not know that."),
-            (STORY_WISHES, UNKNOWN_STORY, "The story has no elements."),
-            (JSON_WISHES, UNKNOWN_JSON, "The record has no person."),
+            (WORDS["wordings"], UNKNOWN, "I do not know that."),
+            (WORDS["story_wishes"], UNKNOWN_STORY, "The story has no elements."),
+            (WORDS["json_wishes"], UNKNOWN_JSON, "The record has no person."),
         ),
         (8, 1, 1),
     )[0]
@@ -153,17 +135,23 @@ def unknown_to_tools(task: str, rng: random.Random, form: Form) -> KeyedExample:
     return key, replace(example, tools=some_tools(rng))
 
 
+def _worded(wordings: str, text: str, rng: random.Random) -> str:
+    """Return a text in one of the wordings with this name."""
+    return str(rng.choice(WORDS[wordings]).format(text))
+
+
 def reworded(prompt: str, rng: random.Random) -> str:
     """Return the prompt of a chat about a sum, a record or a story in a looser wording."""
     for start in ("Write as JSON: ", "Turn into JSON: "):
         if prompt.startswith(start):
-            return rng.choice(_RECORDS).format(prompt.removeprefix(start))
+            return _worded("loose_records", prompt.removeprefix(start), rng)
     for start in ("Tell a story about ", "Write a story about "):
         if prompt.startswith(start):
-            return rng.choice(_STORIES).format(prompt.removeprefix(start).removesuffix("."))
+            text = prompt.removeprefix(start).removesuffix(".")
+            return _worded("loose_stories", text, rng)
     a, sign, b = prompt.rstrip("?.").split()[-3:]
     if rng.random() < 0.25:
         sign = {"+": "plus", "-": "minus"}[sign]
     elif rng.random() < 0.4:
-        return _typed(rng.choice(_SUMS).format(f"{a}{sign}{b}"), rng)
-    return _typed(rng.choice(_SUMS).format(f"{a} {sign} {b}"), rng)
+        return _typed(_worded("loose_sums", f"{a}{sign}{b}", rng), rng)
+    return _typed(_worded("loose_sums", f"{a} {sign} {b}", rng), rng)

@@ -175,23 +175,16 @@ def is_quoted(example: Example) -> bool:
 
 
 _GENERATORS: dict[str, Callable[[str, random.Random, Form], tuple[str, Example]]] = {
-    "add1": _arithmetic,
-    "sub1": _arithmetic,
-    "add2": _arithmetic,
-    "sub2": _arithmetic,
+    **dict.fromkeys(("add1", "sub1", "add2", "sub2"), _arithmetic),
     "json": _json,
     "story": _story,
-    "call": tools.call,
-    "calls": tools.call,
+    **dict.fromkeys(("call", "calls"), tools.call),
     "result": tools.result,
     "no_call": _no_call,
-    "greeting": talk.greeting,
-    "thanks": talk.thanks,
-    "about": talk.about,
+    **dict.fromkeys(("greeting", "thanks", "about"), talk.small_talk),
     "unknown": talk.unknown,
     "unknown_to_tools": talk.unknown_to_tools,
-    "loose": _loose,
-    "loose2": _loose,
+    **dict.fromkeys(("loose", "loose2"), _loose),
     "quoted": _quoted,
 }
 

@@ -26,13 +26,8 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 PAD = "<|pad|>"
 
-MARKS = (
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
+MARKS = tuple(
+    f"<{end}{name}>" for name in ("think", "tool_call", "tool_response") for end in ("", "/")
 )
 """Added tokens that are not special: decoding keeps them when it skips special tokens."""
 

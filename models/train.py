@@ -26,9 +26,8 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +38,21 @@ from transformers import __version__ as transformers_version
 
 from . import tasks
 from .evaluation import SAMPLES, Kind, Model, Result, kinds_of, measure
-from .rows import TALK_STAGE, TAPPED, Batch, Packer, Taps
-from .settings import TrainingSettings
+from .rows import TAPPED, Batch, Packer, Taps
+from .settings import Stage, TrainingSettings
 from .tokenizer import END_OF_TEXT, PAD, TURN_END, FastTokenizer, build_tokenizer, prompt_text
 
 CARD = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
 
-TRAINED = """\
-    python -m nano_inference.models.train{options} --out models/tiny
-
-{steps} steps of {rows} rows took {minutes} minutes with {threads} CPU thread(s),
-PyTorch {torch} and Transformers {transformers}. The same settings on the same machine should give
-the same weights, also from one checkpoint to the next:
-
-    {settings}"""
-
-WENT_ON = """\
+CONTINUED = """\
 These weights are not from one run. The stages for small talk and for forgetting went on from the
-weights of an earlier run, made before the script had small talk:
+weights of an earlier run, whose card said:
 
-{run}
+{}
 
-The earlier run was told in its card so:
+The last run:
 
-{earlier}"""
+"""
 
 
 def table(results: list[Result]) -> str:
@@ -85,21 +75,7 @@ def training_section(text: str) -> str:
     return text.partition("\n## Training\n")[2].partition("\n## Licence\n")[0].strip("\n")
 
 
-def trained(earlier: str, run: Mapping[str, str]) -> str:
-    """Return the card's section about training.
-
-    Args:
-        earlier: The same section of the weights that training went on from; "" for none.
-        run: Steps, time, versions and settings of the run.
-    """
-    text = TRAINED.format(options=" --from models/tiny" if earlier else "", **run)
-    if not earlier:
-        return text
-    quoted = "\n".join(f"> {line}".rstrip() for line in earlier.splitlines())
-    return WENT_ON.format(run=text, earlier=quoted)
-
-
-def card(facts: Mapping[str, str], results: list[Result], seed: int) -> str:
+def card(facts: Mapping[str, object], results: list[Result], seed: int) -> str:
     """Return the text of the model card.
 
     Args:
@@ -155,12 +131,14 @@ def build_model(settings: TrainingSettings, tokenizer: FastTokenizer) -> Model:
     return model
 
 
-def learning_rate(peak: float, warmup: int, horizon: int, step: int) -> float:
-    """Return the learning rate: linear warm-up, then half a cosine, nearly zero at `horizon`."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    part = (step - warmup) / (horizon - warmup)
-    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * part)))
+def learning_rate(stage: Stage, step: int) -> float:
+    """Return the rate: linear warm-up, half a cosine, nearly zero at the horizon, then to zero."""
+    if step < stage.warmup:
+        return stage.rate * (step + 1) / stage.warmup
+    part = (step - stage.warmup) / (stage.horizon - stage.warmup)
+    rate = stage.rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * part)))
+    left = stage.steps + stage.cooling - step
+    return rate * left / stage.cooling if left <= stage.cooling else rate
 
 
 def build_optimizer(settings: TrainingSettings, model: Model) -> torch.optim.AdamW:
@@ -170,7 +148,7 @@ def build_optimizer(settings: TrainingSettings, model: Model) -> torch.optim.Ada
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.98))
+    return torch.optim.AdamW(groups, lr=settings.stages[0].rate, betas=(0.9, 0.98))
 
 
 def loss_of(model: Model, batch: Batch) -> torch.Tensor:
@@ -185,24 +163,19 @@ def loss_of(model: Model, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model.lm_head(states[chosen]), batch.targets[chosen])
 
 
+@dataclass
 class Trainer:
-    """A model in training and its state."""
+    """A model in training and its state. `checkpoint` is the file to save it in."""
 
-    def __init__(
-        self,
-        settings: TrainingSettings,
-        model: Model,
-        tokenizer: FastTokenizer,
-        checkpoint: Path | None,
-    ) -> None:
-        """Prepare the first step; `checkpoint` is the file to save the state in."""
-        self.settings = settings
-        self.model = model
-        self.tokenizer = tokenizer
-        self.taps = Taps(settings)
-        self.packer = Packer(settings, tokenizer, self.taps)
-        self.optimizer = build_optimizer(settings, model)
-        self.checkpoint = checkpoint
+    settings: TrainingSettings
+    model: Model
+    tokenizer: FastTokenizer
+    checkpoint: Path | None
+
+    def __post_init__(self) -> None:
+        self.taps = Taps(self.settings)
+        self.packer = Packer(self.settings, self.tokenizer, self.taps)
+        self.optimizer = build_optimizer(self.settings, self.model)
         self.step = 0
         self.seconds = 0.0
         self.history = ""
@@ -249,45 +222,31 @@ class Trainer:
 
     def learn(self) -> None:
         """Train on all tasks, then mostly on chats with tools and thoughts, then on small talk."""
-        s = self.settings
-        rate = partial(learning_rate, s.learning_rate, s.warmup, s.horizon)
-        self.train_until(s.steps, rate)
-        rate = partial(learning_rate, s.tool_learning_rate, s.tool_warmup, s.tool_horizon)
-        self.practise(1, s.steps, s.tool_steps, s.cooling_steps, rate)
-        rate = partial(learning_rate, s.talk_learning_rate, s.talk_warmup, s.talk_horizon)
-        self.practise(TALK_STAGE, s.before_talk, s.talk_steps, s.talk_cooling_steps, rate)
+        begin = 0
+        for number, stage in enumerate(self.settings.stages):
+            if self.step < begin + stage.steps + stage.cooling:  # else the checkpoint is behind it
+                self.practise(number, begin, stage)
+            begin += stage.steps + stage.cooling
 
-    def practise(
-        self, stage: int, begin: int, steps: int, cooling: int, rate: Callable[[int], float]
-    ) -> None:
-        """Train with the weights of a later stage, at a rate that rises again and falls to zero.
-
-        Args:
-            stage: The stage of the weights.
-            begin: The first step of the stage.
-            steps: The number of steps before the rate falls.
-            cooling: The number of steps in which the rate falls.
-            rate: The learning rate by the number of steps in this stage.
-        """
-        middle, end = begin + steps, begin + steps + cooling
-        if self.step >= end:  # The checkpoint lies behind this stage.
-            return
-        self.taps.stage, self.taps.tight = stage, False
-        if self.step == begin:  # The checkpoint does not lie within this stage.
+    def practise(self, number: int, begin: int, stage: Stage) -> None:
+        """Train in a stage that begins at this step."""
+        self.taps.stage, self.taps.tight = number, False
+        if self.step == begin > 0:  # The checkpoint does not lie within this stage.
             self.taps.weights = {kind: self.taps.weight(kind) for kind in self.taps.weights}
             self.taps.turn(self.model, self.tokenizer, self.step)
-        self.train_until(middle, lambda step: rate(step - begin))
-        # Falling rates raise the accuracy of half-learnt tasks, so their examples are left out.
-        self.taps.tight = True
-        self.taps.turn(self.model, self.tokenizer, self.step)
-        self.train_until(end, lambda step: rate(step - begin) * (end - step) / cooling)
+        self.train(begin, stage, stage.steps)
+        if stage.cooling:
+            # Falling rates raise the accuracy of half-learnt tasks, so their examples are left out.
+            self.taps.tight = True
+            self.taps.turn(self.model, self.tokenizer, self.step)
+            self.train(begin, stage, stage.steps + stage.cooling)
 
-    def train_until(self, end: int, rate: Callable[[int], float]) -> None:
-        """Train up to the step `end`; write a checkpoint whenever the taps turn."""
+    def train(self, begin: int, stage: Stage, steps: int) -> None:
+        """Train up to this step of a stage; write a checkpoint whenever the taps turn."""
         self.model.train()
         losses = []
-        while self.step < end:
-            losses.append(self.update(rate(self.step)))
+        while self.step < begin + steps:
+            losses.append(self.update(learning_rate(stage, self.step - begin)))
             if self.step % self.settings.tap_every == 0:
                 line = self.taps.turn(self.model, self.tokenizer, self.step)
                 mean, losses = sum(losses) / len(losses), []
@@ -357,26 +316,22 @@ def shown(tokenizer: FastTokenizer, kind: Kind, settings: TrainingSettings) -> s
     return prompt_text(tokenizer, example) + example.answer + TURN_END
 
 
-def facts(trainer: Trainer) -> dict[str, str]:
+def facts(trainer: Trainer) -> dict[str, object]:
     """Return the values that the model card prints of the model and its training."""
-    settings = trainer.settings
+    settings, earlier = trainer.settings, trainer.history
+    quoted = "\n".join(f"> {line}".rstrip() for line in earlier.splitlines())
     return {
+        **asdict(settings),
         "parameters": f"{sum(p.numel() for p in trainer.model.parameters()):,}",
-        **{name: str(value) for name, value in asdict(settings).items()},
-        "head": str(settings.hidden // 4),
-        "vocabulary": str(len(trainer.tokenizer)),
-        "training": trained(
-            trainer.history,
-            {
-                "steps": str(trainer.step - (settings.before_talk if trainer.history else 0)),
-                "rows": str(settings.rows),
-                "minutes": f"{trainer.seconds / 60:.0f}",
-                "threads": str(settings.threads),
-                "torch": torch.__version__.partition("+")[0],
-                "transformers": transformers_version,
-                "settings": ", ".join(f"{key}={value}" for key, value in asdict(settings).items()),
-            },
-        ),
+        "head": settings.hidden // 4,
+        "vocabulary": len(trainer.tokenizer),
+        "before": CONTINUED.format(quoted) if earlier else "",
+        "options": " --from models/tiny" if earlier else "",
+        "steps": trainer.step - (settings.before_talk if earlier else 0),
+        "minutes": f"{trainer.seconds / 60:.0f}",
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers_version,
+        "settings": ", ".join(f"{key}={value}" for key, value in asdict(settings).items()),
         "thinking": shown(trainer.tokenizer, ("json", "thinking"), settings),
         "tools": shown(trainer.tokenizer, ("result", "chat"), settings),
     }
@@ -399,16 +354,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the bundled tiny model.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=TrainingSettings.seed)
-    parser.add_argument("--steps", type=int, default=TrainingSettings.steps)
+    first, *later = TrainingSettings.stages
+    parser.add_argument("--steps", type=int, default=first.steps, help="of the first stage")
     parser.add_argument("--threads", type=int, default=TrainingSettings.threads)
     parser.add_argument(
         "--from", dest="source", type=Path, help="folder whose weights replace the first stages"
     )
     parser.add_argument("--checkpoint", type=Path, help="file to save the state in and go on from")
     arguments = parser.parse_args()
-    settings = TrainingSettings(
-        seed=arguments.seed, steps=arguments.steps, threads=arguments.threads
-    )
+    stages = (replace(first, steps=arguments.steps), *later)
+    settings = TrainingSettings(arguments.seed, arguments.threads, stages)
     torch.set_num_threads(settings.threads)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(settings.seed)

@@ -17,11 +17,12 @@ class Command(Program):
         super().__init__(Path(__file__).with_name("command.py"), *arguments, **options)
 
 
-def run_command(*arguments: str) -> Ran:
-    """Runs `nano-inference` to its end."""
+def run_command(*arguments: str, text: str = "") -> Ran:
+    """Run `nano-inference` to its end, with this text on standard input."""
     with tempfile.TemporaryDirectory() as folder:
         stdout = Path(folder) / "stdout"
         with Command(*arguments, stdout=stdout) as command:
+            command.stdin.write(text)
             command.stdin.close()
             stderr = command.output.read()
             return Ran(command.wait(), stdout.read_text(), stderr)

@@ -7,10 +7,12 @@ import io
 import logging
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, NamedTuple
+from http.server import ThreadingHTTPServer
+from typing import Any
 
 import httpx
 import msgspec
@@ -25,15 +27,9 @@ from nano_inference.config import Config, GatewayConfig, load_config
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.telemetry import setup_logging
 
+from ..programs import Ran
+
 LIMIT_S = 60.0
-
-
-class Ran(NamedTuple):
-    """A command's exit status and output."""
-
-    status: int
-    stdout: str
-    stderr: str
 
 
 Run = Callable[..., Ran]
@@ -44,8 +40,7 @@ def assert_refused(ran: Ran, *hints: str) -> None:
     assert (ran.status, ran.stdout) == (2, ""), ran
     (line,) = ran.stderr.splitlines()
     assert line.startswith("nano-inference: ")
-    for hint in hints:
-        assert hint in line
+    assert all(hint in line for hint in hints), line
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -77,7 +72,10 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
 
-    def call(*arguments: str) -> Ran:
+    def call(*arguments: str, stdin: str | bytes | None = None) -> Ran:
+        if stdin is not None:  # a pipe
+            content = stdin.encode() if isinstance(stdin, str) else stdin
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
         capsys.readouterr()
         status = main(arguments)
         return Ran(status, *capsys.readouterr())
@@ -157,6 +155,19 @@ def on_nobody(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return prefix
 
 
+@contextlib.contextmanager
+def listening(server: ThreadingHTTPServer) -> Iterator[str]:
+    """Run a server in another thread; yield its URL."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join(LIMIT_S)
+
+
 @pytest.fixture
 def closed_port() -> Iterator[int]:
     """A port that refuses connections for as long as the test runs."""
@@ -175,12 +186,6 @@ def use_bus(monkeypatch: pytest.MonkeyPatch, url: str, prefix: str) -> None:
     """Set the bus in the environment of commands and programs."""
     monkeypatch.setenv("NANO_INFERENCE_BUS__URL", url)
     monkeypatch.setenv("NANO_INFERENCE_BUS__PREFIX", prefix)
-
-
-def type_in(monkeypatch: pytest.MonkeyPatch, text: str | bytes) -> None:
-    """Make standard input a pipe with a text."""
-    content = text.encode() if isinstance(text, str) else text
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
 
 
 class Paused:

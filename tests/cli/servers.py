@@ -90,10 +90,10 @@ def text_over_grpc(port: int) -> bytes:
 
 
 @contextmanager
-def served(folder: Path, *options: str) -> Iterator[tuple[Command, str]]:
-    """Run `serve`; yield the ready program and its URL."""
+def served(folder: Path, *options: str, command: str = "serve") -> Iterator[tuple[Command, str]]:
+    """Run `serve`, or `gateway`; yield the ready program and its URL."""
     port = free_port()
-    with Command("serve", "--port", str(port), *options, log=folder / "log") as process:
+    with Command(command, "--port", str(port), *options, log=folder / "log") as process:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(process, url)
         yield process, url

@@ -97,6 +97,8 @@ WRONG = [
     ("cancel", "missing argument 'ID'"),
     ("complete a --sampling x=1", "no parameter 'x'"),
     ("tail --limit 0", "--limit"),
+    ("release-memory --tag gpu", "'gpu' is not one of"),
+    ("pause --in-flight forget", "'forget' is not one of"),
     ("status --log-level loud", "'warning'"),
     ("submit a --set engine.max_batchsize=4", "did you mean 'max_batch_size'?"),
     ("submit a --set engin.seed=4", "'engine'?"),
@@ -112,10 +114,7 @@ WRONG = [
     ("gateway --model /no/model", "/no/model"),
     ("up --model /no/model", "/no/model"),
     ("demo --set engine.model_path=/no/model", "/no/model"),
-    (
-        "serve --model Qwen/Qwen2.5-0.5B-Instruct",
-        "fetch it with `nano-inference pull Qwen/Qwen2.5-0.5B-Instruct`",
-    ),
+    ("serve --model org/name-0.5B", "fetch it with `nano-inference pull org/name-0.5B`"),
     ("serve --set engine.model_path=/no/model", "engine.model_path /no/model"),
 ]
 
@@ -158,20 +157,12 @@ def test_model_that_was_pulled_is_named(
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["submit", "x"],
-        ["tail"],
-        ["status"],
-        ["top", "--once"],
-        ["gateway"],
-        ["up"],
-        ["run", "--stages", "fairness"],
-    ],
+    "command",
+    ["submit x", "tail", "status", "top --once", "gateway", "up", "run --stages fairness"],
 )
-def test_redis_is_down(run: Run, closed_port: int, arguments: list[str]) -> None:
+def test_redis_is_down(run: Run, closed_port: int, command: str) -> None:
     url = f"redis://:secret@127.0.0.1:{closed_port}"
-    ran = run(*arguments, "--bus", url)
+    ran = run(*command.split(), "--bus", url)
     assert_refused(ran, f"127.0.0.1:{closed_port}")
     assert "secret" not in ran.stderr
 
@@ -209,10 +200,3 @@ def test_demo(run: Run) -> None:
         assert f"\n{stage} " in ran.stdout
     assert "nano-inference submit" in ran.stdout.splitlines()[-2]
     assert max(len(line) for line in ran.stdout.splitlines() if "→" not in line) <= 80
-
-
-def test_demo_needs_its_model(run: Run) -> None:
-    ran = run("demo", "--set", "engine.model_path=/no/model")
-    assert ran.status == 2
-    assert "/no/model" in ran.stderr
-    assert "Traceback" not in ran.stderr

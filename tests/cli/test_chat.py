@@ -22,13 +22,12 @@ from nano_inference.cli import chat as chat_command
 from nano_inference.cli.clients import AnswerPart, ListedModel, ReceivedCall
 from nano_inference.config import Config, RequestError
 
-from .conftest import LIMIT_S, Paused, Run, assert_refused, type_in, wait_until
+from .conftest import LIMIT_S, Paused, Run, assert_refused, wait_until
 
 
-def test_questions_on_a_pipe(run: Run, place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_on_a_pipe(run: Run, place: list[str]) -> None:
     """Standard output has the answers and nothing else."""
-    type_in(monkeypatch, "What is 12 + 30?\n\nHow much is 9 - 4?")
-    ran = run("chat", *place)
+    ran = run("chat", *place, stdin="What is 12 + 30?\n\nHow much is 9 - 4?")
     first, second = ran.stdout.splitlines()
     assert first == "42"
     assert second
@@ -36,13 +35,12 @@ def test_questions_on_a_pipe(run: Run, place: list[str], monkeypatch: pytest.Mon
 
 
 class Recorded:
-    """An answerer that answers with how many messages it was given."""
+    """A client whose answers have the number of messages."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
-        self.failures: list[Exception] = []
-        # A request that is refused, by its number.
-        self.fails_at = 0
+        # By the number of the request.
+        self.failures: dict[int, RequestError] = {}
         # Of the answers in order, as far as they have any.
         self.calls: list[tuple[ReceivedCall, ...]] = []
 
@@ -53,19 +51,11 @@ class Recorded:
         self.requests.append(request)
         yield AnswerPart(reasoning="Let me see.")
         yield AnswerPart("I have ")
-        if self.failures:
-            raise self.failures.pop()
-        if len(self.requests) == self.fails_at:
-            raise RequestError("no")
+        if failure := self.failures.get(len(self.requests)):
+            raise failure
         yield AnswerPart(f"{len(request['messages'])}.")
         if self.calls:
             yield AnswerPart(calls=self.calls.pop(0))
-
-    async def cancel(self, request_id: str) -> None:
-        raise AssertionError
-
-    async def models(self) -> list[ListedModel]:
-        raise AssertionError
 
     @property
     def said(self) -> list[list[str]]:
@@ -84,24 +74,28 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return answerer
 
 
-def test_each_question_has_the_whole_conversation(
-    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    type_in(monkeypatch, "one\n two \n/reset\nthree\n/quit\nfour\n")
-    ran = run("chat")
+def test_each_question_has_the_whole_conversation(run: Run, recorded: Recorded) -> None:
+    ran = run("chat", stdin="one\n two \n/reset\nthree\n/quit\nfour\n")
     assert (ran.status, ran.stdout) == (0, "I have 1.\nI have 3.\nI have 1.\n")
     assert recorded.said == [["one"], ["one", "I have 1.", "two"], ["three"]]
     assert [asked["model"] for asked in recorded.requests] == ["served"] * 3
 
 
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+@pytest.fixture
+def with_tools(tmp_path: Path) -> list[str]:
+    path = tmp_path / "tools.json"
+    path.write_bytes(msgspec.json.encode(TOOLS))
+    return ["chat", "--tools", str(path), "--url", "http://127.0.0.1:9/v1"]
+
+
 def test_the_next_line_is_the_result_of_a_tool_call(
-    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, recorded: Recorded, with_tools: list[str]
 ) -> None:
-    tools = [{"type": "function", "function": {"name": "add"}}]
-    (tmp_path / "tools.json").write_bytes(msgspec.json.encode(tools))
     recorded.calls = [(ReceivedCall("c0", "add", '{"a":1}'), ReceivedCall("c1", "add", "{}"))]
-    type_in(monkeypatch, "question\n17\n18\nand then\n")
-    ran = run("chat", "--tools", str(tmp_path / "tools.json"), "--url", "http://127.0.0.1:9/v1")
+    ran = run(*with_tools, stdin="question\n17\n18\nand then\n")
     assert (ran.status, ran.stdout) == (0, "I have 1.\nI have 4.\nI have 6.\n")
     assert 'calls add {"a":1}' in ran.stderr
     told = recorded.requests[1]["messages"]
@@ -109,34 +103,25 @@ def test_the_next_line_is_the_result_of_a_tool_call(
     assert [each["tool_call_id"] for each in told[2:]] == ["c0", "c1"]
     assert [each["content"] for each in told[2:]] == ["17", "18"]
     assert told[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a":1}'}
-    assert all(asked["tools"] == tools for asked in recorded.requests)
-
-
-@pytest.fixture
-def with_tools(tmp_path: Path) -> list[str]:
-    path = tmp_path / "tools.json"
-    path.write_text('[{"type": "function", "function": {"name": "add"}}]')
-    return ["chat", "--tools", str(path), "--url", "http://127.0.0.1:9/v1"]
+    assert all(asked["tools"] == TOOLS for asked in recorded.requests)
 
 
 def test_a_tool_call_without_a_next_line_ends_the_conversation(
-    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, with_tools: list[str]
+    run: Run, recorded: Recorded, with_tools: list[str]
 ) -> None:
     """A model that only calls would otherwise be asked for ever."""
     recorded.calls = [(ReceivedCall("c0", "add", "{}"), ReceivedCall("c1", "add", "{}"))] * 3
-    type_in(monkeypatch, "question\n17\n")
-    ran = run(*with_tools)
+    ran = run(*with_tools, stdin="question\n17\n")
     assert (ran.status, ran.stdout) == (1, "I have 1.\n")
     assert recorded.said == [["question"]]
 
 
 def test_a_tool_call_with_a_refused_result_is_forgotten(
-    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, with_tools: list[str]
+    run: Run, recorded: Recorded, with_tools: list[str]
 ) -> None:
     recorded.calls = [(ReceivedCall("c0", "add", "{}"),)]
-    recorded.fails_at = 2
-    type_in(monkeypatch, "question\n17\nand then\n")
-    assert run(*with_tools).status == 1
+    recorded.failures = {2: RequestError("no")}
+    assert run(*with_tools, stdin="question\n17\nand then\n").status == 1
     assert recorded.said[1:] == [["question", "I have 1.", "17"], ["and then"]]
 
 
@@ -150,9 +135,9 @@ def test_bad_tools_are_refused(run: Run, on_served: Config, tmp_path: Path, url:
     assert_refused(run("chat", "--tools", str(path)), "takes a server")
 
 
-def test_system_prompts(run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
-    type_in(monkeypatch, "one\n/system B b\ntwo\n/reset\nthree\n/system\nfour\n")
-    assert run("chat", "--system", "A").status == 0
+def test_system_prompts(run: Run, recorded: Recorded) -> None:
+    asked = "one\n/system B b\ntwo\n/reset\nthree\n/system\nfour\n"
+    assert run("chat", "--system", "A", stdin=asked).status == 0
     assert recorded.said == [
         ["A", "one"],
         ["B b", "one", "I have 2.", "two"],
@@ -170,41 +155,30 @@ def test_only_the_bundled_model_is_introduced() -> None:
     assert questions == list(chat_command.DEMO_QUESTIONS)
 
 
-def test_help_lists_the_commands(
-    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    type_in(monkeypatch, "/help\n//etc is what?\n")
-    ran = run("chat")
+def test_help_lists_the_commands(run: Run, recorded: Recorded) -> None:
+    ran = run("chat", stdin="/help\n//etc is what?\n")
     assert ran.status == 0
     assert all(f"({name} " in ran.stderr for name in chat_command.COMMANDS)
     assert recorded.said == [["/etc is what?"]]
 
 
-def test_an_unknown_command_is_refused(
-    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    type_in(monkeypatch, "/rest\none\n")
-    ran = run("chat")
+def test_an_unknown_command_is_refused(run: Run, recorded: Recorded) -> None:
+    ran = run("chat", stdin="/rest\none\n")
     assert (ran.status, ran.stdout) == (1, "I have 1.\n")
     assert "did you mean '/reset'?" in ran.stderr
 
 
-def test_a_failed_question_is_forgotten(
-    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorded.failures = [RequestError("it is too long", code="prompt_too_long")]
-    type_in(monkeypatch, "one\ntwo\n")
-    ran = run("chat")
+def test_a_failed_question_is_forgotten(run: Run, recorded: Recorded) -> None:
+    recorded.failures = {1: RequestError("it is too long", code="prompt_too_long")}
+    ran = run("chat", stdin="one\ntwo\n")
     assert (ran.status, ran.stdout) == (1, "I have \nI have 1.\n")
     assert ran.stderr == "nano-inference: it is too long (prompt_too_long)\n"
     assert recorded.said == [["one"], ["two"]]
 
 
-def test_options_of_a_conversation(
-    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    type_in(monkeypatch, "one\n")
-    run("chat", "--model", "mine", "--sampling", "top_k=5", "--tenant", "lab", "--budget", "2")
+def test_options_of_a_conversation(run: Run, recorded: Recorded) -> None:
+    options = ("--model", "mine", "--sampling", "top_k=5", "--tenant", "lab", "--budget", "2")
+    run("chat", *options, stdin="one\n")
     assert recorded.requests == [
         {
             "messages": [{"role": "user", "content": "one"}],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
+from contextlib import aclosing
 
 import pytest
 from redis import Redis
@@ -24,16 +24,13 @@ def letters(on_nobody: str, redis_url: str) -> list[str]:
     """The ids of three dead letters."""
 
     async def add_dead_letter() -> list[str]:
-        bus = open_bus(BusConfig(url=redis_url, prefix=on_nobody))
-        try:
+        async with aclosing(open_bus(BusConfig(url=redis_url, prefix=on_nobody))) as bus:
             for index in range(3):
                 request = GenerateRequest(request_id=f"r{index}", prompt=f"{index} \x1b[31mred")
                 entry = RequestEntry(f"{index + 1}-0", request, traceparent=TRACEPARENT)
                 error = ErrorInfo(code="lane_failed", message="the lane failed 3 times")
                 await bus.requests.add_dead_letter(entry, error, 3)
             return [letter.letter_id for letter in await bus.requests.dead_letters()]
-        finally:
-            await bus.aclose()
 
     return asyncio.run(add_dead_letter())
 
@@ -101,9 +98,8 @@ def test_an_unknown_id_changes_nothing(run: Run, letters: list[str], command: st
 
 
 @pytest.mark.parametrize("command", ["retry", "drop"])
-def test_all(run: Run, letters: list[str], command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert run("dlq", command, "--all").status == 130, "nobody confirms on a closed input"
+def test_all(run: Run, letters: list[str], command: str) -> None:
+    assert run("dlq", command, "--all", stdin="").status == 130, "a closed input confirms nothing"
     assert left(run) == letters
     assert len(run("dlq", command, "--all", "--yes").stdout.splitlines()) == 3
     assert left(run) == []

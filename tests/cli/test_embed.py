@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,9 @@ def test_each_text_has_a_line(run: Run, on_served: Config) -> None:
 
 
 def test_lines_of_input_are_texts_and_a_refused_one_has_its_error(
-    run: Run, on_served: Config, monkeypatch: pytest.MonkeyPatch
+    run: Run, on_served: Config
 ) -> None:
-    text = io.BytesIO(b"98 + 25 =\n\n12 + 30 =\n")
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(text))
-    ran = run("embed", "-")
+    ran = run("embed", "-", stdin="98 + 25 =\n\n12 + 30 =\n")
     assert ran.status == 1
     first, empty, last = (json.loads(line) for line in ran.stdout.splitlines())
     assert len(first["embedding"]) == len(last["embedding"]) == 128
@@ -44,23 +41,16 @@ def test_a_bad_call_is_refused(run: Run, on_served: Config, arguments: tuple[str
 # --- score ----------------------------------------------------------------------------------------
 
 
-def given_on_stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-
-
-def scores(run: Run, *arguments: str) -> list[dict[str, Any]]:
-    ran = run("score", *arguments)
+def scores(run: Run, *arguments: str, stdin: str | None = None) -> list[dict[str, Any]]:
+    ran = run("score", *arguments, stdin=stdin)
     assert ran.status == 0, ran.stderr
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
-def test_answers_are_scored_as_they_were_printed(
-    run: Run, on_served: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_scored_as_they_were_printed(run: Run, on_served: Config) -> None:
     made = run("submit", "98 + 25 =", "-n", "3", "-t", "0.5", "--json")
     samples = json.loads(made.stdout)["samples"]
-    given_on_stdin(monkeypatch, made.stdout)
-    found = scores(run, "-", "-t", "0.5")
+    found = scores(run, "-", "-t", "0.5", stdin=made.stdout)
     assert [(each["line"], each["sample_index"]) for each in found] == [(1, 0), (1, 1), (1, 2)]
     for sample, each in zip(samples, found, strict=True):
         assert each["logprobs"] == pytest.approx(sample["logprobs"], abs=1e-4)
@@ -93,12 +83,8 @@ def test_pairs_of_a_file_have_temperatures_of_their_own(
         ("", "holds nothing to score"),
     ],
 )
-def test_a_bad_line_is_refused(
-    run: Run, on_served: Config, tmp_path: Path, line: str, problem: str
-) -> None:
-    file = tmp_path / "pairs.jsonl"
-    file.write_text(line)
-    assert_refused(run("score", str(file)), problem)
+def test_a_bad_line_is_refused(run: Run, on_served: Config, line: str, problem: str) -> None:
+    assert_refused(run("score", "-", stdin=line), problem)
 
 
 def test_a_missing_file_is_refused(run: Run, on_served: Config, tmp_path: Path) -> None:

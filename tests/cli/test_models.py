@@ -17,16 +17,16 @@ from nano_inference.config import BusConfig, ModelConfig
 from nano_inference.store.registry import ModelRecord
 
 from ..pipeline.deployments import model, own_prefix, serving
-from .conftest import Ran, Run, use_bus
+from .conftest import Run, assert_refused, use_bus
 
 LIMIT_S = 60
 
 
 async def _note_one_that_is_off(config: BusConfig) -> None:
-    bus = open_bus(config)
     spec = ModelConfig(id="off", path="/nowhere")
-    await bus.store.models.put(ModelRecord(spec=spec, state="failed", reason="there is no folder"))
-    await bus.aclose()
+    record = ModelRecord(spec=spec, state="failed", reason="there is no folder")
+    async with contextlib.aclosing(open_bus(config)) as bus:
+        await bus.store.models.put(record)
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +45,6 @@ def on_served(served: BusConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     use_bus(monkeypatch, served.url, served.prefix)
 
 
-def refused(ran: Ran, *words: str, status: int = 2) -> None:
-    assert ran.status == status, ran
-    assert len(ran.stderr.splitlines()) == 1, ran.stderr
-    for word in words:
-        assert word in ran.stderr
-
-
 # --- models -----------------------------------------------------------------------------------
 
 
@@ -67,10 +60,8 @@ def test_models_are_shown_with_how_they_are(run: Run) -> None:
 
 
 def test_models_as_json_have_their_numbers(run: Run) -> None:
-    found = {
-        each["id"]: each
-        for each in map(json.loads, run("models", "--json").stdout.split("\n")[:-1])
-    }
+    lines = run("models", "--json").stdout.splitlines()
+    found = {each["id"]: each for each in map(json.loads, lines)}
     assert sorted(found) == ["a", "b", "off"]
     assert (found["a"]["state"], found["a"]["aliases"]) == ("ready", ["first"])
     assert found["a"]["parameters"] > 0
@@ -80,15 +71,15 @@ def test_models_as_json_have_their_numbers(run: Run) -> None:
 
 @pytest.mark.parametrize("command", ["load", "unload", "remove"])
 def test_loading_needs_a_manager(run: Run, command: str) -> None:
-    refused(run("models", command, "a"), "no process loads and unloads models here")
+    assert_refused(run("models", command, "a"), "no process loads and unloads models here")
 
 
 def test_contradictory_options_are_refused(run: Run) -> None:
-    refused(run("models", "load", "c", "--alias", "x"), "--path")
-    refused(run("models", "--json", "load", "c"), "give options behind `load`")
-    refused(run("models", "load"), "missing argument", "models load --help")
-    refused(run("models", "load", "a b", "--path", "/x"), "can't name a model")
-    refused(run("models", "unload", "a", "--timeout", "-1"), "--timeout")
+    assert_refused(run("models", "load", "c", "--alias", "x"), "--path")
+    assert_refused(run("models", "--json", "load", "c"), "give options behind `load`")
+    assert_refused(run("models", "load"), "missing argument", "models load --help")
+    assert_refused(run("models", "load", "a b", "--path", "/x"), "can't name a model")
+    assert_refused(run("models", "unload", "a", "--timeout", "-1"), "--timeout")
 
 
 # --- requests ---------------------------------------------------------------------------------
@@ -112,7 +103,7 @@ def test_scores_are_those_of_the_named_model(
     file = tmp_path_factory.mktemp("score") / "given.jsonl"
     file.write_text('{"prompt_token_ids": [0, 5], "token_ids": [6]}\n')
     assert len(json.loads(run("score", str(file), "--model", "b").stdout)["logprobs"]) == 1
-    refused(run("score", str(file), "--model", "c"), "there is no model 'c' here")
+    assert_refused(run("score", str(file), "--model", "c"), "there is no model 'c' here")
 
 
 # --- operators --------------------------------------------------------------------------------
@@ -122,9 +113,11 @@ OPERATIONS = [["pause"], ["resume"], ["flush-cache"], ["weights", "version"]]
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=" ".join)
 def test_an_operation_is_done_to_one_model(run: Run, operation: list[str]) -> None:
-    refused(run(*operation), "name one of them: a, b, off")
+    assert_refused(run(*operation), "name one of them: a, b, off")
     assert run(*operation, "--model", "b").status == 0
-    refused(run(*operation, "--model", "bb"), "there is no model 'bb' here", "did you mean 'b'")
+    assert_refused(
+        run(*operation, "--model", "bb"), "there is no model 'bb' here", "did you mean 'b'"
+    )
     if operation == ["pause"]:
         assert run("resume", "--model", "b").status == 0
 
@@ -132,7 +125,7 @@ def test_an_operation_is_done_to_one_model(run: Run, operation: list[str]) -> No
 def test_fairness_is_shown_of_all_and_set_of_one(run: Run) -> None:
     shown = json.loads(run("fairness", "show", "--json").stdout)
     assert sorted(shown) == ["a:0", "b:0"]
-    refused(run("fairness", "set", "aging_s=3"), "name one of them")
+    assert_refused(run("fairness", "set", "aging_s=3"), "name one of them")
     assert run("fairness", "set", "aging_s=3", "--model", "b").status == 0
     end = time.monotonic() + LIMIT_S
     while json.loads(run("fairness", "show", "--json").stdout)["b:0"]["aging_s"] != 3:
@@ -161,7 +154,7 @@ def test_status_shows_lanes_by_model(run: Run) -> None:
     off = run("status", "--model", "off")
     assert off.status == 1
     assert "model off: it is failed" in " ".join(off.stdout.split())
-    refused(run("status", "--model", "c"), "there is no model 'c' here")
+    assert_refused(run("status", "--model", "c"), "there is no model 'c' here")
 
 
 def test_top_shows_lanes_by_model(run: Run) -> None:
@@ -200,15 +193,11 @@ def test_dead_letters_go_back_to_the_model_that_had_them(run: Run, served: BusCo
     entry_id = json.loads(ran.stdout)["request_id"]
 
     async def answered() -> str:
-        bus = open_bus(served)
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                *_, last = [each async for each in bus.results.follow("", entry_id)]
+        async with contextlib.aclosing(open_bus(served)) as bus, asyncio.timeout(LIMIT_S):
+            *_, last = [each async for each in bus.results.follow("", entry_id)]
             return last.model  # type: ignore[union-attr]
-        finally:
-            await bus.aclose()
 
     assert asyncio.run(answered()) == "b"
-    refused(run("dlq", "retry", "--all", "--yes"), "'off' takes no requests: it is failed")
+    assert_refused(run("dlq", "retry", "--all", "--yes"), "'off' takes no requests: it is failed")
     assert len(run("dlq", "list", "--json").stdout.splitlines()) == 1, "it stays"
     assert run("dlq", "drop", "--all", "--yes").status == 0

@@ -13,31 +13,27 @@ LIMIT_S = 60
 
 PROGRAM = """
 import anyio
+import gc
 import os
-from nano_inference.cli import process as process_memory
+from nano_inference.cli import process
 
-def resident_bytes():
+process.LOOK_S = 0.05
+
+def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-process_memory.LOOK_S = 0.05
-
-class Node:
-    pass
-
 def burst():
-    nodes = [Node() for _ in range(200_000)]
-    for node in nodes:
-        node.itself, node.data = node, bytearray(200)
+    cycles = [[bytearray(200)] for _ in range(200_000)]
+    for each in cycles:
+        each.append(each)
 
 async def main():
-    process_memory.freeze_memory()
-    resident = resident_bytes
+    process.freeze_memory()
     async with anyio.create_task_group() as group:
-        group.start_soon(process_memory.trim_memory_forever)
+        group.start_soon(process.trim_memory_forever)
         await anyio.sleep(0)
         start = resident()
-        import gc
         gc.disable()  # so that all of it is left
         burst()
         assert resident() > start + (64 << 20)

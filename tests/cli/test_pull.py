@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
@@ -32,8 +31,8 @@ from nano_inference.config import ModelError
 from nano_inference.text import gguf
 
 from ..gguf_files import write_gguf
-from .conftest import Ran, Run, assert_refused
-from .test_unpacking import escape, write_tar
+from .conftest import Ran, Run, assert_refused, listening
+from .test_unpacking import entry, escape, write_tar
 
 LIMIT_S = 120
 CONFIG = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 400}
@@ -55,15 +54,12 @@ class Host(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.url = ""
         self.files: dict[str, bytes] = {}
         self.most: int | None = None
         self.more: threading.Event | None = None
         self.asked: list[str] = []
         self.sent = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -111,23 +107,16 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    with Host() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join(LIMIT_S)
+    server = Host()
+    with listening(server) as server.url:
+        yield server
 
 
 def archive(files: dict[str, bytes]) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz", compresslevel=0) as tar:
         for name, content in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
+            tar.addfile(entry(name, size=len(content)), io.BytesIO(content))
     return out.getvalue()
 
 
@@ -180,9 +169,10 @@ def test_a_folder_is_copied_and_its_path_printed(
 def test_an_existing_folder_is_replaced_only_by_force(run: Run, folder: Path, to: Path) -> None:
     to.mkdir()
     (to / "old").touch()
-    assert_refused(run("pull", str(folder), "--to", str(to)), "is there already")
+    asked = ("pull", str(folder), "--to", str(to))
+    assert_refused(run(*asked), "is there already")
     assert content_of(to) == {"old": b""}
-    assert run("pull", str(folder), "--to", str(to), "--force").status == 0
+    assert run(*asked, "--force").status == 0
     assert content_of(to) == content_of(folder)
 
 
@@ -211,13 +201,12 @@ def test_only_a_models_folder_is_replaced(run: Run, folder: Path, tmp_path: Path
 
 
 def test_partial_files_of_another_source_are_not_used(
-    run: Run, host: Host, folder: Path, tmp_path: Path, to: Path
+    run: Run, pulled: Callable[..., Ran], host: Host, folder: Path, tmp_path: Path, to: Path
 ) -> None:
     """Two models of one kind have files of the same names and sizes."""
     body = archive({name: bytes(len(content)) for name, content in CONFIG.items()})
     host.files["/model.tar"], host.most = body, 1000
-    url = f"{host.url}/model.tar"
-    assert run("pull", url, "--unverified", "--to", str(to)).status == 2
+    assert pulled("model.tar").status == 2
     assert len(list(tmp_path.iterdir())) == 2, "there is a beginning of it"
     assert run("pull", str(folder), "--to", str(to)).status == 0
     assert content_of(to) == content_of(folder)
@@ -225,24 +214,21 @@ def test_partial_files_of_another_source_are_not_used(
 
 
 def test_a_concurrent_pull_to_the_same_folder_is_refused(
-    run: Run, host: Host, tmp_path: Path, to: Path
+    pulled: Callable[..., Ran], host: Host, tmp_path: Path, to: Path
 ) -> None:
     """And disturbs nothing of the first, which brings all of it."""
-    body = archive(CONFIG)
-    host.files["/model.tar"], host.more = body, threading.Event()
-    url = f"{host.url}/model.tar"
-    asked = ("pull", url, "--unverified", "--to", str(to))
+    host.files["/model.tar"], host.more = archive(CONFIG), threading.Event()
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(pull.pull, url, to, None, True, False)
+        first = pool.submit(pull.pull, f"{host.url}/model.tar", to, None, True, False)
         while not list(tmp_path.glob(".to.partial-*/*.part")):
             assert not first.done()
         for more in ((), ("--force",)):
-            assert_refused(run(*asked, *more), "another pull")
+            assert_refused(pulled("model.tar", *more), "another pull")
         host.more.set()
         first.result(LIMIT_S)
     assert content_of(to) == CONFIG
     assert list(tmp_path.iterdir()) == [to]
-    assert_refused(run(*asked), "is there already")
+    assert_refused(pulled("model.tar"), "is there already")
 
 
 def test_a_removed_lock_locks_nothing(
@@ -410,20 +396,8 @@ def test_each_hop_is_encrypted_where_the_first_is(
     assert asked == ["https://a/m.gguf"]
 
 
-def by_program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The hub's library reads the environment once, when it is imported."""
-    return subprocess.run(
-        [sys.executable, "-m", "nano_inference", "pull", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-
-
 @pytest.mark.slow
-def test_a_name_on_a_hub(host: Host, tmp_path: Path, to: Path) -> None:
+def test_a_name_on_a_hub(program: list[str], host: Host, tmp_path: Path, to: Path) -> None:
     siblings = [{"rfilename": name} for name in (*CONFIG, "pytorch_model.bin")]
     host.files["/api/models/org/name/revision/main"] = json.dumps(
         {"id": "org/name", "sha": COMMIT, "siblings": siblings}
@@ -432,17 +406,28 @@ def test_a_name_on_a_hub(host: Host, tmp_path: Path, to: Path) -> None:
     host.files[f"/api/models/org/name/tree/{COMMIT}"] = json.dumps(tree).encode()
     for name, content in CONFIG.items():
         host.files[f"/org/name/resolve/{COMMIT}/{name}"] = content
-    home = tmp_path / "home"
-    there = {"HF_ENDPOINT": host.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
-    ran = by_program("org/name", "--to", str(to), **there)
+    there = {"HF_ENDPOINT": host.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+
+    def by_program(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        """The hub's library reads the environment once, when it is imported."""
+        return subprocess.run(
+            [*program, "pull", *arguments],
+            env=os.environ | there | more,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+
+    ran = by_program("org/name", "--to", str(to))
     assert (ran.returncode, ran.stdout) == (0, f"{to}\n"), ran.stderr
     assert content_of(to) == CONFIG
-    ran = by_program("org/other", "--to", str(tmp_path / "other"), **there)
+    ran = by_program("org/other", "--to", str(tmp_path / "other"))
     assert ran.returncode == 2
     assert host.url in ran.stderr
     assert "HF_ENDPOINT" in ran.stderr
     assert not (tmp_path / "other").exists()
-    ran = by_program("org/name", "--to", str(tmp_path / "other"), **there | {"HF_HUB_OFFLINE": "1"})
+    ran = by_program("org/name", "--to", str(tmp_path / "other"), HF_HUB_OFFLINE="1")
     assert ran.returncode == 2
     assert len(ran.stderr.strip().splitlines()) == 1, ran.stderr
 

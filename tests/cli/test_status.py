@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from typing import Any
@@ -17,14 +16,13 @@ from rich.console import Console
 
 from nano_inference.cli.bus_status import BusStatus
 from nano_inference.cli.clients import of_one_model
-from nano_inference.cli.top import History, view
+from nano_inference.cli.status import History, view
 from nano_inference.config import REPLICATED, STAGES, Config, RequestError, all_roles
 from nano_inference.pipeline.health import lanes_of
-from nano_inference.pipeline.status import PipelineStatus
 from nano_inference.store.board import StageReport
 from nano_inference.store.redis.keys import Keys
 
-from .conftest import Run, assert_refused, until_ready
+from .conftest import Run, assert_refused, listening, until_ready
 
 
 def rows(text: str) -> list[list[str]]:
@@ -105,16 +103,7 @@ def test_status_top_and_health_of_a_server(run: Run, on_served: Config, url: str
 
 
 def test_status_of_one_of_several_models_of_a_server() -> None:
-    found = PipelineStatus(
-        ready=True,
-        reason="",
-        waiting=0,
-        in_flight=0,
-        queue_length=0,
-        dead_letters=0,
-        lanes=[],
-        models={"first": "ready", "second": "unloaded"},
-    )
+    found = replace(look(), lanes=[], models={"first": "ready", "second": "unloaded"})
     only = of_one_model(found, "second")
     assert (only.ready, only.reason) == (False, "model second: it is unloaded")
     assert only.models == {"second": "unloaded"}
@@ -143,42 +132,27 @@ def look(*further: StageReport, without: str = "", rate: int = 1234) -> BusStatu
     reports = {stage: report(stage) for stage in STAGES if stage != without}
     reports |= {each.stage: each for each in (streaming, *further)}
     lanes = lanes_of(reports.values())
-    return BusStatus(
-        ready=lanes[0].ready,
-        reason=lanes[0].reason,
-        url="redis://here:1",
-        server="Valkey",
-        prefix="nano",
-        waiting=12,
-        queue_length=13,
-        in_flight=47,
-        dead_letters=1,
-        last_taken_s=0.1,
-        results=0,
-        lanes=lanes,
-        links={},
-        connections={},
-    )
+    counts = {"waiting": 12, "queue_length": 13, "in_flight": 47, "dead_letters": 1, "results": 0}
+    where = {"url": "redis://here:1", "server": "Valkey", "prefix": "nano", "last_taken_s": 0.1}
+    state = {"ready": lanes[0].ready, "reason": lanes[0].reason, "lanes": lanes}
+    return BusStatus(links={}, connections={}, **counts, **where, **state)
 
 
 def top_of(found: BusStatus, history: History | None = None) -> str:
     out = StringIO()
-    Console(file=out, width=80, color_system=None).print(view(found, history or History()))
+    Console(file=out, width=80, color_system=None).print(
+        view(found, History() if history is None else history)
+    )
     assert max(map(len, out.getvalue().splitlines())) <= 80
     return out.getvalue()
 
 
 def test_top_has_every_number() -> None:
     text = top_of(look())
-    for words in (
-        "12 on the stream, 47 taken, 13 not started, 1 dead letters",
-        "1,234",
-        "35.5 ms median, 80.0 ms p95",
-        "7 in fairness, 4 in batching",
-        "40 of 64 samples (62%)",
-        "750 of 1,000 used (75%)",
-        "300 in the prefix cache",
-    ):
+    assert "12 on the stream, 47 taken, 13 not started, 1 dead letters" in text
+    for words in ("1,234", "35.5 ms median, 80.0 ms p95", "7 in fairness, 4 in batching"):
+        assert words in text
+    for words in ("40 of 64 samples (62%)", "750 of 1,000 used (75%)", "300 in the prefix cache"):
         assert words in text
     assert all([stage, "ready"] in rows(text) for stage in STAGES)
 
@@ -249,17 +223,15 @@ def test_health_of_a_running_pipeline(run: Run, on_served: Config) -> None:
     assert "the executor stage of lane 0 on elsewhere: not heard of for" in ran.stdout
 
 
+STARTING = {"state": "starting", "reason": "it is loading", "epoch": 0}
+BEHIND = {"streaming": {"epoch": 4, "host": "elsewhere"}, "executor": {"epoch": 3}}
+
+
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        (
-            {"executor": {"state": "starting", "reason": "it is loading", "epoch": 0}},
-            "executor is starting: it is loading",
-        ),
-        (
-            {"streaming": {"epoch": 4, "host": "elsewhere"}, "executor": {"epoch": 3}},
-            "executor has not come into the current epoch",
-        ),
+        ({"executor": STARTING}, "executor is starting: it is loading"),
+        (BEHIND, "executor has not come into the current epoch"),
     ],
 )
 def test_a_live_stage_may_not_be_ready(
@@ -301,19 +273,12 @@ class Probed(BaseHTTPRequestHandler):
 
 
 def test_health_of_a_server_that_is_live_and_not_ready(run: Run) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Probed) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            url = f"http://127.0.0.1:{server.server_port}"
-            assert run("health", "--live", "--url", url)[:2] == (0, "live\n")
-            assert run("health", "--url", url)[:2] == (1, "not ready: executor is starting\n")
-            ran = run("health", "--url", url, "--model", "one")
-            assert ran[:2] == (1, "not ready: executor is stopped\n")
-            assert_refused(run("health", "--url", url, "--model", "a/b"), "/v2/models/a%2Fb/ready")
-        finally:
-            server.shutdown()
-            thread.join()
+    with listening(ThreadingHTTPServer(("127.0.0.1", 0), Probed)) as url:
+        assert run("health", "--live", "--url", url)[:2] == (0, "live\n")
+        assert run("health", "--url", url)[:2] == (1, "not ready: executor is starting\n")
+        ran = run("health", "--url", url, "--model", "one")
+        assert ran[:2] == (1, "not ready: executor is stopped\n")
+        assert_refused(run("health", "--url", url, "--model", "a/b"), "/v2/models/a%2Fb/ready")
 
 
 def test_without_a_server(run: Run, closed_port: int) -> None:

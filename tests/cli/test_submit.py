@@ -21,17 +21,18 @@ from nano_inference.cli.requests import LineReader, Template, read_file, templat
 from nano_inference.config import Config, ConfigError, RequestError
 from nano_inference.store.redis.keys import Keys
 
+from ..commands import run_command
 from .conftest import Run, assert_refused
 
 PATIENCE_S = 60.0
 
 
 @contextmanager
-def started(command: list[str], stdin: int = subprocess.DEVNULL) -> Iterator[subprocess.Popen[str]]:
+def started(command: list[str]) -> Iterator[Any]:
     """A program with pipes, ended at the latest with the test."""
     with subprocess.Popen(
         command,
-        stdin=stdin,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -51,13 +52,16 @@ def completions(text: str) -> list[Completion]:
 # --- submit -----------------------------------------------------------------------------------
 
 
-def test_one_text(run: Run, on_served: Config) -> None:
-    ran = run("submit", "98 + 25 =")
-    assert (ran.status, ran.stdout.strip(), ran.stderr) == (0, "123", "")
-
-
-def test_chat(run: Run, on_served: Config) -> None:
-    assert run("submit", "--chat", "What is 12 + 30?").stdout == "42\n"
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["98 + 25 ="], " 123\n"),
+        (["--chat", "What is 12 + 30?"], "42\n"),
+        (["98 + 25 =", "-n", "3"], "[0] 123\n[1] 123\n[2] 123\n"),
+    ],
+)
+def test_one_text(run: Run, on_served: Config, arguments: list[str], answer: str) -> None:
+    assert run("submit", *arguments) == (0, answer, "")
 
 
 def test_trace_goes_to_stderr(run: Run, on_served: Config) -> None:
@@ -66,11 +70,6 @@ def test_trace_goes_to_stderr(run: Run, on_served: Config) -> None:
     rows = [line.split()[0] for line in ran.stderr.splitlines()]
     stages = ["admission", "fairness", "batching", "executor", "streaming"]
     assert rows == ["request", "start", *stages, "first"]
-
-
-def test_samples_one_below_the_other(run: Run, on_served: Config) -> None:
-    ran = run("submit", "98 + 25 =", "-n", "3")
-    assert ran.stdout == "[0] 123\n[1] 123\n[2] 123\n"
 
 
 def test_json(run: Run, on_served: Config) -> None:
@@ -89,12 +88,8 @@ def test_refused_request(run: Run, on_served: Config) -> None:
 
 def test_file(run: Run, on_served: Config, tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
-    lines = [
-        '"98 + 25 ="',
-        '{"prompt": "98 + 25 =", "request_id": "mine", "sampling": {"temperature": 0.0}}',
-        '{"prompt": "98 + 25 =", "n": 0}',
-    ]
-    file.write_text("\n".join(lines))
+    mine = '{"prompt": "98 + 25 =", "request_id": "mine", "sampling": {"temperature": 0.0}}'
+    file.write_text(f'"98 + 25 ="\n{mine}\n{{"prompt": "98 + 25 =", "n": 0}}')
     ran = run("submit", "--file", str(file))
     assert ran.status == 1
     assert sorted(ran.stdout.splitlines()) == ["[1] 123", "[mine] 123"]
@@ -110,33 +105,19 @@ def test_several_texts(run: Run, on_served: Config) -> None:
     assert ran.stderr.startswith("2 answered; 6 tokens")
 
 
-def test_standard_input(program: list[str], on_served: Config) -> None:
-    lines = [f"{i} + 5 =" for i in range(1, 100)]
-    done = subprocess.run(
-        [*program, "submit", "-", "--max-tokens", "3"],
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    labels = [line.partition(" ")[0] for line in done.stdout.splitlines()]
+def test_standard_input(on_served: Config) -> None:
+    lines = "\n".join(f"{i} + 5 =" for i in range(1, 100))
+    ran = run_command("submit", "-", "--max-tokens", "3", text=lines)
+    assert ran.status == 0, ran.stderr
+    labels = [line.partition(" ")[0] for line in ran.stdout.splitlines()]
     assert sorted(labels) == sorted(f"[{i}]" for i in range(1, 100))
 
 
-def test_lines_before_an_unreadable_one_are_answered(program: list[str], on_served: Config) -> None:
-    done = subprocess.run(
-        [*program, "submit", "-"],
-        input='98 + 25 =\n{"prompt\n98 + 25 =\n',
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, "[1] 123\n")
-    assert done.stderr.startswith("nano-inference: standard input, line 2: not valid JSON")
-    assert len(done.stderr.splitlines()) == 1
+def test_lines_before_an_unreadable_one_are_answered(on_served: Config) -> None:
+    ran = run_command("submit", "-", text='98 + 25 =\n{"prompt\n98 + 25 =\n')
+    assert (ran.status, ran.stdout) == (2, "[1] 123\n")
+    assert ran.stderr.startswith("nano-inference: standard input, line 2: not valid JSON")
+    assert len(ran.stderr.splitlines()) == 1
 
 
 def test_no_wait(run: Run, on_nobody: str, redis_url: str) -> None:
@@ -148,10 +129,7 @@ def test_no_wait(run: Run, on_nobody: str, redis_url: str) -> None:
 
 
 def test_closed_pipe_is_quiet(program: list[str], on_served: Config) -> None:
-    with started([*program, "submit", "-"], stdin=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
+    with started([*program, "submit", "-"]) as process:
         process.stdout.close()
         process.stdin.write("98 + 25 =\n")
         process.stdin.close()
@@ -168,7 +146,6 @@ def test_waiting_is_said_once_and_ctrl_c_cancels(
         "sys.exit(app.main(['submit', 'x']))\n"
     )
     with started([program[0], "-c", code]) as process:
-        assert process.stderr is not None
         assert process.stderr.readline().startswith("nano-inference: waiting: no answer for")
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=PATIENCE_S)
@@ -178,9 +155,7 @@ def test_waiting_is_said_once_and_ctrl_c_cancels(
 
 
 def test_ctrl_c_while_reading_a_terminal_or_pipe(program: list[str], on_served: Config) -> None:
-    with started([*program, "submit", "-"], stdin=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    with started([*program, "submit", "-"]) as process:
         process.stdin.write("98 + 25 =\n")
         process.stdin.flush()
         assert process.stdout.readline() == "[1] 123\n"
@@ -208,10 +183,8 @@ def test_bad_line_of_a_file(run: Run, on_nobody: str, tmp_path: Path, line: str,
     assert '"waiting":0' in status, "the line before the bad one was sent"
 
 
-def test_file_without_requests(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "empty.jsonl"
-    file.write_text("\n\n")
-    assert_refused(run("submit", "--file", str(file)), "holds no requests")
+def test_file_without_requests(run: Run) -> None:
+    assert_refused(run("submit", "--file", "/dev/null"), "holds no requests")
 
 
 # --- tail -------------------------------------------------------------------------------------
@@ -219,7 +192,6 @@ def test_file_without_requests(run: Run, tmp_path: Path) -> None:
 
 def test_tail(program: list[str], run: Run, on_served: Config) -> None:
     with started([*program, "tail", "--limit", "2"]) as process:
-        assert process.stdout is not None
         # The heading comes when the stream is being followed.
         assert process.stdout.readline().split()[:2] == ["request", "status"]
         assert run("submit", "98 + 25 =").status == 0

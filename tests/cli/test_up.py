@@ -10,9 +10,6 @@ import shutil
 import signal
 import socket
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +23,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nano_inference import BusClient, Completion
 from nano_inference.cli.processes import Processes
-from nano_inference.cli.up import MetricsPorts, _written
-from nano_inference.config import STAGES, BusConfig, ConfigError, load_config, parse_value
+from nano_inference.cli.up import MetricsPorts
+from nano_inference.config import STAGES, ConfigError, as_text, load_config, parse_value
 from nano_inference.pipeline.models import ModelStatus
 from nano_inference.pipeline.supervisor import StageFailed
 from nano_inference.store.board import StageReport
 
 from ..commands import Command
 from ..pipeline import reference, short_model
+from ..pipeline.deployments import eventually, own_prefix
 from ..processes import processes_of
 from .conftest import Run, assert_refused
 from .servers import free_port
 
 LIMIT_S = 120
-
-
-@pytest.fixture
-def patient() -> Retry:
-    """While a server starts."""
-    return Retry(ConstantBackoff(0.05), LIMIT_S * 20)
-
-
-def test_redis_is_away(run: Run, closed_port: int) -> None:
-    assert_refused(run("up", "--bus", f"redis://127.0.0.1:{closed_port}"), "connection refused")
 
 
 def test_an_address_that_others_reach(run: Run, closed_port: int) -> None:
@@ -66,11 +54,11 @@ def test_busy_port(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_all_processes_end_with_a_killed_parent(patient: Retry, tmp_path: Path) -> None:
+def test_all_processes_end_with_a_killed_parent(tmp_path: Path) -> None:
     """The stages too where they do nothing by themselves, as in one long call."""
     port = free_port()
     up = Command("up", "--port", str(port), log=tmp_path / "log")
-    with Redis(port=port, retry=patient) as redis:
+    with Redis(port=port, retry=Retry(ConstantBackoff(0.05), LIMIT_S * 20)) as redis:
         server = os.pidfd_open(redis.info("server")["process_id"])
         # The stages come after whatever else `up` has to prepare.
         while not redis.xlen("nano:stages") or len(stages_of(up)) < len(STAGES):
@@ -141,21 +129,14 @@ def wide_model(folder: Path) -> Path:
     return folder
 
 
-@contextmanager
-def running(bus: BusConfig, settings: Path, log: Path) -> Iterator[Command]:
-    options = ("--bus", bus.url, "--set", f"bus.prefix={bus.prefix}")
-    with Command("up", *options, "--config", str(settings), log=log) as up:
-        yield up
+async def models_of(client: BusClient) -> dict[str, ModelStatus]:
+    return {each.id: each for each in await client.models()}
 
 
-async def until_settled(client: BusClient) -> dict[str, ModelStatus]:
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            found = {each.id: each for each in await client.models()}
-            states = {name: status.state for name, status in found.items()}
-            if states == {"a": "ready", "b": "ready", "broken": "failed"}:
-                return found
-            await asyncio.sleep(0.05)
+async def settled(client: BusClient) -> bool:
+    found = await models_of(client)
+    states = {name: status.state for name, status in found.items()}
+    return states == {"a": "ready", "b": "ready", "broken": "failed"}
 
 
 def asking(name: str, tokens: int) -> dict[str, Any]:
@@ -170,15 +151,10 @@ async def executor_of(client: BusClient, model: str) -> StageReport:
     return next(report for report in reports if report.stage == "executor")
 
 
-def stop(up: Command) -> int:
-    up.send_signal(signal.SIGTERM)
-    return up.wait()
-
-
 @pytest.mark.slow
 async def test_the_processes_of_each_model(redis_url: str, tmp_path: Path) -> None:
     """A killed process is replaced, those of an unloaded model end, and other models continue."""
-    bus = BusConfig(url=redis_url, prefix=f"test-{uuid.uuid4().hex[:12]}")
+    bus = own_prefix(redis_url)
     models = [
         {"id": "a", "path": str(short_model.folder()), "dtype": "float32"},
         {"id": "b", "path": str(wide_model(tmp_path / "wide"))},
@@ -188,8 +164,10 @@ async def test_the_processes_of_each_model(redis_url: str, tmp_path: Path) -> No
     settings.write_text(yaml.safe_dump({"models": models, "pipeline": {"restart_backoff_s": 0.05}}))
     log = tmp_path / "log"
     async with BusClient.connect(bus) as client:
-        with running(bus, settings, log) as up:
-            found = await until_settled(client)
+        options = ("--bus", bus.url, "--set", f"bus.prefix={bus.prefix}", "--config", str(settings))
+        with Command("up", *options, log=log) as up:
+            await eventually(lambda: settled(client))
+            found = await models_of(client)
             assert found["a"].memory_bytes > 0 < found["b"].parameters != found["a"].parameters
             killed = await executor_of(client, "a")
             answers = [asyncio.create_task(client.complete(asking(name, 60))) for name in "aabb"]
@@ -202,7 +180,7 @@ async def test_the_processes_of_each_model(redis_url: str, tmp_path: Path) -> No
                 successor = await executor_of(client, "a")
                 assert successor.pid != killed.pid
                 # The reason is what the process said.
-                failed = {each.id: each for each in await client.models()}["broken"]
+                failed = (await models_of(client))["broken"]
                 assert failed.state == "failed"
                 assert str(tmp_path / "nothing") in failed.reason
                 status = await client.unload_model("a")
@@ -210,7 +188,8 @@ async def test_the_processes_of_each_model(redis_url: str, tmp_path: Path) -> No
             with pytest.raises(ProcessLookupError):
                 os.kill(successor.pid, 0)
             assert (await client.complete(asking("b", 3))).status == "done"
-            assert stop(up) == 0
+            up.terminate()
+            assert up.wait() == 0
         assert {each.state for each in await client.models()} == {"unloaded"}
     text = log.read_text()
     assert "\na      admission  " in text
@@ -232,5 +211,5 @@ def test_each_process_has_a_port_for_its_metrics() -> None:
     "value", ["a: b # c", "7", 7, 1.5, True, ["x", "7", "a b"], {"a": "/b c"}, [], "x" * 200]
 )
 def test_settings_of_a_model_get_through_a_command_line(value: Any) -> None:
-    assert parse_value(_written(value)) == value
-    assert "\n" not in _written(value)
+    assert parse_value(as_text(value)) == value
+    assert "\n" not in as_text(value)

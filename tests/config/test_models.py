@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,14 +115,10 @@ def test_without_one_that_says_so_the_first_is_the_default() -> None:
     ],
 )
 def test_bad_models_are_refused(tmp_path: Path, models: Any, words: str) -> None:
-    text = json.dumps(models)
-    for path, env in (
-        (written(tmp_path, json.dumps({"models": models})), {}),
-        (None, {"NANO_INFERENCE_MODELS": text}),
-    ):
-        with pytest.raises(ConfigError) as refused:
-            load_config(path, env=env)
-        assert words in refused.value.message
+    path = written(tmp_path, json.dumps({"models": models}))
+    for given in (path, {}), (None, {"NANO_INFERENCE_MODELS": json.dumps(models)}):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            load_config(given[0], env=given[1])
 
 
 @pytest.mark.parametrize(
@@ -137,31 +134,15 @@ def test_settings_of_a_model_that_can_not_be_are_refused_with_its_name(
 ) -> None:
     models = (ModelConfig(id="a", path="/a", settings=settings), ModelConfig(id="b", path="/b"))
     config = Config(models=models)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match="'a'") as refused:
         config.of_model(config.models[0])
     assert words in refused.value.message
-    assert "'a'" in refused.value.message
     assert config.of_model(config.models[1]).bus.model == "b"
 
 
 def test_models_are_no_section(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="models are a list, which a file or NANO_INFERENCE_MODE"):
         load_config(env={}, overrides={"models.id": "a"})
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"deployment.max_memory_bytes": -1}, "at least 0"),
-        ({"deployment.load_timeout_s": 0}, "above 0"),
-        ({"deployment.load_timeout_s": float("inf")}, "at most 86400"),
-        ({"deployment.load_on_demand": "perhaps"}, "Expected `bool`"),
-    ],
-)
-def test_bad_settings_of_a_deployment_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load_config(env={}, overrides=settings)
-    assert words in refused.value.message
 
 
 def test_the_example_is_one() -> None:

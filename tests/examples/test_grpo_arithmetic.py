@@ -23,7 +23,7 @@ from grpo_arithmetic import (
     start_trainer,
 )
 from grpo_rollouts import KINDS, Arithmetic, Rollouts, staleness
-from grpo_trainer import Group, Trainer, TrainerProcess
+from grpo_trainer import Group
 from rich.console import Console
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
@@ -75,6 +75,10 @@ def test_epochs_go_over_the_same_problems_in_other_orders() -> None:
     assert first != second != third
 
 
+def answer(tokens: tuple[int, ...], reason: Any = "stop") -> TrainingSample:
+    return TrainingSample((1,), tokens, (0.0,) * len(tokens), None, 0, finish_reason=reason)
+
+
 def test_a_reward_is_for_the_whole_answer_and_its_end(engine: InferenceEngine) -> None:
     rollouts = make_rollouts(engine)
     problem = next(rollouts.problems)
@@ -83,11 +87,8 @@ def test_a_reward_is_for_the_whole_answer_and_its_end(engine: InferenceEngine) -
     end = sample.completion_tokens[-1]
     right = (*encode(problem.example.answer), end)
 
-    def reward(tokens: tuple[int, ...], reason: Any = "stop") -> float:
-        changed = TrainingSample(
-            sample.prompt_tokens, tokens, (0.0,) * len(tokens), None, 0, finish_reason=reason
-        )
-        return rollouts.task.reward(problem, changed)
+    def reward(tokens: tuple[int, ...], reason: str = "stop") -> float:
+        return rollouts.task.reward(problem, answer(tokens, reason))
 
     assert reward(right) == 1.0
     assert reward(right, "length") == 0.0
@@ -100,11 +101,7 @@ def test_of_a_thought_its_end_counts_and_not_its_words() -> None:
     right = problem.example.answer.rpartition("\n")[2]
 
     def reward(text: str) -> float:
-        tokens = tuple(task._tokenizer.encode(text))
-        logprobs = (0.0,) * len(tokens)
-        return task.reward(
-            problem, TrainingSample((1,), tokens, logprobs, None, 0, finish_reason="stop")
-        )
+        return task.reward(problem, answer(tuple(task._tokenizer.encode(text))))
 
     assert task._tokenizer.decode(problem.token_ids).endswith("<think>\n")
     assert reward(problem.example.answer) == reward(f"Hm.\n</think>\n\n{right}") == 1.0
@@ -135,17 +132,18 @@ def test_an_update_in_flight_reaches_sequences_that_are_under_way(engine: Infere
     assert rollouts.counts.groups == len(groups)
 
 
+def weights_of(engine: InferenceEngine) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in engine.state_dict().items()}
+
+
 def blocking(seed: int) -> tuple[Record, dict[str, torch.Tensor], int]:
     settings = replace(SETTINGS, seed=seed)
     record = Record()
     with InferenceEngine(EngineConfig(dtype="float32", seed=seed)) as engine:
-        before = {name: weight.clone() for name, weight in engine.state_dict().items()}
+        before, rollouts = weights_of(engine), make_rollouts(engine, seed)
         with start_trainer(settings, engine) as trainer:
-            assert isinstance(trainer, Trainer)
-            run_blocking(
-                settings, make_rollouts(engine, seed), trainer, record, record.facts.append
-            )
-        after = {name: weight.clone() for name, weight in engine.state_dict().items()}
+            run_blocking(settings, rollouts, trainer, record, record.facts.append)
+        after = weights_of(engine)
         assert any(not torch.equal(before[name], after[name]) for name in before)
         return record, after, engine.get_weight_version()
 
@@ -165,16 +163,9 @@ def test_blocking_mode_is_repeatable_bit_for_bit() -> None:
 
 def thinking(speculation: Speculation) -> tuple[Record, list[TrainingSample], dict[str, Any]]:
     """Three steps over the same four problems: the record, all samples and the last weights."""
-    settings = replace(
-        SETTINGS,
-        kinds=("add-thinking", "sub-thinking"),
-        problems=2,
-        prompts=4,
-        batch=6,
-        max_tokens=40,
-        speculation=speculation,
-        deterministic=True,
-    )
+    sizes = {"problems": 2, "prompts": 4, "batch": 6, "max_tokens": 40}
+    kinds = ("add-thinking", "sub-thinking")
+    settings = replace(SETTINGS, kinds=kinds, speculation=speculation, deterministic=True, **sizes)
     record, samples = Record(), list[TrainingSample]()
     with InferenceEngine(engine_config(settings)) as engine:
         rollouts = grpo_arithmetic.make_rollouts(settings, engine)
@@ -187,13 +178,8 @@ def thinking(speculation: Speculation) -> tuple[Record, list[TrainingSample], di
 
         rollouts.batch = batch  # type: ignore[method-assign]
         with start_trainer(settings, engine) as trainer:
-            assert isinstance(trainer, Trainer)
             run_blocking(settings, rollouts, trainer, record, record.facts.append)
-        return (
-            record,
-            samples,
-            {name: weight.clone() for name, weight in engine.state_dict().items()},
-        )
+        return record, samples, weights_of(engine)
 
 
 def test_speculation_changes_no_bit_of_a_blocking_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +206,7 @@ def test_nothing_to_learn_ends_the_run(console: Console) -> None:
 
 def check_figures(found: dict[str, Any]) -> None:
     assert len(found["rewards"]) == 3
-    assert all(0 <= reward <= 1 for reward in found["rewards"])
-    assert 0 <= found["before"] <= 1
-    assert 0 <= found["after"] <= 1
+    assert all(0 <= each <= 1 for each in (*found["rewards"], found["before"], found["after"]))
     assert found["groups_trained_on"] == 12
     assert found["weight_version"] == 3
     assert found["groups"] >= 12
@@ -247,13 +231,7 @@ def test_in_flight_run_generates_while_it_trains(
     records: list[tuple[Rollouts, Record]] = []
     loop = grpo_arithmetic.run_in_flight
 
-    def watched(
-        settings: Settings,
-        rollouts: Rollouts,
-        trainer: TrainerProcess,
-        record: Record,
-        report: Any,
-    ) -> None:
+    def watched(settings: Settings, rollouts: Rollouts, trainer: Any, record: Record, report: Any):
         records.append((rollouts, record))
         loop(settings, rollouts, trainer, record, report)
 

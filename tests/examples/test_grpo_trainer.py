@@ -24,14 +24,8 @@ SETTINGS = TrainerSettings(model_folder=EngineConfig().model_folder, steps=4, wa
 
 
 def sample(prompt: tuple[int, ...], completion: tuple[int, ...], logprob: float) -> TrainingSample:
-    return TrainingSample(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        logprobs=(logprob,) * len(completion),
-        ref_logprobs=None,
-        weight_version=0,
-        finish_reason="stop",
-    )
+    logprobs = (logprob,) * len(completion)
+    return TrainingSample(prompt, completion, logprobs, None, 0, finish_reason="stop")
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +77,16 @@ def test_the_trainer_finds_the_logprobs_that_the_engine_reported(groups: list[Gr
     torch.testing.assert_close(found[batch.learn], batch.behaviour[batch.learn], rtol=0, atol=1e-4)
 
 
+def batch_of(behaviour: torch.Tensor, advantages: torch.Tensor) -> Batch:
+    """A batch that learns wherever there is a logprob."""
+    rows, length = behaviour.shape
+    tokens = torch.zeros(rows, length + 1, dtype=torch.long)
+    return Batch(tokens, behaviour < 0, behaviour, advantages, counts=torch.ones(rows, 1))
+
+
 def test_on_policy_the_gradient_is_that_of_the_policy_gradient() -> None:
-    batch = Batch(
-        tokens=torch.zeros(2, 3, dtype=torch.long),
-        learn=torch.tensor([[True, True], [False, True]]),
-        behaviour=torch.tensor([[-1.0, -2.0], [0.0, -3.0]]),
-        advantages=torch.tensor([[2.0], [-1.0]]),
-        counts=torch.ones(2, 1),
-    )
+    behaviour = torch.tensor([[-1.0, -2.0], [0.0, -3.0]])
+    batch = batch_of(behaviour, torch.tensor([[2.0], [-1.0]]))
     logprobs = batch.behaviour.clone().requires_grad_()
     loss, facts = policy_loss(logprobs, batch, SETTINGS)
     loss.backward()
@@ -101,24 +97,12 @@ def test_on_policy_the_gradient_is_that_of_the_policy_gradient() -> None:
 
 @pytest.mark.parametrize(
     ("advantage", "change", "learns"),
-    [
-        (1.0, 0.1, True),
-        (1.0, 0.5, False),
-        (1.0, -0.5, True),
-        (-1.0, -0.5, False),
-        (-1.0, 0.5, True),
-    ],
+    [(1, 0.1, True), (1, 0.5, False), (1, -0.5, True), (-1, -0.5, False), (-1, 0.5, True)],
 )
 def test_what_has_moved_far_enough_is_left_alone(
     advantage: float, change: float, learns: bool
 ) -> None:
-    batch = Batch(
-        tokens=torch.zeros(1, 2, dtype=torch.long),
-        learn=torch.tensor([[True]]),
-        behaviour=torch.tensor([[-1.0]]),
-        advantages=torch.tensor([[advantage]]),
-        counts=torch.ones(1, 1),
-    )
+    batch = batch_of(torch.tensor([[-1.0]]), torch.tensor([[float(advantage)]]))
     logprobs = (batch.behaviour + change).requires_grad_()
     policy_loss(logprobs, batch, SETTINGS)[0].backward()
     assert logprobs.grad is not None

@@ -128,7 +128,6 @@ def test_the_marks_are_tokens_and_not_special(tokenizer: Any) -> None:
     assert len(tokenizer) == 768
     for mark in MARKS:
         (token,) = tokenizer.encode(mark, add_special_tokens=False)
-        assert token < 768
         assert tokenizer.decode([token], skip_special_tokens=True) == mark
 
 
@@ -181,12 +180,8 @@ def test_answers_are_taken_apart(
 ) -> None:
     prompt = rendered(tokenizer, [USER], tools=TOOLS, enable_thinking=thinking)
     parser = tokenizer.get_response_parser(prefix=prompt)
-    pieces = {
-        "whole": [answer],
-        "tokens": list(in_tokens(tokenizer, answer)),
-        "characters": list(answer),
-    }[cut]
-    events = [event for piece in pieces for event in parser.feed(piece)]
+    cuts = {"whole": [answer], "tokens": in_tokens(tokenizer, answer), "characters": answer}
+    events = [event for piece in cuts[cut] for event in parser.feed(piece)]
     parsed, last = parser.finalize()
     assert parsed == {"role": "assistant"} | message
     closed = [event for event in [*events, *last] if event["type"] == "region_close"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nano_inference.cli.chat import DEMO_QUESTIONS
+from nano_inference.cli.demo import WEATHER
 from nano_inference.models import talk, tasks
 from nano_inference.models.evaluation import evaluate
 from nano_inference.models.examples import messages_of, tools_of
@@ -109,16 +110,8 @@ def test_quoted_sums_are_right(expression: str, model: Any, tokenizer: Any) -> N
 
 def test_a_whole_conversation_with_tools(model: Any, tokenizer: Any) -> None:
     """From the question over two calls to the sentence, each answer parsed and put in again."""
-    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    function = {
-        "name": "get_weather",
-        "description": "Get the weather in a city",
-        "parameters": schema,
-    }
-    tools = [{"type": "function", "function": function}]
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "What is the weather in Oslo and Lima?"}
-    ]
+    question = {"role": "user", "content": "What is the weather in Oslo and Lima?"}
+    tools, messages = [WEATHER], list[dict[str, Any]]([question])
     for thinking in (True, False):
         prompt = chat_text(tokenizer, messages, tools, thinking=thinking)
         message = tokenizer.parse_response(

@@ -19,17 +19,7 @@ from urllib.request import urlopen
 
 URL = os.environ["NANO_INFERENCE_URL"]
 METRICS_URL = os.environ["NANO_INFERENCE_METRICS_URL"]
-MODEL = "tiny"
-CONTEXT_LENGTH = 2048
-# More than a client waits for, and more than it reads before it leaves.
-ENDLESS_TOKENS = 1900
 LIMIT_S = 60.0
-
-SUM, TOTAL = "What is 12 + 30?", "42"
-FORECAST = "What is the weather in Oslo?"
-PERSON = "Write as JSON: Ben is a chef, 10 years old."
-# More tokens than the context has.
-TOO_LONG = "a " * (CONTEXT_LENGTH + 500)
 
 _promises: list[Callable[[], Any]] = []
 

@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Any
 
+import given
 import instructor
 import openai
 from instructor import Mode
 from instructor.core import InstructorRetryException
 from openai import AsyncOpenAI, OpenAI
-from promises import (
-    ENDLESS_TOKENS,
-    MODEL,
-    PERSON,
-    TOO_LONG,
-    URL,
-    cancels,
-    keep,
-    promise,
-    raises,
-)
+from person import Person
+from promises import URL, cancels, keep, promise, raises
 from pydantic import BaseModel, Field
 
 MODES = (Mode.TOOLS, Mode.TOOLS_STRICT, Mode.JSON_SCHEMA, Mode.RESPONSES_TOOLS)
-
-
-class Person(BaseModel):
-    """Whom a text is about."""
-
-    name: str = Field(max_length=12)
-    age: int = Field(ge=0, le=120)
-    job: Literal["chef", "pilot", "teacher"]
 
 
 class Numbers(BaseModel):
@@ -45,7 +29,7 @@ def client(mode: Mode) -> instructor.Instructor:
     return instructor.from_openai(made, mode=mode)
 
 
-def asked(text: str = PERSON, model: str = MODEL) -> dict[str, Any]:
+def asked(text: str = given.PERSON, model: str = given.MODEL) -> dict[str, Any]:
     """Nothing is tried again: each answer has to keep its schema."""
     messages = [{"role": "user", "content": text}]
     return {"model": model, "messages": messages, "max_retries": 0, "response_model": Person}
@@ -72,8 +56,8 @@ def streamed_parts_become_the_answer() -> None:
 def errors_have_their_class_and_cause() -> None:
     for mode in MODES:
         for text, model, kind in (
-            (TOO_LONG, MODEL, openai.BadRequestError),
-            (PERSON, "none", openai.NotFoundError),
+            (given.TOO_LONG, given.MODEL, openai.BadRequestError),
+            (given.PERSON, "none", openai.NotFoundError),
         ):
             with raises(InstructorRetryException):
                 try:
@@ -89,7 +73,7 @@ async def cancelled_call_cancels_its_request() -> None:
     with cancels(), raises(TimeoutError):
         async with asyncio.timeout(1):
             await impatient.chat.completions.create(
-                **asked() | {"response_model": Numbers}, max_tokens=ENDLESS_TOKENS
+                **asked() | {"response_model": Numbers}, max_tokens=given.ENDLESS_TOKENS
             )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
 
+import given
 import openai
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.tools import tool
@@ -12,41 +12,13 @@ from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
-from promises import (
-    ENDLESS_TOKENS,
-    FORECAST,
-    MODEL,
-    PERSON,
-    SUM,
-    TOO_LONG,
-    TOTAL,
-    URL,
-    cancels,
-    keep,
-    promise,
-    raises,
-)
-from pydantic import BaseModel, Field
+from person import Person
+from promises import URL, cancels, keep, promise, raises
 
-cities: list[str] = []
+get_weather = tool(given.get_weather)
 
 
-@tool
-def get_weather(city: str) -> str:
-    """Get the weather in a city"""
-    cities.append(city)
-    return '{"sky": "sunny", "degrees": 21}'
-
-
-class Person(BaseModel):
-    """Whom a text is about."""
-
-    name: str = Field(max_length=12)
-    age: int = Field(ge=0, le=120)
-    job: Literal["chef", "pilot", "teacher"]
-
-
-def chat(name: str = MODEL, **options: object) -> ChatOpenAI:
+def chat(name: str = given.MODEL, **options: object) -> ChatOpenAI:
     return ChatOpenAI(
         base_url=f"{URL}/v1", api_key="none", model=name, temperature=0, max_retries=0, **options
     )
@@ -78,16 +50,16 @@ INTERFACES = ({}, {"use_responses_api": True})
 @promise
 async def tool_is_called_and_its_result_taken() -> None:
     for options in INTERFACES:
-        cities.clear()
+        given.cities.clear()
         config = {"configurable": {"thread_id": "a"}}
         graph = agent(chat(**options))
-        state = await graph.ainvoke(asked(FORECAST), config)
-        assert cities == ["Oslo"]
+        state = await graph.ainvoke(asked(given.FORECAST), config)
+        assert given.cities == ["Oslo"]
         assert [message.type for message in state["messages"]] == ["human", "ai", "tool", "ai"]
         assert state["messages"][-1].text
         assert state["messages"][-1].usage_metadata["output_tokens"] > 0
         # The conversation goes on, with what is kept of it.
-        state = await graph.ainvoke(asked(FORECAST), config)
+        state = await graph.ainvoke(asked(given.FORECAST), config)
         assert len(state["messages"]) > 5
 
 
@@ -97,11 +69,11 @@ async def stream_is_the_answer_in_parts() -> None:
         config = {"configurable": {"thread_id": "a"}}
         text = ""
         async for chunk, _ in agent(chat(**options)).astream(
-            asked(SUM), config, stream_mode="messages"
+            asked(given.SUM), config, stream_mode="messages"
         ):
             if isinstance(chunk, AIMessageChunk):
                 text += chunk.text
-        assert text == TOTAL
+        assert text == given.TOTAL
 
 
 @promise
@@ -109,7 +81,7 @@ async def output_keeps_its_schema() -> None:
     for options in INTERFACES:
         for method in ("json_schema", "function_calling"):
             model = chat(**options).with_structured_output(Person, method=method)
-            assert isinstance(await model.ainvoke(PERSON), Person)
+            assert isinstance(await model.ainvoke(given.PERSON), Person)
 
 
 @promise
@@ -117,18 +89,18 @@ async def errors_have_their_classes() -> None:
     for options in INTERFACES:
         config = {"configurable": {"thread_id": "a"}}
         with raises(openai.BadRequestError, "context_length_exceeded"):
-            await agent(chat(**options)).ainvoke(asked(TOO_LONG), config)
+            await agent(chat(**options)).ainvoke(asked(given.TOO_LONG), config)
         with raises(openai.NotFoundError, "model_not_found"):
-            await agent(chat("none", **options)).ainvoke(asked(SUM), config)
+            await agent(chat("none", **options)).ainvoke(asked(given.SUM), config)
 
 
 @promise
 async def cancelled_graph_cancels_its_request() -> None:
     config = {"configurable": {"thread_id": "a"}}
-    model = chat(max_tokens=ENDLESS_TOKENS, extra_body={"ignore_eos": True}, n=32)
+    model = chat(max_tokens=given.ENDLESS_TOKENS, extra_body={"ignore_eos": True}, n=32)
     with cancels(), raises(TimeoutError):
         async with asyncio.timeout(1):
-            await agent(model).ainvoke(asked(SUM), config)
+            await agent(model).ainvoke(asked(given.SUM), config)
 
 
 keep()

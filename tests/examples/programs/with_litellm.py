@@ -4,52 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, Literal
+from typing import Any
 
 # Prices of models are not asked for.
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
+import given
 import litellm
-from promises import (
-    CONTEXT_LENGTH,
-    ENDLESS_TOKENS,
-    FORECAST,
-    MODEL,
-    PERSON,
-    SUM,
-    TOO_LONG,
-    TOTAL,
-    URL,
-    cancels,
-    keep,
-    promise,
-    raises,
-)
-from pydantic import BaseModel, Field
+from person import Person
+from promises import URL, cancels, keep, promise, raises
 
 INTERFACES = {
-    "OpenAI's": {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1"},
-    "hosted vLLM's": {"model": f"hosted_vllm/{MODEL}", "api_base": f"{URL}/v1"},
-    "Anthropic's": {"model": f"anthropic/{MODEL}", "api_base": URL, "max_tokens": 200},
+    "OpenAI's": {"model": f"openai/{given.MODEL}", "api_base": f"{URL}/v1"},
+    "hosted vLLM's": {"model": f"hosted_vllm/{given.MODEL}", "api_base": f"{URL}/v1"},
+    "Anthropic's": {"model": f"anthropic/{given.MODEL}", "api_base": URL, "max_tokens": 200},
 }
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Get the weather in a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
-
-
-class Person(BaseModel):
-    name: str = Field(max_length=12)
-    age: int = Field(ge=0, le=120)
-    job: Literal["chef", "pilot", "teacher"]
+WEATHER = {"type": "function", "function": given.WEATHER | {"parameters": given.CITY}}
 
 
 def ask(interface: str, text: str, **options: Any) -> Any:
@@ -60,8 +30,8 @@ def ask(interface: str, text: str, **options: Any) -> Any:
 @promise
 def answer_has_text_and_usage() -> None:
     for interface in INTERFACES:
-        answer = ask(interface, SUM, temperature=0)
-        assert answer.choices[0].message.content == TOTAL
+        answer = ask(interface, given.SUM, temperature=0)
+        assert answer.choices[0].message.content == given.TOTAL
         assert answer.choices[0].finish_reason == "stop"
         usage = answer.usage
         assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
@@ -72,16 +42,16 @@ def answer_has_text_and_usage() -> None:
 def stream_is_the_answer_in_parts() -> None:
     for interface in INTERFACES:
         options = {"include_usage": True}
-        chunks = list(ask(interface, SUM, temperature=0, stream=True, stream_options=options))
+        chunks = list(ask(interface, given.SUM, temperature=0, stream=True, stream_options=options))
         whole = litellm.stream_chunk_builder(chunks)
-        assert whole.choices[0].message.content == TOTAL
+        assert whole.choices[0].message.content == given.TOTAL
         assert whole.usage.completion_tokens > 0
 
 
 @promise
 def parsed_answer_keeps_its_schema() -> None:
     for interface in INTERFACES:
-        answer = ask(interface, PERSON, response_format=Person)
+        answer = ask(interface, given.PERSON, response_format=Person)
         Person.model_validate_json(answer.choices[0].message.content)
 
 
@@ -92,7 +62,7 @@ def tool_call_is_parsed() -> None:
             for stream in (False, True):
                 answer = ask(
                     interface,
-                    FORECAST,
+                    given.FORECAST,
                     temperature=0,
                     tools=[WEATHER],
                     tool_choice=choice,
@@ -109,13 +79,13 @@ def tool_call_is_parsed() -> None:
 @promise
 def errors_have_their_classes() -> None:
     for interface in INTERFACES:
-        with raises(litellm.ContextWindowExceededError, str(CONTEXT_LENGTH)):
-            ask(interface, TOO_LONG)
+        with raises(litellm.ContextWindowExceededError, str(given.CONTEXT_LENGTH)):
+            ask(interface, given.TOO_LONG)
         with raises(litellm.BadRequestError, "top_p"):
-            ask(interface, SUM, top_p=7)
+            ask(interface, given.SUM, top_p=7)
         unknown = INTERFACES[interface]["model"] + "2"
         with raises(litellm.NotFoundError):
-            ask(interface, SUM, model=unknown)
+            ask(interface, given.SUM, model=unknown)
 
 
 @promise
@@ -123,9 +93,9 @@ def closing_a_stream_cancels_it() -> None:
     with cancels():
         stream = ask(
             "OpenAI's",
-            SUM,
+            given.SUM,
             stream=True,
-            max_tokens=ENDLESS_TOKENS,
+            max_tokens=given.ENDLESS_TOKENS,
             extra_body={"ignore_eos": True},
         )
         next(stream)

@@ -10,19 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from promises import (
-    CONTEXT_LENGTH,
-    FORECAST,
-    MODEL,
-    PERSON,
-    SUM,
-    TOO_LONG,
-    TOTAL,
-    URL,
-    cancels,
-    keep,
-    promise,
-)
+import given
+from promises import URL, cancels, keep, promise
 
 # Its name for each interface, and what it says of it in the file.
 INTERFACES = {"chats": "", "responses": "responses: true"}
@@ -35,7 +24,7 @@ FILE = "".join(
   supports_tools: true
   {more}
 """
-    for model, suffix in ((MODEL, ""), ("none", "-of-none"))
+    for model, suffix in ((given.MODEL, ""), ("none", "-of-none"))
     for name, more in ((name + suffix, more) for name, more in INTERFACES.items())
 )
 GREEDY = ("-o", "temperature", "0")
@@ -78,7 +67,7 @@ def llm(*arguments: str, status: int = 0) -> str:
 @promise
 def answer_has_text_and_usage() -> None:
     for interface in INTERFACES:
-        assert llm("-m", interface, "--no-stream", *GREEDY, SUM).strip() == TOTAL
+        assert llm("-m", interface, "--no-stream", *GREEDY, given.SUM).strip() == given.TOTAL
         (logged,) = json.loads(llm("logs", "--json", "-n", "1"))
         assert logged["input_tokens"] > 0
         assert logged["output_tokens"] > 0
@@ -87,14 +76,16 @@ def answer_has_text_and_usage() -> None:
 @promise
 def stream_and_conversation() -> None:
     for interface in INTERFACES:
-        assert llm("-m", interface, *GREEDY, SUM).strip() == TOTAL
-        assert llm("--continue", SUM).strip()
+        assert llm("-m", interface, *GREEDY, given.SUM).strip() == given.TOTAL
+        assert llm("--continue", given.SUM).strip()
 
 
 @promise
 def answer_keeps_its_schema() -> None:
     for interface in INTERFACES:
-        person = json.loads(llm("-m", interface, "--schema", "name, age int, chef bool", PERSON))
+        person = json.loads(
+            llm("-m", interface, "--schema", "name, age int, chef bool", given.PERSON)
+        )
         # The schema that it makes of this allows other fields.
         kinds = {key: type(value) for key, value in person.items()}
         assert kinds.items() >= {"name": str, "age": int, "chef": bool}.items(), person
@@ -104,7 +95,7 @@ def answer_keeps_its_schema() -> None:
 def tool_is_called_and_its_result_taken() -> None:
     for interface in INTERFACES:
         tools = ("--functions", TOOL, "--tools-debug")
-        with started("-m", interface, *tools, *GREEDY, FORECAST) as ran:
+        with started("-m", interface, *tools, *GREEDY, given.FORECAST) as ran:
             printed, said = ran.communicate()
         assert ran.returncode == 0, said
         assert "Tool call: get_weather({'city': 'Oslo'})" in said
@@ -114,11 +105,11 @@ def tool_is_called_and_its_result_taken() -> None:
 @promise
 def errors_are_a_sentence() -> None:
     for interface in INTERFACES:
-        said = llm("-m", interface, TOO_LONG, status=1)
+        said = llm("-m", interface, given.TOO_LONG, status=1)
         assert "Error:" in said
-        assert str(CONTEXT_LENGTH) in said
+        assert str(given.CONTEXT_LENGTH) in said
         assert "Traceback" not in said
-        assert MODEL in llm("-m", f"{interface}-of-none", SUM, status=1)
+        assert given.MODEL in llm("-m", f"{interface}-of-none", given.SUM, status=1)
 
 
 @promise
@@ -126,7 +117,7 @@ def interrupted_program_cancels_its_request() -> None:
     for interface in INTERFACES:
         with (
             cancels(),
-            started("-m", interface, "--schema", json.dumps(NUMBERS), SUM) as running,
+            started("-m", interface, "--schema", json.dumps(NUMBERS), given.SUM) as running,
         ):
             assert running.stdout is not None
             assert running.stdout.read(1)

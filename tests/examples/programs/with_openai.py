@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
+import given
 import openai
 from openai import AsyncOpenAI, OpenAI
-from promises import (
-    ENDLESS_TOKENS,
-    FORECAST,
-    MODEL,
-    PERSON,
-    SUM,
-    TOO_LONG,
-    TOTAL,
-    URL,
-    cancels,
-    keep,
-    promise,
-    raises,
-)
-from pydantic import BaseModel, Field
+from person import Person
+from promises import URL, cancels, keep, promise, raises
+from pydantic import BaseModel
 
 client = OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
-question = [{"role": "user", "content": SUM}]
-
-
-class Person(BaseModel):
-    name: str = Field(max_length=12)
-    age: int = Field(ge=0, le=120)
-    job: Literal["chef", "pilot", "teacher"]
+question = [{"role": "user", "content": given.SUM}]
 
 
 class get_weather(BaseModel):
@@ -40,8 +21,8 @@ class get_weather(BaseModel):
 
 @promise
 def answer_has_text_and_usage() -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=question, temperature=0)
-    assert answer.choices[0].message.content == TOTAL
+    answer = client.chat.completions.create(model=given.MODEL, messages=question, temperature=0)
+    assert answer.choices[0].message.content == given.TOTAL
     assert answer.choices[0].finish_reason == "stop"
     usage = answer.usage
     assert usage is not None
@@ -52,11 +33,11 @@ def answer_has_text_and_usage() -> None:
 @promise
 def stream_is_the_answer_in_parts() -> None:
     with client.chat.completions.stream(
-        model=MODEL, messages=question, temperature=0, stream_options={"include_usage": True}
+        model=given.MODEL, messages=question, temperature=0, stream_options={"include_usage": True}
     ) as stream:
         text = "".join(event.delta for event in stream if event.type == "content.delta")
         whole = stream.get_final_completion()
-    assert text == whole.choices[0].message.content == TOTAL
+    assert text == whole.choices[0].message.content == given.TOTAL
     assert whole.usage is not None
     assert whole.usage.completion_tokens > 0
 
@@ -64,11 +45,16 @@ def stream_is_the_answer_in_parts() -> None:
 @promise
 def parsed_answer_keeps_its_schema() -> None:
     answer = client.chat.completions.parse(
-        model=MODEL, messages=[{"role": "user", "content": PERSON}], response_format=Person
+        model=given.MODEL,
+        messages=[{"role": "user", "content": given.PERSON}],
+        response_format=Person,
     )
     assert isinstance(answer.choices[0].message.parsed, Person)
     assert isinstance(
-        client.responses.parse(model=MODEL, input=PERSON, text_format=Person).output_parsed, Person
+        client.responses.parse(
+            model=given.MODEL, input=given.PERSON, text_format=Person
+        ).output_parsed,
+        Person,
     )
 
 
@@ -77,8 +63,8 @@ def tool_call_is_parsed() -> None:
     tool = openai.pydantic_function_tool(get_weather)
     for choice in ("auto", "required", {"type": "function", "function": {"name": "get_weather"}}):
         answer = client.chat.completions.parse(
-            model=MODEL,
-            messages=[{"role": "user", "content": FORECAST}],
+            model=given.MODEL,
+            messages=[{"role": "user", "content": given.FORECAST}],
             temperature=0,
             tools=[tool],
             tool_choice=choice,
@@ -92,15 +78,15 @@ def tool_call_is_parsed() -> None:
 def errors_have_their_classes() -> None:
     chat = client.chat.completions
     with raises(openai.BadRequestError, "context_length_exceeded"):
-        chat.create(model=MODEL, messages=[{"role": "user", "content": TOO_LONG}])
+        chat.create(model=given.MODEL, messages=[{"role": "user", "content": given.TOO_LONG}])
     with raises(openai.BadRequestError, "invalid_top_p"):
-        chat.create(model=MODEL, messages=question, top_p=7)
+        chat.create(model=given.MODEL, messages=question, top_p=7)
     with raises(openai.NotFoundError, "model_not_found"):
         chat.create(model="gpt-5", messages=question)
     with raises(openai.NotFoundError):
         client.responses.retrieve("resp_none")
     with raises(openai.BadRequestError):
-        chat.create(model=MODEL, messages=question, extra_body={"bogus": 1})
+        chat.create(model=given.MODEL, messages=question, extra_body={"bogus": 1})
 
 
 @promise
@@ -108,10 +94,10 @@ def closing_a_stream_cancels_it() -> None:
     with (
         cancels(),
         client.chat.completions.create(
-            model=MODEL,
+            model=given.MODEL,
             messages=question,
             stream=True,
-            max_tokens=ENDLESS_TOKENS,
+            max_tokens=given.ENDLESS_TOKENS,
             extra_body={"ignore_eos": True},
         ) as stream,
     ):
@@ -123,10 +109,10 @@ async def timeout_cancels_the_request() -> None:
     async with AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0) as impatient:
         with cancels(), raises(openai.APITimeoutError):
             await impatient.chat.completions.create(
-                model=MODEL,
+                model=given.MODEL,
                 messages=question,
                 n=32,
-                max_tokens=ENDLESS_TOKENS,
+                max_tokens=given.ENDLESS_TOKENS,
                 extra_body={"ignore_eos": True},
                 timeout=1,
             )

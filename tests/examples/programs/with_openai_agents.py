@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
+import given
 import openai
 from agents import (
     Agent,
@@ -15,49 +16,23 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
-from promises import (
-    ENDLESS_TOKENS,
-    FORECAST,
-    MODEL,
-    PERSON,
-    SUM,
-    TOO_LONG,
-    TOTAL,
-    URL,
-    cancels,
-    keep,
-    promise,
-    raises,
-)
-from pydantic import BaseModel, ConfigDict, Field
+from person import Person
+from promises import URL, cancels, keep, promise, raises
 
 # They would go to OpenAI.
 set_tracing_disabled(True)
 MODELS = (OpenAIResponsesModel, OpenAIChatCompletionsModel)
-cities: list[str] = []
+get_weather = function_tool(given.get_weather)
 
 
-@function_tool
-def get_weather(city: str) -> str:
-    """Get the weather in a city"""
-    cities.append(city)
-    return '{"sky": "sunny", "degrees": 21}'
-
-
-class Person(BaseModel):
-    """Whom a text is about."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str = Field(max_length=12)
-    age: int = Field(ge=0, le=120)
-    job: Literal["chef", "pilot", "teacher"]
+class StrictPerson(Person, extra="forbid"):
+    """As Responses require it."""
 
 
 client = AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 
 
-def agent(kind: Any, name: str = MODEL, **options: Any) -> Agent:
+def agent(kind: Any, name: str = given.MODEL, **options: Any) -> Agent:
     settings = ModelSettings(temperature=0, include_usage=True, **options.pop("settings", {}))
     model = kind(model=name, openai_client=client)
     return Agent(name="helper", model=model, model_settings=settings, **options)
@@ -66,9 +41,9 @@ def agent(kind: Any, name: str = MODEL, **options: Any) -> Agent:
 @promise
 async def tool_is_called_and_its_result_taken() -> None:
     for kind in MODELS:
-        cities.clear()
-        result = await Runner.run(agent(kind, tools=[get_weather]), FORECAST, max_turns=3)
-        assert cities == ["Oslo"]
+        given.cities.clear()
+        result = await Runner.run(agent(kind, tools=[get_weather]), given.FORECAST, max_turns=3)
+        assert given.cities == ["Oslo"]
         assert result.final_output
         usage = result.context_wrapper.usage
         assert usage.requests == 2
@@ -78,21 +53,21 @@ async def tool_is_called_and_its_result_taken() -> None:
 @promise
 async def stream_is_the_answer_in_parts() -> None:
     for kind in MODELS:
-        stream = Runner.run_streamed(agent(kind), SUM)
+        stream = Runner.run_streamed(agent(kind), given.SUM)
         text = ""
         async for event in stream.stream_events():
             data = getattr(event, "data", None)
             if getattr(data, "type", "") == "response.output_text.delta":
                 text += data.delta
-        assert text == stream.final_output == TOTAL
+        assert text == stream.final_output == given.TOTAL
         assert stream.context_wrapper.usage.output_tokens > 0
 
 
 @promise
 async def output_keeps_its_schema() -> None:
     for kind in MODELS:
-        result = await Runner.run(agent(kind, output_type=Person), PERSON)
-        assert isinstance(result.final_output, Person)
+        result = await Runner.run(agent(kind, output_type=StrictPerson), given.PERSON)
+        assert isinstance(result.final_output, StrictPerson)
 
 
 @promise
@@ -101,7 +76,7 @@ async def handoff_gives_the_conversation_to_another_agent() -> None:
         calculator = agent(kind, handoff_description="Computes sums")
         calculator.name = "calculator"
         required = {"settings": {"tool_choice": "required"}}
-        result = await Runner.run(agent(kind, handoffs=[calculator], **required), SUM)
+        result = await Runner.run(agent(kind, handoffs=[calculator], **required), given.SUM)
         assert result.last_agent is calculator
 
 
@@ -109,16 +84,16 @@ async def handoff_gives_the_conversation_to_another_agent() -> None:
 async def errors_have_their_classes() -> None:
     for kind in MODELS:
         with raises(openai.BadRequestError, "context_length_exceeded"):
-            await Runner.run(agent(kind), TOO_LONG)
+            await Runner.run(agent(kind), given.TOO_LONG)
         with raises(openai.NotFoundError, "model_not_found"):
-            await Runner.run(agent(kind, "none"), SUM)
+            await Runner.run(agent(kind, "none"), given.SUM)
 
 
 @promise
 async def cancelled_run_cancels_its_request() -> None:
-    settings = {"max_tokens": ENDLESS_TOKENS, "extra_body": {"ignore_eos": True}}
+    settings = {"max_tokens": given.ENDLESS_TOKENS, "extra_body": {"ignore_eos": True}}
     for kind in MODELS:
-        stream = Runner.run_streamed(agent(kind, settings=settings), SUM)
+        stream = Runner.run_streamed(agent(kind, settings=settings), given.SUM)
         with cancels():
             async for event in stream.stream_events():
                 if getattr(getattr(event, "data", None), "type", "").endswith(".delta"):

@@ -6,21 +6,9 @@ import gc
 import json
 from typing import Any
 
+import given
 import openai
-from promises import (
-    ENDLESS_TOKENS,
-    FORECAST,
-    MODEL,
-    PERSON,
-    SUM,
-    TOO_LONG,
-    TOTAL,
-    URL,
-    cancels,
-    keep,
-    promise,
-    raises,
-)
+from promises import URL, cancels, keep, promise, raises
 from smolagents import (
     ActionStep,
     AgentGenerationError,
@@ -51,7 +39,7 @@ def get_weather(city: str) -> str:
     return '{"sky": "sunny", "degrees": 21}'
 
 
-def model(name: str = MODEL, **options: Any) -> OpenAIModel:
+def model(name: str = given.MODEL, **options: Any) -> OpenAIModel:
     client = {"max_retries": 0}
     return OpenAIModel(
         name, api_base=f"{URL}/v1", api_key="none", client_kwargs=client, retry=False, **options
@@ -64,15 +52,15 @@ def asked(text: str) -> list[ChatMessage]:
 
 @promise
 def answer_has_text_and_usage() -> None:
-    answer = model(temperature=0).generate(asked(SUM))
-    assert answer.content == TOTAL
+    answer = model(temperature=0).generate(asked(given.SUM))
+    assert answer.content == given.TOTAL
     assert answer.token_usage.output_tokens > 0
 
 
 @promise
 def stream_is_the_answer_in_parts() -> None:
-    parts = list(model(temperature=0).generate_stream(asked(SUM)))
-    assert "".join(part.content or "" for part in parts) == TOTAL
+    parts = list(model(temperature=0).generate_stream(asked(given.SUM)))
+    assert "".join(part.content or "" for part in parts) == given.TOTAL
     assert sum(part.token_usage.output_tokens for part in parts if part.token_usage) > 0
 
 
@@ -80,7 +68,7 @@ def stream_is_the_answer_in_parts() -> None:
 def answer_keeps_its_schema() -> None:
     schema = {"name": "person", "schema": SCHEMA, "strict": True}
     answer = model().generate(
-        asked(PERSON), response_format={"type": "json_schema", "json_schema": schema}
+        asked(given.PERSON), response_format={"type": "json_schema", "json_schema": schema}
     )
     assert json.loads(answer.content).keys() == {"name", "age"}
 
@@ -92,7 +80,7 @@ def agent_calls_tools_only() -> None:
         tools=[get_weather], model=model(temperature=0), max_steps=2, verbosity_level=0
     )
     agent.prompt_templates["system_prompt"] = "You are helpful."
-    result = agent.run(FORECAST, return_full_result=True)
+    result = agent.run(given.FORECAST, return_full_result=True)
     steps = [step for step in agent.memory.steps if isinstance(step, ActionStep)]
     assert cities
     # The answer behind the last step that it may make is asked for without tools.
@@ -104,19 +92,19 @@ def agent_calls_tools_only() -> None:
 @promise
 def errors_have_their_classes() -> None:
     with raises(openai.BadRequestError, "context_length_exceeded"):
-        model().generate(asked(TOO_LONG))
+        model().generate(asked(given.TOO_LONG))
     with raises(openai.NotFoundError, "model_not_found"):
-        model("none").generate(asked(SUM))
+        model("none").generate(asked(given.SUM))
     agent = ToolCallingAgent(tools=[get_weather], model=model("none"), verbosity_level=0)
     with raises(AgentGenerationError, "there is no model 'none'"):
-        agent.run(SUM)
+        agent.run(given.SUM)
 
 
 @promise
 def closing_a_stream_cancels_it() -> None:
-    endless = model(max_tokens=ENDLESS_TOKENS, extra_body={"ignore_eos": True})
+    endless = model(max_tokens=given.ENDLESS_TOKENS, extra_body={"ignore_eos": True})
     with cancels():
-        stream = endless.generate_stream(asked(SUM))
+        stream = endless.generate_stream(asked(given.SUM))
         next(stream)
         # It has no way to close the connection but to be forgotten.
         del stream

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ..config import BusConfig
-from .channel import Bus, Inbox, OutputStream, RequestQueue, ResultStreams, Sender
+from .channel import Bus, Inbox, OutputStream
 from .entries import Malformed, RequestEntry
 from .memory.bus import MemoryBus
-from .replies import Outcome, Replies
+from .replies import Outcome
+from .sender import Sender
 
 
 def open_bus(
@@ -38,10 +39,7 @@ __all__ = [
     "MemoryBus",
     "Outcome",
     "OutputStream",
-    "Replies",
     "RequestEntry",
-    "RequestQueue",
-    "ResultStreams",
     "Sender",
     "open_bus",
 ]

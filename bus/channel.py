@@ -13,48 +13,13 @@ from .backlog import Backlog
 from .dead_letters import DeadLetter
 from .entries import RequestEntry
 from .links import AnyLink
-from .messages import Envelope, Message
+from .messages import Envelope
 from .public import Completion, ErrorInfo, GenerateRequest, Output
 from .replies import Replies
 from .routing import RequestRouting
+from .sender import Sender
 
 T_co = TypeVar("T_co", covariant=True)
-
-
-class Sender(Protocol):
-    """The sending end of a link, owned by one stage.
-
-    It sets the envelope's sender, id and sent_ns. Messages of one sender arrive once each, in
-    order.
-    Messages to a stage whose inbox was never opened are lost.
-    """
-
-    async def send(
-        self,
-        body: Message,
-        *,
-        epoch: int = 0,
-        traceparent: str = "",
-        tracestate: str = "",
-        budget_ns: int | None = None,
-        operation_id: str = "",
-    ) -> None:
-        """Send a message; wait while the link is full.
-
-        If the wait is cancelled, the message is sent completely or not at all, and never twice.
-
-        Raises:
-            ChannelClosed: The bus was closed, or (with both ends in this process) the receiving
-                inbox was closed and not reopened.
-            BusError: The message exceeds the transport's limit.
-        """
-
-    async def flush(self) -> None:
-        """Wait until all messages have left this process (in memory: at once).
-
-        Raises:
-            ChannelClosed: The bus was closed before that.
-        """
 
 
 class Inbox(Protocol):

@@ -6,6 +6,7 @@ Between stages: msgpack arrays. Public messages: JSON objects; requests also as 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -40,33 +41,29 @@ class _AskedModel(msgspec.Struct, frozen=True):
 
 
 _envelope_encoder = msgspec.msgpack.Encoder()
-_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
 _json_encoder = msgspec.json.Encoder()
-_output_decoder: msgspec.json.Decoder[Output] = msgspec.json.Decoder(Output)
-_model_from_json = msgspec.json.Decoder(_AskedModel)
-_model_from_msgpack = msgspec.msgpack.Decoder(_AskedModel)
-_request_from_json = msgspec.json.Decoder(GenerateRequest)
-_request_from_msgpack = msgspec.msgpack.Decoder(GenerateRequest)
+_readers: dict[Encoding, Callable[[bytes], Any]] = {
+    "json": msgspec.json.decode,
+    "msgpack": msgspec.msgpack.decode,
+}
+_model_readers: dict[Encoding, Callable[[bytes], _AskedModel]] = {
+    "json": msgspec.json.Decoder(_AskedModel).decode,
+    "msgpack": msgspec.msgpack.Decoder(_AskedModel).decode,
+}
+_request_readers: dict[Encoding, Callable[[bytes], GenerateRequest]] = {
+    "json": msgspec.json.Decoder(GenerateRequest).decode,
+    "msgpack": msgspec.msgpack.Decoder(GenerateRequest).decode,
+}
 
-
-def encode_envelope(envelope: Envelope) -> bytes:
-    """Encode an envelope as msgpack."""
-    return _envelope_encoder.encode(envelope)
-
-
-def decode_envelope(raw: bytes) -> Envelope:
-    """Decode an envelope. Raises ValueError (msgspec's errors are subclasses) or RecursionError."""
-    return _envelope_decoder.decode(raw)
+encode_envelope = _envelope_encoder.encode
+# Both raise ValueError (msgspec's errors are subclasses) or RecursionError.
+decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
+decode_output: Callable[[bytes], Output] = msgspec.json.Decoder[Output](Output).decode
 
 
 def encode_output(output: Output) -> bytes:
     """Encode a CompletionChunk or Completion as a JSON object with a `type`."""
     return _json_encoder.encode(output)
-
-
-def decode_output(raw: bytes) -> Output:
-    """Decode an output. Raises ValueError (msgspec's errors are subclasses) or RecursionError."""
-    return _output_decoder.decode(raw)
 
 
 def decode_request(raw: bytes, encoding: Encoding, max_bytes: int) -> GenerateRequest | Malformed:
@@ -78,23 +75,19 @@ def decode_request(raw: bytes, encoding: Encoding, max_bytes: int) -> GenerateRe
     the ranges.
     """
     if len(raw) > max_bytes:
-        return _too_large("", len(raw), max_bytes)
+        said = f"the request has {len(raw)} bytes; at most {max_bytes} are taken"
+        return Malformed("", "request_too_large", f"{said} (bus.max_request_bytes)")
     try:
-        if encoding == "json":
-            request = _request_from_json.decode(raw)
-        else:
-            request = _request_from_msgpack.decode(raw)
+        return _with_schema_text(_request_readers[encoding](raw))
     except _UNREADABLE as error:
         return _explain(raw, encoding, error)
-    return _with_schema_text(request)
 
 
 def decode_model(raw: bytes, encoding: Encoding) -> str:
     """Return a request's model, at a tenth of the cost of decoding it; "" if unreadable. Never
     raises."""
     try:
-        decoder = _model_from_json if encoding == "json" else _model_from_msgpack
-        return decoder.decode(raw).model
+        return _model_readers[encoding](raw).model
     except _UNREADABLE:
         return ""
 
@@ -160,10 +153,7 @@ def decode_refused(raw: bytes) -> Malformed:
 
 def named_id(request: object) -> str:
     """Return the request id of an unchecked struct or dict; "" if there is no usable one."""
-    if isinstance(request, dict):
-        value = request.get("request_id")
-    else:
-        value = getattr(request, "request_id", None)
+    value = _member(request, "request_id")
     return value if isinstance(value, str) and _is_unicode(value) else ""
 
 
@@ -179,14 +169,10 @@ def written_id(request: GenerateRequest | dict[str, Any] | bytes) -> str:
 
 def _has_nonfinite(request: GenerateRequest | dict[str, Any]) -> bool:
     """Return whether sampling, which has the only floats of a request, holds NaN or an infinity."""
-    sampling = request.get("sampling") if isinstance(request, dict) else request.sampling
-    if isinstance(sampling, dict):
-        values = tuple(sampling.values())
-    elif isinstance(sampling, SamplingParams):
-        values = msgspec.structs.astuple(sampling)
-    else:
-        return False
-    return any(map(_is_nonfinite, values))
+    sampling = _member(request, "sampling")
+    if isinstance(sampling, SamplingParams):
+        sampling = msgspec.structs.asdict(sampling)
+    return isinstance(sampling, dict) and _is_nonfinite(sampling)
 
 
 def _is_nonfinite(value: object) -> bool:
@@ -260,21 +246,19 @@ def _explain(raw: bytes, encoding: Encoding, error: Exception) -> Malformed:
     """
     name = "JSON" if encoding == "json" else "MessagePack"
     try:
-        tree = msgspec.json.decode(raw) if encoding == "json" else msgspec.msgpack.decode(raw)
+        tree = _readers[encoding](raw)
     except UnicodeDecodeError:
         return Malformed("", "malformed", f"the request is not {name} with text in UTF-8")
     except RecursionError:
         return Malformed("", "malformed", _NESTED)
     except _UNREADABLE as unparsed:
-        return _quoting("", "malformed", f"the request is not valid {name}: {unparsed}")
+        return Malformed(
+            "", "malformed", cut_middle(f"the request is not valid {name}: {unparsed}")
+        )
+    # msgspec's message contains client input, and ends with the position.
     if isinstance(error, msgspec.ValidationError):
-        return _quoting(named_id(tree), "invalid_request", str(error))
-    return _quoting(named_id(tree), "malformed", f"the request can't be read: {error}")
-
-
-def _quoting(request_id: str, code: str, message: str) -> Malformed:
-    """Quote msgspec's message, which contains client input and ends with the position."""
-    return Malformed(request_id, code, cut_middle(message))
+        return Malformed(named_id(tree), "invalid_request", cut_middle(str(error)))
+    return Malformed(named_id(tree), "malformed", cut_middle(f"the request can't be read: {error}"))
 
 
 def _unsendable(error: Exception) -> str:
@@ -285,11 +269,3 @@ def _unsendable(error: Exception) -> str:
     if isinstance(error, OverflowError):
         return _BEYOND_64_BITS
     return cut(f"{_NOT_PLAIN}: {error}")
-
-
-def _too_large(request_id: str, size: int, max_bytes: int) -> Malformed:
-    return Malformed(
-        request_id,
-        "request_too_large",
-        f"the request has {size} bytes; at most {max_bytes} are taken (bus.max_request_bytes)",
-    )

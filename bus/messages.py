@@ -12,46 +12,15 @@ Token ids are plain ints. Fields may be added at the end with a default; none is
 from __future__ import annotations
 
 from itertools import compress
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
 
 import msgspec
 
 from ..config import SamplingParams
-from .control import (
-    AdapterReady,
-    AdaptersChanged,
-    Cancel,
-    CancelAll,
-    Drain,
-    FinishUpdate,
-    FlushCache,
-    Internal,
-    InternalPart,
-    JoinWeightsGroup,
-    LeaveWeightsGroup,
-    LoadAdapter,
-    LoadModel,
-    MemoryState,
-    Pause,
-    ReleaseMemory,
-    Reset,
-    Resume,
-    ResumeMemory,
-    ServerRestarted,
-    StageReady,
-    StageStarted,
-    StageStopped,
-    StopSequences,
-    TellWeightVersion,
-    UnloadAdapter,
-    UnloadModel,
-    UpdateFairness,
-    UpdateWeights,
-    WeightsReady,
-)
+from . import scoring  # noqa: F401  (its messages are part of `Message`)
+from .control import Cancel, Internal, InternalPart
 from .pooling import PooledPrompt, Pooling
 from .public import StageTime
-from .scoring import SampleScored, ScoreSample
 
 RowFinish = Literal["", "stop", "length", "abort"]
 """Why a sequence ended with a row's token; "" if it continues."""
@@ -491,51 +460,17 @@ class RequestFinished(Internal, frozen=True):
     entry_id: str
 
 
-Message = (
-    AdmittedRequest
-    | Dispatch
-    | PauseSequences
-    | ResumeSequences
-    | Credit
-    | StepPlan
-    | StepResult
-    | StepSummary
-    | RequestOpened
-    | Recover
-    | Recovered
-    | RequestFinished
-    | Fenced
-    | ScoreSample
-    | SampleScored
-    | Cancel
-    | StopSequences
-    | Pause
-    | Resume
-    | CancelAll
-    | UpdateWeights
-    | FinishUpdate
-    | WeightsReady
-    | JoinWeightsGroup
-    | LeaveWeightsGroup
-    | TellWeightVersion
-    | ReleaseMemory
-    | ResumeMemory
-    | MemoryState
-    | LoadAdapter
-    | UnloadAdapter
-    | AdapterReady
-    | AdaptersChanged
-    | FlushCache
-    | Drain
-    | UpdateFairness
-    | LoadModel
-    | UnloadModel
-    | Reset
-    | StageStarted
-    | StageReady
-    | StageStopped
-    | ServerRestarted
-)
+def _kinds(message: Any) -> list[Any]:
+    """Return a class, or the classes below it."""
+    below = message.__subclasses__()
+    return [kind for each in below for kind in _kinds(each)] if below else [message]
+
+
+if TYPE_CHECKING:
+    Message = Internal
+else:
+    # The decoder takes a union: all messages of this module, of `control` and of `scoring`.
+    Message = Union[tuple(_kinds(Internal))]  # noqa: UP007
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

@@ -1,8 +1,7 @@
 """Messages between clients and a pipeline: requests, and their outputs.
 
 JSON objects with a `type`, for any language. Times ending in `_ns` are integer nanoseconds:
-timestamps
-since the Unix epoch, budgets relative. Token ids are plain ints.
+timestamps since the Unix epoch, budgets relative. Token ids are plain ints.
 """
 
 from __future__ import annotations
@@ -19,22 +18,12 @@ FinishReason = Literal["stop", "length", "abort", "content_filter"]
 Status = Literal["done", "error", "cancelled", "expired"]
 
 
-class Public(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    tag_field="type",
-    forbid_unknown_fields=True,
-):
-    """A message written by clients."""
-
-
 class PublicOutput(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """A message read by clients; newer pipelines may add fields."""
 
 
 class PublicPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of a message written by clients."""
+    """A message written by clients, or a part of one."""
 
 
 class OutputPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,14 +33,14 @@ class OutputPart(msgspec.Struct, frozen=True, kw_only=True):
 # --- written by clients -----------------------------------------------------------------------
 
 
-class ChatMessage(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatMessage(PublicPart, frozen=True, kw_only=True):
     """One message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
-class EmbedParams(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EmbedParams(PublicPart, frozen=True, kw_only=True):
     """Pooling of a prompt's last hidden states. docs/embeddings.md.
 
     Attributes:
@@ -67,13 +56,7 @@ class EmbedParams(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class GenerateRequest(
-    Public,
-    frozen=True,
-    kw_only=True,
-    tag="generate",
-    tag_field="type",
-    forbid_unknown_fields=True,
-    omit_defaults=True,
+    PublicPart, frozen=True, kw_only=True, tag="generate", tag_field="type", omit_defaults=True
 ):
     """A request for completions, with exactly one of prompt, prompt_token_ids and messages.
 
@@ -223,13 +206,7 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
     num_accepted_draft_tokens: int = 0
 
 
-class CompletionChunk(
-    PublicOutput,
-    frozen=True,
-    kw_only=True,
-    tag="chunk",
-    tag_field="type",
-):
+class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
     """New tokens of one sample from one step; several if drafted tokens were accepted.
 
     `text` may lag behind `token_ids` while a character or a possible stop string is incomplete.
@@ -266,13 +243,7 @@ class CompletionChunk(
     adapter_version: int = 0
 
 
-class Completion(
-    PublicOutput,
-    frozen=True,
-    kw_only=True,
-    tag="completion",
-    tag_field="type",
-):
+class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
     """The terminal message; each request gets exactly one.
 
     Attributes:

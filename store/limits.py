@@ -108,22 +108,3 @@ class LimitStore(Protocol):
 def slice_ms(limit: Limit) -> int:
     """Return the step of a limit's window in milliseconds, rounded up."""
     return math.ceil(limit.window_s * 1000 / SLICES)
-
-
-def refusal(
-    charges: tuple[Charge, ...], rooms: tuple[Room, ...], waits_ms: dict[int, int | None]
-) -> Reservation:
-    """Return a refused reservation.
-
-    Args:
-        waits_ms: Time until each refusing limit has room, by index.
-    """
-
-    def length(place: int) -> float:
-        wait_ms = waits_ms[place]
-        return math.inf if wait_ms is None else wait_ms
-
-    longest = max(waits_ms, key=length)
-    wait_ms = waits_ms[longest]
-    retry_after_s = None if wait_ms is None else wait_ms / 1000
-    return Reservation("", charges, rooms, refused_by=longest, retry_after_s=retry_after_s)

@@ -14,7 +14,6 @@ ModelState = Literal["unloaded", "loading", "ready", "draining", "failed"]
 
 NOT_FOUND = "unknown_model"
 NOT_LOADED = "model_not_loaded"
-NOT_ROUTED = "not_routed"
 MALFORMED = "malformed"
 
 

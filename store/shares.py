@@ -6,11 +6,13 @@ is one slice, 0, with an expiry of its own.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from .limits import SLICES, Charge, Limit, Reservation, Room, refusal, slice_ms
+from .limits import SLICES, Charge, Limit, Reservation, Room, slice_ms
 
 FORGOTTEN_MS = 60_000
 """Time after which an expired share of a dead process is removed."""
@@ -87,19 +89,17 @@ class Counted:
         if place in self.own:
             self.put(place, amount)
 
-    def excess(self, amount: int, most: int) -> int:
-        """Return by how much the sum would exceed `most` with this amount; at most 0 if it fits."""
-        return self.sum + amount - most
-
-    def wait_ms(self, excess: int, now_ms: int) -> int | None:
-        """Return the time until this much leaves the window; None if unknown."""
+    def wait_ms(self, excess: int, now_ms: int) -> float:
+        """Return the time until this much leaves the window; infinite if unknown."""
         if not self.step_ms:
-            return None
-        for place, amount in sorted(self._all().items()):
+            return math.inf
+        amounts = Counter(self._others)
+        amounts.update(self.own)
+        for place, amount in sorted(amounts.items()):
             excess -= amount
             if excess <= 0:
                 return self._ends_ms(place) - now_ms
-        return None
+        return math.inf
 
     def room(self, most: int, now_ms: int) -> Room:
         newest = max((*self.own, *self._others), default=None) if self.step_ms else None
@@ -112,11 +112,10 @@ class Counted:
 
     def read_others(self, shares: Iterable[bytes], now_ms: int) -> None:
         """Replace the other processes' usage by their shares."""
-        found: dict[int, int] = {}
+        found: Counter[int] = Counter()
         for share in filter(None, map(_share, shares)):
             if self.step_ms or share.until_ms > now_ms:
-                for place, amount in share.amounts.items():
-                    found[place] = found.get(place, 0) + amount
+                found.update(share.amounts)
         self._others = dict(sorted(found.items()))
         self.sum = sum(self.own.values()) + sum(found.values())
         self.advance(now_ms)
@@ -137,12 +136,6 @@ class Counted:
     def _ends_ms(self, place: int) -> int:
         return (place + SLICES + 1) * self.step_ms
 
-    def _all(self) -> dict[int, int]:
-        everything = dict(self._others)
-        for place, amount in self.own.items():
-            everything[place] = everything.get(place, 0) + amount
-        return everything
-
 
 Find = Callable[[Limit], Counted]
 """Returns the counts of a limit."""
@@ -152,14 +145,15 @@ def reserve(
     reservation_id: str, charges: tuple[Charge, ...], find: Find, now_ms: int
 ) -> Reservation:
     """Reserve all charges or none, by the known sums."""
-    waits_ms: dict[int, int | None] = {}
+    # By the index of the refusing limit; infinite if it is unknown when there is room.
+    waits_ms: dict[int, float] = {}
     counted = [find(charge.limit) for charge in charges]
     for place, (charge, each) in enumerate(zip(charges, counted, strict=True)):
         each.advance(now_ms)
         most = charge.limit.most
-        if (excess := each.excess(charge.amount, most)) > 0:
+        if (excess := each.sum + charge.amount - most) > 0:
             never = charge.amount > most
-            waits_ms[place] = None if never else each.wait_ms(excess, now_ms)
+            waits_ms[place] = math.inf if never else each.wait_ms(excess, now_ms)
     slices = tuple(each.slice_at(now_ms) for each in counted)
     if not waits_ms:
         for charge, each, at in zip(charges, counted, slices, strict=True):
@@ -168,7 +162,9 @@ def reserve(
         each.room(charge.limit.most, now_ms) for charge, each in zip(charges, counted, strict=True)
     )
     if waits_ms:
-        return refusal(charges, rooms, waits_ms)
+        longest = max(waits_ms, key=waits_ms.__getitem__)
+        wait_s = waits_ms[longest] / 1000
+        return Reservation("", charges, rooms, longest, wait_s if wait_s < math.inf else None)
     return Reservation(reservation_id, charges, rooms, slices=slices)
 
 

@@ -11,7 +11,7 @@ import reprlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from itertools import chain
 from typing import Any, TextIO, cast
 
@@ -86,7 +86,7 @@ def setup_logging(config: TelemetryConfig, *, said: Collection[str] = ()) -> Non
         return event if brief is None else {"timestamp": event["timestamp"], "event": brief}
 
     output = LogOutput(sys.stderr, lambda lines: warning("log_written_again", dropped_lines=lines))
-    limit = _Limit(output, warning)
+    limit = LogLimit(output, warning)
     structlog.configure(
         processors=[limit, *shared, briefly, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[config.log_level.upper()]),
@@ -118,77 +118,59 @@ class _Window(msgspec.Struct):
     lines: int = 0
 
 
-class LogRate:
-    """Admits `MOST_LINES` lines of an event in `WINDOW_S`, and counts the others.
+class LogLimit:
+    """Admits `MOST_LINES` lines of an event in `WINDOW_S`; drops the others, and logs their number.
 
     Events are texts of the code, so their number is bounded.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """Args: the clock, monotonic and in seconds."""
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._windows: dict[Hashable, _Window] = {}
-        # Events with suppressed lines that are not reported yet.
-        self._unreported: set[Hashable] = set()
-
-    def admits(self, event: Hashable) -> bool:
-        """Count a line of this event; return whether to write it."""
-        with self._lock:
-            now_s = self._clock()
-            window = self._windows.get(event)
-            if window is None or (
-                event not in self._unreported and now_s - window.start_s >= WINDOW_S
-            ):
-                window = self._windows[event] = _Window(now_s)
-            window.lines += 1
-            if window.lines <= MOST_LINES:
-                return True
-            self._unreported.add(event)
-            return False
-
-    def ended(self) -> list[tuple[Hashable, int]]:
-        """Remove ended windows with suppressed lines; return their events and line counts."""
-        if not self._unreported:
-            return []
-        with self._lock:
-            now_s = self._clock()
-            ended = [
-                event
-                for event in self._unreported
-                if now_s - self._windows[event].start_s >= WINDOW_S
-            ]
-            self._unreported.difference_update(ended)
-            return [(event, self._windows.pop(event).lines - MOST_LINES) for event in ended]
-
-
-class _Limit:
-    """Drops lines that `LogRate` does not admit, and logs their number."""
-
-    def __init__(self, output: LogOutput, warning: Callable[..., str]) -> None:
-        """Args: the output; a renderer of an event and its fields."""
-        self._rate = LogRate(time.monotonic)
+    def __init__(
+        self,
+        output: LogOutput,
+        warning: Callable[..., str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args: the output; a renderer of an event and its fields; the clock, in seconds."""
         self._output = output
         self._warning = warning
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._windows: dict[str, _Window] = {}
+        # Events with suppressed lines that are not reported yet.
+        self._unreported: set[str] = set()
 
     def __call__(self, logger: Any, method: str, event: _Event) -> _Event:
         """Process one of our lines, as structlog's processors do."""
         name = str(event.get("event"))
-        if method != "debug" and name not in _REQUESTED and not self._admits(name):
+        if method != "debug" and name not in _REQUESTED and not self.admits(name):
             raise structlog.DropEvent
         return event
 
     def admits_record(self, record: logging.LogRecord) -> bool:
         """Filter a library's line. Its text is unbounded, so its line of code is the event."""
-        return self._admits(f"{record.name}:{record.lineno}")
+        return self.admits(f"{record.name}:{record.lineno}")
 
-    def _admits(self, name: str) -> bool:
-        for event, lines in self._rate.ended():
-            self._output.write(self._warning("log_lines_suppressed", of=event, lines=lines))
-        if self._rate.admits(name):
-            return True
-        dropped_lines[SUPPRESSED] += 1
-        return False
+    def admits(self, event: str) -> bool:
+        """Count a line of this event; return whether to write it. Reports ended windows."""
+        with self._lock:
+            now_s = self._clock()
+            ended = [
+                (each, self._windows.pop(each).lines - MOST_LINES)
+                for each in sorted(self._unreported)
+                if now_s - self._windows[each].start_s >= WINDOW_S
+            ]
+            self._unreported.difference_update(each for each, _ in ended)
+            window = self._windows.get(event)
+            if window is None or now_s - window.start_s >= WINDOW_S:
+                window = self._windows[event] = _Window(now_s)
+            window.lines += 1
+            admitted = window.lines <= MOST_LINES
+            if not admitted:
+                self._unreported.add(event)
+                dropped_lines[SUPPRESSED] += 1
+        for each, lines in ended:
+            self._output.write(self._warning("log_lines_suppressed", of=each, lines=lines))
+        return admitted
 
 
 # --- size ---------------------------------------------------------------------------------------

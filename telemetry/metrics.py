@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..config import ConfigError, TelemetryConfig
 from . import names
 from .instruments import INSTRUMENTS, LOG_DROPPED, Instrument
 from .log_output import dropped_lines
+from .spans import resource_of
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter, Observation
@@ -121,10 +122,15 @@ def setup_metrics(config: TelemetryConfig, instance: str, *, without_port: bool 
     if not (config.metrics_port or without_port):
         return Metrics()
     # Imported only if metrics are on, since the imports take time.
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
+    from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
-    provider = _provider(config, instance, registry)
+    reader = PrometheusMetricReader(scope_info_enabled=False, registry=registry)
+    provider = MeterProvider(
+        [reader], resource_of(config, instance), exemplar_filter=AlwaysOffExemplarFilter()
+    )
     if not config.metrics_port:
         return Metrics(provider, registry=registry)
     try:
@@ -144,18 +150,6 @@ def setup_metrics(config: TelemetryConfig, instance: str, *, without_port: bool 
         thread.join()
 
     return Metrics(provider, close, registry)
-
-
-def _provider(config: TelemetryConfig, instance: str, registry: Any) -> MeterProvider:
-    from opentelemetry.exporter.prometheus import PrometheusMetricReader
-    from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
-    from opentelemetry.sdk.resources import Resource
-
-    reader = PrometheusMetricReader(scope_info_enabled=False, registry=registry)
-    resource = Resource.create(
-        {names.SERVICE_NAME: config.service_name, names.SERVICE_INSTANCE_ID: instance}
-    )
-    return MeterProvider([reader], resource, exemplar_filter=AlwaysOffExemplarFilter())
 
 
 def _dropped_lines(options: object) -> Iterator[Observation]:

@@ -13,6 +13,8 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanKind, Status, StatusCode
 
+from ..config import TelemetryConfig
+from . import names
 from .context import TraceContext
 
 Attributes = Mapping[str, str | int | float | tuple[str, ...]]
@@ -91,6 +93,14 @@ class ReadableExporter(SpanExporter):
     def shutdown(self) -> None:
         """See SpanExporter."""
         self._exporter.shutdown()
+
+
+def resource_of(
+    config: TelemetryConfig, instance: str, labels: Mapping[str, str] | None = None
+) -> Resource:
+    """Return a process's attributes: its service, its `service.instance.id`, and more labels."""
+    own = {names.SERVICE_NAME: config.service_name, names.SERVICE_INSTANCE_ID: instance}
+    return Resource.create({**own, **(labels or {})})
 
 
 def finished(spans: Sequence[object]) -> Iterator[FinishedSpan]:

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.sampling import Decision, ParentBased, TraceIdRatio
 from ..config import ConfigError, TelemetryConfig
 from . import names
 from .context import TraceContext, first_context, is_sampled
-from .spans import Attributes, FinishedSpan, Kind, ReadableExporter
+from .spans import Attributes, FinishedSpan, Kind, ReadableExporter, resource_of
 from .trace_file import FileExporter
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -190,13 +190,7 @@ def setup_tracing(
     Raises:
         ConfigError: The file can't be written, or grpcio is needed and not installed.
     """
-    resource = Resource.create(
-        {
-            names.SERVICE_NAME: config.service_name,
-            names.SERVICE_INSTANCE_ID: instance,
-            **(labels or {}),
-        }
-    )
+    resource = resource_of(config, instance, labels)
     # The file first: it survives if the process is killed in the next moment.
     processors: list[SpanProcessor] = []
     if exporter is not None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
 
-from nano_inference.bus import Bus, Inbox, MemoryBus, OutputStream, Sender, open_bus
+from nano_inference.bus import Bus, Inbox, MemoryBus, OutputStream, RequestEntry, Sender, open_bus
 from nano_inference.bus.messages import Credit, Envelope, Message
 from nano_inference.bus.public import Completion, CompletionChunk, ErrorInfo, Output
 from nano_inference.config import STAGES, BusConfig
+from nano_inference.store.redis.keys import Keys
 
 LIMIT_S = 20.0
 
@@ -39,6 +42,7 @@ class Buses:
         self.on_redis = kind != "memory"
         self.url = url
         self.prefix = f"test-{uuid.uuid4().hex[:8]}"
+        self.keys = Keys(self.prefix)
         self._opened: list[Bus] = []
 
     def config(self, **settings: Any) -> BusConfig:
@@ -54,6 +58,11 @@ class Buses:
         """A second bus on the same keys; in memory there is only the one."""
         return self.open(**settings) if self.on_redis else bus
 
+    def pair(self, **settings: Any) -> tuple[Bus, Bus]:
+        """A bus and another one on the same keys."""
+        bus = self.open(**settings)
+        return bus, self.another(bus)
+
     async def reopen(self, bus: Bus) -> Bus:
         """As after a restart of the process; in memory that of a stage only."""
         if not self.on_redis:
@@ -67,7 +76,7 @@ class Buses:
 
 
 class Kit:
-    """Bounded waiting, and builders with short arguments."""
+    """Waiting, and builders with short arguments."""
 
     limit_s = LIMIT_S
 
@@ -102,11 +111,10 @@ class Kit:
 
     @staticmethod
     async def receive(inbox: Inbox, count: int) -> list[Envelope]:
-        """Exactly `count` messages, or the test fails."""
+        """Receive exactly `count` messages."""
         received: list[Envelope] = []
-        async with asyncio.timeout(LIMIT_S):
-            while len(received) < count:
-                received += await inbox.receive(count - len(received))
+        while len(received) < count:
+            received += await inbox.receive(count - len(received))
         return received
 
     @staticmethod
@@ -120,8 +128,7 @@ class Kit:
 
     @staticmethod
     async def collect(stream: OutputStream[Output]) -> list[Output]:
-        async with asyncio.timeout(LIMIT_S):
-            return [output async for output in cast(AsyncIterator[Output], stream)]
+        return [output async for output in cast(AsyncIterator[Output], stream)]
 
     @staticmethod
     async def eventually(holds: Callable[[], Awaitable[bool]], what: str) -> None:
@@ -141,9 +148,19 @@ class Kit:
         return last
 
 
-@pytest.fixture
-def kit() -> Kit:
-    return Kit()
+kit = Kit()
+
+
+async def take(bus: Bus, count: int) -> list[RequestEntry]:
+    """Take exactly `count` requests."""
+    entries: list[RequestEntry] = []
+    while len(entries) < count:
+        entries += await bus.requests.take(count - len(entries))
+    return entries
+
+
+def ids_of(entries: Iterable[RequestEntry]) -> list[str]:
+    return [entry.entry_id for entry in entries]
 
 
 async def _buses(kind: str, url: str) -> AsyncIterator[Buses]:
@@ -157,6 +174,20 @@ async def _buses(kind: str, url: str) -> AsyncIterator[Buses]:
         async with Redis.from_url(url) as redis:
             async for key in redis.scan_iter(f"*{buses.prefix}*"):
                 await redis.delete(key)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """No test may hang for ever."""
+    test = getattr(item, "obj", None)
+    if not inspect.iscoroutinefunction(test):
+        return
+
+    @functools.wraps(test)
+    async def limited(*args: Any, **kwargs: Any) -> None:
+        async with asyncio.timeout(3 * LIMIT_S):
+            await test(*args, **kwargs)
+
+    item.obj = limited  # type: ignore[attr-defined]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,17 +1,30 @@
-"""Metrics, read back as they were recorded."""
+"""Metrics and spans, read back as they were recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from nano_inference.telemetry import Metrics
 from nano_inference.telemetry.instruments import Instrument
 
 ByLabels = dict[tuple[str, ...], float]
+
+
+class Kept(SpanExporter):
+    """Keeps spans as our exporters get them."""
+
+    def __init__(self) -> None:
+        self.spans: list[ReadableSpan] = []
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.spans += spans
+        return SpanExportResult.SUCCESS
 
 
 class Measured:

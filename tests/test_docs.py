@@ -129,7 +129,6 @@ def test_the_message_format_in_the_docs_is_one(tmp_path: Path) -> None:
     path = tmp_path / "format.json"
     path.write_text(example)
     form = find_format(str(path), None, "", "")
-    assert form is not None
     reader = MessageReader(form, Reading(tools=(Tool(name="add"),)), "seed")
     written = '<think>\nHm.\n</think>\n\nSo.<call>{"tool": "add", "with": {"a": 1}}</call>'
     told = [reader.feed(written), reader.finish()]

@@ -33,14 +33,8 @@ def byte_fallback() -> Tokenizer:
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
     tokenizer.add_special_tokens(["<unk>", *SPECIAL])
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    parts = [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), *parts])
     return tokenizer
 
 
@@ -53,24 +47,11 @@ def metaspace() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    tokens = [
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "the",
-        "fox",
-        "##es",
-        "##é",
-        "do",
-        "not",
-        ".",
-        "n",
-        "'",
-        "t",
-    ]
+    special = ["[UNK]", "[CLS]", "[SEP]"]
+    tokens = [*special, "the", "fox", "##es", "##é", "do", "not", ".", "n", "'", "t"]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
-    tokenizer.add_special_tokens(["[UNK]", "[CLS]", "[SEP]"])
+    tokenizer.add_special_tokens(special)
     tokenizer.decoder = decoders.WordPiece()
     return tokenizer
 

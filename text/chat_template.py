@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import RequestError, cut, shown
 from . import template_process
+from .children import end_child, start_child
 from .template_process import render_template
 
 if TYPE_CHECKING:
@@ -120,23 +120,12 @@ class TemplateWorkers:
         """Start the processes, unless they run; return the connections of idle workers."""
         with self._lock:
             if self._idle is None:
-                pairs = [Pipe() for _ in range(self._number)]
-                descriptors = [worker.fileno() for _, worker in pairs]
-                process = subprocess.Popen(
-                    [sys.executable, "-P", template_process.__file__, *map(str, descriptors)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    pass_fds=descriptors,
-                    # An interrupt at the terminal is for the service, which closes the connections.
-                    start_new_session=True,
-                )
-                idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-                for own, worker in pairs:
-                    worker.close()
-                    idle.put(own)
-                self._idle = idle
-                self._finalizer = weakref.finalize(self, _end, process, [own for own, _ in pairs])
+                own, theirs = zip(*(Pipe() for _ in range(self._number)), strict=True)
+                process = start_child(Path(template_process.__file__), theirs)
+                self._finalizer = weakref.finalize(self, end_child, process, own)
+                self._idle = queue.SimpleQueue()
+                for connection in own:
+                    self._idle.put(connection)
             return self._idle
 
     def run(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -179,11 +168,3 @@ class TemplateWorkers:
             if self._idle is idle:
                 self._finalizer()
                 self._idle = None
-
-
-def _end(process: subprocess.Popen[bytes], connections: list[Connection]) -> None:
-    for connection in connections:
-        connection.close()
-    # Its workers end at their closed connections.
-    process.kill()
-    process.wait()

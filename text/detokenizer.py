@@ -13,15 +13,14 @@ the work is a lookup and, for characters split between tokens, Python's UTF-8 de
 
 from __future__ import annotations
 
-import json
 import re
 from codecs import utf_8_decode
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
 from ..config import ModelError
+from .tokenizer import parts_of
 
 _TABLE_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
 
@@ -45,7 +44,7 @@ class TokenPieces(dict[int, str | bytes]):
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         """Args: `skip_special`: special tokens add nothing. False: they add their name."""
         super().__init__()
-        kinds = set(_decoder_kinds(tokenizer))
+        kinds = {part["type"] for part in parts_of(tokenizer.decoder, "decoders")}
         self._tokenizer = tokenizer
         self._byte_level = "ByteLevel" in kinds
         self._byte_fallback = "ByteFallback" in kinds
@@ -159,17 +158,3 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
-
-
-def _decoder_kinds(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the decoder types in the decoder's JSON, without the enclosing Sequence."""
-    if tokenizer.decoder is not None:
-        yield from _kinds(json.loads(tokenizer.decoder.__getstate__()))
-
-
-def _kinds(state: dict[str, Any]) -> Iterator[str]:
-    if state["type"] == "Sequence":
-        for part in state["decoders"]:
-            yield from _kinds(part)
-    else:
-        yield state["type"]

@@ -8,14 +8,16 @@ and a thread can't be stopped.
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 import threading
 import weakref
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ..config import RequestError, cut
-from .grammar_trial_process import read_frame, write_frame
+from .children import end_child, start_child
+from .grammar_trial_process import send
 
 _PROGRAM = Path(__file__).with_name("grammar_trial_process.py")
 
@@ -38,11 +40,7 @@ class GrammarTrial:
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        stop_ids: list[int],
-        special: dict[str, int],
-        limits: dict[str, int],
+        self, vocab_size: int, stop_ids: list[int], special: dict[str, int], limits: dict[str, int]
     ) -> None:
         """Args:
         vocab_size: Columns of the model's logits.
@@ -57,7 +55,7 @@ class GrammarTrial:
             "limits": limits,
         }
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
 
     def run(self, grammar: str) -> str | None:
         """Compile a grammar.
@@ -72,48 +70,30 @@ class GrammarTrial:
             for _ in range(2):
                 try:
                     return self._ask(grammar)
-                except (OSError, ValueError) as error:
+                except (OSError, EOFError) as error:
                     self._stop()
-                    reason = error
+                    reason = str(error) or "it has ended"
         raise RequestError(
-            f"the process that tries grammars can't be used: {cut(str(reason), 200)}; try again",
+            f"the process that tries grammars can't be used: {cut(reason, 200)}; try again",
             code="internal_error",
         )
 
     def _ask(self, grammar: str) -> str | None:
-        """Send a grammar and read the result. Raises OSError or ValueError if the child is gone."""
-        process = self._process or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        write_frame(process.stdin, {"grammar": grammar, "cpu_s": cpu_limit_s(grammar)})
-        answer = read_frame(process.stdout)
-        if answer is None:
-            raise OSError("it has ended")
-        found: str | None = answer.get("error")
+        """Send a grammar and read the result. Raises OSError or EOFError if the child is gone."""
+        connection = self._connection or self._start()
+        send(connection, {"grammar": grammar, "cpu_s": cpu_limit_s(grammar)})
+        found: str | None = json.loads(connection.recv_bytes()).get("error")
         return found
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        # -P: the program's folder must not shadow modules. A session of its own: an interrupt at
-        # the terminal is for the service, which then closes the child's standard input.
-        process = subprocess.Popen(
-            [sys.executable, "-P", str(_PROGRAM)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self._process = process
-        self._finalizer = weakref.finalize(self, _end, process)
-        assert process.stdin is not None
-        write_frame(process.stdin, self._told)
-        return process
+    def _start(self) -> Connection:
+        connection, theirs = Pipe()
+        self._process = start_child(_PROGRAM, [theirs])
+        self._finalizer = weakref.finalize(self, end_child, self._process, [connection])
+        self._connection = connection
+        send(connection, self._told)
+        return connection
 
     def _stop(self) -> None:
-        if self._process is not None:
+        if self._connection is not None:
             self._finalizer()
-            self._process = None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
+            self._connection = None

@@ -2,7 +2,7 @@
 
 It imports llguidance alone, so it starts within a tenth of a second and takes little memory. Each
 grammar is compiled in a fork, which SIGPROF ends when its CPU time is used up; its memory is freed
-with it. Frames in both directions are a length of four bytes and JSON; the first configures.
+with it. Messages in both directions are JSON; the first configures.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import json
 import os
 import resource
 import signal
-import struct
 import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-_LENGTH = struct.Struct(">I")
 _SPARE_BYTES = 256 << 20
 """Address space that a fork may add."""
 
@@ -71,25 +71,15 @@ def compile_one(
     return json.loads(answer) if answer else None
 
 
-def read_frame(source: IO[bytes]) -> Any:
-    """Return the next frame; None at the end."""
-    head = source.read(_LENGTH.size)
-    return json.loads(source.read(*_LENGTH.unpack(head))) if len(head) == _LENGTH.size else None
-
-
-def write_frame(target: IO[bytes], content: object) -> None:
-    """Write one frame."""
-    data = json.dumps(content).encode()
-    target.write(_LENGTH.pack(len(data)) + data)
-    target.flush()
+def send(connection: Connection, content: object) -> None:
+    """Send JSON."""
+    connection.send_bytes(json.dumps(content).encode())
 
 
 def main() -> None:
-    """Serve until standard input ends."""
-    source, target = sys.stdin.buffer, sys.stdout.buffer
-    told = read_frame(source)
-    if told is None:
-        return
+    """Serve until the connection is closed."""
+    connection = Connection(int(sys.argv[1]))
+    told = json.loads(connection.recv_bytes())
     tokens = ByteTokens(told["vocab_size"], told["stop_ids"], told["special"])
     tokenizer = LLTokenizer(TokenizerWrapper(tokens))
     if sys.platform == "linux":
@@ -97,9 +87,11 @@ def main() -> None:
         most = pages * resource.getpagesize() + _SPARE_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while (asked := read_frame(source)) is not None:
-        found = compile_one(tokenizer, asked["grammar"], told["limits"], asked["cpu_s"])
-        write_frame(target, found or {})
+    with suppress(EOFError, OSError):
+        while True:
+            asked = json.loads(connection.recv_bytes())
+            found = compile_one(tokenizer, asked["grammar"], told["limits"], asked["cpu_s"])
+            send(connection, found or {})
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ Folders of sentence-transformers list their modules in modules.json.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from ..config import ModelError, PoolingKind
 from .gguf import folder_of
+from .tokenizer import read_json
 
 _MODULES = "modules.json"
 
@@ -39,7 +39,7 @@ def embeds_only(folder: Path) -> bool:
     Raises:
         ModelError: config.json can't be read.
     """
-    config = _read(folder_of(folder) / "config.json")
+    config = read_json(folder_of(folder) / "config.json", None)
     if not isinstance(config, dict):
         return False
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
@@ -61,7 +61,7 @@ def own_pooling(folder: Path) -> OwnPooling:
         ModelError: A file can't be read, or the vectors need an unsupported module.
     """
     folder = folder_of(folder)
-    modules = _read(folder / _MODULES)
+    modules = read_json(folder / _MODULES, None)
     if modules is None:
         return OwnPooling()
     kind: PoolingKind | None = None
@@ -91,7 +91,7 @@ def _module(folder: Path, module: Any) -> tuple[Path, str]:
 
 
 def _kind_of(path: Path) -> PoolingKind:
-    config = _read(path)
+    config = read_json(path, None)
     if not isinstance(config, dict):
         raise ModelError(f"{path} is missing, or holds no JSON object")
     if not config.get("include_prompt", True):
@@ -107,13 +107,3 @@ def _kind_of(path: Path) -> PoolingKind:
         if _NEW_NAMES.get(str(mode), mode) == kind:
             return kind
     raise ModelError(f"{path} pools by {mode}; there are {', '.join(get_args(PoolingKind))}")
-
-
-def _read(path: Path) -> Any:
-    """Return a JSON file's content; None if there is no file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"can't read {path}: {error}") from error

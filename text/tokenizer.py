@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from ..config import (
-    ModelError,
-    SamplingParams,
-    missing_model,
-    prompt_too_long,
-)
+from ..config import ModelError, SamplingParams, missing_model, prompt_too_long
 from .gguf import folder_of
 
 if TYPE_CHECKING:
@@ -117,8 +112,8 @@ def longest_token_bytes(tokenizer: PreTrainedTokenizerFast) -> int:
         prompts.
     """
     backend = tokenizer.backend_tokenizer
-    normalizers = list(_parts(backend.normalizer, "normalizers"))
-    before = list(_parts(backend.pre_tokenizer, "pretokenizers"))
+    normalizers = list(parts_of(backend.normalizer, "normalizers"))
+    before = list(parts_of(backend.pre_tokenizer, "pretokenizers"))
     byte_level = any(part["type"] == "ByteLevel" for part in normalizers + before)
     vocabulary = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder().values()
@@ -208,8 +203,12 @@ def _normalized(backend: Tokenizer, token: AddedToken) -> str:
     return token.content
 
 
-def _parts(part: Any, inside: str) -> Iterator[dict[str, Any]]:
-    """Yield the settings of a normalizer or pre-tokenizer, those of a Sequence one by one."""
+def parts_of(part: Any, inside: str) -> Iterator[dict[str, Any]]:
+    """Yield the settings of a normalizer, pre-tokenizer or decoder, those of a Sequence one by one.
+
+    Args:
+        inside: Name of a Sequence's list.
+    """
     if part is not None:
         yield from _unpacked(json.loads(part.__getstate__()), inside)
 
@@ -234,7 +233,7 @@ def stop_token_ids_of(folder: Path, tokenizer: PreTrainedTokenizerFast | None) -
     folder = folder_of(folder)
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        eos = _read_json(path).get("eos_token_id")
+        eos = _settings(path).get("eos_token_id")
         if eos is not None:
             ids = eos if isinstance(eos, list) else [eos]
             if not all(type(i) is int and i >= 0 for i in ids):
@@ -269,7 +268,7 @@ def default_sampling_params(folder: Path) -> SamplingParams:
         ModelError: The file can't be read, or a setting can't be used.
     """
     path = folder_of(folder) / "generation_config.json"
-    settings = _read_json(path)
+    settings = _settings(path)
     do_sample = settings.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise ModelError(f"{path}: do_sample is {do_sample!r}; it must be true or false")
@@ -287,13 +286,18 @@ def default_sampling_params(folder: Path) -> SamplingParams:
     return SamplingParams(**values)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, missing: Any) -> Any:
+    """Return a JSON file's content, or `missing` if there is no file. Raises ModelError."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return {}
+        return missing
     except (OSError, ValueError) as error:
         raise ModelError(f"can't read {path}: {error}") from error
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    content = read_json(path, {})
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object")
     return content

@@ -8,26 +8,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
 from ...config import STAGES, BusConfig, BusError, role_of_sender, split_role
 from ...config.errors import bus_closed
-from ...store.store import Store, memory_store
+from ...store.store import memory_store
 from ..backlog import Backlog
-from ..channel import Bus, Inbox, Sender
+from ..channel import Bus, Inbox
 from ..codec import check_request
 from ..dead_letters import DeadLetter, dead_letter
 from ..ending import end_entries
 from ..entries import RequestEntry, usable_trace
 from ..links import AnyLink
-from ..messages import Envelope, Message
+from ..messages import Envelope
 from ..public import Completion, ErrorInfo, GenerateRequest
 from ..queue import BoundedQueue
 from ..replies import MemoryReplies
 from ..routing import MemoryRouting
+from ..sender import Numbering, Sender
 from .results import MemoryResults
 
 KEPT_DEAD = 1024
@@ -44,7 +45,7 @@ class MemoryInbox:
     async def receive(self, max_items: int = 64) -> list[Envelope]:
         return await self._queue.take(max_items)
 
-    async def put(self, link: AnyLink, envelope: Envelope) -> None:
+    def put(self, link: AnyLink, envelope: Envelope) -> Awaitable[None]:
         """Append a message; wait while `link` uses its share of the queue.
 
         Clients have a separate share on control links, which they could otherwise fill.
@@ -53,10 +54,9 @@ class MemoryInbox:
             ChannelClosed: The inbox was closed.
         """
         if link.closes_circle and _stage_of(envelope.sender) not in STAGES:
-            await self._queue.put(envelope, f"{link.name} of clients", self._link_capacity)
-        else:
-            capacity = None if link.closes_circle else self._link_capacity
-            await self._queue.put(envelope, link.name, capacity)
+            return self._queue.put(envelope, f"{link.name} of clients", self._link_capacity)
+        capacity = None if link.closes_circle else self._link_capacity
+        return self._queue.put(envelope, link.name, capacity)
 
     def take_over(self, older: MemoryInbox) -> None:
         """Close an older inbox of the same stage; its waiting senders continue with this one."""
@@ -104,57 +104,17 @@ class Inboxes:
             inbox.close()
 
 
-class Numbering:
-    """Message ids of each sender on each link, counting from 1.
-
-    A second object for the same incarnation continues the count; otherwise its messages would look
-    like duplicates.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[tuple[str, str], int] = {}
-
-    def next(self, link: str, sender: str) -> int:
-        number = self._last.get((link, sender), 0) + 1
-        self._last[link, sender] = number
-        return number
-
-
-class MemorySender:
+class MemorySender(Sender):
     """`Sender` of a link whose receiver is in this process."""
 
     def __init__(self, inboxes: Inboxes, numbering: Numbering, link: AnyLink, sender: str) -> None:
+        super().__init__(numbering, link, sender)
         self._inboxes = inboxes
-        self._numbering = numbering
-        self._link = link
-        self._sender = sender
 
-    async def send(
-        self,
-        body: Message,
-        *,
-        epoch: int = 0,
-        traceparent: str = "",
-        tracestate: str = "",
-        budget_ns: int | None = None,
-        operation_id: str = "",
-    ) -> None:
+    async def _put(self, envelope: Envelope) -> None:
         inbox = self._inboxes.get(self._link.receiver)
-        if inbox is None:
-            return
-        number = self._numbering.next(self._link.name, self._sender)
-        envelope = Envelope(
-            body,
-            epoch,
-            self._sender,
-            number,
-            time.time_ns(),
-            traceparent,
-            tracestate,
-            budget_ns,
-            operation_id,
-        )
-        await inbox.put(self._link, envelope)
+        if inbox is not None:
+            await inbox.put(self._link, envelope)
 
     async def flush(self) -> None:
         """Do nothing: messages are in the receiver's inbox."""
@@ -263,13 +223,11 @@ def _aged(entry: RequestEntry, since_ns: int) -> RequestEntry:
 
 
 class MemoryBus:
-    """`Bus` within one process and event loop."""
+    """`Bus` within one process and event loop. Its contents end with the process."""
 
-    requests: MemoryRequests
-    results: MemoryResults
-    replies: MemoryReplies
-    store: Store
-    routing: MemoryRouting
+    model = ""
+    durable = False
+    reconnects = 0
 
     def __init__(self, config: BusConfig) -> None:
         self._config = config
@@ -281,10 +239,6 @@ class MemoryBus:
         self.replies = MemoryReplies()
         self.store = memory_store(config)
         self.routing = MemoryRouting()
-
-    @property
-    def model(self) -> str:
-        return ""
 
     def of_model(self, model: str) -> Bus:
         """Raise BusError: the memory bus serves one model."""
@@ -313,16 +267,6 @@ class MemoryBus:
 
     async def is_epoch(self, number: int) -> bool:
         return number <= self._epoch
-
-    @property
-    def durable(self) -> bool:
-        """False: its contents end with this process."""
-        return False
-
-    @property
-    def reconnects(self) -> int:
-        """Always 0."""
-        return 0
 
     async def ping(self) -> None:
         """Returns at once; raises ChannelClosed after `aclose`."""

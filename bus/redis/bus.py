@@ -16,22 +16,17 @@ from ...config.errors import bus_closed
 from ...store.in_place import AdaptersInPlace, WeightsInPlace
 from ...store.redis.board import RedisBoard
 from ...store.redis.calls import RedisCalls
-from ...store.redis.client import (
-    Commands,
-    Server,
-    check_version,
-    on_each,
-    time_ms,
-)
+from ...store.redis.client import Commands, Server, check_version, on_each, time_ms
 from ...store.redis.in_place import RedisRecord
 from ...store.redis.keys import Keys
 from ...store.redis.limits import RedisLimits
 from ...store.redis.policy import RedisPolicyRecord
 from ...store.redis.registry import RedisModelRegistry
 from ...store.store import Store
-from ..channel import Inbox, Sender
+from ..channel import Inbox
 from ..links import AnyLink, links_to
-from ..memory.bus import Inboxes, MemoryInbox, MemorySender, Numbering
+from ..memory.bus import Inboxes, MemoryInbox, MemorySender
+from ..sender import Numbering, Sender
 from .leases import live_lanes
 from .links import LinkReader, LinkWriter, RedisSender, Seen
 from .replies import RedisReplies
@@ -64,11 +59,7 @@ class RedisBus:
     Redis; the inbox merges both.
     """
 
-    requests: RedisRequests
-    results: RedisResults
-    replies: RedisReplies
-    store: Store
-    routing: RedisRouting
+    durable = True
 
     def __init__(
         self, config: BusConfig, local_stages: frozenset[str] = frozenset(), replicas: int = 1
@@ -87,22 +78,21 @@ class RedisBus:
         self._nonce = uuid.uuid4().bytes[:8]
         self._writers: dict[tuple[str, str], LinkWriter] = {}
         self._readers: dict[str, LinkReader] = {}
-        self.results = RedisResults(config, self._keys, self._server, self._commands)
-        self.requests = RedisRequests(
-            config, self._keys, self._server, self._commands, self.results
-        )
-        self.replies = RedisReplies(self._keys, self._commands)
-        self._limits = RedisLimits(self._keys, self._commands)
+        self.results = RedisResults(config, self._keys, self._commands)
+        own = (self._keys, self._commands)
+        self.requests = RedisRequests(config, *own, self.results)
+        self.replies = RedisReplies(*own)
+        self._limits = RedisLimits(*own)
         self.store = Store(
-            RedisBoard(self._keys, self._commands),
-            RedisCalls(config, self._keys, self._commands),
+            RedisBoard(*own),
+            RedisCalls(config, *own),
             self._limits,
-            RedisPolicyRecord(self._keys, self._commands),
+            RedisPolicyRecord(*own),
             RedisRecord(self._keys.weights, WeightsInPlace, self._commands),
             RedisRecord(self._keys.adapters, AdaptersInPlace, self._commands),
-            RedisModelRegistry(self._keys, self._commands),
+            RedisModelRegistry(*own),
         )
-        self.routing = RedisRouting(config, self._keys, self._server, self._commands, self.results)
+        self.routing = RedisRouting(config, *own, self.results)
 
     @property
     def model(self) -> str:
@@ -134,13 +124,12 @@ class RedisBus:
         local = link.receiver in self._local and lane == self._config.lane
         if local and role_of_sender(sender) in self._local:
             return MemorySender(self._inboxes, self._numbering, link, sender)
-        return RedisSender(partial(self._writer, lane=lane), self._numbering, link, sender)
+        return RedisSender(partial(self._writer, link, lane), self._numbering, link, sender)
 
     async def lanes(self) -> list[str]:
-        redis, key = self._commands.redis, self._keys.lanes
+        key = self._keys.lanes
         registry = await self._commands.retry("lanes", "HGETALL", key)
-        now_ms = await self._commands.idempotent("lanes", lambda: time_ms(redis, key))
-        return live_lanes(registry, now_ms) or [self._config.lane]
+        return live_lanes(registry, await self._now_ms(key)) or [self._config.lane]
 
     async def next_epoch(self) -> int:
         """Return a new epoch; wait while Redis is unreachable."""
@@ -149,17 +138,10 @@ class RedisBus:
     async def is_epoch(self, number: int) -> bool:
         """Return whether `next_epoch` can have given the number. A lost counter restarts at the
         server's time."""
-        redis, key = self._commands.redis, self._keys.epoch
-        last = await self._commands.retry("epoch", "GET", key)
+        last = await self._commands.retry("epoch", "GET", self._keys.epoch)
         if last is not None:
             return number <= int(last)
-        now_ms = await self._commands.idempotent("epoch", lambda: time_ms(redis, key))
-        return number <= now_ms + 1000
-
-    @property
-    def durable(self) -> bool:
-        """See `Bus.durable`."""
-        return True
+        return number <= await self._now_ms(self._keys.epoch) + 1000
 
     @property
     def reconnects(self) -> int:
@@ -196,13 +178,17 @@ class RedisBus:
         await self._writes.aclose()
         await self._server.aclose()
 
+    async def _now_ms(self, key: bytes) -> int:
+        redis = self._commands.redis
+        return await self._commands.idempotent("clock", lambda: time_ms(redis, key))
+
     def _is_local(self, link: AnyLink) -> bool:
         """Return whether all senders of the link are local. On a control link, clients send too."""
         if link.name.startswith("control."):
             return False
         return link.receiver in self._local and all(s in self._local for s in link.senders)
 
-    def _writer(self, link: AnyLink, *, lane: str) -> LinkWriter:
+    def _writer(self, link: AnyLink, lane: str) -> LinkWriter:
         self._check_open()
         writer = self._writers.get((lane, link.name))
         if writer is None:

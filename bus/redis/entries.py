@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 
 from redis.asyncio import Redis
 
-from ...store.redis.client import time_ms
-from ...store.redis.few_fields import MOST_FIELDS
+from ...store.redis.client import MOST_FIELDS, time_ms
 from ...store.redis.keys import JSON, MODEL, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, parse_id
 from ..codec import decode_refused, decode_request
 from ..entries import MAX_FIELDS, Malformed, RequestEntry, budget_of, usable_trace
@@ -17,6 +17,15 @@ _FIELDS = frozenset({JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, MODEL})
 _BODIES = (JSON, MSGPACK, REFUSED)
 
 Entries = list[tuple[bytes, dict[bytes, bytes]]]
+
+
+def entries_of(rows: Iterable[tuple[bytes, list[bytes]]]) -> Entries:
+    """Convert a script's reply, whose fields the client leaves flat. Deleted entries have none."""
+    return [
+        (entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
+        for entry_id, fields in rows
+        if fields
+    ]
 
 
 async def read_entries(

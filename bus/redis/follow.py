@@ -9,9 +9,8 @@ from typing import Self
 from redis import exceptions
 
 from ...config import BusError, ChannelClosed
-from ...config.logger import get_logger
-from ...store.redis.client import Commands
-from ...store.redis.keys import JSON, Keys
+from ...store.redis.client import Commands, readable
+from ...store.redis.keys import Keys
 from ..codec import decode_output
 from ..public import Completion, CompletionChunk, Output
 from .given import Given
@@ -40,7 +39,7 @@ class RedisFollow:
         self._commands = commands
         self._keys = keys
         self._entry_id = entry_id
-        self._check_first = check_first and bool(entry_id)
+        self._check_first = check_first
         self._outs = out_keys(keys, request_id, entry_id)
         self._subscription: Subscription | None = None
         self._done = False
@@ -53,34 +52,19 @@ class RedisFollow:
     async def __anext__(self) -> Output:
         if self._done:
             raise StopAsyncIteration
-        if self._subscription is None:
-            if self._check_first:
-                await self._check_known()
-            self._subscription = self._readers.subscribe(dict.fromkeys(self._outs, b"0-0"))
-        subscription = self._subscription
-        while True:
-            try:
-                async with asyncio.timeout(IDLE_CHECK_S):
-                    key, raw = await subscription.next()
-            except TimeoutError:
-                await self._check_still_known()
-                continue
-            except ChannelClosed:
-                if self._done:  # by our own `aclose`
-                    raise StopAsyncIteration from None
-                raise
-            output = self._decode(key, raw)
-            if self._entry_id and output.entry_id != self._entry_id:
-                continue  # another request of the same id
-            if isinstance(output, CompletionChunk):
-                given = self._given.setdefault(output.sample_index, Given())
-                if (following := given.next_of(output)) is None:
-                    continue
-                output = following
-            subscription.keep_only(key)
-            if isinstance(output, Completion):
+        try:
+            output = await self._next()
+        except ChannelClosed:
+            if self._done:  # by our own `aclose`
+                raise StopAsyncIteration from None
+            raise
+        except BusError as error:
+            if self._subscription is not None or error.code == UNKNOWN:
                 await self.aclose()
-            return output
+            raise
+        if isinstance(output, Completion):
+            await self.aclose()
+        return output
 
     async def aclose(self) -> None:
         """Stops reading."""
@@ -92,31 +76,33 @@ class RedisFollow:
         if self._subscription is not None:
             self._subscription.close()
 
-    def _decode(self, key: bytes, raw: bytes | None) -> Output:
-        try:
-            return _output(key, raw or b"")
-        except BusError:
-            self._done = True
-            if self._subscription is not None:
-                self._subscription.close()
-            raise
-
-    async def _check_still_known(self) -> None:
-        """Raise BusError if the server lost the request and its outputs."""
-        if self._entry_id:
-            try:
+    async def _next(self) -> Output:
+        if self._subscription is None:
+            if self._check_first:
                 await self._check_known()
-            except BusError:
-                await self.aclose()
-                raise
+            self._subscription = self._readers.subscribe(dict.fromkeys(self._outs, b"0-0"))
+        while True:
+            try:
+                async with asyncio.timeout(IDLE_CHECK_S):
+                    key, raw = await self._subscription.next()
+            except TimeoutError:
+                # The server may have lost the request and its outputs.
+                await self._check_known()
+                continue
+            output = read_output(key, raw or b"")
+            if self._entry_id and output.entry_id != self._entry_id:
+                continue  # another request of the same id
+            if isinstance(output, CompletionChunk):
+                given = self._given.setdefault(output.sample_index, Given())
+                if (following := given.next_of(output)) is None:
+                    continue
+                output = following
+            self._subscription.keep_only(key)
+            return output
 
     async def _check_known(self) -> None:
-        """Run `check_known`, and remember that an unknown request is done."""
-        try:
+        if self._entry_id:
             await check_known(self._commands, self._keys, self._entry_id, self._outs)
-        except BusError as error:
-            self._done = self._done or error.code == UNKNOWN
-            raise
 
 
 class RedisTail:
@@ -137,11 +123,7 @@ class RedisTail:
                 if self._done:  # by our own `aclose`
                     break
                 raise
-            try:
-                output = decode_output(raw or b"")
-            except (ValueError, RecursionError) as error:
-                get_logger().warning("bus.undecodable_entry", stream="results", error=str(error))
-                continue
+            output = readable(decode_output, raw or b"", "results")
             if isinstance(output, Completion):
                 return output
         raise StopAsyncIteration
@@ -155,20 +137,16 @@ class RedisTail:
         self._subscription.close()
 
 
-async def last_output(
-    commands: Commands, keys: Keys, request_id: str, entry_id: str
-) -> Output | None:
-    """See `ResultStreams.last`."""
-    outs = out_keys(keys, request_id, entry_id)
-    asks = [("XREVRANGE", out, "+", "-", "COUNT", 1) for out in outs]
-    for out, entries in zip(outs, await commands.run_all(asks), strict=True):
-        for _, fields in entries:
-            output = _output(out, fields.get(JSON, b""))
-            if output.entry_id == entry_id or not entry_id:
-                return output
-    if entry_id:
-        await check_known(commands, keys, entry_id, outs)
-    return None
+def read_output(key: bytes, raw: bytes) -> Output:
+    """Decode an output of the stream `key`. Raises BusError: malformed_output."""
+    try:
+        return decode_output(raw)
+    except (ValueError, RecursionError) as error:
+        raise BusError(
+            f"the stream {key.decode('utf-8', 'replace')} holds something that is not an "
+            f"output: {error}",
+            code="malformed_output",
+        ) from None
 
 
 def out_keys(keys: Keys, request_id: str, entry_id: str) -> list[bytes]:
@@ -214,14 +192,3 @@ async def _behind_entrance(commands: Commands, keys: Keys) -> list[bytes]:
         return [keys.requests]
     names = await commands.retry_all("follow", [("HKEYS", keys.models), ("HKEYS", keys.closed)])
     return [keys.requests_of(name.decode()) for name in sorted({*names[0], *names[1]})]
-
-
-def _output(key: bytes, raw: bytes) -> Output:
-    try:
-        return decode_output(raw)
-    except (ValueError, RecursionError) as error:
-        raise BusError(
-            f"the stream {key.decode('utf-8', 'replace')} holds something that is not an "
-            f"output: {error}",
-            code="malformed_output",
-        ) from None

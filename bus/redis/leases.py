@@ -1,4 +1,4 @@
-"""Leases on requests stream entries: renewal, takeover, and shedding.
+"""Leases on requests stream entries: renewal, takeover, shedding, and the queue length.
 
 Several pipelines ("lanes") share the stream. Each is one consumer of the group, so the group's
 pending list has each entry's owner and the age of its lease. Scripts read and act atomically.
@@ -7,12 +7,14 @@ pending list has each entry's owner and the age of its lease. Scripts read and a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
-from ...config import BusConfig, LaneReplaced
+from ...config import BusConfig, BusError, LaneReplaced
 from ...store.redis.client import Commands, execute, persist
 from ...store.redis.keys import Keys
 from ..public import GenerateRequest
+from .entries import Entries, entries_of
 from .waiting import WaitingEntries
 
 SHED_PAGE = 64
@@ -24,6 +26,9 @@ LOOK_PAGE = 256
 TAKE_OVER_PAGE = 1024
 RENEW_PAGE = 4096
 """Entries per script; a Lua function takes fewer than 8000 arguments."""
+
+TOLD_FOR_MS = 5000
+"""Lifetime of a lane's number of begun requests, and of the queue length: five heartbeats."""
 
 DEFAULT_TENANT: str = GenerateRequest().tenant
 
@@ -38,10 +43,8 @@ redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now + ARGV[3], ARG
 """
 
 # An entry without an owner that is still in the stream (the group was recreated) is neither held
-# nor
-# lost: Redis will hand it out again. If the registry doesn't know this lane, the server lost its
-# data
-# and no lane answered the missing entries. Lanes dead for an hour leave the registry.
+# nor lost: Redis will hand it out again. If the registry doesn't know this lane, the server lost
+# its data and no lane answered the missing entries. Lanes dead for an hour leave the registry.
 _RENEW = f"""{_NOW}
 local group, consumer, lane, keeper, lease = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local kept = redis.call('HGET', KEYS[2], lane)
@@ -146,16 +149,6 @@ end
 return rows
 """
 
-# The entries that still exist.
-_READ = """
-local rows = {}
-for i = 1, #ARGV do
-  local found = redis.call('XRANGE', KEYS[1], ARGV[i], ARGV[i])
-  if found[1] then rows[#rows + 1] = found[1] end
-end
-return rows
-"""
-
 # Remove entries that were answered untaken. A lane that took one meanwhile finds the answer.
 _REMOVE = """
 local group, removed = ARGV[1], 0
@@ -167,16 +160,29 @@ end
 return removed
 """
 
-# Remove answered entries of any owner.
-_FORGET = """
-for i = 2, #ARGV do
-  redis.pcall('XACK', KEYS[1], ARGV[1], ARGV[i])
-  redis.call('XDEL', KEYS[1], ARGV[i])
+# The group's lag doesn't give the queue length: a lane takes far more entries than it runs, and the
+# lag is unknown once an unread entry was deleted. But answered entries are deleted, so the stream
+# holds all unanswered ones, and each lane reports how many of them have begun. A silent lane counts
+# as idle.
+_COUNT = f"""{_NOW}
+local lane, begun, told_for = ARGV[1], ARGV[2], tonumber(ARGV[3])
+if begun ~= '' then
+  redis.call('HSET', KEYS[2], lane, string.format('%.0f %s', now + told_for, begun))
 end
-return redis.status_reply('OK')
+local length = redis.call('XLEN', KEYS[1])
+local all = redis.call('HGETALL', KEYS[2])
+for i = 1, #all, 2 do
+  local ends, told = string.match(all[i + 1], '^(%d+) (%d+)$')
+  if ends and tonumber(ends) >= now then
+    length = length - told
+  else
+    redis.call('HDEL', KEYS[2], all[i])
+  end
+end
+length = math.max(0, length)
+redis.call('SET', KEYS[3], string.format('%.0f', length), 'PX', told_for)
+return length
 """
-
-RawEntries = list[tuple[bytes, dict[bytes, bytes]]]
 
 
 class Leases:
@@ -213,21 +219,22 @@ class Leases:
                 )
                 lost += reply[0]
                 gone += reply[1]
-        except _Replaced:
+        except BusError as error:
+            if not error.message.endswith(" REPLACED"):
+                raise
             raise LaneReplaced(
                 f"another process has started to serve the lane {self._config.lane!r}, so this one "
                 "stops; give each pipeline a bus.lane of its own"
             ) from None
         return {entry_id.decode() for entry_id in lost}, {entry_id.decode() for entry_id in gone}
 
-    async def take_over(self, lease_s: float, max_items: int) -> RawEntries:
+    async def take_over(self, lease_s: float, max_items: int) -> Entries:
         """Take over entries whose lease is older than `lease_s`."""
         count = min(max_items, TAKE_OVER_PAGE)
         if count < 1:
             return []
         group = (self._config.group, self.consumer, max(1, int(lease_s * 1000)), count)
-        reply = await self._eval("leases", _TAKE_OVER, [self._keys.requests], *group)
-        return _entries(reply)
+        return entries_of(await self._eval("leases", _TAKE_OVER, [self._keys.requests], *group))
 
     async def acknowledge(self, entry_ids: Sequence[str], marks: Sequence[bytes] = ()) -> set[str]:
         """Remove entries for good, except those of another lane.
@@ -251,7 +258,7 @@ class Leases:
         )
         return {entry_id.decode() for entry_id in unanswered}
 
-    async def excess(self, max_queued: int) -> tuple[int, RawEntries]:
+    async def excess(self, max_queued: int) -> tuple[int, Entries]:
         """Return the number of untaken entries, and some of the excess.
 
         The excess is the newest entries of the tenants with most waiting. Each entry's tenant is
@@ -271,38 +278,37 @@ class Leases:
             waiting.add((entry_id, tenant.decode("utf-8", "replace")) for entry_id, tenant in rows)
             page = len(rows)
         wanted = min(int(queued) - max_queued, SHED_PAGE)
-        entries: RawEntries = []
+        entries: Entries = []
         while len(entries) < wanted and (ids := waiting.take_newest(wanted - len(entries))):
-            entries += _entries(await self._eval("requests", _READ, key, *ids))
+            ranges = [("XRANGE", self._keys.requests, each, each) for each in ids]
+            found = await self._commands.retry_all("requests", ranges)
+            entries += chain.from_iterable(found)  # those that still exist
         return int(queued), entries
 
     async def remove(self, entry_ids: Sequence[str]) -> int:
         """Remove untaken entries; return how many."""
-        group = self._config.group
-        key = [self._keys.requests]
+        key, group = [self._keys.requests], self._config.group
         return int(await self._eval("requests", _REMOVE, key, group, *entry_ids))
 
     async def forget(self, entry_ids: Sequence[str]) -> None:
         """Remove entries of any owner for good."""
         if entry_ids:
-            key, group = [self._keys.requests], self._config.group
-            await self._eval("requests", _FORGET, key, group, *entry_ids)
+            key = self._keys.requests
+            commands = [("XDEL", key, *entry_ids), ("XACK", key, self._config.group, *entry_ids)]
+            await self._commands.retry_all("requests", commands)
+
+    async def count(self, begun: int | None) -> int:
+        """Record this lane's begun requests, and return the queue length, over all lanes.
+
+        Args:
+            begun: None if unknown; then only the number is refreshed.
+        """
+        keys = (self._keys.requests, self._keys.begun, self._keys.queue_length)
+        told = (self._config.lane, "" if begun is None else begun, TOLD_FOR_MS)
+        return int(await self._commands.run("EVAL", _COUNT, len(keys), *keys, *told))
 
     async def _eval(self, what: str, script: str, keys: list[bytes], *arguments: Any) -> Any:
-        async def attempt() -> Any:
-            try:
-                command = ("EVAL", script, len(keys), *keys, *arguments)
-                return await execute(self._commands.redis, *command)
-            except Exception as error:
-                if str(error).startswith("REPLACED"):
-                    raise _Replaced from None
-                raise
-
-        return await self._commands.shielded(persist(self._commands.server, what, attempt))
-
-
-class _Replaced(Exception):
-    """The registry names another keeper of this lane."""
+        return await self._commands.retry(what, "EVAL", script, len(keys), *keys, *arguments)
 
 
 def consumer_of(lane: str) -> str:
@@ -318,12 +324,3 @@ def live_lanes(registry: dict[bytes, bytes], now_ms: int) -> list[str]:
         if ends.isdigit() and int(ends) >= now_ms:
             live.append(lane.decode("utf-8", "replace"))
     return sorted(live)
-
-
-def _entries(rows: list[Any]) -> RawEntries:
-    """Convert a script's reply, whose fields the client leaves flat, to entries with dicts."""
-    return [
-        (entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
-        for entry_id, fields in rows
-        if fields
-    ]

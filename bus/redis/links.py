@@ -33,9 +33,11 @@ from ...store.redis.keys import MESSAGE, WRITER, Keys, id_after
 from ..codec import decode_envelope, encode_envelope
 from ..control import ServerRestarted
 from ..links import CONTROL, AnyLink
-from ..memory.bus import MemoryInbox, Numbering
-from ..messages import Envelope, Message
+from ..memory.bus import MemoryInbox
+from ..messages import Envelope
 from ..queue import BoundedQueue
+from ..sender import Numbering, Sender
+from .entries import Entries
 
 T = TypeVar("T")
 
@@ -74,15 +76,18 @@ class BatchWriter(Generic[T]):
         self,
         name: str,
         write: Callable[[list[T]], Awaitable[int]],
+        capacity: int | None = None,
         tells_refusals: bool = False,
     ) -> None:
         """Args:
         write: Writes a batch; returns the size limit of the next batch.
+        capacity: Items that may wait; None for any number.
         tells_refusals: Drop a batch that the user may not write, and raise from `flush`. False:
             retry it for as long as it takes.
         """
         self._name = name
         self._write = write
+        self._capacity = capacity
         self._tells_refusals = tells_refusals
         # Error of the last batch, if it was dropped.
         self._refusal: BusError | None = None
@@ -91,9 +96,9 @@ class BatchWriter(Generic[T]):
         self._flushing: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._task = watched(self._run(), name, self._queue.close)
 
-    async def put(self, item: T, capacity: int | None) -> None:
-        """Append an item; wait while the queue holds `capacity`. Raises ChannelClosed."""
-        await self._queue.put(item, capacity=capacity)
+    def put(self, item: T) -> Awaitable[None]:
+        """Append an item; wait while the queue is full. Raises ChannelClosed."""
+        return self._queue.put(item, capacity=self._capacity)
 
     async def flush(self) -> None:
         """Wait until all items put so far are written.
@@ -157,7 +162,7 @@ class BatchWriter(Generic[T]):
                 return room
 
 
-class LinkWriter:
+class LinkWriter(BatchWriter[bytes]):
     """Writer of one link for all of its senders in this process."""
 
     def __init__(
@@ -166,53 +171,37 @@ class LinkWriter:
         self._server = server
         self._redis = redis
         self._key = key
-        self._name = f"link {link.name}"
         self._nonce = nonce
-        self._capacity = None if link.closes_circle else capacity
-        # Clients write to control links too: possibly of a pipeline that isn't running, possibly
-        # without the right to.
-        self._keep = UNREAD_CONTROL if link.name.startswith("control.") else 0
         self._hold = Backoff(first_s=0.002, longest_s=0.05)
         self._length = 0
-        self._writer: BatchWriter[bytes] = BatchWriter(
-            self._name, self._write, tells_refusals=bool(self._keep)
+        # Clients write to control links too: possibly of a pipeline that isn't running, possibly
+        # without the right to.
+        is_control = link.name.startswith("control.")
+        super().__init__(
+            f"link {link.name}",
+            self._write_control if is_control else self._write_link,
+            None if link.closes_circle else capacity,
+            tells_refusals=is_control,
         )
 
-    async def put(self, payload: bytes) -> None:
-        await self._writer.put(payload, self._capacity)
-
-    async def flush(self) -> None:
-        await self._writer.flush()
-
-    async def aclose(self, patience_s: float) -> None:
-        await self._writer.aclose(patience_s)
-
-    async def _write(self, payloads: list[bytes]) -> int:
-        if self._keep:
-            await self._write_control(payloads)
-            return WRITE_BATCH
+    async def _write_link(self, payloads: list[bytes]) -> int:
         await self._wait_for_room()
         for some in within_bytes(payloads, MAX_MESSAGE_BYTES):
-
-            async def attempt(some: Sequence[bytes] = some) -> int:
-                command = ("EVAL", _SEND, 1, self._key, self._nonce, *some)
-                return int(await execute(self._redis, *command))
-
-            self._length = await persist(self._server, self._name, attempt)
+            command = ("EVAL", _SEND, 1, self._key, self._nonce, *some)
+            self._length = int(await self._persist(*command))
         if self._capacity is None:
             return WRITE_BATCH
         return max(1, min(WRITE_BATCH, self._capacity - self._length))
 
-    async def _write_control(self, payloads: list[bytes]) -> None:
+    async def _write_control(self, payloads: list[bytes]) -> int:
         """Write messages one by one, without a script: a client needs no right to run scripts."""
-
-        async def attempt(payload: bytes) -> None:
-            fields = (WRITER, self._nonce, MESSAGE, payload)
-            command = ("XADD", self._key, "MAXLEN", "~", self._keep, "*", *fields)
-            await execute(self._redis, *command)
-
         for payload in payloads:
-            await persist(self._server, self._name, partial(attempt, payload))
+            fields = (WRITER, self._nonce, MESSAGE, payload)
+            await self._persist("XADD", self._key, "MAXLEN", "~", UNREAD_CONTROL, "*", *fields)
+        return WRITE_BATCH
+
+    async def _persist(self, *command: Any) -> Any:
+        return await persist(self._server, self._name, partial(execute, self._redis, *command))
 
     async def _wait_for_room(self) -> None:
         """Wait until the stream has room, by its last known length."""
@@ -220,13 +209,7 @@ class LinkWriter:
             return
         self._hold.reset()
         while self._length >= self._capacity:
-            self._length = int(
-                await persist(
-                    self._server,
-                    self._name,
-                    lambda: execute(self._redis, "XLEN", self._key),
-                )
-            )
+            self._length = int(await self._persist("XLEN", self._key))
             if self._length >= self._capacity:
                 await self._hold.wait()
 
@@ -246,43 +229,17 @@ def within_bytes(payloads: Sequence[bytes], most_bytes: int) -> Iterator[list[by
     yield some
 
 
-class RedisSender:
+class RedisSender(Sender):
     """`Sender` of a link over Redis."""
 
     def __init__(
-        self,
-        writer: Callable[[AnyLink], LinkWriter],
-        numbering: Numbering,
-        link: AnyLink,
-        sender: str,
+        self, writer: Callable[[], LinkWriter], numbering: Numbering, link: AnyLink, sender: str
     ) -> None:
+        """Args: `writer` returns the link's writer, or raises ChannelClosed."""
+        super().__init__(numbering, link, sender)
         self._writer = writer
-        self._numbering = numbering
-        self._link = link
-        self._sender = sender
 
-    async def send(
-        self,
-        body: Message,
-        *,
-        epoch: int = 0,
-        traceparent: str = "",
-        tracestate: str = "",
-        budget_ns: int | None = None,
-        operation_id: str = "",
-    ) -> None:
-        writer = self._writer(self._link)
-        envelope = Envelope(
-            body,
-            epoch,
-            self._sender,
-            self._numbering.next(self._link.name, self._sender),
-            time.time_ns(),
-            traceparent,
-            tracestate,
-            budget_ns,
-            operation_id,
-        )
+    async def _put(self, envelope: Envelope) -> None:
         payload = encode_envelope(envelope)
         if len(payload) > MAX_MESSAGE_BYTES:
             raise BusError(
@@ -290,10 +247,10 @@ class RedisSender:
                 f"{MAX_MESSAGE_BYTES}; send smaller batches",
                 code="message_too_large",
             )
-        await writer.put(payload)
+        await self._writer().put(payload)
 
     async def flush(self) -> None:
-        await self._writer(self._link).flush()
+        await self._writer().flush()
 
 
 class Seen:
@@ -395,7 +352,7 @@ class LinkReader:
             get_logger().error("bus.read_refused", reader=self._name, error=error.message)
             await asyncio.sleep(1.0)
 
-    async def _read(self) -> dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]]:
+    async def _read(self) -> dict[bytes, Entries]:
         # After a broken connection the server may have restarted. In a cluster it may be a server
         # other than the one of this connection.
         due = self._checks_often and time.monotonic() >= self._compared_s + CHECK_CLUSTER_S
@@ -424,15 +381,6 @@ class LinkReader:
 
     async def _put(self, key: bytes, entry_id: bytes, fields: dict[bytes, bytes]) -> None:
         link = self._links[key]
-        envelope = self._decode(link, entry_id, fields)
-        if envelope is not None:
-            await self._inbox.put(link, envelope)
-        self._positions[key] = entry_id
-        self._untrimmed[key] = self._untrimmed.get(key, 0) + 1
-
-    def _decode(
-        self, link: AnyLink, entry_id: bytes, fields: dict[bytes, bytes]
-    ) -> Envelope | None:
         try:
             envelope = decode_envelope(fields[MESSAGE])
         except (KeyError, ValueError, RecursionError) as error:
@@ -442,10 +390,11 @@ class LinkReader:
                 entry_id=entry_id.decode(),
                 error=f"{type(error).__name__}: {error}",
             )
-            return None
-        if not self._seen.is_new(link.name, fields.get(WRITER, b""), envelope):
-            return None
-        return envelope
+        else:
+            if self._seen.is_new(link.name, fields.get(WRITER, b""), envelope):
+                await self._inbox.put(link, envelope)
+        self._positions[key] = entry_id
+        self._untrimmed[key] = self._untrimmed.get(key, 0) + 1
 
     async def _trim(self, positions: dict[bytes, bytes]) -> None:
         """Delete all entries up to these positions from their streams."""
@@ -458,7 +407,7 @@ class LinkReader:
 
 async def read(
     redis: Redis, positions: dict[bytes, bytes], count: int, block_s: float
-) -> dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]]:
+) -> dict[bytes, Entries]:
     """Run XREAD: return the entries after each position, by stream; wait up to `block_s`.
 
     In a cluster all streams must share one slot.

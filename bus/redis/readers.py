@@ -111,10 +111,10 @@ class StreamReader:
     meanwhile.
     """
 
-    def __init__(self, keys: Keys, server: Server, commands: Commands) -> None:
-        self._server = server
+    def __init__(self, keys: Keys, commands: Commands) -> None:
+        self._server = commands.server
         self._commands = commands
-        self._redis = server.client(1, FOLLOW_BLOCK_S)
+        self._redis = commands.server.client(1, FOLLOW_BLOCK_S)
         self._subscriptions: dict[bytes, set[Subscription]] = {}
         self._wake_key = keys.wake(uuid.uuid4().hex)
         self._wake_position = b"0-0"
@@ -277,8 +277,7 @@ class ClusterReaders:
                 subscription.push(key, entry_id, fields)
 
 
-def readers_of(keys: Keys, server: Server, commands: Commands) -> Readers:
+def readers_of(keys: Keys, commands: Commands) -> Readers:
     """Return the readers for this kind of server."""
-    if server.is_cluster:
-        return ClusterReaders(server)
-    return StreamReader(keys, server, commands)
+    is_cluster = commands.server.is_cluster
+    return ClusterReaders(commands.server) if is_cluster else StreamReader(keys, commands)

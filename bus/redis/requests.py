@@ -17,14 +17,7 @@ from redis.asyncio import Redis
 from ...config import NOT_PERMITTED, BusConfig, BusError
 from ...config.errors import bus_closed
 from ...config.logger import get_logger
-from ...store.redis.client import (
-    Backoff,
-    Commands,
-    Server,
-    end_tasks,
-    execute,
-    is_transient,
-)
+from ...store.redis.client import Backoff, Commands, end_tasks, execute, is_transient, readable
 from ...store.redis.keys import JSON, MODEL, TRACEPARENT, TRACESTATE, Keys
 from ..backlog import Backlog
 from ..codec import encode_request
@@ -35,8 +28,7 @@ from ..public import Completion, ErrorInfo, GenerateRequest
 from .entries import Entries, read_entries
 from .leases import Leases
 from .links import BatchWriter
-from .queue_length import QueueLength
-from .refusals import Refusal, end_untaken
+from .refusals import end_untaken
 from .results import RedisResults
 from .routing import PUBLISH, explain_closed
 
@@ -47,6 +39,8 @@ MOST_RETAKEN = 3
 """Limit on taking an entry again because the server lost its terminal message. Where outputs expire
 too soon (`bus.results_ttl_s`) the loss would repeat for ever.
 """
+_decode_letter = msgspec.json.Decoder(DeadLetter).decode
+
 KEPT_DEAD = 10_000
 """Length limit of the dead-letter stream."""
 
@@ -60,22 +54,16 @@ class RedisRequests:
     """
 
     def __init__(
-        self,
-        config: BusConfig,
-        keys: Keys,
-        server: Server,
-        commands: Commands,
-        results: RedisResults,
+        self, config: BusConfig, keys: Keys, commands: Commands, results: RedisResults
     ) -> None:
         self._config = config
         self._keys = keys
         self._results = results
         self._key = keys.requests
-        self._server = server
+        self._server = commands.server
         self._commands = commands
-        self._redis: Redis = server.client(1, TAKE_BLOCK_S)
+        self._redis: Redis = commands.server.client(1, TAKE_BLOCK_S)
         self._leases = Leases(config, keys, commands, uuid.uuid4().hex)
-        self._queue_length = QueueLength(config.lane, keys, commands)
         # Entries in hand: fetched, and neither acknowledged nor lost to another lane.
         self._ready: deque[RequestEntry] = deque()
         self._known: set[str] = set()
@@ -181,7 +169,7 @@ class RedisRequests:
             return
         if self._acks is None:
             self._acks = BatchWriter("acknowledgements", self._write_acks)
-        await self._acks.put((entry_id, request_id), None)
+        await self._acks.put((entry_id, request_id))
 
     async def renew(self, lease_s: float) -> set[str]:
         lost, gone = await self._leases.renew(lease_s, tuple(self._known))
@@ -208,8 +196,7 @@ class RedisRequests:
         queued, raw = await self._leases.excess(max_queued)
         if not raw:
             return 0
-        entries = await self._read(raw)
-        refusals = [Refusal(entry.entry_id, answer(entry, queued)) for entry in entries]
+        refusals = [answer(entry, queued) for entry in await self._read(raw)]
         answered = await end_untaken(self._results, refusals, epoch)
         return await self._leases.remove(answered)
 
@@ -235,19 +222,16 @@ class RedisRequests:
         entries = await self._commands.run("XRANGE", self._keys.dead, "-", "+")
         letters = []
         for letter_id, fields in entries:
-            try:
-                letter = msgspec.json.decode(fields[JSON], type=DeadLetter)
-            except (KeyError, ValueError, RecursionError) as error:
-                get_logger().warning("bus.undecodable_entry", stream="dead", error=str(error))
-                continue
-            letters.append(msgspec.structs.replace(letter, letter_id=letter_id.decode()))
+            letter = readable(_decode_letter, fields.get(JSON, b""), "dead")
+            if letter is not None:
+                letters.append(msgspec.structs.replace(letter, letter_id=letter_id.decode()))
         return letters
 
     async def drop_dead_letter(self, letter_id: str) -> bool:
         return bool(await self._commands.run("XDEL", self._keys.dead, letter_id))
 
     async def count_queue(self, begun: int | None) -> int:
-        return await self._queue_length.count(begun)
+        return await self._leases.count(begun)
 
     async def backlog(self) -> Backlog:
         keys = self._keys
@@ -287,16 +271,12 @@ class RedisRequests:
         During a failover, commands may reach the old and the new server, and confirmed writes may
         be lost. An entry found unanswered is taken again and continues after its stored output.
         """
-        certain = [
+        certain = {
             entry_id
             for entry_id, request_id in batch
             if request_id is None or self._retaken.get(entry_id, 0) >= MOST_RETAKEN
-        ]
-        answered = {
-            entry_id: request_id
-            for entry_id, request_id in batch
-            if request_id is not None and entry_id not in certain
         }
+        answered = {each: request_id or "" for each, request_id in batch if each not in certain}
         unanswered = await self._acknowledge(certain, answered)
         for entry_id in unanswered:
             self._retaken[entry_id] = self._retaken.get(entry_id, 0) + 1
@@ -310,18 +290,18 @@ class RedisRequests:
             self._drain_first = True
         return ACK_BATCH
 
-    async def _acknowledge(self, certain: list[str], answered: dict[str, str]) -> set[str]:
+    async def _acknowledge(self, certain: set[str], answered: dict[str, str]) -> set[str]:
         """Remove all entries but those of `answered` without a terminal message; return these."""
         if self._server.is_cluster:  # what tells is in other places
             unanswered = await self._results.unanswered(answered)
-            certain = certain + [each for each in answered if each not in unanswered]
+            certain = certain | (answered.keys() - unanswered)
         elif answered:
             marks = [mark for each in answered.items() for mark in self._results.marks_of(*each)]
             unanswered = await self._leases.acknowledge([*answered], marks)
         else:
             unanswered = set()
         if certain:
-            await self._leases.acknowledge(certain)
+            await self._leases.acknowledge([*certain])
         return unanswered
 
     async def _fetch(self, max_items: int) -> None:
@@ -335,7 +315,8 @@ class RedisRequests:
                     self._drain_first = False  # before the drain: it may be set again meanwhile
                     entries = await self._drain(self._redis)
                 else:
-                    entries = await self._read_new(max_items)
+                    block = ("BLOCK", int(TAKE_BLOCK_S * 1000))
+                    entries = await self._read_group(self._redis, ">", max_items, *block)
                 handled = self._known | self._answered
                 new = [entry for entry in entries if entry[0].decode() not in handled]
                 read = await self._read_entries(self._redis, new)
@@ -362,10 +343,6 @@ class RedisRequests:
         new = [entry for entry in entries if entry.entry_id not in self._known]
         self._known.update(entry.entry_id for entry in new)
         return new
-
-    async def _read_new(self, max_items: int) -> Entries:
-        block_ms = int(TAKE_BLOCK_S * 1000)
-        return await self._read_group(self._redis, ">", max_items, "BLOCK", block_ms)
 
     async def _drain(self, redis: Redis) -> Entries:
         """Return all entries assigned to this consumer, oldest first, without deleted ones."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,16 +21,17 @@ from ...config.logger import get_logger
 from ...store.redis.client import (
     Backoff,
     Commands,
-    Server,
     execute,
     execute_all,
     is_transient,
     persist,
+    readable,
 )
 from ...store.redis.keys import JSON, Keys, id_after, parse_id
 from ..codec import decode_output, encode_output
 from ..public import Completion, Output
-from .follow import RedisFollow, RedisTail, last_output
+from .entries import Entries, entries_of
+from .follow import RedisFollow, RedisTail, check_known, out_keys, read_output
 from .readers import readers_of
 from .result_parts import REFUSED, TOO_LARGE, StreamPart, ending, part_of
 from .result_scripts import ANSWER, APPEND, FENCE, LOOK, TELL
@@ -54,12 +56,12 @@ class _TooLarge(Exception):
 class RedisResults:
     """`ResultStreams` on Redis."""
 
-    def __init__(self, config: BusConfig, keys: Keys, server: Server, commands: Commands) -> None:
+    def __init__(self, config: BusConfig, keys: Keys, commands: Commands) -> None:
         self._config = config
         self._keys = keys
-        self._server = server
+        self._server = commands.server
         self._commands = commands
-        self._readers = readers_of(keys, server, commands)
+        self._readers = readers_of(keys, commands)
         self._next: OrderedDict[str, int] = OrderedDict()
         self._writing = asyncio.Lock()
 
@@ -148,7 +150,16 @@ class RedisResults:
         )
 
     async def last(self, request_id: str, entry_id: str) -> Output | None:
-        return await last_output(self._commands, self._keys, request_id, entry_id)
+        outs = out_keys(self._keys, request_id, entry_id)
+        asks = [("XREVRANGE", out, "+", "-", "COUNT", 1) for out in outs]
+        for out, entries in zip(outs, await self._commands.run_all(asks), strict=True):
+            for _, fields in entries:
+                output = read_output(out, fields.get(JSON, b""))
+                if output.entry_id == entry_id or not entry_id:
+                    return output
+        if entry_id:
+            await check_known(self._commands, self._keys, entry_id, outs)
+        return None
 
     async def tail(self) -> RedisTail:
         last = await self._range("XREVRANGE", "+", "-", 1)
@@ -174,12 +185,10 @@ class RedisResults:
 
     async def _range(
         self, command: str, start: bytes | str, end: bytes | str, count: int
-    ) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    ) -> Entries:
         """Return a range of the results stream."""
-        key = self._keys.results
-        entries: list[tuple[bytes, dict[bytes, bytes]]] = await self._commands.retry(
-            "results", command, key, start, end, "COUNT", count
-        )
+        arguments = (self._keys.results, start, end, "COUNT", count)
+        entries: Entries = await self._commands.retry("results", command, *arguments)
         return entries
 
     async def _answer(self, keys: list[str], commands: Sequence[Sequence[Any]]) -> set[str]:
@@ -194,21 +203,14 @@ class RedisResults:
         recovered: list[list[Output]] = []
         for start in range(0, len(keys), KEYS_PER_FLUSH):
             some = keys[start : start + KEYS_PER_FLUSH]
-
-            async def attempt(some: Sequence[str] = some) -> list[Any]:
-                fences = [("EVAL", FENCE, 1, self._keys.out(key), epoch) for key in some]
-                return await execute_all(self._commands.redis, fences)
-
+            fences = [("EVAL", FENCE, 1, self._keys.out(key), epoch) for key in some]
+            fence = partial(execute_all, self._commands.redis, fences)
             async with self._writing:
                 ended: dict[str, bytes] = {}
-                replies = await persist(self._server, "results", attempt)
+                replies = await persist(self._server, "results", fence)
                 for key, entries in zip(some, replies, strict=True):
                     self._note(key, len(entries) + 1, ended=False)
-                    # The client leaves the fields of a script's reply flat.
-                    pairs = [
-                        (entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
-                        for entry_id, fields in entries
-                    ]
+                    pairs = entries_of(entries)
                     outputs = _readable(pairs)
                     if outputs and isinstance(outputs[-1], Completion):
                         ended[key] = pairs[-1][1].get(JSON, b"")
@@ -404,23 +406,15 @@ class RedisResults:
         return part.rest(equal)
 
 
-def _readable(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[Output]:
+def _readable(entries: Entries) -> list[Output]:
     """Decode the outputs in a stream's entries; skip foreign entries."""
-    outputs: list[Output] = []
-    for entry_id, fields in entries:
-        try:
-            outputs.append(decode_output(fields.get(JSON, b"")))
-        except (ValueError, RecursionError) as error:
-            get_logger().warning(
-                "bus.undecodable_entry", entry_id=entry_id.decode(), error=str(error)
-            )
-    return outputs
+    outputs = (readable(decode_output, fields.get(JSON, b""), "out") for _, fields in entries)
+    return [output for output in outputs if output is not None]
 
 
-def _field(row: list[Any]) -> bytes:
+def _field(row: tuple[bytes, list[bytes]]) -> bytes:
     """Return the `json` field of an entry in a script's reply."""
-    fields: list[bytes] = row[1]
-    return dict(zip(fields[::2], fields[1::2], strict=True)).get(JSON, b"")
+    return next((fields.get(JSON, b"") for _, fields in entries_of([row])), b"")
 
 
 class _Owned(msgspec.Struct):

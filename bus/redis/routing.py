@@ -13,7 +13,7 @@ from typing import Any
 
 from ...config import BusConfig, BusError, shown
 from ...config.errors import bus_closed
-from ...store.redis.client import Commands, Server, end_tasks, execute, persist
+from ...store.redis.client import Commands, end_tasks, execute, persist
 from ...store.redis.keys import JSON, MODEL, MSGPACK, Keys
 from ...store.registry import NOT_LOADED
 from ..codec import decode_model
@@ -21,7 +21,7 @@ from ..entries import MAX_FIELDS, RequestEntry
 from ..public import Completion
 from ..routing import Unmoved, Unrouted
 from .entries import model_of, read_entries
-from .refusals import Refusal, end_untaken
+from .refusals import end_untaken
 from .results import RedisResults
 
 BLOCK_S = 5.0
@@ -74,19 +74,13 @@ class RedisRouting:
     """`RequestRouting` of a deployment on Redis."""
 
     def __init__(
-        self,
-        config: BusConfig,
-        keys: Keys,
-        server: Server,
-        commands: Commands,
-        results: RedisResults,
+        self, config: BusConfig, keys: Keys, commands: Commands, results: RedisResults
     ) -> None:
         self._config = config
         self._keys = keys
-        self._server = server
         self._commands = commands
         self._results = results
-        self._redis = server.client(1, BLOCK_S)
+        self._redis = commands.server.client(1, BLOCK_S)
         self._closed = False
         self._reading: asyncio.Task[Any] | None = None
 
@@ -101,7 +95,7 @@ class RedisRouting:
         while not self._closed:
             # A task of its own, so that closing doesn't wait for the server's reply.
             reading = self._reading = asyncio.create_task(
-                persist(self._server, "entrance", attempt), name="entrance"
+                persist(self._commands.server, "entrance", attempt), name="entrance"
             )
             try:
                 await asyncio.wait({reading})
@@ -129,7 +123,7 @@ class RedisRouting:
         entries = await self._commands.once(
             lambda: read_entries(redis, key, raw, self._config.max_request_bytes)
         )
-        refusals = [Refusal(entry.entry_id, answer(entry)) for entry in entries]
+        refusals = list(map(answer, entries))
         if ended := await end_untaken(self._results, refusals, epoch, claimed_too=True):
             await self._commands.run("XDEL", key, *ended)
 

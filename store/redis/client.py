@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 from redis import exceptions
+from redis._parsers import AsyncCommandsParser
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
@@ -26,8 +27,6 @@ from ...config import NOT_PERMITTED, BusError, redact
 from ...config.errors import bus_closed
 from ...config.logger import get_logger
 from .address import parse_address
-from .cluster_commands import KnownCommands
-from .few_fields import limit_fields
 
 T = TypeVar("T")
 
@@ -45,6 +44,9 @@ CLUSTER_CONNECTIONS = 1024
 """Connections to one node of a cluster; the client opens as many as commands run concurrently."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.02, 2.0
+
+MOST_FIELDS = 64
+"""Fields kept per entry. The package's own entries have fewer; more suffice to refuse an entry."""
 
 
 _CONNECTION_ERRORS = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
@@ -97,6 +99,30 @@ class _MasterPool(SentinelConnectionPool, BlockingConnectionPool):
     """
 
 
+class _KnownCommands(AsyncCommandsParser):
+    """Where the keys of each command are, as one of the servers says; all clients share it.
+
+    By itself each client of a cluster asks whenever it connects, in the middle of a failover too:
+    an answer of 100 kB, which takes 10 ms to read.
+    """
+
+    def __init__(self, known: dict[str, Any]) -> None:
+        """Share `known`, the table of commands, with other clients; empty at first."""
+        super().__init__()
+        self.commands = known
+
+    async def initialize(self, node: ClusterNode | None = None) -> None:
+        """Read the commands from a server, unless another client has; always without a `node`."""
+        if node is not None:
+            self.node = node
+            if self.commands:
+                return
+        known = self.commands
+        await super().initialize(node)
+        known.update(self.commands)
+        self.commands = known
+
+
 class Server:
     """One Redis server, Sentinel group or cluster: makes clients, and explains errors.
 
@@ -129,7 +155,7 @@ class Server:
             raise BusError(
                 f"bus.url {self.name} is not a valid Redis URL; write redis://host:port/db, "
                 "redis+sentinel://host:port,host:port/service or redis+cluster://host:port, and "
-                "percent-encode special characters in the password",
+                "percent-encode special characters in the password"
             ) from None
 
     @property
@@ -154,7 +180,7 @@ class Server:
                 maint_notifications_config=off,
                 **options,
             )
-            cluster.commands_parser = KnownCommands(self._known_commands)
+            cluster.commands_parser = _KnownCommands(self._known_commands)
             limit_fields(cast(Redis, cluster))
             return cast(Redis, cluster)
         kind: dict[str, Any] = {"connection_class": address.connection_class}
@@ -424,6 +450,18 @@ def _connection_errors() -> Iterator[None]:
         raise exceptions.ConnectionError(f"the connection was lost: {error}") from error
 
 
+def readable(decode: Callable[[bytes], T], raw: bytes, stream: str) -> T | None:
+    """Decode an entry; None, with a log line, if that is impossible.
+
+    It may be foreign, or written by another version during a rolling upgrade.
+    """
+    try:
+        return decode(raw)
+    except (ValueError, RecursionError) as error:
+        get_logger().warning("bus.undecodable_entry", stream=stream, error=str(error))
+        return None
+
+
 async def persist(server: Server, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
     """Retry `attempt` with backoff while the server is unreachable.
 
@@ -520,3 +558,26 @@ def _reason(error: BaseException) -> str:
     if "Connect call failed" in text or "Connection refused" in text:
         return "connection refused"
     return text.rstrip(".") or type(error).__name__
+
+
+def limit_fields(redis: Redis) -> None:
+    """Make a client keep at most `MOST_FIELDS` + 1 fields of each entry it reads.
+
+    Any client may write an entry. Building a dictionary of a million fields takes longer than
+    reading them, and blocks the event loop.
+    """
+    callbacks: Any = redis.response_callbacks
+    for command in ("XREAD", "XREADGROUP", "XRANGE", "XREVRANGE"):
+        redis.set_response_callback(command, _limited(command, callbacks[command]))
+
+
+def _limited(command: str, parse: Callable[..., Any]) -> Callable[..., Any]:
+    def parse_few(response: Any, **options: Any) -> Any:
+        if response:
+            for entries in response.values() if command.startswith("XREAD") else (response,):
+                for entry in entries:
+                    if entry is not None and entry[1] is not None:
+                        del entry[1][2 * (MOST_FIELDS + 1) :]
+        return parse(response, **options)
+
+    return parse_few

@@ -6,8 +6,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from ...config.logger import get_logger
-from .client import Commands
+from .client import Commands, readable
 
 T = TypeVar("T")
 
@@ -25,12 +24,5 @@ class RedisRecord(Generic[T]):
 
     async def read(self) -> T | None:
         raw = await self._commands.retry("in place", "GET", self._key)
-        if raw is None:
-            return None
-        try:
-            return msgspec.json.decode(raw, type=self._kind)
-        except (ValueError, RecursionError) as error:
-            get_logger().warning(
-                "bus.undecodable_entry", stream=self._key.decode(), error=str(error)
-            )
-            return None
+        decode = msgspec.json.Decoder(self._kind).decode
+        return None if raw is None else readable(decode, raw, self._key.decode())

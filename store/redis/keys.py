@@ -129,12 +129,9 @@ class Keys:
     def name(self, name: str) -> bytes:
         return self._key(f"name:{name}")
 
-    def limits_window(self, name: str, window_s: int) -> bytes:
-        """Return the usage of a limit; another window has a key of its own."""
-        return beside(self._limits, f"window:{window_s}:{name}")
-
-    def limits_held(self, name: str) -> bytes:
-        return beside(self._limits, f"held:{name}")
+    def limit(self, name: str, window_s: int) -> bytes:
+        """Return the usage of a limit; another window has a key of its own. 0: concurrency."""
+        return beside(self._limits, f"window:{window_s}:{name}" if window_s else f"held:{name}")
 
     def wake(self, name: str) -> bytes:
         return self._key(f"wake:{name}")

@@ -329,10 +329,7 @@ class RedisLimits:
         return int(time.monotonic() * 1000 + self._ahead_ms)
 
     def _find(self, limit: Limit) -> Counted:
-        if limit.window_s:
-            key = self._keys.limits_window(limit.name, limit.window_s)
-        else:
-            key = self._keys.limits_held(limit.name)
+        key = self._keys.limit(limit.name, limit.window_s)
         if (counted := self._counted.get(key)) is None:
             counted = self._counted[key] = Counted(key, limit)
         self._touched.add(key)

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ...config.logger import get_logger
 from ..registry import ModelRecord, Records, Traffic
-from .client import Commands
+from .client import Commands, readable
 from .keys import Keys, parse_id
+
+_decode = msgspec.json.Decoder(ModelRecord).decode
 
 _PUT = """
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
@@ -56,11 +57,8 @@ class RedisModelRegistry:
         found = await self._commands.run("HGETALL", self._keys.models)
         records: Records = {}
         for name, raw in sorted(found.items()):
-            try:
-                records[name.decode()] = msgspec.json.decode(raw, type=ModelRecord)
-            except (ValueError, RecursionError) as error:
-                # Written by another version during a rolling upgrade.
-                get_logger().warning("bus.undecodable_entry", stream="models", error=str(error))
+            if (record := readable(_decode, raw, "models")) is not None:
+                records[name.decode()] = record
         return records
 
     async def put(self, record: ModelRecord) -> None:

@@ -4,8 +4,8 @@ from ..buses import (  # noqa: F401
     bus,
     buses,
     foreign,
-    kit,
     memory_bus,
     pytest_generate_tests,
+    pytest_itemcollected,
     redis_buses,
 )

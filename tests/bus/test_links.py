@@ -8,159 +8,82 @@ from typing import Any, get_args
 
 import pytest
 
-from nano_inference.bus import Bus, Inbox
-from nano_inference.bus.control import (
-    AdapterReady,
-    AdaptersChanged,
-    Cancel,
-    CancelAll,
-    Drain,
-    FinishUpdate,
-    FlushCache,
-    JoinWeightsGroup,
-    LeaveWeightsGroup,
-    LoadAdapter,
-    LoadModel,
-    MemoryState,
-    Pause,
-    ReleaseMemory,
-    ReplicaCapacity,
-    Reset,
-    Resume,
-    ResumeMemory,
-    ServerRestarted,
-    StageReady,
-    StageStarted,
-    StageStopped,
-    StopSequences,
-    TellWeightVersion,
-    UnloadAdapter,
-    UnloadModel,
-    UpdateFairness,
-    UpdateWeights,
-    WeightsReady,
-)
+from nano_inference.bus import Bus, Inbox, control, messages, weights
 from nano_inference.bus.links import ADMITTED, CONTROL, CREDITS, DISPATCH, FINISHED, PLANS
-from nano_inference.bus.messages import (
-    AdmittedRequest,
-    Credit,
-    Dispatch,
-    Fenced,
-    Message,
-    NewSequence,
-    PauseSequences,
-    Recover,
-    Recovered,
-    RecoveredSample,
-    RecoveryItem,
-    RequestFinished,
-    RequestInfo,
-    RequestOpened,
-    ResumeSequences,
-    SequenceSpec,
-    StartedSequence,
-    StepPlan,
-    StepResult,
-    StepSummary,
-    VerifiedDraft,
-)
+from nano_inference.bus.messages import Message
 from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.public import StageTime
 from nano_inference.bus.scoring import SampleScored, ScoreSample
-from nano_inference.bus.weights import (
-    FolderWeights,
-    GroupWeights,
-    LocalWeights,
-    SharedMemoryWeights,
-    StagedWeights,
-    TensorMeta,
-)
 from nano_inference.config import ChannelClosed, FairnessConfig, ModelConfig, SamplingParams
 from nano_inference.store.board import LoadedAdapter
+
+from ..buses import kit
 
 SAMPLING = SamplingParams(
     temperature=0.7, max_tokens=9, stop_token_ids=frozenset({1, 2}), seed=-3, stop=("\n\n", "é")
 )
 IDS = ("r", "1-0", "00-a-b-01", "k=v")
 QUEUED = StageTime(stage="fairness", start_ns=1, end_ns=2)
-INFO = RequestInfo(*IDS, "adapter", Pooling("mean", True, 4), QUEUED)
-OPENED = RequestOpened("r", "1-0", "tiny", 2, True, ("x",), (1, 2, 3), *IDS[2:], 1 << 62)
-SPEC = SequenceSpec(7, 1, -5, (8, 9))
-CANCEL = Cancel("r", "1-0", "expired", "deadline", "too late", unstarted=True)
+INFO = messages.RequestInfo(*IDS, "adapter", Pooling("mean", True, 4), QUEUED)
+SPEC = messages.SequenceSpec(7, 1, -5, (8, 9))
+NEW = messages.NewSequence(7, (1, 2), 0, 0, (4, 5), SAMPLING, SPEC, INFO)
+STARTED = messages.StartedSequence(7, 1, "r", "1-0", 0, 0, 6, QUEUED)
+DRAFT = messages.VerifiedDraft(7, "prompt", 3, 2)
+ITEMS = (messages.RecoveryItem("r", "1-0"), messages.RecoveryItem("1-1", "1-1"))
+CANCEL = control.Cancel("r", "1-0", "expired", "deadline", "too late", unstarted=True)
+FOLDER, TENSOR = weights.FolderWeights("/weights/7"), weights.TensorMeta("w", "bfloat16", (2, 3))
+MODEL = ModelConfig(id="a", path="/a", settings={"engine.max_batch_size": 4})
 SAMPLES: tuple[Message, ...] = (
-    AdmittedRequest(INFO, (1, 2, 3), SAMPLING, (SPEC,), "default", -1),
-    Dispatch(INFO, (1, 2, 3), SAMPLING, (SPEC,), 4),
-    PauseSequences((1, 2)),
-    ResumeSequences((7, 8), -5),
-    Credit(3, ((7, 8), (8,)), ((9, 12),), (7,), (8,), 1_000_000, 640),
-    StepPlan(
-        1,
-        (NewSequence(7, (1, 2), 0, 0, (4, 5), SAMPLING, SPEC, INFO),),
-        (7,),
-        (2,),
-        ((7, (6,)),),
-        ((1, 2),),
-        (3,),
-        (CANCEL,),
-        99,
-    ),
-    StepResult(
-        1,
-        (StartedSequence(7, 1, "r", "1-0", 0, 0, 6, QUEUED),),
-        (7,),
-        (42,),
-        (-0.25,),
-        ("stop",),
-        (CANCEL,),
-        3,
-        10,
-        20,
-    ),
-    StepSummary(1, (7,), (42,), (7,), 10, 20, (VerifiedDraft(7, "prompt", 3, 2),), 4),
-    OPENED,
+    messages.AdmittedRequest(INFO, (1, 2, 3), SAMPLING, (SPEC,), "default", -1),
+    messages.Dispatch(INFO, (1, 2, 3), SAMPLING, (SPEC,), 4),
+    messages.PauseSequences((1, 2)),
+    messages.ResumeSequences((7, 8), -5),
+    messages.Credit(3, ((7, 8), (8,)), ((9, 12),), (7,), (8,), 1_000_000, 640),
+    messages.StepPlan(1, (NEW,), (7,), (2,), ((7, (6,)),), ((1, 2),), (3,), (CANCEL,), 99),
+    messages.StepResult(1, (STARTED,), (7,), (42,), (-0.25,), ("stop",), (CANCEL,), 3, 10, 20),
+    messages.StepSummary(1, (7,), (42,), (7,), 10, 20, (DRAFT,), 4),
+    messages.RequestOpened("r", "1-0", "tiny", 2, True, ("x",), (1, 2, 3), *IDS[2:], 1 << 62),
     ScoreSample("r", "1-0", 1, (1, 2, 3), 2, 0.5),
     SampleScored("r", "1-0", 1, (-0.25,)),
-    Recover((RecoveryItem("r", "1-0"), RecoveryItem("1-1", "1-1")), 1),
-    Recovered("1-0", (RecoveredSample(1, (4, 5), True),)),
-    RequestFinished("r", "1-0"),
-    Fenced(("1-0", "1-1")),
+    messages.Recover(ITEMS, 1),
+    messages.Recovered("1-0", (messages.RecoveredSample(1, (4, 5), True),)),
+    messages.RequestFinished("r", "1-0"),
+    messages.Fenced(("1-0", "1-1")),
     CANCEL,
-    StopSequences((1,)),
-    Pause(),
-    Resume(),
-    CancelAll(),
-    UpdateWeights(FolderWeights("/weights/7"), "retract", 7, True, 9.5),
-    UpdateWeights(
-        SharedMemoryWeights(("a", "b"), (TensorMeta("w", "bfloat16", (2, 3)),), ((1, 64),))
-    ),
-    UpdateWeights(GroupWeights("g", (TensorMeta("w", "float32", ()),), 1 << 20, 3)),
-    UpdateWeights(LocalWeights("here")),
-    UpdateWeights(StagedWeights("step-7", 2), part_of="step-8"),
-    UpdateWeights(FolderWeights("/weights/7"), prepare_as="op-6"),
-    FinishUpdate("op-6", 7),
-    WeightsReady(8, "abort"),
-    JoinWeightsGroup("g", "127.0.0.1:1", 1, 2, "gloo", 3.5),
-    LeaveWeightsGroup("g"),
-    TellWeightVersion(),
-    ReleaseMemory(("kv_cache",)),
-    ResumeMemory(("weights",)),
-    MemoryState(("weights", "kv_cache"), ("kv_cache",)),
-    FlushCache(),
-    Drain(5),
-    UpdateFairness(FairnessConfig(aging_s=3.5)),
-    LoadAdapter("sql", "/adapters/sql", version=3),
-    UnloadAdapter("sql"),
-    AdapterReady("sql", 3, "retract"),
-    AdaptersChanged("executor-1a", (LoadedAdapter("sql", 3),)),
-    LoadModel("a"),
-    LoadModel("a", ModelConfig(id="a", path="/a", settings={"engine.max_batch_size": 4})),
-    UnloadModel("a", 2.5, True),
-    Reset(),
-    StageStarted("executor", "executor-1a"),
-    StageReady("executor", "executor-1a", ReplicaCapacity(10, 16, 128, 300, "cpu")),
-    StageStopped("executor", "executor-1a", "SIGTERM"),
-    StageStopped("executor", "executor-1a", "RuntimeError()", True),
-    ServerRestarted(),
+    control.StopSequences((1,)),
+    control.Pause(),
+    control.Resume(),
+    control.CancelAll(),
+    control.UpdateWeights(FOLDER, "retract", 7, True, 9.5),
+    control.UpdateWeights(weights.SharedMemoryWeights(("a", "b"), (TENSOR,), ((1, 64),))),
+    control.UpdateWeights(weights.GroupWeights("g", (TENSOR,), 1 << 20, 3)),
+    control.UpdateWeights(weights.LocalWeights("here")),
+    control.UpdateWeights(weights.StagedWeights("step-7", 2), part_of="step-8"),
+    control.UpdateWeights(FOLDER, prepare_as="op-6"),
+    control.FinishUpdate("op-6", 7),
+    control.WeightsReady(8, "abort"),
+    control.JoinWeightsGroup("g", "127.0.0.1:1", 1, 2, "gloo", 3.5),
+    control.LeaveWeightsGroup("g"),
+    control.TellWeightVersion(),
+    control.ReleaseMemory(("kv_cache",)),
+    control.ResumeMemory(("weights",)),
+    control.MemoryState(("weights", "kv_cache"), ("kv_cache",)),
+    control.FlushCache(),
+    control.Drain(5),
+    control.UpdateFairness(FairnessConfig(aging_s=3.5)),
+    control.LoadAdapter("sql", "/adapters/sql", version=3),
+    control.UnloadAdapter("sql"),
+    control.AdapterReady("sql", 3, "retract"),
+    control.AdaptersChanged("executor-1a", (LoadedAdapter("sql", 3),)),
+    control.LoadModel("a"),
+    control.LoadModel("a", MODEL),
+    control.UnloadModel("a", 2.5, True),
+    control.Reset(),
+    control.StageStarted("executor", "executor-1a"),
+    control.StageReady("executor", "executor-1a", control.ReplicaCapacity(10, 16, 128, 300, "cpu")),
+    control.StageStopped("executor", "executor-1a", "SIGTERM"),
+    control.StageStopped("executor", "executor-1a", "RuntimeError()", True),
+    control.ServerRestarted(),
 )
 
 
@@ -169,7 +92,7 @@ async def receive_for_ever(inbox: Inbox) -> None:
         await inbox.receive()
 
 
-async def test_every_message_arrives_equal(bus: Bus, kit: Any) -> None:
+async def test_every_message_arrives_equal(bus: Bus) -> None:
     assert {type(sample) for sample in SAMPLES} == set(get_args(Message))
     inbox = await bus.open_inbox("batching")
     sender = bus.sender(CONTROL["batching"], "admission-1")
@@ -178,18 +101,12 @@ async def test_every_message_arrives_equal(bus: Bus, kit: Any) -> None:
     assert await kit.bodies(inbox, len(SAMPLES)) == list(SAMPLES)
 
 
-async def test_envelope_is_filled_in(bus: Bus, kit: Any) -> None:
+async def test_envelope_is_filled_in(bus: Bus) -> None:
     inbox = await bus.open_inbox("fairness")
     sender = bus.sender(ADMITTED, "admission-1")
-    await sender.send(
-        Pause(),
-        epoch=4,
-        traceparent="00-x",
-        tracestate="a=b",
-        budget_ns=-5,
-        operation_id="op-1",
-    )
-    await sender.send(Pause())
+    trace = {"traceparent": "00-x", "tracestate": "a=b"}
+    await sender.send(control.Pause(), epoch=4, budget_ns=-5, operation_id="op-1", **trace)
+    await sender.send(control.Pause())
     first, second = await kit.receive(inbox, 2)
     assert (first.epoch, first.sender, first.id) == (4, "admission-1", 1)
     assert (first.traceparent, first.tracestate, first.budget_ns) == ("00-x", "a=b", -5)
@@ -198,7 +115,7 @@ async def test_envelope_is_filled_in(bus: Bus, kit: Any) -> None:
     assert second.sent_ns >= first.sent_ns > 0
 
 
-async def test_order_of_each_sender(bus: Bus, kit: Any) -> None:
+async def test_order_of_each_sender(bus: Bus) -> None:
     inbox = await bus.open_inbox("fairness")
     senders = [bus.sender(CREDITS, f"batching-{i}") for i in range(3)]
     await asyncio.gather(*(kit.send_all(sender, range(200)) for sender in senders))
@@ -208,30 +125,29 @@ async def test_order_of_each_sender(bus: Bus, kit: Any) -> None:
         assert own == list(range(200))
 
 
-async def test_second_sender_object_goes_on_counting(bus: Bus, kit: Any) -> None:
+async def test_second_sender_object_goes_on_counting(bus: Bus) -> None:
     inbox = await bus.open_inbox("fairness")
     await bus.sender(CREDITS, "batching-1").send(kit.credit(1))
     await bus.sender(CREDITS, "batching-1").send(kit.credit(2))
     assert [e.id for e in await kit.receive(inbox, 2)] == [1, 2]
 
 
-async def test_links_of_one_stage_share_an_inbox(bus: Bus, kit: Any) -> None:
+async def test_links_of_one_stage_share_an_inbox(bus: Bus) -> None:
     inbox = await bus.open_inbox("batching")
     await bus.sender(DISPATCH, "fairness-1").send(kit.credit(1))
     await bus.sender(CONTROL["batching"], "client-1").send(kit.credit(2))
     assert {body.sequences for body in await kit.bodies(inbox, 2)} == {1, 2}
 
 
-async def test_receive_takes_at_most_max_items(bus: Bus, kit: Any) -> None:
+async def test_receive_takes_at_most_max_items(bus: Bus) -> None:
     inbox = await bus.open_inbox("fairness")
     await kit.send_all(bus.sender(CREDITS, "batching-1"), range(10))
     first = (await kit.receive(inbox, 1))[0].body.sequences
-    async with asyncio.timeout(kit.limit_s):
-        assert len(await inbox.receive(3)) <= 3
+    assert len(await inbox.receive(3)) <= 3
     assert first == 0
 
 
-async def test_full_link_makes_its_sender_wait(buses: Any, kit: Any) -> None:
+async def test_full_link_makes_its_sender_wait(buses: Any) -> None:
     bus = buses.open(link_capacity=8)
     inbox = await bus.open_inbox("executor")
     sender = bus.sender(PLANS, "batching-1")
@@ -248,33 +164,30 @@ async def test_full_link_makes_its_sender_wait(buses: Any, kit: Any) -> None:
     assert 8 <= waiting < 100
     assert not sending.done()
     assert [b.sequences for b in await kit.bodies(inbox, 400)] == list(range(400))
-    async with asyncio.timeout(kit.limit_s):
-        await sending
+    await sending
 
 
-async def test_full_link_does_not_hold_up_others(buses: Any, kit: Any) -> None:
+async def test_full_link_does_not_hold_up_others(buses: Any) -> None:
     bus = buses.open(link_capacity=4)
     inbox = await bus.open_inbox("batching")
     full = asyncio.create_task(kit.send_all(bus.sender(DISPATCH, "fairness-1"), range(100)))
-    async with asyncio.timeout(kit.limit_s):
-        await kit.send_all(bus.sender(CONTROL["batching"], "admission-1"), range(1000, 1050))
+    await kit.send_all(bus.sender(CONTROL["batching"], "admission-1"), range(1000, 1050))
     numbers = [body.sequences for body in await kit.bodies(inbox, 150)]
     assert [n for n in numbers if n < 1000] == list(range(100))
     assert [n for n in numbers if n >= 1000] == list(range(1000, 1050))
     await full
 
 
-async def test_link_that_closes_a_circle_never_blocks(buses: Any, kit: Any) -> None:
+async def test_link_that_closes_a_circle_never_blocks(buses: Any) -> None:
     bus = buses.open(link_capacity=4)
     inbox = await bus.open_inbox("admission")
     sender = bus.sender(FINISHED, "streaming-1")
-    async with asyncio.timeout(kit.limit_s):
-        await kit.send_all(sender, range(500))
-        await sender.flush()
+    await kit.send_all(sender, range(500))
+    await sender.flush()
     assert [b.sequences for b in await kit.bodies(inbox, 500)] == list(range(500))
 
 
-async def test_clients_have_a_bounded_share_of_a_control_link(memory_bus: Any, kit: Any) -> None:
+async def test_clients_have_a_bounded_share_of_a_control_link(memory_bus: Any) -> None:
     inbox = await memory_bus.open_inbox("admission")
     flood = memory_bus.sender(CONTROL["admission"], "client-1")
     sent: list[int] = []
@@ -286,14 +199,13 @@ async def test_clients_have_a_bounded_share_of_a_control_link(memory_bus: Any, k
 
     flooding = asyncio.create_task(send())
     assert await kit.settled(lambda: len(sent)) == 1024
-    async with asyncio.timeout(kit.limit_s):
-        await memory_bus.sender(CONTROL["admission"], "streaming-1").send(kit.credit(-1))
+    await memory_bus.sender(CONTROL["admission"], "streaming-1").send(kit.credit(-1))
     numbers = [body.sequences for body in await kit.bodies(inbox, 1501)]
     assert sorted(numbers) == list(range(-1, 1500))
     await flooding
 
 
-async def test_cancelled_receive_loses_nothing(bus: Bus, kit: Any) -> None:
+async def test_cancelled_receive_loses_nothing(bus: Bus) -> None:
     inbox = await bus.open_inbox("fairness")
     sender = bus.sender(CREDITS, "batching-1")
     received: list[int] = []
@@ -310,7 +222,7 @@ async def test_cancelled_receive_loses_nothing(bus: Bus, kit: Any) -> None:
     assert received == list(range(60))
 
 
-async def test_cancelled_send_is_whole_or_nothing(buses: Any, kit: Any) -> None:
+async def test_cancelled_send_is_whole_or_nothing(buses: Any) -> None:
     bus = buses.open(link_capacity=2)
     inbox = await bus.open_inbox("executor")
     sender = bus.sender(PLANS, "batching-1")
@@ -334,7 +246,7 @@ async def test_cancelled_send_is_whole_or_nothing(buses: Any, kit: Any) -> None:
     assert set(range(0, 100, 2)) <= set(received)
 
 
-async def test_inbox_sees_what_is_sent_after_its_opening(bus: Bus, kit: Any) -> None:
+async def test_inbox_sees_what_is_sent_after_its_opening(bus: Bus) -> None:
     sender = bus.sender(ADMITTED, "admission-1")
     await sender.send(kit.credit(1))
     await sender.flush()
@@ -343,7 +255,7 @@ async def test_inbox_sees_what_is_sent_after_its_opening(bus: Bus, kit: Any) -> 
     assert [b.sequences for b in await kit.bodies(inbox, 1)] == [2]
 
 
-async def test_reopened_inbox_is_empty_and_closes_the_old_one(bus: Bus, kit: Any) -> None:
+async def test_reopened_inbox_is_empty_and_closes_the_old_one(bus: Bus) -> None:
     old = await bus.open_inbox("fairness")
     sender = bus.sender(ADMITTED, "admission-1")
     await sender.send(kit.credit(1))
@@ -351,22 +263,20 @@ async def test_reopened_inbox_is_empty_and_closes_the_old_one(bus: Bus, kit: Any
     new = await bus.open_inbox("fairness")
     await sender.send(kit.credit(2))
     assert [b.sequences for b in await kit.bodies(new, 1)] == [2]
-    async with asyncio.timeout(kit.limit_s):
-        with pytest.raises(ChannelClosed):
-            await receive_for_ever(old)
+    with pytest.raises(ChannelClosed):
+        await receive_for_ever(old)
 
 
-async def test_reopening_wakes_the_old_receiver(bus: Bus, kit: Any) -> None:
+async def test_reopening_wakes_the_old_receiver(bus: Bus) -> None:
     old = await bus.open_inbox("fairness")
     receiving = asyncio.create_task(old.receive())
     await asyncio.sleep(0)
     await bus.open_inbox("fairness")
-    async with asyncio.timeout(kit.limit_s):
-        with pytest.raises(ChannelClosed):
-            await receiving
+    with pytest.raises(ChannelClosed):
+        await receiving
 
 
-async def test_waiting_sender_goes_on_with_the_reopened_inbox(buses: Any, kit: Any) -> None:
+async def test_waiting_sender_goes_on_with_the_reopened_inbox(buses: Any) -> None:
     bus = buses.open(link_capacity=4)
     await bus.open_inbox("executor")
     sender = bus.sender(PLANS, "batching-1")
@@ -378,11 +288,10 @@ async def test_waiting_sender_goes_on_with_the_reopened_inbox(buses: Any, kit: A
     while not numbers or numbers[-1] != 99:
         numbers += [body.sequences for body in await kit.bodies(inbox, 1)]
     assert numbers == list(range(numbers[0], 100))
-    async with asyncio.timeout(kit.limit_s):
-        await sending
+    await sending
 
 
-async def test_closed_inbox_gives_out_what_it_holds(memory_bus: Bus, kit: Any) -> None:
+async def test_closed_inbox_gives_out_what_it_holds(memory_bus: Bus) -> None:
     inbox = await memory_bus.open_inbox("fairness")
     sender = memory_bus.sender(ADMITTED, "admission-1")
     await kit.send_all(sender, range(3))

@@ -2,216 +2,201 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from nano_inference.bus import Bus
+from nano_inference.bus.public import Output
 from nano_inference.bus.redis import requests as redis_requests
-from nano_inference.store.redis.keys import Keys
 
+from ..buses import ids_of, kit, take
 from ..servers import plain_client
 
 BUSES = ["redis", "cluster"]
 
 
-@pytest.fixture
-async def plain(buses: Any) -> AsyncIterator[Any]:
-    async with plain_client(buses.url) as client:
-        yield client
+class Lossy:
+    """A bus with a request `r`, on a server that loses data."""
+
+    def __init__(self, buses: Any, bus: Bus, plain: Any) -> None:
+        self.bus = bus
+        self.plain = plain
+        self.keys = buses.keys
+        self.out = buses.keys.out("r")
+
+    async def begin(self) -> str:
+        """Publish the request, take and claim it; return its entry."""
+        entry_id = await self.bus.requests.publish({"request_id": "r"})
+        await self.take_again(entry_id)
+        assert await self.bus.results.claim([("r", entry_id)]) == [None]
+        return entry_id
+
+    async def take_again(self, entry_id: str) -> None:
+        assert ids_of(await take(self.bus, 1)) == [entry_id]
+
+    async def deliver(self, *outputs: Output, epoch: int = 1) -> set[str]:
+        return await self.bus.results.deliver([("r", outputs)], epoch)
+
+    async def deliver_five(self) -> list[Any]:
+        chunks = [kit.chunk("r", "1-1", i) for i in range(5)]
+        await self.deliver(*chunks)
+        return chunks
+
+    async def end(self) -> set[str]:
+        """The streams that are not ended."""
+        return await self.deliver(kit.done("r", "1-1"))
+
+    async def recover(self, epoch: int) -> list[Any]:
+        (outputs,) = await self.bus.results.recover(["r"], epoch)
+        return outputs
+
+    async def remove(self, *ids: str) -> None:
+        assert await self.plain.xdel(self.out, *ids) == len(ids)
+
+    async def last_id(self) -> bytes:
+        ((last_id, _),) = await self.plain.xrevrange(self.out, count=1)
+        return bytes(last_id)
+
+    async def lose_output(self) -> None:
+        assert await self.plain.delete(self.out) == 1
+
+    async def lose_copy(self, entry_id: str) -> None:
+        """Lose the last entry of the results stream, with its mark."""
+        assert await self.plain.delete(self.keys.told("r", entry_id)) == 1
+        assert await self.plain.xtrim(self.keys.results, maxlen=0, approximate=False) == 1
+
+    async def copies(self) -> int:
+        return int(await self.plain.xlen(self.keys.results))
+
+    async def acknowledged(self, entry_id: str, left: int = 0) -> None:
+        """Acknowledge the entry, and wait until the stream holds that many."""
+        await self.bus.requests.acknowledge(entry_id, "r")
+
+        async def gone() -> bool:
+            return await self.plain.xlen(self.keys.requests) == left
+
+        await kit.eventually(gone, "an entry that is acknowledged")
+
+    async def unanswered(self, entry_id: str) -> None:
+        """Acknowledge the entry, and take it again since its answer is missing."""
+        await self.bus.requests.acknowledge(entry_id, "r")
+        await self.take_again(entry_id)
 
 
 @pytest.fixture
-async def bus(buses: Any, monkeypatch: pytest.MonkeyPatch) -> Bus:
-    """Looks often whether there is something to be taken once more."""
+async def lossy(buses: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lossy]:
+    # Looks often whether an entry is to be taken again.
     monkeypatch.setattr(redis_requests, "TAKE_BLOCK_S", 0.1)
-    made: Bus = buses.open()
-    assert await made.requests.pending() == []
-    return made
+    bus = buses.open()
+    assert await bus.requests.pending() == []
+    async with plain_client(buses.url) as plain:
+        yield Lossy(buses, bus, plain)
 
 
-async def take(bus: Bus) -> str:
-    async with asyncio.timeout(20):
-        (entry,) = await bus.requests.take()
-    return entry.entry_id
-
-
-async def begin(bus: Bus) -> str:
-    """A request `r` that was taken and is in use."""
-    entry_id = await bus.requests.publish({"request_id": "r"})
-    assert await take(bus) == entry_id
-    assert await bus.results.claim([("r", entry_id)]) == [None]
-    return entry_id
-
-
-async def lose_copy(plain: Any, keys: Keys, entry_id: str) -> None:
-    """What the results stream has got last, with its mark."""
-    assert await plain.delete(keys.told("r", entry_id)) == 1
-    assert await plain.xtrim(keys.results, maxlen=0, approximate=False) == 1
-
-
-async def until_gone(plain: Any, keys: Keys, kit: Any) -> None:
-    async def gone() -> bool:
-        return await plain.xlen(keys.requests) == 0
-
-    await kit.eventually(gone, "an entry that is acknowledged")
-
-
-async def test_a_request_whose_end_was_lost_goes_on(
-    buses: Any, bus: Bus, plain: Any, kit: Any
-) -> None:
-    keys, entry_id = Keys(buses.prefix), await begin(bus)
+async def test_a_request_whose_end_was_lost_goes_on(lossy: Lossy) -> None:
+    entry_id = await lossy.begin()
     first, last = kit.chunk("r", entry_id, 0), kit.done("r", entry_id)
-    await bus.results.deliver([("r", [first, last])], 1)
-    ((last_id, _),) = await plain.xrevrange(keys.out("r"), count=1)
-    assert await plain.xdel(keys.out("r"), last_id) == 1
-    await lose_copy(plain, keys, entry_id)
-    await bus.requests.acknowledge(entry_id, "r")
-    assert await take(bus) == entry_id
-    assert await bus.results.claim([("r", entry_id)]) == [entry_id], "it was begun before"
-    assert await bus.results.recover(["r"], 2) == [[first]]
-    await bus.results.deliver([("r", [last])], 2)
-    assert await plain.xlen(keys.results) == 1
-    await bus.requests.acknowledge(entry_id, "r")
-    await until_gone(plain, keys, kit)
+    await lossy.deliver(first, last)
+    await lossy.remove((await lossy.last_id()).decode())
+    await lossy.lose_copy(entry_id)
+    await lossy.unanswered(entry_id)
+    assert await lossy.bus.results.claim([("r", entry_id)]) == [entry_id], "it was begun before"
+    assert await lossy.recover(2) == [first]
+    await lossy.deliver(last, epoch=2)
+    assert await lossy.copies() == 1
+    await lossy.acknowledged(entry_id)
 
 
-async def test_an_answer_of_which_all_was_lost_is_given_again(
-    buses: Any, bus: Bus, plain: Any, kit: Any
-) -> None:
-    keys, entry_id = Keys(buses.prefix), await begin(bus)
-    await bus.results.deliver([("r", [kit.done("r", entry_id)])], 1)
-    assert await plain.delete(keys.out("r")) == 1
-    await lose_copy(plain, keys, entry_id)
-    await bus.requests.acknowledge(entry_id, "r")
-    assert await take(bus) == entry_id
+async def test_an_answer_of_which_all_was_lost_is_given_again(lossy: Lossy) -> None:
+    entry_id = await lossy.begin()
+    await lossy.deliver(kit.done("r", entry_id))
+    await lossy.lose_output()
+    await lossy.lose_copy(entry_id)
+    await lossy.unanswered(entry_id)
 
 
-async def test_a_copy_that_was_lost_is_written_again(
-    buses: Any, bus: Bus, plain: Any, kit: Any
-) -> None:
-    keys, entry_id = Keys(buses.prefix), await begin(bus)
+async def test_a_copy_that_was_lost_is_written_again(lossy: Lossy) -> None:
+    entry_id = await lossy.begin()
     last = kit.done("r", entry_id)
-    await bus.results.deliver([("r", [last])], 1)
-    await lose_copy(plain, keys, entry_id)
-    await bus.requests.acknowledge(entry_id, "r")
-    assert await take(bus) == entry_id
-    assert await bus.results.recover(["r"], 2) == [[last]]
-    assert await plain.xlen(keys.results) == 1
-    await bus.requests.acknowledge(entry_id, "r")
-    await until_gone(plain, keys, kit)
+    await lossy.deliver(last)
+    await lossy.lose_copy(entry_id)
+    await lossy.unanswered(entry_id)
+    assert await lossy.recover(2) == [last]
+    assert await lossy.copies() == 1
+    await lossy.acknowledged(entry_id)
 
 
-async def test_who_removes_what_he_has_read_does_no_harm(
-    buses: Any, bus: Bus, plain: Any, kit: Any
-) -> None:
-    keys, entry_id = Keys(buses.prefix), await begin(bus)
-    await bus.results.deliver([("r", [kit.done("r", entry_id)])], 1)
-    assert await plain.delete(keys.out("r")) == 1
-    await bus.requests.acknowledge(entry_id, "r")
-    await until_gone(plain, keys, kit)
+async def test_a_client_that_removes_what_it_has_read_does_no_harm(lossy: Lossy) -> None:
+    entry_id = await lossy.begin()
+    await lossy.deliver(kit.done("r", entry_id))
+    await lossy.lose_output()
+    await lossy.acknowledged(entry_id)
 
 
-async def test_what_is_answered_under_its_entry_s_id_is_answered(
-    buses: Any, bus: Bus, plain: Any, kit: Any
-) -> None:
+async def test_an_answer_under_the_entrys_id_is_an_answer(lossy: Lossy) -> None:
     """Its request's id is that of another one, which still runs."""
-    keys, other = Keys(buses.prefix), await begin(bus)
-    await bus.results.deliver([("r", [kit.chunk("r", other, 0)])], 1)
-    entry_id = await bus.requests.publish({"request_id": "r"})
-    assert await take(bus) == entry_id
-    await bus.results.deliver([(entry_id, [kit.failed("r", entry_id, "duplicate_request")])], 1)
-    await bus.requests.acknowledge(entry_id, "r")
-
-    async def gone() -> bool:
-        return await plain.xlen(keys.requests) == 1
-
-    await kit.eventually(gone, "the one that was answered")
+    await lossy.deliver(kit.chunk("r", await lossy.begin(), 0))
+    entry_id = await lossy.bus.requests.publish({"request_id": "r"})
+    await lossy.take_again(entry_id)
+    refused = kit.failed("r", entry_id, "duplicate_request")
+    await lossy.bus.results.deliver([(entry_id, [refused])], 1)
+    await lossy.acknowledged(entry_id, left=1)
 
 
-async def test_what_is_never_kept_is_answered_a_few_times_only(
-    buses: Any, bus: Bus, plain: Any, kit: Any
-) -> None:
-    keys, entry_id = Keys(buses.prefix), await begin(bus)
+async def test_an_answer_that_is_never_kept_is_given_a_few_times_only(lossy: Lossy) -> None:
+    entry_id = await lossy.begin()
     for _ in range(redis_requests.MOST_RETAKEN):
-        await bus.requests.acknowledge(entry_id, "r")
-        assert await take(bus) == entry_id
-    await bus.requests.acknowledge(entry_id, "r")
-    await until_gone(plain, keys, kit)
+        await lossy.unanswered(entry_id)
+    await lossy.acknowledged(entry_id)
 
 
-async def test_an_answer_given_again_is_told_once(
-    buses: Any, bus: Bus, plain: Any, kit: Any
-) -> None:
-    """The copy has come to the server that is there now, and what it is a copy of has not."""
-    keys, entry_id = Keys(buses.prefix), await begin(bus)
-    await bus.results.deliver([("r", [kit.done("r", entry_id)])], 1)
-    assert await plain.delete(keys.out("r")) == 1
-    assert await bus.results.recover(["r"], 2) == [[]]
-    await bus.results.deliver([("r", [kit.failed("r", entry_id, "other")])], 2)
-    assert await plain.xlen(keys.results) == 1
+async def test_an_answer_given_again_is_told_once(lossy: Lossy) -> None:
+    """The new server has the copy, and lacks the original."""
+    entry_id = await lossy.begin()
+    await lossy.deliver(kit.done("r", entry_id))
+    await lossy.lose_output()
+    assert await lossy.recover(2) == []
+    await lossy.deliver(kit.failed("r", entry_id, "other"), epoch=2)
+    assert await lossy.copies() == 1
 
 
 # --- outputs before the end -------------------------------------------------------------------
 
 
-async def deliver_five(bus: Bus, kit: Any) -> list[Any]:
-    chunks = [kit.chunk("r", "1-1", i) for i in range(5)]
-    await bus.results.deliver([("r", chunks)], 1)
-    return chunks
+async def test_a_stream_with_a_gap_is_not_ended(lossy: Lossy) -> None:
+    whole = [*await lossy.deliver_five(), kit.done("r", "1-1")]
+    await lossy.remove("1-3")
+    assert await lossy.end() == {"r"}
+    assert await lossy.copies() == 0
+    assert await lossy.recover(2) == []
+    assert await lossy.deliver(*whole, epoch=2) == set()
+    assert await lossy.recover(3) == whole
 
 
-async def end(bus: Bus, kit: Any, epoch: int) -> set[str]:
-    """The streams that are not ended."""
-    return await bus.results.deliver([("r", [kit.done("r", "1-1")])], epoch)
-
-
-async def remove(plain: Any, keys: Keys, *numbers: int) -> None:
-    ids = [f"1-{number}" for number in numbers]
-    assert await plain.xdel(keys.out("r"), *ids) == len(ids)
-
-
-async def test_a_stream_with_a_gap_is_not_ended(buses: Any, bus: Bus, plain: Any, kit: Any) -> None:
-    keys, chunks = Keys(buses.prefix), await deliver_five(bus, kit)
-    await remove(plain, keys, 3)
-    assert await end(bus, kit, 1) == {"r"}
-    assert await plain.xlen(keys.results) == 0
-    assert await bus.results.recover(["r"], 2) == [[]]
-    assert await bus.results.deliver([("r", [*chunks, kit.done("r", "1-1")])], 2) == set()
-    assert await bus.results.recover(["r"], 3) == [[*chunks, kit.done("r", "1-1")]]
-
-
-async def test_a_stream_that_lacks_its_last_outputs_is_not_ended(
-    buses: Any, bus: Bus, plain: Any, kit: Any
-) -> None:
-    keys, chunks = Keys(buses.prefix), await deliver_five(bus, kit)
-    entries = await plain.xrange(keys.out("r"), count=2)
-    assert await plain.delete(keys.out("r")) == 1
+async def test_a_stream_that_lacks_its_last_outputs_is_not_ended(lossy: Lossy) -> None:
+    chunks = await lossy.deliver_five()
+    entries = await lossy.plain.xrange(lossy.out, count=2)
+    await lossy.lose_output()
     for entry_id, fields in entries:
-        await plain.xadd(keys.out("r"), fields, id=entry_id)
-    assert await end(bus, kit, 1) == {"r"}
-    assert await bus.results.recover(["r"], 2) == [chunks[:2]]
+        await lossy.plain.xadd(lossy.out, fields, id=entry_id)
+    assert await lossy.end() == {"r"}
+    assert await lossy.recover(2) == chunks[:2]
 
 
-async def test_a_stream_that_lacks_all_is_not_ended(
-    buses: Any, bus: Bus, plain: Any, kit: Any
-) -> None:
-    keys = Keys(buses.prefix)
-    await deliver_five(bus, kit)
-    assert await plain.delete(keys.out("r")) == 1
-    assert await end(bus, kit, 1) == {"r"}
-    assert await bus.results.recover(["r"], 2) == [[]]
+async def test_a_stream_that_lacks_all_is_not_ended(lossy: Lossy) -> None:
+    await lossy.deliver_five()
+    await lossy.lose_output()
+    assert await lossy.end() == {"r"}
+    assert await lossy.recover(2) == []
 
 
 @pytest.mark.parametrize("removed", [2, 5])
-async def test_who_removes_what_he_has_read_gets_the_end(
-    buses: Any, bus: Bus, plain: Any, kit: Any, removed: int
+async def test_a_client_that_removes_what_it_has_read_gets_the_end(
+    lossy: Lossy, removed: int
 ) -> None:
-    keys = Keys(buses.prefix)
-    await deliver_five(bus, kit)
-    await remove(plain, keys, *range(1, removed + 1))
-    assert await end(bus, kit, 1) == set()
-    ((last_id, _),) = await plain.xrevrange(keys.out("r"), count=1)
-    assert last_id == b"1-6"
+    await lossy.deliver_five()
+    await lossy.remove(*(f"1-{number}" for number in range(1, removed + 1)))
+    assert await lossy.end() == set()
+    assert await lossy.last_id() == b"1-6"

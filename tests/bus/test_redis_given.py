@@ -67,7 +67,6 @@ def test_what_came_again_may_be_lost_again_from_where_only_it_was_cut() -> None:
     for chunk in (chunk_of(0, 3), chunk_of(0, 1), chunk_of(1, 3)):
         reader.next_of(chunk)
     rest = reader.next_of(chunk_of(1, 5))
-    assert rest is not None
     assert (rest.token_offset, rest.token_ids, rest.text) == (3, (3, 4), TEXTS[3] + TEXTS[4])
 
 

@@ -16,7 +16,7 @@ from nano_inference import BusClient, Completion, Config, Pipeline
 from nano_inference.bus.control import Pause, Resume
 from nano_inference.bus.links import CONTROL
 from nano_inference.bus.public import CompletionChunk
-from nano_inference.bus.redis import queue_length
+from nano_inference.bus.redis import leases
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import STAGES, BusError, LaneReplaced
 
@@ -427,7 +427,7 @@ async def test_queue_length_includes_a_dead_lane_s_requests(
     redis_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing waits unread on the stream: a lane takes far more than it can run."""
-    monkeypatch.setattr(queue_length, "TOLD_FOR_MS", 2000)
+    monkeypatch.setattr(leases, "TOLD_FOR_MS", 2000)
     few = {"engine__max_batch_size": 2, "admission__lease_s": 1000.0}
     configs = [redis_config(bus__lane=lane, **few) for lane in "ab"]
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from nano_inference.bus import Bus
 from nano_inference.store import calls as bus_calls
 from nano_inference.store.calls import DurableCall
 
-from ..buses import Buses, Kit
+from ..buses import Buses, kit
 
 SOON_S = 0.05
 
 
 async def test_a_call_is_found_with_all_that_was_noted(buses: Buses) -> None:
-    bus = buses.open()
-    other = buses.another(bus)
+    bus, other = buses.pair()
     assert await bus.store.calls.read("c") is None
     await bus.store.calls.keep("c", b"\x00record", 10)
     assert await other.store.calls.read("c") == DurableCall(b"\x00record")
@@ -40,8 +37,7 @@ async def test_a_call_is_found_with_all_that_was_noted(buses: Buses) -> None:
 
 
 async def test_the_first_to_claim_a_name_has_it(buses: Buses) -> None:
-    bus = buses.open()
-    other = buses.another(bus)
+    bus, other = buses.pair()
     assert await bus.store.calls.claim("name", "c") == "c"
     assert await other.store.calls.claim("name", "d") == "c"
     assert await bus.store.calls.claim("name", "c") == "c"
@@ -50,9 +46,8 @@ async def test_the_first_to_claim_a_name_has_it(buses: Buses) -> None:
     assert await other.store.calls.claim("name", "d") == "d"
 
 
-async def test_what_nobody_attends_is_told_once(buses: Buses, kit: Kit) -> None:
-    bus = buses.open()
-    other = buses.another(bus)
+async def test_what_nobody_attends_is_told_once(buses: Buses) -> None:
+    bus, other = buses.pair()
     for call_id in ("attended", "ended"):
         await bus.store.calls.keep(call_id, b"", 1000)
     for call_id in ("left", "short", "unwatched"):
@@ -78,7 +73,7 @@ async def test_what_nobody_attends_is_told_once(buses: Buses, kit: Kit) -> None:
     await kit.eventually(told_again, "the one that was left again")
 
 
-async def test_a_call_is_forgotten_with_its_results(buses: Buses, kit: Kit) -> None:
+async def test_a_call_is_forgotten_with_its_results(buses: Buses) -> None:
     """As long as it is attended, it is kept, and so is its name."""
     bus = buses.open(results_ttl_s=1)
     for call_id in ("short", "long"):
@@ -126,7 +121,7 @@ async def test_memory_keeps_only_so_many_bytes(
     assert await calls.read("e") is None
 
 
-async def test_what_was_followed_and_kept_can_be_followed_again(bus: Bus, kit: Any) -> None:
+async def test_what_was_followed_and_kept_can_be_followed_again(bus: Bus) -> None:
     entry_id = await bus.requests.publish({"prompt": "x", "request_id": "r"})
     outputs = [kit.chunk("r", entry_id, 0), kit.done("r", entry_id)]
     await bus.results.deliver([("r", outputs)])
@@ -136,7 +131,7 @@ async def test_what_was_followed_and_kept_can_be_followed_again(bus: Bus, kit: A
 
 
 async def test_memory_keeps_few_of_those_followed(
-    memory_bus: Bus, kit: Any, monkeypatch: pytest.MonkeyPatch
+    memory_bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nano_inference.bus.memory import results
     from nano_inference.config import BusError

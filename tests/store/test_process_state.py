@@ -55,9 +55,7 @@ def test_a_busy_process_runs() -> None:
     assert state_of(os.getpid(), identity_of(os.getpid())) == "running"
 
 
-def test_a_process_with_the_pid_of_another_is_not_that_one(
-    child: subprocess.Popen[bytes],
-) -> None:
+def test_a_process_with_the_pid_of_another_is_not_that_one(child: subprocess.Popen[bytes]) -> None:
     machine, _, started = identity_of(child.pid).rpartition("/")
     assert state_of(child.pid, f"{machine}/{int(started) - 1}") == "gone"
 

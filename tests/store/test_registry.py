@@ -67,8 +67,7 @@ def test_an_adapter_that_was_loaded_meanwhile_names_its_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
-    [("a", A), ("first", A), ("one", A), ("a-fr", A), ("b", B), ("", B)],
+    ("name", "found"), [("a", A), ("first", A), ("one", A), ("a-fr", A), ("b", B), ("", B)]
 )
 def test_a_model_is_found_by_each_of_its_names(name: str, found: ModelConfig) -> None:
     assert find_model(name, records_of(A, B)) is found

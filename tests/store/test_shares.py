@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from nano_inference.store.limits import SLICES, Limit, Room, slice_ms
@@ -35,7 +37,7 @@ def test_others_count_while_they_are_in_the_window() -> None:
     assert counted.room(100, NOW_MS) == Room(55, 61.0)
     assert counted.wait_ms(5, NOW_MS) == 1000
     assert counted.wait_ms(6, NOW_MS) == 61_000
-    assert counted.wait_ms(46, NOW_MS) is None
+    assert counted.wait_ms(46, NOW_MS) == math.inf
     counted.advance(NOW_MS + 1000)
     assert counted.sum == 40
     counted.advance(NOW_MS + 61_000)
@@ -47,7 +49,7 @@ def test_what_others_hold_counts_while_its_lease_does() -> None:
     shares = [share_of(HELD, 2, NOW_MS, NOW_MS + 1), share_of(HELD, 1, NOW_MS, NOW_MS)]
     counted.read_others(shares, NOW_MS)
     assert counted.sum == 2
-    assert counted.wait_ms(1, NOW_MS) is None
+    assert counted.wait_ms(1, NOW_MS) == math.inf
 
 
 def test_what_nobody_can_read_is_left_alone() -> None:

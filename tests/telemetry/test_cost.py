@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from nano_inference.config import TelemetryConfig, load_config
@@ -23,6 +22,7 @@ from nano_inference.telemetry import TraceContext, Tracing, names, setup_tracing
 from nano_inference.telemetry.otlp import SpanEncoder
 
 from ..instructions import counted, instructions
+from ..measured import Kept
 
 LIBRARY = "opentelemetry"
 PARENT = TraceContext("00-" + "a" * 32 + "-" + "b" * 16 + "-01")
@@ -35,17 +35,11 @@ PER_REQUEST_NOT_RECORDED, PER_STEP_NOT_RECORDED = 600, 150
 
 
 def spans(number: int) -> list[ReadableSpan]:
-    kept: list[ReadableSpan] = []
-
-    class Keep(SpanExporter):
-        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-            kept.extend(spans)
-            return SpanExportResult.SUCCESS
-
-    tracing = Tracing(TracerProvider(), [SimpleSpanProcessor(Keep())])
+    kept = Kept()
+    tracing = Tracing(TracerProvider(), [SimpleSpanProcessor(kept)])
     for _ in range(number):
         tracing.span("queue", PARENT, 1, 2, ATTRIBUTES, events=(("first", 1),))
-    return kept
+    return kept.spans
 
 
 def test_making_a_span() -> None:

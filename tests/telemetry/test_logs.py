@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from nano_inference.config import TelemetryConfig
 from nano_inference.config.logger import get_logger
 from nano_inference.telemetry import LogOutput, logs, now_ns, setup_logging
 from nano_inference.telemetry.log_output import SUPPRESSED, UNWRITABLE, dropped_lines
-from nano_inference.telemetry.logs import MOST_LINES, WINDOW_S, LogRate
+from nano_inference.telemetry.logs import MOST_LINES, WINDOW_S, LogLimit
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +57,7 @@ def test_less_severe_lines_are_left_out(capsys: pytest.CaptureFixture[str]) -> N
     assert [line["event"] for line in lines(capsys)] == ["loud"]
 
 
-def test_text_is_brief_and_json_has_fields(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_text_is_brief_and_json_has_fields(capsys: pytest.CaptureFixture[str]) -> None:
     def logged(**settings: Any) -> str:
         setup_logging(TelemetryConfig(**settings), said=("listens",))
         log = structlog.get_logger()
@@ -203,21 +202,22 @@ def test_the_first_line_after_an_outage_has_the_number_of_dropped_lines(
 
 def test_lines_of_one_event_are_limited_and_the_others_counted() -> None:
     now_s = 0.0
-    rate = LogRate(lambda: now_s)
-    assert sum(rate.admits("a") for _ in range(100)) == MOST_LINES
-    assert rate.admits("b")
-    assert rate.ended() == []
+    output: Any = io.StringIO()
+    limit = LogLimit(output, lambda _, of, lines: f"{of}: {lines}\n", lambda: now_s)
+    assert sum(limit.admits("a") for _ in range(100)) == MOST_LINES
+    assert limit.admits("b")
+    assert output.getvalue() == ""
     now_s = WINDOW_S
-    assert rate.ended() == [("a", 100 - MOST_LINES)]
-    assert rate.ended() == []
-    assert rate.admits("a")
+    assert limit.admits("a")
+    assert limit.admits("a")
+    assert output.getvalue() == f"a: {100 - MOST_LINES}\n"
 
 
 def test_repeated_lines_are_suppressed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr(logs, "LogRate", lambda clock: LogRate(lambda: now_s))
+    monkeypatch.setattr(logs, "LogLimit", lambda *given: LogLimit(*given, lambda: now_s))
     setup_logging(TelemetryConfig())
     before = dropped_lines[SUPPRESSED]
     log = structlog.get_logger()

@@ -141,7 +141,6 @@ async def test_metrics_of_a_running_pipeline(pipeline: Pipeline) -> None:
         done = await pipeline.complete({"prompt": prompt, "n": 2, "sampling": sampling})
         assert isinstance(done, Completion)
     refused = await pipeline.complete({"prompt": ""})
-    assert refused.error is not None
     prompt_tokens = done.usage.prompt_tokens
     await scraped_when(pipeline, "nano_prefix_lookups_total", 4)
     # The first token of each sample comes from its prefill; the step ahead computes one too many.

@@ -70,9 +70,8 @@ REFUSED: dict[str, tuple[Constraint, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_can_not_be_followed_is_refused(compiler: GrammarCompiler, name: str) -> None:
     constraint, words = REFUSED[name]
-    with pytest.raises(RequestError, match=words) as refused:
+    with pytest.raises(RequestError, match=words, check=lambda e: e.code == "invalid_constraint"):
         compiler.check(constraint)
-    assert refused.value.code == "invalid_constraint"
 
 
 def test_a_long_one_is_refused_by_its_size() -> None:

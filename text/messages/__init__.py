@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from .grammar import constraint_of
 from .lark import lark_of_gbnf
-from .message_format import (
-    CallSyntax,
-    MessageFormat,
-    ReasoningSyntax,
-    find_format,
-    format_of,
-    opening_of,
-)
+from .message_format import MessageFormat, find_format, format_of, opening_of
 from .message_reader import Delta, MessageReader, Reading, ToolCall
 from .reasoning import EFFORT, SWITCHES, asked_to_reason
 from .tools import Tool, ToolUse
@@ -19,12 +12,10 @@ from .tools import Tool, ToolUse
 __all__ = [
     "EFFORT",
     "SWITCHES",
-    "CallSyntax",
     "Delta",
     "MessageFormat",
     "MessageReader",
     "Reading",
-    "ReasoningSyntax",
     "Tool",
     "ToolCall",
     "ToolUse",

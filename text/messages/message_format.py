@@ -124,9 +124,7 @@ def find_format(
     ]
     # The first of several that fit equally well.
     found = max(
-        fitting,
-        key=lambda form: (model_type in form.model_types, len(form.markers)),
-        default=None,
+        fitting, key=lambda form: (model_type in form.model_types, len(form.markers)), default=None
     )
     if own is not None:
         return _checked_own(own, found)

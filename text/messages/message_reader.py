@@ -16,14 +16,7 @@ from .regions import CALLS, CONTENT, REASONING, MessageRegions, RegionPiece, reg
 from .tools import Tool
 
 # Errors of invalid JSON and templates.
-_MALFORMED = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):

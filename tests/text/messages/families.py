@@ -100,79 +100,80 @@ _HERMES = _CHATML + '<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>'
 _HERMES_CALL = '<tool_call>\n{"name": "{name}", "arguments": {arguments}}\n</tool_call>'
 _THINK = ("<think>\n", "\n</think>\n\n")
 _DEEPSEEK = "{{ '<｜User｜>' + message.content }}<｜Assistant｜>"
-_LLAMA_TURN = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+
+_QWEN = Family("qwen", "qwen2", _HERMES, "<|im_start|>assistant\n", _HERMES_CALL, between="\n")
+_NO_THINKING = "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+_DEEPSEEK_V3 = Family(
+    "deepseek-v3.1",
+    "deepseek_v3",
+    _DEEPSEEK + "</think><｜tool▁call▁begin｜>name<｜tool▁sep｜>",
+    "<｜Assistant｜>",
+    "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+    open="<｜tool▁calls▁begin｜>",
+    close="<｜tool▁calls▁end｜>",
+    reasoning=("<think>", "</think>"),
+)
+_LLAMA = Family(
+    "llama",
+    "llama",
+    '<|start_header_id|>{{ role }} {"name": function name, "parameters": dictionary}',
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    '{"name": "{name}", "parameters": {arguments}}',
+    between="; ",
+)
+_MAGISTRAL = Family(
+    "mistral-args",
+    "mistral3",
+    "[INST]{{ content }}[/INST] [TOOL_CALLS]name[ARGS] [THINK]",
+    "[/INST]",
+    "[TOOL_CALLS]{name}[ARGS]{arguments}",
+    reasoning=("[THINK]", "[/THINK]"),
+)
+_GPT_OSS = Family(
+    "gpt-oss",
+    "gpt_oss",
+    "<|start|>assistant<|channel|>analysis<|message|><|end|>",
+    "<|start|>assistant",
+    "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>",
+    between="<|start|>assistant",
+    reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    answer="<|channel|>final<|message|>",
+)
 
 FAMILIES = {
-    "Qwen2.5": Family(
-        "qwen", "qwen2", _HERMES, "<|im_start|>assistant\n", _HERMES_CALL, between="\n"
+    "Qwen2.5": _QWEN,
+    "Qwen3": _QWEN._replace(
+        model_type="qwen3", chat_template=_HERMES + _NO_THINKING, reasoning=_THINK
     ),
-    "Qwen3": Family(
-        "qwen",
-        "qwen3",
-        _HERMES + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}",
-        "<|im_start|>assistant\n",
-        _HERMES_CALL,
-        between="\n",
-        reasoning=_THINK,
-    ),
-    "Qwen3-Coder": Family(
-        "qwen-xml",
-        "qwen3_moe",
-        _CHATML + "<tool_call>\n<function=name>\n<parameter=key>\n</parameter></tool_call>",
-        "<|im_start|>assistant\n",
-        "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
-        between="\n",
+    "Qwen3-Coder": _QWEN._replace(
+        format="qwen-xml",
+        model_type="qwen3_moe",
+        chat_template=_CHATML
+        + "<tool_call>\n<function=name>\n<parameter=key>\n</parameter></tool_call>",
+        call="<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
         is_json=False,
     ),
-    "Hermes": Family(
-        "hermes", "llama", _HERMES, "<|im_start|>assistant\n", _HERMES_CALL, between="\n"
-    ),
-    "Hermes with Llama's headers": Family(
-        "hermes",
-        "llama",
-        '<|start_header_id|><tool_call>{"name", "parameters": }</tool_call> <think>',
-        _LLAMA_TURN,
-        _HERMES_CALL,
-        between="\n",
+    "Hermes": _QWEN._replace(format="hermes", model_type="llama"),
+    "Hermes with Llama's headers": _QWEN._replace(
+        format="hermes",
+        model_type="llama",
+        chat_template='<|start_header_id|><tool_call>{"name", "parameters": }</tool_call> <think>',
+        turn=_LLAMA.turn,
         reasoning=_THINK,
     ),
-    "DeepSeek-R1": Family(
-        "deepseek-r1",
-        "deepseek_v3",
-        _DEEPSEEK + "<think>\n</think><｜tool▁call▁begin｜>function<｜tool▁sep｜>```json",
-        "<｜Assistant｜>",
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
+    "DeepSeek-R1": _DEEPSEEK_V3._replace(
+        format="deepseek-r1",
+        chat_template=_DEEPSEEK
+        + "<think>\n</think><｜tool▁call▁begin｜>function<｜tool▁sep｜>```json",
+        call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
         "<｜tool▁call▁end｜>",
         between="\n",
-        open="<｜tool▁calls▁begin｜>",
-        close="<｜tool▁calls▁end｜>",
         reasoning=_THINK,
     ),
-    "DeepSeek-V3.1": Family(
-        "deepseek-v3.1",
-        "deepseek_v3",
-        _DEEPSEEK + "</think><｜tool▁call▁begin｜>name<｜tool▁sep｜>",
-        "<｜Assistant｜>",
-        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
-        open="<｜tool▁calls▁begin｜>",
-        close="<｜tool▁calls▁end｜>",
-        reasoning=("<think>", "</think>"),
-    ),
-    "Llama 3": Family(
-        "llama",
-        "llama",
-        '<|start_header_id|>{{ role }} {"name": function name, "parameters": dictionary}',
-        _LLAMA_TURN,
-        '{"name": "{name}", "parameters": {arguments}}',
-        between="; ",
-    ),
-    "Llama 3 with python_tag": Family(
-        "llama",
-        "llama",
-        '<|start_header_id|>{{ role }} {"name": function name, "parameters": dictionary}',
-        _LLAMA_TURN,
-        '{"type": "function", "name": "{name}", "parameters": {arguments}}',
-        between="; ",
+    "DeepSeek-V3.1": _DEEPSEEK_V3,
+    "Llama 3": _LLAMA,
+    "Llama 3 with python_tag": _LLAMA._replace(
+        call='{"type": "function", "name": "{name}", "parameters": {arguments}}',
         open="<|python_tag|>",
         close="<|eom_id|>",
     ),
@@ -186,21 +187,13 @@ FAMILIES = {
         open="[TOOL_CALLS] [",
         close="]</s>",
     ),
-    "Magistral": Family(
-        "mistral-args",
-        "mistral3",
-        "[INST]{{ content }}[/INST] [TOOL_CALLS]name[ARGS] [THINK]",
-        "[/INST]",
-        "[TOOL_CALLS]{name}[ARGS]{arguments}",
-        reasoning=("[THINK]", "[/THINK]"),
-    ),
-    "Mistral with ids": Family(
-        "mistral-args",
-        "mistral3",
-        "[INST]{{ content }}[/INST] [TOOL_CALLS]name[CALL_ID]id[ARGS]",
-        "[/TOOL_RESULTS]",
-        "[TOOL_CALLS]{name}[CALL_ID]abc123XYZ[ARGS]{arguments}",
+    "Magistral": _MAGISTRAL,
+    "Mistral with ids": _MAGISTRAL._replace(
+        chat_template="[INST]{{ content }}[/INST] [TOOL_CALLS]name[CALL_ID]id[ARGS]",
+        turn="[/TOOL_RESULTS]",
+        call="[TOOL_CALLS]{name}[CALL_ID]abc123XYZ[ARGS]{arguments}",
         close="</s>",
+        reasoning=("", ""),
     ),
     "Gemma 4": Family(
         "gemma",
@@ -219,25 +212,9 @@ FAMILIES = {
         "<start_function_call>call:{name}{arguments}<end_function_call>",
         is_json=False,
     ),
-    "gpt-oss": Family(
-        "gpt-oss",
-        "gpt_oss",
-        "<|start|>assistant<|channel|>analysis<|message|><|end|>",
-        "<|start|>assistant",
-        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>",
-        between="<|start|>assistant",
-        reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
-        answer="<|channel|>final<|message|>",
-    ),
-    "gpt-oss with recipients of the role": Family(
-        "gpt-oss",
-        "gpt_oss",
-        "<|start|>assistant<|channel|>analysis<|message|><|end|>",
-        "<|start|>assistant",
-        " to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>",
-        between="<|start|>assistant",
-        reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
-        answer="<|channel|>final<|message|>",
+    "gpt-oss": _GPT_OSS,
+    "gpt-oss with recipients of the role": _GPT_OSS._replace(
+        call=" to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>"
     ),
 }
 
@@ -245,7 +222,6 @@ FAMILIES = {
 def format_of_family(family: Family) -> MessageFormat:
     """As it is found."""
     form = find_format("auto", None, family.chat_template, family.model_type)
-    assert form is not None
     return form
 
 
@@ -294,3 +270,10 @@ def read(
     assert [call.place for call in delta.calls] == list(range(reader.calls))
     calls = [(call.name, json.loads(call.arguments)) for call in delta.calls]
     return Read(delta.reasoning, delta.content, calls, reader.malformed)
+
+
+def both(form: MessageFormat, text: str, opening: str = "", *, cut_off: bool = False) -> Read:
+    """A message read at once and by its characters, which is the same."""
+    whole = read(form, [text], opening=opening, cut_off=cut_off)
+    assert read(form, text, opening=opening, cut_off=cut_off) == whole
+    return whole

@@ -7,7 +7,7 @@ import pytest
 from nano_inference.text.messages import MessageFormat, find_format, opening_of
 from nano_inference.text.messages.message_format import known_formats
 
-from .families import FAMILIES, Family, Read, format_of_family, named, read
+from .families import FAMILIES, Family, Read, both, format_of_family, named
 
 CALLS = [
     ("get_weather", {"city": "Bari, “Süd” 東", "days": 3, "hourly": True}),
@@ -32,13 +32,6 @@ def form(family: Family) -> MessageFormat:
     return format_of_family(family)
 
 
-def both(form: MessageFormat, text: str, opening: str = "") -> Read:
-    """A message read at once and by its characters, which is the same."""
-    whole = read(form, [text], opening=opening)
-    assert read(form, text, opening=opening) == whole
-    return whole
-
-
 def test_every_format_is_one_of_a_family() -> None:
     assert {family.format for family in FAMILIES.values()} == {f.name for f in known_formats()}
 
@@ -46,7 +39,6 @@ def test_every_format_is_one_of_a_family() -> None:
 def test_a_family_is_found_by_its_chat_template(family: Family, form: MessageFormat) -> None:
     assert form.name == family.format
     unknown_type = find_format("auto", None, family.chat_template, "")
-    assert unknown_type is not None
     same_family = {family.format, "hermes", "qwen"} if "<tool_call>" in family.call else set()
     assert unknown_type.name in (same_family or {family.format})
 

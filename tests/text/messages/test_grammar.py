@@ -9,21 +9,14 @@ from typing import Any
 import pytest
 
 from nano_inference.config import Constraint, RequestError
-from nano_inference.text.messages import (
-    MessageFormat,
-    Reading,
-    Tool,
-    ToolUse,
-    constraint_of,
-    find_format,
-)
+from nano_inference.text.messages import Reading, Tool, ToolUse, constraint_of
 from nano_inference.text.messages.lark import lark_of_gbnf
 
+from .families import named
 from .message_writer import Writer, writer_of
 
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-QWEN = find_format("qwen", None, "", "")
-assert QWEN is not None
+QWEN = named("qwen")
 
 OPEN, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
 
@@ -64,7 +57,6 @@ def asked(
 ) -> Constraint:
     given = (QWEN, opening, use, answer, budget, writer.special_tokens)
     found = constraint_of(*given, reasoning_asked=reasons)
-    assert found is not None
     return found
 
 
@@ -171,7 +163,6 @@ def test_annotations_of_schemas_are_dropped() -> None:
     constraint = asked(
         with_tokens(), ToolUse(tools=(Tool(name="t", parameters=spoken),), choice="required")
     )
-    assert constraint.lark is not None
     written = json.loads(constraint.lark.split("%json ")[1].split("\n")[0])
     del written["x-guidance"]
     assert written == {
@@ -188,11 +179,11 @@ def test_schemas_that_are_none_are_refused(form: str) -> None:
         deep = {"items": deep}
     tool = Tool(name="find", parameters=deep)
     with pytest.raises(RequestError, match=r"deep|recursion") as refused:
-        constraint_of(known(form), "", ToolUse(tools=(tool,), choice="required"), None)
+        constraint_of(named(form), "", ToolUse(tools=(tool,), choice="required"), None)
     assert refused.value.code == "invalid_constraint"
     for odd in ({"anyOf": 5}, {"enum": 3}, {"properties": [1]}, deep):
         with pytest.raises(RequestError, match="plain JSON"):
-            constraint_of(known("llama"), "", ToolUse(tools=(FIND,)), Constraint(json_schema=odd))
+            constraint_of(named("llama"), "", ToolUse(tools=(FIND,)), Constraint(json_schema=odd))
 
 
 MANY = tuple(Tool(name=f"tool_{n}", parameters=PLACE, strict=True) for n in range(64))
@@ -201,10 +192,8 @@ MANY = tuple(Tool(name=f"tool_{n}", parameters=PLACE, strict=True) for n in rang
 @pytest.mark.parametrize("name", ["llama", "hermes"])
 def test_many_tools_whose_marks_are_spelled(name: str) -> None:
     """Each of them is told from any text, and from all others."""
-    writer, form = Writer(), known(name)
-    assert form.calls is not None
+    writer, form = Writer(), named(name)
     constraint = constraint_of(form, "", ToolUse(tools=MANY), None)
-    assert constraint is not None
     for tool in MANY:
         head = f"{form.calls.before}{tool.name}{form.calls.middle}"
         assert writer.may_be(constraint, f'Text. {head}{{"zip": 1}}{form.calls.after}')
@@ -295,9 +284,8 @@ def test_a_budget_asks_for_reasoning_unless_that_is_off() -> None:
 
 
 def test_a_budget_takes_a_token_for_the_end() -> None:
-    with pytest.raises(RequestError, match="has no token") as refused:
+    with pytest.raises(RequestError, match="has no token", check=lambda e: e.code == "unsupported"):
         asked(Writer(), ToolUse(), OPEN, budget=3)
-    assert refused.value.code == "unsupported"
 
 
 # --- what nothing is asked of ---------------------------------------------------------------------
@@ -362,18 +350,11 @@ def test_an_answer_alone_stays_as_it_was() -> None:
     ],
 )
 def test_answers_that_can_not_be_described(answer: Constraint, words: str) -> None:
-    with pytest.raises(RequestError, match=words) as refused:
+    with pytest.raises(RequestError, match=words, check=lambda e: e.code == "invalid_constraint"):
         constraint_of(QWEN, OPEN, ToolUse(), answer)
-    assert refused.value.code == "invalid_constraint"
 
 
 # --- what formats have their own ways for ---------------------------------------------------------
-
-
-def known(name: str) -> MessageFormat:
-    found = find_format(name, None, "", "")
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize(
@@ -390,7 +371,7 @@ def test_requests_beyond_a_format_are_refused(
     form: str | None, use: ToolUse, budget: int | None
 ) -> None:
     with pytest.raises(RequestError, match=r"gateway\.message_format") as refused:
-        constraint_of(form and known(form), "", use, None, budget)
+        constraint_of(form and named(form), "", use, None, budget)
     assert refused.value.code == "unsupported"
 
 
@@ -404,7 +385,7 @@ def test_calls_take_a_tool(use: ToolUse) -> None:
 
 def test_tools_that_are_not_strict_go_with_any_format() -> None:
     use = ToolUse(tools=(FIND,), parallel=False)
-    assert constraint_of(known("qwen-xml"), "", use, None) is None
+    assert constraint_of(named("qwen-xml"), "", use, None) is None
 
 
 def test_names_are_escaped_in_json() -> None:
@@ -416,8 +397,7 @@ def test_names_are_escaped_in_json() -> None:
 
 def test_text_may_have_json_where_calls_are_json() -> None:
     writer = Writer()
-    constraint = constraint_of(known("llama"), "", ToolUse(tools=(STRICT,)), None)
-    assert constraint is not None
+    constraint = constraint_of(named("llama"), "", ToolUse(tools=(STRICT,)), None)
     for text in (
         'As {"name": "Bob"}, or {"name": "find", "age": 3}.',
         'Now {"name": "find", "parameters": {"zip": 1}}',
@@ -440,8 +420,7 @@ def test_arguments_that_refer_to_themselves_where_calls_are_json() -> None:
     }
     use = ToolUse(tools=(Tool(name="grow", parameters=tree, strict=True),))
     answer = Constraint(json_schema={**PLACE, "type": "object"})
-    constraint = constraint_of(known("llama"), "", use, answer)
-    assert constraint is not None
+    constraint = constraint_of(named("llama"), "", use, answer)
     writer = Writer()
     grown = '{"name": "grow", "parameters": {"of": {"leaf": "#/x"}}}'
     for text in (grown, f"{grown}; {grown}", '{"zip": 1}'):
@@ -460,36 +439,23 @@ CALL_LIKE = {"properties": {"name": {}, "parameters": {}}, "additionalProperties
         Constraint(json_schema={"type": "object", "properties": {"x": PLACE}}),
         Constraint(json_schema={"anyOf": [{"type": "array"}]}),
         Constraint(json_schema={"enum": [[{"name": 1, "arguments": 2}]]}),
-        Constraint(
-            json_schema={
-                "$defs": {
-                    "a": {
-                        "properties": {"name": {}, "parameters": {}},
-                        "additionalProperties": False,
-                    }
-                },
-                "$ref": "#/$defs/a",
-            }
-        ),
+        Constraint(json_schema={"$defs": {"a": CALL_LIKE}, "$ref": "#/$defs/a"}),
     ],
 )
 def test_answers_that_could_be_taken_for_calls(answer: Constraint) -> None:
     with pytest.raises(RequestError, match="additionalProperties") as refused:
-        constraint_of(known("llama"), "", ToolUse(tools=(FIND,)), answer)
+        constraint_of(named("llama"), "", ToolUse(tools=(FIND,)), answer)
     assert refused.value.code == "unsupported"
-    assert constraint_of(known("llama"), "", ToolUse(), answer) is answer
+    assert constraint_of(named("llama"), "", ToolUse(), answer) is answer
 
 
 def test_an_answer_in_a_channel_of_its_own() -> None:
     writer = writer_of("gpt-oss", marked=True)
-    form = known("gpt-oss")
-    assert form.calls is not None
+    form = named("gpt-oss")
     final, thought = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>Hm"
     end = "<|end|><|start|>assistant"
     answer = constraint_of(form, "", ToolUse(), ANSWER, 3, writer.special_tokens)
     unasked = constraint_of(form, "", ToolUse(), ANSWER, None, writer.special_tokens)
-    assert answer is not None
-    assert unasked is not None
     assert writer.may_be(unasked, f'{final}{{"x": 1}}')
     assert not writer.may_be(unasked, f'{thought}{end}{final}{{"x": 1}}')
     assert writer.may_be(answer, f'{final}{{"x": 1}}')
@@ -501,7 +467,6 @@ def test_an_answer_in_a_channel_of_its_own() -> None:
     anything = constraint_of(form, "", ToolUse(tools=(FIND,)), None, 3, writer.special_tokens)
     called = f'{form.calls.before}find{form.calls.middle}{{"zip": 1}}{form.calls.after}'
     for constraint in (text, anything):
-        assert constraint is not None
         assert writer.may_be(constraint, f"{thought}{end}{final}text")
         assert writer.may_be(constraint, f"{thought}{end}{called}")
         assert not writer.may_be(constraint, "text")

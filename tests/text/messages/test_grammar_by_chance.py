@@ -56,7 +56,6 @@ SCHEMA = {
 
 def hints_of(form: MessageFormat, use: ToolUse) -> list[str]:
     """What begins or ends the parts of a message."""
-    assert form.calls is not None
     begin = (form.calls.open + form.calls.before).lstrip()
     hints = [f"{begin}{tool.name}{form.calls.middle}" for tool in use.tools]
     hints += [begin, form.calls.between, form.answer_open]
@@ -82,7 +81,6 @@ def test_complete_messages_are_read_as_requested(name: str, marked: bool, soak: 
         budget = rng.randint(0, 20) if form.reasoning and marked and rng.random() < 0.4 else None
         given = (form, opening, use, answer, budget, writer.special_tokens)
         constraint = constraint_of(*given, reasoning_asked=rng.choice([None, True]))
-        assert constraint is not None
         tokens, complete = writer.write(constraint, seed, hints_of(form, use))
         if complete and UNREADABLE.search(writer.text(tokens)) is None:
             message = writer.read(form, Reading(opening=opening, tools=use.tools), tokens)

@@ -63,7 +63,6 @@ def test_the_model_type_decides_where_several_fit() -> None:
 
 def test_calls_that_the_chat_template_does_not_show_are_text() -> None:
     form = find_format("auto", None, "<|im_start|>{{ content }}<think>", "qwen3")
-    assert form is not None
     assert (form.reads_calls, form.calls) == (False, None)
     call = '<tool_call>{"name": "get_weather"}</tool_call>'
     assert read(form, "<think>a</think>" + call) == Read("a", call, [], 0)
@@ -71,7 +70,6 @@ def test_calls_that_the_chat_template_does_not_show_are_text() -> None:
 
 def test_reasoning_that_the_chat_template_does_not_show_is_text() -> None:
     form = find_format("auto", None, FAMILIES["Qwen2.5"].chat_template, "qwen2")
-    assert form is not None
     assert (form.reads_reasoning, form.reasoning) == (False, None)
     assert read(form, "<think>a</think>") == Read("", "<think>a</think>", [], 0)
 
@@ -82,19 +80,16 @@ def test_the_tokenizers_own_comes_before_ours() -> None:
     fields["thinking"] = fields.pop("reasoning_content")
     own = ours.response_template | {"fields": fields}
     form = find_format("auto", own, QWEN3, "qwen3")
-    assert form is not None
     assert form.response_template == own
     assert (form.calls, form.reasoning) == (ours.calls, ours.reasoning)
     del fields["tool_calls"]
     without = find_format("auto", own, QWEN3, "qwen3")
-    assert without is not None
     assert (without.calls, without.reasoning) == (None, ours.reasoning)
 
 
 def test_a_tokenizer_format_drops_spaces_around_marks() -> None:
     """As Transformers strips it, in a text that grows as well."""
     form = find_format("auto", TEMPLATE, "", "unknown")
-    assert form is not None
     call = {"name": "get_weather", "arguments": {"city": "Oslo"}}
     text = f"<t>\n a b \n</t>\n\nText.\n<c> {json.dumps(call)}\n</c>"
     wanted = Read("a b", "Text.", [("get_weather", {"city": "Oslo"})], 0)
@@ -102,14 +97,12 @@ def test_a_tokenizer_format_drops_spaces_around_marks() -> None:
     kept = {"open": "<t>", "close": "</t>", "content_args": {"strip": False}}
     fields = TEMPLATE["fields"] | {"thinking": kept}
     form = find_format("auto", TEMPLATE | {"fields": fields}, "", "unknown")
-    assert form is not None
     assert read(form, text).reasoning == "\n a b \n"
 
 
 def test_a_tokenizer_format_with_other_marks_has_no_call_syntax() -> None:
     for template in (QWEN3, ""):
         form = find_format("auto", TEMPLATE, template, "qwen3")
-        assert form is not None
         assert form.reads_calls
         assert form.reads_reasoning
         assert (form.calls, form.reasoning) == (None, None)
@@ -124,9 +117,7 @@ def test_a_users_file(tmp_path: Path) -> None:
         "reasoning": {"open": "<t>", "close": "</t>"},
     }
     form = find_format(written(tmp_path, given), None, QWEN3, "qwen3")
-    assert form is not None
     assert (form.name, form.response_template) == ("mine", TEMPLATE)
-    assert form.calls is not None
     assert form.reasoning is not None
     call = form.calls.before + "get_weather" + form.calls.middle + "{}" + form.calls.after
     assert read(form, "<t>a</t>" + call) == Read("a", "", [("get_weather", {})], 0)
@@ -134,7 +125,6 @@ def test_a_users_file(tmp_path: Path) -> None:
 
 def test_a_users_file_may_be_a_response_template(tmp_path: Path) -> None:
     form = find_format(written(tmp_path, TEMPLATE), None, "", "")
-    assert form is not None
     assert (form.response_template, form.calls) == (TEMPLATE, None)
     assert read(form, "<t>a</t>b") == Read("a", "b", [], 0)
 

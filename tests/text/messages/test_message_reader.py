@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import msgspec
 import pytest
@@ -10,19 +11,14 @@ import pytest
 from nano_inference.text.messages import MessageFormat, MessageReader, Reading
 
 from .families import FAMILIES, TOOLS, Read, deltas_of, format_of_family, joined, named, read
+from .families import both as both_in
 
 QWEN = named("qwen")
 GOOD = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bari"}}\n</tool_call>'
 CALL = ("get_weather", {"city": "Bari"})
 
 
-def both(
-    text: str, *, cut_off: bool = False, form: MessageFormat = QWEN, opening: str = ""
-) -> Read:
-    """A message read at once and by its characters, which is the same."""
-    whole = read(form, [text], cut_off=cut_off, opening=opening)
-    assert read(form, text, cut_off=cut_off, opening=opening) == whole
-    return whole
+both = partial(both_in, QWEN)
 
 
 def wrapped(text: str) -> str:
@@ -85,17 +81,17 @@ def test_invalid_calls_are_text_in_other_formats(form: str) -> None:
         "llama": "<|python_tag|>",
     }
     bad = opens[form] + '{"city: oops'
-    assert both("Well. " + bad, form=named(form)) == Read("", "Well. " + bad, [], 1)
+    assert both_in(named(form), "Well. " + bad) == Read("", "Well. " + bad, [], 1)
 
 
 def test_several_calls_between_two_marks() -> None:
     form = named("mistral")
     whole = '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Bari"}}, '
     good = whole + '{"name": "stop-now.v2", "arguments": {}}]'
-    assert both(good, form=form) == Read("", "", [CALL, ("stop-now.v2", {})], 0)
+    assert both_in(form, good) == Read("", "", [CALL, ("stop-now.v2", {})], 0)
     bad = whole + '{"name": "unknown", "arguments": {}}]'
-    assert both(bad, form=form) == Read("", bad, [], 1)
-    assert both("[TOOL_CALLS] []", form=form) == Read("", "[TOOL_CALLS] []", [], 1)
+    assert both_in(form, bad) == Read("", bad, [], 1)
+    assert both_in(form, "[TOOL_CALLS] []") == Read("", "[TOOL_CALLS] []", [], 1)
 
 
 def test_marks_in_many_strings_of_a_call() -> None:
@@ -145,7 +141,7 @@ def test_json_that_is_whole_is_a_call_however_the_message_ends() -> None:
         (GOOD.removesuffix("\n</tool_call>"), QWEN),
     ):
         for cut_off in (False, True):
-            assert both(text, form=form, cut_off=cut_off) == Read("", "", [CALL], 0)
+            assert both_in(form, text, cut_off=cut_off) == Read("", "", [CALL], 0)
 
 
 def test_without_tools_marks_are_text() -> None:
@@ -310,9 +306,9 @@ def test_a_template_that_looks_back_is_read_as_its_author_meant() -> None:
     form = MessageFormat(name="Ernie's", response_template=template)
     long = "word " * 2_000
     text = f"{long}</think>\n\n<response>\n{long}\n</response>\n{GOOD}\n</s>"
-    assert both(text, form=form) == Read(long, long, [CALL], 0)
+    assert both_in(form, text) == Read(long, long, [CALL], 0)
     bad = wrapped("oops")
-    assert both(f"a</think>{bad}", form=form) == Read("a", bad, [], 1)
+    assert both_in(form, f"a</think>{bad}") == Read("a", bad, [], 1)
 
 
 def test_a_template_without_content_has_some() -> None:
@@ -325,7 +321,7 @@ def test_a_template_without_content_has_some() -> None:
         },
     }
     form = MessageFormat(name="", response_template=template)
-    assert both("<think>a</think>b<c>1</c>", form=form) == Read("a", "b<c>1</c>", [], 0)
+    assert both_in(form, "<think>a</think>b<c>1</c>") == Read("a", "b<c>1</c>", [], 0)
 
 
 def test_a_field_whose_end_has_no_width() -> None:
@@ -337,7 +333,7 @@ def test_a_field_whose_end_has_no_width() -> None:
         },
     }
     form = MessageFormat(name="", response_template=template)
-    assert both("<t>a\nb\n", form=form) == Read("a", "\nb\n", [], 0)
+    assert both_in(form, "<t>a\nb\n") == Read("a", "\nb\n", [], 0)
 
 
 def test_reading_survives_the_wire() -> None:

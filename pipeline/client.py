@@ -6,16 +6,17 @@ import asyncio
 import time
 import uuid
 from asyncio import Task
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Literal
 
-from ..bus import Bus, Outcome, OutputStream, control, open_bus
-from ..bus.backlog import Backlog
+from msgspec.structs import replace
+
+from ..bus import Bus, OutputStream, control, open_bus
 from ..bus.codec import written_id
 from ..bus.control import MEMORY_TAGS, MemoryTag
 from ..bus.messages import Message
-from ..bus.public import Completion, EmbedParams, GenerateRequest, Output
+from ..bus.public import Completion, Output
 from ..bus.weights import (
     InFlight,
     LocalWeights,
@@ -31,15 +32,13 @@ from ..config import (
     ConfigError,
     FairnessConfig,
     ModelConfig,
-    SamplingParams,
 )
-from ..store.board import LoadedAdapter, StageReport
+from ..store.board import LoadedAdapter
 from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .cancellations import Cancellations
 from .deployment import Deployment
 from .models import ModelStatus, adapters_of
-from .rollouts import Prompt
-from .scoring import EmbeddedPrompt, ScoredCompletion, embed_by, score_by
+from .scoring import Request, Submitter
 from .stage_control import (
     Recipients,
     StageControl,
@@ -51,10 +50,8 @@ from .stage_control import (
 ANSWER_S = 30.0
 """Longest wait for the answers of all lanes to a short operation."""
 
-Request = GenerateRequest | dict[str, Any]
 
-
-class BusClient:
+class BusClient(Submitter, Deployment):
     """Submits requests over a bus, from any place that reaches the bus.
 
     `async with BusClient.connect("redis://127.0.0.1:6390") as client:` opens a connection of its
@@ -73,12 +70,10 @@ class BusClient:
     def __init__(
         self, bus: Bus, tracing: Tracing | None = None, metrics: Metrics | None = None
     ) -> None:
-        self.bus = bus
         self.tracing = tracing or Tracing()
         self.metrics = metrics or Metrics()
         sender = f"client-{uuid.uuid4().hex[:8]}"
-        self._control = StageControl(bus, sender)
-        self._deployment = Deployment(bus, self._control, sender)
+        super().__init__(bus, StageControl(bus, sender), sender)
         self._owns_bus = False
         self._cancellations = Cancellations()
 
@@ -117,7 +112,7 @@ class BusClient:
     async def aclose(self) -> None:
         """Close the connection, if it is this client's own, after pending cancellations."""
         await self._cancellations.wait()
-        await self._deployment.aclose()
+        await super().aclose()
         if self._owns_bus:
             await self.bus.aclose()
 
@@ -141,11 +136,7 @@ class BusClient:
     async def submit(
         self, request: Request | bytes, trace: TraceContext | None = None
     ) -> AsyncGenerator[Output, None]:
-        """Publish a request and yield its output: chunks, then one Completion.
-
-        A refused request gives a Completion with an error. A caller that stops before the end
-        cancels the request. The arguments are those of `publish`.
-        """
+        """As for `Submitter`; `trace` as for `publish`."""
         publishing = asyncio.create_task(self.publish(request, trace))
         done = False
         try:
@@ -174,62 +165,6 @@ class BusClient:
             request_id, entry_id, just_published=just_published, keep=True
         )
 
-    async def complete(self, request: Request | bytes) -> Completion:
-        """Publish a request and return its terminal message."""
-        async with aclosing(self.submit(request)) as outputs:
-            async for output in outputs:
-                if isinstance(output, Completion):
-                    return output
-        raise AssertionError("the output ended without a terminal message")
-
-    async def score(
-        self,
-        prompts: Sequence[Sequence[int]],
-        completions: Sequence[Sequence[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
-    ) -> list[ScoredCompletion]:
-        """Return the logprobs of completions by the current weights and the reference model.
-
-        Each is a request of its own, and the numbers are those of `InferenceEngine.score`.
-
-        Args:
-            prompts: Token ids.
-            completions: Token ids, at least one for each prompt.
-            sampling_params: One for all, or one for each; only the temperature counts.
-            like: A request with the tenant, priority, budget_ns, model and cache_salt to use.
-
-        Raises:
-            RequestError: A request failed, and the others are cancelled; or the numbers of prompts
-                and completions differ, or a completion is empty.
-        """
-        return await score_by(self.complete, prompts, completions, sampling_params, like)
-
-    async def embed(
-        self,
-        prompts: Sequence[Prompt],
-        params: EmbedParams = EmbedParams(),  # noqa: B008  (it is frozen)
-        *,
-        return_errors: bool = False,
-        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
-    ) -> list[EmbeddedPrompt]:
-        """Return the vectors of prompts, in order.
-
-        Each is a request of its own, and the numbers are those of `InferenceEngine.embed`.
-
-        Args:
-            prompts: Texts, or token ids.
-            params: Pooling and dimensions.
-            return_errors: Whether a failed request gives a result with `error`, and the others go
-                on.
-            like: As for `score`.
-
-        Raises:
-            RequestError: A request failed without `return_errors`; the others are cancelled.
-        """
-        return await embed_by(self.complete, prompts, params, like, return_errors=return_errors)
-
     async def cancel(self, request_id: str, entry_id: str = "") -> None:
         """End a request; nothing happens to one that has ended.
 
@@ -240,7 +175,7 @@ class BusClient:
         """
         message = "the client cancelled the request"
         cancel = control.Cancel(request_id, entry_id, "cancelled", "cancelled", message)
-        await self._deployment.cancel(cancel)
+        await self._cancel_everywhere(cancel)
 
     async def _cancel_shielded(self, request: Request | bytes, publishing: Task[str]) -> None:
         """Cancel a request whose caller stopped, or was cancelled, perhaps while publishing.
@@ -527,9 +462,7 @@ class BusClient:
             if any(each.code != "adapter_not_found" for each in outcomes):
                 # Lanes without the adapter are done.
                 outcomes = [
-                    Outcome(lane=each.lane, role=each.role)
-                    if each.code == "adapter_not_found"
-                    else each
+                    replace(each, code="") if each.code == "adapter_not_found" else each
                     for each in outcomes
                 ]
             least_version(recipients, outcomes, left_s, AdapterError)
@@ -555,24 +488,6 @@ class BusClient:
         """
         return self._owning(self.bus.of_model(model), self.tracing, self.metrics)
 
-    async def models(self) -> list[ModelStatus]:
-        """Return the models of the deployment, in the order of their ids.
-
-        A deployment without `models` in its settings has one, once an executor has loaded it.
-
-        Raises:
-            BusError: The bus can't be reached.
-        """
-        return await self._deployment.models()
-
-    async def backlog(self) -> Backlog:
-        """Return the numbers of waiting and running requests, the sums of several models.
-
-        Raises:
-            BusError: The bus can't be reached.
-        """
-        return await self._deployment.backlog()
-
     async def load_model(self, model: str | ModelConfig) -> ModelStatus:
         """Load a model while others serve; return when it is ready.
 
@@ -588,7 +503,7 @@ class BusClient:
             BusError: `no_model_manager`: no process loads models here.
         """
         name, spec = (model, None) if isinstance(model, str) else (model.id, model)
-        return await self._deployment.manage(control.LoadModel(name, spec))
+        return await self._manage(control.LoadModel(name, spec))
 
     async def unload_model(
         self, model: str, *, timeout_s: float | None = None, remove: bool = False
@@ -609,27 +524,9 @@ class BusClient:
             ModelError: `unknown_model`.
             BusError: `no_model_manager`: no process unloads models here.
         """
-        return await self._deployment.manage(control.UnloadModel(model, timeout_s, remove))
+        return await self._manage(control.UnloadModel(model, timeout_s, remove))
 
-    # --- reports and fairness -------------------------------------------------------------------
-
-    async def reports(self) -> list[StageReport]:
-        """Return the reports of all models' stages, of the last seconds."""
-        return await self._deployment.reports()
-
-    async def trouble(self) -> str:
-        """Return why no model would serve requests with the current weights; "" if one would.
-
-        About a second old, the interval of the stages' reports.
-        """
-        return await self._deployment.trouble()
-
-    async def fairness(self) -> dict[str, FairnessConfig]:
-        """Return the fairness settings by lane, about a second old.
-
-        With several models the keys are `MODEL:LANE`.
-        """
-        return await self._deployment.fairness()
+    # --- fairness -----------------------------------------------------------------------------
 
     async def update_fairness(self, config: FairnessConfig, lane: str | None = None) -> None:
         """Replace fairness's settings at once, for waiting and running requests, too.

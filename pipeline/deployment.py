@@ -24,11 +24,15 @@ from .stage_control import StageControl
 
 
 class Deployment:
-    """All models of a deployment; a single model needs no registry."""
+    """All models of a deployment; a single model needs no registry.
+
+    Attributes:
+        bus: The client's bus.
+    """
 
     def __init__(self, bus: Bus, control: StageControl, sender: str) -> None:
         """`bus` and `control` are the client's; `sender` is the name of its messages."""
-        self._bus = bus
+        self.bus = bus
         self._control = control
         self._sender = sender
         # Buses of other models, and of the whole deployment ("").
@@ -39,7 +43,7 @@ class Deployment:
         for model in list(self._buses):
             await self._buses.pop(model).aclose()
 
-    async def cancel(self, cancel: Cancel) -> None:
+    async def _cancel_everywhere(self, cancel: Cancel) -> None:
         """End a request of any model, in whichever stage it is.
 
         Every lane gets the message, since only lanes know their requests. A lane that gets the
@@ -61,21 +65,24 @@ class Deployment:
             return terminal_message(entry, error, "cancelled", request_id=cancel.request_id)
 
         try:
-            epoch = await self._bus.next_epoch()
-            await self._bus.routing.refuse([cancel.entry_id], answer, epoch)
+            epoch = await self.bus.next_epoch()
+            await self.bus.routing.refuse([cancel.entry_id], answer, epoch)
         except BusError as error:
             # Without permission, the lane that gets the request ends it.
             if error.code != NOT_PERMITTED:
                 raise
 
     async def reports(self) -> list[StageReport]:
-        """Return the reports of all models' stages, by model."""
+        """Return the reports of all models' stages, of the last seconds, by model."""
         models = await self._control.models()
-        boards = [self._bus_of(model).store.board.read() for model in models or [self._bus.model]]
+        boards = [self._bus_of(model).store.board.read() for model in models or [self.bus.model]]
         return [report for board in await asyncio.gather(*boards) for report in board]
 
     async def trouble(self) -> str:
-        """Return why no model would serve requests, in one sentence; "" if one does."""
+        """Return why no model would serve requests with the current weights; "" if one would.
+
+        About a second old, the interval of the stages' reports.
+        """
         lanes = lanes_of(await self.reports())
         states = {
             id: f"{each.state}: {each.reason}" if each.reason else each.state
@@ -84,7 +91,10 @@ class Deployment:
         return reason_of(states, lanes, weights=True)
 
     async def fairness(self) -> dict[str, FairnessConfig]:
-        """Return the current fairness settings, by lane, or model and lane."""
+        """Return the fairness settings by lane, about a second old.
+
+        With several models the keys are `MODEL:LANE`.
+        """
         return {
             f"{report.model}:{report.lane}".removeprefix(":"): decode(settings, type=FairnessConfig)
             for report in await self.reports()
@@ -92,24 +102,31 @@ class Deployment:
         }
 
     async def models(self) -> list[ModelStatus]:
-        """Return the models in the order of their ids."""
-        records = await self._bus.store.models.read()
+        """Return the models of the deployment, in the order of their ids.
+
+        A deployment without `models` in its settings has one, once an executor has loaded it.
+
+        Raises:
+            BusError: The bus can't be reached.
+        """
+        records = await self.bus.store.models.read()
         if not records:
-            reports, backlog = (
-                await self._bus.store.board.read(),
-                await self._bus.requests.backlog(),
-            )
-            return only_model(reports, backlog)
+            reports = await self.bus.store.board.read()
+            return only_model(reports, await self.bus.requests.backlog())
         for model in set(self._buses) - {*records, ""}:
             await self._buses.pop(model).aclose()
         statuses = [self._status(record) for _, record in sorted(records.items())]
         return list(await asyncio.gather(*statuses))
 
     async def backlog(self) -> Backlog:
-        """Return the sums of waiting and running requests of all models."""
-        models = await self._bus.store.models.read()
+        """Return the numbers of waiting and running requests, the sums of several models.
+
+        Raises:
+            BusError: The bus can't be reached.
+        """
+        models = await self.bus.store.models.read()
         if not models:
-            return await self._bus.requests.backlog()
+            return await self.bus.requests.backlog()
         buses = [self._bus_of(model) for model in ("", *models)]
         unrouted, *each = await asyncio.gather(*(bus.requests.backlog() for bus in buses))
         return Backlog(
@@ -120,7 +137,7 @@ class Deployment:
             queue_length=unrouted.queue_length + sum(one.queue_length for one in each),
         )
 
-    async def manage(self, wish: LoadModel | UnloadModel) -> ModelStatus:
+    async def _manage(self, wish: LoadModel | UnloadModel) -> ModelStatus:
         """Have the model manager load or unload a model, and return its status then.
 
         Raises:
@@ -161,10 +178,10 @@ class Deployment:
 
     def _bus_of(self, model: str) -> Bus:
         """Return the bus of a model, or of the whole deployment (""); `aclose` closes it."""
-        if model == self._bus.model:
-            return self._bus
+        if model == self.bus.model:
+            return self.bus
         if model not in self._buses:
-            self._buses[model] = self._bus.of_model(model)
+            self._buses[model] = self.bus.of_model(model)
         return self._buses[model]
 
 

@@ -224,10 +224,7 @@ class InferenceEngine:
         pairs = zip(prompts, completions, strict=True)
         scored = self.generate([[*prompt, *completion] for prompt, completion in pairs], only_score)
         return [
-            tuple(
-                cast(float, logprob)
-                for logprob in (sample.prompt_logprobs or ())[-len(completion) :]
-            )
+            cast(tuple[float, ...], (sample.prompt_logprobs or ())[-len(completion) :])
             for sample, completion in zip(scored, completions, strict=True)
         ]
 
@@ -610,7 +607,7 @@ class InferenceEngine:
 
     def _finished(self, completion: Completion) -> tuple[str, list[Finished]]:
         name = completion.request_id
-        request = self._requests.pop(name)
+        request = self._requests.finish(name)
         samples = [make_sample(request, completion, sample) for sample in completion.samples]
         return name, [(sample, request.params) for sample in samples]
 

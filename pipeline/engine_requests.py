@@ -62,6 +62,15 @@ def prompt_of(prompt: Any) -> str | tuple[int, ...]:
     return token_ids_of(prompt, "a prompt is text or token ids", "invalid_prompt")
 
 
+def prompt_fields(prompt: str | tuple[int, ...]) -> dict[str, Any]:
+    """Return the fields of a request that hold its prompt."""
+    is_text = isinstance(prompt, str)
+    return {
+        "prompt": prompt if is_text else None,
+        "prompt_token_ids": None if is_text else prompt,
+    }
+
+
 def token_ids_of(
     given: Any, rule: str, code: str, ids_code: str = "invalid_token_ids"
 ) -> tuple[int, ...]:
@@ -177,22 +186,16 @@ class Unfinished(NamedTuple):
     request_id: RequestId | None
 
 
-class UnfinishedRequests:
+class UnfinishedRequests(dict[str, Unfinished]):
     """Unfinished requests by the engine's own names, and the names by the callers' ids.
 
     Names count up, and seeds are made of names: callers' ids have no influence on sampling.
     """
 
     def __init__(self) -> None:
-        self._by_name: dict[str, Unfinished] = {}
+        super().__init__()
         self._names: dict[RequestId, str] = {}
         self._last = 0
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._by_name
-
-    def __bool__(self) -> bool:
-        return bool(self._by_name)
 
     def new_name(self) -> str:
         """Return a name that is not in use as an id, so that it can serve as one."""
@@ -221,13 +224,13 @@ class UnfinishedRequests:
 
     def add(self, name: str, request: Unfinished) -> None:
         """Add an admitted request."""
-        self._by_name[name] = request
+        self[name] = request
         if request.request_id is not None:
             self._names[request.request_id] = name
 
-    def pop(self, name: str) -> Unfinished:
+    def finish(self, name: str) -> Unfinished:
         """Remove a finished request; its id is free again."""
-        request = self._by_name.pop(name)
+        request = self.pop(name)
         if request.request_id is not None:
             del self._names[request.request_id]
         return request
@@ -247,7 +250,7 @@ def make_request(
     Raises:
         RequestError: An argument is of the wrong type.
     """
-    prompt = prompt_of(prompt)
+    fields = prompt_fields(prompt_of(prompt))
     if not isinstance(adapter, str):
         raise ArgumentError(
             f"adapter is {shown(adapter)}; it must be the id of a loaded adapter, or ''",
@@ -263,8 +266,7 @@ def make_request(
         rule, code = "a prediction is text or token ids", "invalid_prediction"
         prediction = token_ids_of(prediction, rule, code, code)
     return GenerateRequest(
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=None if isinstance(prompt, str) else prompt,
+        **fields,
         sampling=sampling,
         n=whole_number(num_samples, "the number of samples", "invalid_n"),
         stream=False,

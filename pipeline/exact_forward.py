@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..config import EngineConfig, ModelError, shown
+from ..config import EngineConfig, ModelError
+from ..stages.admission.checks import check_token_ids
 from ..stages.executor.driver.logprobs import scale_logits
 from ..stages.executor.runner.attention.backend import QKV, AttentionBackend
 from ..stages.executor.runner.attention.choose import choose_backend
@@ -139,7 +140,7 @@ class ExactForward:
         return torch.split(logprobs, counts.tolist())
 
     def _checked(self, sequence: Sequence[int]) -> tuple[int, ...]:
-        """Raises ArgumentError."""
+        """Raises RequestError."""
         limit, vocab_size = self._model.max_model_len, self._model.vocab_size
         ids = token_ids_of(sequence, "a sequence is token ids", "invalid_prompt")
         if not 2 <= len(ids) <= limit + 1:
@@ -147,11 +148,7 @@ class ExactForward:
                 f"a sequence has {len(ids)} tokens; sequences must have 2 to {limit + 1} tokens",
                 code="invalid_prompt",
             )
-        if bad := [token for token in ids if not 0 <= token < vocab_size]:
-            raise ArgumentError(
-                f"a sequence holds token id {shown(bad[0])}; the model's are 0 to {vocab_size - 1}",
-                code="invalid_token_ids",
-            )
+        check_token_ids("a sequence", ids, vocab_size, "invalid_token_ids")
         return ids
 
     def _rows(self, counts: np.ndarray[Any, np.dtype[np.int64]]) -> Rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import socket
 import time
@@ -16,6 +15,7 @@ from typing import Any, Literal, Protocol
 import anyio
 import anyio.to_thread
 from msgspec.structs import replace
+from safetensors import SafetensorError, safe_open
 
 from ..bus import Bus, RequestEntry
 from ..bus.control import Drain
@@ -41,7 +41,6 @@ PROCESSES_BYTES = 300 << 20
 """Approximate memory of a lane's processes without weights and KV: Python, and torch once."""
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
-_MOST_HEADER_BYTES = 100 << 20
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -87,16 +86,12 @@ def _loaded_bytes(file: Path, dtype: str) -> int:
     size = file.stat().st_size
     if file.suffix != ".safetensors" or dtype not in _ITEM_BYTES:
         return size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if length > min(size, _MOST_HEADER_BYTES):
-            return size
-        try:
-            header = json.loads(opened.read(length))
-            shapes = [each["shape"] for name, each in header.items() if name != "__metadata__"]
-            return _ITEM_BYTES[dtype] * sum(map(math.prod, shapes))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return size
+    try:
+        with safe_open(file, "numpy") as opened:
+            shapes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118
+    except SafetensorError:
+        return size
+    return _ITEM_BYTES[dtype] * sum(map(math.prod, shapes))
 
 
 _POLL_S = 0.05

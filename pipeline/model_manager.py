@@ -87,10 +87,13 @@ class ModelManager:
             await self._begin()
             self._started.set()
             poll_s = POLL_S if self._config.deployment.load_on_demand else _BEAT_S
-            self._group.start_soon(_repeat, _BEAT_S, self._beat)
-            self._group.start_soon(_repeat, poll_s, self._watch)
-            self._group.start_soon(_repeat, _MEASURE_S, self._measure)
-            self._group.start_soon(_repeat, _ADAPTERS_S, self._update_adapters)
+            for interval_s, operation in (
+                (_BEAT_S, self._report),
+                (poll_s, self._watch),
+                (_MEASURE_S, partial(self._for_each_at_rest, ManagedModel.measure)),
+                (_ADAPTERS_S, partial(self._for_each_at_rest, ManagedModel.update_adapters)),
+            ):
+                self._group.start_soon(_repeat, interval_s, operation)
             while True:
                 try:
                     envelopes = await inbox.receive()
@@ -410,23 +413,13 @@ class ModelManager:
             model.last_request_ms = last_ms
         return [(model, each.entries) for model, each in zip(models, traffic, strict=True)]
 
-    async def _measure(self) -> None:
-        for model in self._at_rest():
-            await model.measure()
+    async def _for_each_at_rest(self, do: Callable[[ManagedModel], Awaitable[None]]) -> None:
+        """Do something with the ready models that have no job."""
+        for model in list(self._models.values()):
+            if model.record.state == "ready" and model.job is None:
+                await do(model)
 
-    async def _update_adapters(self) -> None:
-        for model in self._at_rest():
-            await model.update_adapters()
-
-    def _at_rest(self) -> list[ManagedModel]:
-        """Return the ready models without a job."""
-        models = list(self._models.values())
-        return [model for model in models if model.record.state == "ready" and model.job is None]
-
-    async def _beat(self) -> None:
-        await self._report("ready")
-
-    async def _report(self, state: StageState) -> None:
+    async def _report(self, state: StageState = "ready") -> None:
         report = StageReport(
             lane=self._config.bus.lane,
             stage=MODEL_MANAGER,

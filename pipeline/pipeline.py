@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
 
 import anyio
@@ -15,16 +15,15 @@ import anyio.to_thread
 from ..bus import Bus, open_bus
 from ..bus.control import Drain
 from ..bus.links import CONTROL
-from ..bus.public import Completion, EmbedParams, GenerateRequest, Output
-from ..config import STAGES, Config, NanoInferenceError, SamplingParams, cut, roles_here, split_role
+from ..bus.public import Output
+from ..config import STAGES, Config, NanoInferenceError, cut, roles_here, split_role
 from ..config.logger import get_logger
 from ..stages.actor import Actor, StageContext
 from ..store.board import StageReport, StageState
 from ..store.process_state import identity_of
 from ..telemetry import Metrics, Tracing, instruments, names, setup_metrics, setup_tracing
-from .client import BusClient, Request
-from .rollouts import Prompt
-from .scoring import EmbeddedPrompt, ScoredCompletion
+from .client import BusClient
+from .scoring import Request, Submitter
 from .supervisor import actor_class, supervise
 
 BEAT_S = 1.0
@@ -133,7 +132,7 @@ class Heart:
 _GRACE_S = 5.0
 
 
-class Pipeline:
+class Pipeline(Submitter):
     """Runs this process's stages while the context is open.
 
     ```python
@@ -145,6 +144,9 @@ class Pipeline:
     With all five stages here, entering waits until they are ready, by default. Leaving stops them
     at once; call `drain` before to let requests in flight finish. When a stage has used up its
     restarts, pending outputs raise ChannelClosed, and the context raises StageFailed.
+
+    Attributes:
+        client: The client on this pipeline's own bus.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class Pipeline:
         self._with_metrics = with_metrics
         self.bus: Bus
         self.metrics: Metrics
-        self._client: BusClient
+        self.client: BusClient
         self._given_tracing = tracing
         self._roles = roles_here(self.config.pipeline)
         self._actors: dict[str, Actor] = {}
@@ -212,7 +214,7 @@ class Pipeline:
         self.tracing = self._given_tracing or setup_tracing(
             self.config.telemetry, instance, labels=labels
         )
-        self._client = BusClient(self.bus, self.tracing, self.metrics)
+        self.client = BusClient(self.bus, self.tracing, self.metrics)
         self._heart = Heart(self.config, self.bus, self._actors, self.metrics)
         # A task of its own holds the stages' task group, so that one task may enter the context
         # and another leave it, as test fixtures and servers' hooks do.
@@ -283,43 +285,11 @@ class Pipeline:
     # --- use ----------------------------------------------------------------------------------
 
     def submit(self, request: Request | bytes) -> AsyncGenerator[Output, None]:
-        """As BusClient.submit."""
-        return self._client.submit(request)
-
-    async def complete(self, request: Request | bytes) -> Completion:
-        """As BusClient.complete."""
-        return await self._client.complete(request)
-
-    async def score(
-        self,
-        prompts: Sequence[Sequence[int]],
-        completions: Sequence[Sequence[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
-    ) -> list[ScoredCompletion]:
-        """As BusClient.score."""
-        return await self._client.score(prompts, completions, sampling_params, like=like)
-
-    async def embed(
-        self,
-        prompts: Sequence[Prompt],
-        params: EmbedParams = EmbedParams(),  # noqa: B008  (it is frozen)
-        *,
-        return_errors: bool = False,
-        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
-    ) -> list[EmbeddedPrompt]:
-        """As BusClient.embed."""
-        return await self._client.embed(prompts, params, return_errors=return_errors, like=like)
+        return self.client.submit(request)
 
     def stages(self) -> list[StageReport]:
         """Return the reports of this process's stages; `bus.store.board` has all processes."""
         return self._heart.reports()
-
-    @property
-    def client(self) -> BusClient:
-        """The client on this pipeline's own bus."""
-        return self._client
 
     # --- inside -------------------------------------------------------------------------------
 

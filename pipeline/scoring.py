@@ -1,20 +1,31 @@
-"""Requests for the logprobs of given completions, and for the vectors of prompts."""
+"""Requests of Python callers: for completions, their logprobs, and the vectors of prompts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import cast
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, cast
 
 import msgspec
 
-from ..bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest
+from ..bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest, Output
 from ..config import RequestError, SamplingParams, shown
-from .engine_requests import ArgumentError, check_prompts, params_of_all, prompt_of, token_ids_of
+from .engine_requests import (
+    ArgumentError,
+    check_prompts,
+    params_of_all,
+    prompt_fields,
+    prompt_of,
+    token_ids_of,
+)
 from .rollouts import Prompt
 
 AT_A_TIME = 256
 """Most requests of one call in flight."""
+
+Request = GenerateRequest | dict[str, Any]
 
 
 class ScoredCompletion(msgspec.Struct, frozen=True):
@@ -75,39 +86,6 @@ def token_ids_to_score(
             "least one token"
         )
     return of_prompts, of_completions
-
-
-async def score_by(
-    complete: Callable[[GenerateRequest], Awaitable[Completion]],
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    like: GenerateRequest,
-) -> list[ScoredCompletion]:
-    """Score each completion with a request of its own, as `BusClient.score` promises.
-
-    `complete` returns a request's terminal message.
-    """
-    prompts, completions = token_ids_to_score(prompts, completions)
-    params = params_to_score(sampling_params, len(prompts))
-    requests = [
-        msgspec.structs.replace(
-            like,
-            request_id="",
-            prompt=None,
-            messages=None,
-            prompt_token_ids=(*prompt, *completion),
-            n=1,
-            sampling=sampling,
-            stream=False,
-        )
-        for prompt, completion, sampling in zip(prompts, completions, params, strict=True)
-    ]
-    answers = await complete_all(complete, requests)
-    return [
-        scored_completion(completion, len(own))
-        for completion, own in zip(answers, completions, strict=True)
-    ]
 
 
 async def complete_all(
@@ -171,37 +149,24 @@ class EmbeddedPrompt(msgspec.Struct, frozen=True):
     error: ErrorInfo | None = None
 
 
-async def embed_by(
-    complete: Callable[[GenerateRequest], Awaitable[Completion]],
-    prompts: Sequence[Prompt],
-    params: EmbedParams,
-    like: GenerateRequest,
-    *,
-    return_errors: bool,
-) -> list[EmbeddedPrompt]:
-    """Embed each prompt with a request of its own, as `BusClient.embed` promises.
-
-    `complete` returns a request's terminal message.
-    """
-    requests = [embed_request(prompt, params, like) for prompt in check_prompts(prompts)]
-    answers = await complete_all(complete, requests, return_errors=return_errors)
-    return [embedded_prompt(completion) for completion in answers]
-
-
 def embed_request(prompt: Prompt, params: EmbedParams, like: GenerateRequest) -> GenerateRequest:
     """Return the request for one prompt's vector. Raises RequestError for an invalid prompt."""
-    prompt = prompt_of(prompt)
-    is_text = isinstance(prompt, str)
+    request = _alone(like, prompt_of(prompt), SamplingParams())
+    return msgspec.structs.replace(request, embed=params)
+
+
+def _alone(
+    like: GenerateRequest, prompt: str | tuple[int, ...], sampling: SamplingParams
+) -> GenerateRequest:
+    """Return the request for one prompt, with the tenant and so on of another request."""
     return msgspec.structs.replace(
         like,
         request_id="",
-        prompt=prompt if is_text else None,
         messages=None,
-        prompt_token_ids=None if is_text else prompt,
         n=1,
-        sampling=SamplingParams(),
+        sampling=sampling,
         stream=False,
-        embed=params,
+        **prompt_fields(prompt),
     )
 
 
@@ -215,3 +180,86 @@ def embedded_prompt(completion: Completion) -> EmbeddedPrompt:
         sample.weight_version if sample is not None else 0,
         completion.error,
     )
+
+
+class Submitter(ABC):
+    """Completes, scores and embeds with requests of its own `submit`."""
+
+    @abstractmethod
+    def submit(self, request: Request | bytes) -> AsyncGenerator[Output, None]:
+        """Publish a request and yield its output: chunks, then one Completion.
+
+        A refused request gives a Completion with an error. A caller that stops before the end
+        cancels the request.
+
+        Args:
+            request: A GenerateRequest, the same as a dict, or its JSON.
+        """
+
+    async def complete(self, request: Request | bytes) -> Completion:
+        """Publish a request and return its terminal message."""
+        async with aclosing(self.submit(request)) as outputs:
+            async for output in outputs:
+                if isinstance(output, Completion):
+                    return output
+        raise AssertionError("the output ended without a terminal message")
+
+    async def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
+    ) -> list[ScoredCompletion]:
+        """Return the logprobs of completions by the current weights and the reference model.
+
+        Each is a request of its own, and the numbers are those of `InferenceEngine.score`.
+
+        Args:
+            prompts: Token ids.
+            completions: Token ids, at least one for each prompt.
+            sampling_params: One for all, or one for each; only the temperature counts.
+            like: A request with the tenant, priority, budget_ns, model and cache_salt to use.
+
+        Raises:
+            RequestError: A request failed, and the others are cancelled; or the numbers of prompts
+                and completions differ, or a completion is empty.
+        """
+        prompts, completions = token_ids_to_score(prompts, completions)
+        params = params_to_score(sampling_params, len(prompts))
+        requests = [
+            _alone(like, (*prompt, *completion), sampling)
+            for prompt, completion, sampling in zip(prompts, completions, params, strict=True)
+        ]
+        answers = await complete_all(self.complete, requests)
+        return [
+            scored_completion(answer, len(completion))
+            for answer, completion in zip(answers, completions, strict=True)
+        ]
+
+    async def embed(
+        self,
+        prompts: Sequence[Prompt],
+        params: EmbedParams = EmbedParams(),  # noqa: B008  (it is frozen)
+        *,
+        return_errors: bool = False,
+        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
+    ) -> list[EmbeddedPrompt]:
+        """Return the vectors of prompts, in order.
+
+        Each is a request of its own, and the numbers are those of `InferenceEngine.embed`.
+
+        Args:
+            prompts: Texts, or token ids.
+            params: Pooling and dimensions.
+            return_errors: Whether a failed request gives a result with `error`, and the others go
+                on.
+            like: As for `score`.
+
+        Raises:
+            RequestError: A request failed without `return_errors`; the others are cancelled.
+        """
+        requests = [embed_request(prompt, params, like) for prompt in check_prompts(prompts)]
+        answers = await complete_all(self.complete, requests, return_errors=return_errors)
+        return [embedded_prompt(answer) for answer in answers]

@@ -27,10 +27,6 @@ class LazyHeap(Generic[T]):
         self._numbers = count(1)
         self._compact_at = LEFTOVERS_KEPT
 
-    def __len__(self) -> int:
-        """Entries, dead ones included."""
-        return len(self._entries)
-
     def alive(self) -> Iterator[tuple[Any, int, T]]:
         """Yield (key, number, item) of all living entries, in no order."""
         return (entry for entry in self._entries if self._is_alive(*entry[1:]))
@@ -54,9 +50,20 @@ class LazyHeap(Generic[T]):
             heapq.heappop(self._entries)
         return None
 
+    def first_key(self) -> Any | None:
+        """Return the least key of a living entry; None if there is none."""
+        first = self.first()
+        return None if first is None else first[0]
+
     def pop(self) -> None:
         """Remove the entry that `first` has returned."""
         heapq.heappop(self._entries)
+
+    def pop_until(self, key: Any) -> Iterator[T]:
+        """Remove and yield the items whose keys are at most `key`."""
+        while (first := self.first()) is not None and first[0] <= key:
+            self.pop()
+            yield first[1]
 
     def clear(self) -> None:
         """Remove all entries."""

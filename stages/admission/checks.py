@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import compress
 from operator import attrgetter, ne
 
@@ -116,13 +117,7 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
             raise _outside(name, value, f"from 0 to {vocab_size}")
     if p.stop:
         _check_stop(p.stop)
-    bad = [i for i in p.stop_token_ids if not 0 <= i < vocab_size]
-    if bad:
-        raise RequestError(
-            f"stop_token_ids holds {shown(bad[0])}; the model's token ids are 0 to "
-            f"{vocab_size - 1}",
-            code="invalid_stop_token_ids",
-        )
+    check_token_ids("stop_token_ids", p.stop_token_ids, vocab_size, "invalid_stop_token_ids")
     if p.logit_bias:
         _check_logit_bias(p.logit_bias, vocab_size)
     if not 0 <= p.min_tokens <= p.max_tokens:
@@ -133,6 +128,15 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
             "a constraint ends with the model's end-of-sequence token, which ignore_eos and "
             "min_tokens forbid; leave these out",
             code="invalid_constraint",
+        )
+
+
+def check_token_ids(name: str, ids: Collection[int], vocab_size: int, code: str) -> None:
+    """Raise RequestError with this code if an id is outside the vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        bad = min(ids) if min(ids) < 0 else max(ids)
+        raise RequestError(
+            f"{name} holds token id {shown(bad)}; the model's are 0 to {vocab_size - 1}", code=code
         )
 
 
@@ -309,15 +313,7 @@ def pooling_of(
         dimensions=embed.dimensions or own.size,
         whole=own.whole,
     )
-    _check_prompt(num_prompt_tokens, pooling.dimensions, capacity, max_result_bytes)
-    return pooling
-
-
-def _check_prompt(
-    num_prompt_tokens: int, dimensions: int, capacity: ReplicaCapacity, max_result_bytes: int
-) -> None:
-    """Check that a prompt fits the model and the KV cache, and its vector the bus."""
-    most = capacity.max_model_len
+    dimensions, most = pooling.dimensions, capacity.max_model_len
     if num_prompt_tokens > most:
         given = f"the prompt has {num_prompt_tokens}"
         raise prompt_too_long(most, given, "shorten it, or cut it into several")
@@ -336,3 +332,4 @@ def _check_prompt(
             f"prompt ({num_prompt_tokens} tokens)",
             code="result_too_large",
         )
+    return pooling

@@ -25,6 +25,7 @@ from ...config import Config, RequestError, SamplingParams, prompt_too_long, sho
 from ...store.board import LoadedAdapter
 from ...text.grammar import GrammarCompiler, check_size, plain
 from ...text.tokenizer import ANY_LENGTH, longest_token_bytes
+from .arrivals import Accepted, Tokens
 from .checks import (
     EMBED_SAMPLING,
     MAX_REQUEST_ID_LENGTH,
@@ -38,7 +39,6 @@ from .checks import (
     pooling_of,
     request_id_of,
 )
-from .events import Accepted, Tokens
 from .prompts import (
     TextLimit,
     check_prediction,
@@ -280,18 +280,12 @@ class AdmissionCore:
         self, request: AdmittedRequest, samples: Sequence[RecoveredSample]
     ) -> AdmittedRequest:
         """Return a request after a failure: its unfinished samples go on behind their tokens."""
-        known = {sample.sample_index: sample for sample in samples}
+        tokens = {sample.sample_index: sample.token_ids for sample in samples}
+        finished = {sample.sample_index for sample in samples if sample.finished}
         sequences = tuple(
-            SequenceSpec(
-                next(self._seq_ids),
-                spec.sample_index,
-                spec.seed,
-                known[spec.sample_index].token_ids,
-            )
-            if spec.sample_index in known
-            else SequenceSpec(next(self._seq_ids), spec.sample_index, spec.seed)
+            SequenceSpec(next(self._seq_ids), index, spec.seed, tokens.get(index, ()))
             for spec in request.sequences
-            if not (spec.sample_index in known and known[spec.sample_index].finished)
+            if (index := spec.sample_index) not in finished
         )
         return msgspec.structs.replace(request, sequences=sequences)
 

@@ -1,7 +1,7 @@
 """Effects of admission's core (`EpochCore.handle`), which the shell performs in order.
 
-Some return an event, named in their docstring: it is handled, and its own effects performed, before
-the next effect.
+Some are answered with an event, a method of the core that their docstring names: it is handled, and
+its own effects performed, before the next effect.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...bus.control import Cancel, ReplicaCapacity
 from ...bus.entries import RequestEntry
 from ...bus.messages import RecoveredSample, RecoveryItem, RequestOpened
 from ...bus.public import ErrorInfo
-from .events import Accepted, Arrival, Step
+from .arrivals import Accepted, Arrival, Step
 
 
 class Effect(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class Then(Effect, frozen=True):
 
 
 class BeginEpoch(Effect, frozen=True):
-    """Get the next epoch's number. Returns EpochBegun."""
+    """Get the next epoch's number, for `open_epoch`."""
 
     reason: str
 
@@ -46,7 +46,7 @@ class SetCapacity(Effect, frozen=True):
 
 
 class Renew(Effect, frozen=True):
-    """Renew the leases of held entries. Returns Renewed."""
+    """Renew the leases of held entries; `renewed` gets those that other lanes have."""
 
 
 class MarkPossiblyLost(Effect, frozen=True):
@@ -54,7 +54,7 @@ class MarkPossiblyLost(Effect, frozen=True):
 
 
 class Claim(Effect, frozen=True):
-    """Claim the request ids of inherited entries. Returns Claimed.
+    """Claim the request ids of inherited entries, for `admit_inherited`.
 
     Attributes:
         overdue: Their deadlines have passed, so their prompts are not tokenised.
@@ -65,13 +65,13 @@ class Claim(Effect, frozen=True):
 
 
 class Tokenize(Effect, frozen=True):
-    """Tokenise a long prompt apart. Returns Arrived later, while the lane is open."""
+    """Tokenise a long prompt apart; `arrive` follows, while the lane is open."""
 
     arrival: Arrival
 
 
 class Judge(Effect, frozen=True):
-    """Accept an entry or refuse it. Returns Judged.
+    """Accept an entry or refuse it, for `enter`.
 
     Attributes:
         owner: The entry with its request id, in flight or by its result stream.
@@ -86,7 +86,7 @@ class Judge(Effect, frozen=True):
 
 
 class Ask(Effect, frozen=True):
-    """Ask streaming what it has of these requests. May return ForwardFailed.
+    """Ask streaming what it has of these requests; `give_up` follows if a message can't be sent.
 
     Attributes:
         opened: Messages to send first, of accepted requests.
@@ -99,7 +99,7 @@ class Ask(Effect, frozen=True):
 
 
 class Forward(Effect, frozen=True):
-    """Send a request into the lane. May return ForwardFailed.
+    """Send a request into the lane; `give_up` follows if it can't be sent.
 
     Attributes:
         deadline_ns: On this process's clock.

@@ -14,12 +14,28 @@ from typing import Literal
 
 import msgspec
 
-from ...bus.control import Cancel, CancelAll, Drain, ServerRestarted, StageReady, StageStarted
+from ...bus.control import (
+    Cancel,
+    CancelAll,
+    Drain,
+    ServerRestarted,
+    StageReady,
+    StageStarted,
+    StageStopped,
+)
 from ...bus.entries import RequestEntry
-from ...bus.messages import Fenced, Recovered, RecoveredSample, RecoveryItem, RequestFinished
+from ...bus.messages import (
+    Fenced,
+    Message,
+    Recovered,
+    RecoveredSample,
+    RecoveryItem,
+    RequestFinished,
+)
+from ...bus.public import ErrorInfo
 from ...config import REPLICATED, Config, role_of, split_role
 from . import effects as do
-from . import events as on
+from .arrivals import Arrival, Judged, Step
 from .checks import request_id_of
 from .participants import Participants
 from .refusals import why_dead
@@ -44,7 +60,7 @@ class EpochCore:
 
     One event at a time: its effects are performed, in order, and their answers handled, before the
     next event. Only entries are taken from the queue between an effect and its answer
-    (`Incoming.add`, `Incoming.set_apart`); each comes as Arrived later.
+    (`Incoming.add`, `Incoming.set_apart`); `arrive` follows for each.
 
     Attributes:
         epoch: The current number, 0 before the first.
@@ -101,7 +117,7 @@ class EpochCore:
         return counts
 
     def wake_at_ns(self) -> int | None:
-        """Return when the next Tick is due; None for never."""
+        """Return when `tick` is due; None for never."""
         wake_at = [self._patience_ends_ns()]
         if not self._all_in_lane:
             wake_at.append(self.requests.next_deadline_ns())
@@ -111,74 +127,65 @@ class EpochCore:
 
     # --- events -------------------------------------------------------------------------------
 
-    def handle(self, event: on.AnyEvent, now_ns: int) -> list[do.Effect]:
-        """Return the effects of an event. `now_ns`: on this process's clock."""
+    def handle(self, event: Message | Step, now_ns: int) -> list[do.Effect]:
+        """Return the effects of an event: a message, or one of the methods below.
+
+        A message that admission has no use for is logged. `now_ns`: on this process's clock.
+        """
         match event:
             case RequestFinished(request_id, entry_id):
                 self._finish(entry_id, request_id, now_ns)
-            case on.Arrived(arrival):
-                self._arrive(arrival, now_ns)
-            case on.Judged():
-                self._enter(event)
-            case on.Tick():
-                self._tick(now_ns)
-            case on.ForwardFailed(entry_id, error):
-                if (item := self._ledger.get(entry_id)) is not None:
-                    self.requests.give_up(item, error)
+            case Recovered(entry_id, samples):
+                self._take_answer(entry_id, samples)
             case Cancel():
                 self._cancel(event)
             case CancelAll():
                 self._cancel_all()
             case Drain(timeout_ns):
                 self._start_drain(now_ns + timeout_ns)
-            case _ if callable(event):
-                event(now_ns)
-            case _:
-                self._handle_for_epoch(event, now_ns)
-        effects = list(self._outbox)
-        self._outbox.clear()
-        return effects
-
-    def _handle_for_epoch(self, event: on.AnyEvent, now_ns: int) -> None:
-        match event:
-            case Recovered(entry_id, samples):
-                self._take_answer(entry_id, samples)
-            case on.Ready(ready, epoch):
-                if epoch == self.epoch:
-                    self._take_part(ready, now_ns)
             case StageStarted(self._role, incarnation):
                 if incarnation != self._incarnation:
                     self._do(do.Renew())  # a successor, or a late message of a predecessor
             case StageStarted(role):
                 self._stage_started(role, now_ns)
-            case on.Lost(role, reason, failed):
+            case StageStopped(role):
                 if role != self._role:
-                    self._outbox.log("warning", "stage_lost", lost=role, reason=reason)
-                    self._stage_stopped(role, failed, now_ns)
+                    self._stage_stopped(event, now_ns)
             case Fenced(entry_ids):
                 # The queue knows which lane has them.
                 self._do(do.Renew(), do.Then(partial(self._check_fences, entry_ids)))
-            case on.LargerEpoch():
-                reason = "the stages were in a larger epoch"
-                self._do(do.Renew(), do.Then(partial(self._begin, reason)))
             case ServerRestarted():
                 self._do(do.MarkPossiblyLost())
                 self._begin("the server of the bus was restarted", now_ns)
-            case on.Began(entries):
-                self.renewed_ns = now_ns
-                self.requests.inherited = [(entry, now_ns) for entry in entries]
-                self._begin("admission started", now_ns)
-            case on.EpochBegun(epoch, reason):
-                self._open_epoch(epoch, reason)
-            case on.Renewed(lost):
-                self.renewed_ns = now_ns
-                self._drop_lost(lost)
-            case on.Claimed():
-                self._admit_inherited(event)
-            case on.TakenOver(entries):
-                self._inherit(entries, "took_over_from_another_lane", now_ns)
+            case _ if callable(event):
+                event(now_ns)
             case _:
                 self._outbox.log("warning", "message_not_understood", type=type(event).__name__)
+        effects = list(self._outbox)
+        self._outbox.clear()
+        return effects
+
+    def begin(self, pending: Iterable[RequestEntry], now_ns: int) -> None:
+        """Begin with a predecessor's unanswered entries."""
+        self.renewed_ns = now_ns
+        self.requests.inherited = [(entry, now_ns) for entry in pending]
+        self._begin("admission started", now_ns)
+
+    def larger_epoch(self, now_ns: int) -> None:
+        """Note that the stages are in a larger epoch: a successor's, or one that the server has
+        lost."""
+        reason = "the stages were in a larger epoch"
+        self._do(do.Renew(), do.Then(partial(self._begin, reason)))
+
+    def renewed(self, lost: Iterable[str], now_ns: int) -> None:
+        """Note that the leases are renewed, and drop entries that other lanes have."""
+        self.renewed_ns = now_ns
+        self._drop_lost(lost)
+
+    def give_up(self, entry_id: str, error: ErrorInfo, now_ns: int) -> None:
+        """End a request of which a message can't be sent."""
+        if (item := self._ledger.get(entry_id)) is not None:
+            self.requests.give_up(item, error)
 
     # --- epochs -------------------------------------------------------------------------------
 
@@ -195,7 +202,8 @@ class EpochCore:
         self.alone.clear()
         self._do(do.BeginEpoch(reason))
 
-    def _open_epoch(self, epoch: int, reason: str) -> None:
+    def open_epoch(self, epoch: int, reason: str, now_ns: int) -> None:
+        """Reset the stages, for a new epoch with this number."""
         self.epoch = epoch
         self._epochs_begun += 1
         self._outbox.log("debug", "epoch_begins", epoch=epoch, reason=reason)
@@ -211,7 +219,10 @@ class EpochCore:
         self.is_open = is_open
         self._do(do.SetGate(is_open))
 
-    def _take_part(self, ready: StageReady, now_ns: int) -> None:
+    def take_part(self, ready: StageReady, epoch: int, now_ns: int) -> None:
+        """Note that a stage takes part in an epoch."""
+        if epoch != self.epoch:
+            return
         waited = self.participants.hear(ready.stage)
         if ready.capacity is not None:
             self._do(do.SetCapacity(self.participants.hold(ready.stage, ready.capacity)))
@@ -232,7 +243,7 @@ class EpochCore:
 
     def _stage_started(self, role: str, now_ns: int) -> None:
         """A stage has started, and holds nothing."""
-        self.participants.come(role)
+        self.participants.left.discard(role)
         if not self._is_apart(role):
             self._begin(f"{role} started", now_ns)
             return
@@ -240,12 +251,14 @@ class EpochCore:
         for stage in REPLICATED:
             self._do(do.SendReset(role_of(stage, split_role(role)[1])))
 
-    def _stage_stopped(self, role: str, failed: bool, now_ns: int) -> None:
+    def _stage_stopped(self, stopped: StageStopped, now_ns: int) -> None:
         """A stage has stopped, and what it held is lost."""
-        self.participants.leave(role)
+        role = stopped.stage
+        self._outbox.log("warning", "stage_lost", lost=role, reason=stopped.reason)
+        self.participants.left.add(role)
         if self._is_apart(role):
             return
-        if failed:
+        if stopped.failed:
             self._ledger.suspect(self.alone)
         self._begin(f"{role} stopped", now_ns)
 
@@ -262,10 +275,25 @@ class EpochCore:
             self._do(do.Claim(tuple(entry for entry, _ in inherited)))
         self._do(do.Then(self._ask_all))
 
-    def _admit_inherited(self, claimed: on.Claimed) -> None:
-        inherited = self.requests.pop_inherited(claimed.entries)
+    def admit_inherited(
+        self,
+        entries: Sequence[RequestEntry],
+        owners: Sequence[str | None],
+        long: Sequence[bool],
+        now_ns: int,
+    ) -> None:
+        """Admit inherited entries whose request ids were claimed.
+
+        Args:
+            entries: The entries.
+            owners: For each entry, the entry with its request id: itself if the request may have
+                begun, None if the id was free.
+            long: For each entry, whether its prompt takes long to tokenise.
+            now_ns: The time.
+        """
+        inherited = self.requests.pop_inherited(entries)
         incoming = self.requests.incoming
-        claims = zip(inherited, claimed.owners, claimed.long, strict=True)
+        claims = zip(inherited, owners, long, strict=True)
         for (entry, received_ns), owner, is_long in claims:
             if entry.entry_id in self._ledger or entry.entry_id in incoming:
                 continue
@@ -273,9 +301,9 @@ class EpochCore:
             if is_long:
                 # It may have begun, but not in this epoch: it was inherited before.
                 incoming.set_apart(entry.entry_id)
-                self._do(do.Tokenize(on.Arrival(entry, received_ns, owner, "late")))
+                self._do(do.Tokenize(Arrival(entry, received_ns, owner, "late")))
             else:
-                arrival = on.Arrival(entry, received_ns, owner, "inherited")
+                arrival = Arrival(entry, received_ns, owner, "inherited")
                 self._do(do.Then(partial(self._admit_arrival, arrival)))
 
     def _ask_all(self, now_ns: int) -> None:
@@ -285,7 +313,7 @@ class EpochCore:
 
     def _ask_early(self, items: Iterable[Unanswered]) -> None:
         """Ask about requests that are to end: of the missing stages they need streaming alone."""
-        if self.participants.missing and not self.participants.is_missing("streaming"):
+        if (missing := self.participants.missing) and "streaming" not in missing:
             self._ask(items)
 
     def _ask(self, items: Iterable[Unanswered]) -> None:
@@ -357,25 +385,27 @@ class EpochCore:
 
     # --- admission and ends -------------------------------------------------------------------
 
-    def _arrive(self, arrival: on.Arrival, now_ns: int) -> None:
+    def arrive(self, arrival: Arrival, now_ns: int) -> None:
+        """Admit an entry while the lane is open."""
         if now_ns - self.renewed_ns > self._lease_ns:
             # This process was stopped for long: other lanes may have its requests.
             self._do(do.Renew(), do.Then(partial(self._admit_arrival, arrival)))
         else:
             self._admit_arrival(arrival, now_ns)
 
-    def _admit_arrival(self, arrival: on.Arrival, now_ns: int) -> None:
+    def _admit_arrival(self, arrival: Arrival, now_ns: int) -> None:
         entry_id = arrival.entry_id
         if not self.requests.incoming.remove(entry_id):
             return  # another lane has it
         if entry_id in self._ledger:
             return  # the queue may deliver an entry twice
         if arrival.way == "taken" and arrival.owner == entry_id:
-            self._inherit([arrival.entry], "took_a_request_that_was_begun_before", now_ns)
+            self.inherit([arrival.entry], "took_a_request_that_was_begun_before", now_ns)
         else:
             self.requests.judge(arrival, draining=self.draining)
 
-    def _enter(self, judged: on.Judged) -> None:
+    def enter(self, judged: Judged, now_ns: int) -> None:
+        """Enter an entry that was accepted or refused."""
         item, way = self.requests.enter(judged), judged.arrival.way
         if way == "taken":
             if item.end is None:
@@ -440,7 +470,8 @@ class EpochCore:
 
     # --- deadlines and draining ---------------------------------------------------------------
 
-    def _tick(self, now_ns: int) -> None:
+    def tick(self, now_ns: int) -> None:
+        """Check deadlines."""
         if not self._all_in_lane:
             if inherited := self.requests.overdue_inherited(now_ns):
                 self._do(do.Claim(inherited, overdue=True))
@@ -495,7 +526,7 @@ class EpochCore:
             self._resume_when_answered()
             self._run_next_suspect()
 
-    def _inherit(self, entries: Sequence[RequestEntry], reason: str, now_ns: int) -> None:
+    def inherit(self, entries: Sequence[RequestEntry], reason: str, now_ns: int) -> None:
         """Take over requests that another lane or a predecessor may have begun."""
         self.requests.inherited += [(entry, now_ns) for entry in entries]
         self._outbox.log("info", reason, requests=len(entries))

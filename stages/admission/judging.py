@@ -8,10 +8,10 @@ from ...bus.control import Cancel
 from ...config import RequestError
 from ...telemetry import now_ns
 from ..actor import Actor
+from .arrivals import Accepted, Judged
 from .checks import request_id_of
 from .core import AdmissionCore, status_of
 from .effects import Judge
-from .events import Accepted, Judged
 from .measures import EntryTrace, count_constraint
 from .refusals import is_of_the_entry, why_given_up
 

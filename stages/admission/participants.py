@@ -48,7 +48,12 @@ PATIENCE_S = 1.0
 
 
 class Participants:
-    """The stages besides admission: missing in this epoch, taking part, or stopped."""
+    """The stages besides admission: missing in this epoch, taking part, or stopped.
+
+    Attributes:
+        roles: All of them.
+        left: Roles that have stopped and not started again.
+    """
 
     def __init__(self, replicas: int) -> None:
         """`replicas`: the configured number of pairs of batching and executor."""
@@ -59,18 +64,13 @@ class Participants:
         self._missing: set[str] = set(self.roles)
         self._heard: set[str] = set()
         self._patient_until_ns = 0
-        # Roles that have stopped and not started again.
-        self._left: set[str] = set()
+        self.left: set[str] = set()
         self._capacities: dict[str, ReplicaCapacity] = {}
 
     @property
     def missing(self) -> list[str]:
         """Roles that the epoch waits for."""
         return [role for role in self.roles if role in self._missing]
-
-    def is_missing(self, role: str) -> bool:
-        """Whether the epoch waits for a role."""
-        return role in self._missing
 
     def begin(self, now_ns: int) -> None:
         """Begin an epoch, which waits for all roles."""
@@ -82,7 +82,7 @@ class Participants:
     def hear(self, role: str) -> bool:
         """Add a role that takes part; return whether the epoch has waited for it."""
         self._heard.add(role)
-        self._left.discard(role)
+        self.left.discard(role)
         waited = role in self._missing
         self._missing.discard(role)
         return waited
@@ -99,14 +99,6 @@ class Participants:
         if role not in self._capacities:
             return None
         return self.hold(role, msgspec.structs.replace(self._capacities[role], adapters=adapters))
-
-    def come(self, role: str) -> None:
-        """Note that a role has started."""
-        self._left.discard(role)
-
-    def leave(self, role: str) -> None:
-        """Note that a role has stopped."""
-        self._left.add(role)
 
     def dismiss_missing(self) -> list[str]:
         """Stop waiting; return the roles that were missing."""
@@ -125,7 +117,7 @@ class Participants:
         replicas = {split_role(role)[1] for role in self._missing if is_replicated(role)}
         if len(replicas) == self._replicas or not all(map(is_replicated, self._missing)):
             return False
-        left = {split_role(role)[1] for role in self._left if is_replicated(role)}
+        left = {split_role(role)[1] for role in self.left if is_replicated(role)}
         return replicas <= left or now_ns >= self._patient_until_ns
 
     def patience_ends_ns(self) -> int | None:

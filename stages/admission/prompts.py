@@ -8,7 +8,7 @@ from ...bus.public import GenerateRequest
 from ...config import RequestError, prompt_too_long, shown
 from ...text.chat_template import render
 from ...text.tokenizer import check_text_fits
-from .checks import is_encodable
+from .checks import check_token_ids, is_encodable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -84,12 +84,7 @@ def prompt_token_ids(
         ids = request.prompt_token_ids or ()
     if not ids:
         raise RequestError("the prompt gives no tokens", code="empty_prompt")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        bad = min(ids) if min(ids) < 0 else max(ids)
-        raise RequestError(
-            f"the prompt holds token id {shown(bad)}; the model's are 0 to {vocab_size - 1}",
-            code="invalid_token_ids",
-        )
+    check_token_ids("the prompt", ids, vocab_size, "invalid_token_ids")
     return ids
 
 
@@ -160,12 +155,7 @@ def prediction_token_ids(
         ids = prediction or ()
     if len(ids) > limit.max_model_len:
         raise _too_long(f"{len(ids)} tokens", limit)
-    bad = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
-    if bad:
-        raise RequestError(
-            f"the prediction holds token id {shown(bad[0])}; the model's are 0 to {vocab_size - 1}",
-            code="invalid_prediction",
-        )
+    check_token_ids("the prediction", ids, vocab_size, "invalid_prediction")
     return ids
 
 

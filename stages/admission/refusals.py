@@ -55,10 +55,6 @@ class FinishRate:
         # Second to requests, the oldest first.
         self._counts: dict[int, int] = {}
 
-    def __len__(self) -> int:
-        """Return the number of seconds kept."""
-        return len(self._counts)
-
     def finished(self, now_ns: int) -> None:
         """Count a finished request."""
         second = now_ns // 1_000_000_000

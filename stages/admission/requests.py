@@ -16,8 +16,8 @@ from ...bus.messages import RecoveredSample
 from ...bus.public import ErrorInfo
 from ...config import MAX_INT64, AdmissionConfig
 from . import effects as do
+from .arrivals import Accepted, Arrival, Judged
 from .checks import request_id_of
-from .events import Accepted, Arrival, Judged
 from .refusals import FinishRate
 
 REMEMBERED_CANCELS = 4096
@@ -47,11 +47,6 @@ class Incoming:
     def apart(self) -> tuple[RequestEntry, ...]:
         """Entries whose prompts are tokenised apart, or wait for that."""
         return tuple(entry for entry_id, entry in self._entries.items() if entry_id in self._apart)
-
-    @property
-    def num_cancelled(self) -> int:
-        """Cancellations that are kept."""
-        return len(self._cancelled)
 
     def add(self, entries: Iterable[RequestEntry]) -> None:
         """Add entries that were taken."""

@@ -15,22 +15,22 @@ from anyio.abc import TaskGroup
 from ...bus import Inbox, RequestEntry
 from ...bus.control import (
     AdaptersChanged,
+    Cancel,
     CancelAll,
     Reset,
     StageReady,
-    StageStopped,
     UnloadAdapter,
 )
 from ...bus.links import ADMITTED, CONTROL, OPENED, REFUSED, at
-from ...bus.messages import Envelope, Recover
+from ...bus.messages import Envelope, Message, Recover
 from ...bus.public import Completion, GenerateRequest
-from ...config import BusError, ChannelClosed, shown, split_role
+from ...config import AdapterError, BusError, ChannelClosed, shown, split_role
 from ...store.board import LoadedAdapter, StageState
 from ...telemetry import TraceContext, instruments, names, now_ns
 from ...text.tokenizer import find_tokenizer, stop_token_ids_of
 from ..actor import Actor, StageContext, budget_of
 from . import effects as do
-from . import events as on
+from .arrivals import Arrival, Step, Tokenized, Tokens
 from .checks import request_id_of
 from .core import AdmissionCore
 from .epochs import EpochCore
@@ -38,14 +38,15 @@ from .judging import judge
 from .long_prompts import LongPrompts, is_long
 from .measures import compiling, count_moe, trace_cancel, trace_first_again, trace_replay
 from .refusals import GIVEN_UP_CODES, is_of_the_entry, overloaded, why_given_up
-from .requests import entry_deadline_ns
-from .unloading import Unloading
+from .requests import Unanswered, entry_deadline_ns
 
 TAKE_BATCH = 64
 """Entries taken from the queue at once."""
 
 SHED_INTERVAL_S = 1.0
 """Seconds between checks whether too many requests wait."""
+
+_UNLOADED = "the adapter was unloaded, and requests in flight were to end"
 
 
 class AdmissionStage(Actor):
@@ -76,7 +77,8 @@ class AdmissionStage(Actor):
         self._room = asyncio.Event()
         self._taking = anyio.CancelScope()
         self._long_prompts = LongPrompts()
-        self._unloading = Unloading(self, self._requests.ledger, self._handle)
+        # Adapters to unload once no request in flight has them, and the operations to answer then.
+        self._unloading: list[tuple[str, str]] = []
         self._group: TaskGroup
 
     # --- starting -----------------------------------------------------------------------------
@@ -99,7 +101,7 @@ class AdmissionStage(Actor):
         pending = await self.bus.requests.pending()
         async with anyio.create_task_group() as group:
             self._group = group
-            await self._handle(on.Began(tuple(pending)))
+            await self._handle(partial(self.epochs.begin, pending))
             group.start_soon(self._admit_forever)
             if self.bus.durable:
                 group.start_soon(self._keep_lane)
@@ -112,16 +114,14 @@ class AdmissionStage(Actor):
         Raises:
             LaneReplaced: There is a successor.
         """
-        await self._handle(on.LargerEpoch())
+        await self._handle(self.epochs.larger_epoch)
 
     # --- events and effects -------------------------------------------------------------------
 
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case StageReady() as ready:
-                await self._handle(on.Ready(ready, envelope.epoch))
-            case StageStopped(role, _, reason, failed):
-                await self._handle(on.Lost(role, reason, failed))
+                await self._handle(partial(self.epochs.take_part, ready, envelope.epoch))
             case CancelAll() as cancel_all:
                 await self._handle(cancel_all)
                 await self.answer(envelope.operation_id)
@@ -130,7 +130,7 @@ class AdmissionStage(Actor):
                 if capacity is not None:
                     self._core.set_capacity(capacity)
             case UnloadAdapter() as unload:
-                await self._unloading.begin(unload, envelope.operation_id, self._core)
+                await self._unload(unload, envelope.operation_id)
             case other:
                 await self._handle(other)
 
@@ -138,16 +138,16 @@ class AdmissionStage(Actor):
         return self._core.adapters
 
     async def tick(self) -> None:
-        await self._handle(on.Tick())
+        await self._handle(self.epochs.tick)
 
     def wake_at_ns(self) -> int | None:
         return self.epochs.wake_at_ns()
 
-    async def _handle(self, event: on.AnyEvent) -> None:
+    async def _handle(self, event: Message | Step) -> None:
         async with self._turn:
             await self._handle_locked(event)
 
-    async def _handle_locked(self, event: on.AnyEvent) -> None:
+    async def _handle_locked(self, event: Message | Step) -> None:
         """Perform all effects of an event. The caller holds `_turn`."""
         effects = self.epochs.handle(event, now_ns())
         if not self._room.is_set() and self._requests.room() > 0:
@@ -155,12 +155,13 @@ class AdmissionStage(Actor):
         for effect in effects:
             await self._perform(effect)
         if self._unloading:
-            await self._unloading.look()
+            await self._answer_unloads()
 
     async def _perform(self, effect: do.Effect) -> None:
         match effect:
             case do.Judge():
-                await self._handle_locked(judge(self, self._core, effect))
+                judged = judge(self, self._core, effect)
+                await self._handle_locked(partial(self.epochs.enter, judged))
             case do.Forward():
                 await self._or_give_up(effect.entry_id, self._forward(effect))
             case do.Acknowledge(entry_id, request_id):
@@ -174,17 +175,18 @@ class AdmissionStage(Actor):
                 await self.send(REFUSED, cancel, epoch=0)
             case do.BeginEpoch(reason):
                 self.epoch = await self.bus.next_epoch()
-                await self._handle_locked(on.EpochBegun(self.epoch, reason))
+                await self._handle_locked(partial(self.epochs.open_epoch, self.epoch, reason))
             case do.SendReset(role):
                 stage, replica = split_role(role)
                 await self.send(at(CONTROL[stage], replica), Reset())
             case do.Renew():
                 lost = await self.bus.requests.renew(self.config.admission.lease_s)
-                await self._handle_locked(on.Renewed(frozenset(lost)))
+                await self._handle_locked(partial(self.epochs.renewed, lost))
             case do.Claim(entries, overdue):
-                owners = tuple(await self._claim(entries))
-                long = tuple(not overdue and self._takes_long(entry) for entry in entries)
-                await self._handle_locked(on.Claimed(entries, owners, long))
+                owners = await self._claim(entries)
+                long = [not overdue and self._takes_long(entry) for entry in entries]
+                admit = partial(self.epochs.admit_inherited, entries, owners, long)
+                await self._handle_locked(admit)
             case do.Ask(items, opened, replica):
                 for each in opened:
                     await self._or_give_up(each.entry_id, self.send(OPENED, each))
@@ -239,7 +241,8 @@ class AdmissionStage(Actor):
         except Exception as error:
             if not is_of_the_entry(error):
                 raise
-            await self._handle_locked(on.ForwardFailed(entry_id, why_given_up(error)))
+            give_up = partial(self.epochs.give_up, entry_id, why_given_up(error))
+            await self._handle_locked(give_up)
 
     async def _dead_letter(self, effect: do.AddDeadLetter) -> None:
         entry, error = effect.entry, effect.error
@@ -254,6 +257,38 @@ class AdmissionStage(Actor):
             # The request ends all the same.
             except (BusError, TypeError, ValueError, RecursionError) as reason:
                 log.error("dead_letter_lost", error=shown(str(reason)))
+
+    # --- adapters -----------------------------------------------------------------------------
+
+    async def _unload(self, unload: UnloadAdapter, operation_id: str) -> None:
+        """Refuse an adapter from now on; `abort` ends its requests in flight."""
+        id = unload.adapter
+        if not self._core.close_adapter(id):
+            error = AdapterError(f"no adapter {shown(id)} is loaded", code="adapter_not_found")
+            await self.answer(operation_id, error=error)
+            return
+        self._unloading.append((id, operation_id))
+        if unload.in_flight == "abort":
+            for item in self._with_adapter(id):
+                ids = item.request_id, item.entry_id
+                await self._handle(Cancel(*ids, "cancelled", "aborted", _UNLOADED))
+        await self._answer_unloads()
+
+    async def _answer_unloads(self) -> None:
+        """Answer where no request in flight has the adapter any more."""
+        for waiting in self._unloading[:]:
+            id, operation_id = waiting
+            if not self._with_adapter(id):
+                self._unloading.remove(waiting)
+                await self.answer(operation_id)
+
+    def _with_adapter(self, id: str) -> list[Unanswered]:
+        """Return the requests in flight that use an adapter."""
+        return [
+            item
+            for item in self._requests.ledger
+            if item.accepted is not None and item.accepted.admitted.info.adapter == id
+        ]
 
     # --- status -------------------------------------------------------------------------------
 
@@ -310,14 +345,16 @@ class AdmissionStage(Actor):
 
     async def _keep_leases(self) -> None:
         lease_s, before_ns = self.config.admission.lease_s, self.epochs.renewed_ns
-        await self._handle(on.Renewed(frozenset(await self.bus.requests.renew(lease_s))))
+        lost = await self.bus.requests.renew(lease_s)
+        await self._handle(partial(self.epochs.renewed, lost))
         if self.epochs.renewed_ns - before_ns > lease_s * 1e9:
             return  # Redis was away, so other lanes could not renew either
         room = self._requests.room()
         if self._gate.is_set() and not self.epochs.draining and room > 0:
             entries = await self.bus.requests.take_over(lease_s, room)
             if entries:
-                await self._handle(on.TakenOver(tuple(entries)))
+                reason = "took_over_from_another_lane"
+                await self._handle(partial(self.epochs.inherit, entries, reason))
 
     async def _shed(self) -> int:
         def answer(entry: RequestEntry, waiting: int) -> Completion:
@@ -351,7 +388,7 @@ class AdmissionStage(Actor):
             received = now_ns()
             self._requests.incoming.add(entries)
             for entry, owner in zip(entries, await self._claim(entries), strict=True):
-                arrival = on.Arrival(entry, received, owner)
+                arrival = Arrival(entry, received, owner)
                 if owner != entry.entry_id and self._takes_long(entry):
                     self._requests.incoming.set_apart(entry.entry_id)
                     self._group.start_soon(self._admit_apart, arrival)
@@ -363,12 +400,12 @@ class AdmissionStage(Actor):
             self._room.clear()
             await self._room.wait()
 
-    async def _admit_apart(self, arrival: on.Arrival) -> None:
+    async def _admit_apart(self, arrival: Arrival) -> None:
         """Admit an entry whose prompt takes long to tokenise, while others pass."""
         tokenized = await self._tokenize(arrival)
         await self._admit(msgspec.structs.replace(arrival, tokenized=tokenized))
 
-    async def _tokenize(self, arrival: on.Arrival) -> on.Tokenized:
+    async def _tokenize(self, arrival: Arrival) -> Tokenized:
         entry, received_ns = arrival.entry, arrival.received_ns
         owner = self._requests.owner_of(request_id_of(entry), arrival.owner)
         try:
@@ -384,7 +421,7 @@ class AdmissionStage(Actor):
         refusal = await run(self._compile, is_constraint=True)
         return await run(self._core.tokenize) if refusal is None else refusal
 
-    def _compile_and_tokenize(self, request: GenerateRequest) -> on.Tokens:
+    def _compile_and_tokenize(self, request: GenerateRequest) -> Tokens:
         self._compile(request)
         return self._core.tokenize(request)
 
@@ -393,7 +430,7 @@ class AdmissionStage(Actor):
             with compiling(self, request.sampling.constraint):
                 self._core.check_constraint(request)
 
-    async def _admit(self, arrival: on.Arrival) -> None:
+    async def _admit(self, arrival: Arrival) -> None:
         """Admit an entry while all stages take part.
 
         A new epoch may begin while this waits for `_turn`: a request admitted then could reach a
@@ -403,7 +440,7 @@ class AdmissionStage(Actor):
             await self._gate.wait()
             async with self._turn:
                 if self._gate.is_set():
-                    await self._handle_locked(on.Arrived(arrival))
+                    await self._handle_locked(partial(self.epochs.arrive, arrival))
                     return
 
     async def _claim(self, entries: Sequence[RequestEntry]) -> list[str | None]:

@@ -257,7 +257,7 @@ class BatchingCore:
 
     def plan(self, now_ns: int) -> StepPlan | None:
         """Return the next step; None if there is none, or if enough plans are in flight."""
-        for info in self._index.expired(now_ns):
+        for info in self._index.deadlines.pop_until(now_ns):
             message = "the request's time budget ran out before it was done"
             self.cancel(Cancel(info.request_id, info.entry_id, "expired", "expired", message))
         next_plan = self._next
@@ -331,8 +331,7 @@ class BatchingCore:
 
     def next_deadline_ns(self) -> int | None:
         """Return the earliest deadline of a request; None if there is none."""
-        first = self._index.deadlines.first()
-        return first[0] if first is not None else None
+        return self._index.deadlines.first_key()
 
     def take_report(self) -> Credit | None:
         """Return a report for fairness if one is due. Call it after each `absorb`."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ...bus.messages import RequestInfo
 from ..lazy_heap import LazyHeap
 from .sequence import Sequence
@@ -43,12 +41,6 @@ class SequenceIndex(dict[int, Sequence]):
         super().clear()
         self._by_request.clear()
         self.deadlines.clear()
-
-    def expired(self, now_ns: int) -> Iterator[RequestInfo]:
-        """Remove and yield the deadlines that are over, of requests that have not ended."""
-        while (first := self.deadlines.first()) is not None and first[0] <= now_ns:
-            self.deadlines.pop()
-            yield first[1]
 
     def _is_alive(self, info: RequestInfo) -> bool:
         samples = self._by_request.get(info.request_id, {}).values()

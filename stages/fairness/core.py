@@ -180,16 +180,14 @@ class FairnessCore:
 
     def expire(self, now_ns: int) -> list[Cancel]:
         """Drop requests whose deadline is over; return the cancellations to pass on."""
-        while (first := self._deadlines.first()) is not None and first[0] <= now_ns:
-            self._deadlines.pop()
-            self._expire(first[1], EXPIRED)
+        for waiting in self._deadlines.pop_until(now_ns):
+            self._expire(waiting, EXPIRED)
         expired, self._expired = self._expired, []
         return expired
 
     def next_deadline_ns(self) -> int | None:
         """Return the earliest deadline of a waiting request; None if there is none."""
-        first = self._deadlines.first()
-        return first[0] if first is not None else None
+        return self._deadlines.first_key()
 
     # --- state --------------------------------------------------------------------------------
 

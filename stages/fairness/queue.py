@@ -382,10 +382,6 @@ class FairQueue:
         """Waiting requests, or parts of them."""
         return sum(each.num_requests for each in self._classes.values())
 
-    def classes(self) -> list[PriorityClass]:
-        """Return all classes in which a sequence waits or runs."""
-        return list(self._classes.values())
-
     def add(self, waiting: Waiting, now_ns: int) -> None:
         """Add a request; `now_ns` never falls."""
         priority = waiting.request.priority

@@ -49,9 +49,6 @@ class PrefixIndex:
         self._most = max(1, most_tokens // CHUNK_TOKENS)
         self._known: OrderedDict[int, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def match(self, prefixes: tuple[int, ...]) -> int:
         """Return the number of leading tokens that are probably cached."""
         for number, value in enumerate(prefixes):

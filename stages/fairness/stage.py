@@ -90,17 +90,14 @@ class FairnessStage(Actor):
 
     async def measure(self) -> None:
         counts, before = self._core.counts, self._measured
-        self.metrics.record(instruments.QUEUE_DEPTH, self._core.num_queued)
-        self.metrics.record(
-            instruments.FAIRNESS_PREEMPTIONS, counts.preemptions - before.preemptions
-        )
-        self.metrics.record(instruments.FAIRNESS_YIELDS, counts.yields - before.yields)
-        self.metrics.record(instruments.FAIRNESS_RESUMES, counts.resumes - before.resumes)
+        record = self.metrics.record
+        record(instruments.QUEUE_DEPTH, self._core.num_queued)
+        record(instruments.FAIRNESS_PREEMPTIONS, counts.preemptions - before.preemptions)
+        record(instruments.FAIRNESS_YIELDS, counts.yields - before.yields)
+        record(instruments.FAIRNESS_RESUMES, counts.resumes - before.resumes)
         for priority, tokens in counts.tokens.items():
             labels = {names.PRIORITY: priority_label(priority)}
-            self.metrics.record(
-                instruments.FAIRNESS_TOKENS, tokens - before.tokens[priority], labels
-            )
+            record(instruments.FAIRNESS_TOKENS, tokens - before.tokens[priority], labels)
         self._measured = copy.deepcopy(counts)
 
     async def _pass_on(self, cancel: Cancel) -> None:
@@ -144,17 +141,14 @@ class FairnessStage(Actor):
     def _trace(self, name: str, running: Running, start_ns: int, attributes: Attributes) -> None:
         """Record a span of a sequence: until it paused, or while it was paused."""
         info = running.request.info
-        if not self.records(info.traceparent):
-            return
-        common: Attributes = {
-            names.STAGE: self.name,
-            names.REQUEST_ID: info.request_id,
-            names.EPOCH: self.epoch,
-            names.SAMPLE_INDEX: running.spec.sample_index,
-            names.PRIORITY: running.request.priority,
-        }
-        trace = TraceContext(info.traceparent, info.tracestate)
-        self.tracing.span(name, trace, start_ns, now_ns(), {**common, **attributes})
+        if self.records(info.traceparent):
+            trace = TraceContext(info.traceparent, info.tracestate)
+            attributes = {
+                names.SAMPLE_INDEX: running.spec.sample_index,
+                names.PRIORITY: running.request.priority,
+                **attributes,
+            }
+            self.span(info.request_id, trace, start_ns, attributes, name=name)
 
 
 def _dispatch_to(replica: str) -> Link[DispatchMessage]:

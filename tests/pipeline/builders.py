@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nano_inference import (
@@ -27,14 +28,10 @@ from nano_inference.config import role_of
 from nano_inference.stages.actor import Actor
 
 from .. import oracle
+from ..errors import raises_code as raises_code
 from . import reference, short_model
 
 StageT = TypeVar("StageT", bound=Actor)
-
-
-def raises_code(kind: type[Exception], code: str, match: str | None = None) -> Any:
-    """As `pytest.raises`, for an error with this code."""
-    return pytest.raises(kind, match=match, check=lambda error: error.code == code)  # type: ignore[attr-defined]
 
 
 def error_code(completion: Completion) -> str:
@@ -64,17 +61,19 @@ GOOD = {"prompt": "12 + 30 =", "sampling": {"temperature": 0}}
 LONG = {"prompt": "12 + 30 =", "sampling": {"max_tokens": 1500, "ignore_eos": True}}
 
 
+def asking(prompt: str = "12 + 30 =", tokens: int = 8, **fields: Any) -> dict[str, Any]:
+    """A greedy request for so many tokens."""
+    sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+    return {"prompt": prompt, "sampling": sampling, **fields}
+
+
 # Tokens of a stream: enough to be hit by a failure in this process, and by one in another.
 TOKENS, MORE_TOKENS = 60, 120
 
 
 def stream_request(index: int, max_tokens: int = TOKENS) -> dict[str, Any]:
     """A greedy request."""
-    return {
-        "prompt": f"{index} + {7 * index} =",
-        "stream": index % 4 != 3,
-        "sampling": {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True},
-    }
+    return asking(f"{index} + {7 * index} =", max_tokens, stream=index % 4 != 3)
 
 
 async def whole_stream(pipeline: Pipeline, index: int) -> None:
@@ -230,6 +229,16 @@ async def kill(pipeline: Pipeline) -> None:
 async def begin(pipeline: Pipeline) -> Pipeline:
     """Enters the context for good; `kill` ends it."""
     return await pipeline.__aenter__()
+
+
+def in_halves(weights: State, parent: Path) -> list[Path]:
+    """Save half of the weights each in two folders."""
+    names = sorted(weights)
+    folders = [parent / "first", parent / "second"]
+    for folder, own in zip(folders, (names[::2], names[1::2]), strict=True):
+        folder.mkdir(parents=True)
+        save_file({name: weights[name] for name in own}, folder / "x.safetensors")
+    return folders
 
 
 class Streams:

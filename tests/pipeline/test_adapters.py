@@ -25,7 +25,7 @@ from nano_inference.stages.executor.core import ExecutorCore
 from ..gateway.policy.conftest import bearer
 from ..stages.executor.runner.adapters.making import make_adapter
 from . import short_model
-from .builders import break_once, error_code, raises_code
+from .builders import asking, break_once, error_code, raises_code
 from .conftest import LIMIT_S, MakeConfig, both_buses
 
 # --- over the bus ----------------------------------------------------------------------------
@@ -66,8 +66,7 @@ def wanted(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def request(model: str = "", tokens: int = TOKENS, **fields: Any) -> dict[str, Any]:
-    sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
-    return {"prompt": PROMPT, "model": model, "sampling": sampling, **fields}
+    return asking(PROMPT, tokens, model=model, **fields)
 
 
 async def say(pipeline: Pipeline, model: str = "") -> tuple[int, ...]:
@@ -189,8 +188,7 @@ async def test_a_restarted_executor_has_its_adapters_again(
 async def test_replicas_have_the_same_adapters(
     make_config: MakeConfig, folder: Path, wanted: dict[str, tuple[int, ...]], tmp_path: Path
 ) -> None:
-    config = make_config(pipeline__replicas=2)
-    async with Pipeline(config) as pipeline:
+    async with Pipeline(make_config(pipeline__replicas=2)) as pipeline:
         assert await pipeline.client.load_adapter("a", str(folder / "one")) == 1
         answers = await asyncio.gather(*(say(pipeline, "a") for _ in range(12)))
         assert set(answers) == {wanted["one"]}

@@ -246,17 +246,12 @@ def test_masked_and_bidirectional_checkpoints_embed(tmp_path: Path) -> None:
             hold(engine.embed(prompts), model.base_model, prompts, "mean")
 
 
-def test_new_weights_of_an_encoder_are_taken(tmp_path: Path) -> None:
+def test_an_encoder_takes_new_weights_also_after_a_release(tmp_path: Path) -> None:
     base, other, prompts = make_base("bert"), make_base("bert", seed=1), prompts_of()
     with engine_of(saved(base, tmp_path)) as engine:
         engine.embed(prompts)
         engine.update_weights(other.state_dict(), blocking=True)
         hold(engine.embed(prompts), other, prompts, "mean")
-
-
-def test_memory_of_an_encoder_is_released_and_taken_again(tmp_path: Path) -> None:
-    base, prompts = make_base("bert"), prompts_of()
-    with engine_of(saved(base, tmp_path)) as engine:
         engine.release_memory()
         engine.resume_memory()
         engine.update_weights(base.state_dict(), blocking=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from nano_inference import (
     EngineConfig,
@@ -25,12 +23,11 @@ from nano_inference.bus.weights import GroupWeights, InFlight, SharedMemoryWeigh
 
 from .. import oracle
 from ..stages.executor.runner.weights.test_sync_manager import fail_to_write
-from .builders import raises_code
+from .builders import State, raises_code
 
 PROMPT = [60, 61, 62]
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 LIMIT_S = 60.0
-State = dict[str, Tensor]
 
 
 @pytest.fixture
@@ -80,23 +77,6 @@ def test_weights_come_from_where_the_pipelines_do(
     send(engine, spelling(engine, 5), tmp_path)
     assert engine.get_weight_version() == 0, "before the next step, and not at once"
     assert spells(engine) == (1, oracle.token_of(5))
-
-
-@pytest.mark.parametrize("send", SOURCES)
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_numbers_that_are_not_finite_are_refused_from_everywhere(
-    engine: InferenceEngine, send: Send, bad: float, tmp_path: Path
-) -> None:
-    engine.update_weights(spelling(engine, 1), blocking=True)
-    weights = spelling(engine, 2)
-    weights["model.norm.weight"][3] = bad
-    with raises_code(
-        WeightsError, "weights_not_finite", match=r"NaN or infinity.* in model\.norm\.weight"
-    ):
-        send(engine, weights, tmp_path)
-    assert spells(engine) == (1, oracle.token_of(1))
-    send(engine, spelling(engine, 3), tmp_path)
-    assert spells(engine) == (2, oracle.token_of(3))
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -180,10 +160,9 @@ def test_lost_weights_generate_nothing_until_all_have_come(
     engine.step()
     with pytest.MonkeyPatch.context() as patch:
         fail_to_write(patch, 30, RuntimeError("the device is gone"))
-        with pytest.raises(WeightsError) as lost:
+        with raises_code(WeightsError, "weights_lost"):
             engine.update_weights(spelling(engine, 5), blocking)
             engine.step()
-    assert lost.value.code == "weights_lost"
     for refuse in (
         engine.step,
         engine.state_dict,

@@ -10,7 +10,7 @@ import pytest
 from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
 
 from . import reference
-from .conftest import BUSES, MakeConfig
+from .conftest import MakeConfig
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -80,50 +80,11 @@ async def test_200_concurrent_requests_equal_transformers_token_for_token(
         assert completion.usage.prompt_tokens == len(prompt_ids)
 
 
-@pytest.mark.parametrize("shared", BUSES, indirect=True)
-async def test_chunks_add_up_to_the_completion(shared: Pipeline) -> None:
-    request = {
-        "prompt": "Story about Zoë, a cat and a red ball:",
-        "n": 3,
-        "sampling": {"temperature": 1.0, "max_tokens": 40},
-    }
-    chunks = []
-    completion = None
-    async for output in shared.submit(request):
-        if isinstance(output, Completion):
-            completion = output
-        else:
-            chunks.append(output)
-    assert completion is not None
-    assert len(completion.samples) == 3
-    for sample in completion.samples:
-        own = [chunk for chunk in chunks if chunk.sample_index == sample.sample_index]
-        assert "".join(chunk.text for chunk in own) == sample.text
-        assert tuple(t for chunk in own for t in chunk.token_ids) == sample.token_ids
-        assert tuple(p for chunk in own for p in chunk.logprobs) == sample.logprobs
-        offsets = [chunk.token_offset for chunk in own]
-        assert offsets == sorted(offsets)
-        assert [chunk.finish_reason for chunk in own][-1] == sample.finish_reason
-
-
 async def test_seeded_samples_repeat_under_load(shared: Pipeline) -> None:
-    request = {
-        "prompt": "12 + 30 =",
-        "n": 4,
-        "sampling": {"temperature": 1.0, "seed": 5, "max_tokens": 12, "ignore_eos": True},
-    }
+    sampling = {"temperature": 1.0, "seed": 5, "max_tokens": 12, "ignore_eos": True}
+    request = {"prompt": "12 + 30 =", "n": 4, "sampling": sampling}
     alone = await shared.complete(request)
     others = [{"prompt": f"{i} + {i} =", "sampling": {"max_tokens": 20}} for i in range(20)]
     crowd = await asyncio.gather(*map(shared.complete, [*others, request]))
     assert [s.token_ids for s in crowd[-1].samples] == [s.token_ids for s in alone.samples]
     assert len({s.token_ids for s in alone.samples}) > 1, "the samples differ from each other"
-
-
-async def test_siblings_share_their_prompt(shared: Pipeline) -> None:
-    # No other prompt begins like this one, so that the first sample finds nothing.
-    prompt = "+ Ana is 31 years old and lives in Oslo. " * 10
-    completion = await shared.complete(
-        {"prompt": prompt, "n": 8, "sampling": {"max_tokens": 4, "ignore_eos": True}}
-    )
-    # Whole blocks are shared and the last is copied.
-    assert completion.usage.cached_tokens == 7 * completion.usage.prompt_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -13,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from nano_inference import Completion, Pipeline
 from nano_inference.config import FairnessConfig, TelemetryConfig, load_config
-from nano_inference.pipeline.client import Request
+from nano_inference.pipeline.scoring import Request
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.fairness import Counts, FairnessCore
@@ -22,7 +21,7 @@ from nano_inference.stages.streaming.core import StreamingCore
 from nano_inference.telemetry import names, setup_tracing
 
 from . import short_model
-from .builders import stage_of
+from .builders import asking, stage_of, until
 from .conftest import MakeConfig, both_buses
 
 SHORT_MODEL = True
@@ -32,25 +31,13 @@ LONG_TOKENS = 24
 
 
 def long_request(index: int, **fields: Any) -> dict[str, Any]:
-    return {
-        "prompt": f"Story about Ana, a cat and {index} balls:",
-        "sampling": {
-            "temperature": 1.0,
-            "seed": index,
-            "max_tokens": LONG_TOKENS,
-            "ignore_eos": True,
-        },
-        "n": 1 + index % 2,
-        **fields,
-    }
+    request = asking(f"Story about Ana, a cat and {index} balls:", LONG_TOKENS, **fields)
+    request["sampling"] |= {"temperature": 1.0, "seed": index}
+    return request | {"n": 1 + index % 2}
 
 
 def urgent_request(index: int) -> dict[str, Any]:
-    return {
-        "prompt": f"{index} + 4 =",
-        "sampling": {"temperature": 0, "max_tokens": 4, "ignore_eos": True},
-        "priority": 8,
-    }
+    return asking(f"{index} + 4 =", 4, priority=8)
 
 
 def fairness_of(pipeline: Pipeline) -> FairnessStage:
@@ -93,8 +80,7 @@ async def all_tokens(pipeline: Pipeline) -> list[list[tuple[int, ...]]]:
 async def wanted() -> list[list[tuple[int, ...]]]:
     """The result of `all_tokens` without preemption."""
     model = {"engine.dtype": "float32", "engine.model_path": str(short_model.folder())}
-    config = load_config(env={}, overrides=model)
-    async with Pipeline(config) as pipeline:
+    async with Pipeline(load_config(env={}, overrides=model)) as pipeline:
         tokens = await all_tokens(pipeline)
         assert counts_of(pipeline) == Counts(tokens=counts_of(pipeline).tokens)
         return tokens
@@ -167,12 +153,6 @@ async def test_paused_sequences_survive_a_stage_failure(
         assert fairness_of(pipeline)._core.num_queued == 0
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    """Polls; the test's own time limit bounds it."""
-    while not holds():  # noqa: ASYNC110  (the condition has no event)
-        await asyncio.sleep(0.005)
-
-
 @pytest.mark.parametrize("how", ["cancelled", "expired"])
 async def test_a_request_that_has_paused_can_end(make_config: MakeConfig, how: str) -> None:
     config = make_config(
@@ -181,15 +161,10 @@ async def test_a_request_that_has_paused_can_end(make_config: MakeConfig, how: s
     async with Pipeline(config) as pipeline:
         await pipeline.complete(urgent_request(0))  # the model is warm
         budget = {"budget_ns": 2 * 10**9} if how == "expired" else {}
-        sampling = {"temperature": 0, "max_tokens": 4000, "ignore_eos": True}
-        low = pipeline.submit(
-            {"request_id": "low", "prompt": "1 + 1 =", "sampling": sampling, **budget}
-        )
+        low = pipeline.submit(asking("1 + 1 =", 4000, request_id="low", **budget))
         async with aclosing(low):
             first = await anext(low)
-            high = asyncio.create_task(
-                pipeline.complete({"prompt": "2 + 2 =", "sampling": sampling, "priority": 9})
-            )
+            high = asyncio.create_task(pipeline.complete(asking("2 + 2 =", 4000, priority=9)))
             await until(lambda: fairness_of(pipeline)._core.num_paused == 1)
             if how == "cancelled":
                 await pipeline.client.cancel("low")
@@ -204,36 +179,9 @@ async def test_a_request_that_has_paused_can_end(make_config: MakeConfig, how: s
         assert (core.num_queued, core.num_paused) == (0, 0)
 
 
-async def test_a_quiet_tenant_does_not_wait_for_a_noisy_one(make_config: MakeConfig) -> None:
-    """60 requests come before one; it has its answer before a fifth of them."""
-    config = make_config(engine__max_batch_size=2, engine__dtype="bfloat16")
-    order: list[str] = []
-
-    async def run(name: str, request: dict[str, Any]) -> None:
-        completion = await pipeline.complete(request)
-        assert completion.status == "done"
-        order.append(name)
-
-    async with Pipeline(config) as pipeline:
-        sampling = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
-        noisy = [
-            {"prompt": f"{i} + 1 =", "sampling": sampling, "tenant": "noisy"} for i in range(60)
-        ]
-        tasks = [asyncio.create_task(run("noisy", request)) for request in noisy]
-        await until(lambda: bool(order))
-        quiet = {"prompt": "7 + 7 =", "sampling": sampling, "tenant": "quiet"}
-        before = len(order)
-        await run("quiet", quiet)
-        assert len(order) - before <= 12
-        await asyncio.gather(*tasks)
-
-
 async def test_changed_settings_apply_to_running_requests(make_config: MakeConfig) -> None:
-    config = make_config(engine__max_batch_size=1)
-    async with Pipeline(config) as pipeline:
-        sampling = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
-        long = {"prompt": "1 + 1 =", "sampling": sampling}
-        low = asyncio.create_task(tokens_of(pipeline, long))
+    async with Pipeline(make_config(engine__max_batch_size=1)) as pipeline:
+        low = asyncio.create_task(tokens_of(pipeline, asking("1 + 1 =", 200)))
         await until(lambda: fairness_of(pipeline)._core.credits == 0)
         high = asyncio.create_task(pipeline.complete(urgent_request(1)))
         await until(lambda: fairness_of(pipeline)._core.num_queued == 1)

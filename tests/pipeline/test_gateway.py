@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from nano_inference.pipeline.pipeline import Pipeline
 
 from ..oracle import announcing, token_of
 from ..servers import until
+from .builders import in_halves
 from .conftest import MakeConfig, both_buses
 
 
@@ -176,18 +176,11 @@ async def test_buckets_become_visible_together(
     trainer: Trainer, weights: Mapping[str, Tensor], tmp_path: Path
 ) -> None:
     """Half of the new weights are refused a place, whatever way generation goes on."""
-    new = announcing(weights, 1)
-    names = sorted(new)
-    folders = []
-    for part, own in enumerate((names[::2], names[1::2])):
-        folder = tmp_path / str(part)
-        folder.mkdir()
-        safetensors.torch.save_file({name: new[name] for name in own}, folder / "x.safetensors")
-        folders.append(str(folder))
+    folders = in_halves(announcing(weights, 1), tmp_path)
     before = await trainer.generate([20, 21, 22], 4)
     await trainer.pause_generation("in_place")
     waiting = asyncio.create_task(trainer.generate([20, 21, 22], 4))
-    await trainer.update_weights_from_disk(folders[0], "1")
+    await trainer.update_weights_from_disk(str(folders[0]), "1")
     with pytest.raises(httpx.HTTPStatusError) as refused:
         await trainer.update_weights_from_disk(str(tmp_path / "none"), "1")
     assert refused.value.response.status_code == 400
@@ -199,7 +192,7 @@ async def test_buckets_become_visible_together(
 
     await trainer.pause_generation("in_place")
     for folder in folders:
-        await trainer.update_weights_from_disk(folder, "1")
+        await trainer.update_weights_from_disk(str(folder), "1")
     await trainer.continue_generation()
     sample = await trainer.generate([20, 21, 22], 4)
     assert sample["tokens"] == [token_of(1)] * 4
@@ -210,18 +203,13 @@ async def test_a_trainer_on_the_same_device_runs_its_rounds(
     trainer: Trainer, pipeline: Pipeline, weights: Mapping[str, Tensor], tmp_path: Path
 ) -> None:
     """Release, train, weights, buckets, KV cache, generate; requests wait meanwhile."""
-    names = sorted(weights)
     for version in (1, 2):
         await trainer.release_memory_occupation([None, ["kv_cache", "weights"]][version - 1])
         waiting = asyncio.create_task(trainer.generate([20, 21, 22], 4))
         await until(lambda: in_flight(pipeline), "the request in flight")
         (await trainer.http.get("/health_generate")).raise_for_status()
         await trainer.resume_memory_occupation(["weights"])
-        new = announcing(weights, version)
-        for part, own in enumerate((names[::2], names[1::2])):
-            folder = tmp_path / f"{version}-{part}"
-            folder.mkdir()
-            safetensors.torch.save_file({name: new[name] for name in own}, folder / "x.safetensors")
+        for folder in in_halves(announcing(weights, version), tmp_path / str(version)):
             await trainer.update_weights_from_disk(str(folder), str(version))
         await trainer.resume_memory_occupation(["kv_cache"])
         sample = await waiting
@@ -239,38 +227,6 @@ async def test_released_weights_are_not_generated_from(
     await until(lambda: in_flight(pipeline), "the request in flight")
     await trainer.update_weights_from_disk(spell(1), "1")
     assert (await waiting)["tokens"] == [token_of(1)] * 4
-
-
-async def test_a_session_needs_no_pause(trainer: Trainer, spell: Callable[[int], str]) -> None:
-    await trainer.make_request("begin_weight_update", {"selector": "all"})
-    await trainer.update_weights_from_disk(spell(1), "step-1")
-    assert (await trainer.generate([20, 21], 2))["weight_version"] == "0"
-    await trainer.make_request("end_weight_update", {})
-    sample = await trainer.generate([20, 21], 2)
-    assert (sample["tokens"], sample["weight_version"]) == ([token_of(1)] * 2, "step-1")
-
-
-async def test_tensors_may_come_in_the_body(
-    http: httpx.AsyncClient, trainer: Trainer, weights: Mapping[str, Tensor]
-) -> None:
-    parts = [b64encode(safetensors.torch.save(announcing(weights, 3))).decode()]
-    payload = {"serialized_named_tensors": parts, "load_format": "safetensors"}
-    assert (await trainer.make_request("update_weights_from_tensor", payload))["success"]
-    assert (await trainer.generate([20, 21], 2))["tokens"] == [token_of(3)] * 2
-
-
-async def test_weights_that_do_not_fit_change_nothing(
-    trainer: Trainer, weights: Mapping[str, Tensor], tmp_path: Path
-) -> None:
-    safetensors.torch.save_file(
-        {"model.norm.weight": weights["model.norm.weight"]}, tmp_path / "x.safetensors"
-    )
-    response = await trainer.http.post(
-        "/update_weights_from_disk", json={"model_path": str(tmp_path)}
-    )
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "weights_refused"
-    assert await trainer.get_weight_version() == "0"
 
 
 @both_buses
@@ -295,16 +251,6 @@ async def test_aborted_requests_return_partial_samples(
     assert 0 < len(meta["output_token_logprobs"]) == meta["completion_tokens"] < 1500
 
 
-async def test_a_pause_can_abort_requests(trainer: Trainer, pipeline: Pipeline) -> None:
-    await trainer.pause_generation("in_place")
-    stuck = asyncio.create_task(trainer.generate([20, 21, 22], 4))
-    await until(lambda: in_flight(pipeline), "the request in flight")
-    await trainer.pause_generation("abort")
-    assert (await stuck)["status"] == "aborted"
-    await trainer.continue_generation()
-    assert (await trainer.generate([20, 21, 22], 4))["status"] != "aborted"
-
-
 @both_buses
 async def test_a_dropped_connection_frees_the_lane(trainer: Trainer, pipeline: Pipeline) -> None:
     """While generation is paused, so that the request can't end by itself."""
@@ -314,50 +260,6 @@ async def test_a_dropped_connection_frees_the_lane(trainer: Trainer, pipeline: P
     generating.cancel()
     await until(lambda: at_rest(pipeline), "a lane at rest")
     await trainer.continue_generation()
-
-
-async def test_scores_equal_generation_s_logprobs(trainer: Trainer) -> None:
-    """As a teacher's are asked for: the prompt and the answer go in, no token comes out."""
-    made = await trainer.generate([20, 21, 22], 6)
-    payload = {
-        "input_ids": [20, 21, 22, *made["tokens"]],
-        "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-    output = await trainer.make_request("generate", payload)
-    scores = output["meta_info"]["input_token_logprobs"]
-    assert output["output_ids"] == []
-    assert [entry[1] for entry in scores] == payload["input_ids"]
-    assert scores[0][0] is None
-    assert all(entry[0] <= 0 for entry in scores[1:])
-
-
-async def test_texts_and_stops_of_the_model(trainer: Trainer) -> None:
-    payload = {
-        "text": "98 + 25 =",
-        "sampling_params": {"temperature": 0, "stop": ["23"], "max_new_tokens": 16},
-    }
-    output = await trainer.make_request("generate", payload)
-    assert output["text"] == " 1"
-    assert output["meta_info"]["finish_reason"] == {"type": "stop", "matched": "23"}
-    payload["sampling_params"] = {
-        "temperature": 0,
-        "no_stop_trim": True,
-        "skip_special_tokens": False,
-    }
-    output = await trainer.make_request("generate", payload)
-    assert output["text"] == " 123<|endoftext|>"
-    assert output["meta_info"]["finish_reason"] == {
-        "type": "stop",
-        "matched": output["output_ids"][-1],
-    }
-
-
-async def test_invalid_token_ids_are_refused(http: httpx.AsyncClient) -> None:
-    response = await http.post("/generate", json={"input_ids": [10**6]})
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "invalid_token_ids"
 
 
 async def test_a_single_model_has_the_same_status_routes(

@@ -19,6 +19,7 @@ from nano_inference.pipeline.pipeline import Pipeline
 
 from ..oracle import announcing, token_of
 from ..stages.executor.runner.weights.transports.peers import Peer
+from .builders import in_halves
 from .conftest import LIMIT_S, MakeConfig
 
 GROUP = "slime-pp_0"
@@ -77,12 +78,7 @@ async def bucket(
 
 
 def in_buckets(new: Mapping[str, Tensor], folder: Path) -> list[Path]:
-    names = sorted(new)
-    files = []
-    for number, own in enumerate((names[::2], names[1::2])):
-        files.append(folder / f"{number}.safetensors")
-        safetensors.torch.save_file({name: new[name] for name in own}, files[-1])
-    return files
+    return [half / "x.safetensors" for half in in_halves(dict(new), folder)]
 
 
 async def sample(http: httpx.AsyncClient) -> tuple[list[int], str]:
@@ -100,7 +96,7 @@ async def test_a_trainer_s_group_runs_whole_rounds(
         for version in (1, 2):
             assert (await post(http, "/pause_generation", mode="retract")).status_code == 200
             assert (await http.get("/flush_cache")).status_code == 200
-            for file in in_buckets(announcing(weights, version), tmp_path):
+            for file in in_buckets(announcing(weights, version), tmp_path / str(version)):
                 answer = await bucket(http, peer, file, str(version))
                 assert answer.json()["success"], answer.text
                 assert await asyncio.to_thread(peer.hear) == "send"

@@ -168,11 +168,8 @@ async def test_stages_report_their_state_and_load(make_config: MakeConfig) -> No
         assert [each.stage for each in await pipeline.bus.store.board.read()] == sorted(STAGES)
 
 
-@both_buses
+@pytest.mark.parametrize("make_config", ["redis-links"], indirect=True)
 async def test_waiting_stages_report_their_reason(make_config: MakeConfig) -> None:
-    config = make_config()
-    if config.bus.url == "memory":
-        return
     some: tuple[Stage, ...] = ("admission", "batching")
     async with Pipeline(make_config(pipeline__stages=some)) as pipeline:
         reasons: dict[str, str] = {}
@@ -181,8 +178,7 @@ async def test_waiting_stages_report_their_reason(make_config: MakeConfig) -> No
             reasons = {report.stage: report.reason for report in pipeline.stages()}
         # Without the executor batching does not know what fits.
         assert reasons["admission"] == "fairness, batching, executor, streaming not ready"
-        bus = pipeline.bus
-        heart = Heart(config, bus, {})
+        heart = Heart(make_config(), pipeline.bus, {})
         assert {report.state for report in heart.reports()} == {"starting"}
 
 

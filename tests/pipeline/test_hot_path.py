@@ -31,6 +31,7 @@ from nano_inference.stages.executor.runner.model import wrap_model
 from ..instructions import counted, instructions
 from ..stages.executor.models import make_model
 from ..stages.executor.plans import new_sequence, step_plan
+from .builders import asking
 
 STEPS = 16
 """One for each place in a block, so that a block's cost is shared among its tokens."""
@@ -113,19 +114,15 @@ def test_batching_hardly_grows_with_the_batch(cache_type: Literal["paged", "radi
 
 async def admit(pipeline: Pipeline, requests: int) -> int:
     """Instructions of admission for so many requests at once, from the queue to the last word."""
-    sampling = {"max_tokens": 4, "ignore_eos": True, "temperature": 0}
-    prompts = [f"{number} and" for number in range(requests)]
+    asked = [asking(f"{number} and", 4) for number in range(requests)]
     with counted() as counts:
-        done = await asyncio.gather(
-            *(pipeline.complete({"prompt": prompt, "sampling": sampling}) for prompt in prompts)
-        )
+        done = await asyncio.gather(*map(pipeline.complete, asked))
     assert {completion.status for completion in done} == {"done"}
     return sum(number for name, number in counts.items() if name.startswith("/stages/admission/"))
 
 
 async def test_admission_of_a_request() -> None:
-    config = load_config(env={}, overrides={"engine.dtype": "float32"})
-    async with Pipeline(config) as pipeline:
+    async with Pipeline(load_config(env={}, overrides={"engine.dtype": "float32"})) as pipeline:
         await admit(pipeline, 2)
         few, many = await admit(pipeline, 8), await admit(pipeline, 40)
     assert 1_000 < (many - few) / 32 < ADMISSION_PER_REQUEST
@@ -152,8 +149,7 @@ async def deliver(pipeline: Pipeline, tokens: int, *, stream: bool) -> int:
     ("stream", "most"), [(False, TEXT_OF_A_TOKEN), (True, STREAMING_A_TOKEN)], ids=["end", "stream"]
 )
 async def test_a_token_on_its_way_to_the_client(stream: bool, most: int) -> None:
-    config = load_config(env={}, overrides={"engine.dtype": "float32"})
-    async with Pipeline(config) as pipeline:
+    async with Pipeline(load_config(env={}, overrides={"engine.dtype": "float32"})) as pipeline:
         await deliver(pipeline, 4, stream=stream)
         short, long = [await deliver(pipeline, tokens, stream=stream) for tokens in (8, 40)]
     assert 50 < (long - short) / (8 * 32) < most

@@ -12,7 +12,6 @@ import pytest
 import pytest_asyncio
 
 from nano_inference import Completion, Pipeline
-from nano_inference.config import RequestError
 from nano_inference.gateway.api.kserve.service import InferenceService
 
 from . import reference
@@ -130,26 +129,6 @@ async def test_kserve_scores_equal_the_pipeline_s(
     assert found["weight_version"].tolist() == [wanted.weight_version] == [1]
 
 
-async def test_best_of_returns_the_reference_model_s_likeliest(
-    pipeline: Pipeline, service: InferenceService
-) -> None:
-    sampled = (await direct(pipeline)).samples
-    token_ids = [each.token_ids for each in sampled]
-    scored = await pipeline.score([prompt_ids()] * 3, token_ids)
-    means = [np.float32(np.mean(np.float32(each.ref_logprobs))) for each in scored]
-    sampling = {name: value for name, value in SAMPLED.items() if name != "n"}
-    request = infer_request(
-        "tiny.best_of", input_ids=prompt_ids(), best_of=3, sampling_parameters=sampling
-    )
-    found = arrays(await service.infer_once(origin(), request))
-    assert found["scores"].tolist() == means
-    best = int(np.argmax(means))
-    assert tuple(found["output_ids"]) == token_ids[best]
-    assert tuple(found["logprobs"]) == sampled[best].logprobs
-    assert found["score"] == max(means)
-    assert len(set(means)) == 3
-
-
 async def test_streams_equal_the_answers(pipeline: Pipeline, service: InferenceService) -> None:
     wanted = await direct(pipeline)
     asked_texts = infer_request(
@@ -176,15 +155,3 @@ async def test_streams_equal_the_answers(pipeline: Pipeline, service: InferenceS
         parts = [each["output_ids"][index][: each["num_output_tokens"][index]] for each in tokens]
         assert tuple(chain.from_iterable(parts)) == sample.token_ids
     assert all(each["num_input_tokens"] == [len(prompt_ids())] for each in texts)
-
-
-async def test_statistics_and_times_are_counted(service: InferenceService) -> None:
-    request = infer_request("tiny", text_input=PROMPT)
-    with pytest.raises(RequestError):
-        await service.infer_once(origin(), infer_request("tiny", text_input=""))
-    await service.infer_once(origin(), request)
-    found = service.statistics.model("tiny")
-    assert (found.success["count"], found.fail["count"]) == (1, 1)
-    assert 0 < found.compute["ns"] < found.success["ns"]
-    assert found.queue["ns"] + found.compute["ns"] == found.success["ns"]
-    assert await service.trouble("tiny.score") == ""

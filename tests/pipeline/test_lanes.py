@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from nano_inference import BusClient, Completion, Config, Pipeline
+from nano_inference import BusClient, Config, Pipeline
 from nano_inference.bus.control import Pause, Resume
 from nano_inference.bus.links import CONTROL
-from nano_inference.bus.public import CompletionChunk
 from nano_inference.bus.redis import leases
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import STAGES, BusError, LaneReplaced
 
 from ..commands import Command
-from .builders import GOOD, LONG, Streams, begin, end_of, error_code, kill, raises_code, until
+from .builders import GOOD, LONG, Streams, begin, end_of, kill, raises_code, until
 from .conftest import LIMIT_S, MakeConfig, config_maker
 
 SHORT_MODEL = True
@@ -81,21 +80,6 @@ async def test_two_lanes_serve_one_stream(make_config: MakeConfig) -> None:
         for pipeline in (first, second):
             (steps,) = [s.load["steps"] for s in pipeline.stages() if s.stage == "executor"]
             assert steps, "both have served some"
-
-
-async def test_a_request_id_is_used_once_in_all_lanes(make_config: MakeConfig) -> None:
-    configs = side_by_side(make_config, admission__max_in_flight=1)
-    async with Pipeline(configs[0]) as first, BusClient.connect(configs[0].bus) as client:
-        running = client.submit({**LONG, "request_id": "mine"})
-        await anext(running)
-        async with Pipeline(configs[1]) as second:
-            refused = await client.complete({**GOOD, "request_id": "mine"})
-            assert error_code(refused) == "duplicate_request"
-            assert in_flight(first) == 1
-            await until(lambda: not in_flight(second))
-        await client.cancel("mine")
-        last = await end_of(running)
-        assert last.status == "cancelled"
 
 
 @in_cluster
@@ -324,100 +308,6 @@ async def test_a_second_of_the_same_lane_replaces_the_first(
                 await older.__aexit__(None, None, None)
             await streams.finish()
             assert (await client.complete(GOOD)).status == "done"
-
-
-# --- too much, and too late -------------------------------------------------------------------
-
-
-async def test_overload_refuses_the_newest_and_keeps_the_oldest(make_config: MakeConfig) -> None:
-    config = make_config(admission__max_in_flight=1, admission__max_queued=3)
-    async with Pipeline(config) as pipeline:
-        await pipeline.client.pause()
-        entries = [await pipeline.client.publish(GOOD)]
-        await until(lambda: in_flight(pipeline))
-        entries += [await pipeline.client.publish(GOOD) for _ in range(9)]
-        completions: list[Completion] = []
-        for entry_id in entries[:3:-1]:
-            outputs = pipeline.bus.results.follow("", entry_id)
-            last = await end_of(outputs)
-            completions.append(last)
-        for completion in completions:
-            assert error_code(completion) == "overloaded"
-            assert completion.error.retry_after_s == 300.0, "nothing has finished yet"
-        await pipeline.client.resume()
-        for entry_id in entries[:4]:
-            outputs = pipeline.bus.results.follow("", entry_id)
-            last = await end_of(outputs)
-            assert last.status == "done"
-
-
-@pytest.mark.parametrize("missing", ["executor", "streaming", "admission"])
-async def test_a_budget_can_end_while_a_stage_is_missing(
-    make_config: MakeConfig, missing: str
-) -> None:
-    """The request is in flight; its budget is over before the stage is back."""
-    stages = {"admission", "fairness", "batching", "executor", "streaming"}
-    rest = lane_config(make_config, "a", pipeline__stages=sorted(stages - {missing}))
-    away = lane_config(make_config, "a", pipeline__stages=[missing])
-    async with BusClient.connect(rest.bus) as client, Pipeline(rest):
-        async with Pipeline(away) as back:
-            await back.ready()
-            stream = client.submit({**LONG, "budget_ns": 2 * 10**9})
-            outputs = [await anext(stream)]
-            await kill(back) if missing == "admission" else None
-        if missing == "executor":
-            outputs += [output async for output in stream]
-        else:
-            await asyncio.sleep(2)  # until its time is over
-            async with Pipeline(away):
-                outputs += [output async for output in stream]
-        last = outputs[-1]
-        assert last.status == "expired"
-        made = sum(len(chunk.token_ids) for chunk in outputs if isinstance(chunk, CompletionChunk))
-        assert made == sum(len(sample.token_ids) for sample in last.samples)
-
-
-async def test_inherited_requests_expire_while_the_lane_is_down(make_config: MakeConfig) -> None:
-    """Admission is new, the executor away: the request expires by its budget alone."""
-    front = ["admission", "streaming"]
-    first, second = (
-        lane_config(make_config, "a", pipeline__stages=stages)
-        for stages in (front, ["fairness", "batching", "executor"])
-    )
-    async with BusClient.connect(first.bus) as client:
-        async with Pipeline(first) as before:
-            async with Pipeline(second):
-                await before.ready()
-                stream = client.submit({**LONG, "budget_ns": 2 * 10**9})
-                outputs = [await anext(stream)]
-            await kill(before)
-        async with Pipeline(first):
-            outputs += [output async for output in stream]
-        last = outputs[-1]
-        assert last.status == "expired"
-
-
-async def test_a_budget_can_end_in_the_queue(make_config: MakeConfig) -> None:
-    config = make_config()
-    async with BusClient.connect(config.bus) as client:
-        waiting = asyncio.create_task(client.complete({**GOOD, "budget_ns": 1_000_000}))
-        await asyncio.sleep(0.05)
-        async with Pipeline(config):
-            assert (await waiting).status == "expired"
-
-
-async def test_a_budget_can_end_in_fairness_and_in_batching(make_config: MakeConfig) -> None:
-    """One runs, one waits for a slot; both have too little time."""
-    config = make_config(engine__max_batch_size=1)
-    async with Pipeline(config) as pipeline:
-        await pipeline.client.pause()
-        requests = [{**LONG, "budget_ns": 300_000_000} for _ in range(2)]
-        waiting = [asyncio.create_task(pipeline.complete(request)) for request in requests]
-        assert {(await task).status for task in waiting} == {"expired"}
-        await pipeline.client.resume()
-        running = await pipeline.complete({**LONG, "budget_ns": 300_000_000})
-        assert running.status == "expired"
-        assert (await pipeline.complete(GOOD)).status == "done", "its place is free again"
 
 
 # --- how many wait --------------------------------------------------------------------------------

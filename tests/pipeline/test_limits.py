@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import random
 from collections.abc import Iterator
@@ -12,11 +11,8 @@ from typing import Any, Literal
 import pytest
 
 from nano_inference import (
-    Completion,
-    Config,
     EngineConfig,
     InferenceEngine,
-    Pipeline,
     RequestError,
     SamplingParams,
 )
@@ -25,7 +21,7 @@ from nano_inference.stages.batching import Sequence
 
 from ..stages.batching.index import check_index
 from . import short_model
-from .builders import error_code, raises_code
+from .builders import raises_code
 from .watch import Watch, watch
 
 CacheType = Literal["radix", "paged"]
@@ -137,8 +133,7 @@ def test_a_full_batch_changes_no_completion(
 def test_a_cache_for_one_sequence_serves_a_queue_one_by_one(
     cache_type: CacheType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_for(64, max_model_len=64, cache_type=cache_type)
-    with empty_at_the_end(config) as engine:
+    with empty_at_the_end(config_for(64, max_model_len=64, cache_type=cache_type)) as engine:
         seen = watch(engine, monkeypatch)
         samples = engine.generate(prompts_of([60, 33, 50, 60, 64 - 1]), greedy(64))
         assert [len(s.completion_tokens) for s in samples] == [4, 31, 14, 4, 1]
@@ -294,45 +289,3 @@ def test_planning_a_step_is_no_more_work_however_many_wait(
     many = work_of_a_queue(QUEUES[kind](number), monkeypatch)
     assert many.steps >= number // BATCH
     assert max(few.looks) <= max(many.looks) <= 2 * BATCH
-
-
-# --- the same through the pipeline --------------------------------------------------------------
-
-
-async def complete_all(engine: EngineConfig, requests: list[dict[str, Any]]) -> list[Completion]:
-    async with Pipeline(Config(engine=engine)) as pipeline:
-        return await asyncio.gather(*map(pipeline.complete, requests))
-
-
-def as_request(prompt: list[int], max_tokens: int) -> dict[str, Any]:
-    sampling = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
-    return {"prompt_token_ids": prompt, "sampling": sampling}
-
-
-async def test_pipeline_lengths_at_the_limit() -> None:
-    config = config_for(256, max_model_len=128)
-    requests = [as_request(prompt, 500) for prompt in prompts_of([127, 128, 20, 1])]
-    completions = await complete_all(config, requests)
-    assert [c.status for c in completions] == ["done", "error", "done", "done"]
-    assert [len(s.token_ids) for c in completions for s in c.samples] == [1, 108, 127]
-    assert {s.finish_reason for c in completions for s in c.samples} == {"length"}
-    assert error_code(completions[1]) == "prompt_too_long"
-
-
-@both_caches
-async def test_pipeline_with_a_cache_for_one_sequence_serves_all(cache_type: CacheType) -> None:
-    """Planned a step ahead, with more requests than the batch takes, and preemption."""
-    rng = random.Random(5)
-    prompts = prompts_of([rng.choice([1, 8, 30, 60]) for _ in range(12)])
-    config = config_for(
-        96,
-        max_model_len=96,
-        max_batch_size=8,
-        max_tokens_per_batch=16,
-        block_size=4,
-        cache_type=cache_type,
-    )
-    completions = await complete_all(config, [as_request(prompt, 30) for prompt in prompts])
-    with InferenceEngine(config_for(8192, max_model_len=96)) as roomy:
-        expected = roomy.generate(prompts, greedy(30))
-    assert [c.samples[0].token_ids for c in completions] == [s.completion_tokens for s in expected]

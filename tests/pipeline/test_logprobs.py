@@ -117,58 +117,6 @@ async def test_all_logprobs_reach_the_client(shared: Pipeline) -> None:
             assert met.get(token_id, logprob) == logprob
 
 
-@in_module_loop
-async def test_logprobs_come_on_request_alone(shared: Pipeline) -> None:
-    completion = await shared.complete({"prompt": PROMPT, "sampling": {"max_tokens": 4}})
-    assert completion.prompt_logprobs is None
-    assert completion.prompt_top_logprobs is None
-    assert completion.samples[0].top_logprobs is None
-
-
-@in_module_loop
-async def test_min_tokens_goes_past_the_end_and_past_stop_strings(shared: Pipeline) -> None:
-    base: dict[str, Any] = {"temperature": 0, "max_tokens": 40}
-    request = {"prompt": "98 + 25 =", "sampling": base}
-    short = (await shared.complete(request)).samples[0]
-    assert short.finish_reason == "stop"
-    end = short.token_ids[-1]
-    least = len(short.token_ids) + 6
-    longer = {"prompt": "98 + 25 =", "sampling": {**base, "min_tokens": least}}
-    long = (await shared.complete(longer)).samples[0]
-    assert len(long.token_ids) > least or len(long.token_ids) == 40
-    assert end not in long.token_ids[:least]
-    assert long.token_ids[: len(short.token_ids) - 1] == short.token_ids[:-1]
-    stop = short.text.strip()[-2:]
-    cut = {"prompt": "98 + 25 =", "sampling": {**base, "stop": [stop]}}
-    assert stop not in (await shared.complete(cut)).samples[0].text
-    cut["sampling"]["min_tokens"] = len(short.token_ids)
-    assert stop in (await shared.complete(cut)).samples[0].text
-
-
-@in_module_loop
-async def test_a_bias_decides(shared: Pipeline) -> None:
-    bias = {"logit_bias": {77: 100.0}, "temperature": 0, "max_tokens": 5}
-    completion = await shared.complete({"prompt": PROMPT, "sampling": bias})
-    assert completion.samples[0].token_ids == (77,) * 5
-
-
-@in_module_loop
-async def test_seeds_give_the_same_samples_with_penalties(shared: Pipeline) -> None:
-    request = {
-        "prompt": PROMPT,
-        "n": 2,
-        "sampling": {
-            "seed": 9,
-            "max_tokens": 10,
-            "ignore_eos": True,
-            "repetition_penalty": 1.3,
-            "frequency_penalty": 0.5,
-        },
-    }
-    first, second = await shared.complete(request), await shared.complete(request)
-    assert [s.token_ids for s in first.samples] == [s.token_ids for s in second.samples]
-
-
 # --- prompts, however they are computed -------------------------------------------------------
 
 
@@ -272,21 +220,6 @@ def _bytes_per_block() -> int:
     with engine_of() as engine:
         cache = engine._executor.cache
         return EngineConfig().kv_cache_bytes // cache.num_blocks
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_scoring_a_completion_gives_its_sampled_logprobs(temperature: float) -> None:
-    sampling = SamplingParams(
-        temperature=temperature, max_tokens=24, seed=3, ignore_eos=True, prompt_logprobs=0
-    )
-    with engine_of() as engine:
-        prompt = reference.tokenizer().encode(PROMPT)
-        (sampled,) = run(engine, [prompt], [sampling])
-        tokens = list(sampled.samples[0].token_ids)
-        (scored,) = run(engine, [prompt + tokens], [sampling])
-    assert scored.prompt_logprobs is not None
-    found = scored.prompt_logprobs[len(prompt) :]
-    assert list(found) == pytest.approx(sampled.samples[0].logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["processed", "raw"])
@@ -476,8 +409,7 @@ async def test_a_stage_may_fail_while_samples_wait_for_their_scores(
 ) -> None:
     request.param = bus
     make_config: MakeConfig = config_maker(request)
-    config = make_config(**SETTINGS, pipeline__replicas=replicas)
-    async with Pipeline(config) as pipeline:
+    async with Pipeline(make_config(**SETTINGS, pipeline__replicas=replicas)) as pipeline:
         if failing == "streaming":
             fail_at_a_score(monkeypatch)
         else:

@@ -36,6 +36,7 @@ from .deployments import eventually
 
 LIMIT_S = 150
 MAX_TOKENS = 6
+SAMPLING = {"temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
 VOCAB = 768
 """Of the bundled model, whose tokenizer they have."""
 
@@ -67,7 +68,6 @@ class Asked(NamedTuple):
     sent_s: float
     ended_s: float
     outcome: Outcome
-    right: bool
 
 
 class Deployment:
@@ -86,7 +86,7 @@ class Deployment:
         request: dict[str, Any] = {
             "model": model,
             "prompt_token_ids": list(prompt),
-            "sampling": {"temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True},
+            "sampling": SAMPLING,
         }
         if door == "python":
             return _of(await self.client.complete(request))
@@ -100,11 +100,9 @@ class Deployment:
         body = {
             "model": model,
             "prompt": list(prompt),
-            "temperature": 0,
-            "max_tokens": MAX_TOKENS,
-            "ignore_eos": True,
             "return_token_ids": True,
             "stream": door == "http-stream",
+            **SAMPLING,
         }
         async with self.http.stream("POST", "/v1/completions", json=body) as response:
             text = (await response.aread()).decode()
@@ -243,7 +241,7 @@ async def storm(
             right = answer == ("model_not_loaded" if refused else answers[name][which])
             assert right, (door, name, answer)
             outcome: Outcome = "refused" if refused else "done"
-            asked.append(Asked(model, sent_s, time.monotonic(), outcome, right))
+            asked.append(Asked(model, sent_s, time.monotonic(), outcome))
             for part, event in enumerate(thirds):
                 if len(asked) >= number * (part + 1) // 5:
                     event.set()

@@ -23,7 +23,7 @@ from nano_inference.pipeline.models import ModelStatus
 from nano_inference.pipeline.supervisor import StageFailed
 from nano_inference.store.registry import ModelRecord
 
-from . import short_model
+from . import builders, short_model
 from .builders import error_code, raises_code
 from .deployments import LIMIT_S, eventually, model, own_prefix, routing
 
@@ -98,14 +98,22 @@ class Deployment:
         found: ModelStatus = await eventually(there)
         return found
 
+    async def until_taken(self, name: str, number: int) -> None:
+        """Until a model's lane has taken so many requests, and no other waits."""
+
+        async def taken() -> bool:
+            status = await self.state(name)
+            return (status.waiting, status.in_flight) == (0, number)
+
+        await eventually(taken)
+
     async def ask(self, name: str, **more: Any) -> Completion:
         async with asyncio.timeout(LIMIT_S):
             return await self.client.complete(asking(name, **more))
 
 
 def asking(name: str, tokens: int = 3) -> dict[str, Any]:
-    sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
-    return {"prompt": "12 + 30 =", "model": name, "sampling": sampling}
+    return builders.asking(tokens=tokens, model=name)
 
 
 @asynccontextmanager
@@ -142,11 +150,7 @@ async def test_an_unload_loses_no_request(redis_url: str) -> None:
         client = deployment.client
         asked = [asyncio.create_task(deployment.ask("a", tokens=LONG)) for _ in range(6)]
 
-        async def under_way() -> bool:
-            status = await deployment.state("a")
-            return status.waiting + status.in_flight == 6
-
-        await eventually(under_way)
+        await deployment.until_taken("a", 6)
         unloading = asyncio.create_task(client.unload_model("a"))
         await deployment.until("a", "draining")
         refused = await deployment.ask("a")
@@ -166,8 +170,7 @@ async def test_an_unload_loses_no_request(redis_url: str) -> None:
 
 async def test_concurrent_loads_of_a_model_are_one(redis_url: str) -> None:
     """Requests for it wait meanwhile."""
-    waiting = model("a", preload=False)
-    async with managing(own_prefix(redis_url), waiting, model("b")) as deployment:
+    async with managing(own_prefix(redis_url), model("a", preload=False), model("b")) as deployment:
         loads = [asyncio.create_task(deployment.client.load_model("a")) for _ in range(4)]
         await deployment.until("a", "loading")
         answer = asyncio.create_task(deployment.ask("a"))
@@ -274,10 +277,7 @@ async def test_a_lane_that_can_not_go_on_ends_its_requests(redis_url: str) -> No
             await of_a.pause()
             asked = [asyncio.create_task(deployment.ask("a")) for _ in range(3)]
 
-            async def taken() -> bool:
-                return (await deployment.state("a")).in_flight == 3
-
-            await eventually(taken)
+            await deployment.until_taken("a", 3)
             deployment.lanes["a"].failure.set_exception(StageFailed("it failed too often"))
             for answer in await asyncio.gather(*asked):
                 assert error_code(answer) == "model_failed"
@@ -285,11 +285,7 @@ async def test_a_lane_that_can_not_go_on_ends_its_requests(redis_url: str) -> No
             status = await deployment.until("a", "failed")
             assert status.reason == "it failed too often"
 
-            async def nothing_left() -> bool:
-                now = await deployment.state("a")
-                return (now.waiting, now.in_flight) == (0, 0)
-
-            await eventually(nothing_left)
+            await deployment.until_taken("a", 0)
             with raises_code(BusError, "model_not_loaded"):
                 await of_a.publish(asking("a"))
             await of_a.aclose()
@@ -301,16 +297,12 @@ async def test_a_lane_that_can_not_go_on_ends_its_requests(redis_url: str) -> No
 @pytest.mark.parametrize("on_demand", [False, True])
 async def test_an_unload_can_have_a_time_limit(redis_url: str, on_demand: bool) -> None:
     """Requests in flight end with an error then. A later call may set a shorter limit."""
-    bus = own_prefix(redis_url)
-    async with managing(bus, model("a"), load_on_demand=on_demand) as deployment:
+    async with managing(own_prefix(redis_url), model("a"), load_on_demand=on_demand) as deployment:
         of_a = deployment.client.of_model("a")
         await of_a.pause()
         asked = [asyncio.create_task(deployment.ask("a")) for _ in range(2)]
 
-        async def taken() -> bool:
-            return (await deployment.state("a")).in_flight == 2
-
-        await eventually(taken)
+        await deployment.until_taken("a", 2)
         endless = asyncio.create_task(deployment.client.unload_model("a"))
         await deployment.until("a", "draining")
         assert (await deployment.client.unload_model("a", timeout_s=0)).state == "unloaded"

@@ -9,13 +9,12 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from anthropic import Anthropic, AsyncAnthropic
-from openai import AsyncOpenAI, OpenAI
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
 
 from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.config import load_config
 
-from ..servers import until
 from .conftest import LIMIT_S
 from .documents import commands_of, told_by
 
@@ -44,8 +43,7 @@ async def generated(prompts: list[Any], **sampling: Any) -> list[Any]:
     """By the engine alone, in a thread of its own, since the pipeline runs on this one."""
 
     def run() -> list[Any]:
-        config = load_config(env={}, overrides=SETTINGS)
-        with InferenceEngine(config.engine) as engine:
+        with InferenceEngine(load_config(env={}, overrides=SETTINGS).engine) as engine:
             return list(engine.generate(prompts, SamplingParams(temperature=0.0, **sampling)))
 
     return await asyncio.to_thread(run)
@@ -68,8 +66,7 @@ async def test_embeddings_are_the_engine_s(client: AsyncOpenAI) -> None:
     """In the same bits: deterministic mode has no other beside others."""
 
     def run() -> list[list[float]]:
-        config = load_config(env={}, overrides=SETTINGS)
-        with InferenceEngine(config.engine) as engine:
+        with InferenceEngine(load_config(env={}, overrides=SETTINGS).engine) as engine:
             found: list[list[float]] = engine.embed(PROMPTS, pooling="last", dimensions=40).tolist()
             return found
 
@@ -229,72 +226,6 @@ async def test_a_cancelled_response_keeps_its_output(client: AsyncOpenAI) -> Non
     assert (await client.responses.retrieve(last.id)).output_text == text
 
 
-async def test_three_choices_interleaved(client: AsyncOpenAI) -> None:
-    asked: Any = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "Write a story about Maria, a mouse and a boat."}],
-        "n": 3,
-        "seed": 5,
-        "temperature": 2.0,
-        "max_tokens": 30,
-    }
-    streamed = ["", "", ""]
-    async for chunk in await client.chat.completions.create(stream=True, **asked):
-        for choice in chunk.choices:
-            streamed[choice.index] += choice.delta.content or ""
-    answer = await client.chat.completions.create(**asked)
-    assert [choice.message.content for choice in answer.choices] == streamed
-    assert len(set(streamed)) == 3
-
-
-async def test_a_stop_string_ends_the_text_and_not_the_tokens(client: AsyncOpenAI) -> None:
-    asked: Any = {"model": "tiny", "prompt": PROMPTS[1], "temperature": 0, "max_tokens": 40}
-    asked |= {"logprobs": 0, "extra_body": EXTRA}
-    (free,) = (await client.completions.create(**asked)).choices
-    stop = free.text[6:12]
-    (ended,) = (await client.completions.create(stop=stop, **asked)).choices
-    assert ended.finish_reason == "stop"
-    assert ended.text == free.text.partition(stop)[0]
-    token_ids = ended.token_ids  # type: ignore[attr-defined]
-    assert token_ids == free.token_ids[: len(token_ids)]  # type: ignore[attr-defined]
-    assert ended.logprobs is not None
-    assert len(ended.logprobs.tokens or ()) == len(token_ids)
-
-
-async def test_a_client_that_goes_leaves_nothing_running(url: str, client: AsyncOpenAI) -> None:
-    stream = await client.completions.create(
-        model="tiny",
-        prompt=PROMPTS[0],
-        stream=True,
-        max_tokens=2000,
-        extra_body={"ignore_eos": True},
-    )
-    async for _ in stream:
-        break
-    async with httpx.AsyncClient(base_url=url) as http:
-
-        async def idle() -> bool:
-            loads = (await http.get("/v1/loads")).json()["loads"]
-            return not any(load["num_total_reqs"] for load in loads)
-
-        assert not await idle()
-        await stream.close()
-        await until(idle, "an idle lane")
-
-
-async def test_the_synchronous_client(url: str) -> None:
-    def ask() -> tuple[str, str]:
-        with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S) as client:
-            asked: Any = {"model": "tiny", "prompt": PROMPTS[0], "temperature": 0}
-            whole = client.completions.create(**asked).choices[0].text
-            parts = client.completions.create(stream=True, **asked)
-            return whole, "".join(chunk.choices[0].text for chunk in parts)
-
-    whole, streamed = await asyncio.to_thread(ask)
-    assert whole == streamed
-    assert whole
-
-
 @pytest.mark.parametrize("command", commands_of("openai.md"))
 async def test_the_document_s_commands_run(url: str, command: str) -> None:
     told = await told_by(command, url)
@@ -377,20 +308,6 @@ async def test_an_answer_ends_by_itself_and_a_beginning_is_continued(
     begun = {"role": "assistant", "content": "1"}
     rest = await anthropic_client.messages.create(messages=[question, begun], **asked)
     assert text_of(rest) == "2"
-
-
-async def test_anthropic_s_synchronous_client(url: str) -> None:
-    def ask() -> tuple[str, str]:
-        with Anthropic(base_url=url, api_key="none", timeout=LIMIT_S) as anthropic_client:
-            asked: Any = {"model": "tiny", "max_tokens": 20, "messages": STORY}
-            asked["extra_body"] = GREEDY
-            whole = text_of(anthropic_client.messages.create(**asked))
-            with anthropic_client.messages.stream(**asked) as stream:
-                return whole, "".join(stream.text_stream)
-
-    whole, streamed = await asyncio.to_thread(ask)
-    assert whole == streamed
-    assert whole
 
 
 @pytest.mark.parametrize("command", commands_of("anthropic.md"))

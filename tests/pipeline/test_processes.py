@@ -38,7 +38,7 @@ from nano_inference.telemetry.trace_file import Span, read_spans
 from ..commands import Command, run_command
 from ..stages.executor.runner.adapters.making import make_adapter
 from . import reference, short_model
-from .builders import MORE_TOKENS, check_stream, end_of, stream_request
+from .builders import GOOD, MORE_TOKENS, asking, check_stream, end_of, stream_request
 from .conftest import LIMIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -47,7 +47,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 STREAMS = 10
 # Tokens that take far longer than a kill does.
 LONG = 100
-GOOD = {"prompt": "12 + 30 =", "sampling": {"temperature": 0}}
 
 
 class Spans:
@@ -245,20 +244,6 @@ async def test_a_client_with_no_code_of_ours(house: House) -> None:
         assert foreign.ttl(f"{prefix}:out:foreign-1") > 0
 
 
-async def test_bad_json_by_a_foreign_client_is_answered_under_the_entry_id(house: House) -> None:
-    prefix = house.bus.prefix
-    with redis.from_url(house.bus.url, decode_responses=True) as foreign:
-        entry_id = foreign.xadd(f"{prefix}:requests", {"json": "{oops"})
-        reply = None
-        for _ in range(LIMIT_S):
-            reply = foreign.xread({f"{prefix}:out:{entry_id}": "0"}, block=1000)
-            if reply:
-                break
-        assert reply
-        completion = json.loads(reply[0][1][0][1]["json"])
-        assert (completion["status"], completion["error"]["code"]) == ("error", "malformed")
-
-
 async def test_submit_streams(house: House) -> None:
     command = [sys.executable, "-m", "nano_inference", "submit", "12 + 30 =", "--trace"]
     command += ["--bus", house.bus.url, "--set", f"bus.prefix={house.bus.prefix}"]
@@ -272,31 +257,29 @@ async def test_submit_streams(house: House) -> None:
         assert stage in done.stderr
 
 
+async def metrics_of(house: House, stage: str) -> str:
+    url = f"http://127.0.0.1:{house.metrics_port + STAGES.index(stage)}/metrics"
+    with await asyncio.to_thread(urllib.request.urlopen, url) as reply:
+        return str(reply.read().decode())
+
+
 async def test_each_process_shows_the_metrics_of_its_stage(house: House) -> None:
     await complete(house, GOOD)
-    for number, stage in enumerate(STAGES):
-        url = f"http://127.0.0.1:{house.metrics_port + number}/metrics"
+    for stage in STAGES:
         wanted = f'nano_stage_ready{{nano_stage="{stage}"}} 1.0'
-        shown = ""
         async with asyncio.timeout(LIMIT_S):
-            while wanted not in shown:
-                with await asyncio.to_thread(urllib.request.urlopen, url) as reply:
-                    shown = reply.read().decode()
+            while wanted not in (shown := await metrics_of(house, stage)):
+                pass
         assert shown.count("nano_stage_ready{") == 1
 
 
 async def test_the_attention_backend_is_a_metric(house: House) -> None:
     await complete(house, GOOD)
-    url = f"http://127.0.0.1:{house.metrics_port + STAGES.index('executor')}/metrics"
-    layers, shown = 0.0, ""
+    line = r'nano_attention_layers_total{.*="(gather|paged)",.*="full"} (\S+)'
+    found = None
     async with asyncio.timeout(LIMIT_S):
-        while not layers:
-            with await asyncio.to_thread(urllib.request.urlopen, url) as reply:
-                shown = reply.read().decode()
-            line = r'nano_attention_layers_total{.*="(gather|paged)",.*="full"} (\S+)'
-            found = re.search(line, shown)
-            layers = float(found[2]) if found else 0.0
-    assert found
+        while found is None or not float(found[2]):
+            found = re.search(line, shown := await metrics_of(house, "executor"))
     assert f'nano_attention_backend{{nano_attention_backend="{found[1]}"}} 1.0' in shown
 
 
@@ -350,8 +333,7 @@ async def test_a_killed_process_is_replaced_and_the_stream_goes_on(
     house: House, adapter_folder: str, stage: str
 ) -> None:
     """So does one with an adapter, which was loaded meanwhile."""
-    sampling = {"temperature": 0, "max_tokens": LONG, "ignore_eos": True}
-    long = {"prompt": "12 + 30 =", "sampling": sampling}
+    long = asking(tokens=LONG)
     async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
         if not await client.adapters():
             await client.load_adapter("later", adapter_folder)
@@ -425,9 +407,7 @@ async def test_every_stage_has_its_span_in_one_trace_and_sigterm_drains(
     tracing = setup_tracing(config, f"client-{socket.gethostname()}")
     async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus, tracing) as client:
         completion = await client.complete({**GOOD, "n": 3})
-        running = client.submit(
-            {"prompt": "1 + 1 =", "sampling": {"max_tokens": 150, "ignore_eos": True}}
-        )
+        running = client.submit(asking("1 + 1 =", 150))
         await anext(running)
         stopping = asyncio.create_task(asyncio.to_thread(house.stop))
         last = await end_of(running)

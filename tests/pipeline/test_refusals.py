@@ -13,7 +13,7 @@ import pytest
 from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
 
 from ..servers import plain_client
-from .builders import end_of, error_code
+from .builders import GOOD, end_of, error_code
 from .conftest import BUSES
 
 # Over Redis, clients of any language send requests.
@@ -21,8 +21,6 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.parametrize("shared", BUSES, indirect=True),
 ]
-
-GOOD = {"prompt": "12 + 30 =", "sampling": {"temperature": 0}}
 
 
 def good(**changes: Any) -> dict[str, Any]:
@@ -38,39 +36,19 @@ BAD: dict[str, tuple[Any, str]] = {
     "wrong encoding": ('{"prompt": "caf\u00e9"}'.encode("latin-1"), "malformed"),
     "nothing at all": (b"", "malformed"),
     "cut off": (json.dumps(GOOD).encode()[:-5], "malformed"),
-    "no prompt": ({"sampling": {"temperature": 0}}, "invalid_prompt"),
     "two prompts": (good(prompt_token_ids=[1]), "invalid_prompt"),
     "unknown field": (good(promt="x"), "invalid_request"),
     "unknown sampling field": (sampling(temprature=1), "invalid_request"),
     "wrong type": (good(prompt=12), "invalid_request"),
     "wrong type in sampling": (sampling(max_tokens="many"), "invalid_request"),
     "a list": (b"[1, 2]", "invalid_request"),
-    "empty prompt": (good(prompt=""), "empty_prompt"),
-    "empty token ids": ({"prompt_token_ids": []}, "empty_prompt"),
-    "empty conversation": ({"messages": []}, "empty_prompt"),
     "unknown role": ({"messages": [{"role": "boss", "content": "x"}]}, "invalid_request"),
     "prompt too long": (good(prompt="12 + 30 = " * 3000), "prompt_too_long"),
     "max_tokens 0": (sampling(max_tokens=0), "invalid_max_tokens"),
-    "max_tokens negative": (sampling(max_tokens=-1), "invalid_max_tokens"),
-    "negative temperature": (sampling(temperature=-0.5), "invalid_temperature"),
-    "top_p 0": (sampling(top_p=0), "invalid_top_p"),
-    "repetition_penalty 0": (sampling(repetition_penalty=0), "invalid_repetition_penalty"),
-    "presence_penalty 3": (sampling(presence_penalty=3), "invalid_presence_penalty"),
-    "frequency_penalty -3": (sampling(frequency_penalty=-3), "invalid_frequency_penalty"),
-    "bias of 101": (sampling(logit_bias={"17": 101}), "invalid_logit_bias"),
-    "bias outside the vocabulary": (sampling(logit_bias={"1000000": 1}), "invalid_logit_bias"),
     "bias of a word": (sampling(logit_bias={"the": 1}), "invalid_request"),
-    "min_tokens above max_tokens": (sampling(min_tokens=9, max_tokens=8), "invalid_min_tokens"),
-    "logprobs 21": (sampling(logprobs=21), "invalid_logprobs"),
-    "prompt_logprobs -1": (sampling(prompt_logprobs=-1), "invalid_prompt_logprobs"),
-    "n 0": (good(n=0), "invalid_n"),
-    "n huge": (good(n=10**6), "invalid_n"),
-    "token outside the vocabulary": ({"prompt_token_ids": [1, 10**6]}, "invalid_token_ids"),
-    "negative token": ({"prompt_token_ids": [-1]}, "invalid_token_ids"),
     "unknown model": (good(model="gpt-9"), "unknown_model"),
     "20 MB": (good(prompt="x" * 20_000_000), "request_too_large"),
     "expired": (good(budget_ns=0), "expired"),
-    "expired long ago": (good(budget_ns=-5), "expired"),
     "control characters in the id": (good(request_id="a\nb"), "invalid_request_id"),
 }
 
@@ -87,14 +65,7 @@ async def test_refusal_has_its_code_and_a_sentence(shared: Pipeline, name: str) 
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", math.nan),
-        ("repetition_penalty", math.nan),
-        ("presence_penalty", math.inf),
-        ("frequency_penalty", math.nan),
-        ("logit_bias", {17: math.nan}),
-    ],
+    ("name", "value"), [("temperature", math.nan), ("logit_bias", {17: math.inf})]
 )
 async def test_numbers_that_are_not_finite_are_refused(
     shared: Pipeline, name: str, value: Any
@@ -120,13 +91,6 @@ async def test_a_duplicate_request_id_is_refused(shared: Pipeline) -> None:
     assert (first.status, second.status) == ("done", "error")
     assert error_code(second) == "duplicate_request"
     assert first.usage.completion_tokens == 64
-
-
-async def test_budget_ends_a_request_in_flight(shared: Pipeline) -> None:
-    endless = good(budget_ns=150_000_000, sampling={"max_tokens": 2000, "ignore_eos": True})
-    completions = await asyncio.gather(*(shared.complete(endless) for _ in range(40)))
-    assert {completion.status for completion in completions} == {"expired"}
-    assert (await shared.complete(GOOD)).status == "done"
 
 
 async def _complete_foreign(pipeline: Pipeline, request: Any, msgpack: bytes) -> Completion:

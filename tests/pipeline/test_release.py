@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from safetensors.torch import save_file
-from torch import Tensor
 
 from nano_inference import (
     Completion,
@@ -31,7 +30,7 @@ from nano_inference.stages.executor.stage import ExecutorStage, _on_torch
 from .. import oracle
 from ..resident import needs_proc, resident_bytes
 from .builders import (
-    GOOD,
+    State,
     break_once,
     check_purity,
     check_stamps,
@@ -49,7 +48,6 @@ from .conftest import MakeConfig, both_buses
 MIB = 1 << 20
 WEIGHTS: tuple[MemoryTag, ...] = ("weights",)
 KV_CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
-State = dict[str, Tensor]
 
 
 def executor_of(pipeline: Pipeline) -> ExecutorCore:
@@ -158,34 +156,6 @@ async def test_word_of_the_weights_before_may_come_late(
     assert check_stamps(await running.complete(greedy(0, 4))) == 1
 
 
-async def test_requests_end_as_ever_while_memory_is_released(running: Pipeline) -> None:
-    await running.client.release_memory()
-    expiring = asyncio.create_task(running.complete({**GOOD, "budget_ns": 10**8}))
-    cancelled = asyncio.create_task(running.complete({**GOOD, "request_id": "c"}))
-    refused = await running.complete({**GOOD, "model": "unknown"})
-    assert refused.status == "error"
-    assert (await expiring).status == "expired"
-    await waiting(running, 1)
-    await running.client.cancel("c")
-    assert (await cancelled).status == "cancelled"
-    stays = asyncio.create_task(running.complete(GOOD))
-    await waiting(running, 1)
-    await running.client.cancel_all()
-    assert (await stays).status == "cancelled"
-
-
-async def test_a_pause_outlasts_a_release(exact: Pipeline) -> None:
-    streams = asyncio.create_task(whole_streams(exact))
-    await until_batched(exact, 8)
-    await exact.client.pause()
-    await exact.client.release_memory(KV_CACHE)
-    await exact.client.resume_memory(KV_CACHE)
-    assert exact._actors["batching"].load()["running"] == 0
-    assert not streams.done()
-    await exact.client.resume()
-    await streams
-
-
 @both_buses
 async def test_a_release_under_load_loses_no_request(exact: Pipeline, loaded: State) -> None:
     """Many at once, in any order, beside updates: each is done or refused with a code."""
@@ -273,8 +243,7 @@ async def test_every_replica_releases_its_own(
     make_config: MakeConfig, loaded: State, tmp_path: Path
 ) -> None:
     save_file(oracle.announcing(loaded, 1), tmp_path / "model.safetensors")
-    config = make_config(pipeline__replicas=2)
-    async with Pipeline(config) as pipeline:
+    async with Pipeline(make_config(pipeline__replicas=2)) as pipeline:
         await pipeline.client.release_memory()
         stages = [pipeline._actors[role] for role in ("executor", "executor.1")]
         assert [stage.load()["lacks"] for stage in stages] == ["weights, kv_cache"] * 2

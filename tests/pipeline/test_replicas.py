@@ -15,7 +15,18 @@ from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.stages.fairness.stage import FairnessStage
 
-from .builders import GOOD, LONG, Streams, begin, break_once, kill, stage_of, until, whole_streams
+from .builders import (
+    GOOD,
+    LONG,
+    Streams,
+    asking,
+    begin,
+    break_once,
+    kill,
+    stage_of,
+    until,
+    whole_streams,
+)
 from .conftest import MakeConfig, both_buses
 from .test_exactness import check_tokens, mixed_requests
 
@@ -80,51 +91,6 @@ async def test_80_requests_over_two_replicas_equal_transformers_token_for_token(
     assert min(map(int, steps)) * 3 > max(map(int, steps)), "both have worked"
 
 
-async def test_requests_go_to_the_replica_that_has_their_prefix(make_config: MakeConfig) -> None:
-    config = replicated(make_config, engine__max_batch_size=16)
-    prefixes = [f"{name} is 31 years old and lives in Oslo. " * 12 for name in ("Ana", "Ben")]
-    sampling = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
-    async with Pipeline(config) as pipeline:
-        # The second one goes to the replica that does nothing.
-        await pipeline.client.pause()
-        first = [
-            asyncio.create_task(pipeline.complete({"prompt": prefix, "sampling": sampling}))
-            for prefix in prefixes
-        ]
-        await until(lambda: not fairness_of(pipeline)._core.num_queued)
-        await until(
-            lambda: [batching_of(pipeline, each).load()["waiting"] for each in (0, 1)] == [1, 1]
-        )
-        await pipeline.client.resume()
-        lengths = [(await task).usage.prompt_tokens for task in first]
-        rest = [
-            {"prompt": f"{prefixes[index % 2]} {index}", "sampling": sampling}
-            for index in (0, 2, 4, 1, 3, 5, 6, 7)
-        ]
-        for index, completion in enumerate(await asyncio.gather(*map(pipeline.complete, rest))):
-            least = min(lengths) - 2 * config.engine.block_size
-            assert completion.usage.cached_tokens >= least, index
-
-
-async def test_requests_without_a_shared_prefix_go_to_the_least_loaded(
-    make_config: MakeConfig,
-) -> None:
-    config = replicated(make_config, engine__max_batch_size=8)
-    async with Pipeline(config) as pipeline:
-        await pipeline.client.pause()
-        tasks = [asyncio.create_task(pipeline.complete(GOOD)) for _ in range(10)]
-        loads = [0, 0]
-
-        def all_there() -> bool:
-            loads[:] = [batching_of(pipeline, each).load()["waiting"] for each in (0, 1)]
-            return sum(loads) == 10
-
-        await until(all_there)
-        assert loads == [5, 5]
-        await pipeline.client.resume()
-        assert {(await task).status for task in tasks} == {"done"}
-
-
 async def test_a_request_spans_two_replicas(make_config: MakeConfig) -> None:
     """It has more samples than either has places; a stop string ends some in each of them."""
     config = replicated(make_config, engine__max_batch_size=4)
@@ -164,8 +130,7 @@ async def test_tenants_share_all_replicas_evenly(make_config: MakeConfig) -> Non
     ended: list[str] = []
 
     async def ask(pipeline: Pipeline, tenant: str, index: int) -> None:
-        sampling = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
-        body = {"prompt": f"{index} + 4 =", "tenant": tenant, "sampling": sampling}
+        body = asking(f"{index} + 4 =", 16, tenant=tenant)
         assert (await pipeline.complete(body)).status == "done"
         ended.append(tenant)
 
@@ -263,8 +228,7 @@ async def test_surviving_replicas_keep_their_prefix_cache(
 
         monkeypatch.setattr(ExecutorCore, "execute", watched)
         monkeypatch.setattr(ExecutorStage, "open", never)
-        sampling = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
-        bodies = [{"prompt": f"{i} + {i} =", "sampling": sampling} for i in range(8)]
+        bodies = [asking(f"{i} + {i} =", 150) for i in range(8)]
         tasks = [asyncio.create_task(pipeline.complete(body)) for body in bodies]
         await until(lambda: len(first) == 8)
         break_once(monkeypatch, cores[1], "execute", after=20)

@@ -15,7 +15,7 @@ from nano_inference.config import STAGES, BusConfig, BusError, FairnessConfig
 from nano_inference.pipeline.router import Router
 from nano_inference.telemetry import Metrics, instruments, names
 
-from .builders import end_of, error_code, raises_code, until
+from .builders import LONG, end_of, error_code, raises_code, until
 from .deployments import eventually, model, own_prefix, put, routing, serving
 
 # --- router ----------------------------------------------------------------------------------
@@ -124,20 +124,6 @@ async def test_a_model_that_has_come_is_found_at_once(bus_config: BusConfig) -> 
         await lane.aclose()
 
 
-async def test_a_model_that_is_closed_meanwhile_is_refused(bus_config: BusConfig) -> None:
-    """The router has read that it is there; the bus looks in the same step in which it moves."""
-    async with routing(bus_config) as client:
-        await put(client, model("a"))
-        lane = client.of_model("a")
-        await lane.bus.requests.pending()
-        await client.publish({**GREEDY, "model": "a"})
-        await lane.bus.requests.take()
-        await put(client, model("a"), takes=False)
-        refused = await client.complete({**GREEDY, "model": "a"})
-        assert error_code(refused) == "model_not_loaded"
-        await lane.aclose()
-
-
 async def test_a_request_that_can_not_come_in_its_order_is_refused(bus_config: BusConfig) -> None:
     async with routing(bus_config) as client:
         await put(client, model("a"))
@@ -169,46 +155,6 @@ async def test_while_the_server_is_away_a_router_waits(
         await seen.wait()
         await client.bus.aclose()
         await running, "it ends with its bus"
-
-
-@pytest.mark.parametrize("place", ["answered", "moved"])
-async def test_a_router_that_is_killed_in_mid_way_is_followed_by_another(
-    bus_config: BusConfig, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with BusClient.connect(bus_config) as client, BusClient.connect(bus_config) as other:
-        await put(client, model("a"))
-        lane = client.of_model("a")
-        await lane.bus.requests.pending()
-        wanted = "b" if place == "answered" else "a"
-        entry_id = await client.publish({**GREEDY, "model": wanted})
-        target: Any = client.bus.results if place == "answered" else client.bus.routing
-        name = "answer" if place == "answered" else "move"
-        real = getattr(target, name)
-
-        async def dies(*arguments: Any) -> Any:
-            await real(*arguments)
-            raise asyncio.CancelledError
-
-        monkeypatch.setattr(target, name, dies)
-        with pytest.raises(asyncio.CancelledError):
-            await Router(client.bus).route_once()
-        async with routing(bus_config):
-            if place == "answered":
-                await end_of(other.follow(entry_id, entry_id))
-                while (await other.bus.requests.backlog()).waiting:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-                assert len([each async for each in other.follow(entry_id, entry_id)]) == 1
-            else:
-                entries = await lane.bus.requests.take()
-                assert [each.entry_id for each in entries] == [entry_id]
-                assert (await other.bus.requests.backlog()).waiting == 0
-        await lane.aclose()
-
-
-# --- clients ---------------------------------------------------------------------------------
-
-
-LONG = {"prompt": "1", "sampling": {"max_tokens": 1900, "ignore_eos": True}}
 
 
 # --- cancel -----------------------------------------------------------------------------------

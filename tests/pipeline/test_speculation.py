@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-import msgspec
 import pytest
 from openai import AsyncOpenAI
 
@@ -204,25 +203,6 @@ async def test_tokens_of_a_draft_have_the_weights_that_verified_it(
         assert await under_load(pipeline, loaded, spell, in_flight, 12, check)
 
 
-def test_an_engine_in_this_process_speculates_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(model_path=str(short_model.folder()), dtype="float32")
-    sampling = SamplingParams(max_tokens=40, seed=4, ignore_eos=True)
-    prompts = [[5, 6, 7], [9] * 20]
-    with InferenceEngine(config) as engine:
-        expected = engine.generate(prompts, sampling)
-    answers: Answers = {
-        tuple(prompt): [sample.completion_tokens]
-        for prompt, sample in zip(prompts, expected, strict=True)
-    }
-    speculate(monkeypatch, Prophet(answers))
-    with InferenceEngine(msgspec.structs.replace(config, speculation="auto")) as engine:
-        found = engine.generate(prompts, sampling)
-    for one, other in zip(found, expected, strict=True):
-        assert one.completion_tokens == other.completion_tokens
-        assert one.num_accepted_draft_tokens > 10
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-
-
 # --- predictions -----------------------------------------------------------------------------
 
 
@@ -255,8 +235,7 @@ async def test_speculation_keeps_answers_and_counts_drafts(
         _, alone = await answered(without, request)
     (first, *_) = alone.samples
     prediction = {"tokens": first.token_ids, "text": first.text, "wrong": [5, 6] * 9}[kind]
-    on = make_config(**EXACT, engine__speculation="auto")
-    async with Pipeline(on) as speculating:
+    async with Pipeline(make_config(**EXACT, engine__speculation="auto")) as speculating:
         chunks, done = await answered(speculating, request | {"prediction": prediction})
         never = SAMPLING | {"max_draft_tokens": 0}
         _, none = await answered(speculating, request | {"sampling": never})
@@ -329,8 +308,7 @@ async def test_openai_s_library_gets_the_same_answer_at_once_and_in_a_stream(
 def test_engine_samples_count_their_drafts() -> None:
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     prompts = ["1 2 3 4 5", "Once"]
-    exact = EngineConfig(deterministic=True)
-    with InferenceEngine(exact) as engine:
+    with InferenceEngine(EngineConfig(deterministic=True)) as engine:
         alone = engine.generate(prompts, params)
     with InferenceEngine(EngineConfig(deterministic=True, speculation="auto")) as engine:
         predictions = [alone[0].completion_tokens, None]
@@ -376,8 +354,7 @@ async def test_memory_failures_and_cancelled_requests(
     break_once(monkeypatch, ExecutorCore, "execute", after=25)
     turns = {"fairness__max_timeslice_tokens": 16, "pipeline__restart_backoff_s": 0.01}
     few = {"engine__max_batch_size": 5, "engine__kv_cache_bytes": 1 << 19}
-    config = make_config(**exact, **DRAFTING, **turns, **few)
-    async with Pipeline(config) as pipeline:
+    async with Pipeline(make_config(**exact, **DRAFTING, **turns, **few)) as pipeline:
         client = pipeline.client
 
         async def meanwhile() -> None:

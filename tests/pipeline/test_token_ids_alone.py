@@ -67,8 +67,7 @@ def test_the_engine_takes_token_ids(folder: Path) -> None:
 
 @both_buses
 async def test_a_lane_streams_token_ids(make_config: MakeConfig, folder: Path) -> None:
-    config = make_config(engine__model_path=str(folder))
-    async with Pipeline(config) as pipeline:
+    async with Pipeline(make_config(engine__model_path=str(folder))) as pipeline:
         asked = {"prompt_token_ids": PROMPT, "sampling": GREEDY, "stream": True}
         outputs = [output async for output in pipeline.submit(asked)]
         chunks = [each for each in outputs if isinstance(each, CompletionChunk)]
@@ -94,12 +93,11 @@ async def test_token_ids_are_served_over_http(make_config: MakeConfig, folder: P
         Gateway(pipeline.client, config) as gateway,
         httpx.AsyncClient(base_url=gateway.url) as http,
     ):
-        sampling = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
         answer = await http.post(
-            "/inference/v1/generate", json={"token_ids": PROMPT, "sampling_params": sampling}
+            "/inference/v1/generate", json={"token_ids": PROMPT, "sampling_params": GREEDY}
         )
         assert answer.json()["choices"][0]["token_ids"] == wanted()
-        answer = await http.post("/v1/completions", json={"prompt": PROMPT, **sampling})
+        answer = await http.post("/v1/completions", json={"prompt": PROMPT, **GREEDY})
         assert answer.json()["choices"][0]["text"] == ""
         for path, body in (
             ("/v1/completions", {"prompt": "text"}),

@@ -22,7 +22,7 @@ from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.telemetry import names, setup_logging, setup_tracing
 
-from .builders import end_of
+from .builders import LONG, asking, end_of
 from .conftest import LIMIT_S
 
 # --- traces ----------------------------------------------------------------------------------
@@ -72,8 +72,7 @@ async def settled(record: Recorded) -> None:
 
 async def test_a_trace_has_every_stage_and_the_parts_of_the_executor() -> None:
     async with recorded() as record:
-        sampling = {"max_tokens": 8, "ignore_eos": True}
-        done = await record.pipeline.complete({"prompt": "1 + 1 =", "sampling": sampling})
+        done = await record.pipeline.complete(asking("1 + 1 ="))
         await settled(record)
     spans = record.of(done)
     assert sorted(spans) == sorted(["publish", *STAGES, "prefill", "decode"])
@@ -114,13 +113,10 @@ async def test_a_call_over_http_goes_on_with_its_client_s_trace(stream: bool) ->
 
 
 async def test_preempted_and_resumed_shows_as_slices() -> None:
-    sampling = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
     settings = {"engine__kv_cache_bytes": 400_000, "engine__max_batch_size": 8}
     async with recorded(engine__max_model_len=128, **settings) as record:
-        prompts = [f"{number} cats and {number} dogs" for number in range(8)]
-        done = await asyncio.gather(
-            *(record.pipeline.complete({"prompt": p, "sampling": sampling}) for p in prompts)
-        )
+        requests = [asking(f"{number} cats and {number} dogs", 60) for number in range(8)]
+        done = await asyncio.gather(*map(record.pipeline.complete, requests))
         await settled(record)
     assert {completion.status for completion in done} == {"done"}
     hit = [spans for c in done if len((spans := record.of(c))["executor"]) > 1]
@@ -136,8 +132,7 @@ async def test_preempted_and_resumed_shows_as_slices() -> None:
 
 async def test_a_cancellation_shows_in_the_trace() -> None:
     async with recorded() as record:
-        sampling = {"max_tokens": 1500, "ignore_eos": True}
-        outputs = record.pipeline.submit({"request_id": "r", "prompt": "1", "sampling": sampling})
+        outputs = record.pipeline.submit({**LONG, "request_id": "r"})
         await anext(outputs)
         await record.pipeline.client.cancel("r")
         last = await end_of(outputs)
@@ -153,8 +148,7 @@ async def test_a_cancellation_shows_in_the_trace() -> None:
 
 async def test_steps_are_linked_to_the_requests_in_them() -> None:
     async with recorded(TelemetryConfig(), telemetry__steps_per_s=1e6) as record:
-        sampling = {"max_tokens": 8, "ignore_eos": True}
-        done = await record.pipeline.complete({"prompt": "1 + 1 =", "n": 2, "sampling": sampling})
+        done = await record.pipeline.complete(asking("1 + 1 =", n=2))
         await settled(record)
     steps = [
         span

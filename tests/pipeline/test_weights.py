@@ -38,6 +38,7 @@ from .builders import (
     error_code,
     find_pure_logprob,
     greedy,
+    in_halves,
     raises_code,
     until_batched,
     versions_of,
@@ -298,31 +299,6 @@ async def test_weights_that_are_no_numbers_are_refused(running: Pipeline, loaded
     assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
 
 
-async def test_part_of_the_weights_changes_on_request(running: Pipeline, loaded: State) -> None:
-    whole = oracle.announcing(loaded, 1)
-    await running.client.update_weights(whole)
-    embedding = oracle.announcing(loaded, 2)["model.embed_tokens.weight"]
-    part = {"model.embed_tokens.weight": embedding}
-    with pytest.raises(WeightsError, match="missing"):
-        await running.client.update_weights(part)
-    assert await running.client.update_weights(part, partial=True) == 2
-    assert check_stamps(await running.complete(greedy(0, 5))) == 1
-
-
-async def test_one_update_at_a_time(running: Pipeline, loaded: State) -> None:
-    updates = [
-        asyncio.create_task(running.client.update_weights(oracle.announcing(loaded, 1)))
-        for _ in range(6)
-    ]
-    outcomes = await asyncio.gather(*updates, return_exceptions=True)
-    done = [outcome for outcome in outcomes if isinstance(outcome, int)]
-    refused = [outcome for outcome in outcomes if isinstance(outcome, WeightsError)]
-    assert len(done) + len(refused) == 6
-    assert done
-    assert {error.code for error in refused} <= {"weights_busy"}
-    assert await running.client.weight_version() == max(done) == len(done)
-
-
 @both_buses
 async def test_an_update_outlives_the_failure_of_another_stage(
     running: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
@@ -448,16 +424,8 @@ REQUEST = {"prompt_token_ids": [20, 21], "sampling": {"temperature": 0, "max_tok
 def halves(pipeline: Pipeline, tmp_path: Path) -> tuple[FolderWeights, FolderWeights]:
     """Weights that spell version 1, in two folders."""
     file = pipeline.config.engine.model_folder / "model.safetensors"
-    new = announcing(safetensors.torch.load_file(file), 1)
-    names = sorted(new)
-    return saved(new, names[::2], tmp_path / "a"), saved(new, names[1::2], tmp_path / "b")
-
-
-def saved(tensors: Mapping[str, Tensor], names: list[str], folder: Path) -> FolderWeights:
-    folder.mkdir()
-    chosen = {name: tensors[name] for name in names}
-    safetensors.torch.save_file(chosen, folder / "x.safetensors")
-    return FolderWeights(str(folder))
+    first, second = in_halves(announcing(safetensors.torch.load_file(file), 1), tmp_path)
+    return FolderWeights(str(first)), FolderWeights(str(second))
 
 
 async def tokens(pipeline: Pipeline) -> tuple[int, ...]:

@@ -20,10 +20,9 @@ from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta
 from nano_inference.config import BusError, all_roles
 from nano_inference.pipeline.supervisor import LONGEST_WAIT_S
 from nano_inference.stages.executor.runner.weights.transports import SharedWeights, WeightsGroup
-from nano_inference.store.board import StageReport
 
 from .. import oracle
-from . import reference
+from . import reference, short_model
 from .builders import DTYPE, Streams, begun, greedy, raises_code
 from .test_processes import House, five_free_ports
 
@@ -33,7 +32,7 @@ LIMIT_S = 240
 
 
 @contextmanager
-def up(redis_url: str, log: Path, replicas: int) -> Iterator[House]:
+def up(redis_url: str, log: Path, replicas: int, **more: object) -> Iterator[House]:
     ports = five_free_ports() if replicas == 1 else 0
     settings: dict[str, object] = {
         "pipeline.replicas": replicas,
@@ -41,6 +40,7 @@ def up(redis_url: str, log: Path, replicas: int) -> Iterator[House]:
         "engine.max_batch_size": 8,
         "engine.dtype": DTYPE,
         "engine.model_path": "tiny",
+        **more,
     }
     prefix = f"up-{uuid.uuid4().hex[:8]}"
     house = House(redis_url, prefix, endpoint="", log=log, settings=settings)
@@ -61,18 +61,21 @@ def house(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield running
 
 
+async def ready(client: BusClient, killed: int = 0) -> dict[str, int]:
+    """The processes of the roles that take part, without one that was killed now or before: its
+    last report stays for a while."""
+    return {
+        report.stage: report.pid
+        for report in await client.reports()
+        if report.state == "ready" and report.pid != killed and is_there(report.pid)
+    }
+
+
 async def until_ready(client: BusClient, replicas: int, killed: int = 0) -> dict[str, int]:
-    """The processes of the roles, when all take part, without one that was killed now or before:
-    its last report stays for a while."""
-    while True:
-        found = {
-            report.stage: report.pid
-            for report in await client.reports()
-            if report.state == "ready" and report.pid != killed and is_there(report.pid)
-        }
-        if set(found) == set(all_roles(replicas)):
-            return found
+    """The processes of all roles, once all take part."""
+    while set(found := await ready(client, killed)) != set(all_roles(replicas)):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
+    return found
 
 
 def is_there(pid: int) -> bool:
@@ -192,51 +195,27 @@ async def test_a_killed_replica_gets_the_other_replica_s_weights(
 # --- replicas --------------------------------------------------------------------------------
 
 
-async def ready(client: BusClient, killed: int = 0) -> dict[str, StageReport]:
-    """The stages that take part, by role, without the killed process, whose last report stays for a
-    while."""
-    reports = await client.bus.store.board.read()
-    return {
-        report.stage: report
-        for report in reports
-        if report.state == "ready" and report.pid != killed
-    }
-
-
-async def until_all_ready(client: BusClient) -> dict[str, StageReport]:
-    while set(found := await ready(client)) != set(all_roles(2)):  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
-    return found
-
-
 async def test_a_killed_executor_leaves_its_work_to_the_other(
     redis_url: str, tmp_path: Path
 ) -> None:
-    prefix = f"up-{uuid.uuid4().hex[:8]}"
-    # The longest, so that its successor can't be what goes on. That one joins is shown where
-    # it is given weights, in test_weights_restart.py.
-    settings = {"pipeline.replicas": 2, "pipeline.restart_backoff_s": LONGEST_WAIT_S}
-    log = tmp_path / "log"
-    house = House(redis_url, prefix, endpoint="", log=log, settings=settings)
-    try:
+    # The longest wait, so that its successor can't be what goes on.
+    waits: dict[str, object] = {"pipeline.restart_backoff_s": LONGEST_WAIT_S}
+    waits |= {"engine.dtype": "float32", "engine.model_path": short_model.folder()}
+    with up(redis_url, tmp_path / "log", 2, **waits) as house:
         async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
-            before = await until_all_ready(client)
-            assert len({report.pid for report in before.values()}) == 7
+            before = await until_ready(client, 2)
+            assert len(set(before.values())) == 7
             await asyncio.to_thread(check_status, house)
             streams = Streams(client)
             await streams.begin()
-            killed = before["executor.1"].pid
+            killed = before["executor.1"]
             os.kill(killed, signal.SIGKILL)
             await streams.finish()
             while "executor" not in (after := await ready(client, killed)):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             assert "executor.1" not in after, "its successor was not needed"
-            assert after["executor"].pid == before["executor"].pid
+            assert after["executor"] == before["executor"]
             assert not await client.bus.requests.dead_letters()
-        assert house.stop() == 0
-    finally:
-        if house.process.poll() is None:
-            house.stop()
 
 
 def check_status(house: House) -> None:

@@ -21,7 +21,7 @@ from nano_inference.bus.messages import (
     SequenceSpec,
 )
 from nano_inference.config import SamplingParams
-from nano_inference.stages.admission.events import Accepted
+from nano_inference.stages.admission.arrivals import Accepted
 
 CAPACITY = ReplicaCapacity(
     num_blocks=64, block_size=16, max_model_len=512, vocab_size=258, device="cpu"

@@ -13,9 +13,10 @@ from nano_inference.bus.entries import RequestEntry
 from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.public import ChatMessage, EmbedParams, GenerateRequest
 from nano_inference.config import BusConfig, Config, EngineConfig, RequestError, SamplingParams
+from nano_inference.stages.admission.arrivals import Accepted
 from nano_inference.stages.admission.core import AdmissionCore
-from nano_inference.stages.admission.events import Accepted
 
+from ...errors import raises_code
 from .test_core import CAPACITY
 
 BOTH: ReplicaCapacity = msgspec.structs.replace(
@@ -107,9 +108,8 @@ def test_a_prompt_may_fill_what_the_lane_has(tokenizer: PreTrainedTokenizerFast)
 def test_unsupported_embed_requests_are_refused(
     capacity: ReplicaCapacity, fields: dict[str, Any], code: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    with pytest.raises(RequestError) as caught:
+    with raises_code(RequestError, code):
         admitted(tokenizer, capacity, **fields)
-    assert caught.value.code == code
 
 
 def test_a_vector_that_the_bus_does_not_carry_is_refused(
@@ -119,7 +119,6 @@ def test_a_vector_that_the_bus_does_not_carry_is_refused(
         engine=EngineConfig(model_path="/models/tiny-7b"), bus=BusConfig(max_result_bytes=1 << 16)
     )
     wide = msgspec.structs.replace(BOTH, embedding=EmbeddingCapacity(4096, "last", True))
-    with pytest.raises(RequestError) as caught:
+    with raises_code(RequestError, "result_too_large"):
         admitted(tokenizer, wide, config)
-    assert caught.value.code == "result_too_large"
     assert admitted(tokenizer, wide, config, embed=EmbedParams(dimensions=2000)).opened.embeds

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nano_inference.bus.control import Cancel, Pause, ServerRestarted, StageReady, StageStarted
+import pytest
+
+from nano_inference.bus.control import (
+    Cancel,
+    Pause,
+    ServerRestarted,
+    StageReady,
+    StageStarted,
+    StageStopped,
+)
 from nano_inference.bus.entries import RequestEntry
 from nano_inference.bus.messages import Fenced, Recovered, RequestFinished
 from nano_inference.bus.public import ErrorInfo, GenerateRequest
 from nano_inference.config import AdmissionConfig, Config
 from nano_inference.stages.admission import effects as do
-from nano_inference.stages.admission import events as on
 from nano_inference.stages.admission import stage
+from nano_inference.stages.admission.arrivals import Arrival, Judged
 from nano_inference.stages.admission.epochs import RECOVER_BATCH, EpochCore
+from nano_inference.stages.admission.requests import entry_deadline_ns
 
 from .stages import CAPACITY, accepted
 
@@ -32,7 +43,7 @@ class Driven:
         self.lost = NONE_LOST
         self.owner: str | None = None
         self.done: list[do.Effect] = []
-        self.tell(on.Began(pending))
+        self.tell(partial(self.core.begin, pending))
 
     def tell(self, event: Any) -> None:
         for effect in self.core.handle(event, self.now):
@@ -40,14 +51,14 @@ class Driven:
                 case do.Then(then):
                     self.tell(then)
                 case do.BeginEpoch(reason):
-                    self.tell(on.EpochBegun(self.core.epoch + 1, reason))
+                    self.tell(partial(self.core.open_epoch, self.core.epoch + 1, reason))
                 case do.Renew():
-                    self.tell(on.Renewed(self.lost))
+                    self.renew(*self.lost)
                 case do.Claim(entries):
-                    number = len(entries)
-                    self.tell(on.Claimed(entries, (self.owner,) * number, (False,) * number))
+                    owners, long = [self.owner] * len(entries), [False] * len(entries)
+                    self.tell(partial(self.core.admit_inherited, entries, owners, long))
                 case do.Judge():
-                    self.tell(judged(effect))
+                    self.tell(partial(self.core.enter, judged(effect, self.now)))
                 case do.Log():
                     pass
                 case _:
@@ -57,16 +68,25 @@ class Driven:
         """These take part, by default all."""
         for role in roles or self.core.participants.roles:
             capacity = CAPACITY if role == "executor" else None
-            self.tell(on.Ready(StageReady(role, "i", capacity), epoch or self.core.epoch))
+            ready = StageReady(role, "i", capacity)
+            self.tell(partial(self.core.take_part, ready, epoch or self.core.epoch))
 
-    def let_in(self, *entry_ids: str) -> None:
+    def let_in(self, *entry_ids: str, budget_ns: int | None = None) -> None:
         for entry_id in entry_ids:
             self.core.requests.incoming.add([entry(entry_id)])
-            self.tell(on.Arrived(on.Arrival(entry(entry_id), self.now, None)))
+            self.arrive(entry_id, budget_ns)
+
+    def arrive(self, entry_id: str, budget_ns: int | None = None) -> None:
+        arrival = Arrival(entry(entry_id, budget_ns), self.now, None)
+        self.tell(partial(self.core.arrive, arrival))
+
+    def renew(self, *lost: str) -> None:
+        """The leases are renewed; other lanes have these entries."""
+        self.tell(partial(self.core.renewed, lost))
 
     def fail(self, *held: str) -> None:
         """The executor fails and comes back; streaming has nothing of what is held."""
-        self.tell(on.Lost("executor", "failed", failed=True))
+        self.tell(StageStopped("executor", "i", "failed", failed=True))
         self.ready()
         for entry_id in held:
             self.tell(Recovered(entry_id, ()))
@@ -82,15 +102,16 @@ def entry(entry_id: str, budget_ns: int | None = None) -> RequestEntry:
     return RequestEntry(entry_id, GenerateRequest(prompt="x", budget_ns=budget_ns))
 
 
-def judged(wanted: do.Judge) -> on.Judged:
-    """Accept all entries but duplicates and those with a budget."""
+def judged(wanted: do.Judge, now_ns: int) -> Judged:
+    """Accept all entries but duplicates and those whose time is over."""
     arrival = wanted.arrival
     entry_id = arrival.entry_id
     if wanted.owner not in (None, entry_id):
-        return on.Judged(arrival, end=Cancel(entry_id, entry_id, "error", "duplicate_request", ""))
-    if arrival.entry.request.budget_ns is not None:
-        return on.Judged(arrival, end=Cancel(entry_id, entry_id, "expired", "expired", ""))
-    return on.Judged(arrival, accepted(entry_id, entry_id), wanted.cancelled)
+        return Judged(arrival, end=Cancel(entry_id, entry_id, "error", "duplicate_request", ""))
+    deadline_ns = entry_deadline_ns(arrival.entry, arrival.received_ns)
+    if deadline_ns is not None and deadline_ns <= now_ns:
+        return Judged(arrival, end=Cancel(entry_id, entry_id, "expired", "expired", ""))
+    return Judged(arrival, accepted(entry_id, entry_id), wanted.cancelled)
 
 
 def test_streaming_is_asked_about_a_few_requests_at_a_time() -> None:
@@ -134,11 +155,11 @@ def test_an_entry_of_another_lane_is_not_admitted() -> None:
     driven = Driven()
     driven.ready()
     driven.core.requests.incoming.add([entry("1"), entry("2")])
-    driven.tell(on.Renewed(frozenset({"1"})))
+    driven.renew("1")
     driven.now += 2 * SECOND  # the lease may be over, so it is looked after first
     driven.lost = frozenset({"2"})
     for entry_id in ("1", "2"):
-        driven.tell(on.Arrived(on.Arrival(entry(entry_id), driven.now, None)))
+        driven.arrive(entry_id)
     assert not driven.forwarded()
     assert driven.core.requests.room() == AdmissionConfig().max_in_flight
 
@@ -177,7 +198,7 @@ def test_the_lane_opens_when_another_lane_has_the_suspects() -> None:
     driven.let_in("1", "2")
     driven.fail("1", "2")
     assert list(driven.core.alone) == ["2"]
-    driven.tell(on.Renewed(frozenset({"1", "2"})))
+    driven.renew("1", "2")
     assert driven.core.is_open
 
 
@@ -199,7 +220,8 @@ def test_a_request_that_can_not_be_sent_is_dead_lettered_and_ended() -> None:
     driven.ready()
     driven.let_in("1")
     driven.done.clear()
-    driven.tell(on.ForwardFailed("1", ErrorInfo(code="message_too_large", message="")))
+    error = ErrorInfo(code="message_too_large", message="")
+    driven.tell(partial(driven.core.give_up, "1", error))
     assert driven.kinds() == ["AddDeadLetter", "End"]
 
 
@@ -210,10 +232,32 @@ def test_inherited_entries_without_time_end_while_the_lane_is_down() -> None:
         driven.owner = owner
         driven.ready("streaming")
         driven.now += 2 * SECOND
-        driven.tell(on.Tick())
+        driven.tell(driven.core.tick)
         driven.tell(Recovered("1", ()))
         (end,) = [each.cancel for each in driven.done if isinstance(each, do.End)]
         assert (end.code, end.unstarted) == (code, True)
+
+
+@pytest.mark.parametrize("streaming_is_there", [True, False])
+def test_a_request_in_flight_expires_while_the_executor_is_missing(
+    streaming_is_there: bool,
+) -> None:
+    """Streaming ends it with its tokens so far, as soon as it takes part."""
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1", budget_ns=SECOND)
+    driven.tell(StageStopped("executor", "i", "stopped"))
+    driven.done.clear()
+    if streaming_is_there:
+        driven.ready("streaming")
+    assert driven.core.wake_at_ns() == 2 * SECOND
+    driven.now = 2 * SECOND
+    driven.tell(driven.core.tick)
+    driven.ready("streaming")
+    (asked,) = [each for each in driven.done if isinstance(each, do.Ask)]
+    driven.tell(Recovered("1", ()))
+    (end,) = [each.cancel for each in driven.done if isinstance(each, do.End)]
+    assert ([item.entry_id for item in asked.items], end.status) == (["1"], "expired")
 
 
 def test_a_fenced_stream_of_this_lane_begins_an_epoch() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from nano_inference.bus import RequestEntry
 from nano_inference.bus.public import GenerateRequest
-from nano_inference.stages.admission.events import Tokens
+from nano_inference.stages.admission.arrivals import Tokens
 from nano_inference.stages.admission.long_prompts import (
     AT_A_TIME,
     LONG_TEXT,

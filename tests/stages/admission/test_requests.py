@@ -70,7 +70,7 @@ def test_the_retry_hint_is_waiting_requests_over_the_rate() -> None:
     assert rate.retry_after_s(10**9, now) == LONGEST_RETRY_S
     assert rate.per_s(now + 15 * S) == 2, "half of the window has passed without any"
     assert rate.per_s(now + WINDOW_S * S) == 0
-    assert not len(rate), "what is too old is forgotten"
+    assert not rate._counts, "what is too old is forgotten"
 
 
 def test_a_shed_request_has_a_retry_hint() -> None:

@@ -10,11 +10,20 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
-from nano_inference.bus.control import Cancel, CancelAll, Drain, Reset, ServerRestarted, StageReady
+from nano_inference.bus.control import (
+    Cancel,
+    CancelAll,
+    Drain,
+    Reset,
+    ServerRestarted,
+    StageReady,
+    StageStopped,
+)
 from nano_inference.bus.entries import RequestEntry
-from nano_inference.bus.messages import Recover
+from nano_inference.bus.messages import Message, Recover
 from nano_inference.bus.public import ErrorInfo, GenerateRequest
 from nano_inference.config import (
     AdmissionConfig,
@@ -25,7 +34,7 @@ from nano_inference.config import (
     split_role,
 )
 from nano_inference.stages.admission import effects as do
-from nano_inference.stages.admission import events as on
+from nano_inference.stages.admission.arrivals import Arrival, Judged, Step
 from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.epochs import EpochCore
 from nano_inference.stages.admission.requests import entry_deadline_ns
@@ -245,9 +254,8 @@ class Lane:
             if isinstance(stage, Streaming) and stage.writes and self.world.rng.random() < 0.5:
                 self.late_writes.append((stage, stage.epoch))
             if how != "is killed":
-                self.links[role, "control", "admission"].append(
-                    Mail(on.Lost(role, how, how == "fails"), 0)
-                )
+                stopped = StageStopped(role, "", how, how == "fails")
+                self.links[role, "control", "admission"].append(Mail(stopped, 0))
 
         return stop
 
@@ -293,9 +301,9 @@ class Admission:
         # gate, whose prompts are tokenised, and of which that is done.
         self.taking: int | None = None
         self.claiming: list[RequestEntry] = []
-        self.arrivals: deque[on.Arrival] = deque()
-        self.tokenizing: list[on.Arrival] = []
-        self.tokenized: list[on.Arrival] = []
+        self.arrivals: deque[Arrival] = deque()
+        self.tokenizing: list[Arrival] = []
+        self.tokenized: list[Arrival] = []
         # Of this epoch: entries that were sent into the lane, or ended here.
         self.sent: set[str] = set()
         self.ended: dict[str, Cancel] = {}
@@ -303,7 +311,8 @@ class Admission:
     def begin(self) -> None:
         taken = self.world.taken
         self.known = {entry_id for entry_id, (lane, _) in taken.items() if lane == self.lane.name}
-        self.tell(on.Began(tuple(self.world.published[each][0] for each in sorted(self.known))))
+        pending = [self.world.published[each][0] for each in sorted(self.known)]
+        self.tell(partial(self.core.begin, pending))
         if self.lane.draining:
             self.tell(Drain(LEASE_NS))
 
@@ -316,7 +325,7 @@ class Admission:
                 yield Action(name, (key, link[0]), lambda link=link: self._receive(link))  # type: ignore[misc]
         wake_at = core.wake_at_ns()
         if wake_at is not None and wake_at <= now:
-            yield Action(name, "ticks", lambda: self.tell(on.Tick()), due=True)
+            yield Action(name, "ticks", lambda: self.tell(core.tick), due=True)
         if self._may_want():
             yield Action(name, "wants entries", self._want)
         if self.taking is not None and self.world.queue:
@@ -336,8 +345,9 @@ class Admission:
         body, epoch = link.popleft()
         if epoch and epoch < self.core.epoch:
             return
-        self.tell(on.Ready(body, epoch) if isinstance(body, StageReady) else body)
-        self.tell(on.Tick())
+        ready = isinstance(body, StageReady)
+        self.tell(partial(self.core.take_part, body, epoch) if ready else body)
+        self.tell(self.core.tick)
 
     def _may_want(self) -> bool:
         idle = self.taking is None and not self.claiming and not self.arrivals
@@ -361,7 +371,7 @@ class Admission:
         entries, self.claiming = self.claiming, []
         for entry in entries:
             owner = self.world.claim(entry)
-            arrival = on.Arrival(entry, self.world.now, owner)
+            arrival = Arrival(entry, self.world.now, owner)
             if owner != entry.entry_id and self.world.traits(entry.entry_id).long:
                 self.core.requests.incoming.set_apart(entry.entry_id)
                 self.tokenizing.append(arrival)
@@ -371,12 +381,12 @@ class Admission:
     def _tokenize(self, number: int) -> None:
         self.tokenized.append(self.tokenizing.pop(number))
 
-    def _arrive(self, arrival: on.Arrival) -> None:
-        self.tell(on.Arrived(arrival))
+    def _arrive(self, arrival: Arrival) -> None:
+        self.tell(partial(self.core.arrive, arrival))
 
     def _keep_lease(self) -> None:
         before_ns = self.core.renewed_ns
-        self.tell(on.Renewed(self._renew()))
+        self.tell(partial(self.core.renewed, self._renew()))
         held = self.core.requests
         if self.world.now - before_ns > LEASE_NS or not self.gate or self.core.draining:
             return
@@ -389,11 +399,11 @@ class Admission:
             for entry in mine:
                 self.known.add(entry.entry_id)
                 self.world.taken[entry.entry_id] = self.lane.name, self.world.now
-            self.tell(on.TakenOver(tuple(mine)))
+            self.tell(partial(self.core.inherit, mine, "taken over"))
 
     # --- events and effects -------------------------------------------------------------------
 
-    def tell(self, event: Any) -> None:
+    def tell(self, event: Message | Step) -> None:
         for effect in self.core.handle(event, self.world.now):
             self._perform(effect)
 
@@ -412,20 +422,19 @@ class Admission:
                 self.world.epoch += 1
                 self.sent.clear()
                 self.ended.clear()
-                self.tell(on.EpochBegun(self.world.epoch, reason))
+                self.tell(partial(self.core.open_epoch, self.world.epoch, reason))
             case do.SendReset(role):
                 self.send(role, "control", Reset())
             case do.Renew():
-                self.tell(on.Renewed(self._renew()))
+                self.tell(partial(self.core.renewed, self._renew()))
             case do.Claim(entries, overdue):
-                long = tuple(
-                    not overdue and self.world.traits(each.entry_id).long for each in entries
-                )
-                self.tell(on.Claimed(entries, tuple(map(self.world.claim, entries)), long))
+                long = [not overdue and self.world.traits(each.entry_id).long for each in entries]
+                owners = list(map(self.world.claim, entries))
+                self.tell(partial(self.core.admit_inherited, entries, owners, long))
             case do.Tokenize(arrival):
                 self.tokenizing.append(arrival)
             case do.Judge():
-                self.tell(self._judge(effect))
+                self.tell(partial(self.core.enter, self._judge(effect)))
             case do.Ask(items, opened):
                 for each in opened:
                     self.send("streaming", "opened", each)
@@ -465,13 +474,13 @@ class Admission:
             taken[entry_id] = self.lane.name, self.world.now
         return frozenset(lost)
 
-    def _judge(self, wanted: do.Judge) -> on.Judged:
+    def _judge(self, wanted: do.Judge) -> Judged:
         arrival = wanted.arrival
         entry, entry_id = arrival.entry, arrival.entry_id
         request_id, traits = request_id_of(entry), self.world.traits(entry_id)
 
-        def refused(code: str) -> on.Judged:
-            return on.Judged(arrival, end=Cancel(request_id, entry_id, "error", code, ""))
+        def refused(code: str) -> Judged:
+            return Judged(arrival, end=Cancel(request_id, entry_id, "error", code, ""))
 
         if wanted.owner not in (None, entry_id):
             return refused("duplicate_request")
@@ -484,8 +493,8 @@ class Admission:
         if traits.refused:
             return refused("invalid_n")
         if traits.poison:
-            return on.Judged(arrival, failure=ErrorInfo(code="internal_error", message=""))
-        return on.Judged(arrival, accepted(request_id, entry_id), wanted.cancelled)
+            return Judged(arrival, failure=ErrorInfo(code="internal_error", message=""))
+        return Judged(arrival, accepted(request_id, entry_id), wanted.cancelled)
 
     def _forward(self, effect: do.Forward) -> None:
         entry_id, ledger = effect.entry_id, self.core.requests.ledger
@@ -500,7 +509,7 @@ class Admission:
         self.sent.add(entry_id)
         if self.world.traits(entry_id).unsendable:
             error = ErrorInfo(code="message_too_large", message="")
-            self.tell(on.ForwardFailed(entry_id, error))
+            self.tell(partial(self.core.give_up, entry_id, error))
             return
         tokens = sum(len(sample.token_ids) for sample in effect.samples or ())
         if effect.samples is None:

@@ -221,7 +221,7 @@ def test_deadlines_of_ended_requests_are_not_kept() -> None:
     for seq_id in range(2000):
         replica.add([1], seq_id, max_tokens=1, deadline_ns=10**18, stop=True)
         replica.run()
-    assert len(replica.core._index.deadlines) <= LEFTOVERS_KEPT + 2
+    assert len(replica.core._index.deadlines._entries) <= LEFTOVERS_KEPT + 2
 
 
 def test_paused_core_plans_no_rows_but_still_passes_cancellations_on() -> None:

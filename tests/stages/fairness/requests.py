@@ -58,6 +58,6 @@ def served(core: FairnessCore) -> dict[tuple[int, str], float]:
         core._count(replica)
     return {
         (priority_class.priority, flow.tenant): flow.counter
-        for priority_class in core._queue.classes()
+        for priority_class in core._queue._classes.values()
         for flow in priority_class.flows()
     }

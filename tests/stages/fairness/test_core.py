@@ -176,7 +176,7 @@ def test_stale_entries_are_bounded() -> None:
             grant(core, 1)
             assert drain(core, i) == [str(i)]
     assert core.num_queued == 1
-    assert len(core._deadlines) <= LEFTOVERS_KEPT + 4
+    assert len(core._deadlines._entries) <= LEFTOVERS_KEPT + 4
     assert len(core._of_request) == 1
     grant(core, 1)
     assert drain(core, 3000) == ["stays"]

@@ -151,7 +151,7 @@ def test_the_prefix_index_is_bounded_and_forgets_the_least_recently_used() -> No
     index.add(first)
     assert index.match(first) == 3 * CHUNK_TOKENS
     index.add(second)
-    assert len(index) == 4
+    assert len(index._known) == 4
     assert index.match(second) == 3 * CHUNK_TOKENS
     assert index.match(first) == 0, "its beginning is gone, and so all of it"
 

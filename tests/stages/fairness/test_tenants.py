@@ -27,7 +27,7 @@ def keep_busy(replica: StepReplica, tenant: str, tokens: int, prompt: int) -> No
 
 
 def num_waiting(replica: StepReplica, tenant: str) -> int:
-    flows = [flow for level in replica.core._queue.classes() for flow in level.flows()]
+    flows = [flow for level in replica.core._queue._classes.values() for flow in level.flows()]
     return sum(flow.num_waiting for flow in flows if flow.tenant == tenant)
 
 
@@ -205,7 +205,7 @@ def test_requests_are_conserved(
     assert {name: replica.finished.count(name) for name in set(replica.finished)} == wanted
     core = replica.core
     assert (core.num_queued, core.num_paused, core.credits) == (0, 0, places)
-    assert not core._queue.classes()
+    assert not core._queue._classes
     assert not core._of_request
 
 
@@ -215,10 +215,10 @@ def test_idle_tenants_are_forgotten() -> None:
         replica.submit(f"r{number}", 2, tenant=f"tenant-{number}")
         if number % 2:
             replica.step()
-    (level,) = replica.core._queue.classes()
+    (level,) = replica.core._queue._classes.values()
     assert replica.core.num_queued < len(level.flows()) <= 2 * (replica.core.num_queued + IDLE_KEPT)
     replica.run()
-    assert not replica.core._queue.classes()
+    assert not replica.core._queue._classes
 
 
 def test_a_cached_prefix_goes_first_only_within_the_margin() -> None:

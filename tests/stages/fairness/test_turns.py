@@ -66,7 +66,7 @@ def test_a_paused_sequence_can_end(how: str) -> None:
     replica.run()
     assert replica.finished == ["urgent"]
     assert (replica.core.num_queued, replica.core.num_paused, replica.core.credits) == (0, 0, 1)
-    assert not replica.core._queue.classes()
+    assert not replica.core._queue._classes
 
 
 def test_each_token_of_a_step_counts_for_slice_and_service() -> None:

@@ -1,0 +1,71 @@
+"""Entries that arrive for admission, and their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from ...bus.control import Cancel
+from ...bus.entries import RequestEntry
+from ...bus.messages import AdmittedRequest, RequestOpened
+from ...bus.public import ErrorInfo
+
+
+class Tokens(NamedTuple):
+    """Token ids of a request's prompt and of its prediction."""
+
+    prompt: tuple[int, ...]
+    prediction: tuple[int, ...] = ()
+
+
+class Accepted(NamedTuple):
+    """A valid request: the message for streaming, and the one for the lane."""
+
+    opened: RequestOpened
+    admitted: AdmittedRequest
+
+
+Tokenized = Tokens | Exception
+"""A request's tokens, or why it is refused."""
+
+Step = Callable[[int], None]
+"""An event or a continuation of admission's core; it gets the time in nanoseconds."""
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """An entry that arrives for admission.
+
+    Attributes:
+        received_ns: When it was taken, on this process's clock.
+        owner: The entry with its request id, by the result streams.
+        way: "taken" from the queue; "inherited" from a predecessor or another lane, at the
+            beginning of an epoch; "late": inherited, and tokenised while the others were resumed.
+        tokenized: None if it is to be tokenised.
+    """
+
+    entry: RequestEntry
+    received_ns: int
+    owner: str | None
+    way: Literal["taken", "inherited", "late"] = "taken"
+    tokenized: Tokenized | None = None
+
+    @property
+    def entry_id(self) -> str:
+        return self.entry.entry_id
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """What an arrival has become.
+
+    Attributes:
+        accepted: The valid request; None of an invalid one.
+        end: The end of a refused or cancelled request.
+        failure: Why the entry can't be processed.
+    """
+
+    arrival: Arrival
+    accepted: Accepted | None = None
+    end: Cancel | None = None
+    failure: ErrorInfo | None = None

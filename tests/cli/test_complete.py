@@ -293,7 +293,7 @@ async def test_an_answer_is_read_to_its_end(engine: FakeEngine) -> None:
     ):
         with capture_logs() as lines:
             assert await text_of(answerer, {"prompt": "a"}) == "five six"
-            await served.server.calls.observer.idle()
+            await served.server.calls.idle()
     (line,) = lines
     assert (line["status"], line["completion_tokens"]) == (200, 2)
     assert "complete" not in line

@@ -155,7 +155,7 @@ async def served(engine: FakeEngine) -> AsyncIterator[tuple[HttpServer, int]]:
     finally:
         server.should_exit = True
         await serving
-        await app.durable.aclose()
+        await app.durable_calls()[0].aclose()
 
 
 def path_of(connection: Connection) -> str:

@@ -1,4 +1,4 @@
-"""Probes: statuses and bodies."""
+"""Endpoints of the gateway as a whole: probes, metrics, the root page."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.config import BusError, Config, GatewayConfig
+from nano_inference.config import BusError, Config, GatewayConfig, TelemetryConfig
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server.limits import PROBES
 from nano_inference.gateway.server.server import HttpServer
 from nano_inference.gateway.serving import lane_state as readiness_module
 from nano_inference.gateway.serving.lane_state import DRAINING, Readiness
+from nano_inference.gateway.serving.measures import Measures
+from nano_inference.telemetry import setup_metrics
+from nano_inference.telemetry.instruments import QUEUE_DEPTH
 
 from .errors import error_of
 from .fake import FakeEngine, http_of
@@ -101,3 +104,47 @@ async def test_probes_are_answered_when_there_is_no_room(
     assert answer.json()["error"]["type"] == "rate_limit_error"
     assert answer.headers["retry-after"] == "1"
     running.cancel()
+
+
+# --- metrics and the root page --------------------------------------------------------------------
+
+OPENMETRICS = "application/openmetrics-text;version=1.0.0"
+
+
+@pytest.fixture
+async def measured(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a gateway in a process that has metrics, and no port for them."""
+    metrics = setup_metrics(TelemetryConfig(), "here", without_port=True)
+    metrics.record(QUEUE_DEPTH, 3)
+    app = make_app(engine, Config(), Measures(metrics=metrics))  # type: ignore[arg-type]
+    async with http_of(app) as client:
+        yield client
+    metrics.shutdown()
+
+
+async def test_metrics_have_the_format_that_is_accepted(measured: httpx.AsyncClient) -> None:
+    plain = await measured.get("/metrics")
+    assert plain.headers["content-type"].startswith("text/plain; version=")
+    assert "\nnano_queue_depth 3.0\n" in plain.text
+    assert not plain.text.endswith("# EOF\n")
+    newer = await measured.get("/metrics", headers={"Accept": OPENMETRICS})
+    assert newer.headers["content-type"].startswith("application/openmetrics-text; version=")
+    assert newer.text.endswith("# EOF\n")
+
+
+async def test_head_of_metrics_is_answered(measured: httpx.AsyncClient) -> None:
+    head = await measured.head("/metrics")
+    assert (head.status_code, head.content) == (200, b"")
+
+
+async def test_without_metrics_the_error_names_the_setting(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/metrics")
+    assert error_of(answer, 404) == "not_found"
+    assert "gateway.metrics" in answer.json()["error"]["message"]
+
+
+async def test_the_root_page_names_the_endpoints(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/")
+    assert (answer.status_code, answer.text.count("\n")) == (200, 1)
+    for word in ("nano-inference", "/v1", "/metrics", "docs/"):
+        assert word in answer.text

@@ -189,12 +189,9 @@ class ObservedCalls:
         method = scope["method"] if scope["method"] in _METHODS else _OTHER_METHOD
         address, _ = scope.get("client") or ("", 0)
         metrics, tracing = self.measures.metrics, self.measures.tracing
+        named = {names.HTTP_METHOD: method, names.HTTP_ROUTE: route}
         if metrics.enabled:
-            labels = {
-                names.HTTP_METHOD: method,
-                names.HTTP_ROUTE: route,
-                names.HTTP_STATUS: str(call.status),
-            }
+            labels = named | {names.HTTP_STATUS: str(call.status)}
             metrics.record(instruments.HTTP_DURATION, (ended_ns - call.at_ns) / 1e9, labels)
         fields = {
             "method": method,
@@ -209,9 +206,8 @@ class ObservedCalls:
         if self.audit is not None:
             _audit(self.audit, scope["state"], call.account, route, fields)
         if route and call.trace.sampled and tracing.enabled:
-            attributes = {
-                names.HTTP_METHOD: method,
-                names.HTTP_ROUTE: route,
+            attributes: dict[str, Any] = {
+                **named,
                 names.HTTP_STATUS: call.status,
                 names.URL_PATH: route,
                 names.URL_SCHEME: scope["scheme"],

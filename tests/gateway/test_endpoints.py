@@ -46,19 +46,35 @@ async def probe(http: httpx.AsyncClient, path: str) -> tuple[int, Any]:
     return answer.status_code, answer.json()
 
 
-async def test_probes_of_a_ready_gateway(http: httpx.AsyncClient) -> None:
-    assert await probe(http, "/livez") == (200, {"status": "alive"})
-    assert await probe(http, "/healthz") == (200, {"status": "ok", "role": "unified"})
-    assert await probe(http, "/readyz") == (200, {"status": "ready", "role": "unified"})
+def degraded(reason: str, message: str) -> tuple[int, dict[str, str]]:
+    body = {"status": "degraded", "role": "unified", "reason": reason, "message": message}
+    return 200, body
 
 
-async def test_probes_without_a_model(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    engine.why_not = WHY
+def not_ready(reason: str) -> tuple[int, dict[str, str]]:
+    return 503, {"status": "not_ready", "role": "unified", "reason": reason}
+
+
+OK = (200, {"status": "ok", "role": "unified"})
+STATES = {
+    "ready": (OK, (200, {"status": "ready", "role": "unified"})),
+    "draining": (OK, not_ready(DRAINING)),
+    "no model": (degraded("model_not_loaded", WHY), not_ready(WHY)),
+    "no bus": (degraded(BusError("").code, "Redis is away"), not_ready("Redis is away")),
+}
+"""By state: the answers of /healthz and /readyz."""
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_probes(
+    http: httpx.AsyncClient, engine: FakeEngine, readiness: Readiness, state: str
+) -> None:
+    readiness.draining = state == "draining"
+    engine.why_not = WHY if state == "no model" else ""
+    if state == "no bus":
+        engine.failures["trouble"] = BusError("Redis is away")
     assert await probe(http, "/livez") == (200, {"status": "alive"})
-    degraded = {"status": "degraded", "role": "unified", "reason": "model_not_loaded"}
-    assert await probe(http, "/healthz") == (200, degraded | {"message": WHY})
-    not_ready = {"status": "not_ready", "role": "unified", "reason": WHY}
-    assert await probe(http, "/readyz") == (503, not_ready)
+    assert (await probe(http, "/healthz"), await probe(http, "/readyz")) == STATES[state]
 
 
 async def test_released_weights_are_known_at_once(http: httpx.AsyncClient) -> None:
@@ -67,26 +83,6 @@ async def test_released_weights_are_known_at_once(http: httpx.AsyncClient) -> No
     status, body = await probe(http, "/readyz")
     assert status == 503
     assert "weights released" in body["reason"]
-
-
-async def test_probes_while_the_bus_is_away(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    engine.failures["trouble"] = BusError("Redis is away")
-    assert (await probe(http, "/livez"))[0] == 200
-    status, body = await probe(http, "/healthz")
-    assert (status, body["status"]) == (200, "degraded")
-    assert (body["reason"], body["message"]) == (BusError("").code, "Redis is away")
-    assert await probe(http, "/readyz") == (
-        503,
-        {"status": "not_ready", "role": "unified", "reason": "Redis is away"},
-    )
-
-
-async def test_probes_of_a_draining_gateway(http: httpx.AsyncClient, readiness: Readiness) -> None:
-    readiness.draining = True
-    assert (await probe(http, "/livez"))[0] == 200
-    assert (await probe(http, "/healthz"))[1]["status"] == "ok"
-    not_ready = {"status": "not_ready", "role": "unified", "reason": DRAINING}
-    assert await probe(http, "/readyz") == (503, not_ready)
 
 
 @pytest.mark.parametrize("path", sorted(PROBES))

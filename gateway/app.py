@@ -1,4 +1,4 @@
-"""The ASGI application of a gateway with one model, and the interfaces to one model."""
+"""The ASGI application of a gateway, and the interfaces to one model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import BaseRoute
-from starlette.types import Scope
+from starlette.types import ASGIApp, Scope
 
 from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
@@ -24,27 +29,18 @@ from .api.sglang import sglang_routes
 from .endpoints import gateway_routes, single_model_routes
 from .policy.chain import PolicyChain, PolicyRoute
 from .policy.policy import Policy
-from .server.application import Application
-from .server.http import ERROR_CODE, error_response
-from .serving.chat_templates import AT_ONCE, ChatTemplates, LazyFormat, check_format
+from .server.callers import JsonOnly
+from .server.http import ERROR_CODE, error_handler, error_response
 from .serving.durable_calls import DurableCalls, watch_orphans
-from .serving.lane_state import Readiness, ServedModels
+from .serving.lane_state import Readiness
 from .serving.measures import Measures
 from .serving.services import Services
-from .serving.submissions import Submissions
-from .serving.turns import Turns
-from .serving.words import LazyWords
 
 
-class Interfaces:
+class Interfaces(Services):
     """All interfaces to one model, and what they share.
 
     Attributes:
-        config: The settings of the model.
-        chain: The policy chain of its calls.
-        readiness: Whether the model takes requests.
-        submissions: Requests that wait or are in the pipeline.
-        durable: Calls stored on the bus.
         kserve: What KServe V2 serves.
         info: OpenAI's endpoints about the model.
         responses: OpenAI's responses.
@@ -61,67 +57,70 @@ class Interfaces:
         regions: TenantRegions,
     ) -> None:
         """Raises ConfigError when `gateway.message_format` or `gateway.models` is invalid."""
-        check_format(config)
-        words = LazyWords(config.engine.model_folder)
-        served = ServedModels(engine, config)
-        several = bool(config.bus.model)
-        self.config = config
-        self.chain = policy.chain_of(engine, config, words, served, one_of_several=several)
-        self.readiness = readiness
-        self.submissions = Submissions(engine, config, measures, readiness, self.chain)
-        length = self.submissions.length
-        templates = ChatTemplates(
-            words,
-            length.get,
-            config.gateway.template_timeout_s,
-            Turns(AT_ONCE, config.gateway.max_waiting, measures),
-            LazyFormat(config, words),
-            config.admission.max_constraint_bytes,
-        )
-        self.durable = DurableCalls(engine, config)
+        super().__init__(engine, config, policy, measures, readiness)
+        packages = not config.bus.model
         service = open_service(
-            self.submissions, config, words, readiness, measures, packages=not several
+            self.submissions, config, self.words, readiness, measures, packages=packages
         )
         self.kserve = KServe(service, regions)
-        services = Services(
-            engine=engine,
-            config=config,
-            measures=measures,
-            readiness=readiness,
-            words=words,
-            templates=templates,
-            submissions=self.submissions,
-            durable=self.durable,
-            length=length,
-            served=served,
-        )
-        self.info = ModelInfoCalls(services)
-        self.responses = ResponseCalls(services)
+        self.info = ModelInfoCalls(self)
+        self.responses = ResponseCalls(self)
         self.routes: list[PolicyRoute] = [
             *anthropic.model_routes(self.info.cards, self.info.card_of),
-            *sglang_routes(services),
-            *openai_routes(services, self.info, self.responses),
-            *anthropic.anthropic_routes(services),
+            *sglang_routes(self),
+            *openai_routes(self, self.info, self.responses),
+            *anthropic.anthropic_routes(self),
             *kserve_routes(self.kserve, readiness, config.gateway),
         ]
 
 
-class InterfacesApp(Application):
-    """Routes of interfaces behind a policy chain."""
+class Application(Starlette):
+    """Routes behind a policy chain. Errors are answered in the form of the called interface.
+
+    Attributes:
+        chain: The policy chain of every call.
+    """
 
     def __init__(self, routes: Sequence[BaseRoute], chain: PolicyChain, measures: Measures) -> None:
+        self.chain = chain
+        answer = error_handler(self.respond)
+        kserve = (kserve_http.is_called, kserve_http.takes_compressed)
         super().__init__(
-            routes, chain, measures, respond, kserve_http.is_called, kserve_http.takes_compressed
+            routes=routes,
+            middleware=[
+                # Starlette raises an error again after it has answered 500, and the server then
+                # closes the connection after an answer that doesn't announce that.
+                Middleware(ExceptionMiddleware, handlers={Exception: answer}),
+                Middleware(JsonOnly, measures, self.respond, *kserve),
+            ],
+            exception_handlers=dict.fromkeys(
+                (NanoInferenceError, HTTPException, ClientDisconnect), answer
+            ),
         )
 
+    @staticmethod
+    def respond(scope: Scope, error: NanoInferenceError) -> Response:
+        """Return the response to a call that has an error."""
+        scope.setdefault("state", {})[ERROR_CODE] = error.code
+        if anthropic.is_called(scope):
+            return anthropic.respond(scope, error)
+        if kserve_http.is_called(scope):
+            return kserve_http.respond(scope, error)
+        return error_response(error)
 
-class GatewayApp(InterfacesApp):
+    def entrance(self, calls: ASGIApp) -> ASGIApp:
+        """Wrap the outermost layer of the server."""
+        return calls
+
+
+class GatewayApp(Application):
     """The application of a gateway, with what `Gateway` runs and closes around it.
 
     Attributes:
         policy: Opened before the first call, closed at the end.
         readiness: Whether the gateway takes requests.
         kserve: What gRPC serves as well, through `chain`.
+        durable_calls: Returns the durable calls of all models.
         background: Tasks beside the connections, by name.
     """
 
@@ -134,64 +133,27 @@ class GatewayApp(InterfacesApp):
         policy: Policy,
         readiness: Readiness,
         kserve: KServe,
+        durable_calls: Callable[[], list[DurableCalls]],
         background: Mapping[str, Callable[[], Coroutine[Any, Any, None]]],
     ) -> None:
         super().__init__(routes, chain, measures)
         self.policy = policy
         self.readiness = readiness
         self.kserve = kserve
+        self.durable_calls = durable_calls
         self.background = {"policy": policy.run_forever, **background}
 
     def stop(self) -> None:
         """The gateway closes connections from now on; their clients may go to another one."""
-        raise NotImplementedError
+        for each in self.durable_calls():
+            each.stopping = True
 
     async def aclose(self) -> None:
         """Leave durable calls to other gateways, and close what the application holds."""
+        for each in self.durable_calls():
+            await each.aclose()
         await self.policy.aclose()
         self.kserve.regions.close()
-
-
-class ModelGatewayApp(GatewayApp):
-    """The application of a gateway with one model. `durable`: its durable calls."""
-
-    def __init__(
-        self, engine: BusClient, config: Config, measures: Measures, readiness: Readiness
-    ) -> None:
-        policy = Policy(engine, config, measures)
-        model = Interfaces(
-            engine, config, policy, measures, readiness, TenantRegions(config.gateway)
-        )
-        self.durable = durable = model.durable
-        measures.watch(instruments.GATEWAY_WAITING, lambda: model.submissions.waiting)
-        super().__init__(
-            [
-                *gateway_routes(engine, config, policy, readiness, measures.metrics),
-                *model.routes,
-                *single_model_routes(engine),
-            ],
-            model.chain,
-            measures,
-            policy=policy,
-            readiness=readiness,
-            kserve=model.kserve,
-            background={
-                "durable calls": partial(
-                    watch_orphans,
-                    engine.bus.store.calls,
-                    config,
-                    lambda: [durable],
-                    lambda call: durable,
-                ),
-            },
-        )
-
-    def stop(self) -> None:
-        self.durable.stop()
-
-    async def aclose(self) -> None:
-        await self.durable.aclose()
-        await super().aclose()
 
 
 def make_app(
@@ -199,8 +161,8 @@ def make_app(
     config: Config,
     measures: Measures | None = None,
     readiness: Readiness | None = None,
-) -> ModelGatewayApp:
-    """Return an application that serves an engine. `HttpServer` authenticates its callers.
+) -> GatewayApp:
+    """Return the application of a gateway with one model. `HttpServer` authenticates its callers.
 
     Args:
         engine: The client of the engine.
@@ -211,14 +173,25 @@ def make_app(
     Raises:
         ConfigError: The policy's settings or `gateway.message_format` are invalid.
     """
-    return ModelGatewayApp(engine, config, measures or Measures(), readiness or Readiness(engine))
-
-
-def respond(scope: Scope, error: NanoInferenceError) -> Response:
-    """Return the response to a call that has an error, in the form of the called interface."""
-    scope.setdefault("state", {})[ERROR_CODE] = error.code
-    if anthropic.is_called(scope):
-        return anthropic.respond(scope, error)
-    if kserve_http.is_called(scope):
-        return kserve_http.respond(scope, error)
-    return error_response(error)
+    measures, readiness = measures or Measures(), readiness or Readiness(engine)
+    policy = Policy(engine, config, measures)
+    model = Interfaces(engine, config, policy, measures, readiness, TenantRegions(config.gateway))
+    measures.watch(instruments.GATEWAY_WAITING, lambda: model.submissions.waiting)
+    own = [model.durable]
+    orphans = partial(
+        watch_orphans, engine.bus.store.calls, config, lambda: own, lambda call: model.durable
+    )
+    return GatewayApp(
+        [
+            *gateway_routes(engine, config, policy, readiness, measures.metrics),
+            *model.routes,
+            *single_model_routes(engine),
+        ],
+        model.chain,
+        measures,
+        policy=policy,
+        readiness=readiness,
+        kserve=model.kserve,
+        durable_calls=lambda: own,
+        background={"durable calls": orphans},
+    )

@@ -29,6 +29,7 @@ ROLE = "unified"
 """The role of a lane whose replicas both prefill and decode, as all do."""
 
 MODELS_PATH = "/admin/models"
+MODEL_PATH = f"{MODELS_PATH}/{{model:path}}"
 NO_LOADING = "there is one model here, which stays; name several in the setting models"
 
 _ROOT = (
@@ -163,31 +164,41 @@ def status_json(status: ModelStatus) -> dict[str, Any]:
     return {"object": "model.status"} | found
 
 
-def statuses_response(statuses: list[ModelStatus]) -> Response:
-    """Return the response that lists all models."""
-    return JsonResponse({"object": "list", "data": [status_json(each) for each in statuses]})
+def status_routes(
+    engine: BusClient, id_of: Callable[[str], Awaitable[str]] | None = None
+) -> list[PolicyRoute]:
+    """Return the endpoints of the models' statuses.
+
+    Args:
+        id_of: Returns the id of a model by its name, or raises the error for an unknown one.
+    """
+
+    async def statuses(request: Request) -> Response:
+        found = [status_json(each) for each in await engine.models()]
+        return JsonResponse({"object": "list", "data": found})
+
+    async def status(request: Request) -> Response:
+        name = request.path_params["model"]
+        wanted = name if id_of is None else await id_of(name)
+        for each in await engine.models():
+            if wanted in (each.id, *each.aliases):
+                return JsonResponse(status_json(each))
+        raise ModelError(f"there is no model {shown(name)} here", code="unknown_model")
+
+    return [
+        PolicyRoute(MODELS_PATH, statuses, needed="admin", methods=["GET"]),
+        PolicyRoute(MODEL_PATH, status, needed="admin", methods=["GET"]),
+    ]
 
 
 def single_model_routes(engine: BusClient) -> list[PolicyRoute]:
     """Return `/admin/models` of a gateway with one model, which can't be loaded or unloaded."""
 
-    async def statuses(request: Request) -> Response:
-        return statuses_response(await engine.models())
-
-    async def status(request: Request) -> Response:
-        name = request.path_params["model"]
-        for each in await engine.models():
-            if name in (each.id, *each.aliases):
-                return JsonResponse(status_json(each))
-        raise ModelError(f"there is no model {shown(name)} here", code="unknown_model")
-
     async def refuse(request: Request) -> Response:
         raise RequestError(NO_LOADING, code="unsupported")
 
-    one = f"{MODELS_PATH}/{{model:path}}"
     return [
-        PolicyRoute(MODELS_PATH, statuses, needed="admin", methods=["GET"]),
-        PolicyRoute(one, status, needed="admin", methods=["GET"]),
+        *status_routes(engine),
         PolicyRoute(MODELS_PATH, refuse, needed="admin", methods=["POST"]),
-        PolicyRoute(one, refuse, needed="admin", methods=["POST", "DELETE"]),
+        PolicyRoute(MODEL_PATH, refuse, needed="admin", methods=["POST", "DELETE"]),
     ]

@@ -163,7 +163,7 @@ class Gateway:
         if self._grpc is not None:
             self._grpc.drain()
         with anyio.move_on_after(timeout_s):
-            await self._server.calls.observer.idle()
+            await self._server.calls.idle()
             return True
         return False
 

@@ -19,7 +19,7 @@ from ..api.kserve.http import kserve_routes
 from ..api.kserve.regions import TenantRegions
 from ..api.kserve.repository import add_packages
 from ..api.kserve.service import InferenceService, KServe
-from ..app import GatewayApp, Interfaces, InterfacesApp
+from ..app import Application, GatewayApp, Interfaces
 from ..endpoints import gateway_routes, probe_routes
 from ..policy.caller import Caller
 from ..policy.chain import PolicyRoute
@@ -44,76 +44,62 @@ class DeploymentApp(GatewayApp):
         Raises:
             ConfigError: As `make_app`.
         """
-        measures = measures or Measures()
+        self._config, self._measures = config, measures or Measures()
         self.models = models = Models(engine, config.models)
         readiness = Readiness(models)
-        policy = Policy(engine, config, measures, models.engines)
+        policy = Policy(engine, config, self._measures, models.engines)
         control = ModelControl(engine, policy.audit)
-        service = InferenceService(metrics=measures.metrics)
+        service = InferenceService(metrics=self._measures.metrics)
         kserve = KServe(service, TenantRegions(config.gateway), control)
-        make = partial(_model_app, models, config, policy, measures, readiness, kserve)
-        models.build_with(make, partial(_serve_kserve, service))
-        add_packages(service, config)
-        measures.watch(instruments.GATEWAY_WAITING, lambda: models.waiting)
+        limit = config.gateway.max_body_bytes
+        orphans = partial(
+            watch_orphans,
+            engine.bus.store.calls,
+            config,
+            lambda: models.durable_calls,
+            models.owner_of,
+        )
         super().__init__(
             [
                 ModelPathRoute(models),
-                *gateway_routes(engine, config, policy, readiness, measures.metrics),
-                *deployment_routes(
-                    engine, models, control, readiness, config.gateway.max_body_bytes
-                ),
+                *gateway_routes(engine, config, policy, readiness, self._measures.metrics),
+                *deployment_routes(engine, models, control, readiness, limit),
                 *_dispatched(engine, config, policy, models),
                 *kserve_routes(kserve, readiness, config.gateway),
             ],
             policy.chain_of_all(),
-            measures,
+            self._measures,
             policy=policy,
             readiness=readiness,
             kserve=kserve,
+            durable_calls=lambda: models.durable_calls,
             background={
                 "models": models.run_forever,
-                "durable calls": partial(
-                    watch_orphans,
-                    engine.bus.store.calls,
-                    config,
-                    lambda: models.durable_calls,
-                    models.owner_of,
-                ),
+                "durable calls": orphans,
                 # Answers requests on the deployment's requests stream when no other router does.
-                "router": Router(engine.bus, measures.metrics).run_forever,
+                "router": Router(engine.bus, self._measures.metrics).run_forever,
             },
         )
+        models.build_with(self._model_app, partial(_serve_kserve, service))
+        add_packages(service, config)
+        self._measures.watch(instruments.GATEWAY_WAITING, lambda: models.waiting)
 
     def entrance(self, calls: ASGIApp) -> ASGIApp:
         return Entrance(calls, self.models.names)
 
-    def stop(self) -> None:
-        for durable in self.models.durable_calls:
-            durable.stop()
-
     async def aclose(self) -> None:
-        await self.models.aclose()
         await super().aclose()
+        await self.models.aclose()
 
-
-def _model_app(
-    models: Models,
-    config: Config,
-    policy: Policy,
-    measures: Measures,
-    readiness: Readiness,
-    kserve: KServe,
-    record: ModelRecord,
-    engine: BusClient,
-) -> ModelApp:
-    """Return the application of one model. Raises NanoInferenceError for invalid settings."""
-    of_model = Readiness(engine, readiness)
-    own = config.of_model(record.spec)
-    interfaces = Interfaces(engine, own, policy, measures, of_model, kserve.regions)
-    interfaces.kserve.service.statistics = kserve.service.statistics
-    interfaces.responses.conversation_of = partial(_conversation, models, interfaces)
-    routes = [*probe_routes(of_model), *interfaces.routes]
-    return ModelApp(record, engine, interfaces, InterfacesApp(routes, interfaces.chain, measures))
+    def _model_app(self, record: ModelRecord, engine: BusClient) -> ModelApp:
+        """Return the application of one model. Raises NanoInferenceError for invalid settings."""
+        readiness = Readiness(engine, self.readiness)
+        config, regions = self._config.of_model(record.spec), self.kserve.regions
+        own = Interfaces(engine, config, self.policy, self._measures, readiness, regions)
+        own.kserve.service.statistics = self.kserve.service.statistics
+        own.responses.conversation_of = partial(_conversation, self.models, own)
+        routes = [*probe_routes(readiness), *own.routes]
+        return ModelApp(record, engine, own, Application(routes, own.chain, self._measures))
 
 
 async def _conversation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import anyio
 from starlette.types import ASGIApp
@@ -28,6 +29,7 @@ _RECENT_S = 0.2
 _MOST_TROUBLES = 3
 
 
+@dataclass(eq=False)
 class ModelApp:
     """All interfaces to a model, as an application of their own.
 
@@ -38,15 +40,14 @@ class ModelApp:
         app: The ASGI application.
     """
 
-    def __init__(
-        self, record: ModelRecord, engine: BusClient, interfaces: Interfaces, app: ASGIApp
-    ) -> None:
-        self.record = record
-        self.engine = engine
-        self.interfaces = interfaces
-        self.app = app
-        self._calls = 0
-        interfaces.readiness.consider(self.trouble)
+    record: ModelRecord
+    engine: BusClient
+    interfaces: Interfaces
+    app: ASGIApp
+    _calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.interfaces.readiness.consider(self.trouble)
 
     @property
     def id(self) -> str:

@@ -11,22 +11,21 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...config import ConfigError, ModelConfig, ModelError, NanoInferenceError, RequestError
+from ...config import ConfigError, ModelConfig, NanoInferenceError, RequestError
 from ...pipeline.client import BusClient
 from ...pipeline.models import ModelStatus
 from ...store.registry import ModelState
 from ..api import anthropic
-from ..endpoints import MODELS_PATH, status_json, statuses_response
+from ..endpoints import MODEL_PATH, MODELS_PATH, status_json, status_routes
 from ..policy.audit import AuditLog, audit_change
 from ..policy.caller import Caller, caller_of, check_allowed
 from ..policy.chain import PolicyRoute
 from ..policy.document import Needed
+from ..server.callers import Endpoint
 from ..server.http import JsonResponse, convert, read_object, while_connected
 from ..serving.lane_state import Readiness
 from .dispatch import model_for
 from .models import ModelApp, Models
-
-_MODEL_PATH = f"{MODELS_PATH}/{{model:path}}"
 
 _LLAMA_CPP: dict[ModelState, str] = {
     "ready": "loaded",
@@ -123,6 +122,9 @@ def deployment_routes(
     async def model(request: Request) -> Response:
         return JsonResponse(await card(request))
 
+    async def id_of(name: str) -> str:
+        return (await models.find(name)).id
+
     async def health(request: Request) -> Response:
         """Whether a model works, or none is meant to."""
         if trouble := await readiness.trouble():
@@ -132,25 +134,17 @@ def deployment_routes(
     async def version(request: Request) -> Response:
         return JsonResponse({"version": metadata.version("nano-inference")})
 
-    async def statuses(request: Request) -> Response:
-        return statuses_response(await engine.models())
-
-    async def status(request: Request) -> Response:
-        app = await models.find(request.path_params["model"])
-        for each in await engine.models():
-            if each.id == app.id:
-                return JsonResponse(status_json(each))
-        raise ModelError("the model is gone", code="unknown_model")
+    def get(path: str, needed: Needed, endpoint: Endpoint) -> PolicyRoute:
+        return PolicyRoute(path, endpoint, needed=needed, methods=["GET"])
 
     return [
         *anthropic.model_routes(cards, card),
-        _route("GET", "/v1/models", "read", list_models),
-        _route("GET", "/models", "read", list_models),
-        _route("GET", "/v1/models/{model:path}", "read", model),
-        _route("GET", "/health", "nothing", health),
-        _route("GET", "/version", "nothing", version),
-        _route("GET", MODELS_PATH, "admin", statuses),
-        _route("GET", _MODEL_PATH, "admin", status),
+        get("/v1/models", "read", list_models),
+        get("/models", "read", list_models),
+        get("/v1/models/{model:path}", "read", model),
+        get("/health", "nothing", health),
+        get("/version", "nothing", version),
+        *status_routes(engine, id_of),
         *_change_routes(control, max_body_bytes),
     ]
 
@@ -173,7 +167,7 @@ def _change_routes(control: ModelControl, max_body_bytes: int) -> list[PolicyRou
 
             return await while_connected(request.receive, respond)
 
-        return _route(method, path, "admin", endpoint)
+        return PolicyRoute(path, endpoint, needed="admin", methods=[method])
 
     async def load(request: Request, body: dict[str, Any]) -> ModelStatus:
         return await control.load(request, request.path_params["model"])
@@ -198,18 +192,12 @@ def _change_routes(control: ModelControl, max_body_bytes: int) -> list[PolicyRou
 
     return [
         change("POST", MODELS_PATH, control.add, status_code=201),
-        change("POST", f"{_MODEL_PATH}/load", load),
-        change("POST", f"{_MODEL_PATH}/unload", unload),
-        change("DELETE", _MODEL_PATH, unload, deleted),
+        change("POST", f"{MODEL_PATH}/load", load),
+        change("POST", f"{MODEL_PATH}/unload", unload),
+        change("DELETE", MODEL_PATH, unload, deleted),
         change("POST", "/models/load", load_named, success),
         change("POST", "/models/unload", unload_named, success),
     ]
-
-
-def _route(
-    method: str, path: str, needed: Needed, endpoint: Callable[[Request], Awaitable[Response]]
-) -> PolicyRoute:
-    return PolicyRoute(path, endpoint, needed=needed, methods=[method])
 
 
 def _with_state(card: dict[str, Any], app: ModelApp) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import anyio.to_thread
 
 from ...config import BusError, Config
 from ...pipeline.client import BusClient
-from ..serving.lane_state import OnlyServed, ServedModels
+from ..serving.lane_state import ServedModels
 from ..serving.measures import Measures
 from ..serving.words import LazyWords
 from .audit import AuditLog
@@ -84,7 +84,7 @@ class Policy:
         """
         name, measures = config.engine.model_name, self._measures
         head = self._head()
-        requests: list[RequestsLink] = [OnlyServed(served)]
+        requests: list[RequestsLink] = [served]
         outputs: list[OutputsLink] = []
         if self._config.knows_callers:
             models = AllowedModels(name)

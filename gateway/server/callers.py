@@ -12,6 +12,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -47,10 +48,6 @@ _BYTES = "application/octet-stream"
 _NO_ORIGIN = "null"
 # The beginning of every browser's User-Agent.
 _BROWSERS = "Mozilla/"
-
-
-def _never(scope: Scope) -> bool:
-    return False
 
 
 class _Refused(RequestError):
@@ -132,43 +129,38 @@ class _KnownCallers:
         return None
 
 
+@dataclass(frozen=True)
 class JsonOnly:
     """ASGI: refuses bodies whose Content-Type isn't JSON, and compressed bodies.
 
     A browser sends forms and plain text for any page, and a preflight before anything else. An
     endpoint of bytes also takes bodies without a Content-Type, unless the User-Agent is a
     browser's: a page's script can send these without a preflight.
+
+    Attributes:
+        takes_bytes: Returns whether a call may have a body of bytes.
+        takes_compressed: Returns whether a call may have a compressed body.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        measures: Measures,
-        respond: Respond = respond_plainly,
-        *,
-        takes_bytes: Callable[[Scope], bool] = _never,
-        takes_compressed: Callable[[Scope], bool] = _never,
-    ) -> None:
-        """`takes_bytes`, `takes_compressed`: return whether a call may have such a body."""
-        self._app = app
-        self._measures = measures
-        self._respond = respond
-        self._takes_bytes = takes_bytes
-        self._takes_compressed = takes_compressed
+    app: ASGIApp
+    measures: Measures
+    respond: Respond
+    takes_bytes: Callable[[Scope], bool]
+    takes_compressed: Callable[[Scope], bool]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        kinds = [_BYTES] if self._takes_bytes(scope) else []
+        kinds = [_BYTES] if self.takes_bytes(scope) else []
         if kinds and not _is_browser(headers, headers.get("user-agent", "")):
             kinds.append("")
         refusal = _refused_kind(headers, kinds)
-        if refusal is None and not self._takes_compressed(scope):
+        if refusal is None and not self.takes_compressed(scope):
             refusal = _refused_coding(headers)
-        app = self._app
+        app = self.app
         # A call without an endpoint is answered with 404 or 405, and its body is not read.
         if refusal is not None and _has_endpoint(scope):
-            self._measures.refused(refusal.reason)
-            app = self._respond(scope, refusal)
+            self.measures.refused(refusal.reason)
+            app = self.respond(scope, refusal)
         await app(scope, receive, send)
 
 

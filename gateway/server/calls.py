@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -82,38 +82,68 @@ def call_id(headers: Headers) -> str:
     return given if usable else uuid.uuid4().hex
 
 
-class RouteNames:
-    """Names of routes, for metrics and spans: few, since unknown paths share one."""
+def route_names(paths: Iterable[str]) -> Callable[[str], str]:
+    """Return a function that returns the route of a path, such as "/v2/models/{model}/infer"; "" if
+    there is none. Few names, for metrics and spans.
 
-    def __init__(self, paths: Iterable[str]) -> None:
-        """`paths`: those of the routes, in order, with parameters in braces."""
-        paths = list(dict.fromkeys(paths))
-        self._plain = frozenset(each for each in paths if "{" not in each)
-        # Starlette's pattern, and the path without the parameters' types.
-        self._patterns = [compile_path(each)[:2] for each in paths if "{" in each]
+    Args:
+        paths: The paths of the routes, in order, with parameters in braces.
+    """
+    paths = list(dict.fromkeys(paths))
+    plain = frozenset(each for each in paths if "{" not in each)
+    # Starlette's pattern, and the path without the parameters' types.
+    patterns = [compile_path(each)[:2] for each in paths if "{" in each]
 
-    def of(self, path: str) -> str:
-        """Return the route of a path, such as "/v2/models/{model}/infer"; "" if there is none."""
-        if path in self._plain:
+    def name_of(path: str) -> str:
+        if path in plain:
             return path
-        return next((name for pattern, name in self._patterns if pattern.match(path)), "")
+        return next((name for pattern, name in patterns if pattern.match(path)), "")
+
+    return name_of
 
 
-class CallObserver:
-    """Observes calls over any protocol, with a span of each between the client's and the
-    pipeline's spans."""
+@dataclass(eq=False)
+class ObservedCalls:
+    """ASGI: observes each call; its response has the header `CALL_HEADER`.
 
-    def __init__(
-        self, measures: Measures, access_log: bool = False, audit: AuditLog | None = None
-    ) -> None:
-        """`access_log`: whether each call has a line in the log. `audit`: has a line of each call
-        that needs a scope."""
-        self._measures = measures
-        self._access_log = access_log
-        self._audit = audit
+    A call over any protocol has a span between the client's and the pipeline's spans, but for a GET
+    outside a client's trace.
+
+    Attributes:
+        routes: The paths of the routes.
+        access_log: Whether each call has a line in the log.
+        audit: Has a line of each call that needs a scope.
+    """
+
+    app: ASGIApp
+    measures: Measures
+    routes: Collection[str]
+    access_log: bool = False
+    audit: AuditLog | None = None
+
+    def __post_init__(self) -> None:
+        self._route_of = route_names(self.routes)
         self._in_flight = 0
         self._idle = anyio.Event()
-        measures.watch(instruments.GATEWAY_IN_FLIGHT, lambda: self._in_flight)
+        self.measures.watch(instruments.GATEWAY_IN_FLIGHT, lambda: self._in_flight)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._route_of(scope["path"])
+        traced = bool(route) and scope["method"] != "GET"
+        with self.observed(scope, route, traced=traced) as call:
+
+            async def send_noted(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    call.status = message["status"]
+                    headers = MutableHeaders(scope=message)
+                    headers[CALL_HEADER] = call.name
+                    headers.update(call.account.headers)
+                await send(message)
+                if message["type"] == "http.response.body":
+                    call.account.sent_bytes += len(message.get("body", b""))
+                    call.account.complete = not message.get("more_body", False)
+
+            await self.app(scope, receive, send_noted)
 
     async def idle(self) -> None:
         """Wait until no call is in flight."""
@@ -134,7 +164,7 @@ class CallObserver:
         state = scope.setdefault("state", {})
         headers = Headers(scope=scope)
         client = client_trace(headers)
-        tracing = self._measures.tracing
+        tracing = self.measures.tracing
         if client.traceparent:
             trace = tracing.begin_below(client)
         else:
@@ -156,25 +186,28 @@ class CallObserver:
 
     def _record(self, scope: Scope, call: ObservedCall, client: TraceContext, route: str) -> None:
         ended_ns = now_ns()
-        duration_ms = round((ended_ns - call.at_ns) / 1e6, 2)
         method = scope["method"] if scope["method"] in _METHODS else _OTHER_METHOD
         address, _ = scope.get("client") or ("", 0)
-        metrics, tracing = self._measures.metrics, self._measures.tracing
+        metrics, tracing = self.measures.metrics, self.measures.tracing
+        named = {names.HTTP_METHOD: method, names.HTTP_ROUTE: route}
         if metrics.enabled:
-            labels = {
-                names.HTTP_METHOD: method,
-                names.HTTP_ROUTE: route,
-                names.HTTP_STATUS: str(call.status),
-            }
+            labels = named | {names.HTTP_STATUS: str(call.status)}
             metrics.record(instruments.HTTP_DURATION, (ended_ns - call.at_ns) / 1e9, labels)
-        if self._access_log:
-            _log_access(call, method, route, scope["path"], duration_ms, address)
-        if self._audit is not None:
-            _audit(self._audit, scope["state"], call, method, route, duration_ms, address)
+        fields = {
+            "method": method,
+            "status": call.status,
+            "duration_ms": round((ended_ns - call.at_ns) / 1e6, 2),
+            "call_id": call.name,
+            "client": address,
+            **call.trace.log_ids,
+        }
+        if self.access_log:
+            _log_access(call.account, route, scope["path"], fields)
+        if self.audit is not None:
+            _audit(self.audit, scope["state"], call.account, route, fields)
         if route and call.trace.sampled and tracing.enabled:
-            attributes = {
-                names.HTTP_METHOD: method,
-                names.HTTP_ROUTE: route,
+            attributes: dict[str, Any] = {
+                **named,
                 names.HTTP_STATUS: call.status,
                 names.URL_PATH: route,
                 names.URL_SCHEME: scope["scheme"],
@@ -193,109 +226,40 @@ class CallObserver:
             )
 
 
-def _log_access(
-    call: ObservedCall, method: str, route: str, path: str, duration_ms: float, address: str
-) -> None:
+def _usage(account: Account) -> dict[str, int]:
+    return {"prompt_tokens": account.prompt_tokens, "completion_tokens": account.completion_tokens}
+
+
+def _log_access(account: Account, route: str, path: str, fields: dict[str, Any]) -> None:
     """Write a call's line in the access log: no text of clients but a path without a route, quoted
     and cut."""
-    account = call.account
-    fields: dict[str, str | int | float | bool] = {"route": route}
+    line: dict[str, Any] = {"method": fields["method"], "route": route}
     if not route:
-        fields["path"] = shown(path)
+        line["path"] = shown(path)
     if account.model:
-        fields["model"] = account.model
+        line["model"] = account.model
     if account.tenant:
-        fields |= {
-            "tenant": account.tenant,
-            "prompt_tokens": account.prompt_tokens,
-            "completion_tokens": account.completion_tokens,
-        }
+        line |= {"tenant": account.tenant, **_usage(account)}
     if not account.complete:
-        fields["complete"] = False
-    get_logger().info(
-        "http_call",
-        method=method,
-        **fields,
-        status=call.status,
-        duration_ms=duration_ms,
-        sent_bytes=account.sent_bytes,
-        call_id=call.name,
-        client=address,
-        **call.trace.log_ids,
-    )
+        line["complete"] = False
+    get_logger().info("http_call", **line | fields, sent_bytes=account.sent_bytes)
 
 
 def _audit(
-    audit: AuditLog,
-    state: dict[str, Any],
-    call: ObservedCall,
-    method: str,
-    route: str,
-    duration_ms: float,
-    address: str,
+    audit: AuditLog, state: dict[str, Any], account: Account, route: str, fields: dict[str, Any]
 ) -> None:
     # The policy's route has the full name, also within a model's own application.
     found, needed = state.get(ROUTE, (route, ""))
     if needed == "nothing":
         return
     caller: Caller = state.get(CALLER, NOBODY)
-    account = call.account
-    fields = {
-        "call_id": call.name,
-        **call.trace.log_ids,
+    about = {
         "key_id": caller.key_id,
         "key_name": caller.name,
         "tenant": account.tenant or caller.tenant,
-        "client": address,
-        "method": method,
         "route": found,
         "model": account.model,
-        "status": call.status,
         "code": state.get(ERROR_CODE) or account.code,
         "complete": account.complete,
-        "prompt_tokens": account.prompt_tokens,
-        "completion_tokens": account.completion_tokens,
-        "duration_ms": duration_ms,
     }
-    audit.write("call", fields, account.texts)
-
-
-class ObservedCalls:
-    """ASGI: observes each call; its response has the header `CALL_HEADER`.
-
-    A GET outside a client's trace has no span.
-
-    Attributes:
-        observer: For calls over other protocols as well.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        measures: Measures,
-        routes: Collection[str],
-        access_log: bool = False,
-        audit: AuditLog | None = None,
-    ) -> None:
-        """`routes`: the paths of routes; the others are as for `CallObserver`."""
-        self.observer = CallObserver(measures, access_log, audit)
-        self._app = app
-        self._routes = RouteNames(routes)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._routes.of(scope["path"])
-        traced = bool(route) and scope["method"] != "GET"
-        with self.observer.observed(scope, route, traced=traced) as call:
-
-            async def send_noted(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    call.status = message["status"]
-                    headers = MutableHeaders(scope=message)
-                    headers[CALL_HEADER] = call.name
-                    headers.update(call.account.headers)
-                await send(message)
-                if message["type"] == "http.response.body":
-                    call.account.sent_bytes += len(message.get("body", b""))
-                    call.account.complete = not message.get("more_body", False)
-
-            await self._app(scope, receive, send_noted)
+    audit.write("call", fields | about | _usage(account), account.texts)

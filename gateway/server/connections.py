@@ -460,7 +460,8 @@ def set_socket(transport: asyncio.BaseTransport) -> None:
 
     asyncio sets TCP_NODELAY only if the listening socket has its protocol's number. Without it, a
     small body, or the next token, is 40 ms late. The kernel's default buffer takes megabytes for a
-    client that reads nothing, so that `send_timeout_s` would never apply.
+    client that reads nothing, so that `send_timeout_s` would never apply. Options of the listening
+    socket would miss clients that connect before they are set.
     """
     accepted = transport.get_extra_info("socket")
     if accepted is not None and accepted.family in (socket.AF_INET, socket.AF_INET6):

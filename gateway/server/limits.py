@@ -5,7 +5,8 @@ from __future__ import annotations
 import resource
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from starlette.datastructures import Headers
@@ -114,6 +115,7 @@ def hold(scope: Scope, more_bytes: int) -> None:
         held.add(more_bytes)
 
 
+@dataclass(eq=False)
 class RequestLimits:
     """ASGI: answers calls beyond the limits with 429, but for probes.
 
@@ -122,37 +124,32 @@ class RequestLimits:
 
     Attributes:
         max_requests: The most requests in flight.
+        max_bodies_bytes: The most bytes of all bodies in flight.
+        respond: Returns the response to an error.
         refused: The number of refused calls by reason; the reader resets it.
         held_bytes: The bytes of all bodies in flight, without `UNCOUNTED_BYTES` of each.
-        respond: Returns the response to an error.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        max_requests: int,
-        max_bodies_bytes: int,
-        respond: Respond = respond_plainly,
-    ) -> None:
-        self.max_requests = max_requests
-        self.refused: Counter[Reason] = Counter()
-        self.held_bytes = 0
-        self.respond = respond
-        self._app = app
-        self._max_bodies_bytes = max_bodies_bytes
-        self._in_flight = 0
+    app: ASGIApp
+    max_requests: int
+    max_bodies_bytes: int
+    respond: Respond = respond_plainly
+    refused: Counter[Reason] = field(default_factory=Counter)
+    held_bytes: int = 0
+    _in_flight: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in PROBES:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         length = Headers(scope=scope).get("content-length", "")
-        try:
-            self._check(int(length) if length.isdecimal() else 0)
-        except Overloaded as refusal:
-            await self.respond(scope, refusal)(scope, receive, send)
-            return
-        with self._entered() as held:
+        with ExitStack() as stack:
+            try:
+                size = int(length) if length.isdecimal() else 0
+                held = stack.enter_context(self.entered(size))
+            except Overloaded as refusal:
+                await self.respond(scope, refusal)(scope, receive, send)
+                return
             scope.setdefault("state", {})[_HELD] = held
 
             async def receive_counted() -> Message:
@@ -161,37 +158,18 @@ class RequestLimits:
                 held.add(len(message.get("body", b"")))
                 return message
 
-            await self._app(scope, receive_counted, send)
+            await self.app(scope, receive_counted, send)
 
     @contextmanager
-    def entered(self) -> Iterator[HeldBytes]:
-        """Open while a request over another protocol is in flight.
+    def entered(self, size: int = 0) -> Iterator[HeldBytes]:
+        """Open while a request is in flight.
+
+        Args:
+            size: The announced size of its body.
 
         Raises:
-            Overloaded: There are too many.
+            Overloaded: There are too many, or there is no room for the body.
         """
-        self._check(0)
-        with self._entered() as held:
-            yield held
-
-    def hold(self, more_bytes: int) -> None:
-        """Count bytes of a body. Raises Overloaded when there is no room for them."""
-        if more_bytes and self.held_bytes + more_bytes > self._max_bodies_bytes:
-            raise self._no_room()
-        self.held_bytes += more_bytes
-
-    @contextmanager
-    def _entered(self) -> Iterator[HeldBytes]:
-        held = HeldBytes(self)
-        self._in_flight += 1
-        try:
-            yield held
-        finally:
-            self._in_flight -= 1
-            self.held_bytes -= held.counted
-
-    def _check(self, size: int) -> None:
-        """Raises Overloaded when there is no room for a request with a body of so many bytes."""
         if self._in_flight >= self.max_requests:
             raise self._refusal(
                 f"{self.max_requests} requests are under way here, which is as many as the "
@@ -200,15 +178,30 @@ class RequestLimits:
             )
         # A body larger than the limit itself is refused by its reader, as too large.
         counted = max(0, size - UNCOUNTED_BYTES)
-        if counted <= self._max_bodies_bytes < self.held_bytes + counted:
-            raise self._no_room()
+        if counted <= self.max_bodies_bytes:
+            self._check_room(counted)
+        held = HeldBytes(self)
+        self._in_flight += 1
+        try:
+            yield held
+        finally:
+            self._in_flight -= 1
+            self.held_bytes -= held.counted
 
-    def _no_room(self) -> Overloaded:
-        return self._refusal(
-            f"the bodies of all requests together are larger than {self._max_bodies_bytes} bytes "
-            "(gateway.max_bodies_bytes); try again, or send less at a time",
-            "too_many_bytes",
-        )
+    def hold(self, more_bytes: int) -> None:
+        """Count bytes of a body. Raises Overloaded when there is no room for them."""
+        if more_bytes:
+            self._check_room(more_bytes)
+        self.held_bytes += more_bytes
+
+    def _check_room(self, more_bytes: int) -> None:
+        if self.held_bytes + more_bytes > self.max_bodies_bytes:
+            raise self._refusal(
+                "the bodies of all requests together are larger than "
+                f"{self.max_bodies_bytes} bytes (gateway.max_bodies_bytes); try again, or send "
+                "less at a time",
+                "too_many_bytes",
+            )
 
     def _refusal(self, message: str, reason: Reason) -> Overloaded:
         self.refused[reason] += 1

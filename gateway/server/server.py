@@ -16,11 +16,10 @@ from starlette.types import ASGIApp
 from ...config import GatewayConfig
 from ..policy.audit import AuditLog
 from ..serving.measures import Measures
-from .application import Application
 from .callers import only_known_callers
 from .calls import ObservedCalls
 from .connections import LINGER_S, Connection, Connections
-from .http import DEFAULT_RETRY_S, EngineError, respond_plainly
+from .http import DEFAULT_RETRY_S, EngineError, Respond, respond_plainly
 from .limits import RequestLimits, limits_here
 from .tls import Certificates, Handshake
 
@@ -63,16 +62,15 @@ class HttpServer(uvicorn.Server):
         """`measures`, `audit`: None for none."""
         measures = measures or Measures()
         self.most = limits_here(config)
-        respond = app.respond if isinstance(app, Application) else respond_plainly
+        respond: Respond = getattr(app, "respond", respond_plainly)
         self.limits = RequestLimits(app, self.most.requests, config.max_bodies_bytes, respond)
         self.connections = Connections(config, self.limits, self.most.connections, measures)
         # Calls of an application without routes have no route.
         routes = [each.path for each in getattr(app, "routes", ()) if isinstance(each, Route)]
         known = only_known_callers(self.limits, config, measures, respond)
         self.calls = ObservedCalls(known, measures, routes, config.access_log, audit)
-        self.entrance: ASGIApp = self.calls
-        if isinstance(app, Application):
-            self.entrance = app.entrance(self.calls)
+        entrance = getattr(app, "entrance", None)
+        self.entrance: ASGIApp = entrance(self.calls) if entrance else self.calls
         self._swept_s = 0.0
         self._loop_handler: LoopHandler | None = None
         self.certificates = Certificates(config) if config.tls_certificate else None

@@ -11,17 +11,14 @@ from typing import Any, NamedTuple
 import anyio.to_thread
 import msgspec
 
-from ...config import AdmissionConfig, Config, field_name
+from ...config import field_name
 from ...text.chat_template import TemplateWorkers, render, template_of
-from ...text.gguf import folder_of
 from ...text.messages import (
     EFFORT,
     SWITCHES,
     MessageFormat,
     Tool,
     asked_to_reason,
-    find_format,
-    format_of,
     opening_of,
 )
 from ..server.http import FieldError
@@ -88,33 +85,6 @@ class Rendered(NamedTuple):
     opening: str
 
 
-class LazyFormat:
-    """The model's message format, found when the tokenizer is first needed."""
-
-    def __init__(self, config: Config, words: LazyWords) -> None:
-        self._config = config
-        self._words = words
-        self._found: tuple[MessageFormat | None] | None = None
-
-    async def get(self) -> MessageFormat | None:
-        """Return the format; None if it is unknown.
-
-        Raises:
-            RequestError: unsupported: there is no tokenizer.
-            ConfigError: `gateway.message_format` is unknown.
-        """
-        if self._found is None:
-            tokenizer = (await self._words.required()).tokenizer
-            folder = folder_of(self._config.engine.model_folder)
-            self._found = (format_of(tokenizer, folder, self._config.gateway.message_format),)
-        return self._found[0]
-
-
-def check_format(config: Config) -> None:
-    """Raises ConfigError when `gateway.message_format` is unknown for any model."""
-    find_format(config.gateway.message_format, None, "", "")
-
-
 class ChatTemplates:
     """Renders conversations, a few at a time."""
 
@@ -124,21 +94,13 @@ class ChatTemplates:
         max_model_len: Callable[[], Awaitable[int]],
         timeout_s: float,
         turns: Turns,
-        message_format: LazyFormat | None = None,
-        max_constraint_bytes: int = AdmissionConfig().max_constraint_bytes,
     ) -> None:
-        """Args: the tokenizer, the most tokens of a prompt, the time limit, `AT_ONCE` places shared
-        by tenants, the message format, and the most bytes of a constraint."""
-        self.max_constraint_bytes = max_constraint_bytes
+        """Args: the tokenizer, the most tokens of a prompt, the time limit, and `AT_ONCE` places
+        shared by tenants."""
         self._words = words
-        self._format = message_format
         self._max_model_len = max_model_len
         self._workers = TemplateWorkers(AT_ONCE, timeout_s)
         self._turns = turns
-
-    async def message_format(self) -> MessageFormat | None:
-        """As `LazyFormat.get`."""
-        return await self._format.get() if self._format is not None else None
 
     async def render(self, conversation: Conversation, tenant: str) -> Rendered:
         """Return the prompt of a conversation. The template writes its own special tokens.
@@ -155,7 +117,7 @@ class ChatTemplates:
             # They load Transformers while this process loads the tokenizer.
             await anyio.to_thread.run_sync(self._workers.start)
         words, max_model_len = await self._words.required(), await self._max_model_len()
-        form = await self.message_format()
+        form = await self._words.message_format()
 
         def work() -> Rendered:
             # Before the template, which may drop text, and after it, which may add text.

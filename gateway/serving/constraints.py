@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
@@ -11,11 +11,18 @@ from ...config import Constraint, field_name, shown
 from ..server.http import FieldError
 from .fields import convert_part, read_part
 
-T = TypeVar("T")
-
 # The place of the schema: OpenAI's chats nest it, its responses and Anthropic's outputs don't.
 _NESTED = '{"type": "json_schema", "json_schema": {"name": "answer", "schema": {...}}}'
 _FLAT = '{"type": "json_schema", "schema": {...}}'
+
+# vLLM's `structured_outputs`: the type of each, and the field of `Constraint`; "" for a grammar.
+_STRUCTURED: dict[str, tuple[Any, str]] = {
+    "json": (dict[str, Any] | str, "json_schema"),
+    "json_object": (bool, "json_object"),
+    "regex": (str, "regex"),
+    "choice": (tuple[str, ...], "choice"),
+    "grammar": (str, ""),
+}
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,27 +107,15 @@ def of_structured_outputs(given: Mapping[str, Any], param: str) -> Constraint | 
         raise FieldError(f"{param} asks for {shown(sorted(asked))}; give one of them", param=param)
     ((name, value),) = asked.items()
     where = f"{param}.{field_name(name)}"
-
-    def read(kind: type[T]) -> T:
-        return convert_part(value, kind, where)
-
-    match name:
-        case "json":
-            return Constraint(json_schema=read(dict[str, Any] | str))  # type: ignore[arg-type]
-        case "json_object":
-            read(bool)
-            return Constraint(json_object=True)
-        case "regex":
-            return Constraint(regex=read(str))
-        case "choice":
-            return Constraint(choice=read(tuple[str, ...]))
-        case "grammar":
-            return of_grammar(read(str))
-    raise FieldError(
-        f"{where} is not supported here; json, regex, choice, grammar and json_object are",
-        param=where,
-        code="unsupported",
-    )
+    if name not in _STRUCTURED:
+        raise FieldError(
+            f"{where} is not supported here; json, regex, choice, grammar and json_object are",
+            param=where,
+            code="unsupported",
+        )
+    kind, own = _STRUCTURED[name]
+    found = convert_part(value, kind, where)
+    return Constraint(**{own: found}) if own else of_grammar(found)
 
 
 def of_grammar(text: str) -> Constraint:

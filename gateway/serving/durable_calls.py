@@ -12,7 +12,6 @@ from typing import Any
 import anyio
 import msgspec
 
-from ...bus import OutputStream
 from ...bus.public import Completion, GenerateRequest, Output
 from ...config import BusError, ChannelClosed, Config, NanoInferenceError, shown
 from ...config.logger import get_logger
@@ -50,7 +49,7 @@ def model_of(stored: DurableCall) -> str:
         return ""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Attachment:
     """One connection's attachment to a call.
 
@@ -126,7 +125,7 @@ class Attachment:
         known = self.entries.get(request_id, "")
         for entry_id in (known or await self._publish(request, trace), ""):
             followed = self.engine.follow(request_id, entry_id, just_published=not known)
-            async with aclosing(self._found(followed)) as outputs:
+            async with _unexpired(self.call_id), aclosing(followed) as outputs:
                 async for output in outputs:
                     if entry_id and _is_duplicate(output):
                         break
@@ -142,14 +141,6 @@ class Attachment:
         """Wait until no request is being published."""
         if self._publishing:
             await asyncio.wait(self._publishing)
-
-    async def _found(self, followed: OutputStream[Output]) -> AsyncGenerator[Output, None]:
-        async with aclosing(followed) as outputs:
-            try:
-                async for output in outputs:
-                    yield output
-            except BusError as error:
-                raise not_found(self.call_id) if error.code == _UNKNOWN else error from None
 
     async def _publish(self, request: GenerateRequest, trace: TraceContext) -> str:
         """Publish in a task that outlives a cancelled caller, so that the entry is recorded."""
@@ -181,7 +172,8 @@ class DurableCalls:
     Methods raise BusError when the bus can't be reached.
 
     Attributes:
-        stopping: The gateway itself closes connections; their clients may go to another gateway.
+        stopping: Set when the gateway itself closes connections from now on; their clients may go
+            to another gateway.
     """
 
     def __init__(self, engine: BusClient, config: Config) -> None:
@@ -213,14 +205,7 @@ class DurableCalls:
         """
         if not name:
             await self._calls.keep(call_id, record, self._attached_s())
-        attachment = Attachment(
-            engine=self._engine,
-            call_id=call_id,
-            unfinished=set(request_ids),
-            name=name,
-            resumable=bool(name),
-        )
-        async with self._attaching(attachment):
+        async with self._attaching(call_id, request_ids, name, resumable=bool(name)) as attachment:
             yield attachment
 
     @asynccontextmanager
@@ -240,33 +225,38 @@ class DurableCalls:
         """
         await self._calls.mark(call_id, "resumed")
         await self._calls.attach({call_id: name}, self._attached_s(background))
-        attachment = Attachment(
-            engine=self._engine,
-            call_id=call_id,
-            unfinished=set(request_ids),
-            name=name,
+        async with self._attaching(
+            call_id,
+            request_ids,
+            name,
             resumable=True,
             background=background,
             entries=dict(stored.entries),
             cut_short="cancelled" in stored.marks,
-        )
-        async with self._attaching(attachment):
+        ) as attachment:
             yield attachment
 
     @asynccontextmanager
-    async def _attaching(self, attachment: Attachment) -> AsyncIterator[None]:
+    async def _attaching(
+        self, call_id: str, request_ids: Iterable[str], name: str, **state: Any
+    ) -> AsyncIterator[Attachment]:
         """Attach to a call. When the connection closes early, the call ends as well, unless its
-        client may come back or another connection of this gateway is attached."""
-        self._attached.setdefault(attachment.call_id, []).append(attachment)
+        client may come back or another connection of this gateway is attached.
+
+        Args:
+            state: Other attributes of the attachment.
+        """
+        attachment = Attachment(self._engine, call_id, set(request_ids), name, **state)
+        self._attached.setdefault(call_id, []).append(attachment)
         try:
-            yield
+            yield attachment
         finally:
-            others = self._attached[attachment.call_id]
+            others = self._attached[call_id]
             others.remove(attachment)
             if not others:
-                del self._attached[attachment.call_id]
+                del self._attached[call_id]
             if attachment.ended:
-                self._ended.add(attachment.call_id)
+                self._ended.add(call_id)
             elif attachment.failed or not others:
                 await self._leaving.begin(self._leave(attachment))
 
@@ -298,10 +288,8 @@ class DurableCalls:
         """
         results = self._engine.bus.results
         for entry_id in dict.fromkeys((stored.entries.get(request_id, ""), "")):
-            try:
+            async with _unexpired(call_id):
                 output = await results.last(request_id, entry_id)
-            except BusError as error:
-                raise not_found(call_id) if error.code == _UNKNOWN else error from None
             if output is not None and not (entry_id and _is_duplicate(output)):
                 return output
         return None
@@ -334,10 +322,6 @@ class DurableCalls:
     def is_attached(self, call_id: str) -> bool:
         """Return whether a connection or a task of this gateway is attached to a call."""
         return call_id in self._attached
-
-    def stop(self) -> None:
-        """Treat every connection that closes from now on as closed by the gateway."""
-        self.stopping = True
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a call in a task of its own, without a connection."""
@@ -461,6 +445,15 @@ def not_found(call_id: str) -> EngineError:
         "are kept (bus.results_ttl_s)",
         code="stream_not_found",
     )
+
+
+@asynccontextmanager
+async def _unexpired(call_id: str) -> AsyncIterator[None]:
+    """Turn the bus's error for expired outputs into that for an unknown call."""
+    try:
+        yield
+    except BusError as error:
+        raise not_found(call_id) if error.code == _UNKNOWN else error from None
 
 
 def _is_duplicate(output: Output) -> bool:

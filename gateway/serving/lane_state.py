@@ -164,6 +164,15 @@ class ServedModels:
         if model not in adapters:
             raise unknown_model(model, self.default, *adapters)
 
+    @asynccontextmanager
+    async def admit(
+        self, origin: Origin, requests: Sequence[GenerateRequest]
+    ) -> AsyncIterator[None]:
+        """As a link of the policy: refuse requests for an unknown model."""
+        for request in requests:
+            await self.check(request.model, origin.caller)
+        yield
+
     async def wait_for(self, id: str, *, loaded: bool) -> None:
         """Wait a few seconds until an adapter is reported as loaded, or as unloaded."""
         with anyio.move_on_after(_REPORTED_WITHIN_S):
@@ -177,18 +186,3 @@ def unknown_model(model: str, *known: str) -> RequestError:
         f"there is no model {shown(model)} here; ask for {' or '.join(map(repr, known))}",
         code="unknown_model",
     )
-
-
-class OnlyServed:
-    """A policy link that refuses requests for an unknown model."""
-
-    def __init__(self, served: ServedModels) -> None:
-        self._served = served
-
-    @asynccontextmanager
-    async def admit(
-        self, origin: Origin, requests: Sequence[GenerateRequest]
-    ) -> AsyncIterator[None]:
-        for request in requests:
-            await self._served.check(request.model, origin.caller)
-        yield

@@ -121,9 +121,7 @@ class MessageParts:
         self._tokens = _Tokens(words)
         self._measures = measures
         self._names: set[str] = set()
-        self._text_chars = 0
-        self._taken = 0
-        self._told = 0
+        self._text_chars = self._taken = self._told = 0
         self._reason: FinishReason | None = None
 
     @property
@@ -143,32 +141,40 @@ class MessageParts:
 
     def add(self, chunk: CompletionChunk) -> NewParts:
         """Take the next tokens."""
-        if self._reason is not None:
-            return NewParts([], [], [])
-        self._reason = chunk.finish_reason
-        self._taken += len(chunk.token_ids)
-        if not self._by_tokens:
-            return self._plain(chunk.text)
-        versions = repeat(chunk.weight_version, len(chunk.token_ids))
-        self._push(chunk, 0, versions)
-        return self._certain(chunk.text)
+        return self._take(chunk, 0, repeat(chunk.weight_version, len(chunk.token_ids)), chunk.text)
 
     def end(self, sample: CompletionSample) -> NewParts:
         """Take the rest of an ended sample, after its chunks."""
-        if self._reason is not None:
-            return NewParts([], [], [])
-        self._reason = sample.finish_reason
-        first, self._taken = self._taken, len(sample.token_ids)
-        text = sample.text[self._text_chars :]
-        if not self._by_tokens:
-            return self._plain(text)
-        self._push(sample, first, _versions(sample)[first:])
-        return self._certain(text)
+        first = self._taken
+        return self._take(sample, first, _versions(sample, first), sample.text[self._text_chars :])
 
-    def _plain(self, text: str) -> NewParts:
-        self._text_chars += len(text)
+    def _take(
+        self,
+        of: CompletionChunk | CompletionSample,
+        first: int,
+        versions: Iterable[int],
+        text: str,
+    ) -> NewParts:
+        """Take the tokens from an index on; return the parts that are certain with this text."""
         new = NewParts([], [], [])
-        new.add(Delta(content=text), self._taken)
+        if self._reason is not None:
+            return new
+        self._reason = of.finish_reason
+        self._taken += len(of.token_ids) - first
+        self._text_chars += len(text)
+        if not self._by_tokens:
+            new.add(Delta(content=text), self._taken)
+            return new
+        self._push(of, first, versions)
+        self._tokens.rest += text
+        ended = self._reason is not None
+        for record, fed in self._tokens.certain(ended=ended):
+            if fed is not None:
+                new.add(self._read(fed, record.text, 1), self._told)
+            new.records.append(record)
+            self._told += 1
+        if ended:
+            new.add(self._last(), self._told)
         return new
 
     def _push(
@@ -183,21 +189,6 @@ class MessageParts:
         known = zip(token_ids, of.logprobs[first:], tops, versions, strict=True)
         for place, each in enumerate(known):
             self._tokens.push(*each, stops=stops and place == last)
-
-    def _certain(self, text: str) -> NewParts:
-        """Return the parts that are certain with this text."""
-        self._text_chars += len(text)
-        self._tokens.add_text(text)
-        new = NewParts([], [], [])
-        ended = self._reason is not None
-        for record, fed in self._tokens.certain(ended=ended):
-            if fed is not None:
-                new.add(self._read(fed, record.text, 1), self._told)
-            new.records.append(record)
-            self._told += 1
-        if ended:
-            new.add(self._last(), self._told)
-        return new
 
     def _last(self) -> Delta:
         """Return the delta of the end."""
@@ -253,7 +244,7 @@ class _Token(NamedTuple):
 
     record: TokenRecord
     name: str
-    stops: bool = False
+    stops: bool
 
 
 class _Tokens:
@@ -261,8 +252,8 @@ class _Tokens:
     the sample's text, of which stop strings and guardrails cut off the end.
 
     Attributes:
-        rest: Certain text without a token. At the end it is the beginning of a token's text that a
-            guardrail has cut.
+        rest: Certain text without a token, to which the sample's next certain text is added. At the
+            end it is the beginning of a token's text that a guardrail has cut.
     """
 
     def __init__(self, words: Words) -> None:
@@ -283,21 +274,14 @@ class _Tokens:
         stops: bool,
     ) -> None:
         """Add the next token. `stops`: it ends the sample, and is no part of its text."""
-        if stops:
-            self._waiting.append(
-                _Token(TokenRecord(token_id, logprob, top, version, ""), "", stops)
-            )
-            return
-        text = self._detokenizer.push((token_id,))
-        # With new text, the character before it is complete, or never will be.
-        self._incomplete = 0 if text else self._incomplete
-        self._incomplete += self._detokenizer.incomplete
+        text = name = ""
+        if not stops:
+            text, name = self._detokenizer.push((token_id,)), self._words.special_name(token_id)
+            # With new text, the character before it is complete, or never will be.
+            self._incomplete = 0 if text else self._incomplete
+            self._incomplete += self._detokenizer.incomplete
         record = TokenRecord(token_id, logprob, top, version, text)
-        self._waiting.append(_Token(record, self._words.special_name(token_id)))
-
-    def add_text(self, text: str) -> None:
-        """Add certain text of the sample."""
-        self.rest += text
+        self._waiting.append(_Token(record, name, stops))
 
     def certain(self, *, ended: bool) -> list[tuple[TokenRecord, str | None]]:
         """Return the tokens whose text is certain, each with the text for the reader; None for a
@@ -332,12 +316,9 @@ class _Tokens:
                 break
 
 
-def _versions(sample: CompletionSample) -> list[int]:
-    """Return the version of the weights of each token."""
+def _versions(sample: CompletionSample, first: int) -> Iterator[int]:
+    """Yield the version of the weights of each token from an index on."""
     spans = sample.weight_versions or ((sample.weight_version, 0),)
     ends = [*(begin for _, begin in spans), len(sample.token_ids)][1:]
-    return [
-        version
-        for (version, begin), end in zip(spans, ends, strict=True)
-        for _ in range(begin, end)
-    ]
+    for (version, begin), end in zip(spans, ends, strict=True):
+        yield from repeat(version, end - max(begin, first))

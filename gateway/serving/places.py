@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Ticket:
     """A call that waits for places.
 
@@ -29,7 +30,10 @@ class Ticket:
     refused: bool = False
 
 
-class PlaceQueue:
+T = TypeVar("T", bound=Ticket)
+
+
+class PlaceQueue(Generic[T]):
     """A number of places, and the tickets that wait for them, in order of arrival by tenant.
 
     Tenants take turns. Methods return the tickets that were given a place or refused, with
@@ -38,43 +42,40 @@ class PlaceQueue:
     Attributes:
         free: Free places; below 0 while more are held than there are.
         waiting: Places that tickets wait for.
+        held: Places by tenant, with those granted and not taken yet.
     """
 
     def __init__(self, number: int, max_waiting: int) -> None:
         """`max_waiting`: the most places that all tickets together may wait for."""
         self._number = number
         self._max_waiting = max_waiting
-        self._held: Counter[str] = Counter()
+        self.held: Counter[str] = Counter()
         self._wanted: Counter[str] = Counter()
         self.free = number
         self.waiting = 0
         # The tenant with the next turn is first.
-        self._queues: OrderedDict[str, deque[Ticket]] = OrderedDict()
+        self._queues: OrderedDict[str, deque[T]] = OrderedDict()
 
-    def resize(self, number: int) -> list[Ticket]:
+    def resize(self, number: int) -> list[T]:
         """Change the number of places."""
         self.free += number - self._number
         self._number = number
         return self._grant()
 
-    def held(self, tenant: str) -> int:
-        """Return the places of a tenant, with those granted and not taken yet."""
-        return self._held[tenant]
-
-    def ask(self, ticket: Ticket) -> list[Ticket]:
+    def ask(self, ticket: T) -> list[T]:
         """Queue a ticket."""
         self._queues.setdefault(ticket.tenant, deque()).append(ticket)
         self._wanted[ticket.tenant] += ticket.wanted
         self.waiting += ticket.wanted
         return self._grant() + self._shed()
 
-    def give_back(self, tenant: str, number: int = 1) -> list[Ticket]:
+    def give_back(self, tenant: str, number: int = 1) -> list[T]:
         """Free places of a tenant."""
-        _subtract(self._held, tenant, number)
+        _subtract(self.held, tenant, number)
         self.free += number
         return self._grant()
 
-    def want_less(self, ticket: Ticket) -> list[Ticket]:
+    def want_less(self, ticket: T) -> list[T]:
         """Wait for one place less, or give back a granted one."""
         if ticket.wanted:
             self._drop(ticket, 1)
@@ -82,19 +83,19 @@ class PlaceQueue:
         ticket.granted -= 1
         return self.give_back(ticket.tenant)
 
-    def leave(self, ticket: Ticket) -> list[Ticket]:
+    def leave(self, ticket: T) -> list[T]:
         """Stop waiting, and give back the granted places."""
         self._drop(ticket, ticket.wanted)
         unused, ticket.granted = ticket.granted, 0
         return self.give_back(ticket.tenant, unused)
 
-    def _grant(self) -> list[Ticket]:
-        given: list[Ticket] = []
+    def _grant(self) -> list[T]:
+        given: list[T] = []
         while (tenant := self._next()) is not None:
             self._queues.move_to_end(tenant)
             ticket = self._queues[tenant][0]
             ticket.granted += 1
-            self._held[tenant] += 1
+            self.held[tenant] += 1
             self.free -= 1
             self._drop(ticket, 1)
             given.append(ticket)
@@ -103,10 +104,10 @@ class PlaceQueue:
     def _next(self) -> str | None:
         if self.free <= 0:
             return None
-        return next((tenant for tenant in self._queues if self._held[tenant] < self.free), None)
+        return next((tenant for tenant in self._queues if self.held[tenant] < self.free), None)
 
-    def _shed(self) -> list[Ticket]:
-        refused: list[Ticket] = []
+    def _shed(self) -> list[T]:
+        refused: list[T] = []
         while self.waiting > self._max_waiting:
             ((tenant, _),) = self._wanted.most_common(1)
             ticket = self._queues[tenant][-1]
@@ -115,7 +116,7 @@ class PlaceQueue:
             refused.append(ticket)
         return refused
 
-    def _drop(self, ticket: Ticket, number: int) -> None:
+    def _drop(self, ticket: T, number: int) -> None:
         """Reduce the places that a ticket waits for; dequeue it at 0."""
         if not ticket.wanted:
             return

@@ -57,67 +57,49 @@ async def prepare(
             reasoning; invalid_constraint.
         ClientDisconnect: The client has left; other templates may be rendered first.
     """
+    words = services.words
 
     async def work() -> Prepared:
-        return await _prepare(
-            services,
-            conversation,
-            use,
-            sampling,
-            tenant_of(request),
-            reasoning_budget,
-            separates_reasoning,
-            budget_param,
+        form = await words.message_format()
+        reasons = form is not None and form.reads_reasoning
+        reasoning = conversation.reasoning
+        if use.usable and (form is None or not form.reads_calls):
+            raise _not_known("how this model writes calls", "tools")
+        if separates_reasoning and not reasons and reasoning is not None and reasoning.on:
+            raise _not_known("how this model writes its reasoning", reasoning.on_param)
+        if reasoning_budget is not None and (form is None or form.reasoning is None):
+            raise _not_known("how this model writes its reasoning", budget_param)
+        if sampling.constraint is not None:
+            # As admission does, before a grammar of megabytes is parsed.
+            check_size(sampling.constraint, services.config.admission.max_constraint_bytes)
+        rendered = await services.templates.render(
+            replace(conversation, tools=use.usable), tenant_of(request)
         )
+        constraint = None
+        if use.usable or sampling.constraint is not None or reasoning_budget is not None:
+            special_tokens = (await words.required()).special_tokens
+            asked_for = (use, sampling.constraint, reasoning_budget, special_tokens)
+            constraint = await words.make_grammar(
+                partial(
+                    constraint_of,
+                    form,
+                    rendered.opening,
+                    *asked_for,
+                    reasoning_asked=reasoning_asked(reasoning, conversation.variables),
+                )
+            )
+        if constraint is not None and sampling.constraint is None:
+            _check_free_to_end(sampling)
+        separates = separates_reasoning and reasons
+        reading = None
+        if use.usable or separates:
+            reading = Reading(
+                opening=rendered.opening, tools=use.usable, separates_reasoning=separates
+            )
+        constrained = replace(sampling, constraint=constraint)
+        return Prepared(rendered.token_ids, constrained, form, reading)
 
     return await while_connected(request.receive, work)
-
-
-async def _prepare(
-    services: Services,
-    conversation: Conversation,
-    use: ToolUse,
-    sampling: SamplingParams,
-    tenant: str,
-    reasoning_budget: int | None,
-    separates_reasoning: bool,
-    budget_param: str,
-) -> Prepared:
-    templates, words = services.templates, services.words
-    form = await templates.message_format()
-    reasons = form is not None and form.reads_reasoning
-    reasoning = conversation.reasoning
-    if use.usable and (form is None or not form.reads_calls):
-        raise _not_known("how this model writes calls", "tools")
-    if separates_reasoning and not reasons and reasoning is not None and reasoning.on:
-        raise _not_known("how this model writes its reasoning", reasoning.on_param)
-    if reasoning_budget is not None and (form is None or form.reasoning is None):
-        raise _not_known("how this model writes its reasoning", budget_param)
-    if sampling.constraint is not None:
-        # As admission does, before a grammar of megabytes is parsed.
-        check_size(sampling.constraint, templates.max_constraint_bytes)
-    rendered = await templates.render(replace(conversation, tools=use.usable), tenant)
-    constraint = None
-    if use.usable or sampling.constraint is not None or reasoning_budget is not None:
-        special_tokens = (await words.required()).special_tokens
-        asked_for = (use, sampling.constraint, reasoning_budget, special_tokens)
-        constraint = await words.make_grammar(
-            partial(
-                constraint_of,
-                form,
-                rendered.opening,
-                *asked_for,
-                reasoning_asked=reasoning_asked(reasoning, conversation.variables),
-            )
-        )
-    if constraint is not None and sampling.constraint is None:
-        _check_free_to_end(sampling)
-    separates = separates_reasoning and reasons
-    reading = None
-    if use.usable or separates:
-        reading = Reading(opening=rendered.opening, tools=use.usable, separates_reasoning=separates)
-    sampling = replace(sampling, constraint=constraint)
-    return Prepared(rendered.token_ids, sampling, form, reading)
 
 
 def of_tools(error: NanoInferenceError, reading: Reading | None) -> NanoInferenceError:

@@ -46,7 +46,8 @@ class Unsent:
         """Send until it is closed and nothing is left."""
         while self.is_due or not self._closed:
             if not self.is_due:
-                await self._change()
+                self._changed = anyio.Event()
+                await self._changed.wait()
                 continue
             await self.send_next()
             # The server takes what fits its buffers without a pause.
@@ -71,10 +72,6 @@ class Unsent:
     def _taken(self) -> None:
         self.unsent = 0
         self._read.set()
-
-    async def _change(self) -> None:
-        self._changed = anyio.Event()
-        await self._changed.wait()
 
 
 class UnsentOutputs(Unsent):

@@ -245,58 +245,58 @@ class Submissions:
             NanoInferenceError: The first error; the policy's refusal; `shutting_down`.
         """
 
-        async def run(index: int, begun: bool) -> None:
-            made = self._outputs(origin, requests[index], begun, attachment, before(index))
-            async with aclosing(made) as outputs:
-                async for output in outputs:
-                    await take(index, output)
-                    await anyio.lowlevel.checkpoint()
-
         published = () if attachment is None else attachment.begun_before
         self.check_ready()
         new = [request for request in requests if request.request_id not in published]
-        ids = [each.request_id for each in requests]
         model = self._config.engine.model_name
         self._owners.update(
             (each.request_id, _Owner(origin.tenant, each.model or model)) for each in requests
         )
         try:
             async with self._policy.admitted(origin, new):
-                await self._run_admitted(origin, ids, run, published)
+                await self._run_admitted(origin, requests, take, attachment, before, published)
         except NanoInferenceError as error:
             origin.account.code = error.code
             raise
         finally:
-            for request_id in ids:
+            for each in requests:
                 # Another connection may attach it, too.
-                if request_id not in self._request_ids:
-                    self._owners.pop(request_id, None)
+                if each.request_id not in self._request_ids:
+                    self._owners.pop(each.request_id, None)
 
     async def _run_admitted(
         self,
         origin: Origin,
-        request_ids: Sequence[str],
-        run: Callable[[int, bool], Awaitable[None]],
+        requests: Sequence[GenerateRequest],
+        take: Callable[[int, Output], Awaitable[None]],
+        attachment: Attachment | None,
+        before: Callable[[int], str],
         published: Collection[str],
     ) -> None:
-        async def run_one(index: int, begun: bool, placed: bool) -> None:
+        async def run(index: int, begun: bool, placed: bool) -> None:
             try:
-                await run(index, begun)
+                made = self._outputs(origin, requests[index], begun, attachment, before(index))
+                async with aclosing(made) as outputs:
+                    async for output in outputs:
+                        await take(index, output)
+                        await anyio.lowlevel.checkpoint()
             finally:
                 if placed:
                     self._turns.give_back(origin.tenant)
 
-        waiting = {name: index for index, name in enumerate(request_ids) if name not in published}
+        waiting: dict[str, int] = {}
         try:
             async with task_group() as group:
-                for index, request_id in enumerate(request_ids):
-                    if request_id not in waiting:
-                        group.start_soon(run_one, index, True, False)
+                for index, request in enumerate(requests):
+                    if request.request_id in published:
+                        group.start_soon(run, index, True, False)
+                    else:
+                        waiting[request.request_id] = index
                 with self._turns.wait(origin.tenant, list(waiting)) as call:
                     await self._count_lanes()
                     for number, (request_id, index) in enumerate(waiting.items()):
                         begun = await _take(call, request_id, origin)
-                        group.start_soon(run_one, index, begun, begun)
+                        group.start_soon(run, index, begun, begun)
                         if number % AT_ONCE == 0 or group.cancel_scope.cancel_called:
                             await anyio.lowlevel.checkpoint()
         except _TooLate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import anyio
@@ -15,11 +15,11 @@ RETRY_S = 5.0
 """`Retry-After` when too many requests wait."""
 
 
-class WaitingCall:
+class WaitingCall(Ticket):
     """A call's waiting requests, in order."""
 
-    def __init__(self, ticket: Ticket, request_ids: Iterable[str], measures: Measures) -> None:
-        self.ticket = ticket
+    def __init__(self, tenant: str, request_ids: Sequence[str], measures: Measures) -> None:
+        super().__init__(tenant, len(request_ids))
         self.waiting = dict.fromkeys(request_ids)
         self.ended: set[str] = set()
         self.changed = anyio.Event()
@@ -35,15 +35,15 @@ class WaitingCall:
             EngineError: overloaded.
         """
         while request_id not in self.ended:
-            if self.ticket.refused:
+            if self.refused:
                 self._measures.refused("too_many_waiting")
                 raise EngineError(
                     f"too many requests wait (gateway.max_waiting); try again in {RETRY_S:g} s",
                     code="overloaded",
                     retry_after_s=RETRY_S,
                 )
-            if self.ticket.granted:
-                self.ticket.granted -= 1
+            if self.granted:
+                self.granted -= 1
                 del self.waiting[request_id]
                 return True
             self.changed = anyio.Event()
@@ -55,9 +55,10 @@ class Turns:
     """The shell around `PlaceQueue`: wakes the calls whose turn it is."""
 
     def __init__(self, places: int, max_waiting: int, measures: Measures) -> None:
-        self._places = PlaceQueue(places, max_waiting)
+        self._places = PlaceQueue[WaitingCall](places, max_waiting)
         self._measures = measures
-        self._calls: dict[Ticket, WaitingCall] = {}
+        # In order of arrival.
+        self._calls: dict[WaitingCall, None] = {}
 
     @property
     def waiting(self) -> int:
@@ -67,17 +68,17 @@ class Turns:
     @contextmanager
     def wait(self, tenant: str, request_ids: list[str]) -> Iterator[WaitingCall]:
         """Wait for a place for each request; on exit, places that were not taken are free again."""
-        call = WaitingCall(Ticket(tenant, len(request_ids)), request_ids, self._measures)
+        call = WaitingCall(tenant, request_ids, self._measures)
         if not request_ids:
             yield call
             return
-        self._calls[call.ticket] = call
-        self._wake(self._places.ask(call.ticket))
+        self._calls[call] = None
+        self._wake(self._places.ask(call))
         try:
             yield call
         finally:
-            del self._calls[call.ticket]
-            self._wake(self._places.leave(call.ticket))
+            del self._calls[call]
+            self._wake(self._places.leave(call))
 
     def resize(self, places: int) -> None:
         """Change the number of places."""
@@ -89,15 +90,14 @@ class Turns:
 
     def end(self, concerns: Callable[[str], bool]) -> None:
         """End the waiting requests whose id matches."""
-        for call in list(self._calls.values()):
-            if call.ticket.refused:
+        for call in list(self._calls):
+            if call.refused:
                 continue
             for request_id in filter(concerns, list(call.waiting)):
                 del call.waiting[request_id]
                 call.ended.add(request_id)
-                self._wake([*self._places.want_less(call.ticket), call.ticket])
+                self._wake([*self._places.want_less(call), call])
 
-    def _wake(self, tickets: Iterable[Ticket]) -> None:
-        for ticket in tickets:
-            if ticket in self._calls:
-                self._calls[ticket].changed.set()
+    def _wake(self, calls: Iterable[WaitingCall]) -> None:
+        for call in calls:
+            call.changed.set()

@@ -13,6 +13,8 @@ import anyio.to_thread
 from ...bus.public import CompletionSample
 from ...config import ModelError, RequestError, SamplingParams
 from ...text.detokenizer import Detokenizer, TokenPieces
+from ...text.gguf import folder_of
+from ...text.messages import MessageFormat, format_of
 from ...text.tokenizer import (
     check_text_fits,
     load_tokenizer,
@@ -106,8 +108,11 @@ class Words:
 class LazyWords:
     """Loads the tokenizer when it is first needed, which takes a second or two."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, message_format: str = "off") -> None:
+        """`message_format`: as the setting `gateway.message_format`."""
         self._folder = folder
+        self._format_asked = message_format
+        self._format: tuple[MessageFormat | None] | None = None
         self._loading = anyio.Lock()
         self._words: Words | None = None
         self._threads = anyio.CapacityLimiter(_THREADS)
@@ -140,6 +145,18 @@ class LazyWords:
                 f"{error.message}",
                 code="unsupported",
             ) from None
+
+    async def message_format(self) -> MessageFormat | None:
+        """Return the model's message format; None if it is unknown.
+
+        Raises:
+            RequestError: unsupported: there is no tokenizer.
+            ConfigError: `gateway.message_format` is unknown.
+        """
+        tokenizer = (await self.required()).tokenizer
+        if self._format is None:
+            self._format = (format_of(tokenizer, folder_of(self._folder), self._format_asked),)
+        return self._format[0]
 
     async def token_ids(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
         """As `Words.token_ids`, in a thread for a long text.

@@ -287,7 +287,7 @@ async def test_an_answer_is_read_to_its_end(engine: FakeEngine) -> None:
     async with over_a_socket(engine, access_log=True) as (answerer, server):
         with capture_logs() as lines:
             assert await text_of(answerer, {"prompt": "a"}) == "five six"
-            await server.calls.observer.idle()
+            await server.calls.idle()
     (line,) = lines
     assert (line["status"], line["completion_tokens"]) == (200, 2)
     assert "complete" not in line

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+import inspect
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -21,6 +22,7 @@ from nano_inference.bus.public import (
 )
 from nano_inference.bus.weights import StagedWeights, WeightsSource
 from nano_inference.config import BusConfig, BusError, NanoInferenceError
+from nano_inference.pipeline.client import BusClient
 from nano_inference.store.board import StageReport
 from nano_inference.store.store import memory_store
 from nano_inference.telemetry import TraceContext
@@ -28,7 +30,7 @@ from nano_inference.telemetry import TraceContext
 Outputs = Callable[[GenerateRequest], list[Output]]
 
 LIMIT_S = 60
-"""Longest that anybody waits for an engine's state."""
+"""Longest wait for an engine's state."""
 
 
 class FakeResults:
@@ -50,20 +52,34 @@ class FakeBus:
         self.model = ""
 
 
+def _recorder(name: str) -> Callable[..., Awaitable[None]]:
+    """A method of the engine that records its arguments, which have to fit the client's method."""
+    signature = inspect.signature(getattr(BusClient, name))
+
+    async def record(self: FakeEngine, *given: Any, **named: Any) -> None:
+        asked = signature.bind(self, *given, **named).arguments
+        if "tags" in asked:
+            asked["tags"] = tuple(asked["tags"])
+        left_out = ("self", "timeout_s")
+        self._called(name, **{key: each for key, each in asked.items() if key not in left_out})
+
+    return record
+
+
 class FakeEngine:
     """A fake BusClient.
 
     Attributes:
         calls: (method, its arguments) of all but `submit` and `reports`, in order.
-        requests: What was submitted.
-        traces: Of each request, the trace that it was submitted in.
-        outputs: What a request is answered with; without a Completion it hangs.
+        requests: The submitted requests.
+        traces: The trace of each request.
+        outputs: Returns the outputs of a request; without a Completion it hangs.
         left: Ids of requests whose output was not read to the end.
-        ended: Ids of those whose output was.
-        failures: What a method raises.
-        version: Of the weights in place.
-        parts: Staged, by the update's name.
-        away: The bus is lost behind the first output that somebody follows.
+        ended: Ids of requests whose output was.
+        failures: The errors that methods raise, by method.
+        version: The version of the weights in place.
+        parts: The number of staged parts, by the update's name.
+        away: The bus is lost behind the first output of `follow`.
     """
 
     def __init__(self) -> None:
@@ -144,38 +160,22 @@ class FakeEngine:
         self._called("cancel", request_id=request_id)
         self._changed.set()
 
-    async def cancel_all(self) -> None:
-        self._called("cancel_all")
-
-    async def pause(self, in_flight: str) -> None:
-        self._called("pause", in_flight=in_flight)
-
-    async def resume(self) -> None:
-        self._called("resume")
-
-    async def flush_cache(self) -> None:
-        self._called("flush_cache")
+    cancel_all, pause, resume, flush_cache = map(
+        _recorder, ("cancel_all", "pause", "resume", "flush_cache")
+    )
+    join_weights_group, leave_weights_group = map(
+        _recorder, ("join_weights_group", "leave_weights_group")
+    )
+    release_memory, resume_memory = map(_recorder, ("release_memory", "resume_memory"))
 
     async def weight_version(self) -> int:
         self._called("weight_version")
         return self.version
 
     async def update_weights(
-        self,
-        weights: WeightsSource | StagedWeights,
-        *,
-        in_flight: str,
-        version: int | None,
-        partial: bool,
-        timeout_s: float,
+        self, weights: Any, *, version: int | None, timeout_s: float, **given: Any
     ) -> int:
-        self._called(
-            "update_weights",
-            weights=weights,
-            in_flight=in_flight,
-            version=version,
-            partial=partial,
-        )
+        self._called("update_weights", weights=weights, version=version, **given)
         if isinstance(weights, StagedWeights):
             assert self.parts.pop(weights.update) == weights.parts
         self.version = self.version + 1 if version is None else version
@@ -184,34 +184,6 @@ class FakeEngine:
     async def stage_weights(self, update: str, weights: WeightsSource, *, timeout_s: float) -> None:
         self._called("stage_weights", weights=weights)
         self.parts = {update: self.parts.get(update, 0) + 1}
-
-    async def join_weights_group(
-        self,
-        group: str,
-        address: str,
-        world_size: int,
-        *,
-        rank_offset: int,
-        backend: str,
-        timeout_s: float,
-    ) -> None:
-        self._called(
-            "join_weights_group",
-            group=group,
-            address=address,
-            world_size=world_size,
-            rank_offset=rank_offset,
-            backend=backend,
-        )
-
-    async def leave_weights_group(self, group: str) -> None:
-        self._called("leave_weights_group", group=group)
-
-    async def release_memory(self, tags: Iterable[str]) -> None:
-        self._called("release_memory", tags=tuple(tags))
-
-    async def resume_memory(self, tags: Iterable[str]) -> None:
-        self._called("resume_memory", tags=tuple(tags))
 
     async def reports(self) -> list[StageReport]:
         return self.stage_reports

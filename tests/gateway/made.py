@@ -13,6 +13,7 @@ from nano_inference.bus.public import (
     TokenLogprob,
 )
 
+from . import fake
 from .fake import completion, sample
 
 TOKENS = (5, 6, 7)
@@ -48,18 +49,17 @@ def told(request: GenerateRequest, index: int, reason: FinishReason = "stop") ->
 
 def chunk(request: GenerateRequest, index: int, place: int) -> CompletionChunk:
     """One token of it."""
-    top = tops(request.sampling.logprobs)
-    return CompletionChunk(
-        request_id=request.request_id,
-        entry_id="1-0",
+    top, here = tops(request.sampling.logprobs), slice(place, place + 1)
+    return fake.chunk(
+        request,
+        TOKENS[here],
+        TEXTS[place],
         sample_index=index,
         token_offset=place,
-        token_ids=TOKENS[place : place + 1],
-        logprobs=LOGPROBS[place : place + 1],
-        text=TEXTS[place],
+        logprobs=LOGPROBS[here],
         finish_reason="stop" if place == 2 else None,
         weight_version=4 if place == 2 else 3,
-        top_logprobs=top and top[place : place + 1],
+        top_logprobs=top and top[here],
     )
 
 

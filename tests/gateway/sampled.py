@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from nano_inference.bus.messages import RequestOpened, RowFinish
-from nano_inference.bus.public import CompletionChunk, CompletionSample
+from nano_inference.bus.public import CompletionChunk, CompletionSample, GenerateRequest
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.gateway.serving.words import Words
 from nano_inference.stages.streaming.samples import RequestState
@@ -15,6 +16,8 @@ from nano_inference.text.detokenizer import TokenPieces
 from nano_inference.text.messages import Reading, Tool
 from nano_inference.text.messages.message_format import known_formats
 from nano_inference.text.tokenizer import load_tokenizer, stop_token_ids_of
+
+from .fake import chunk
 
 FOLDER = EngineConfig().model_folder
 TOKENIZER = load_tokenizer(FOLDER)
@@ -44,6 +47,10 @@ PHRASES = (
     "a b",
     *SPECIAL,
 )
+
+
+REQUEST = GenerateRequest(request_id="r")
+_SUMMED = ("token_ids", "logprobs", "text")
 
 
 class Made(NamedTuple):
@@ -78,18 +85,10 @@ def make(
     for place, token_id in enumerate(token_ids):
         reason: RowFinish = end if place == len(token_ids) - 1 else ""
         text = sample.advance(token_id, -0.5 * place, reason, 3 + place // 4)
+        found = {"logprobs": (-0.5 * place,), "finish_reason": sample.finish_reason}
+        version = 3 + place // 4
         chunks.append(
-            CompletionChunk(
-                request_id="r",
-                entry_id="1-0",
-                sample_index=0,
-                token_offset=place,
-                token_ids=(token_id,),
-                logprobs=(-0.5 * place,),
-                text=text,
-                finish_reason=sample.finish_reason,
-                weight_version=3 + place // 4,
-            )
+            chunk(REQUEST, (token_id,), text, token_offset=place, weight_version=version, **found)
         )
         if sample.finish_reason is not None:
             break
@@ -101,23 +100,14 @@ def joined(chunks: list[CompletionChunk], sizes: list[int]) -> list[CompletionCh
     """The same chunks, joined where one weight version made them."""
     found: list[CompletionChunk] = []
     room = 0
-    for place, chunk in enumerate(chunks):
+    for place, each in enumerate(chunks):
         last = found[-1] if found else None
-        if last is None or room <= 0 or last.weight_version != chunk.weight_version:
-            found.append(chunk)
+        if last is None or room <= 0 or last.weight_version != each.weight_version:
+            found.append(each)
             room = sizes[place % len(sizes)]
             continue
-        found[-1] = CompletionChunk(
-            request_id="r",
-            entry_id="1-0",
-            sample_index=0,
-            token_offset=last.token_offset,
-            token_ids=last.token_ids + chunk.token_ids,
-            logprobs=last.logprobs + chunk.logprobs,
-            text=last.text + chunk.text,
-            finish_reason=chunk.finish_reason,
-            weight_version=chunk.weight_version,
-        )
+        sums = {name: getattr(last, name) + getattr(each, name) for name in _SUMMED}
+        found[-1] = replace(last, finish_reason=each.finish_reason, **sums)
         room -= 1
     return found
 

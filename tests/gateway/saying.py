@@ -6,14 +6,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from nano_inference.bus.public import CompletionChunk, FinishReason, GenerateRequest, Output
+from nano_inference.bus.public import FinishReason, GenerateRequest, Output
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.serving.words import Words
 from nano_inference.text.tokenizer import load_tokenizer, stop_token_ids_of
 
-from .fake import completion, sample
+from .fake import chunk, completion, sample
 
 TEMPLATE = r"""
 {%- for tool in tools or [] %}
@@ -81,10 +80,7 @@ def words_of(config: Config) -> Words:
 
 
 def says(
-    text: str,
-    words: Words,
-    cut: int = 1,
-    reason: FinishReason = "stop",
+    text: str, words: Words, cut: int = 1, reason: FinishReason = "stop"
 ) -> Callable[[GenerateRequest], list[Output]]:
     """Outputs with this text, in chunks of so many tokens."""
     stop = min(words.stop_token_ids)
@@ -95,23 +91,20 @@ def says(
         tops = ((),) * len(token_ids) if request.sampling.logprobs else None
         detokenizer = words.detokenizer(skip_special=True)
         chunks: list[Output] = []
-        if request.stream:
-            for first in range(0, len(token_ids), cut):
-                found: dict[str, Any] = {"top_logprobs": tops and tops[first : first + cut]}
-                chunks.append(
-                    CompletionChunk(
-                        request_id=request.request_id,
-                        entry_id="1-0",
-                        sample_index=0,
-                        token_offset=first,
-                        token_ids=token_ids[first : first + cut],
-                        logprobs=logprobs[first : first + cut],
-                        text=detokenizer.push(token_ids[first : first + cut]),
-                        finish_reason=reason if first + cut >= len(token_ids) else None,
-                        weight_version=3,
-                        **found,
-                    )
+        for first in range(0, len(token_ids) if request.stream else 0, cut):
+            here = slice(first, first + cut)
+            chunks.append(
+                chunk(
+                    request,
+                    token_ids[here],
+                    detokenizer.push(token_ids[here]),
+                    token_offset=first,
+                    logprobs=logprobs[here],
+                    finish_reason=reason if first + cut >= len(token_ids) else None,
+                    weight_version=3,
+                    top_logprobs=tops and tops[here],
                 )
+            )
         made = sample(
             token_ids,
             text=words.text(token_ids, skip_special=True),

@@ -22,13 +22,13 @@ LIMIT_S = 30
 SMALL = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-def post(size: int, body: bytes = b"") -> bytes:
-    """Return a call of `/generate` with the beginning of a body of `size` bytes."""
+def post(size: int | None, body: bytes = b"") -> bytes:
+    """Return a call of `/generate` with the beginning of a body of `size` bytes; None: chunked."""
     lines = (
         "POST /generate HTTP/1.1",
         "Host: localhost",
         "Content-Type: application/json",
-        f"Content-Length: {size}",
+        "Transfer-Encoding: chunked" if size is None else f"Content-Length: {size}",
     )
     return "\r\n".join([*lines, "", ""]).encode() + body
 

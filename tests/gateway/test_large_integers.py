@@ -16,7 +16,10 @@ LARGE = 10**30
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": LARGE}}}
 FORMAT = {"type": "json_schema", "name": "x", "schema": SCHEMA}
 TALK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+NESTED = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+OUTPUTS = {"structured_outputs": {"json": SCHEMA}}
 FUNCTION = {"name": "f", "parameters": SCHEMA}
+STRICT = FUNCTION | {"strict": True}
 
 
 @pytest.fixture
@@ -27,33 +30,15 @@ def config() -> Config:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (
-            "/v1/completions",
-            {
-                "prompt": "a",
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": SCHEMA},
-                },
-            },
-        ),
+        ("/v1/completions", {"prompt": "a", "response_format": NESTED}),
         ("/v1/completions", {"prompt": "a", "guided_json": SCHEMA}),
-        (
-            "/v1/chat/completions",
-            TALK | {"tools": [{"type": "function", "function": FUNCTION | {"strict": True}}]},
-        ),
+        ("/v1/chat/completions", TALK | {"tools": [{"type": "function", "function": STRICT}]}),
         ("/v1/responses", {"input": "a", "tools": [{"type": "function"} | FUNCTION]}),
         ("/v1/responses", {"input": "a", "text": {"format": FORMAT}}),
         ("/v1/messages", TALK | {"tools": [{"name": "f", "input_schema": SCHEMA}]}),
         ("/v1/messages", TALK | {"output_config": {"format": FORMAT}}),
-        (
-            "/inference/v1/generate",
-            {"token_ids": [5], "sampling_params": {"structured_outputs": {"json": SCHEMA}}},
-        ),
-        (
-            "/v2/models/tiny/generate",
-            {"text_input": "a", "sampling_parameters": {"structured_outputs": {"json": SCHEMA}}},
-        ),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": OUTPUTS}),
+        ("/v2/models/tiny/generate", {"text_input": "a", "sampling_parameters": OUTPUTS}),
     ],
 )
 async def test_a_schema_may_hold_an_integer_beyond_64_bits(

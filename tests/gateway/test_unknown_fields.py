@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +21,7 @@ HELLO = [{"role": "user", "content": "hi"}]
 FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA, "strict": False}
 TOOL = {"type": "function", "function": FUNCTION}
 NAMED = {"type": "function", "function": {"name": "f"}}
+ALLOWED = {"mode": "auto", "tools": [NAMED]}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 TALK = [
     {"role": "user", "content": [{"type": "text", "text": "hi"}]},
@@ -28,141 +29,91 @@ TALK = [
     {"role": "tool", "tool_call_id": "c", "content": "x"},
 ]
 FLAT = {"type": "function", **FUNCTION}
+FLAT_NAMED = {"type": "function", "name": "f"}
+TEXT = [{"type": "text", "text": "x"}]
 ITEMS = [
     {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
     {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]},
     {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-    {"type": "function_call_output", "call_id": "c", "output": [{"type": "text", "text": "x"}]},
+    {"type": "function_call_output", "call_id": "c", "output": TEXT},
 ]
+USE = {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}, "caller": {"type": "direct"}}
 BLOCKS = [
-    {"role": "user", "content": [{"type": "text", "text": "x"}]},
-    {
-        "role": "assistant",
-        "content": [
-            {"type": "thinking", "thinking": "x"},
-            {
-                "type": "tool_use",
-                "id": "c",
-                "name": "f",
-                "input": {"a": 1},
-                "caller": {"type": "direct"},
-            },
-        ],
-    },
-    {
-        "role": "user",
-        "content": [
-            {
-                "type": "tool_result",
-                "tool_use_id": "c",
-                "content": [{"type": "text", "text": "x"}],
-            }
-        ],
-    },
+    {"role": "user", "content": TEXT},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}, USE]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": TEXT}]},
 ]
+INPUT = {"name": "f", "input_schema": SCHEMA}
 TENSOR = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["a"], "parameters": {}}
+NESTED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
 
 OPEN = {"schema", "parameters", "input_schema", "input", "arguments"}
 """Fields whose objects may have any fields: schemas and arguments."""
 
-CALLS: list[tuple[str, Body]] = [
-    (
-        "/v1/completions",
+BODIES: dict[str, list[Body]] = {
+    "/v1/completions": [
         {
             "prompt": "a",
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
-            },
-            "prediction": {"type": "content", "content": [{"type": "text", "text": "a"}]},
+            "response_format": NESTED,
+            "prediction": {"type": "content", "content": TEXT},
         },
-    ),
-    ("/v1/completions", {"prompt": "a", "response_format": {"type": "text"}}),
-    ("/v1/completions", {"prompt": "a", "structured_outputs": {"choice": ["a"]}}),
-    (
-        "/v1/completions",
+        {"prompt": "a", "response_format": {"type": "text"}},
+        {"prompt": "a", "structured_outputs": {"choice": ["a"]}},
         {"prompt": "a", "response_format": {"type": "grammar", "grammar": 'root ::= "a"'}},
-    ),
-    (
-        "/v1/chat/completions",
+    ],
+    "/v1/chat/completions": [
         {"messages": HELLO, "response_format": {"type": "json_object", "schema": SCHEMA}},
-    ),
-    ("/v1/chat/completions", {"messages": TALK, "tools": [TOOL], "tool_choice": NAMED}),
-    (
-        "/v1/chat/completions",
+        {"messages": TALK, "tools": [TOOL], "tool_choice": NAMED},
         {
             "messages": HELLO,
             "tools": [TOOL],
-            "tool_choice": {
-                "type": "allowed_tools",
-                "allowed_tools": {"mode": "auto", "tools": [NAMED]},
-            },
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED},
         },
-    ),
-    ("/v1/responses", {"input": ITEMS, "tools": [FLAT], "reasoning": {"summary": "auto"}}),
-    (
-        "/v1/responses",
-        {"input": "a", "tools": [FLAT], "tool_choice": {"type": "function", "name": "f"}},
-    ),
-    (
-        "/v1/responses",
+    ],
+    "/v1/responses": [
+        {"input": ITEMS, "tools": [FLAT], "reasoning": {"summary": "auto"}},
+        {"input": "a", "tools": [FLAT], "tool_choice": FLAT_NAMED},
         {
             "input": "a",
             "tools": [FLAT],
-            "tool_choice": {
-                "type": "allowed_tools",
-                "mode": "auto",
-                "tools": [{"type": "function", "name": "f"}],
-            },
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [FLAT_NAMED]},
         },
-    ),
-    (
-        "/v1/responses",
         {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
-    ),
-    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_object"}}}),
-    ("/v1/responses", {"input": "a", "stream_options": {"include_obfuscation": False}}),
-    (
-        "/v1/messages",
+        {"input": "a", "text": {"format": {"type": "json_object"}}},
+        {"input": "a", "stream_options": {"include_obfuscation": False}},
+    ],
+    "/v1/messages": [
         {
             "messages": BLOCKS,
-            "system": [{"type": "text", "text": "x"}],
+            "system": TEXT,
             "max_tokens": 3,
-            "tools": [{"name": "f", "input_schema": SCHEMA}],
+            "tools": [INPUT],
             "tool_choice": {"type": "auto"},
             "thinking": {"type": "disabled"},
         },
-    ),
-    (
-        "/v1/messages",
         {
             "messages": HELLO,
             "max_tokens": 3,
             "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
         },
-    ),
-    (
-        "/v1/messages/count_tokens",
-        {"messages": HELLO, "tools": [{"name": "f", "input_schema": SCHEMA}]},
-    ),
-    ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 3}}),
-    ("/continue_generation", {"torch_empty_cache": True}),
-    (
-        "/inference/v1/generate",
-        {
-            "token_ids": [5],
-            "sampling_params": {"max_tokens": 3, "structured_outputs": {"choice": ["a"]}},
-        },
-    ),
-    ("/tokenize", {"messages": HELLO, "tools": [TOOL]}),
-    ("/v2/models/tiny/generate", {"text_input": "a", "sampling_parameters": {"max_tokens": 3}}),
-    ("/v2/models/tiny/generate", {"text_input": "a", "max_tokens": 3}),
-    (
-        "/v2/models/tiny/infer",
-        {"inputs": [TENSOR], "outputs": [{"name": "text_output"}], "id": "x"},
-    ),
-    ("/v2/repository/index", {"ready": True}),
-]
+    ],
+    "/v1/messages/count_tokens": [{"messages": HELLO, "tools": [INPUT]}],
+    "/generate": [{"text": "a", "sampling_params": {"max_new_tokens": 3}}],
+    "/continue_generation": [{"torch_empty_cache": True}],
+    "/inference/v1/generate": [
+        {"token_ids": [5], "sampling_params": {"structured_outputs": {"choice": ["a"]}}}
+    ],
+    "/tokenize": [{"messages": HELLO, "tools": [TOOL]}],
+    "/v2/models/tiny/generate": [
+        {"text_input": "a", "sampling_parameters": {"max_tokens": 3}},
+        {"text_input": "a", "max_tokens": 3},
+    ],
+    "/v2/models/tiny/infer": [
+        {"inputs": [TENSOR], "outputs": [{"name": "text_output"}], "id": "x"}
+    ],
+    "/v2/repository/index": [{"ready": True}],
+}
+CALLS = [(path, body) for path, bodies in BODIES.items() for body in bodies]
 
 
 @pytest.fixture
@@ -184,13 +135,13 @@ def objects_of(value: Any, place: Path = ()) -> Iterator[Path]:
 
 def with_field(body: Body, place: Path, value: Any) -> Body:
     """A body that has a field more in one of its objects."""
-    changed: Any = copy.deepcopy(body)
-    inner = changed
+    # A deep copy would share an object that stands in several places.
+    changed: Body = json.loads(json.dumps(body))
+    inner: Any = changed
     for name in place:
         inner = inner[name]
     inner["bogus"] = value
-    found: Body = changed
-    return found
+    return changed
 
 
 @pytest.mark.parametrize(("path", "body"), CALLS)
@@ -216,6 +167,22 @@ async def test_an_unknown_field_that_asks_for_nothing_is_taken(
 
 
 MARK = {"cache_control": {"type": "ephemeral"}}
+MADE_CALL = {
+    "id": "c",
+    "type": None,
+    "index": 1,
+    "extra_content": {"google": {"thought_signature": "x"}},
+    "function": {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}},
+}
+MADE_TEXT = {
+    "type": "output_text",
+    "text": "a",
+    "annotations": [{"type": "url_citation"}],
+    "logprobs": [{"token": "a"}],
+    "id": "m",
+    "index": 1,
+}
+MADE_ITEM = ITEMS[2] | {"id": "f", "status": "completed", "caller": {"type": "direct"}}
 
 
 @pytest.mark.parametrize(
@@ -242,19 +209,7 @@ MARK = {"cache_control": {"type": "ephemeral"}}
                         "role": "assistant",
                         "content": None,
                         "parsed": {"a": 1},
-                        "tool_calls": [
-                            {
-                                "id": "c",
-                                "type": None,
-                                "index": 1,
-                                "extra_content": {"google": {"thought_signature": "x"}},
-                                "function": {
-                                    "name": "f",
-                                    "arguments": "{}",
-                                    "parsed_arguments": {"a": 1},
-                                },
-                            }
-                        ],
+                        "tool_calls": [MADE_CALL],
                     },
                     TALK[2],
                 ]
@@ -265,29 +220,8 @@ MARK = {"cache_control": {"type": "ephemeral"}}
             "/v1/responses",
             {
                 "input": [
-                    {
-                        "role": "assistant",
-                        "phase": "final_answer",
-                        "content": [
-                            {
-                                "type": "output_text",
-                                "text": "a",
-                                "annotations": [{"type": "url_citation"}],
-                                "logprobs": [{"token": "a"}],
-                                "id": "m",
-                                "index": 1,
-                            }
-                        ],
-                    },
-                    {
-                        "type": "function_call",
-                        "id": "f",
-                        "call_id": "c",
-                        "name": "f",
-                        "arguments": "{}",
-                        "status": "completed",
-                        "caller": {"type": "direct"},
-                    },
+                    {"role": "assistant", "phase": "final_answer", "content": [MADE_TEXT]},
+                    MADE_ITEM,
                     ITEMS[3],
                 ],
                 "tools": [FLAT | {"allowed_callers": ["direct"], "defer_loading": False}],
@@ -303,22 +237,22 @@ async def test_fields_of_client_libraries_are_accepted(
     assert answer.status_code == 200, answer.text
 
 
+FORM = {"type": "json_object", "schema": SCHEMA}
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"prompt": "a", "response_format": ...}),
-        ("/v1/chat/completions", {"messages": HELLO, "response_format": ...}),
-        ("/v1/responses", {"input": "a", "text": {"format": ...}}),
-        ("/v1/messages", {"messages": HELLO, "max_tokens": 3, "output_config": {"format": ...}}),
+        ("/v1/completions", {"prompt": "a", "response_format": FORM}),
+        ("/v1/chat/completions", {"messages": HELLO, "response_format": FORM}),
+        ("/v1/responses", {"input": "a", "text": {"format": FORM}}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 3, "output_config": {"format": FORM}}),
     ],
 )
 async def test_a_json_object_s_schema_is_kept(
     http: httpx.AsyncClient, engine: FakeEngine, path: str, body: Body
 ) -> None:
-    form = {"type": "json_object", "schema": SCHEMA}
-    name = next(name for name in ("response_format", "text", "output_config") if name in body)
-    given = form if name == "response_format" else {"format": form}
-    answer = await http.post(path, json=body | {name: given})
+    answer = await http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     (request,) = engine.requests
     constraint = request.sampling.constraint

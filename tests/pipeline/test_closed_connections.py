@@ -261,7 +261,7 @@ async def test_a_call_over_grpc_that_is_cancelled_frees_its_blocks_within_a_step
         assert not steps.cancelled
         call.cancel()
         async with asyncio.timeout(LIMIT_S):
-            await gateway._server.calls.observer.idle()
+            await gateway._server.calls.idle()
         await assert_freed(steps, steps.newest)
 
 

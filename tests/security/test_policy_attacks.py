@@ -15,7 +15,7 @@ import pytest
 import structlog
 
 from nano_inference.config import Config, GatewayConfig, load_config
-from nano_inference.gateway.app import ModelGatewayApp, make_app
+from nano_inference.gateway.app import GatewayApp, make_app
 from nano_inference.gateway.policy import keys as api_keys
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.oidc import TokenAuthenticator
@@ -64,7 +64,7 @@ class Fort:
             load_config(env={}, overrides={"policy.backend": "bus", "gateway.access_log": True}),
             policy=self.issuer.config(backend="bus"),
         )
-        self.app: ModelGatewayApp = make_app(engine, self.config, self.told.measures)  # type: ignore[arg-type]
+        self.app: GatewayApp = make_app(engine, self.config, self.told.measures)  # type: ignore[arg-type]
         self.policy = self.app.policy
         near = NearKeys(self.issuer, self.config.policy, lambda: 0.0)
         self.policy._tokens = TokenAuthenticator(self.config.policy, near)

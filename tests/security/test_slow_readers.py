@@ -145,7 +145,7 @@ async def served(engine: FakeEngine) -> AsyncIterator[tuple[HttpServer, int]]:
     server = HttpServer(app, config)
     async with listening(server) as port:
         yield server, port
-    await app.durable.aclose()
+    await app.durable_calls()[0].aclose()
 
 
 def path_of(connection: Connection) -> str:

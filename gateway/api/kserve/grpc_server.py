@@ -308,7 +308,7 @@ class GrpcCalls:
 
     def _observed(self, scope: Scope, needed: Needed) -> Any:
         scope["state"][ROUTE] = (scope["path"], needed)
-        return self.http.calls.observer.observed(scope, scope["path"], traced=needed in _TRACED)
+        return self.http.calls.observed(scope, scope["path"], traced=needed in _TRACED)
 
     async def _entered(self, scope: Scope, needed: Needed) -> Request:
         """A call that the policy admits by its head."""

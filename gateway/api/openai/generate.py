@@ -182,7 +182,7 @@ class GenerationCalls:
         """Return the writer of the answer. Every gateway reads messages alike."""
         services = self._services
         reads = record.call.reading is not None
-        form = await services.templates.message_format() if reads else None
+        form = await services.words.message_format() if reads else None
         return ChoicesWriter(
             record.call, record.prompts, record.texts, words, form, services.submissions.measures
         )

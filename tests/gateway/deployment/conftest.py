@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from .deployed import Deployment, Front
+from .deployed import Deployment, Front, opened
 
 
 @pytest.fixture
@@ -21,9 +21,7 @@ async def deployment() -> Deployment:
 
 @pytest.fixture
 async def front(deployment: Deployment) -> Front:
-    made = Front(deployment)
-    await made.seen()
-    return made
+    return await opened(deployment)
 
 
 @pytest.fixture

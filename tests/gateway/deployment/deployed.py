@@ -1,4 +1,4 @@
-"""A deployment of models that are none, and a gateway before it."""
+"""A deployment of fake models, and a gateway before it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from nano_inference.bus.public import GenerateRequest, Output
+from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import (
     BusError,
     Config,
@@ -19,7 +19,6 @@ from nano_inference.config import (
 )
 from nano_inference.gateway.deployment.app import DeploymentApp
 from nano_inference.gateway.server.server import HttpServer
-from nano_inference.gateway.serving.measures import Measures
 from nano_inference.pipeline.models import ModelStatus
 from nano_inference.store.registry import ModelRecord, find_model
 from nano_inference.telemetry import TraceContext
@@ -27,32 +26,18 @@ from nano_inference.telemetry import TraceContext
 from ..fake import FakeBus, FakeEngine, completion, http_of, sample
 
 
-class ModelBus(FakeBus):
-    """The bus of one model, with the deployment's store."""
-
-    def __init__(self, whole: FakeBus | None = None, model: str = "") -> None:
-        super().__init__()
-        self.model = model
-        if whole is not None:
-            self.store = whole.store
-
-
 class ModelEngine(FakeEngine):
-    """Says which model it is."""
+    """An engine that answers with its model's name."""
 
     def __init__(self, whole: FakeBus, model: str) -> None:
         super().__init__()
-        self.bus = ModelBus(whole, model)
-        self._whole = whole
+        self.bus.store, self.bus.model = whole.store, model
         self.model = model
         self.closed = False
-        self.outputs = self._said
-
-    def _said(self, request: GenerateRequest) -> list[Output]:
-        return [completion(request, sample(text=f"by {self.model}"))]
+        self.outputs = lambda request: [completion(request, sample(text=f"by {model}"))]
 
     async def publish(self, request: GenerateRequest, trace: TraceContext | None = None) -> str:
-        record = (await self._whole.store.models.read()).get(self.model)
+        record = (await self.bus.store.models.read()).get(self.model)
         if record is None or not record.takes_requests:
             raise BusError(f"the model {self.model!r} takes none", code="model_not_loaded")
         return await super().publish(request, trace)
@@ -65,8 +50,8 @@ class Deployment(FakeEngine):
     """A fake client of a deployment, and of the manager of its models.
 
     Attributes:
-        engines: Of all models that a gateway has asked for, the youngest of each.
-        asked: What was to be done to models.
+        engines: The youngest engine of each model that a gateway has asked for.
+        asked: The loads and unloads that were asked for.
     """
 
     def __init__(self) -> None:
@@ -80,11 +65,10 @@ class Deployment(FakeEngine):
         return self.engines[model]
 
     async def put(self, model: str, state: str = "ready", **spec: Any) -> None:
-        record = ModelRecord(
-            spec=ModelConfig(id=model, path="tiny", **spec),
-            state=state,  # type: ignore[arg-type]
-            takes_requests=state == "ready",
-        )
+        await self._put(ModelConfig(id=model, path="tiny", **spec), state)
+
+    async def _put(self, spec: ModelConfig, state: Any) -> None:
+        record = ModelRecord(spec=spec, state=state, takes_requests=state == "ready")
         await self.bus.store.models.put(record)
 
     async def models(self) -> list[ModelStatus]:
@@ -106,7 +90,7 @@ class Deployment(FakeEngine):
             await self.bus.store.models.remove(status.id)
         return status
 
-    async def _became(self, name: str, state: str) -> ModelStatus:
+    async def _became(self, name: str, state: Any) -> ModelStatus:
         if self.failure is not None:
             raise self.failure
         records = await self.bus.store.models.read()
@@ -114,9 +98,8 @@ class Deployment(FakeEngine):
             spec = find_model(name, records.values())
         except RequestError as error:
             raise ModelError(error.message, code="unknown_model") from None
-        record = ModelRecord(spec=spec, state=state, takes_requests=state == "ready")  # type: ignore[arg-type]
-        await self.bus.store.models.put(record)
-        return ModelStatus(id=spec.id, state=record.state)
+        await self._put(spec, state)
+        return ModelStatus(id=spec.id, state=state)
 
 
 SETTINGS: dict[str, Any] = {
@@ -130,18 +113,15 @@ class Front:
     """A gateway before a deployment.
 
     Attributes:
-        app: What answers.
-        models: Those that it knows.
+        app: The application.
+        models: The models that it knows.
     """
 
-    def __init__(
-        self, deployment: Deployment, config: Config | None = None, measures: Measures | None = None
-    ) -> None:
+    def __init__(self, deployment: Deployment, config: Config | None = None) -> None:
         config = config or load_config(env={}, overrides=SETTINGS)
-        self.app = DeploymentApp(deployment, config, measures)  # type: ignore[arg-type]
+        self.app = DeploymentApp(deployment, config)  # type: ignore[arg-type]
         self.models = self.app.models
-        audit = self.app.policy.audit
-        self.server = HttpServer(self.app, config.gateway, measures, audit)
+        self.server = HttpServer(self.app, config.gateway, audit=self.app.policy.audit)
 
     async def seen(self) -> None:
         """Read the registry at once."""
@@ -152,3 +132,10 @@ class Front:
         headers = {"Content-Type": "application/json"} | given.pop("headers", {})
         async with http_of(self.server.entrance, headers=headers, **given) as http:
             yield http
+
+
+async def opened(deployment: Deployment, settings: dict[str, Any] | None = None) -> Front:
+    """A gateway with these settings as well, which has read the registry."""
+    front = Front(deployment, load_config(env={}, overrides=SETTINGS | (settings or {})))
+    await front.seen()
+    return front

@@ -4,112 +4,89 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import httpx
+import msgspec
 import pytest
 
 from nano_inference.gateway.deployment.dispatch import Names, names_of, split
 
-from .deployed import Deployment, Front
+from ..errors import error_of
+from .deployed import Deployment, Front, opened
 
-NAMED = [
-    ("small", "small"),
-    ("gpt-4o-mini", "small"),
-    ("org/large", "org/large"),
-    ("gpt-4o", "org/large"),
-    ("", "small"),
-]
-"""Names, and which model has them."""
+NAMED = {
+    "small": "small",
+    "gpt-4o-mini": "small",
+    "org/large": "org/large",
+    "gpt-4o": "org/large",
+    "": "small",
+}
+"""The model of each name."""
 
-
-def completions(model: str) -> dict[str, Any]:
-    return {"prompt": "hi", "max_tokens": 2} | ({"model": model} if model else {})
-
-
-def chat(model: str) -> dict[str, Any]:
-    messages = [{"role": "user", "content": "hi"}]
-    return {"messages": messages, "max_tokens": 2} | ({"model": model} if model else {})
-
-
-def responses(model: str) -> dict[str, Any]:
-    return {"input": "hi", "max_output_tokens": 2} | ({"model": model} if model else {})
-
-
-def sglang(model: str) -> dict[str, Any]:
-    sampling = {"max_new_tokens": 2}
-    return {"text": "hi", "sampling_params": sampling} | ({"model": model} if model else {})
-
-
-CALLS = {
-    "/v1/completions": completions,
-    "/v1/chat/completions": chat,
-    "/v1/responses": responses,
-    "/v1/messages": chat,
-    "/generate": sglang,
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+CALLS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hi", "max_tokens": 2},
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    "/v1/messages": CHAT,
+    "/generate": {"text": "hi", "sampling_params": {"max_new_tokens": 2}},
 }
 
 
+def call(path: str, model: str = "") -> dict[str, Any]:
+    """A call's body; without a model for ""."""
+    return CALLS[path] | ({"model": model} if model else {})
+
+
+def completions(model: str) -> dict[str, Any]:
+    return call("/v1/completions", model)
+
+
 @pytest.mark.parametrize("path", CALLS)
-@pytest.mark.parametrize(("name", "model"), NAMED)
-async def test_the_body_names_the_model(
-    http: httpx.AsyncClient, deployment: Deployment, path: str, name: str, model: str
+@pytest.mark.parametrize(
+    ("address", "name", "model"),
+    [
+        *(("", name, model) for name, model in NAMED.items()),
+        *((f"/models/{name}", "", model) for name, model in NAMED.items() if name),
+    ],
+)
+async def test_the_body_or_the_address_names_the_model(
+    http: httpx.AsyncClient, deployment: Deployment, path: str, address: str, name: str, model: str
 ) -> None:
-    answer = await http.post(path, json=CALLS[path](name))
+    answer = await http.post(f"{address}{path}", json=call(path, name))
     assert (answer.status_code, f"by {model}" in answer.text) == (200, True), answer.text
     assert [each for each, engine in deployment.engines.items() if engine.requests] == [model]
 
 
-@pytest.mark.parametrize("path", CALLS)
-@pytest.mark.parametrize(("name", "model"), NAMED[:-1])
-async def test_a_model_has_an_address_of_its_own(
-    http: httpx.AsyncClient, path: str, name: str, model: str
-) -> None:
-    answer = await http.post(f"/models/{name}{path}", json=CALLS[path](""))
-    assert (answer.status_code, f"by {model}" in answer.text) == (200, True), answer.text
-
-
 async def test_at_its_address_a_model_answers_for_no_other(http: httpx.AsyncClient) -> None:
     answer = await http.post("/models/small/v1/completions", json=completions("gpt-4o"))
-    assert answer.status_code == 404
-    assert answer.json()["error"]["code"] == "model_not_found"
+    assert error_of(answer, 404) == "model_not_found"
 
 
-ERRORS = {
-    "/v1/completions": ("error", "code"),
-    "/v1/chat/completions": ("error", "code"),
-    "/v1/responses": ("error", "code"),
-    "/generate": ("error", "code"),
+REFUSALS = {
+    "nobody": (404, "model_not_found", "'nobody'", "not_found_error"),
+    "cold": (503, "model_not_loaded", "the model 'cold' is unloaded", "overloaded_error"),
 }
+"""By model: the status, the code, a part of the message, and Anthropic's type of the error."""
 
 
-@pytest.mark.parametrize("address", ["", "/models/nobody"])
 @pytest.mark.parametrize("path", CALLS)
-async def test_an_unknown_model_is_refused(
-    http: httpx.AsyncClient, deployment: Deployment, path: str, address: str
+@pytest.mark.parametrize("by_address", [False, True])
+@pytest.mark.parametrize("model", REFUSALS)
+async def test_a_model_that_is_not_served_is_refused(
+    http: httpx.AsyncClient, deployment: Deployment, path: str, by_address: bool, model: str
 ) -> None:
-    answer = await http.post(f"{address}{path}", json=CALLS[path]("" if address else "nobody"))
-    assert answer.status_code == 404
+    status, code, words, anthropic = REFUSALS[model]
+    address, named = (f"/models/{model}", "") if by_address else ("", model)
+    answer = await http.post(f"{address}{path}", json=call(path, named))
     error = answer.json()["error"]
-    assert error["code"] == "model_not_found"
-    assert error["param"] == "model"
-    assert "'nobody'" in error["message"]
+    assert (answer.status_code, error["code"]) == (status, code)
+    assert words in error["message"]
+    if code == "model_not_found":
+        assert error["param"] == "model"
     if path == "/v1/messages":
-        assert (answer.json()["type"], error["type"]) == ("error", "not_found_error")
+        assert (answer.json()["type"], error["type"]) == ("error", anthropic)
     assert not any(engine.requests for engine in deployment.engines.values())
-
-
-@pytest.mark.parametrize("address", ["", "/models/cold"])
-@pytest.mark.parametrize("path", CALLS)
-async def test_an_unloaded_model_is_refused(
-    http: httpx.AsyncClient, deployment: Deployment, path: str, address: str
-) -> None:
-    answer = await http.post(f"{address}{path}", json=CALLS[path]("" if address else "cold"))
-    assert answer.status_code == 503
-    error = answer.json()["error"]
-    assert error["code"] == "model_not_loaded"
-    assert "the model 'cold' is unloaded" in error["message"]
-    if path == "/v1/messages":
-        assert error["type"] == "overloaded_error"
-    assert not deployment.engines["cold"].requests
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -120,8 +97,8 @@ async def test_a_model_that_was_unloaded_a_moment_ago(
     (app,) = (app for app in front.models.apps if app.id == "small")
     await deployment.put("small", "unloaded", default=True, aliases=("gpt-4o-mini",))
     assert app.record.takes_requests, "the gateway does not know it yet"
-    answer = await http.post(path, json=CALLS[path]("small") | {"stream": stream})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_not_loaded")
+    answer = await http.post(path, json=call(path, "small") | {"stream": stream})
+    assert error_of(answer, 503) == "model_not_loaded"
 
 
 async def test_added_and_removed_models_are_noticed(
@@ -162,9 +139,7 @@ async def test_a_trainer_pauses_one_model(
     http: httpx.AsyncClient, deployment: Deployment, call: Any
 ) -> None:
     assert (await call(http)).status_code == 200
-    assert deployment.engines["org/large"].names == ["pause", "cancel_all"] or deployment.engines[
-        "org/large"
-    ].names == ["pause"]
+    assert deployment.engines["org/large"].names in (["pause"], ["pause", "cancel_all"])
     assert deployment.engines["small"].names == []
 
 
@@ -192,7 +167,7 @@ async def test_a_body_that_says_nothing_of_use_is_refused(
 
 async def test_too_large_a_body_is_not_searched_for_a_model(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/completions", json=completions("small") | {"prompt": "a" * 5000})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    assert error_of(answer, 413) == "request_too_large"
 
 
 async def test_of_names_alike_the_last_counts(http: httpx.AsyncClient) -> None:
@@ -230,3 +205,118 @@ def test_names_that_a_body_has() -> None:
 )
 def test_addresses_of_models(path: str, name: str, behind: str) -> None:
     assert split(path, {"a", "a/b"}) == (name, behind)
+
+
+# --- calls about other calls ----------------------------------------------------------------------
+
+KEY = {"Idempotency-Key": "k"}
+
+
+def stream_id(text: str) -> str:
+    """The id in the first chunk."""
+    return text.partition('"id":"')[2].partition('"')[0]
+
+
+async def test_a_stream_is_resumed_at_another_gateway(
+    http: httpx.AsyncClient, deployment: Deployment
+) -> None:
+    engines = dict(deployment.engines)
+    begun = await http.post("/v1/completions", json=completions("gpt-4o") | {"stream": True})
+    assert "by org/large" in begun.text
+    call_id = stream_id(begun.text)
+    other = await opened(deployment)
+    # The call's own model has its outputs.
+    deployment.engines["org/large"].requests = engines["org/large"].requests
+    async with other.client() as client:
+        again = await client.get(f"/v1/streams/{call_id}")
+        assert again.text == begun.text
+        own = await client.get(f"/models/gpt-4o/v1/streams/{call_id}")
+        assert own.text == begun.text
+        foreign = await client.get(f"/models/small/v1/streams/{call_id}")
+        assert error_of(foreign, 404) == "stream_not_found"
+        ended = await client.delete(f"/v1/streams/{call_id}")
+        assert ended.json()["cancelled"]
+    assert deployment.engines["org/large"].names == ["cancel"]
+    assert deployment.engines["small"].names == []
+
+
+async def test_a_call_whose_model_is_gone(
+    http: httpx.AsyncClient, deployment: Deployment, front: Front
+) -> None:
+    begun = await http.post("/v1/completions", json=completions("gpt-4o") | {"stream": True})
+    await deployment.bus.store.models.remove("org/large")
+    await front.seen()
+    again = await http.get(f"/v1/streams/{stream_id(begun.text)}")
+    assert error_of(again, 404) == "stream_not_found"
+    assert (await http.get("/v1/streams/cmpl-nobody")).status_code == 404
+
+
+async def test_a_key_is_for_one_model(http: httpx.AsyncClient) -> None:
+    first = await http.post("/models/small/v1/completions", json=completions(""), headers=KEY)
+    again = await http.post("/models/small/v1/completions", json=completions(""), headers=KEY)
+    assert first.json() == again.json()
+    other = await http.post("/models/gpt-4o/v1/completions", json=completions(""), headers=KEY)
+    assert error_of(other, 422) == "idempotency_key_reused"
+
+
+async def test_responses_are_found_continued_and_deleted(
+    http: httpx.AsyncClient, deployment: Deployment, front: Front
+) -> None:
+    made = (await http.post("/v1/responses", json={"model": "gpt-4o", "input": "hi"})).json()
+    assert made["model"] == "org/large"
+    known = (await http.get(f"/v1/responses/{made['id']}")).json()
+    assert known["output"] == made["output"]
+    following = {"input": "more", "previous_response_id": made["id"]}
+    same = (await http.post("/v1/responses", json=following)).json()
+    assert same["model"] == "org/large"
+    other = await http.post("/v1/responses", json=following | {"model": "small"})
+    assert other.json()["model"] == "small"
+    items = (await http.get(f"/v1/responses/{other.json()['id']}/input_items")).json()["data"]
+    assert "by org/large" in str(items)
+    await deployment.bus.store.models.remove("org/large")
+    await front.seen()
+    gone = await http.post("/v1/responses", json=following | {"model": "small"})
+    assert gone.json()["error"]["code"] == "previous_response_not_found"
+
+
+@pytest.mark.parametrize("model", ["small", "gpt-4o"])
+async def test_an_abort_finds_the_model_that_has_the_request(
+    http: httpx.AsyncClient, deployment: Deployment, model: str
+) -> None:
+    for engine in deployment.engines.values():
+        engine.outputs = lambda request: []
+    asked = {"text": "hi", "rid": "r", "model": model, "sampling_params": {"max_new_tokens": 2}}
+    of = "org/large" if model == "gpt-4o" else model
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as group:
+            group.start_soon(lambda: http.post("/generate", json=asked))
+            await deployment.engines[of].until(lambda: bool(deployment.engines[of].requests))
+            assert (await http.post("/abort_request", json={"rid": "r"})).status_code == 200
+            group.cancel_scope.cancel()
+    assert [name for name, engine in deployment.engines.items() if "cancel" in engine.names] == [of]
+
+
+async def test_an_abort_of_another_gateway_s_request_reaches_all_loaded_models(
+    http: httpx.AsyncClient, deployment: Deployment
+) -> None:
+    assert (await http.post("/abort_request", json={"rid": "r"})).status_code == 200
+    called = {name: engine.names for name, engine in deployment.engines.items()}
+    assert called == {"small": ["cancel"], "org/large": ["cancel"], "cold": []}
+
+
+async def test_orphaned_calls_are_ended_at_their_model(deployment: Deployment) -> None:
+    front = await opened(deployment, {"gateway.resume_grace_s": 0.1})
+    calls = deployment.bus.store.calls
+    for name, model in {"a": "nobody", "b": "org/large", "c": "small"}.items():
+        record = msgspec.json.encode({"tenant": "t", "call": {"id": name, "model": model}})
+        await calls.keep(name, record, 0.001)
+        await calls.note(name, name, "1-0")
+    large, small = deployment.engines["org/large"], deployment.engines["small"]
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as group:
+            group.start_soon(front.app.background["durable calls"])
+            await large.until(lambda: bool(large.names))
+            await small.until(lambda: bool(small.names))
+            group.cancel_scope.cancel()
+    assert [given["request_id"] for _, given in large.calls] == ["b"]
+    assert [given["request_id"] for _, given in small.calls] == ["c"]

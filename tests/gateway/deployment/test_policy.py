@@ -8,21 +8,17 @@ import anyio
 import msgspec
 import pytest
 
-from nano_inference.bus.public import GenerateRequest, Output
-from nano_inference.config import load_config
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.document import Guardrails, PolicyDocument
 
+from ..errors import error_of
 from ..fake import completion, sample
-from .deployed import SETTINGS, Deployment, Front
+from .deployed import Deployment, Front, opened
 
 
 @pytest.fixture
 async def keyed(deployment: Deployment) -> Front:
-    settings = SETTINGS | {"policy.backend": "bus"}
-    front = Front(deployment, load_config(env={}, overrides=settings))
-    await front.seen()
-    return front
+    return await opened(deployment, {"policy.backend": "bus"})
 
 
 async def key(front: Front, **wish: Any) -> dict[str, str]:
@@ -41,10 +37,7 @@ async def test_without_a_key_no_model_is_revealed(keyed: Front) -> None:
         for path in ("/v1/completions", "/models/small/v1/completions"):
             for model in ("small", "nobody", ""):
                 answer = await http.post(path, json=body(model))
-                assert (answer.status_code, answer.json()["error"]["code"]) == (
-                    401,
-                    "missing_api_key",
-                )
+                assert error_of(answer, 401) == "missing_api_key"
         assert (await http.get("/v1/models")).status_code == 401
         assert (await http.post("/admin/models/cold/load")).status_code == 401
 
@@ -87,14 +80,13 @@ async def test_unknown_models_are_not_revealed_without_a_key(
     async with keyed.client() as http:
         for path, model in calls:
             answer = await http.post(path, json=body(model))
-            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "missing_api_key")
+            assert error_of(answer, 401) == "missing_api_key"
         for path, model in calls:
             answer = await http.post(path, json=body(model), headers=headers)
-            error = answer.json()["error"]
-            assert (answer.status_code, error["code"]) == (404, "model_not_found")
-            assert "for this key" in error["message"]
-            assert "unloaded" not in error["message"]
-            assert "org/large" not in error["message"]
+            assert error_of(answer, 404) == "model_not_found"
+            assert "for this key" in answer.text
+            assert "unloaded" not in answer.text
+            assert "org/large" not in answer.text
 
 
 async def test_an_alias_in_a_key_is_no_model(keyed: Front) -> None:
@@ -124,12 +116,13 @@ async def test_limits_hold_for_all_models_together(keyed: Front) -> None:
 async def test_the_block_list_is_one_and_ends_requests_at_their_model(
     keyed: Front, deployment: Deployment
 ) -> None:
-    def saying(request: GenerateRequest) -> list[Output]:
-        return [completion(request, sample(text="a secret, told"))]
+    def blocking(document: PolicyDocument) -> PolicyDocument:
+        return msgspec.structs.replace(document, guardrails=Guardrails(literals=("secret",)))
 
-    store = keyed.app.policy.store
-    await store.change(_blocking)
-    deployment.engines["org/large"].outputs = saying
+    await keyed.app.policy.store.change(blocking)
+    deployment.engines["org/large"].outputs = lambda request: [
+        completion(request, sample(text="a secret, told"))
+    ]
     async with keyed.client(headers=await key(keyed)) as http:
         for model in ("small", "gpt-4o"):
             refused = await http.post("/v1/completions", json=body(model) | {"prompt": "SECRET"})
@@ -138,15 +131,8 @@ async def test_the_block_list_is_one_and_ends_requests_at_their_model(
         assert cut.json()["choices"][0]["finish_reason"] == "content_filter"
 
 
-def _blocking(document: PolicyDocument) -> PolicyDocument:
-    return msgspec.structs.replace(document, guardrails=Guardrails(literals=("secret",)))
-
-
 async def test_a_flood_at_one_model_delays_no_call_of_another(deployment: Deployment) -> None:
-    front = Front(
-        deployment, load_config(env={}, overrides=SETTINGS | {"gateway.max_in_flight": 2})
-    )
-    await front.seen()
+    front = await opened(deployment, {"gateway.max_in_flight": 2})
     small = deployment.engines["small"]
     small.outputs = lambda request: []
     (waiting,) = (app.interfaces.submissions for app in front.models.apps if app.id == "small")

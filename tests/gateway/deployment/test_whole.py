@@ -11,7 +11,8 @@ import pytest
 
 from nano_inference.config import BusError, ModelConfig, ModelError, load_config
 
-from .deployed import SETTINGS, Deployment, Front
+from ..errors import error_of
+from .deployed import SETTINGS, Deployment, Front, opened
 
 
 async def test_all_models_are_listed_loaded_or_not(
@@ -31,7 +32,7 @@ async def test_all_models_are_listed_loaded_or_not(
     assert (card["id"], card["aliases"], card["object"]) == ("org/large", ["gpt-4o"], "model")
     assert (await http.get("/v1/models/org/large")).json() == card
     unknown = await http.get("/v1/models/nobody")
-    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    assert error_of(unknown, 404) == "model_not_found"
     own = (await http.get("/models/gpt-4o/v1/models")).json()["data"]
     assert [each["id"] for each in own] == ["org/large"]
 
@@ -54,16 +55,14 @@ async def test_the_gateway_is_not_ready_when_all_wanted_models_fail() -> None:
     await deployment.put("a", "failed")
     await deployment.put("b", "loading")
     await deployment.put("c", "unloaded")
-    front = Front(deployment)
-    await front.seen()
+    front = await opened(deployment)
     async with front.client() as http:
         health = await http.get("/health")
         assert health.status_code == 503
         assert "the model 'a' is failed; the model 'b' is loading" in health.text
     idle = Deployment()
     await idle.put("c", "unloaded")
-    front = Front(idle)
-    await front.seen()
+    front = await opened(idle)
     async with front.client() as http:
         assert (await http.get("/health")).status_code == 200
         assert (await http.get("/readyz")).json()["status"] == "ready"
@@ -95,12 +94,9 @@ async def test_configured_models_are_listed_before_they_run() -> None:
     front = Front(Deployment(), load_config(env=env, overrides=SETTINGS))
     async with front.client() as http:
         cards = (await http.get("/v1/models")).json()["data"]
-        assert [(each["id"], each["state"]) for each in cards] == [
-            ("a", "unloaded"),
-            ("b", "unloaded"),
-        ]
+        assert {each["id"]: each["state"] for each in cards} == {"a": "unloaded", "b": "unloaded"}
         answer = await http.post("/v1/completions", json={"model": "b", "prompt": "hi"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_not_loaded")
+        assert error_of(answer, 503) == "model_not_loaded"
 
 
 async def test_a_model_with_invalid_settings_affects_no_other(
@@ -109,43 +105,43 @@ async def test_a_model_with_invalid_settings_affects_no_other(
     await deployment.put("odd", settings={"engine.nonsense": 1})
     await front.seen()
     answer = await http.post("/v1/completions", json={"model": "odd", "prompt": "hi"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_not_loaded")
+    assert error_of(answer, 503) == "model_not_loaded"
     assert "engine.nonsense" in answer.json()["error"]["message"]
     answer = await http.post("/v1/completions", json={"model": "small", "prompt": "hi"})
     assert answer.status_code == 200
 
 
-LOADS: list[tuple[str, dict[str, Any] | None]] = [
-    ("/admin/models/cold/load", None),
-    ("/models/load", {"model": "cold"}),
-    ("/v2/repository/models/cold/load", {}),
-]
-UNLOADS: list[tuple[str, dict[str, Any] | None]] = [
-    ("/admin/models/org/large/unload", {"timeout_s": 3}),
-    ("/models/unload", {"model": "gpt-4o"}),
-    ("/v2/repository/models/gpt-4o/unload", {"parameters": {"unload_dependents": False}}),
-]
+LOADS: dict[str, dict[str, Any] | None] = {
+    "/admin/models/cold/load": None,
+    "/models/load": {"model": "cold"},
+    "/v2/repository/models/cold/load": {},
+}
+UNLOADS: dict[str, dict[str, Any]] = {
+    "/admin/models/org/large/unload": {"timeout_s": 3},
+    "/models/unload": {"model": "gpt-4o"},
+    "/v2/repository/models/gpt-4o/unload": {"parameters": {"unload_dependents": False}},
+}
 
 
-@pytest.mark.parametrize(("path", "body"), LOADS)
+@pytest.mark.parametrize("path", LOADS)
 async def test_a_model_is_loaded(
-    http: httpx.AsyncClient, deployment: Deployment, path: str, body: dict[str, Any] | None
+    http: httpx.AsyncClient, deployment: Deployment, path: str
 ) -> None:
-    answer = await http.post(path, json=body)
+    answer = await http.post(path, json=LOADS[path])
     assert answer.status_code == 200, answer.text
     assert deployment.asked == [("load", "cold")]
     answer = await http.post("/v1/completions", json={"model": "cold", "prompt": "hi"})
     assert "by cold" in answer.text
 
 
-@pytest.mark.parametrize(("path", "body"), UNLOADS)
+@pytest.mark.parametrize("path", UNLOADS)
 async def test_a_model_is_unloaded(
-    http: httpx.AsyncClient, deployment: Deployment, path: str, body: dict[str, Any] | None
+    http: httpx.AsyncClient, deployment: Deployment, path: str
 ) -> None:
-    assert (await http.post(path, json=body)).status_code == 200
+    assert (await http.post(path, json=UNLOADS[path])).status_code == 200
     assert [what for what, _ in deployment.asked] == ["unload"]
     answer = await http.post("/v1/completions", json={"model": "org/large", "prompt": "hi"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_not_loaded")
+    assert error_of(answer, 503) == "model_not_loaded"
 
 
 async def test_a_model_is_added_and_removed(
@@ -187,7 +183,7 @@ async def test_failures_of_loading_are_answered(
     http: httpx.AsyncClient, deployment: Deployment, error: Any, status: int
 ) -> None:
     deployment.failure = error
-    for path, body in LOADS:
+    for path, body in LOADS.items():
         answer = await http.post(path, json=body)
         assert answer.status_code == status
         code = answer.headers.get("x-error-code") or answer.json()["error"]["code"]
@@ -240,9 +236,8 @@ async def test_the_audit_log_records_loading_and_the_model_of_a_call(
     deployment: Deployment, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit"
-    settings = SETTINGS | {"policy.audit_file": str(path), "policy.audit_key": "k" * 32}
-    front = Front(deployment, load_config(env={}, overrides=settings))
-    await front.seen()
+    settings = {"policy.audit_file": str(path), "policy.audit_key": "k" * 32}
+    front = await opened(deployment, settings)
     policy = front.app.policy
     await policy.open()
     async with front.client() as http:

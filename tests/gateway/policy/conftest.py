@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from nano_inference.config import Config, load_config
-from nano_inference.gateway.app import ModelGatewayApp, make_app
+from nano_inference.gateway.app import GatewayApp, make_app
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.serving.words import LazyWords, Words
 
@@ -24,17 +24,17 @@ def config() -> Config:
 
 
 @pytest.fixture
-def app(engine: FakeEngine, config: Config) -> ModelGatewayApp:
+def app(engine: FakeEngine, config: Config) -> GatewayApp:
     return make_app(engine, config)
 
 
 @pytest.fixture
-def administration(app: ModelGatewayApp) -> Administration:
+def administration(app: GatewayApp) -> Administration:
     return Administration(app.policy.store)
 
 
 @pytest.fixture
-async def http(app: ModelGatewayApp) -> AsyncIterator[httpx.AsyncClient]:
+async def http(app: GatewayApp) -> AsyncIterator[httpx.AsyncClient]:
     async with http_of(app) as client:
         yield client
 

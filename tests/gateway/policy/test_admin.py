@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from nano_inference.config import Config
-from nano_inference.gateway.app import ModelGatewayApp, make_app
+from nano_inference.gateway.app import GatewayApp, make_app
 
 from ..fake import FakeEngine, http_of
 from .conftest import Made, bearer
@@ -86,7 +86,7 @@ async def test_other_gateways_take_a_revoked_key_no_more(
     ],
 )
 async def test_a_malformed_call_changes_nothing(
-    admin: httpx.AsyncClient, app: ModelGatewayApp, method: str, path: str, body: Any, status: int
+    admin: httpx.AsyncClient, app: GatewayApp, method: str, path: str, body: Any, status: int
 ) -> None:
     before = await app.policy.store.document()
     answer = await admin.request(method, f"/admin/{path}", json=body)

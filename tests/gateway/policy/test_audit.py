@@ -18,7 +18,7 @@ import structlog
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import ConfigError, TelemetryConfig, load_config
-from nano_inference.gateway.app import ModelGatewayApp, make_app
+from nano_inference.gateway.app import GatewayApp, make_app
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.audit import text_hash
 from nano_inference.gateway.server.calls import ObservedCalls
@@ -39,11 +39,11 @@ class Audited:
     """A gateway with an audit log, and a client of it."""
 
     def __init__(
-        self, app: ModelGatewayApp, observed: ObservedCalls, http: httpx.AsyncClient, path: Path
+        self, app: GatewayApp, observed: ObservedCalls, http: httpx.AsyncClient, path: Path
     ) -> None:
         self.policy = app.policy
         self.observed = observed
-        self.durable = app.durable
+        (self.durable,) = app.durable_calls()
         self.http = http
         self._path = path
 
@@ -68,7 +68,7 @@ class Audited:
         return line
 
 
-def app_observed(app: ModelGatewayApp) -> ObservedCalls:
+def app_observed(app: GatewayApp) -> ObservedCalls:
     routes = [path for each in app.routes if (path := getattr(each, "path", ""))]
     return ObservedCalls(app, Measures(), routes, audit=app.policy.audit)
 

@@ -14,7 +14,7 @@ import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config
-from nano_inference.gateway.app import ModelGatewayApp, make_app
+from nano_inference.gateway.app import GatewayApp, make_app
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.document import Guardrails
 from nano_inference.gateway.serving.words import Words
@@ -340,7 +340,7 @@ async def test_a_blocked_request_is_cancelled(
 
 @pytest.mark.parametrize("name", ["completions", "chat"])
 async def test_a_resumed_stream_ends_at_the_same_place(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, app: ModelGatewayApp, name: str
+    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, app: GatewayApp, name: str
 ) -> None:
     interface = INTERFACES[name]
     saying(engine, words, SAID, every=2)
@@ -422,7 +422,7 @@ async def test_a_change_holds_for_the_next_call(
 
 
 async def test_an_invalid_stored_block_list_refuses_all_calls(
-    caller: httpx.AsyncClient, engine: FakeEngine, app: ModelGatewayApp
+    caller: httpx.AsyncClient, engine: FakeEngine, app: GatewayApp
 ) -> None:
     broken = Guardrails(patterns=("(a",))
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from nano_inference.config import Config
-from nano_inference.gateway.app import ModelGatewayApp, make_app
+from nano_inference.gateway.app import GatewayApp, make_app
 from nano_inference.gateway.policy.chain import PolicyRoute
 from nano_inference.gateway.policy.document import SCOPES, Scope, may
 
@@ -34,7 +34,7 @@ def code_of(response: httpx.Response) -> str:
     return code
 
 
-def test_every_route_declares_its_scope(app: ModelGatewayApp) -> None:
+def test_every_route_declares_its_scope(app: GatewayApp) -> None:
     assert [each for each in app.routes if not isinstance(each, PolicyRoute)] == []
     free = {each.path_format for each in app.routes if getattr(each, "needed", "") == "nothing"}
     kserve = {"/v2/health/live", "/v2/health/ready", "/v2/models/{model}/ready"}
@@ -166,7 +166,7 @@ async def test_a_key_is_random_and_long(made: Made) -> None:
     assert all(re.fullmatch(r"ni-[0-9a-f]{12}-[\w-]{43}", text) for text in texts)
 
 
-async def test_turns_are_by_existing_keys(app: ModelGatewayApp, made: Made) -> None:
+async def test_turns_are_by_existing_keys(app: GatewayApp, made: Made) -> None:
     """Before anybody has looked at a request; names that are made up count for nothing."""
     key = (await made(tenant="gold"))["key"]
     other = f"ni-{'0' * 12}-{key[16:]}"

@@ -31,9 +31,7 @@ async def test_too_large_a_body_is_refused(http: httpx.AsyncClient, engine: Fake
     assert not engine.requests
 
 
-async def test_a_chunked_body_is_read_up_to_the_limit(
-    http: httpx.AsyncClient,
-) -> None:
+async def test_a_chunked_body_is_read_up_to_the_limit(http: httpx.AsyncClient) -> None:
     sent = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -52,23 +50,6 @@ async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
     assert error_of(await http.get("/generate"), 405) == "method_not_allowed"
 
 
-async def test_a_missing_endpoint_comes_before_a_body_s_type(http: httpx.AsyncClient) -> None:
-    """The required type is unknown."""
-    form = {"Content-Type": "multipart/form-data; boundary=x"}
-    for path in ("/v1/files", "/v1/messages/batches", "/nowhere"):
-        assert (await http.post(path, content=b"a=b", headers=form)).status_code == 404
-    assert (await http.post("/v1/models", content=b"a=b", headers=form)).status_code == 405
-    answer = await http.post("/v1/completions", content=b"a=b", headers=form)
-    assert error_of(answer, 415) == "unsupported_media_type"
-
-
-async def test_the_root_page_names_the_endpoints(http: httpx.AsyncClient) -> None:
-    answer = await http.get("/")
-    assert (answer.status_code, answer.text.count("\n")) == (200, 1)
-    for word in ("nano-inference", "/v1", "/metrics", "docs/"):
-        assert word in answer.text
-
-
 async def test_a_defect_is_answered_with_500(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.failures["flush_cache"] = ZeroDivisionError()  # type: ignore[assignment]
     assert error_of(await http.get("/flush_cache"), 500) == "internal_error"
@@ -80,6 +61,7 @@ async def test_a_defect_is_answered_with_500(http: httpx.AsyncClient, engine: Fa
         (RequestError("r"), 400),
         (RequestError("r", code="overloaded"), 429),
         (RequestError("r", code="lane_failed"), 500),
+        (RequestError("r", code="expired"), 504),
         (WeightsError("w"), 400),
         (WeightsError("w", code="weights_interrupted"), 503),
         (BusError("b"), 503),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +18,7 @@ from nano_inference.gateway.serving.measures import Measures
 from ...certificates import Authority, Issued
 from ..fake import FakeEngine
 from ..recorded import Recorded
-from ..served import Served, post, serve
+from ..served import Client, Served, post, serve
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -50,17 +49,14 @@ class TlsServed(Served):
             context.load_cert_chain(certificate.certificate, certificate.key)
         return context
 
-    async def open(
-        self, context: ssl.SSLContext | None
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Without a context the client sends nothing."""
-        client = await self.connect(context=context)
-        return client.reader, client.writer
+    async def open(self, first: bytes = HEALTH, certificate: Issued | None = None) -> Client:
+        """A connection after its handshake."""
+        return await self.connect(first, self.client(certificate))
 
     async def serial(self) -> int:
         """The serial number of the certificate for a new connection."""
-        _, writer = await self.open(self.client())
-        return int(writer.get_extra_info("peercert")["serialNumber"], 16)
+        found = (await self.open(b"")).writer.get_extra_info("peercert")
+        return int(found["serialNumber"], 16)
 
     def refresh(self) -> None:
         assert self.server.certificates is not None
@@ -80,8 +76,9 @@ async def serving(
         yield served
 
 
-async def head(reader: asyncio.StreamReader) -> bytes:
-    return await reader.readuntil(b"\r\n\r\n")
+async def is_healthy(client: Client) -> bool:
+    """Read the answer to `HEALTH`."""
+    return (await client.answer())[0] == 200
 
 
 def copy(issued: Issued, place: Issued) -> None:
@@ -95,13 +92,12 @@ def copy(issued: Issued, place: Issued) -> None:
 async def test_calls_are_answered(authority: Authority, own: Issued) -> None:
     """Several calls on one connection, one larger than a decrypted record."""
     async with serving(authority, settings(own)) as served:
-        reader, writer = await served.open(served.client())
         body = json.dumps({"text": "a" * 500_000, "stream": True}).encode()
-        writer.write(post(len(body), body))
-        assert b" 200 " in await head(reader)
-        assert b"[DONE]" in await reader.readuntil(b"0\r\n\r\n")
-        writer.write(HEALTH)
-        assert b" 200 " in await head(reader)
+        client = await served.open(post(len(body), body))
+        assert (await client.answer())[0] == 200
+        assert b"[DONE]" in await client.reader.readuntil(b"0\r\n\r\n")
+        client.send(HEALTH)
+        assert await is_healthy(client)
         # The server ends while it waits for another.
 
 
@@ -112,10 +108,10 @@ async def test_supported_tls_versions(
     async with serving(authority, settings(own)) as served:
         context = served.client()
         context.minimum_version = context.maximum_version = version
-        reader, writer = await served.open(context)
-        assert writer.get_extra_info("ssl_object").version() == version.name.replace("_", ".")
-        writer.write(HEALTH)
-        assert b" 200 " in await head(reader)
+        client = await served.connect(HEALTH, context)
+        spoken = client.writer.get_extra_info("ssl_object").version()
+        assert spoken == version.name.replace("_", ".")
+        assert await is_healthy(client)
 
 
 def test_older_tls_versions_are_refused(own: Issued) -> None:
@@ -132,15 +128,12 @@ async def test_client_certificates_are_required(
     strangers = Authority(tmp_path / "strangers")
     config = settings(own, tls_client_ca=str(authority.file))
     async with serving(authority, config, recorded.measures) as served:
-        reader, writer = await served.open(served.client(authority.issue("trainer")))
-        writer.write(HEALTH)
-        assert b" 200 " in await head(reader)
+        assert await is_healthy(await served.open(certificate=authority.issue("trainer")))
         for wrong in (None, strangers.issue("trainer")):
             with pytest.raises((ssl.SSLError, ConnectionError)):
-                reader, writer = await served.open(served.client(wrong))
-                writer.write(HEALTH)
                 # The client finishes the handshake before the server has verified its certificate.
-                raise await reader.read() or ConnectionResetError
+                client = await served.open(certificate=wrong)
+                raise await client.reader.read() or ConnectionResetError
         await served.number(1)
     assert recorded.refused() == {"handshake_failed": 2}
 
@@ -151,12 +144,12 @@ async def test_client_certificates_are_required(
 async def test_a_new_certificate_is_for_new_connections(authority: Authority, own: Issued) -> None:
     async with serving(authority, settings(own)) as served:
         before = await served.serial()
-        reader, writer = await served.open(served.client())
+        client = await served.open(b"")
         copy(authority.issue("renewed"), own)
         served.refresh()
         assert await served.serial() != before
-        writer.write(HEALTH)
-        assert b" 200 " in await head(reader)
+        client.send(HEALTH)
+        assert await is_healthy(client)
 
 
 async def test_invalid_files_are_logged_and_ignored(authority: Authority, own: Issued) -> None:
@@ -219,12 +212,12 @@ def test_a_key_with_a_passphrase_is_refused(authority: Authority) -> None:
 async def test_a_silent_handshake_times_out(authority: Authority, own: Issued) -> None:
     recorded = Recorded()
     async with serving(authority, settings(own), recorded.measures) as served:
-        reader, _ = await served.open(None)
+        client = await served.connect()
         await served.number(1)
         served.pass_s(14)
         assert recorded.refused() == {}
         served.pass_s(1)
-        assert await reader.read() == b""
+        assert await client.reader.read() == b""
     assert recorded.refused() == {"slow_head": 1}
 
 
@@ -234,12 +227,11 @@ async def test_handshakes_are_replaced_by_newcomers(
     monkeypatch.setattr("nano_inference.gateway.server.limits.ACCEPTED_AT_ONCE", 1)
     recorded = Recorded()
     async with serving(authority, settings(own, max_connections=1), recorded.measures) as served:
-        silent = [await served.open(None) for _ in range(3)]
+        silent = [await served.connect() for _ in range(3)]
         await served.number(3)
-        reader, writer = await served.open(served.client())
-        assert await silent[0][0].read() == b""
-        writer.write(HEALTH)
-        assert b" 200 " in await head(reader)
+        client = await served.open()
+        assert await silent[0].reader.read() == b""
+        assert await is_healthy(client)
         await served.number(3)
         assert recorded.refused() == {"replaced": 1}
 
@@ -258,19 +250,16 @@ async def test_broken_handshakes_leave_no_connection(
         broken = 0
         for cut in range(1, len(hello) + 1, 7):
             for rest in (b"", bytes(range(256)), hello):
-                reader, writer = await served.open(None)
-                writer.write(hello[:cut] + rest)
+                client = await served.connect(hello[:cut] + rest)
                 if cut % 2:
-                    await writer.drain()
-                    writer.transport.abort()
+                    await client.writer.drain()
+                    client.abort()
                 else:
-                    writer.write_eof()
+                    client.writer.write_eof()
                     with suppress(ConnectionError):
-                        await reader.read()
+                        await client.reader.read()
                 broken += 1
-        reader, writer = await served.open(served.client())
-        writer.write(HEALTH)
-        assert b" 200 " in await head(reader)
+        assert await is_healthy(await served.open())
         await served.number(1)
         assert recorded.refused() == {"handshake_failed": broken}
     assert not caplog.records
@@ -279,9 +268,7 @@ async def test_broken_handshakes_leave_no_connection(
 async def test_plain_http_is_counted(authority: Authority, own: Issued) -> None:
     recorded = Recorded()
     async with serving(authority, settings(own), recorded.measures) as served:
-        reader, writer = await served.open(None)
-        writer.write(HEALTH)
-        assert b"HTTP" not in await reader.read()
+        assert b"HTTP" not in await (await served.connect(HEALTH)).reader.read()
     assert recorded.refused() == {"handshake_failed": 1}
 
 
@@ -289,9 +276,7 @@ async def test_a_refusal_is_read_before_the_end(authority: Authority, own: Issue
     """Of a connection that is ended with an answer of its own."""
     recorded = Recorded()
     async with serving(authority, settings(own), recorded.measures) as served:
-        reader, writer = await served.open(served.client())
-        writer.write(b"nothing of HTTP\r\n\r\n")
-        assert b" 400 " in await head(reader)
+        assert await (await served.open(b"nothing of HTTP\r\n\r\n")).code() == (400, "malformed")
         served.pass_s(2)
         await served.number(0)
     assert recorded.refused() == {"malformed": 1}

@@ -18,7 +18,7 @@ from nano_inference.gateway.serving.origin import BUDGET_HEADER, MAX_BUDGET_MS
 from nano_inference.telemetry import TraceContext, now_ns
 
 from ..errors import error_of
-from ..fake import FakeEngine, http_of, refused
+from ..fake import FakeEngine, http_of
 from ..served import post, serve
 
 MINUTE_NS = 60 * 10**9
@@ -66,16 +66,14 @@ async def test_the_shortest_budget_holds(
             assert MINUTE_NS / 2 < request.budget_ns <= budget_ns - 20 * 10**9
 
 
-@pytest.mark.parametrize(
-    "given", [{BUDGET_HEADER: "0"}, {BUDGET_HEADER: "-5"}, {BUDGET_HEADER: "19999"}]
-)
+@pytest.mark.parametrize("given", ["0", "-5", "19999"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_expired_call_is_refused_at_once(
-    engine: FakeEngine, given: dict[str, str], stream: bool
+    engine: FakeEngine, given: str, stream: bool
 ) -> None:
     async with arriving(engine, 20 * 10**9) as http:
         body = {"text": "a", "stream": stream}
-        answer = await http.post("/generate", json=body, headers=given)
+        answer = await http.post("/generate", json=body, headers={BUDGET_HEADER: given})
     assert error_of(answer, 504) == "expired"
     assert BUDGET_HEADER in answer.text
     assert not engine.requests
@@ -91,16 +89,6 @@ async def test_waiting_for_a_round_counts_against_the_budget(
         monkeypatch.setattr(connections, "now_ns", lambda: now_ns() - 61 * 10**9)
         client = await served.connect(post(len(body), body))
         assert await client.code() == (504, "expired")
-    assert len(engine.requests) == 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_expires_in_the_pipeline(
-    http: httpx.AsyncClient, engine: FakeEngine, stream: bool
-) -> None:
-    engine.outputs = refused("expired")
-    body = {"text": "a", "stream": stream, "budget_ms": 60_000}
-    assert error_of(await http.post("/generate", json=body), 504) == "expired"
     assert len(engine.requests) == 1
 
 

@@ -9,13 +9,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from nano_inference.config import Config, ConfigError, RequestError, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server.http import FieldError
 from nano_inference.gateway.serving import chat_templates
-from nano_inference.gateway.serving.chat_templates import ChatTemplates, Conversation, LazyFormat
+from nano_inference.gateway.serving.chat_templates import (
+    ChatTemplates,
+    Conversation,
+    Reasoning,
+    as_read_by,
+    names_read,
+    reasoning_asked,
+    reasoning_of_effort,
+    reasoning_variables,
+)
 from nano_inference.gateway.serving.measures import Measures
 from nano_inference.gateway.serving.turns import Turns
 from nano_inference.gateway.serving.words import LazyWords
@@ -167,12 +177,6 @@ async def test_an_unread_variable_compiles_no_pattern(
         await model.text("{{ mood }}", conversation)
 
 
-async def test_the_developer_role_stays_if_the_template_reads_it(model: Model) -> None:
-    turns = [{"role": "developer", "content": "x"}]
-    template = "{% if messages[0].role == 'developer' %}yes{% endif %}"
-    assert await model.text(template, Conversation(turns=turns)) == "yes"
-
-
 async def test_calls_in_the_history_reach_the_template(model: Model) -> None:
     call = {"function": {"name": "f", "arguments": {"city": "x"}}}
     turns = [{"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -195,10 +199,7 @@ async def test_the_template_for_tools_is_chosen(model: Model) -> None:
     """As Transformers does: with tools, else the default."""
     templates = model.with_template("none of these")
     words = await model.words.get()
-    words.tokenizer.chat_template = {
-        "default": "plain",
-        "tool_use": "{{ tools[0].function.name }}",
-    }
+    words.tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools[0].function.name }}"}
     plain = await templates.render(Conversation(turns=HELLO), TENANT)
     with_tools = await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)), TENANT)
     shown = [words.text(each.token_ids, skip_special=False) for each in (plain, with_tools)]
@@ -217,10 +218,7 @@ async def test_the_opening_of_the_answer_is_returned(
         "<|im_start|>assistant\nbefore<|im_end|>\n"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
-    overrides = {"engine.model_path": str(model.folder), "gateway.message_format": "qwen"}
-    config = load_config(env={}, overrides=overrides)
-    words = LazyWords(model.folder)
-    templates = ChatTemplates(words, _length, LIMIT_S, turns(), LazyFormat(config, words))
+    templates = ChatTemplates(LazyWords(model.folder, "qwen"), _length, LIMIT_S, turns())
     rendered = await templates.render(
         Conversation(turns=HELLO, add_generation_prompt=begins), TENANT
     )
@@ -232,3 +230,160 @@ def test_an_unknown_format_is_refused_at_start(asked: str) -> None:
     config = load_config(env={}, overrides={"gateway.message_format": asked})
     with pytest.raises(ConfigError, match=r"gateway\.message_format"):
         make_app(FakeEngine(), config)
+
+
+# --- messages in a template's form ----------------------------------------------------------------
+
+TURNS: list[dict[str, Any]] = [
+    {"role": "developer", "content": "S"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "R",
+        "tool_calls": [{"id": "call_0123456789abcdef", "function": {"name": "f", "arguments": {}}}],
+    },
+    {"role": "tool", "content": "T", "tool_call_id": "call_0123456789abcdef"},
+]
+MISTRAL = "{% if tool_call.id|length != 9 %}{{ raise_exception('9') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ message.reasoning_content }}", "reasoning_content"),
+        ("{{ message['reasoning'] }}", "reasoning"),
+        ("{% if 'thinking' in message %}{% endif %}", "thinking"),
+        ("{{ message.reasoning or message.reasoning_content }}", "reasoning_content"),
+        ("{{ thinking }}", "reasoning_content"),
+        ("", "reasoning_content"),
+    ],
+)
+def test_reasoning_has_the_template_s_name(template: str, name: str) -> None:
+    turn = as_read_by(template, TURNS)[1]
+    assert turn[name] == "R"
+    assert {"reasoning_content", "reasoning", "thinking"} & turn.keys() == {name}
+
+
+@pytest.mark.parametrize(
+    ("template", "role"), [("", "system"), ("{{ role == 'developer' }}", "developer")]
+)
+def test_the_developer_role_becomes_system(template: str, role: str) -> None:
+    assert as_read_by(template, TURNS)[0]["role"] == role
+
+
+def test_ids_are_shortened_for_mistral() -> None:
+    """The result still names its call, and the input is unchanged."""
+    _, assistant, tool = as_read_by(MISTRAL, TURNS)
+    assert assistant["tool_calls"][0]["id"] == tool["tool_call_id"] == "789abcdef"
+    short = [{"role": "tool", "content": "T", "tool_call_id": "a-1"}]
+    assert as_read_by(MISTRAL, short)[0]["tool_call_id"] == "0000000a1"
+    assert as_read_by("", TURNS)[2]["tool_call_id"] == "call_0123456789abcdef"
+    assert TURNS[2]["tool_call_id"] == "call_0123456789abcdef"
+
+
+# --- requests for reasoning -----------------------------------------------------------------------
+
+QWEN = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+DEEPSEEK = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}"
+GPT_OSS = (
+    '{%- if reasoning_effort is not defined %}{%- set reasoning_effort = "medium" %}{% endif %}'
+)
+BOTH = QWEN + GPT_OSS
+ALWAYS = "{{ messages }}<think>"
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "read"),
+    [
+        (QWEN, "enable_thinking", True),
+        (GPT_OSS, "reasoning_effort", True),
+        ("{%- for tool in tools -%}{%- endfor -%}", "tools", True),
+        ("{{- tools|tojson }}", "tools", True),
+        ("Use tools, if thinking helps.", "tools", False),
+        ("{{ message.thinking }}{{ builtin_tools }}", "thinking", False),
+        ("{{ builtin_tools }}{{ message.tools }}", "tools", False),
+        ("{{ 'tools' }}{% if \"tools\" in message %}{% endif %}", "tools", False),
+        ("{{ 'it\\'s' + tools }}", "tools", True),
+        ("{# tools #}{{ messages }}", "tools", False),
+        ("", "tools", False),
+    ],
+)
+def test_which_names_a_template_reads(template: str, name: str, read: bool) -> None:
+    assert (name in names_read(template)) is read
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "variables"),
+    [
+        (QWEN, "none", {"enable_thinking": False}),
+        (QWEN, "low", {"enable_thinking": True}),
+        (DEEPSEEK, "high", {"thinking": True}),
+        (DEEPSEEK, "none", {"thinking": False}),
+        (GPT_OSS, "high", {"reasoning_effort": "high"}),
+        (GPT_OSS, "none", {"reasoning_effort": "none"}),
+        (BOTH, "low", {"enable_thinking": True, "reasoning_effort": "low"}),
+        (ALWAYS, "none", {}),
+        (QWEN, None, {}),
+    ],
+)
+def test_an_effort_becomes_the_template_s_variables(
+    template: str, effort: str | None, variables: dict[str, Any]
+) -> None:
+    reasoning = reasoning_of_effort(effort, "reasoning_effort")
+    assert reasoning_variables(reasoning, {"a": 1}, template, always=False) == {"a": 1} | variables
+
+
+def refusal_of(*given: Any) -> tuple[str, str | None]:
+    """The code and the field of the error for a request for reasoning."""
+    with pytest.raises(FieldError) as raised:
+        reasoning_variables(*given)
+    return raised.value.code, raised.value.param
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_an_unread_effort_is_refused(always: bool) -> None:
+    """Also of a model that always reasons: how much can't be said to it."""
+    effort = reasoning_of_effort("low", "reasoning.effort")
+    assert refusal_of(effort, {}, ALWAYS, always) == ("unsupported", "reasoning.effort")
+
+
+ON = Reasoning(on=True, on_param="thinking.type", effort_param="output_config.effort")
+
+
+def test_a_model_that_always_reasons_needs_no_variable() -> None:
+    assert reasoning_variables(ON, {}, ALWAYS, always=True) == {}
+    assert reasoning_variables(ON, {}, GPT_OSS, always=False) == {}
+    assert refusal_of(ON, {}, ALWAYS, False) == ("unsupported", "thinking.type")
+
+
+def test_an_effort_beside_a_switch_is_not_the_switch() -> None:
+    asked = msgspec.structs.replace(ON, effort="low")
+    assert refusal_of(asked, {}, QWEN, True) == ("unsupported", "output_config.effort")
+    found = reasoning_variables(asked, {}, BOTH, always=True)
+    assert found == {"enable_thinking": True, "reasoning_effort": "low"}
+
+
+def test_a_contradicting_variable_is_refused() -> None:
+    asked, same = reasoning_of_effort("low", "reasoning_effort"), {"enable_thinking": True}
+    assert reasoning_variables(asked, same, QWEN, always=False) == same
+    refusal = refusal_of(asked, {"enable_thinking": False}, QWEN, False)
+    assert refusal == ("invalid_request", "chat_template_kwargs.enable_thinking")
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "given", "asked"),
+    [
+        (None, {}, None),
+        (None, {"enable_thinking": True}, True),
+        (None, {"thinking": False}, False),
+        (None, {"reasoning_effort": "low"}, True),
+        (None, {"reasoning_effort": "none"}, False),
+        (Reasoning(on=False), {}, False),
+        (Reasoning(on=True, effort="low"), {}, True),
+        (Reasoning(effort="low"), {}, True),
+    ],
+)
+def test_requests_for_reasoning(
+    reasoning: Reasoning | None, given: dict[str, Any], asked: bool | None
+) -> None:
+    assert reasoning_asked(reasoning, given) is asked

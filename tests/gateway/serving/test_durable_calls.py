@@ -35,7 +35,7 @@ class Gateway(DurableCalls):
 
 @asynccontextmanager
 async def serving(kept: Gateway) -> AsyncIterator[DurableCalls]:
-    """With the background task."""
+    """Run the background task."""
     running = asyncio.create_task(kept.watch())
     try:
         yield kept
@@ -46,32 +46,33 @@ async def serving(kept: Gateway) -> AsyncIterator[DurableCalls]:
 
 
 async def read(
-    attended: AbstractAsyncContextManager[Attachment], call_id: str, begun: asyncio.Event
+    attached: AbstractAsyncContextManager[Attachment], call_id: str, begun: asyncio.Event
 ) -> None:
     """A connection that reads a call's only request."""
-    async with attended as attachment:
+    async with attached as attachment:
         outputs = attachment.outputs(GenerateRequest(request_id=call_id), TraceContext())
         async for _ in outputs:
             begun.set()
 
 
-async def connect(kept: DurableCalls, call_id: str, **given: Any) -> asyncio.Task[None]:
+async def connected(
+    attached: AbstractAsyncContextManager[Attachment], call_id: str
+) -> asyncio.Task[None]:
     """A connection that has its first token."""
     begun = asyncio.Event()
-    attended = kept.begun(call_id, b"", [call_id], **given)
-    connection = asyncio.create_task(read(attended, call_id, begun))
+    connection = asyncio.create_task(read(attached, call_id, begun))
     await begun.wait()
     return connection
+
+
+async def connect(kept: DurableCalls, call_id: str, **given: Any) -> asyncio.Task[None]:
+    return await connected(kept.begun(call_id, b"", [call_id], **given), call_id)
 
 
 async def come_back(kept: DurableCalls, call_id: str) -> asyncio.Task[None]:
     found = await kept.find(call_id)
     assert found is not None
-    begun = asyncio.Event()
-    attended = kept.resumed(call_id, found, [call_id])
-    connection = asyncio.create_task(read(attended, call_id, begun))
-    await begun.wait()
-    return connection
+    return await connected(kept.resumed(call_id, found, [call_id]), call_id)
 
 
 async def close(connection: asyncio.Task[None]) -> None:
@@ -134,16 +135,14 @@ async def test_calls_of_a_killed_gateway_are_ended_by_another(engine: FakeEngine
 async def test_calls_of_a_stopped_gateway_go_on(engine: FakeEngine) -> None:
     kept = Gateway(engine, SOON_S)
     connection = await connect(kept, "c")
-    kept.stop()
+    kept.stopping = True
     await close(connection)
     assert cancelled(engine) == []
     async with serving(Gateway(engine, SOON_S)):
         await engine.until(lambda: cancelled(engine) == ["c"])
 
 
-async def test_a_call_refused_by_a_draining_gateway_can_be_resent(
-    engine: FakeEngine,
-) -> None:
+async def test_a_call_refused_by_a_draining_gateway_can_be_resent(engine: FakeEngine) -> None:
     """A call that hasn't begun is deleted, so that its key can be used again at once."""
     kept = Gateway(engine, LATER_S)
     no = EngineError("no", code="shutting_down")
@@ -196,9 +195,7 @@ async def test_an_ended_call_is_not_cancelled(engine: FakeEngine) -> None:
     assert cancelled(engine) == ["d"]
 
 
-async def test_a_disconnect_during_publishing_cancels_the_request(
-    engine: FakeEngine,
-) -> None:
+async def test_a_disconnect_during_publishing_cancels_the_request(engine: FakeEngine) -> None:
     publishing, go = asyncio.Event(), asyncio.Event()
 
     class Slow(FakeEngine):
@@ -209,8 +206,7 @@ async def test_a_disconnect_during_publishing_cancels_the_request(
 
     engine.__class__ = Slow
     kept = Gateway(engine, LATER_S)
-    attended = kept.begun("c", b"", ["c"])
-    connection = asyncio.create_task(read(attended, "c", asyncio.Event()))
+    connection = asyncio.create_task(read(kept.begun("c", b"", ["c"]), "c", asyncio.Event()))
     await publishing.wait()
     connection.cancel()
     await asyncio.sleep(0)

@@ -118,13 +118,6 @@ async def test_slow_clients_are_counted_by_phase(engine: FakeEngine, recorded: R
         assert recorded.refused() == {"slow_head": 1, "slow_body": 1, "slow_reader": 1}
 
 
-async def test_malformed_requests_are_counted(engine: FakeEngine, recorded: Recorded) -> None:
-    async with serve(engine, GatewayConfig(), recorded.measures) as served:
-        assert await (await served.connect(b"BREW\r\n\r\n")).code() == (400, "malformed")
-        assert await served.healthy()
-    assert recorded.refused() == {"malformed": 1}
-
-
 async def test_connections_that_can_not_be_accepted_are_counted(
     engine: FakeEngine, recorded: Recorded
 ) -> None:
@@ -158,15 +151,8 @@ async def test_bytes_beyond_the_limit_are_counted(
     config = GatewayConfig(max_body_bytes=size, max_weights_bytes=size, max_bodies_bytes=size)
     async with serve(engine, config, recorded.measures) as served:
         served.server.connections._limits.held_bytes = size
-        if announced:
-            client = await served.connect(post(size))
-        else:
-            lines = (
-                *("POST /generate HTTP/1.1", "Host: localhost"),
-                *("Content-Type: application/json", "Transfer-Encoding: chunked"),
-            )
-            client = await served.connect("\r\n".join([*lines, "", ""]).encode())
-            client.send(b"%x\r\n" % 200_000 + b" " * 200_000 + b"\r\n")
+        chunk = b"%x\r\n" % 200_000 + b" " * 200_000 + b"\r\n"
+        client = await served.connect(post(size) if announced else post(None, chunk))
         assert await client.code() == (429, "overloaded")
         served.server.connections.sweep(0.0)
     assert recorded.refused() == {"too_many_bytes": 1}

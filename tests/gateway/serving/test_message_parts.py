@@ -34,11 +34,7 @@ from ..sampled import (
 
 
 def read(
-    made: Made,
-    chunks: list[CompletionChunk],
-    form: MessageFormat | None,
-    *,
-    records: bool = True,
+    made: Made, chunks: list[CompletionChunk], form: MessageFormat | None, *, records: bool = True
 ) -> tuple[NewParts, MessageParts]:
     parts = MessageParts(WORDS, made.sampling, form, READING, "seed", records=records)
     found = NewParts([], [], [])

@@ -32,7 +32,7 @@ class Played(RuleBasedStateMachine):
 
     @rule(tenant=TENANTS, wanted=st.integers(1, 9))
     def ask(self, tenant: str, wanted: int) -> None:
-        free, before = self.places.free, self.places.held(tenant)
+        free, before = self.places.free, self.places.held[tenant]
         waits = any(each.wanted for each in self.tickets if each.tenant == tenant)
         ticket = Ticket(tenant, wanted)
         self.tickets.append(ticket)
@@ -88,14 +88,14 @@ class Played(RuleBasedStateMachine):
         held = Counter(self.taken)
         for ticket in self.tickets:
             held[ticket.tenant] += ticket.granted
-        assert all(self.places.held(tenant) == held[tenant] for tenant in "abcde")
+        assert all(self.places.held[tenant] == held[tenant] for tenant in "abcde")
         assert self.places.free == self.number - held.total()
         assert self.places.waiting == sum(ticket.wanted for ticket in self.tickets) <= MAX_WAITING
 
     @invariant()
     def nobody_waits_without_need(self) -> None:
         for ticket in self.tickets:
-            assert not ticket.wanted or self.places.held(ticket.tenant) >= self.places.free
+            assert not ticket.wanted or self.places.held[ticket.tenant] >= self.places.free
 
     @invariant()
     def first_come_first_served_within_a_tenant(self) -> None:
@@ -138,9 +138,9 @@ def test_greedy_tenants_get_equal_shares(tenants: int, each: int) -> None:
         places.ask(Ticket(name, 10_000))
     for _ in range(100):
         for name in names:
-            if places.held(name) > each:
+            if places.held[name] > each:
                 places.give_back(name)
-    assert all(abs(places.held(name) - each) <= 1 for name in names)
+    assert all(abs(places.held[name] - each) <= 1 for name in names)
     assert places.ask(Ticket("newcomer", 1))
 
 

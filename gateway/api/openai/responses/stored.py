@@ -73,7 +73,7 @@ class StoredResponses:
             RequestError: unsupported: the gateway lacks the tokenizer.
         """
         services = self._services
-        form = await services.templates.message_format()
+        form = await services.words.message_format()
         measures = services.measures if first else None
         return ResponseWriter(record, await services.words.required(), form, measures)
 

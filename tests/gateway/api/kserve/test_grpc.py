@@ -218,7 +218,7 @@ async def test_disconnect_cancels_requests(leaves: str, streams: bool) -> None:
             elif leaves == "channel":
                 await channel.close(None)
             await until(lambda: model.ended.count("cancelled") == asked)
-        await gateway._server.calls.observer.idle()
+        await gateway._server.calls.idle()
 
 
 # --- streams -------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ async def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPa
         stream = call.stream()
         await stream.send(request(values=[0.0] * 25_000))
         await until(lambda: model.calls)
-        await gateway._server.calls.observer.idle()
+        await gateway._server.calls.idle()
         while not isinstance(part := await stream.read(), Failed):
             assert part.infer_response.outputs
         assert (part.code, part.stable) == ("DEADLINE_EXCEEDED", "request_timeout")

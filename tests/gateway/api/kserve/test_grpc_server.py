@@ -148,7 +148,7 @@ async def test_bytes_of_all_messages_are_limited() -> None:
         model.free.set()
         for each in (first, small):
             assert not isinstance(await call.end("ModelInfer", each), Failed)
-        await gateway._server.calls.observer.idle()
+        await gateway._server.calls.idle()
         assert gateway._server.limits.held_bytes == 0
 
 

@@ -40,12 +40,12 @@ class House:
     def __init__(self, engine: FakeEngine, **settings: Any) -> None:
         self.config: Config = load_config(env={}, overrides=settings)
         self.app = make_app(engine, self.config)  # type: ignore[arg-type]
-        self.kept = self.app.durable
+        (self.kept,) = self.app.durable_calls()
         self._running = asyncio.create_task(self.app.background["durable calls"]())
 
     async def aclose(self) -> None:
         """As it is stopped."""
-        self.kept.stop()
+        self.kept.stopping = True
         self._running.cancel()
         await asyncio.wait([self._running])
         await self.kept.aclose()
@@ -282,7 +282,7 @@ async def test_another_gateway_takes_over_a_waiting_response(
         await first.aclose()
     else:
         # Nobody says any more that it attends anything, and its connections say nothing.
-        first.kept.stop()
+        first.kept.stopping = True
         first._running.cancel()
     async with serving(engine, **settings) as other:
         await engine.until(lambda: len(engine.requests) == 2)

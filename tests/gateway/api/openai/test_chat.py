@@ -12,7 +12,7 @@ from nano_inference.gateway.serving.words import LazyWords
 
 from ...fake import FakeEngine, completion, poster, refused
 from ...made import LOGPROBS, TEXTS, TOKENS, told, whole
-from ...serving.test_model_length import OWN
+from ...serving.test_lane_state import OWN
 
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "How much is 6 + 6?"}]

@@ -14,7 +14,7 @@ from nano_inference.gateway.app import make_app
 from ...errors import invalid
 from ...fake import FakeEngine, http_of, poster, refused
 from ...made import LOGPROBS, TOKENS, interleaved, whole
-from ...serving.test_model_length import OWN
+from ...serving.test_lane_state import OWN
 from .streamed import choices, events
 from .test_refusals import refusal
 

@@ -1,0 +1,146 @@
+"""Endpoints of the gateway as a whole: probes, metrics, the root page."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from nano_inference.config import BusError, Config, GatewayConfig, TelemetryConfig
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.server.limits import PROBES
+from nano_inference.gateway.server.server import HttpServer
+from nano_inference.gateway.serving import lane_state as readiness_module
+from nano_inference.gateway.serving.lane_state import DRAINING, Readiness
+from nano_inference.gateway.serving.measures import Measures
+from nano_inference.telemetry import setup_metrics
+from nano_inference.telemetry.instruments import QUEUE_DEPTH
+
+from .errors import error_of
+from .fake import FakeEngine, http_of
+
+LIMIT_S = 20
+WHY = "executor is starting: loading the model"
+
+
+@pytest.fixture
+def readiness(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Readiness:
+    monkeypatch.setattr(readiness_module, "ASKED_EVERY_S", 0.0)
+    return Readiness(engine)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def http(engine: FakeEngine, readiness: Readiness) -> AsyncIterator[httpx.AsyncClient]:
+    app = make_app(engine, Config(), None, readiness)  # type: ignore[arg-type]
+    server = HttpServer(app, GatewayConfig(max_connections=1))
+    async with http_of(server.calls) as client:
+        yield client
+
+
+async def probe(http: httpx.AsyncClient, path: str) -> tuple[int, Any]:
+    answer = await http.get(path)
+    assert answer.headers["content-type"] == "application/json"
+    return answer.status_code, answer.json()
+
+
+def degraded(reason: str, message: str) -> tuple[int, dict[str, str]]:
+    body = {"status": "degraded", "role": "unified", "reason": reason, "message": message}
+    return 200, body
+
+
+def not_ready(reason: str) -> tuple[int, dict[str, str]]:
+    return 503, {"status": "not_ready", "role": "unified", "reason": reason}
+
+
+OK = (200, {"status": "ok", "role": "unified"})
+STATES = {
+    "ready": (OK, (200, {"status": "ready", "role": "unified"})),
+    "draining": (OK, not_ready(DRAINING)),
+    "no model": (degraded("model_not_loaded", WHY), not_ready(WHY)),
+    "no bus": (degraded(BusError("").code, "Redis is away"), not_ready("Redis is away")),
+}
+"""By state: the answers of /healthz and /readyz."""
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_probes(
+    http: httpx.AsyncClient, engine: FakeEngine, readiness: Readiness, state: str
+) -> None:
+    readiness.draining = state == "draining"
+    engine.why_not = WHY if state == "no model" else ""
+    if state == "no bus":
+        engine.failures["trouble"] = BusError("Redis is away")
+    assert await probe(http, "/livez") == (200, {"status": "alive"})
+    assert (await probe(http, "/healthz"), await probe(http, "/readyz")) == STATES[state]
+
+
+async def test_released_weights_are_known_at_once(http: httpx.AsyncClient) -> None:
+    await http.post("/release_memory_occupation", json={"tags": ["weights"]})
+    assert (await probe(http, "/healthz"))[1]["reason"] == "model_not_loaded"
+    status, body = await probe(http, "/readyz")
+    assert status == 503
+    assert "weights released" in body["reason"]
+
+
+@pytest.mark.parametrize("path", sorted(PROBES))
+async def test_probes_are_answered_when_there_is_no_room(
+    http: httpx.AsyncClient, engine: FakeEngine, path: str
+) -> None:
+    engine.outputs = lambda request: []
+    running = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
+    async with asyncio.timeout(LIMIT_S):
+        await engine.until(lambda: len(engine.requests) == 1)
+    assert (await http.get(path)).status_code == 200
+    # A client beyond the limit gets an error in OpenAI's form.
+    answer = await http.get("/v1/models")
+    assert error_of(answer, 429) == "overloaded"
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    assert answer.headers["retry-after"] == "1"
+    running.cancel()
+
+
+# --- metrics and the root page --------------------------------------------------------------------
+
+OPENMETRICS = "application/openmetrics-text;version=1.0.0"
+
+
+@pytest.fixture
+async def measured(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a gateway in a process that has metrics, and no port for them."""
+    metrics = setup_metrics(TelemetryConfig(), "here", without_port=True)
+    metrics.record(QUEUE_DEPTH, 3)
+    app = make_app(engine, Config(), Measures(metrics=metrics))  # type: ignore[arg-type]
+    async with http_of(app) as client:
+        yield client
+    metrics.shutdown()
+
+
+async def test_metrics_have_the_format_that_is_accepted(measured: httpx.AsyncClient) -> None:
+    plain = await measured.get("/metrics")
+    assert plain.headers["content-type"].startswith("text/plain; version=")
+    assert "\nnano_queue_depth 3.0\n" in plain.text
+    assert not plain.text.endswith("# EOF\n")
+    newer = await measured.get("/metrics", headers={"Accept": OPENMETRICS})
+    assert newer.headers["content-type"].startswith("application/openmetrics-text; version=")
+    assert newer.text.endswith("# EOF\n")
+
+
+async def test_head_of_metrics_is_answered(measured: httpx.AsyncClient) -> None:
+    head = await measured.head("/metrics")
+    assert (head.status_code, head.content) == (200, b"")
+
+
+async def test_without_metrics_the_error_names_the_setting(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/metrics")
+    assert error_of(answer, 404) == "not_found"
+    assert "gateway.metrics" in answer.json()["error"]["message"]
+
+
+async def test_the_root_page_names_the_endpoints(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/")
+    assert (answer.status_code, answer.text.count("\n")) == (200, 1)
+    for word in ("nano-inference", "/v1", "/metrics", "docs/"):
+        assert word in answer.text

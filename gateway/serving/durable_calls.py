@@ -260,6 +260,9 @@ class DurableCalls:
         self._attached.setdefault(attachment.call_id, []).append(attachment)
         try:
             yield
+        except NanoInferenceError as error:
+            attachment.fail(error)
+            raise
         finally:
             others = self._attached[attachment.call_id]
             others.remove(attachment)

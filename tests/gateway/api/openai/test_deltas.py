@@ -323,7 +323,8 @@ def test_a_message_is_counted_once() -> None:
 @pytest.mark.parametrize("continuous", [False, True])
 async def test_usage_counts_reasoning_of_all_choices(continuous: bool) -> None:
     made = make(ids(THOUGHT + "98"), (), "stop")
-    call = chat(made, n=2, usage=True, continuous_usage=continuous)
+    options = {"include_usage": True, "continuous_usage_stats": continuous}
+    call = chat(made, n=2, stream_options=options)
     sent: list[dict[str, Any]] = []
 
     async def send(data: bytes, event_id: str = "") -> None:

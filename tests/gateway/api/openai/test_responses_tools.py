@@ -16,9 +16,9 @@ from httpx import AsyncClient
 from nano_inference.bus.public import CompletionSample, GenerateRequest
 from nano_inference.config import Config, Constraint, load_config
 from nano_inference.gateway.api.openai.records import decode_record
-from nano_inference.gateway.api.openai.responses import stored
 from nano_inference.gateway.api.openai.responses.requests import ResponseRecord
 from nano_inference.gateway.app import make_app
+from nano_inference.gateway.serving import words as words_module
 from nano_inference.gateway.serving.measures import Measures
 from nano_inference.gateway.serving.message_parts import MessageParts, NewParts
 from nano_inference.gateway.serving.words import Words
@@ -233,7 +233,7 @@ async def test_a_long_output_is_read_beside_the_others(
         return end(parts, sample)
 
     monkeypatch.setattr(MessageParts, "end", ended)
-    monkeypatch.setattr(stored, "_AT_ONCE", 3)
+    monkeypatch.setattr(words_module, "_SHORT_ANSWER", 3)
     made = await posted(http)
     name, other = (each["id"].removeprefix("resp_") for each in (short, made))
     assert unnamed(made["output"], other) == unnamed(short["output"], name)

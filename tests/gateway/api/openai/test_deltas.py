@@ -28,7 +28,7 @@ from nano_inference.gateway.api.openai.streams import Chunks
 from nano_inference.telemetry.instruments import REASONING_TOKENS, TOOL_CALLS
 from nano_inference.text.messages import Delta, MessageFormat, ToolCall
 
-from ...fake import completion
+from ...fake import LIMIT_S, completion
 from ...recorded import Recorded
 from ...sampled import (
     BARE_CALL,
@@ -51,7 +51,6 @@ from .streamed import choices
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream": True}
 LISTED: dict[str, Any] = {"logprobs": True, "return_token_ids": True}
-LIMIT_S = 20
 
 
 class Sent(NamedTuple):

@@ -110,7 +110,7 @@ async def _conversation(
     # If that model is gone, the own interface answers that the response is unknown.
     with suppress(EngineError):
         interfaces = (await models.of_call(response_id)).interfaces
-    return await interfaces.responses.conversation(response_id, tenant, caller)
+    return await interfaces.responses.stored.conversation(response_id, tenant, caller)
 
 
 def _serve_kserve(service: InferenceService, app: ModelApp, there: bool) -> None:

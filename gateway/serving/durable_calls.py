@@ -250,6 +250,9 @@ class DurableCalls:
         self._attached.setdefault(call_id, []).append(attachment)
         try:
             yield attachment
+        except NanoInferenceError as error:
+            attachment.fail(error)
+            raise
         finally:
             others = self._attached[call_id]
             others.remove(attachment)

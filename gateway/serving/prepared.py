@@ -8,6 +8,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 from starlette.requests import Request
 
+from ...bus.public import GenerateRequest
 from ...config import NanoInferenceError, SamplingParams
 from ...text.grammar import check_size
 from ...text.messages import MessageFormat, Reading, ToolUse, constraint_of
@@ -30,6 +31,27 @@ class Prepared(NamedTuple):
     sampling: SamplingParams
     form: MessageFormat | None
     reading: Reading | None
+
+
+async def check_request(
+    services: Services, request: GenerateRequest, *, as_tokens: bool = False
+) -> GenerateRequest:
+    """Refuse a request that the bus or admission would refuse; return it as it is submitted.
+
+    Args:
+        as_tokens: Whether a text becomes tokens here, which the answer names.
+
+    Raises:
+        RequestError: prompt_too_long, request_too_large, invalid_prompt, unsupported.
+    """
+    length = await services.length.get()
+    services.submissions.check_size(request, length)
+    if as_tokens and request.prompt is not None:
+        (await services.words.required()).check_fits(request.prompt, length)
+        token_ids = await services.words.token_ids(request.prompt)
+        request = replace(request, prompt=None, prompt_token_ids=token_ids)
+    services.submissions.check_encoded(request)
+    return request
 
 
 async def prepare(

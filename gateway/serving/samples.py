@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import anyio
 import anyio.lowlevel
 
-from ...bus.public import Completion, CompletionChunk, GenerateRequest, Output
+from ...bus.public import Completion, CompletionChunk, CompletionSample, GenerateRequest, Output
 from ...config import NanoInferenceError
+from .durable_calls import Attachment
 from .origin import Origin
 from .submissions import Submissions
 
 MOST_UNSENT = 4096
 """Tokens of a stream buffered here for a slow client. The rest waits on the bus."""
 
+T = TypeVar("T")
+
 Take = Callable[[Sequence[CompletionChunk]], Awaitable[None]]
+
+
+def all_samples(completion: Completion, n: int) -> list[CompletionSample]:
+    """Return all n samples. One that never began is aborted, and has no tokens."""
+    made = {sample.sample_index: sample for sample in completion.samples}
+    return [
+        made.get(index)
+        or CompletionSample(
+            sample_index=index, text="", token_ids=(), logprobs=(), finish_reason="abort"
+        )
+        for index in range(n)
+    ]
 
 
 class Unsent:
@@ -52,6 +69,35 @@ class Unsent:
             await self.send_next()
             # The server takes what fits its buffers without a pause.
             await anyio.lowlevel.checkpoint()
+
+    async def send_while(self, run: Callable[[], Awaitable[T]]) -> T:
+        """Send outputs as fast as they are read, while `run` puts them here.
+
+        Raises:
+            NanoInferenceError: `run` failed, and all outputs before were sent; or an output could
+                not be sent.
+        """
+        failure: NanoInferenceError | None = None
+
+        async def send() -> None:
+            nonlocal failure
+            try:
+                await self.send_all()
+            except NanoInferenceError as error:
+                # Outside the group, which would wrap it.
+                failure = error
+                group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(send)
+            try:
+                result = await run()
+            except NanoInferenceError as error:
+                failure = failure or error
+            self.close()
+        if failure is not None:
+            raise failure
+        return result
 
     async def room(self) -> None:
         """Wait while too much waits for the client."""
@@ -106,14 +152,18 @@ class SampleChunks(UnsentOutputs):
 
 
 async def stream_sample(
-    submissions: Submissions, origin: Origin, request: GenerateRequest, take: Take
+    submissions: Submissions,
+    origin: Origin,
+    request: GenerateRequest,
+    take: Take,
+    attachment: Attachment | None = None,
 ) -> Completion:
     """Run a request of one sample, and pass its chunks to `take` as fast as they are taken.
 
     Raises:
         NanoInferenceError: The engine has failed. All earlier chunks were passed on.
     """
-    return await stream_unsent(submissions, origin, request, SampleChunks(take))
+    return await stream_unsent(submissions, origin, request, SampleChunks(take), attachment)
 
 
 async def stream_unsent(
@@ -121,37 +171,21 @@ async def stream_unsent(
     origin: Origin,
     request: GenerateRequest,
     unsent: UnsentOutputs,
+    attachment: Attachment | None = None,
 ) -> Completion:
     """Run a request, and send its outputs as fast as they are read.
 
     Raises:
         NanoInferenceError: The engine did not do it, or its outputs could not be sent.
     """
-    failure: NanoInferenceError | None = None
 
     async def put(output: Output) -> None:
         unsent.put(output)
         await unsent.room()
 
-    async def send() -> None:
-        nonlocal failure
-        try:
-            await unsent.send_all()
-        except NanoInferenceError as error:
-            # Outside the group, which would wrap it.
-            failure = error
-            group.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(send)
-        try:
-            completion = await complete_sample(submissions, origin, request, put)
-        except NanoInferenceError as error:
-            failure = failure or error
-        unsent.close()
-    if failure is not None:
-        raise failure
-    return completion
+    return await unsent.send_while(
+        partial(complete_sample, submissions, origin, request, put, attachment)
+    )
 
 
 async def complete_sample(
@@ -159,12 +193,14 @@ async def complete_sample(
     origin: Origin,
     request: GenerateRequest,
     put: Callable[[Output], Awaitable[None]] | None = None,
+    attachment: Attachment | None = None,
     before: str = "",
 ) -> Completion:
     """Run a request, and return its completion.
 
     Args:
         put: Called with each output, and awaited.
+        attachment: As for `Submissions.run`.
         before: The part of the prompt that the answer shows before each sample.
 
     Raises:
@@ -178,5 +214,5 @@ async def complete_sample(
         if isinstance(output, Completion):
             ended.append(output)
 
-    await submissions.run(origin, [request], take, before=lambda index: before)
+    await submissions.run(origin, [request], take, attachment, lambda index: before)
     return ended[0]

@@ -31,6 +31,12 @@ T = TypeVar("T")
 # Characters of a text that are tokenised on the event loop; more take a thread.
 _SHORT_TEXT = 4096
 
+_SHORT_ANSWER = 4096
+"""Tokens that are listed on the event loop, those of logprobs included."""
+
+READING = 8
+"""Cost of reading a token of a message, in tokens that are only listed."""
+
 _THREADS = 2
 """Texts processed beside the event loop at a time. Each keeps a core busy."""
 
@@ -172,6 +178,10 @@ class LazyWords:
     async def beside(self, work: Callable[[], T]) -> T:
         """Run long work in one of a few threads."""
         return await anyio.to_thread.run_sync(work, limiter=self._threads)
+
+    async def written(self, listed: int, work: Callable[[], T]) -> T:
+        """Write an answer of so many listed tokens, a long one in a thread."""
+        return await self.beside(work) if listed > _SHORT_ANSWER else work()
 
     async def make_grammar(self, work: Callable[[], T]) -> T:
         """Run work that makes a grammar in one of a few threads."""

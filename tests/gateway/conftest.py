@@ -54,7 +54,7 @@ async def http(engine: FakeEngine, config: Config) -> AsyncIterator[httpx.AsyncC
 
 
 @pytest.fixture
-async def other(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
+async def other(engine: FakeEngine, config: Config) -> AsyncIterator[httpx.AsyncClient]:
     """Another gateway on the same bus."""
-    async with http_of(make_app(engine, load_config(env={}))) as client:
+    async with http_of(make_app(engine, config)) as client:
         yield client

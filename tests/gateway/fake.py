@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import httpx
+import msgspec
 
 from nano_inference.bus.public import (
     Completion,
@@ -79,7 +80,7 @@ class FakeEngine:
         failures: The errors that methods raise, by method.
         version: The version of the weights in place.
         parts: The number of staged parts, by the update's name.
-        away: The bus is lost behind the first output of `follow`.
+        away: The bus is lost behind the first output that a client follows.
     """
 
     def __init__(self) -> None:
@@ -95,6 +96,8 @@ class FakeEngine:
         self.stage_reports: list[StageReport] = []
         self.why_not = ""
         self.away = False
+        self._held = False
+        self._cancelled: set[str] = set()
         self._changed = anyio.Event()
         self.bus = FakeBus()
 
@@ -102,8 +105,20 @@ class FakeEngine:
         """Wait until this holds; checked when requests arrive or are left."""
         with anyio.fail_after(LIMIT_S):
             while not holds():
-                self._changed = anyio.Event()
                 await self._changed.wait()
+
+    def hold(self) -> None:
+        """Hold each request behind its first output, until `go` or its cancellation."""
+        self._held = True
+
+    def go(self) -> None:
+        """Let held requests go on."""
+        self._held = False
+        self._change()
+
+    def _change(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
 
     @property
     def names(self) -> list[str]:
@@ -129,20 +144,28 @@ class FakeEngine:
     async def _made(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
         done = False
         try:
-            for output in self.outputs(request):
+            for place, output in enumerate(self.outputs(request)):
+                if place == 1 and await self._cancelled_while_held(request.request_id):
+                    output = aborted(request, self.outputs(request))
                 done = isinstance(output, Completion)
                 self.bus.results.last_outputs[request.request_id] = output
                 yield output
-            if not done:
-                await anyio.sleep_forever()
+                if done:
+                    return
+            await anyio.sleep_forever()
         finally:
             (self.ended if done else self.left).append(request.request_id)
-            self._changed.set()
+            self._change()
+
+    async def _cancelled_while_held(self, request_id: str) -> bool:
+        if self._held:
+            await self.until(lambda: not self._held or request_id in self._cancelled)
+        return self._held
 
     async def publish(self, request: GenerateRequest, trace: TraceContext | None = None) -> str:
         self.requests.append(request)
         self.traces.append(trace)
-        self._changed.set()
+        self._change()
         return f"{len(self.requests)}-0"
 
     async def follow(
@@ -158,7 +181,8 @@ class FakeEngine:
 
     async def cancel(self, request_id: str, entry_id: str = "") -> None:
         self._called("cancel", request_id=request_id)
-        self._changed.set()
+        self._cancelled.add(request_id)
+        self._change()
 
     cancel_all, pause, resume, flush_cache = map(
         _recorder, ("cancel_all", "pause", "resume", "flush_cache")
@@ -191,6 +215,13 @@ class FakeEngine:
     async def trouble(self) -> str:
         self._called("trouble")
         return self.why_not
+
+
+def aborted(request: GenerateRequest, outputs: list[Output]) -> Completion:
+    """The end of a cancelled request, with the tokens of its outputs."""
+    (end,) = (each for each in outputs if isinstance(each, Completion))
+    samples = [msgspec.structs.replace(each, finish_reason="abort") for each in end.samples]
+    return completion(request, *samples, status="cancelled")
 
 
 def sample(token_ids: tuple[int, ...] = (5, 6), **changed: Any) -> CompletionSample:

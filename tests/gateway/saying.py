@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nano_inference.bus.public import FinishReason, GenerateRequest, Output
-from nano_inference.config import Config, load_config
+from nano_inference.config import Config, Constraint, load_config
 from nano_inference.gateway.serving.words import Words
 from nano_inference.text.tokenizer import load_tokenizer, stop_token_ids_of
 
-from .fake import chunk, completion, sample
+from .fake import FakeEngine, chunk, completion, sample
 
 TEMPLATE = r"""
 {%- for tool in tools or [] %}
@@ -79,10 +79,37 @@ def words_of(config: Config) -> Words:
     return Words(tokenizer, stop_token_ids_of(folder, tokenizer))
 
 
-def says(
-    text: str, words: Words, cut: int = 1, reason: FinishReason = "stop"
+class Model:
+    """A fake engine that answers with given texts, and what it was asked for.
+
+    Attributes:
+        words: Its tokenizer.
+    """
+
+    def __init__(self, engine: FakeEngine, words: Words) -> None:
+        self.engine, self.words = engine, words
+
+    def says(self, text: str, cut: int = 1, reason: FinishReason = "stop") -> None:
+        """From now on answer with this text, in chunks of so many tokens."""
+        self.engine.outputs = _says(text, self.words, cut, reason)
+
+    @property
+    def requests(self) -> list[GenerateRequest]:
+        return self.engine.requests
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """That of the last request."""
+        return self.requests[-1].sampling.constraint
+
+    def prompt(self, place: int = -1) -> str:
+        """The text that a request continues."""
+        return self.words.text(self.requests[place].prompt_token_ids or (), skip_special=False)
+
+
+def _says(
+    text: str, words: Words, cut: int, reason: FinishReason
 ) -> Callable[[GenerateRequest], list[Output]]:
-    """Outputs with this text, in chunks of so many tokens."""
     stop = min(words.stop_token_ids)
     token_ids = words.token_ids(text, add_special=False) + ((stop,) if reason == "stop" else ())
     logprobs = tuple(-1.0 - place / 8 for place in range(len(token_ids)))

@@ -146,7 +146,8 @@ def test_no_field_of_a_body_takes_a_number_beyond_64_bits() -> None:
     assert len(bodies) >= 6
     for kind in bodies:
         for found in integers(msgspec.inspect.type_info(kind)):
-            assert (found.ge, found.le) == (-(2**63), 2**63 - 1), kind
+            assert found.ge in (0, -(2**63)), kind
+            assert found.le == 2**63 - 1, kind
 
 
 def integers(found: Any) -> list[msgspec.inspect.IntType]:

@@ -25,7 +25,7 @@ from ...server.http import (
 from ...serving.fields import Body, adapter_of, read_part
 from ...serving.message_parts import MessageParts
 from ...serving.origin import Origin, origin_of, tenant_of
-from ...serving.prepared import Prepared, of_tools, prepare
+from ...serving.prepared import Prepared, check_request, of_tools, prepare
 from ...serving.samples import complete_sample, stream_sample
 from ...serving.services import Services
 from .answers import Answer, MessageWriter
@@ -72,8 +72,7 @@ class MessageCalls:
         )
         tenant = tenant_of(request)
         asked = request_of(fields, prepared, tenant, services.config)
-        services.submissions.check_size(asked, await services.length.get())
-        services.submissions.check_encoded(asked)
+        await check_request(services, asked)
         origin = origin_of(request, tenant, fields.budget_ms, fields.model)
         services.submissions.check_priority(origin.caller, asked)
         writer = await self._writer(asked, fields, prepared)

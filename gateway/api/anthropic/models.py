@@ -83,18 +83,16 @@ def _listed(cards: Sequence[Card], page: _Page) -> dict[str, Any]:
     ids = [card["id"] for card in cards]
     if page.after_id and page.before_id:
         raise FieldError("after_id and before_id are both there; give one", param="before_id")
-    first, end = 0, len(ids)
-    if page.after_id:
-        first = _place(ids, page.after_id, "after_id") + 1
-    elif page.before_id:
-        end = _place(ids, page.before_id, "before_id")
     if page.before_id:
-        chosen, more = cards[max(0, end - page.limit) : end], end > page.limit
+        end = _place(ids, page.before_id, "before_id")
+        first = max(0, end - page.limit)
     else:
-        chosen, more = cards[first : first + page.limit], first + page.limit < end
+        first = _place(ids, page.after_id, "after_id") + 1 if page.after_id else 0
+        end = first + page.limit
+    chosen = cards[first:end]
     return {
         "data": [_told(card) for card in chosen],
-        "has_more": more,
+        "has_more": first > 0 if page.before_id else end < len(ids),
         "first_id": chosen[0]["id"] if chosen else None,
         "last_id": chosen[-1]["id"] if chosen else None,
     }

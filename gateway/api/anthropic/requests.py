@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from ....bus.public import GenerateRequest
-from ....config import Config, Constraint, SamplingParams, shown
+from ....config import Config, SamplingParams, shown
 from ....text.messages import Tool, ToolUse
 from ...server.http import FieldError
 from ...serving.chat_templates import Reasoning
@@ -150,12 +150,9 @@ def sampling_of(body: Body, fields: MessagesBody) -> SamplingParams:
     Raises:
         FieldError: One is of the wrong type, or the constraint is not supported.
     """
-    return read_sampling(body, ANTHROPIC, constraint=_constraint(fields))
-
-
-def _constraint(fields: MessagesBody) -> Constraint | None:
     formats = {
         "output_config.format": fields.output_config.format,
         "output_format": fields.output_format,  # its older name
     }
-    return the_one({name: of_text_format(each, name) for name, each in formats.items() if each})
+    found = {name: of_text_format(each, name) for name, each in formats.items() if each}
+    return read_sampling(body, ANTHROPIC, constraint=the_one(found))

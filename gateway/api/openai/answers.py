@@ -17,17 +17,15 @@ from ....text.messages import Delta, MessageFormat
 from ...serving.logprobs import Scored, TokenNames, logprobs_by_id, scored
 from ...serving.measures import Measures
 from ...serving.message_parts import MessageParts, NewParts
+from ...serving.samples import all_samples
 from ...serving.tools import tool_call
-from ...serving.words import Words
+from ...serving.words import READING, Words
 from .logprobs import ListedToken, TextLogprobs, token_entries
 from .positions import FINISHED, UNBEGUN
 from .requests import ChoicesCall, Prompt
 
 Answer = dict[str, Any]
 Spans = Sequence[tuple[int, int]]
-
-_READING = 8
-"""Cost of reading a token of a message, in tokens that are only listed."""
 
 
 class ChoicesWriter:
@@ -132,7 +130,7 @@ class ChoicesWriter:
             made += completion.usage.completion_tokens
             scored_tokens += len(completion.prompt_logprobs or ())
         listed = (made + scored_tokens) * (1 + (self.call.logprobs or 0))
-        return listed + (made * _READING if self.call.reading is not None else 0)
+        return listed + (made * READING if self.call.reading is not None else 0)
 
     def parts(self, index: int, *, counted: bool, whole: bool) -> MessageParts | None:
         """Return the reader of a choice; None where its text needs none.
@@ -143,10 +141,9 @@ class ChoicesWriter:
                 have to be those of the text beside them.
         """
         call = self.call
-        listed = call.logprobs is not None or call.token_ids or call.weight_versions
         if self.words is None or call.kind == "generate" or call.scores_only:
             return None
-        if call.reading is None and (whole or not listed):
+        if call.reading is None and (whole or not call.lists_tokens):
             return None
         seed = f"{call.id}/{index}"
         measures = self._measures if counted else None
@@ -246,9 +243,8 @@ class Choice:
     def due(self) -> bool:
         """Whether there is anything to send."""
         call = self._answers.call
-        tokens_shown = call.logprobs is not None or call.token_ids or call.weight_versions
         texts = call.kind != "generate" and bool(self._texts or self._deltas)
-        return texts or (tokens_shown and bool(self._tokens)) or self._reason is not None
+        return texts or (call.lists_tokens and bool(self._tokens)) or self._reason is not None
 
     @property
     def unsent(self) -> int:
@@ -331,7 +327,7 @@ class Choice:
             choice["token_ids"] = [token.token_id for token in tokens]
             if not self.begun and call.kind == "completions":
                 choice["prompt_token_ids"] = answers.prompts[self._prompt]
-        if call.weight_versions:
+        if call.fields.return_weight_versions:
             start, end = self._sent_tokens, self._sent_tokens + len(tokens)
             choice["weight_versions"] = version_spans(self._spans, start, end)
         self.begun = True
@@ -500,17 +496,4 @@ def oldest_version(completions: Iterable[Completion]) -> int | None:
             if sample.token_ids
         ),
         default=None,
-    )
-
-
-def all_samples(completion: Completion, n: int) -> list[CompletionSample]:
-    """Return all n samples. One that never began has no tokens."""
-    made = {sample.sample_index: sample for sample in completion.samples}
-    return [made.get(index, unbegun(index)) for index in range(n)]
-
-
-def unbegun(index: int) -> CompletionSample:
-    """Return a sample that was aborted before it began."""
-    return CompletionSample(
-        sample_index=index, text="", token_ids=(), logprobs=(), finish_reason="abort"
     )

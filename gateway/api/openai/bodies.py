@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from ....config import Int64, PoolingKind
+from ....config import MAX_INT64, Int64, PoolingKind
 from ...serving.fields import EMPTY, RefusedField
 from ...serving.sampling_fields import REFUSED, TEXT_SAMPLING, SamplingBody
 
@@ -26,6 +26,8 @@ CallName = Literal[
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Budget = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
+"""Tokens of reasoning."""
 Prompts = str | list[str | Int64 | list[Int64]]
 CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 """Harmless: prefixes are cached without them."""
@@ -105,7 +107,7 @@ class StreamedBody(RequestBody, frozen=True, kw_only=True):
     """The fields of calls that answer with choices, or a stream of chunks."""
 
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     return_weight_versions: bool = False
 
 
@@ -170,7 +172,7 @@ class ChatBody(TextBody, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
-    thinking_token_budget: Int64 | None = None
+    thinking_token_budget: Budget | None = None
     include_reasoning: bool = True
     separate_reasoning: bool = True
 
@@ -187,6 +189,14 @@ class GenerateBody(StreamedBody, frozen=True, kw_only=True):
     token_ids: list[Int64] | None = None
     sampling_params: dict[str, Any] = {}
     request_id: str = ""
+
+
+class TextOptions(msgspec.Struct, frozen=True):
+    """Options of a response's text."""
+
+    REFUSED: ClassVar = {"verbosity": _VERBOSITY}
+
+    format: dict[str, Any] | None = None
 
 
 class ResponseStreamOptions(msgspec.Struct, frozen=True):
@@ -232,13 +242,13 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
     structured_outputs: dict[str, Any] = {}
-    text: dict[str, Any] = {}
+    text: TextOptions = TextOptions()
     chat_template_kwargs: dict[str, Any] = {}
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
-    thinking_token_budget: Int64 | None = None
+    thinking_token_budget: Budget | None = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NamedTuple
 
-import anyio
 import anyio.lowlevel
 import msgspec
 from starlette.requests import Request
@@ -26,10 +25,9 @@ from ...server.http import (
 from ...serving.durable_calls import Attachment, not_found
 from ...serving.fields import Body
 from ...serving.origin import Origin, origin_of, tenant_of
-from ...serving.prepared import of_tools, prepare
+from ...serving.prepared import check_request, of_tools, prepare
 from ...serving.services import Services
 from ...serving.submissions import AT_ONCE
-from ...serving.words import Words
 from .answers import Answer, ChoicesWriter
 from .errors import as_openai
 from .messages import conversation_of
@@ -44,12 +42,9 @@ from .requests import (
     read_generate,
 )
 from .streams import Chunks
-from .tools import chat_tool_use
+from .tools import tool_use
 
 _DONE = b"[DONE]"
-
-# An answer that is written at once, in tokens, those of logprobs included; more take a thread.
-_SHORT_ANSWER = 4096
 
 
 class _HttpCall(NamedTuple):
@@ -98,7 +93,7 @@ class GenerationCalls:
             request,
             services,
             conversation_of(fields),
-            chat_tool_use(fields),
+            tool_use(fields),
             call.sampling,
             reasoning_budget=fields.thinking_token_budget,
             separates_reasoning=fields.separate_reasoning,
@@ -131,15 +126,15 @@ class GenerationCalls:
 
     async def _resumed(self, asked: _HttpCall, call: ChoicesCall) -> Response | None:
         """Resume the stream of a call that comes again with the id of its last event."""
-        if not (call.stream and (event_id := last_event_id(asked.request))):
+        if not (call.fields.stream and (event_id := last_event_id(asked.request))):
             return None
         return await self._resume(asked.request, answer_of(event_id), event_id, asked.key)
 
     async def _answer(self, asked: _HttpCall, call: ChoicesCall, prompts: list[Prompt]) -> Response:
         services, (request, tenant, _, key) = self._services, asked
-        origin = origin_of(request, tenant, call.budget_ms, call.requested_model)
-        words = await services.words.required() if call.needs_words else None
-        record = await self._record(call, prompts, tenant, words, key)
+        origin = origin_of(request, tenant, call.fields.budget_ms, call.fields.model)
+        record = await self._record(call, prompts, tenant, key)
+        answers = await self._answers(record)
         services.submissions.check_priority(origin.caller, record.request(0))
         begun = None if key is None else await self._begun.claim(record, origin.caller)
         if begun is not None:
@@ -147,11 +142,10 @@ class GenerationCalls:
         attach: Attach = partial(
             services.durable.begun, call.id, record.encode(), record.request_ids, record.name
         )
-        if not call.stream and key is None:
+        if not call.fields.stream and key is None:
             # No client knows the id of such an answer before it is there.
             attach = unattached
-        running = _RunningChoices(origin, record, await self._answers(record, words), attach)
-        return await self._respond(request, running)
+        return await self._respond(request, _RunningChoices(origin, record, answers, attach))
 
     async def _resume(
         self, request: Request, call_id: str, event_id: str, again: IdempotencyKey | None = None
@@ -159,9 +153,9 @@ class GenerationCalls:
         tenant = tenant_of(request)
         found = await self._begun.find(call_id, tenant, caller_of(request), again)
         call = found.record.call
-        if not call.stream:
+        if not call.fields.stream:
             raise not_found(call_id)
-        origin = origin_of(request, tenant, call.budget_ms, call.requested_model)
+        origin = origin_of(request, tenant, call.fields.budget_ms, call.fields.model)
         return await self._again(request, origin, found, event_id)
 
     async def _again(
@@ -170,21 +164,23 @@ class GenerationCalls:
         """Answer a call that was begun before, perhaps from behind an event on."""
         record = found.record
         call = record.call
-        words = await self._services.words.required() if call.needs_words else None
         choices = len(record.prompts) * call.n
         after = read_position(event_id, call.id, choices) if event_id else None
-
-        answers = await self._answers(record, words)
-        running = _RunningChoices(origin, record, answers, self._begun.attach(found))
+        answers = await self._answers(record)
+        running = _RunningChoices(origin, record, answers, partial(self._begun.attach, found))
         return await self._respond(request, running, after)
 
-    async def _answers(self, record: ChoicesRecord, words: Words | None) -> ChoicesWriter:
-        """Return the writer of the answer. Every gateway reads messages alike."""
-        services = self._services
-        reads = record.call.reading is not None
-        form = await services.words.message_format() if reads else None
+    async def _answers(self, record: ChoicesRecord) -> ChoicesWriter:
+        """Return the writer of the answer. Every gateway reads messages alike.
+
+        Raises:
+            RequestError: unsupported: the gateway lacks the tokenizer.
+        """
+        services, call = self._services, record.call
+        words = await services.words.required() if call.needs_words else None
+        form = await services.words.message_format() if call.reading is not None else None
         return ChoicesWriter(
-            record.call, record.prompts, record.texts, words, form, services.submissions.measures
+            call, record.prompts, record.texts, words, form, services.submissions.measures
         )
 
     async def _record(
@@ -192,21 +188,16 @@ class GenerationCalls:
         call: ChoicesCall,
         prompts: list[Prompt],
         tenant: str,
-        words: Words | None,
         key: IdempotencyKey | None,
     ) -> ChoicesRecord:
         """Check all requests of a call, and return its record."""
-        services = self._services
         submitted: list[Prompt] = []
-        length = await services.length.get()
         for place, prompt in enumerate(prompts):
-            request = call.request(place, len(prompts), prompt, tenant)
-            services.submissions.check_size(request, length)
-            if words is not None and call.needs_prompt_ids and isinstance(prompt, str):
-                words.check_fits(prompt, length)
-                token_ids = await services.words.token_ids(prompt)
-                request = msgspec.structs.replace(request, prompt=None, prompt_token_ids=token_ids)
-            services.submissions.check_encoded(request)
+            request = await check_request(
+                self._services,
+                call.request(place, len(prompts), prompt, tenant),
+                as_tokens=call.needs_prompt_ids,
+            )
             submitted.append(request.prompt_token_ids or prompt)
             if len(submitted) % AT_ONCE == 0:
                 await anyio.lowlevel.checkpoint()
@@ -224,7 +215,7 @@ class GenerationCalls:
     async def _respond(
         self, request: Request, running: _RunningChoices, after: Position | None = None
     ) -> Response:
-        if running.record.call.stream:
+        if running.record.call.fields.stream:
             return self._streamed(running, after)
 
         async def work() -> Response:
@@ -241,31 +232,28 @@ class GenerationCalls:
             if isinstance(output, Completion):
                 completions[index] = output
 
-        failure = await self._run(running, attachment, take)
-        if failure is not None:
-            raise failure
+        await self._run(running, attachment, take)
         ordered = [completions[index] for index in range(len(completions))]
-        if running.answers.work(ordered) <= _SHORT_ANSWER:
-            return running.answers.whole(ordered)
-        return await self._services.words.beside(partial(running.answers.whole, ordered))
+        write = partial(running.answers.whole, ordered)
+        return await self._services.words.written(running.answers.work(ordered), write)
 
     async def _run(
         self,
         running: _RunningChoices,
         attachment: Attachment | None,
         take: Callable[[int, Output], Awaitable[None]],
-    ) -> NanoInferenceError | None:
-        """Run all requests. Returns the error that ended them."""
+    ) -> None:
+        """Run all requests.
+
+        Raises:
+            NanoInferenceError: The error that ended them.
+        """
         origin, record, answers, _ = running
         requests = [record.request(place) for place in range(len(record.prompts))]
         try:
             await self._services.submissions.run(origin, requests, take, attachment, answers.echoed)
         except NanoInferenceError as error:
-            failure = of_tools(error, record.call.reading)
-            if attachment is not None:
-                attachment.fail(failure)
-            return failure
-        return None
+            raise of_tools(error, record.call.reading) from None
 
     def _streamed(self, running: _RunningChoices, after: Position | None) -> Response:
         gateway = self._services.config.gateway
@@ -275,33 +263,22 @@ class GenerationCalls:
                 await send_event(data, event_id if gateway.event_ids else "", name=name)
 
             chunks = Chunks(running.answers, send, after)
-            async with running.attach() as attachment:
-                failure = await self._send_chunks(running, chunks, attachment)
-            # Without tokens the position stays: behind an error the client may come back.
-            event_id = chunks.position.event_id
-            if failure is not None:
-                error = as_openai(failure, running.record.call.kind)
+
+            async def take(index: int, output: Output) -> None:
+                chunks.put(index, output)
+                await chunks.room()
+
+            try:
+                async with running.attach() as attachment:
+                    await chunks.send_while(partial(self._run, running, attachment, take))
+                    await chunks.send_usage()
+            except NanoInferenceError as error:
+                failure = as_openai(error, running.record.call.kind)
                 if not stream.committed:
-                    raise error
-                await send(msgspec.json.encode(error_body(error)), event_id)
-            await send(_DONE, event_id)
+                    raise failure from None
+                # Without tokens the position stays: behind an error the client may come back.
+                await send(msgspec.json.encode(error_body(failure)), chunks.position.event_id)
+            await send(_DONE, chunks.position.event_id)
 
         stream = EventStream(produce, gateway.comment_s)
         return stream
-
-    async def _send_chunks(
-        self, running: _RunningChoices, chunks: Chunks, attachment: Attachment | None
-    ) -> NanoInferenceError | None:
-        """Send the chunks of all prompts as they come. Returns the error that ended them."""
-
-        async def take(index: int, output: Output) -> None:
-            chunks.put(index, output)
-            await chunks.room()
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(chunks.send_all)
-            failure = await self._run(running, attachment, take)
-            chunks.close()
-        if failure is None:
-            await chunks.send_usage()
-        return failure

@@ -75,10 +75,7 @@ class ModelInfoCalls:
         await self._served.check(body.model, caller_of(request))
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("give exactly one of prompt and messages", param="prompt")
-        words, max_model_len = (
-            await self._words.required(),
-            await self._length.get(),
-        )
+        words, max_model_len = await self._words.required(), await self._length.get()
         if body.prompt is None:
             conversation = replace(conversation_of(body), tools=chat_tools(body.tools))
             token_ids = (await self._templates.render(conversation, tenant_of(request))).token_ids

@@ -47,16 +47,12 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
 
 
 def turn_of(given: dict[str, Any], where: str) -> Turn:
-    """Return a message as templates read it.
+    """Return a message as templates read it: text in one piece, calls' arguments as objects.
 
     Raises:
         FieldError: It is invalid, or holds no text. `where` is its path in the body.
     """
-    return _as_read(read_part(given, OpenAIMessage, where), where)
-
-
-def _as_read(message: OpenAIMessage, where: str) -> Turn:
-    """As templates read it: text in one piece, calls' arguments as objects."""
+    message = read_part(given, OpenAIMessage, where)
     calls = [
         _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
     ]
@@ -107,14 +103,20 @@ def text_of(content: str | list[dict[str, Any]], where: str) -> str:
 
 def _call(call: CalledTool, where: str) -> dict[str, Any]:
     """Return a tool call of the history, with its arguments as an object."""
-    arguments: Any = call.function.arguments or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, dict):
-        param = f"{where}.function.arguments"
-        raise FieldError(f"{param} must be an object, as JSON", param=param)
+    arguments = arguments_of(call.function.arguments, f"{where}.function.arguments")
     # Without additions of clients' libraries, which templates would write out.
     return tool_call(call.id, call.function.name, arguments)
+
+
+def arguments_of(given: str | dict[str, Any] | None, param: str) -> dict[str, Any]:
+    """Return a call's arguments, an object or its JSON.
+
+    Raises:
+        FieldError: They are no object. `param` is their path in the body.
+    """
+    if isinstance(given, dict) or not given:
+        return given or {}
+    try:
+        return msgspec.json.decode(given, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        raise FieldError(f"{param} must be an object, as JSON", param=param) from None

@@ -83,14 +83,14 @@ def read_position(event_id: str, answer_id: str, choices: int) -> Position:
         found = _RUN.fullmatch(run)
         number = int(found[2] or 1) if found else 0
         if named != answer_id or found is None or number < 1 or index + number > choices:
-            raise _invalid(event_id)
+            raise invalid_event(event_id)
         sent = _WORDS[found[1]] if found[1] in _WORDS else int(found[1])
         for place in range(index, index + number):
             if sent != UNBEGUN:
                 position.move(place, sent)
         index += number
     if index != choices:
-        raise _invalid(event_id)
+        raise invalid_event(event_id)
     position.usage = bool(usage)
     return position
 
@@ -103,11 +103,12 @@ def _run(sent: int, number: int) -> str:
 def _parts(event_id: str) -> tuple[str, str, str]:
     found = _ID.fullmatch(event_id)
     if found is None:
-        raise _invalid(event_id)
+        raise invalid_event(event_id)
     return found[1], found[2], found[3] or ""
 
 
-def _invalid(event_id: str) -> RequestError:
+def invalid_event(event_id: str) -> RequestError:
+    """The error for an id of no event of a stream."""
     return RequestError(
         f"{shown(event_id)} is no event of this stream; give the id of the last one that came",
         code="invalid_event_id",

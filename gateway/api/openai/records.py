@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Generic, NamedTuple, TypeVar
 
@@ -27,7 +27,7 @@ PUBLISH_PATIENCE_S = 5.0
 """How long to wait for the gateway that has begun a call to publish its requests. It may have
 stopped; a request that is published twice is refused once."""
 
-_FIRST_LOOK_S, _LONGEST_WAIT_S = 0.01, 0.2
+_LONGEST_WAIT_S = 0.2
 _KEY = re.compile(rf"[!-~]{{1,{MAX_KEY_LENGTH}}}")
 
 
@@ -83,6 +83,11 @@ class DurableRecord(msgspec.Struct, frozen=True, kw_only=True):
     def is_complete(self) -> bool:
         """Whether the record has all that another gateway needs to submit the requests."""
         raise NotImplementedError
+
+    @property
+    def background(self) -> bool:
+        """Whether it goes on without its client."""
+        return False
 
     @property
     def name(self) -> str:
@@ -146,7 +151,7 @@ class BegunCalls(Generic[R]):
         Raises:
             RequestError: The one for an unknown id, idempotency_key_reused.
         """
-        found = await self._look(call_id, tenant)
+        found = await self.look(call_id, tenant)
         # Other keys of the tenant may be for other models.
         if not may_use(caller, found.record.call.model):
             raise self._missing(call_id)
@@ -154,15 +159,12 @@ class BegunCalls(Generic[R]):
             check_same(found.record.keyed, again)
         return found
 
-    async def look_again(self, found: Found[R]) -> Found[R]:
-        """Read the present state of a call that was found before.
+    async def look(self, call_id: str, tenant: str) -> Found[R]:
+        """Read the present state of a tenant's call.
 
         Raises:
             RequestError: The one for an unknown id.
         """
-        return await self._look(found.record.id, found.record.tenant)
-
-    async def _look(self, call_id: str, tenant: str) -> Found[R]:
         kept = await self._kept.find(call_id)
         record = decode_record(kept.record, self._kind) if kept is not None else None
         if kept is None or record is None or record.tenant != tenant:
@@ -172,9 +174,7 @@ class BegunCalls(Generic[R]):
             raise self._missing(call_id)
         return Found(record, kept)
 
-    async def claim(
-        self, record: R, caller: Caller, *, background: bool = False
-    ) -> Found[R] | None:
+    async def claim(self, record: R, caller: Caller) -> Found[R] | None:
         """Store a call under its key. Returns the call that has the key already, if any.
 
         Raises:
@@ -183,7 +183,7 @@ class BegunCalls(Generic[R]):
         assert record.keyed is not None, "it has a key"
         check_allowed(caller, record.call.model)
         owner = await self._kept.claim(
-            record.name, record.id, record.encode(), background=background
+            record.name, record.id, record.encode(), background=record.background
         )
         if owner == record.id:
             return None
@@ -195,41 +195,32 @@ class BegunCalls(Generic[R]):
                 check_same(None, record.keyed)
             raise
 
-    def attach(
-        self,
-        found: Found[R],
-        settled: Callable[[Found[R]], Awaitable[DurableCall]] | None = None,
-        *,
-        background: bool = False,
-    ) -> Attach:
-        """Attach to a call that was begun before.
-
-        Args:
-            settled: Waits until it is published; by default `published`.
-            background: Whether it goes on without any client.
-        """
-
-        @asynccontextmanager
-        async def attach() -> AsyncIterator[Attachment]:
-            record = found.record
-            kept = await (settled or self.published)(found)
-            async with self._kept.resumed(
-                record.id, kept, record.request_ids, record.name, background=background
-            ) as attachment:
-                yield attachment
-
-        return attach
+    @asynccontextmanager
+    async def attach(self, found: Found[R]) -> AsyncIterator[Attachment]:
+        """Attach to a call that was begun before, once it is published."""
+        record, kept = found.record, await self.published(found)
+        async with self._kept.resumed(
+            record.id, kept, record.request_ids, record.name, background=record.background
+        ) as attachment:
+            yield attachment
 
     async def published(self, found: Found[R]) -> DurableCall:
         """Wait until all requests of a call are published, or could have been."""
-        call_id, kept, wait_s = found.record.id, found.kept, _FIRST_LOOK_S
-        number = len(found.record.request_ids)
+        record, kept = found
+        pauses = pauses_s(_LONGEST_WAIT_S)
         with anyio.move_on_after(PUBLISH_PATIENCE_S):
-            while len(kept.entries) < number and "cancelled" not in kept.marks:
-                await anyio.sleep(wait_s)
-                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-                kept = await self._kept.find(call_id) or kept
+            while len(kept.entries) < len(record.request_ids) and "cancelled" not in kept.marks:
+                await anyio.sleep(next(pauses))
+                kept = await self._kept.find(record.id) or kept
         return kept
+
+
+def pauses_s(longest_s: float) -> Iterator[float]:
+    """Yield the pauses between looks at a call, without end."""
+    pause_s = 0.01
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, longest_s)
 
 
 def last_event_id(request: Request) -> str:

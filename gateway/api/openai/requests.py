@@ -13,7 +13,7 @@ from ....config import Config, RequestError, SamplingParams, shown
 from ....text.messages import Reading
 from ...server.http import FieldError
 from ...serving.constraints import of_response_format, of_structured_outputs, the_one
-from ...serving.fields import Body, adapter_of, convert_part, engine_priority, read_part
+from ...serving.fields import Body, adapter_of, engine_priority, read_part
 from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
 from .bodies import ChatBody, CompletionBody, GenerateBody, StreamedBody, StreamOptions, TextBody
 from .records import CallHead, DurableRecord
@@ -33,11 +33,9 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         sampling: For all choices.
         logprobs: How many of the likeliest tokens to show at each place; None shows no logprobs.
         prompt_logprobs: Whether the logprobs of the prompt are shown, apart from the text's.
-        token_ids, weight_versions: Whether they are shown.
-        usage: A stream has a chunk with the usage.
-        continuous_usage: It has the usage in every chunk.
+        token_ids: Whether they are shown.
         adapter: The adapter that its requests ask for; "" for none.
-        requested_model: The body's `model`.
+        fields: Those that all calls have, as they came.
         n: Choices of each prompt.
         scores_only: No tokens are wanted. The engine samples one all the same.
         echo: Whether the prompt stands before the text.
@@ -55,15 +53,8 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
     logprobs: int | None
     prompt_logprobs: bool
     token_ids: bool
-    weight_versions: bool
-    stream: bool
-    usage: bool
-    continuous_usage: bool
-    priority: int
-    budget_ms: float | None
-    cache_salt: str
     adapter: str
-    requested_model: str
+    fields: StreamedBody
     n: int = 1
     scores_only: bool = False
     echo: bool = False
@@ -79,10 +70,16 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         return self.kind == "chat"
 
     @property
+    def lists_tokens(self) -> bool:
+        """Whether the answer lists its tokens, or their logprobs or versions."""
+        shown = self.logprobs is not None or self.token_ids
+        return shown or self.fields.return_weight_versions
+
+    @property
     def needs_prompt_ids(self) -> bool:
         """Whether the answer needs the prompt's tokens, which may have come as a text."""
         scored = self.prompt_logprobs or (self.echo and self.logprobs is not None)
-        return scored or self.token_ids or self.continuous_usage
+        return scored or self.token_ids or bool(self.fields.stream_options.continuous_usage_stats)
 
     @property
     def needs_words(self) -> bool:
@@ -90,8 +87,8 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         if self.kind == "generate":
             # Only these name the tokens' texts.
             return self.prompt_logprobs
-        of_tokens = self.needs_prompt_ids or self.logprobs is not None or self.weight_versions
-        return of_tokens or self.echo or self.reading is not None
+        listed = self.needs_prompt_ids or self.lists_tokens
+        return listed or self.echo or self.reading is not None
 
     def request_id(self, place: int, prompts: int) -> str:
         """Return the id of the request for one of so many prompts."""
@@ -105,10 +102,10 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
             prompt_token_ids=None if isinstance(prompt, str) else prompt,
             n=self.n,
             sampling=self.sampling,
-            stream=self.stream,
-            priority=self.priority,
+            stream=self.fields.stream,
+            priority=engine_priority(self.fields.priority),
             tenant=tenant,
-            cache_salt=self.cache_salt,
+            cache_salt=self.fields.cache_salt,
             model=self.adapter,
             prediction=self.prediction or None,
         )
@@ -217,11 +214,6 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCa
         include_reasoning=fields.include_reasoning,
     )
     _check_number(call.n, 1, config.gateway.max_prompts)
-    if (budget := fields.thinking_token_budget) is not None and budget < 0:
-        raise FieldError(
-            f"thinking_token_budget is {shown(budget)}; it must be at least 0, or left out",
-            param="thinking_token_budget",
-        )
     return call, fields
 
 
@@ -260,7 +252,6 @@ def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Choic
 def _common(fields: StreamedBody, config: Config, kind: Kind) -> dict[str, Any]:
     """Return what all calls have in common."""
     adapter = adapter_of(fields.model, config)
-    options = fields.stream_options or StreamOptions()
     return {
         "id": f"{_ID_PREFIXES[kind]}{uuid.uuid4().hex}",
         "created": int(time.time()),
@@ -268,14 +259,7 @@ def _common(fields: StreamedBody, config: Config, kind: Kind) -> dict[str, Any]:
         "model": adapter or config.engine.model_name,
         "of_model": config.engine.model_name,
         "adapter": adapter,
-        "requested_model": fields.model,
-        "weight_versions": fields.return_weight_versions,
-        "stream": fields.stream,
-        "usage": bool(options.include_usage),
-        "continuous_usage": bool(options.continuous_usage_stats),
-        "priority": engine_priority(fields.priority),
-        "budget_ms": fields.budget_ms,
-        "cache_salt": fields.cache_salt,
+        "fields": msgspec.convert(fields, StreamedBody, from_attributes=True),
     }
 
 
@@ -295,11 +279,10 @@ def _texts(fields: TextBody) -> dict[str, Any]:
 def _check_stream(fields: StreamedBody, prompt_logprobs: bool, param: str) -> None:
     if fields.stream and prompt_logprobs:
         raise FieldError(f"{param} are not there in a stream", param=param)
-    if fields.stream_options is None:
-        return
-    if not fields.stream:
+    options = fields.stream_options
+    if options != StreamOptions() and not fields.stream:
         raise FieldError("stream_options takes stream: true", param="stream_options")
-    if fields.stream_options.continuous_usage_stats and not fields.stream_options.include_usage:
+    if options.continuous_usage_stats and not options.include_usage:
         raise FieldError(
             "continuous_usage_stats takes include_usage: true",
             param="stream_options.continuous_usage_stats",
@@ -358,21 +341,18 @@ def prompts_of(given: str | list[Any] | None, field: str = "prompt") -> list[Pro
         )
     if isinstance(given, str):
         return [given]
-    if isinstance(given[0], int):
-        return [convert_part(given, tuple[int, ...], field)]
-    prompts: list[Prompt] = []
-    for place, each in enumerate(given):
-        if isinstance(each, str):
-            prompts.append(each)
-        elif isinstance(each, list):
-            prompts.append(convert_part(each, tuple[int, ...], f"{field}[{place}]"))
-        else:
-            raise FieldError(
-                f"{field}[{place}] is a number among prompts; a list has texts, or lists of token "
-                "ids, or token ids alone",
-                param=f"{field}[{place}]",
-            )
-    return prompts
+    kinds = set(map(type, given))
+    if kinds == {int}:
+        return [tuple(given)]
+    if int in kinds:
+        is_number = [isinstance(each, int) for each in given]
+        param = f"{field}[{is_number.index(not is_number[0])}]"
+        raise FieldError(
+            f"{param}: a number stands among prompts; a list has texts, or lists of token ids, or "
+            "token ids alone",
+            param=param,
+        )
+    return [each if isinstance(each, str) else tuple(each) for each in given]
 
 
 def _check_number(n: int, prompts: int, most: int, param: str = "n") -> None:

@@ -8,8 +8,8 @@ import msgspec
 
 from ....bus.public import Completion, CompletionChunk, Output
 from ...server.http import SendEvent
-from ...serving.samples import Unsent
-from .answers import Answer, Choice, ChoicesWriter, all_samples, oldest_version, usage_of
+from ...serving.samples import Unsent, all_samples
+from .answers import Answer, Choice, ChoicesWriter, oldest_version, usage_of
 from .positions import Position
 
 
@@ -88,7 +88,8 @@ class Chunks(Unsent):
 
     async def send_usage(self) -> None:
         """Send the last chunk, if the client has asked for it."""
-        if self._answers.call.usage and not self.position.usage:
+        options = self._answers.call.fields.stream_options
+        if options.include_usage and not self.position.usage:
             self.position.usage = True
             usage = self._answers.usage(self._completions, self._reasoning_tokens())
             chunk = self._answers.head(oldest_version(self._completions), chunk=True)
@@ -100,8 +101,9 @@ class Chunks(Unsent):
         if call.chat and call.token_ids and not self._begun:
             chunk["prompt_token_ids"] = self._answers.prompts[0]
         self._begun = True
-        if call.usage:
-            chunk["usage"] = self._usage_so_far() if call.continuous_usage else None
+        options = call.fields.stream_options
+        if options.include_usage:
+            chunk["usage"] = self._usage_so_far() if options.continuous_usage_stats else None
         self.position.move(choice.index, choice.sent)
         await self._encode(chunk)
 

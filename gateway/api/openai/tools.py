@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -37,10 +37,14 @@ class NestedTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FlatTool(Function, frozen=True, kw_only=True):
-    """A tool of a response."""
+    """A tool of a response: the function itself."""
 
     type: Literal["function"]
     allowed_callers: list[Literal["direct"]] = []
+
+    @property
+    def function(self) -> Function:
+        return self
 
 
 class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +69,10 @@ class FlatNamed(NamedFunction, frozen=True, kw_only=True):
 
     type: Literal["function"]
 
+    @property
+    def function(self) -> NamedFunction:
+        return self
+
 
 class NestedAllowed(msgspec.Struct, frozen=True, kw_only=True):
     """Some of a chat's tools."""
@@ -87,94 +95,80 @@ class FlatChoice(msgspec.Struct, frozen=True, kw_only=True):
     mode: Literal["auto", "required"]
     tools: list[FlatNamed]
 
+    @property
+    def allowed_tools(self) -> FlatChoice:
+        return self
 
-def chat_tools(given: list[dict[str, Any]]) -> tuple[Tool, ...]:
+
+class _Form(NamedTuple):
+    """The form of an interface's tools, and the paths of fields in it."""
+
+    tool: type[NestedTool | FlatTool]
+    named: type[NestedNamed | FlatNamed]
+    choice: type[NestedChoice | FlatChoice]
+    kind: str
+    function: str
+    allowed: str
+
+
+_NESTED = _Form(NestedTool, NestedNamed, NestedChoice, ".type", ".function", ".allowed_tools")
+_FLAT = _Form(FlatTool, FlatNamed, FlatChoice, "", "", "")
+
+
+def chat_tools(given: list[dict[str, Any]], form: _Form = _NESTED) -> tuple[Tool, ...]:
     """Read the tools of a chat.
 
     Raises:
         FieldError: A tool is not a function, or its name or schema is invalid.
     """
     return tools_of(
-        (f"tools[{place}].function", _tool(tool, f"tools[{place}].type", nested=True))
+        (f"tools[{place}]{form.function}", _tool(tool, f"tools[{place}]", form))
         for place, tool in enumerate(given)
     )
 
 
-def chat_tool_use(fields: ChatBody) -> ToolUse:
-    """Read which tools a chat's model may, or has to, call.
+def tool_use(fields: ChatBody | ResponseBody) -> ToolUse:
+    """Read which tools a model may, or has to, call.
 
     Raises:
         FieldError: As `chat_tools`, or the choice is invalid.
     """
-    use = ToolUse(tools=chat_tools(fields.tools), parallel=fields.parallel_tool_calls)
+    form = _NESTED if isinstance(fields, ChatBody) else _FLAT
+    use = ToolUse(tools=chat_tools(fields.tools, form), parallel=fields.parallel_tool_calls)
     match choice := fields.tool_choice:
-        case {"type": "function"}:
-            named = read_part(choice, NestedNamed, _CHOICE).function.name
-            return with_named(use, named, f"{_CHOICE}.function.name")
-        case {"type": "allowed_tools"}:
-            allowed = read_part(choice, NestedChoice, _CHOICE).allowed_tools
-            where = f"{_CHOICE}.allowed_tools.tools"
-            names = [
-                (f"{where}[{place}].function.name", tool.function.name)
-                for place, tool in enumerate(allowed.tools)
-            ]
-            return with_allowed(use, allowed.mode, names, _CHOICE)
-    return _simple_choice(use, choice, "invalid_request")
-
-
-def response_tool_use(fields: ResponseBody) -> ToolUse:
-    """Read which tools a response's model may, or has to, call.
-
-    Raises:
-        FieldError: A tool or the choice is invalid.
-    """
-    tools = tools_of(
-        (f"tools[{place}]", _tool(tool, f"tools[{place}]", nested=False))
-        for place, tool in enumerate(fields.tools)
-    )
-    use = ToolUse(tools=tools, parallel=fields.parallel_tool_calls)
-    match choice := fields.tool_choice:
-        case {"type": "function"}:
-            return with_named(use, read_part(choice, FlatNamed, _CHOICE).name, f"{_CHOICE}.name")
-        case {"type": "allowed_tools"}:
-            allowed = read_part(choice, FlatChoice, _CHOICE)
-            names = [
-                (f"{_CHOICE}.tools[{place}].name", tool.name)
-                for place, tool in enumerate(allowed.tools)
-            ]
-            return with_allowed(use, allowed.mode, names, _CHOICE)
-    return _simple_choice(
-        use, choice, "unsupported" if isinstance(choice, dict) else "invalid_request"
-    )
-
-
-def _simple_choice(use: ToolUse, choice: str | dict[str, Any] | None, code: str) -> ToolUse:
-    match choice:
         case None:
             return use
         case "none" | "auto" | "required":
             return tool_use_of(use.tools, choice, parallel=use.parallel)
+        case {"type": "function"}:
+            named = read_part(choice, form.named, _CHOICE).function.name
+            return with_named(use, named, f"{_CHOICE}{form.function}.name")
+        case {"type": "allowed_tools"}:
+            allowed = read_part(choice, form.choice, _CHOICE).allowed_tools
+            where = f"{_CHOICE}{form.allowed}.tools"
+            names = [
+                (f"{where}[{place}]{form.function}.name", tool.function.name)
+                for place, tool in enumerate(allowed.tools)
+            ]
+            return with_allowed(use, allowed.mode, names, _CHOICE)
+    hosted = form is _FLAT and isinstance(choice, dict)
     raise FieldError(
         f"{_CHOICE} is {shown(choice)}; it may be none, auto, required, a function or "
         "allowed_tools",
         param=_CHOICE,
-        code=code,
+        code="unsupported" if hosted else "invalid_request",
     )
 
 
-def _tool(given: dict[str, Any], param: str, *, nested: bool) -> Tool:
-    """Args: `param` is named in the error for another type than functions."""
+def _tool(given: dict[str, Any], where: str, form: _Form) -> Tool:
     if (kind := given.get("type")) != "function":
+        param = f"{where}{form.kind}"
         raise FieldError(
             f"{param}: a tool of type {shown(kind)} is not supported here; give tools of the type "
             "'function', which you call yourself",
             param=param,
             code="unsupported",
         )
-    where = param.removesuffix(".type")
-    function = (
-        read_part(given, NestedTool, where).function
-        if nested
-        else read_part(given, FlatTool, where)
-    )
+    found: NestedTool | FlatTool = read_part(given, form.tool, where)
+    function = found.function
     return tool_of(function.name, function.description, function.parameters, function.strict)

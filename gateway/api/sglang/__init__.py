@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...policy.chain import PolicyRoute
 from ...policy.document import Needed
 from ...server.callers import Endpoint, not_for_pages
 from ...serving.services import Services
-from .encode import Encoding
+from .encode import encode
 from .generate import Generation
 from .info import ServerInfoCalls
 from .sync import VersionLabels, WeightSync
@@ -22,7 +24,6 @@ def sglang_routes(services: Services) -> list[PolicyRoute]:
     labels = VersionLabels()
     sync = WeightSync(services.engine, labels, gateway.sync_timeout_s)
     generation = Generation(services, labels)
-    encoding = Encoding(services)
     info = ServerInfoCalls(services, sync, labels)
     weights = WeightCalls(services, sync)
     read, write = ["GET"], ["POST"]
@@ -32,7 +33,7 @@ def sglang_routes(services: Services) -> list[PolicyRoute]:
 
     routes = [
         route("/generate", generation.generate, ["POST", "PUT"], "generate"),
-        route("/encode", encoding.encode, ["POST", "PUT"], "generate"),
+        route("/encode", partial(encode, services), ["POST", "PUT"], "generate"),
         route("/abort_request", info.abort_request, write, "generate"),
         route("/flush_cache", info.flush_cache, write, "weights"),
         route("/pause_generation", weights.pause, write, "weights"),

@@ -21,7 +21,7 @@ from ....bus.public import (
     TokenLogprob,
 )
 from ...server.http import SendEvent
-from ...serving.samples import Unsent
+from ...serving.samples import Unsent, all_samples
 from ...serving.submissions import ENDED_EARLY
 from ...serving.words import Words, ends_with_stop_token, first_stop, free_of_stops, matched_stop
 from .requests import PromptCall
@@ -64,11 +64,8 @@ class PromptWriter:
 
     def final(self, completion: Completion) -> list[Answer]:
         """Return an answer for each sample. One that never began has no tokens."""
-        made = {sample.sample_index: sample for sample in completion.samples}
-        return [
-            self._final(completion, made.get(index, _unbegun(index)))
-            for index in range(self.wanted.request.n)
-        ]
+        samples = all_samples(completion, self.wanted.request.n)
+        return [self._final(completion, sample) for sample in samples]
 
     def growing(self, sample_index: int) -> Growing:
         """Return a sample of a stream."""
@@ -327,12 +324,6 @@ class SampleEvents(Unsent):
             state.sent(len(data))
         self.any_sent = True
         await self._send(data)
-
-
-def _unbegun(index: int) -> CompletionSample:
-    return CompletionSample(
-        sample_index=index, text="", token_ids=(), logprobs=(), finish_reason="abort"
-    )
 
 
 def _elapsed_ns(completion: Completion) -> int:

@@ -36,40 +36,34 @@ class EncodeBody(msgspec.Struct, frozen=True):
     budget_ms: float | None = None
 
 
-class Encoding:
-    """The endpoint."""
+async def encode(services: Services, request: Request) -> Response:
+    """Answer a text with an object, and a list with a list of objects."""
+    found = await read_sglang_object(request, services.config)
+    body = read_part(found, EncodeBody)
+    prompts, batch = read_prompts(body.text, body.input_ids)
+    call = EmbedCall(
+        id=body.rid or uuid.uuid4().hex,
+        params=EmbedParams(dimensions=body.dimensions),
+        priority=body.priority,
+    )
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def write(embedded: list[EmbeddedPrompt]) -> Any:
+        ids = [each.request_id for each in call.requests(prompts, "")]
+        answers = [
+            {
+                "embedding": each.vector,
+                "meta_info": {"id": name, "prompt_tokens": each.prompt_tokens},
+            }
+            for name, each in zip(ids, embedded, strict=True)
+        ]
+        return answers if batch else answers[0]
 
-    async def encode(self, request: Request) -> Response:
-        """Answer a text with an object, and a list with a list of objects."""
-        found = await read_sglang_object(request, self._services.config)
-        body = read_part(found, EncodeBody)
-        prompts, batch = read_prompts(body.text, body.input_ids)
-        call = EmbedCall(
-            id=body.rid or uuid.uuid4().hex,
-            params=EmbedParams(dimensions=body.dimensions),
-            priority=body.priority,
-        )
-
-        def write(embedded: list[EmbeddedPrompt]) -> Any:
-            ids = [each.request_id for each in call.requests(prompts, "")]
-            answers = [
-                {
-                    "embedding": each.vector,
-                    "meta_info": {"id": name, "prompt_tokens": each.prompt_tokens},
-                }
-                for name, each in zip(ids, embedded, strict=True)
-            ]
-            return answers if batch else answers[0]
-
-        return await answer_embedded(
-            request,
-            self._services,
-            call,
-            prompts,
-            write,
-            budget_ms=body.budget_ms,
-            lower_first=False,
-        )
+    return await answer_embedded(
+        request,
+        services,
+        call,
+        prompts,
+        write,
+        budget_ms=body.budget_ms,
+        lower_first=False,
+    )

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
 
-import anyio
 import anyio.lowlevel
 import msgspec
 from starlette.requests import Request
@@ -14,26 +13,17 @@ from starlette.responses import Response
 
 from ....bus.public import Completion, GenerateRequest, Output
 from ....config import NanoInferenceError
-from ...server.http import (
-    EventStream,
-    JsonResponse,
-    SendEvent,
-    error_body,
-    while_connected,
-)
+from ...server.http import EventStream, JsonResponse, SendEvent, error_body, while_connected
 from ...serving.origin import Origin, origin_of, tenant_of
+from ...serving.prepared import check_request
 from ...serving.services import Services
 from ...serving.submissions import AT_ONCE
-from ...serving.words import Words
 from .answers import Answer, PromptWriter, SampleEvents
 from .fields import read_sglang_object
 from .requests import PromptCall, read_call
 from .sync import VersionLabels
 
 _DONE = b"[DONE]"
-
-# An answer that is written at once, in tokens, those of logprobs included; more take a thread.
-_SHORT_ANSWER = 4096
 
 
 class Generation:
@@ -67,36 +57,19 @@ class Generation:
 
     async def _writers(self, prompts: Iterator[PromptCall], tenant: str) -> list[PromptWriter]:
         """Return the writer of each prompt's answer, with its request ready to submit."""
-        ready: list[PromptCall] = []
-        length = await self._submissions.length.get()
-        for wanted in prompts:
-            self._submissions.check_size(wanted.request, length)
-            request = msgspec.structs.replace(wanted.request, tenant=tenant)
-            ready.append(msgspec.structs.replace(wanted, request=request))
-            if len(ready) % AT_ONCE == 0:
-                await anyio.lowlevel.checkpoint()
-        words = None
-        if any(wanted.needs_words or wanted.needs_token_ids for wanted in ready):
-            words = await self._services.words.required()
-            for wanted in ready:
-                if wanted.needs_token_ids:
-                    words.check_fits(wanted.request.prompt or "", length)
+        services = self._services
         writers: list[PromptWriter] = []
-        for wanted in ready:
-            writers.append(await self._answers(wanted, words))
-            self._submissions.check_encoded(writers[-1].wanted.request)
+        for wanted in prompts:
+            words = None
+            if wanted.needs_words or wanted.needs_token_ids:
+                words = await services.words.required()
+            request = msgspec.structs.replace(wanted.request, tenant=tenant)
+            request = await check_request(services, request, as_tokens=wanted.needs_token_ids)
+            wanted = msgspec.structs.replace(wanted, request=request)
+            writers.append(PromptWriter(wanted, words, self._labels))
             if len(writers) % AT_ONCE == 0:
                 await anyio.lowlevel.checkpoint()
         return writers
-
-    async def _answers(self, wanted: PromptCall, words: Words | None) -> PromptWriter:
-        if words is None or not (wanted.needs_words or wanted.needs_token_ids):
-            return PromptWriter(wanted, None, self._labels)
-        if wanted.needs_token_ids:
-            token_ids = await self._services.words.token_ids(wanted.request.prompt or "")
-            asked = msgspec.structs.replace(wanted.request, prompt=None, prompt_token_ids=token_ids)
-            wanted = msgspec.structs.replace(wanted, request=asked)
-        return PromptWriter(wanted, words, self._labels)
 
     # --- after --------------------------------------------------------------------------------
 
@@ -133,26 +106,20 @@ class Generation:
                 if growing.due:
                     events.put(place + output.sample_index, growing)
 
-        failure: NanoInferenceError | None = None
-        async with anyio.create_task_group() as group:
-            group.start_soon(events.send_all)
-            try:
-                await self._submissions.run(origin, _requests_of(writers), take)
-            except NanoInferenceError as error:
-                failure = error
-            events.close()
-        if failure is not None:
+        run = partial(self._submissions.run, origin, _requests_of(writers), take)
+        try:
+            await events.send_while(run)
+        except NanoInferenceError as error:
             if not events.any_sent:
-                raise failure
-            await send(msgspec.json.encode(error_body(failure)))
+                raise
+            await send(msgspec.json.encode(error_body(error)))
         await send(_DONE)
 
     async def _final(self, writer: PromptWriter, completion: Completion) -> list[Answer]:
         tokens = sum(len(each.token_ids) for each in completion.samples)
         tokens += len(completion.prompt_logprobs or ())
-        if tokens * (1 + writer.wanted.top_logprobs) <= _SHORT_ANSWER:
-            return writer.final(completion)
-        return await self._services.words.beside(partial(writer.final, completion))
+        listed = tokens * (1 + writer.wanted.top_logprobs)
+        return await self._services.words.written(listed, partial(writer.final, completion))
 
 
 def _requests_of(writers: list[PromptWriter]) -> list[GenerateRequest]:

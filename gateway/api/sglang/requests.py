@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import repeat
 from typing import Any, ClassVar
 
@@ -157,7 +157,7 @@ def read_call(body: Body, max_prompts: int) -> BatchCall:
     given = _each(params, "sampling_params", count)
     first = _read_sampling(given[0])
     one_for_all = not isinstance(fields.sampling_params, list)
-    columns = zip(
+    rows = zip(
         prompts,
         _request_ids(fields.rid, count, batch),
         repeat(first, count) if one_for_all else map(_read_sampling, given),
@@ -168,17 +168,44 @@ def read_call(body: Body, max_prompts: int) -> BatchCall:
         _each(fields.lora_path, "lora_path", count),
         strict=True,
     )
-    wanted = (_wanted(fields, *row) for row in columns)
     batch = batch or first[0].n > 1
-    return BatchCall(_not_too_many(wanted, max_prompts), batch, fields.stream, fields.budget_ms)
+    return BatchCall(
+        _prompt_calls(fields, rows, max_prompts), batch, fields.stream, fields.budget_ms
+    )
 
 
-def _not_too_many(prompts: Iterator[PromptCall], max_prompts: int) -> Iterator[PromptCall]:
+def _prompt_calls(
+    fields: SGLangBody, rows: Iterable[tuple[Any, ...]], max_prompts: int
+) -> Iterator[PromptCall]:
     samples = 0
-    for wanted in prompts:
-        samples += max(1, wanted.request.n)
+    for prompt, request_id, (own, params), logprobs, start, top, extra_key, adapter in rows:
+        samples += max(1, own.n)
         _check_number(samples, max_prompts)
-        yield wanted
+        start, top = (start, top) if logprobs else (-1, 0)
+        request = GenerateRequest(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=None if isinstance(prompt, str) else prompt,
+            n=own.n,
+            sampling=msgspec.structs.replace(
+                params,
+                max_tokens=params.max_tokens or 1,
+                logprobs=top,
+                prompt_logprobs=top if start >= 0 else None,
+            ),
+            stream=fields.stream,
+            priority=fields.priority,
+            cache_salt=extra_key,
+            model=adapter or "",
+        )
+        yield PromptCall(
+            request=request,
+            own=own,
+            scores_only=params.max_tokens == 0,
+            logprobs=logprobs,
+            logprob_start=start,
+            token_texts=logprobs and fields.return_text_in_logprobs,
+        )
 
 
 def _check_number(prompts: int, max_prompts: int) -> None:
@@ -236,48 +263,6 @@ def _each(value: Any, name: str, count: int) -> list[Any]:
     if len(value) != count:
         raise RequestError(f"{name} has {len(value)} entries for {count} prompts")
     return value
-
-
-def _wanted(
-    fields: SGLangBody,
-    prompt: str | tuple[int, ...],
-    request_id: str,
-    sampling: tuple[SGLangSampling, SamplingParams],
-    logprobs: bool,
-    logprob_start: int,
-    top_logprobs: int,
-    extra_key: str,
-    adapter: str | None,
-) -> PromptCall:
-    start = logprob_start if logprobs else -1
-    top = top_logprobs if logprobs else 0
-    own, params = sampling
-    scores_only = params.max_tokens == 0
-    params = msgspec.structs.replace(
-        params,
-        max_tokens=params.max_tokens or 1,
-        logprobs=top,
-        prompt_logprobs=top if start >= 0 else None,
-    )
-    request = GenerateRequest(
-        request_id=request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=None if isinstance(prompt, str) else prompt,
-        n=own.n,
-        sampling=params,
-        stream=fields.stream,
-        priority=fields.priority,
-        cache_salt=extra_key,
-        model=adapter or "",
-    )
-    return PromptCall(
-        request=request,
-        own=own,
-        scores_only=scores_only,
-        logprobs=logprobs,
-        logprob_start=start,
-        token_texts=logprobs and fields.return_text_in_logprobs,
-    )
 
 
 def _constraint(params: SGLangSampling) -> Constraint | None:

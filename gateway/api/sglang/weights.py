@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from base64 import b64decode
-from binascii import Error as Base64Error
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -18,13 +17,7 @@ from ....bus.control import MEMORY_TAGS, MemoryTag
 from ....bus.weights import FolderWeights, GroupWeights, InFlight, TensorMeta, WeightsSource
 from ....config import Int64, NanoInferenceError, RequestError
 from ....config.temporary import temporary_folder
-from ...server.http import (
-    JsonResponse,
-    decode_object,
-    error_response,
-    read_body,
-    read_object,
-)
+from ...server.http import JsonResponse, decode_object, error_response, read_body
 from ...serving.fields import read_part
 from ...serving.services import Services
 from .fields import read_sglang_object
@@ -36,7 +29,6 @@ _HARMLESS = frozenset(
     {"flush_cache", "torch_empty_cache", "recapture_cuda_graph", "keep_pause", "token_step"}
 )
 _SELECTORS = ("all", "target")
-_MOST_ADAPTER_BYTES = 1 << 16
 
 _UNPACKED_AT_ONCE = 1
 """Calls whose tensors are decoded, beside the event loop; each keeps a core busy. Others wait."""
@@ -139,20 +131,19 @@ class VersionBody(msgspec.Struct, frozen=True):
     abort_all_requests: bool = True
 
 
-class LoadLoraBody(msgspec.Struct, frozen=True):
+class UnloadLoraBody(msgspec.Struct, frozen=True):
+    """UnloadLoRAAdapterReqInput."""
+
+    lora_name: str
+
+
+class LoadLoraBody(UnloadLoraBody, frozen=True):
     """LoadLoRAAdapterReqInput."""
 
     # The engine has no pool of adapters beside the loaded ones.
     HARMLESS: ClassVar = frozenset({"pinned", "added_tokens_config"})
 
-    lora_name: str
     lora_path: str
-
-
-class UnloadLoraBody(msgspec.Struct, frozen=True):
-    """UnloadLoRAAdapterReqInput."""
-
-    lora_name: str
 
 
 class WeightCalls:
@@ -267,13 +258,13 @@ class WeightCalls:
 
     async def load_adapter(self, request: Request) -> Response:
         """Load an adapter; a loaded one of that name gets new weights."""
-        body = await self._read(request, LoadLoraBody, _MOST_ADAPTER_BYTES)
+        body = await self._read(request, LoadLoraBody)
         loading = self._engine.load_adapter(body.lora_name, body.lora_path)
         return await self._adapter_outcome(loading, body.lora_name, loaded=True)
 
     async def unload_adapter(self, request: Request) -> Response:
         """Unload an adapter, after its requests in flight."""
-        name = (await self._read(request, UnloadLoraBody, _MOST_ADAPTER_BYTES)).lora_name
+        name = (await self._read(request, UnloadLoraBody)).lora_name
         return await self._adapter_outcome(self._engine.unload_adapter(name), name, loaded=False)
 
     async def _adapter_outcome(
@@ -304,9 +295,7 @@ class WeightCalls:
             taking, lambda version: kept if version is None else _in_place(version), **more
         )
 
-    async def _read(self, request: Request, kind: type[B], max_bytes: int | None = None) -> B:
-        if max_bytes is not None:
-            return read_part(await read_object(request, max_bytes), kind)
+    async def _read(self, request: Request, kind: type[B]) -> B:
         return read_part(await read_sglang_object(request, self._services.config), kind)
 
 
@@ -336,18 +325,14 @@ def _metas(body: DistributedBody) -> tuple[TensorMeta, ...]:
     )
 
 
-def _decoded(text: str) -> bytes:
-    try:
-        return b64decode(text, validate=True)
-    except (Base64Error, ValueError):
-        raise RequestError("serialized_named_tensors must hold base64") from None
-
-
 def _unpack(folder: Path, texts: list[str]) -> None:
     for index, text in enumerate(texts):
         with (folder / f"part-{index:05}.safetensors").open("wb") as file:
-            for start in range(0, len(text), _PIECE):
-                file.write(_decoded(text[start : start + _PIECE]))
+            try:
+                for start in range(0, len(text), _PIECE):
+                    file.write(b64decode(text[start : start + _PIECE], validate=True))
+            except ValueError:
+                raise RequestError("serialized_named_tensors must hold base64") from None
 
 
 def _dropped(parts: int) -> str:

@@ -147,7 +147,7 @@ CALLS: list[tuple[str, dict[str, Any], str, Mapping[str, str]]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "within", "names"), CALLS)
-async def test_each_sampling_parameter_reaches_the_engine(
+async def test_each_field_reaches_the_engine(
     http: httpx.AsyncClient,
     engine: FakeEngine,
     path: str,
@@ -155,35 +155,19 @@ async def test_each_sampling_parameter_reaches_the_engine(
     within: str,
     names: Mapping[str, str],
 ) -> None:
-    given = {name: GIVEN[own] for name, own in names.items()}
-    answer = await http.post(path, json=body | ({within: given} if within else given))
+    is_sglang = path == "/generate"
+    # Lower priorities are earlier for vLLM, and later for SGLang.
+    fields = {"priority": -2 if is_sglang else 2, "budget_ms": 60_000}
+    fields |= {"extra_key" if is_sglang else "cache_salt": "s"}
+    samples = {"n": 2} if within or "completions" in path else {}
+    given = {name: GIVEN[own] for name, own in names.items()} | samples
+    answer = await http.post(path, json=body | fields | ({within: given} if within else given))
     assert answer.status_code == 200, answer.text
     (request,) = engine.requests
     wanted = {*names.values(), *(("max_tokens",) if "max" in str(body) else ())}
     wanted |= {"logprobs"} if "logprobs" in str(body) else set()
     found = {own: getattr(request.sampling, own) for own in wanted}
     assert found == {own: READ[own] for own in wanted}
-
-
-@pytest.mark.parametrize(("path", "body", "within", "names"), CALLS)
-async def test_fields_of_the_request_reach_the_engine(
-    http: httpx.AsyncClient,
-    engine: FakeEngine,
-    path: str,
-    body: dict[str, Any],
-    within: str,
-    names: Mapping[str, str],
-) -> None:
-    salt = "extra_key" if path == "/generate" else "cache_salt"
-    # Lower is earlier for vLLM, and later for SGLang.
-    priority = -2 if path == "/generate" else 2
-    fields = {salt: "s", "priority": priority, "budget_ms": 60_000, "max_tokens": 9}
-    samples = {within: {"n": 2}} if within else {"n": 2} if "completions" in path else {}
-    if within or path == "/v1/responses":
-        del fields["max_tokens"]
-    answer = await http.post(path, json=body | fields | samples)
-    assert answer.status_code == 200, answer.text
-    (request,) = engine.requests
     assert (request.cache_salt, request.n) == ("s", 2 if samples else 1)
     assert request.priority == -2
     assert 0 < (request.budget_ns or 0) <= 60_000 * 10**6

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .....bus.public import Completion, Output
+from .....bus.public import Completion
 from .....config import NanoInferenceError
 from .....store.calls import DurableCall
 from ....policy.caller import Caller, caller_of
@@ -24,13 +24,15 @@ from ....server.http import (
     while_connected,
 )
 from ....serving.account import Account
+from ....serving.durable_calls import Attachment
 from ....serving.fields import Body, read_query
 from ....serving.origin import Origin, origin_of, tenant_of
-from ....serving.prepared import of_tools, prepare
+from ....serving.prepared import check_request, of_tools, prepare
+from ....serving.samples import complete_sample, stream_sample
 from ....serving.services import Services
 from ..errors import as_openai
 from ..records import Attach, Found, keyed, last_event_id, unattached
-from ..tools import response_tool_use
+from ..tools import tool_use
 from .events import NOTHING, ResponseEvents, read_number, response_of
 from .items import Item, check_calls, page_of
 from .output import ResponseWriter
@@ -43,7 +45,7 @@ from .requests import (
     conversation_of,
     read_response,
 )
-from .running import BackgroundResponses, run_response, send_outputs
+from .running import BackgroundResponses
 from .stored import StoredResponses, as_response_error
 
 _SOON_S = 0.05
@@ -70,25 +72,18 @@ class ResponseCalls:
     """The endpoints.
 
     Attributes:
-        conversation_of: Finds the conversation that a new response continues, as `conversation`
-            does. With several models another one may have made it.
+        stored: The responses of this model.
+        conversation_of: Finds the conversation that a new response continues. With several models
+            another one may have made it.
     """
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._background = BackgroundResponses(services, self._count)
-        self._stored = StoredResponses(services, self._background)
+        self.stored = StoredResponses(services, self._background)
         self.conversation_of: Callable[[str, str, Caller], Awaitable[list[Item]]] = (
-            self._stored.conversation
+            self.stored.conversation
         )
-
-    async def conversation(self, response_id: str, tenant: str, caller: Caller) -> list[Item]:
-        """Return all items of a response of this model that has ended.
-
-        Raises:
-            FieldError: It is unknown, or has not ended well.
-        """
-        return await self._stored.conversation(response_id, tenant, caller)
 
     async def create(self, request: Request) -> Response:
         services, tenant = self._services, tenant_of(request)
@@ -96,7 +91,7 @@ class ResponseCalls:
         again = keyed(request, tenant, body)
         if call.fields.stream and (event_id := last_event_id(request)):
             response_id = response_of(event_id)
-            found = await self._stored.find(response_id, tenant, caller_of(request), again)
+            found = await self.stored.find_stored(response_id, tenant, caller_of(request), again)
             return await self._again(request, found, read_number(event_id, response_id))
         if again is None:
             # Errors of the conversation would otherwise come first.
@@ -115,8 +110,11 @@ class ResponseCalls:
             ),
         )
         await self._check(record)
-        writer = await self._stored.writer(record, first=True)
-        if again is not None and (begun := await self._stored.claim(record)) is not None:
+        writer = await self.stored.writer(record, first=True)
+        if (
+            again is not None
+            and (begun := await self.stored.claim(record, record.caller)) is not None
+        ):
             return await self._again(request, begun)
         if record.background:
             return await self._in_background(request, origin, writer)
@@ -143,16 +141,16 @@ class ResponseCalls:
             raise FieldError("starting_after takes stream=true", param="starting_after")
         found = await self._found(request)
         if not query.stream:
-            return JsonResponse(await self._stored.known(found))
+            return JsonResponse(await self.stored.known(found))
         return await self._followed(request, found, query.starting_after, last_event_id(request))
 
     async def delete(self, request: Request) -> Response:
         found = await self._found(request)
-        await self._stored.delete(found)
+        await self.stored.delete(found)
         return JsonResponse({"id": found.record.id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        return JsonResponse(await self._stored.cancel(await self._found(request)))
+        return JsonResponse(await self.stored.cancel(await self._found(request)))
 
     async def stream(self, request: Request) -> Response:
         """As `retrieve`, by the endpoint of all streams."""
@@ -162,7 +160,7 @@ class ResponseCalls:
     async def end(self, request: Request) -> Response:
         """End a response, in the background or not. A response that has ended stays as it is."""
         found = await self._found(request)
-        await self._stored.end(found)
+        await self.stored.end(found)
         return JsonResponse(
             {"id": found.record.id, "object": "stream.cancelled", "cancelled": True}
         )
@@ -176,7 +174,7 @@ class ResponseCalls:
     async def _found(self, request: Request) -> Found[ResponseRecord]:
         named = request.path_params
         response_id = named.get("response_id") or named["stream"]
-        return await self._stored.find(response_id, tenant_of(request), caller_of(request))
+        return await self.stored.find_stored(response_id, tenant_of(request), caller_of(request))
 
     # --- making one ---------------------------------------------------------------------------
 
@@ -201,7 +199,7 @@ class ResponseCalls:
             request,
             self._services,
             conversation_of(fields, record.items),
-            response_tool_use(fields),
+            tool_use(fields),
             sampling,
             reasoning_budget=fields.thinking_token_budget,
         )
@@ -219,8 +217,7 @@ class ResponseCalls:
         request = record.request(services.config)
         services.submissions.check_ready()
         services.submissions.check_priority(record.caller, request)
-        services.submissions.check_size(request, await services.length.get())
-        services.submissions.check_encoded(request)
+        await check_request(services, request)
         size, most = len(record.encode()), services.config.bus.max_request_bytes
         if record.is_durable and size > most:
             raise FieldError(
@@ -233,7 +230,7 @@ class ResponseCalls:
     async def _count(self, record: ResponseRecord, completion: Completion) -> None:
         """Count the message of a background response, which no client may ever read."""
         if record.reading is not None:
-            await self._stored.ended(await self._stored.writer(record, first=True), completion)
+            await self.stored.ended(await self.stored.writer(record, first=True), completion)
 
     async def _in_background(
         self, request: Request, origin: Origin, writer: ResponseWriter
@@ -260,7 +257,7 @@ class ResponseCalls:
         """Answer a call that was begun before, perhaps from behind an event on."""
         fields = found.record.call.fields
         if fields.background and not fields.stream:
-            return JsonResponse(await self._stored.known(found))
+            return JsonResponse(await self.stored.known(found))
         return await self._respond(request, await self._attached(request, found, after))
 
     async def _followed(
@@ -284,57 +281,55 @@ class ResponseCalls:
         origin = origin_of(request, record.tenant, fields.budget_ms, fields.model)
 
         return _RunningResponse(
-            origin, await self._stored.writer(record), self._stored.attach(found), after
+            origin, await self.stored.writer(record), partial(self.stored.attach, found), after
         )
 
     async def _respond(self, request: Request, running: _RunningResponse) -> Response:
         record = running.writer.record
         if record.call.fields.stream:
             return self._streamed(running)
-        ended: list[Completion] = []
-
-        async def take(output: Output) -> None:
-            if isinstance(output, Completion):
-                ended.append(output)
+        submissions, asked = self._services.submissions, record.request(self._services.config)
 
         async def work() -> Response:
-            async with running.attach() as attachment:
-                try:
-                    await run_response(self._services, running.origin, record, attachment, take)
-                except NanoInferenceError as error:
-                    if attachment is not None:
-                        attachment.fail(error)
-                    raise _as_response(error, record) from None
-            return JsonResponse(await self._stored.ended(running.writer, ended[0]))
+            try:
+                async with running.attach() as attachment:
+                    completion = await complete_sample(
+                        submissions, running.origin, asked, attachment=attachment
+                    )
+            except NanoInferenceError as error:
+                raise _as_response(error, record) from None
+            return JsonResponse(await self.stored.ended(running.writer, completion))
 
         return await while_connected(request.receive, work)
 
     def _streamed(self, running: _RunningResponse) -> Response:
         origin, writer, attach, after, retrieved = running
         record, gateway = writer.record, self._services.config.gateway
+        submissions, asked = self._services.submissions, record.request(self._services.config)
 
         async def produce(send: SendEvent) -> None:
             ids = gateway.event_ids and record.call.fields.store
-            events = ResponseEvents(writer, send, self._stored.beside, after, ids=ids)
+            events = ResponseEvents(writer, send, self.stored.beside, after, ids=ids)
             if record.background:
                 await events.create()
-            failure: NanoInferenceError | None
+            attachment: Attachment | None = None
             try:
                 async with attach() as attachment:
-                    failure = await send_outputs(
-                        self._services, origin, record, attachment, events.take
+                    completion = await stream_sample(
+                        submissions, origin, asked, events.add, attachment
                     )
-                    if failure is not None and attachment is not None:
-                        attachment.fail(failure)
-                    has_ended = attachment is None or attachment.ended
-            except NeverBegun as error:
-                failure, has_ended = error, True
-            if failure is None:
-                return
-            failure = _as_response(failure, record)
-            if not stream.committed and not (retrieved and has_ended):
-                raise as_openai(failure, "responses")
-            await (events.fail(failure) if has_ended else events.interrupt(failure))
+            except NanoInferenceError as error:
+                failure = _as_response(error, record)
+                has_ended = (
+                    isinstance(error, NeverBegun)
+                    or attach is unattached
+                    or (attachment is not None and attachment.ended)
+                )
+                if not stream.committed and not (retrieved and has_ended):
+                    raise as_openai(failure, "responses") from None
+                await (events.fail(failure) if has_ended else events.interrupt(failure))
+            else:
+                await events.end(completion)
 
         stream = EventStream(produce, gateway.comment_s)
         return stream

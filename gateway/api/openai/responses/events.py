@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import anyio.lowlevel
 import msgspec
 
-from .....bus.public import Completion, CompletionChunk, Output
-from .....config import NanoInferenceError, RequestError, shown
+from .....bus.public import Completion, CompletionChunk
+from .....config import NanoInferenceError
 from ....server.http import SendEvent
 from ..errors import as_openai
+from ..positions import invalid_event
 from .output import Answer, ItemEvent, ResponseWriter
 
 _ENDS = {"completed": "response.completed", "failed": "response.failed"}
@@ -67,14 +69,25 @@ class ResponseEvents:
         if waits:
             await self._tell("response.queued", response)
 
-    async def take(self, output: Output) -> None:
-        """Send the events of the next output. The last output ends the stream."""
+    async def add(self, chunks: Sequence[CompletionChunk]) -> None:
+        """Send the events of the next chunks. Each has its own, so that their numbers stay."""
         await self._progress()
-        if isinstance(output, CompletionChunk):
-            self._num_tokens += len(output.token_ids)
-            await self._tell_all(self._items.add(output))
-        else:
-            await self._end(output)
+        for chunk in chunks:
+            self._num_tokens += len(chunk.token_ids)
+            await self._tell_all(self._items.add(chunk))
+            # The server takes what fits its buffers without a pause.
+            await anyio.lowlevel.checkpoint()
+
+    async def end(self, completion: Completion) -> None:
+        """Send the last events of a response that has ended."""
+        await self._progress()
+        if completion.samples:
+            sample = completion.samples[0]
+            unread = len(sample.token_ids) - self._num_tokens
+            await self._tell_all(await self._beside(unread, partial(self._items.end, sample)))
+        response = self._writer.ended(completion, self._items)
+        kind = _ENDS.get(response["status"], _INCOMPLETE)
+        await self._tell(kind, {"response": response})
 
     async def fail(self, error: NanoInferenceError) -> None:
         """Send the last event of a response that failed."""
@@ -103,15 +116,6 @@ class ResponseEvents:
         self._in_progress = True
         await self.create()
         await self._tell("response.in_progress", {"response": self._writer.begun("in_progress")})
-
-    async def _end(self, completion: Completion) -> None:
-        if completion.samples:
-            sample = completion.samples[0]
-            unread = len(sample.token_ids) - self._num_tokens
-            await self._tell_all(await self._beside(unread, partial(self._items.end, sample)))
-        response = self._writer.ended(completion, self._items)
-        kind = _ENDS.get(response["status"], _INCOMPLETE)
-        await self._tell(kind, {"response": response})
 
     async def _tell_all(self, events: Iterable[ItemEvent]) -> None:
         for event in events:
@@ -148,9 +152,5 @@ def read_number(event_id: str, response_id: str) -> int:
 def _parsed(event_id: str, response_id: str = "") -> re.Match[str]:
     found = _EVENT_ID.fullmatch(event_id)
     if found is None or response_id not in ("", found[1]):
-        raise RequestError(
-            f"{shown(event_id)} is no event of this response; give the id of the last one that "
-            "came",
-            code="invalid_event_id",
-        )
+        raise invalid_event(event_id)
     return found

@@ -14,7 +14,7 @@ from ....serving.chat_templates import Turn
 from ....serving.fields import read_part
 from ....serving.tools import DirectCaller, tool_call
 from ..bodies import OpenAIMessage
-from ..messages import text_of, turn_of
+from ..messages import arguments_of, text_of, turn_of
 
 Item = dict[str, Any]
 """An id and a type, with the fields of a message (its content is a list of parts), of a function
@@ -138,18 +138,19 @@ def message_of(item: Item) -> dict[str, Any]:
 def _item(given: dict[str, Any], where: str) -> Item:
     """Read an item, without fields that have no effect."""
     kind = given.get("type") or "message"
-    read = _KINDS.get(kind) if isinstance(kind, str) else None
-    if read is None:
+    known = _KINDS.get(kind) if isinstance(kind, str) else None
+    if known is None:
         raise FieldError(
             f"{where}: an item of type {shown(kind)} is not supported here; "
             f"{', '.join(_KINDS)} are",
             param=where,
             code="unsupported",
         )
+    prefix, read = known
     fields = read(given, where)
     name = given.get("id")
-    known = isinstance(name, str) and 0 < len(name) <= _LONGEST_ID
-    item_id = name if known else f"{_PREFIXES[kind]}{uuid.uuid4().hex}"
+    named = isinstance(name, str) and 0 < len(name) <= _LONGEST_ID
+    item_id = name if named else f"{prefix}{uuid.uuid4().hex}"
     return {"id": item_id, "type": kind, "status": "completed"} | fields
 
 
@@ -173,13 +174,7 @@ def _part(part: dict[str, Any], role: str) -> dict[str, Any]:
 
 def _function_call(given: dict[str, Any], where: str) -> Item:
     call = read_part(given, FunctionCall, where)
-    try:
-        arguments = msgspec.json.decode(call.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        param = f"{where}.arguments"
-        raise FieldError(f"{param} must be an object, as JSON", param=param)
+    arguments_of(call.arguments, f"{where}.arguments")
     return {"call_id": call.call_id, "name": call.name, "arguments": call.arguments or "{}"}
 
 
@@ -199,18 +194,13 @@ def _reasoning(given: dict[str, Any], where: str) -> Item:
     }
 
 
-_KINDS: dict[str, Callable[[dict[str, Any], str], Item]] = {
-    "message": _message,
-    "function_call": _function_call,
-    "function_call_output": _function_output,
-    "reasoning": _reasoning,
+_KINDS: dict[str, tuple[str, Callable[[dict[str, Any], str], Item]]] = {
+    "message": ("msg_", _message),
+    "function_call": ("fc_", _function_call),
+    "function_call_output": ("fco_", _function_output),
+    "reasoning": ("rs_", _reasoning),
 }
-_PREFIXES = {
-    "message": "msg_",
-    "function_call": "fc_",
-    "function_call_output": "fco_",
-    "reasoning": "rs_",
-}
+"""The types of items: the prefix of new ids, and the reader."""
 
 
 # --- turns for a chat template ------------------------------------------------------------------

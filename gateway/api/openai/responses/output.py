@@ -255,14 +255,10 @@ class ResponseWriter:
             reads=form is not None and reading is not None,
         )
 
-    def begun(self, status: Status) -> Answer:
-        """Return a response without output."""
-        return self._response(status)
-
     def failed(self, error: NanoInferenceError) -> Answer:
         """Return a response that ended with an error."""
         told = as_openai(error, "responses")
-        return self._response("failed") | {"error": {"code": told.code, "message": told.message}}
+        return self.begun("failed") | {"error": {"code": told.code, "message": told.message}}
 
     def known(self, kept: DurableCall, last: Output | None) -> Answer:
         """Return the present state.
@@ -294,7 +290,7 @@ class ResponseWriter:
             if sample is not None:
                 items.end(sample)
         status = _status(sample)
-        answer = self._response(status)
+        answer = self.begun(status)
         usage = completion.usage
         answer |= {
             "completed_at": completion.timings.finished_ns / 1e9 if status == "completed" else None,
@@ -318,7 +314,8 @@ class ResponseWriter:
             answer["system_fingerprint"] = f"weights-{sample.weight_version}"
         return answer
 
-    def _response(self, status: Status) -> Answer:
+    def begun(self, status: Status) -> Answer:
+        """Return a response without output."""
         fields = self.call.fields
         reasoning = fields.reasoning or ReasoningOptions()
         return {
@@ -341,7 +338,7 @@ class ResponseWriter:
             "service_tier": "default",
             "store": fields.store,
             "temperature": self.call.sampling.temperature,
-            "text": {"format": fields.text.get("format") or {"type": "text"}},
+            "text": {"format": fields.text.format or {"type": "text"}},
             "tool_choice": fields.tool_choice or "auto",
             "tools": fields.tools,
             "top_logprobs": fields.top_logprobs or 0,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from .....bus.public import GenerateRequest
-from .....config import Config, Constraint, NanoInferenceError, SamplingParams, field_name, shown
+from .....config import Config, Constraint, NanoInferenceError, SamplingParams, shown
 from .....text.messages import Reading
 from ....policy.caller import ANYBODY, Caller
-from ....server.http import EngineError, FieldError, convert
+from ....server.http import EngineError, FieldError
 from ....serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ....serving.constraints import of_structured_outputs, of_text_format, the_one
 from ....serving.fields import Body, adapter_of, engine_priority, read_part
@@ -31,9 +31,6 @@ _HARMLESS = frozenset({"reasoning.encrypted_content"})
 
 _MOST_METADATA = 16
 _MOST_LISTED = 100
-
-_AS_IT_COMES = {"verbosity": ("medium",)}
-"""Values of `text` that ask for the default."""
 
 
 class RetrieveQuery(msgspec.Struct, frozen=True):
@@ -206,30 +203,15 @@ def read_response(
 
 def _constraint(fields: ResponseBody) -> Constraint | None:
     """Raises FieldError: several fields constrain the text, or one is not supported."""
+    given = fields.text.format
     return the_one(
         {
             "structured_outputs": of_structured_outputs(
                 fields.structured_outputs, "structured_outputs"
             ),
-            "text.format": _text_format(fields.text),
+            "text.format": None if given is None else of_text_format(given, "text.format"),
         }
     )
-
-
-def _text_format(text: Body) -> Constraint | None:
-    """Raises FieldError: there is an option beside the format, or the format is not supported."""
-    for name, value in text.items():
-        if name != "format" and value not in (None, *_AS_IT_COMES.get(name, ())):
-            where = f"text.{field_name(name)}"
-            raise FieldError(
-                f"{where} is not supported here; leave it out, or give null",
-                param=where,
-                code="unsupported",
-            )
-    given = text.get("format")
-    if given is None:
-        return None
-    return of_text_format(convert(given, dict[str, Any], "text.format"), "text.format")
 
 
 def conversation_of(fields: ResponseBody, items: Iterable[Item]) -> Conversation:

@@ -1,98 +1,42 @@
-"""Responses on their way through the engine: with a client, or in the background."""
+"""Responses in the background."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
 import anyio
-import anyio.lowlevel
 
-from .....bus.public import Completion, Output
+from .....bus.public import Completion
 from .....config import BusError, ChannelClosed, NanoInferenceError
 from .....store.calls import DurableCall
 from .....telemetry import TraceContext
 from ....serving.account import Account
 from ....serving.durable_calls import Attachment
 from ....serving.origin import Origin
+from ....serving.samples import complete_sample
 from ....serving.services import Services
 from ..records import decode_record
 from .requests import ResponseRecord
 
-MOST_UNSENT = 4096
-"""Outputs that wait here for a client that does not read. The others wait on the bus."""
-
 _BUS_AWAY_S = 1.0
 """Seconds between attempts to reach a lost bus."""
 
-Take = Callable[[Output], Awaitable[None]]
 Ended = Callable[[ResponseRecord, Completion], Awaitable[None]]
-
-
-async def run_response(
-    services: Services,
-    origin: Origin,
-    record: ResponseRecord,
-    attachment: Attachment | None,
-    take: Take,
-) -> None:
-    """Run a response's request, or follow one that was begun before.
-
-    Args:
-        attachment: None for a response that ends with its connection.
-        take: Awaited with all outputs, from the first one on.
-
-    Raises:
-        NanoInferenceError: The engine did not do it.
-    """
-
-    async def take_one(index: int, output: Output) -> None:
-        await take(output)
-
-    requests = [record.request(services.config)]
-    await services.submissions.run(origin, requests, take_one, attachment)
-
-
-async def send_outputs(
-    services: Services,
-    origin: Origin,
-    record: ResponseRecord,
-    attachment: Attachment | None,
-    take: Take,
-) -> NanoInferenceError | None:
-    """As `run_response`, for a client that may read slowly without delaying the others.
-
-    Returns:
-        The error that ended it, once all outputs before it were taken.
-    """
-    failure: NanoInferenceError | None = None
-    put, got = anyio.create_memory_object_stream[Output](MOST_UNSENT)
-
-    async def take_all() -> None:
-        async with got:
-            async for output in got:
-                await take(output)
-                # The server takes what fits its buffers without a pause.
-                await anyio.lowlevel.checkpoint()
-
-    async with anyio.create_task_group() as group, put:
-        group.start_soon(take_all)
-        try:
-            await run_response(services, origin, record, attachment, put.send)
-        except NanoInferenceError as error:
-            # Not through the group, which would wrap it.
-            failure = error
-    return failure
 
 
 class Run:
     """A response that this gateway runs in the background.
 
     Attributes:
+        kept: The response as the bus keeps it; None if that is to be read again.
         settled: Set when it is published, or will not be.
         failure: The reason why it will not be published.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, record: ResponseRecord, origin: Origin, kept: DurableCall) -> None:
+        self.record = record
+        self.origin = origin
+        self.kept: DurableCall | None = kept
         self.settled = anyio.Event()
         self.failure: NanoInferenceError | None = None
 
@@ -113,8 +57,8 @@ class BackgroundResponses:
 
     def begin(self, record: ResponseRecord, origin: Origin, kept: DurableCall) -> Run:
         """Run a response that the bus keeps."""
-        run = self._running[record.id] = Run()
-        self._services.durable.begin(self._run(run, record, origin, kept))
+        run = self._running[record.id] = Run(record, origin, kept)
+        self._services.durable.begin(self._run(run))
         return run
 
     def running(self, response_id: str) -> Run | None:
@@ -138,29 +82,25 @@ class BackgroundResponses:
             self.begin(record, origin, kept)
         return True
 
-    async def _run(
-        self, run: Run, record: ResponseRecord, origin: Origin, kept: DurableCall | None
-    ) -> None:
+    async def _run(self, run: Run) -> None:
         try:
-            while not await self._attach(run, record, origin, kept):
+            while not await self._attach(run):
                 await anyio.sleep(_BUS_AWAY_S)
-                kept = None
+                run.kept = None
         finally:
-            self._running.pop(record.id, None)
+            self._running.pop(run.record.id, None)
             run.settled.set()
 
-    async def _attach(
-        self, run: Run, record: ResponseRecord, origin: Origin, kept: DurableCall | None
-    ) -> bool:
+    async def _attach(self, run: Run) -> bool:
         """Run a response, or follow it. Returns False if the bus is away: try again."""
-        durable = self._services.durable
-
-        async def take(output: Output) -> None:
-            if isinstance(output, Completion):
-                await self._ended(record, output)
-
+        durable, submissions, record = (
+            self._services.durable,
+            self._services.submissions,
+            run.record,
+        )
+        request = record.request(self._services.config)
         try:
-            kept = kept or await durable.find(record.id)
+            kept = run.kept or await durable.find(record.id)
             if kept is None:
                 return True
             async with durable.resumed(
@@ -168,16 +108,17 @@ class BackgroundResponses:
             ) as attachment:
                 attachment.noted = run.settled.set
                 try:
-                    await run_response(self._services, origin, record, attachment, take)
+                    completion = await complete_sample(
+                        submissions, run.origin, request, attachment=attachment
+                    )
+                    await self._ended(record, completion)
                 except NanoInferenceError as error:
-                    await self._fail(run, record, attachment, error)
+                    await self._fail(run, attachment, error)
             return True
         except BusError as error:
             return isinstance(error, ChannelClosed) or error.code != BusError.code
 
-    async def _fail(
-        self, run: Run, record: ResponseRecord, attachment: Attachment, error: NanoInferenceError
-    ) -> None:
+    async def _fail(self, run: Run, attachment: Attachment, error: NanoInferenceError) -> None:
         if attachment.ended:
             return  # its outputs have the error
         if error.code in (BusError.code, "shutting_down"):
@@ -187,5 +128,5 @@ class BackgroundResponses:
             return
         if not attachment.entries:
             run.failure = error
-            await self._services.durable.replace(record.id, record.failed(error).encode())
+            await self._services.durable.replace(run.record.id, run.record.failed(error).encode())
         attachment.end()

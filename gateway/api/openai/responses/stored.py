@@ -17,7 +17,8 @@ from ....server.http import EngineError, FieldError
 from ....serving.account import Account
 from ....serving.origin import Origin
 from ....serving.services import Services
-from ..records import Attach, BegunCalls, Found, IdempotencyKey
+from ....serving.words import READING
+from ..records import BegunCalls, Found, IdempotencyKey, pauses_s
 from .items import Item, answered
 from .output import UNENDED, Answer, ResponseWriter
 from .requests import ResponseRecord
@@ -32,36 +33,29 @@ _CONTINUED = ("completed", "incomplete")
 _CANCEL_TIMEOUT_S = 10.0
 """Time for a cancelled response to end before its state is returned."""
 
-_AT_ONCE = 1024
-"""Tokens that are read at once, which takes some 20 microseconds each; more take a thread."""
-
-_FIRST_LOOK_S, _LONGEST_WAIT_S = 0.01, 0.5
+_LONGEST_WAIT_S = 0.5
 
 
-class StoredResponses:
+class StoredResponses(BegunCalls[ResponseRecord]):
     """The responses of all gateways."""
 
     def __init__(self, services: Services, background: BackgroundResponses) -> None:
+        super().__init__(services.durable, ResponseRecord, unknown)
         self._services = services
         self._background = background
-        self._begun = BegunCalls(services.durable, ResponseRecord, unknown)
 
-    async def find(
+    async def find_stored(
         self, response_id: str, tenant: str, caller: Caller, again: IdempotencyKey | None = None
     ) -> Found[ResponseRecord]:
-        """Find a stored response; see `BegunCalls.find`.
+        """Find a response, unless it has store: false; see `find`.
 
         Raises:
             RequestError: unknown_response, idempotency_key_reused.
         """
-        found = await self._begun.find(response_id, tenant, caller, again)
+        found = await self.find(response_id, tenant, caller, again)
         if not found.record.call.fields.store:
             raise unknown(response_id)
         return found
-
-    async def claim(self, record: ResponseRecord) -> Found[ResponseRecord] | None:
-        """As `BegunCalls.claim`."""
-        return await self._begun.claim(record, record.caller, background=record.background)
 
     async def writer(self, record: ResponseRecord, *, first: bool = False) -> ResponseWriter:
         """Return the writer of a response.
@@ -104,7 +98,7 @@ class StoredResponses:
 
     async def beside(self, tokens: int, work: Callable[[], T]) -> T:
         """Read so many tokens of an output, many of them in a thread."""
-        return await self._services.words.beside(work) if tokens > _AT_ONCE else work()
+        return await self._services.words.written(tokens * READING, work)
 
     async def conversation(self, response_id: str, tenant: str, caller: Caller) -> list[Item]:
         """Return all items of a response that has ended, with its output.
@@ -113,7 +107,7 @@ class StoredResponses:
             FieldError: It is unknown, or has not ended well.
         """
         try:
-            found = await self.find(response_id, tenant, caller)
+            found = await self.find_stored(response_id, tenant, caller)
             answer = await self.known(found)
         except EngineError as error:
             raise FieldError(
@@ -128,12 +122,7 @@ class StoredResponses:
             )
         return [*found.record.items, *answered(answer["output"])]
 
-    def attach(self, found: Found[ResponseRecord]) -> Attach:
-        """Attach to a response that was begun before."""
-        background = found.record.background
-        return self._begun.attach(found, self.settled, background=background)
-
-    async def settled(self, found: Found[ResponseRecord]) -> DurableCall:
+    async def published(self, found: Found[ResponseRecord]) -> DurableCall:
         """Wait until a response is published, or could have been by the gateway that began it.
 
         A background response may wait long for its place.
@@ -143,8 +132,8 @@ class StoredResponses:
             RequestError: unknown_response: it was deleted meanwhile.
         """
         if not found.record.background:
-            return await self._begun.published(found)
-        wait_s = _FIRST_LOOK_S
+            return await super().published(found)
+        pauses = pauses_s(_LONGEST_WAIT_S)
         while not found.kept.entries and "cancelled" not in found.kept.marks:
             if found.record.failure is not None:
                 raise found.record.failure.error()
@@ -152,9 +141,8 @@ class StoredResponses:
             if run is not None:
                 await run.settled.wait()
             else:
-                await anyio.sleep(wait_s)
-                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-            found = await self._begun.look_again(found)
+                await anyio.sleep(next(pauses))
+            found = await self.look(found.record.id, found.record.tenant)
         return found.kept
 
     async def cancel(self, found: Found[ResponseRecord]) -> Answer:
@@ -202,14 +190,12 @@ class StoredResponses:
 
     async def _ended(self, found: Found[ResponseRecord], answer: Answer) -> Answer:
         """Wait until a response has ended, or should have."""
-        wait_s = _FIRST_LOOK_S
         with anyio.move_on_after(_CANCEL_TIMEOUT_S):
-            while True:
-                answer = await self.known(await self._begun.look_again(found))
+            for pause_s in pauses_s(_LONGEST_WAIT_S):
+                answer = await self.known(await self.look(found.record.id, found.record.tenant))
                 if answer["status"] not in UNENDED:
                     break
-                await anyio.sleep(wait_s)
-                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                await anyio.sleep(pause_s)
         return answer
 
 

@@ -10,9 +10,9 @@ import pytest
 from anthropic import AsyncAnthropic
 from httpx import AsyncClient
 
-from nano_inference.store.board import LoadedAdapter, StageReport
+from nano_inference.store.board import LoadedAdapter
 
-from ...fake import FakeEngine, refused
+from ...fake import FakeEngine, refused, report
 from ...made import TEXTS, cut, interleaved, whole
 
 TEXT = "".join(TEXTS)
@@ -58,18 +58,8 @@ async def test_tokens_are_counted(client: AsyncAnthropic) -> None:
 async def test_models_have_anthropic_s_fields_and_pages(
     client: AsyncAnthropic, engine: FakeEngine
 ) -> None:
-    engine.stage_reports = [
-        StageReport(
-            lane="0",
-            stage="admission",
-            incarnation="1",
-            host="h",
-            pid=1,
-            epoch=1,
-            state="ready",
-            adapters=tuple(LoadedAdapter(id=id, version=1) for id in "ab"),
-        )
-    ]
+    adapters = tuple(LoadedAdapter(id=id, version=1) for id in "ab")
+    engine.stage_reports = [report(adapters=adapters)]
     page = await client.models.list()
     (model, *_) = page.data
     assert (model.type, model.id, model.display_name) == ("model", "tiny", "tiny")
@@ -89,29 +79,6 @@ async def test_models_have_anthropic_s_fields_and_pages(
 async def test_models_have_openai_s_fields_for_other_clients(http: AsyncClient) -> None:
     assert (await http.get("/v1/models")).json()["object"] == "list"
     assert (await http.get("/v1/models/tiny")).json()["object"] == "model"
-
-
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        ("invalid_top_p", anthropic.BadRequestError),
-        ("unknown_model", anthropic.NotFoundError),
-        ("overloaded", anthropic.RateLimitError),
-        ("shutting_down", anthropic.InternalServerError),
-        ("expired", anthropic.InternalServerError),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_errors_are_of_its_classes(
-    client: AsyncAnthropic,
-    engine: FakeEngine,
-    code: str,
-    kind: type[anthropic.APIStatusError],
-    stream: bool,
-) -> None:
-    engine.outputs = refused(code, "because")
-    with pytest.raises(kind, match="because"):
-        await client.messages.create(stream=stream, **ASKED)
 
 
 async def test_an_error_in_mid_stream_raises(client: AsyncAnthropic, engine: FakeEngine) -> None:

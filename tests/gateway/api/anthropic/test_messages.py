@@ -16,12 +16,11 @@ from nano_inference.gateway.serving.words import LazyWords
 
 from ... import by_hand
 from ...errors import invalid
-from ...fake import FakeEngine, completion, poster, refused
+from ...fake import LIMIT_S, FakeEngine, completion, poster, refused
 from ...made import TEXTS, TOKENS, cut, interleaved, told, whole
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 TEXT = "".join(TEXTS)
-LIMIT_S = 20
 HELLO: dict[str, Any] = {"role": "user", "content": "How much is 6 + 6?"}
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 9, "messages": [HELLO]}
 
@@ -161,13 +160,6 @@ async def test_a_stream_s_events_come_in_order(http: AsyncClient, engine: FakeEn
     assert delta["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-async def test_the_end_has_what_chunks_lacked(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = lambda request: [*cut(request), *whole(request)]
-    found = events(await http.post(PATH, json=ASKED | {"stream": True}))
-    texts = [data["delta"]["text"] for name, data in found if name == "content_block_delta"]
-    assert "".join(texts) == TEXT
-
-
 async def test_an_error_in_mid_stream_is_the_last_event(
     http: AsyncClient, engine: FakeEngine
 ) -> None:
@@ -203,19 +195,16 @@ async def test_errors_have_anthropic_s_types(
     assert ("retry-after" in answer.headers) == (status == 429)
 
 
+UNSUPPORTED = (415, "invalid_request_error", "unsupported_media_type")
+
+
 @pytest.mark.parametrize(
     ("method", "path", "headers", "status", "kind", "code"),
     [
         ("GET", PATH, {}, 405, "invalid_request_error", "method_not_allowed"),
         ("POST", f"{PATH}/batches", {}, 404, "not_found_error", "not_found"),
-        (
-            *("POST", PATH, {"Content-Type": "text/plain"}),
-            *(415, "invalid_request_error", "unsupported_media_type"),
-        ),
-        (
-            *("POST", COUNT, {"Content-Encoding": "gzip"}),
-            *(415, "invalid_request_error", "unsupported_media_type"),
-        ),
+        ("POST", PATH, {"Content-Type": "text/plain"}, *UNSUPPORTED),
+        ("POST", COUNT, {"Content-Encoding": "gzip"}, *UNSUPPORTED),
     ],
 )
 async def test_errors_without_an_endpoint_have_anthropic_s_form(
@@ -250,6 +239,11 @@ async def test_the_version_must_be_known_or_absent(http: AsyncClient, path: str)
     assert refusal(answer) == ("invalid_request_error", "unsupported", "anthropic-version")
 
 
+def user(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(blocks)}]
+
+
+BLOCK: dict[str, Any] = {"type": "text", "text": "a"}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://example.org/a.png"}}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     invalid("model", model=3),
@@ -262,24 +256,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     invalid("messages[0]", messages=[{"role": "user"}]),
     invalid("messages[0].name", "unsupported", messages=[HELLO | {"name": "x"}]),
     invalid("messages[1].content", messages=[HELLO, {"role": "assistant", "content": ""}]),
-    invalid(
-        "messages[0].content[0].text",
-        messages=[{"role": "user", "content": [{"type": "text", "text": 5}]}],
-    ),
-    invalid(
-        "messages[0].content[1]",
-        "unsupported",
-        messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}],
-    ),
-    invalid(
-        "messages[0].content[0]",
-        "unsupported",
-        messages=[{"role": "user", "content": [{"type": {"a": 1}}]}],
-    ),
+    invalid("messages[0].content[0].text", messages=user(BLOCK | {"text": 5})),
+    invalid("messages[0].content[1]", "unsupported", messages=user(BLOCK, IMAGE)),
+    invalid("messages[0].content[0]", "unsupported", messages=user({"type": {"a": 1}})),
     invalid(
         "messages[0].content[0].citations",
         "unsupported",
-        messages=[{"role": "user", "content": [{"type": "text", "text": "a", "citations": [1]}]}],
+        messages=user(BLOCK | {"citations": [1]}),
     ),
     invalid("system", system=5),
     invalid("system[0]", "unsupported", system=[IMAGE]),

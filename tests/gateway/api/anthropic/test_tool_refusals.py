@@ -36,6 +36,10 @@ def user(*blocks: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": list(blocks)}
 
 
+def assistant(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(blocks)}
+
+
 def tool(**changed: Any) -> dict[str, Any]:
     return {"tools": [TIME, WEATHER | changed]}
 
@@ -68,23 +72,19 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     invalid("thinking.budget_tokens", **thinking(type="adaptive", budget_tokens=9)),
     invalid(
         "chat_template_kwargs.enable_thinking",
-        **(thinking(type="adaptive") | {"chat_template_kwargs": {"enable_thinking": False}}),
+        **thinking(type="adaptive"),
+        chat_template_kwargs={"enable_thinking": False},
     ),
     invalid(
         "thinking",
-        **(
-            thinking(type="enabled", budget_tokens=9)
-            | {"messages": [USER, {"role": "assistant", "content": "So"}]}
-        ),
+        **thinking(type="enabled", budget_tokens=9),
+        messages=[USER, {"role": "assistant", "content": "So"}],
     ),
     invalid("output_config.effort", output_config={"effort": "some"}),
     invalid("output_config.x", "unsupported", output_config={"task_budget": {}, "x": 1}),
     invalid("messages[1].content[0]", messages=[USER, CALLED]),
     invalid("messages[1].content[0]", messages=[USER, CALLED, USER]),
-    invalid(
-        "messages[1].content[1].id",
-        messages=[USER, {"role": "assistant", "content": [USE, USE]}, user(RESULT)],
-    ),
+    invalid("messages[1].content[1].id", messages=[USER, assistant(USE, USE), user(RESULT)]),
     invalid("messages[0].content[0].tool_use_id", messages=[user(RESULT)]),
     invalid(
         "messages[3].content[0].tool_use_id", messages=[USER, CALLED, user(RESULT), user(RESULT)]
@@ -95,10 +95,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         messages=[USER, CALLED, user(RESULT | {"content": [IMAGE]})],
     ),
     invalid("messages[0].content[0]", messages=[user(USE)]),
-    invalid(
-        "messages[1].content[0].input",
-        messages=[USER, {"role": "assistant", "content": [USE | {"input": "x"}]}],
-    ),
+    invalid("messages[1].content[0].input", messages=[USER, assistant(USE | {"input": "x"})]),
 ]
 
 
@@ -143,16 +140,13 @@ async def test_a_budget_is_less_than_all_tokens(http: AsyncClient) -> None:
         {
             "messages": [
                 USER,
-                {"role": "assistant", "content": [USE | {"caller": {"type": "direct"}}]},
+                assistant(USE | {"caller": {"type": "direct"}}),
                 user(RESULT),
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "redacted_thinking", "data": "x"},
-                        {"type": "thinking", "thinking": "Hm.", "signature": "x"},
-                        {"type": "text", "text": "So"},
-                    ],
-                },
+                assistant(
+                    {"type": "redacted_thinking", "data": "x"},
+                    {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                    {"type": "text", "text": "So"},
+                ),
             ]
         },
     ],

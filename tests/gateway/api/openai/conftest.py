@@ -11,9 +11,17 @@ from openai import AsyncOpenAI
 from nano_inference.config import Config
 from nano_inference.gateway.serving.words import Words
 
-from ...saying import calling_model, words_of
+from ...fake import LIMIT_S, FakeEngine
+from ...made import interleaved
+from ...saying import Model, calling_model, words_of
 
-LIMIT_S = 20
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    """An engine whose samples have three tokens, in chunks of one."""
+    made = FakeEngine()
+    made.outputs = interleaved
+    return made
 
 
 @pytest.fixture
@@ -32,3 +40,9 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Config:
 def words(calling: Config) -> Words:
     """Its tokenizer."""
     return words_of(calling)
+
+
+@pytest.fixture
+def model(engine: FakeEngine, words: Words) -> Model:
+    """It, on a fake engine."""
+    return Model(engine, words)

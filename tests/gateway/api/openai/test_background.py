@@ -19,15 +19,13 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving.lane_state import Readiness
 
 from ... import by_hand
-from ...fake import FakeEngine, http_of, refused
-from ...made import TEXTS, interleaved, whole
-from .going import Going
+from ...fake import LIMIT_S, FakeEngine, http_of, refused
+from ...made import TEXTS, interleaved
 from .streamed import response_events
 from .test_refusals import refusal
 
 PATH = "/v1/responses"
 TEXT = "".join(TEXTS)
-LIMIT_S = 20
 BODY: dict[str, Any] = {"input": "hello", "background": True}
 KEY = {"Idempotency-Key": "k-1"}
 # Soon enough for a test that has to wait for it.
@@ -87,11 +85,11 @@ async def status(http: AsyncClient, where: str, *wanted: str) -> dict[str, Any]:
 
 
 async def test_a_background_response_is_answered_at_once(engine: FakeEngine) -> None:
-    engine = Going()
+    engine.hold()
     async with serving(engine) as http, serving(engine) as other:
         where = await begun(http)
         assert (await status(other, where, "in_progress"))["output"] == []
-        engine.go.set()
+        engine.go()
         told = await status(other, where, "completed")
         assert told["output"][0]["content"][0]["text"] == TEXT
         assert await status(http, where, "completed") == told
@@ -99,7 +97,7 @@ async def test_a_background_response_is_answered_at_once(engine: FakeEngine) -> 
 
 
 async def test_disconnect_does_not_end_a_background_response(engine: FakeEngine) -> None:
-    engine = Going()
+    engine.hold()
     async with serving(engine) as http:
         house = House(engine)
         left = anyio.Event()
@@ -126,7 +124,7 @@ async def test_disconnect_does_not_end_a_background_response(engine: FakeEngine)
         ]
         assert events[0]["response"]["status"] == "queued"
         where = f"{PATH}/{events[0]['response']['id']}"
-        engine.go.set()
+        engine.go()
         rest = response_events(await http.get(f"{where}?stream=true&starting_after=5"), 6)
         deltas = [each.get("delta", "") for each in [*events, *rest]]
         assert "".join(deltas) == TEXT
@@ -138,7 +136,7 @@ async def test_disconnect_does_not_end_a_background_response(engine: FakeEngine)
 
 async def test_any_gateway_cancels_a_response(engine: FakeEngine) -> None:
     """What it has until then stays, and again it is no error."""
-    engine = Going()
+    engine.hold()
     async with serving(engine) as http, serving(engine) as other:
         where = await begun(http)
         await status(http, where, "in_progress")
@@ -151,22 +149,13 @@ async def test_any_gateway_cancels_a_response(engine: FakeEngine) -> None:
 
 
 async def test_deleting_ends_a_background_response(engine: FakeEngine) -> None:
-    engine = Going()
+    engine.hold()
     async with serving(engine) as http, serving(engine) as other:
         where = await begun(http)
         assert (await other.delete(where)).json()["deleted"]
         await engine.until(lambda: engine.names == ["cancel"])
         for client in (http, other):
             assert refusal(await client.get(where), 404)[0] == "unknown_response"
-
-
-async def test_an_ended_response_is_not_cancelled(engine: FakeEngine) -> None:
-    engine.outputs = whole
-    async with serving(engine) as http:
-        where = await begun(http)
-        await status(http, where, "completed")
-        assert refusal(await http.post(f"{where}/cancel")) == ("invalid_request", None)
-    assert engine.names == []
 
 
 async def test_an_engine_s_refusal_fails_the_response(engine: FakeEngine) -> None:
@@ -187,7 +176,7 @@ ONE_PLACE = {"gateway.max_in_flight": 2}
 
 
 async def test_a_waiting_background_response_is_answered(engine: FakeEngine) -> None:
-    engine = Going()
+    engine.hold()
     async with serving(engine, **ONE_PLACE) as http, serving(engine) as other:
         first = await begun(http)
         second = await begun(http)
@@ -199,7 +188,7 @@ async def test_a_waiting_background_response_is_answered(engine: FakeEngine) -> 
             reading = [
                 group.create_task(client.get(f"{second}?stream=true")) for client in (http, other)
             ]
-            engine.go.set()
+            engine.go()
         events = [response_events(each.result()) for each in reading]
         assert events[0] == events[1]
         assert events[0][-1]["response"]["status"] == "completed"
@@ -209,7 +198,7 @@ async def test_a_waiting_background_response_is_answered(engine: FakeEngine) -> 
 
 @pytest.mark.parametrize("way", ["cancel", "delete"])
 async def test_a_waiting_response_can_be_ended(engine: FakeEngine, way: str) -> None:
-    engine = Going()
+    engine.hold()
     async with serving(engine, **ONE_PLACE) as http, serving(engine) as other:
         first, second = [await begun(http) for _ in range(2)]
         if way == "cancel":
@@ -219,7 +208,7 @@ async def test_a_waiting_response_can_be_ended(engine: FakeEngine, way: str) -> 
             assert events[-1]["response"]["status"] == "cancelled"
         else:
             assert (await http.delete(second)).status_code == 200
-        engine.go.set()
+        engine.go()
         await status(http, first, "completed")
         third = await begun(http)
         await status(http, third, "completed")
@@ -230,7 +219,7 @@ async def test_a_waiting_response_can_be_ended(engine: FakeEngine, way: str) -> 
 
 
 async def test_a_response_without_room_is_refused(engine: FakeEngine) -> None:
-    engine = Going()
+    engine.hold()
     async with serving(engine, **ONE_PLACE, **{"gateway.max_waiting": 1}) as http:
         await begun(http)
         waits = await begun(http)
@@ -238,13 +227,13 @@ async def test_a_response_without_room_is_refused(engine: FakeEngine) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
         assert (await http.get(waits)).json()["status"] == "queued"
         # Nothing is kept of it, so that it may be sent again.
-        engine.go.set()
+        engine.go()
         await status(http, waits, "completed")
         assert (await http.post(PATH, json=BODY, headers=KEY)).status_code == 200
 
 
 async def test_a_response_past_its_deadline_has_failed(engine: FakeEngine) -> None:
-    engine = Going()
+    engine.hold()
     async with serving(engine, **ONE_PLACE) as http, serving(engine) as other:
         await begun(http)
         where = await begun(http, budget_ms=200)
@@ -272,7 +261,7 @@ async def test_another_gateway_takes_over_a_waiting_response(
     engine: FakeEngine, grace_s: float, stopped: bool
 ) -> None:
     """Its gateway was killed, or stopped, before there was a place for it."""
-    engine = Going()
+    engine.hold()
     settings = {"gateway.resume_grace_s": grace_s, **SOON}
     first = House(engine, **ONE_PLACE, **settings)
     async with first.client() as http:
@@ -286,7 +275,7 @@ async def test_another_gateway_takes_over_a_waiting_response(
         first._running.cancel()
     async with serving(engine, **settings) as other:
         await engine.until(lambda: len(engine.requests) == 2)
-        engine.go.set()
+        engine.go()
         for each in (ran, where):
             await status(other, each, "completed")
     assert "cancel" not in engine.names

@@ -11,51 +11,19 @@ import msgspec
 import pytest
 from httpx import AsyncClient
 
-from nano_inference.bus.public import Completion, GenerateRequest, Output
+from nano_inference.bus.public import Completion, Output
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving.samples import MOST_UNSENT
-from nano_inference.telemetry import TraceContext
 
 from ... import by_hand
-from ...fake import FakeEngine, completion, http_of
-from ...made import chunk, interleaved, told
+from ...fake import LIMIT_S, FakeEngine, http_of
+from ...made import chunk, interleaved
 from .streamed import Recorded, events, stream_of
 
-LIMIT_S = 20
 COMPLETIONS = "/v1/completions"
 TEXT: dict[str, Any] = {"prompt": "98 +", "stream": True}
 MINE = {"X-Tenant": "me"}
-
-
-class Obedient(FakeEngine):
-    """One whose requests end when they are cancelled, after their first token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cancelled: dict[str, asyncio.Event] = {}
-
-    async def publish(self, request: GenerateRequest, trace: TraceContext | None = None) -> str:
-        self.cancelled[request.request_id] = asyncio.Event()
-        return await super().publish(request, trace)
-
-    async def follow(self, request_id: str, *_: Any, **__: Any) -> AsyncIterator[Output]:  # type: ignore[override]
-        (request,) = (each for each in self.requests if each.request_id == request_id)
-        first = chunk(request, 0, 0)
-        yield first
-        await self.cancelled[request_id].wait()
-        ended = msgspec.structs.replace(told(request, 0, "abort"), token_ids=first.token_ids)
-        ended = msgspec.structs.replace(ended, text=first.text, logprobs=first.logprobs)
-        yield completion(request, ended, status="cancelled")
-
-    async def cancel(self, request_id: str, entry_id: str = "") -> None:
-        await super().cancel(request_id, entry_id)
-        self.cancelled[request_id].set()
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return Obedient()
 
 
 @pytest.fixture
@@ -77,6 +45,7 @@ async def test_a_call_is_ended_at_any_gateway(
     prompts: Any,
 ) -> None:
     """What waits for a place at the first one is not begun any more."""
+    engine.hold()
     async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
         body = TEXT | {"prompt": prompts}
         call = group.create_task(http.post(COMPLETIONS, json=body, headers=MINE))

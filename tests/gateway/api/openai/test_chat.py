@@ -11,7 +11,7 @@ from nano_inference.config import Config
 from nano_inference.gateway.serving.words import LazyWords
 
 from ...fake import FakeEngine, completion, poster, refused
-from ...made import LOGPROBS, TEXTS, TOKENS, told, whole
+from ...made import LOGPROBS, TEXTS, TOKENS, told
 from ...serving.test_lane_state import OWN
 
 PATH = "/v1/chat/completions"
@@ -29,7 +29,6 @@ async def prompt_of(http: AsyncClient, engine: FakeEngine, **fields: Any) -> str
 
 
 async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
     answer = await posted(http, model="tiny")
     assert answer["id"].startswith("chatcmpl-")
     assert answer["id"] == engine.requests[0].request_id
@@ -52,8 +51,7 @@ async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngi
     }
 
 
-async def test_cached_tokens_are_at_most_the_prompt(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
+async def test_cached_tokens_are_at_most_the_prompt(http: AsyncClient) -> None:
     usage = (await posted(http, n=3))["usage"]
     assert usage["completion_tokens"] == 9
     assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
@@ -107,10 +105,7 @@ async def test_max_tokens_default_to_the_rest_of_the_context(
 
 
 @pytest.mark.parametrize("top", [None, 0, 2])
-async def test_logprobs_with_and_without_the_likeliest(
-    http: AsyncClient, engine: FakeEngine, top: int | None
-) -> None:
-    engine.outputs = whole
+async def test_logprobs_with_and_without_the_likeliest(http: AsyncClient, top: int | None) -> None:
     answer = await posted(http, logprobs=True, top_logprobs=top)
     found = answer["choices"][0]["logprobs"]
     assert set(found) == {"content", "refusal"}
@@ -122,8 +117,7 @@ async def test_logprobs_with_and_without_the_likeliest(
             assert entry["top_logprobs"][0]["token"] == entry["token"]
 
 
-async def test_logprobs_can_name_tokens_by_id(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
+async def test_logprobs_can_name_tokens_by_id(http: AsyncClient) -> None:
     answer = await posted(http, logprobs=True, return_tokens_as_token_ids=True)
     named = [each["token"] for each in answer["choices"][0]["logprobs"]["content"]]
     assert named == [f"token_id:{token_id}" for token_id in TOKENS]
@@ -132,7 +126,6 @@ async def test_logprobs_can_name_tokens_by_id(http: AsyncClient, engine: FakeEng
 async def test_tokens_versions_and_scores_of_the_prompt(
     http: AsyncClient, engine: FakeEngine
 ) -> None:
-    engine.outputs = whole
     answer = await posted(
         http, return_token_ids=True, return_weight_versions=True, prompt_logprobs=1
     )

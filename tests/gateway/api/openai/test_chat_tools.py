@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,14 +12,17 @@ from httpx import AsyncClient
 from msgspec.structs import replace
 
 from nano_inference.config import Config
+from nano_inference.gateway.api.openai.positions import answer_of
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving import prepared
-from nano_inference.gateway.serving.words import Words
+from nano_inference.telemetry.instruments import TOOL_CALLS
 from nano_inference.text.messages import constraint_of
 
 from ...errors import invalid
 from ...fake import FakeEngine, http_of, refused
-from ...saying import says
+from ...recorded import Recorded
+from ...saying import Model
+from .streamed import Event, stream_of
 from .test_refusals import refusal
 
 PATH = "/v1/chat/completions"
@@ -28,6 +31,8 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 TIME = {"type": "function", "function": {"name": "time"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+ASKED: dict[str, Any] = {"messages": HELLO, "tools": [WEATHER]}
+KEY = {"Idempotency-Key": "a", "X-Tenant": "t"}
 TOLD = '{"type": "function", "function": {"name": "weather"'
 
 
@@ -48,9 +53,8 @@ def deep(levels: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def http(engine: FakeEngine, calling: Config) -> AsyncIterator[AsyncClient]:
-    async with http_of(make_app(engine, calling)) as client:
-        yield client
+def config(calling: Config) -> Config:
+    return calling
 
 
 async def posted(http: AsyncClient, **fields: Any) -> dict[str, Any]:
@@ -61,46 +65,38 @@ async def posted(http: AsyncClient, **fields: Any) -> dict[str, Any]:
     return found
 
 
-def prompt_of(engine: FakeEngine, words: Words) -> str:
-    return words.text(engine.requests[-1].prompt_token_ids or (), skip_special=False)
-
-
-def grammar_of(engine: FakeEngine) -> str:
-    """What the engine is told that the message has to be; empty for anything."""
-    constraint = engine.requests[-1].sampling.constraint
-    return "" if constraint is None else constraint.lark or json.dumps(constraint.json_schema)
+def grammar_of(model: Model) -> str:
+    """The constraint of the last message; empty for none."""
+    found = model.constraint
+    return "" if found is None else found.lark or json.dumps(found.json_schema)
 
 
 # --- what a model is told of, and kept to --------------------------------------------------------
 
 
-async def test_auto_shows_tools_without_a_constraint(
-    http: AsyncClient, engine: FakeEngine, words: Words
-) -> None:
-    engine.outputs = says(CALL, words)
+async def test_auto_shows_tools_without_a_constraint(http: AsyncClient, model: Model) -> None:
+    model.says(CALL)
     choice = await posted(http, tools=[WEATHER, TIME])
-    assert TOLD in prompt_of(engine, words)
-    assert grammar_of(engine) == ""
+    assert TOLD in model.prompt()
+    assert grammar_of(model) == ""
     assert choice["finish_reason"] == "tool_calls"
     (call,) = choice["message"]["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
 
 
-async def test_none_shows_no_tools_and_parses_no_calls(
-    http: AsyncClient, engine: FakeEngine, words: Words
-) -> None:
-    engine.outputs = says(CALL, words)
+async def test_none_shows_no_tools_and_parses_no_calls(http: AsyncClient, model: Model) -> None:
+    model.says(CALL)
     choice = await posted(http, tools=[WEATHER], tool_choice="none")
-    assert TOLD not in prompt_of(engine, words)
+    assert TOLD not in model.prompt()
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["content"] == CALL
     assert "tool_calls" not in choice["message"]
 
 
 async def test_without_tools_text_that_looks_like_a_call_is_text(
-    http: AsyncClient, engine: FakeEngine, words: Words
+    http: AsyncClient, model: Model
 ) -> None:
-    engine.outputs = says(CALL, words)
+    model.says(CALL)
     choice = await posted(http)
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", CALL)
 
@@ -118,36 +114,31 @@ async def test_without_tools_text_that_looks_like_a_call_is_text(
 )
 async def test_choices_and_formats_are_grammars(
     http: AsyncClient,
-    engine: FakeEngine,
-    words: Words,
+    model: Model,
     fields: dict[str, Any],
     has: tuple[str, ...],
     lacks: tuple[str, ...],
 ) -> None:
-    engine.outputs = says(CALL, words)
+    model.says(CALL)
     await posted(http, tools=[WEATHER, TIME], **fields)
-    constraint = engine.requests[-1].sampling.constraint
+    constraint = model.constraint
     assert constraint is not None
-    grammar = grammar_of(engine)
+    grammar = grammar_of(model)
     assert all(name in grammar for name in has)
     assert not any(name in grammar for name in lacks)
 
 
-async def test_strict_arguments_are_a_grammar(
-    http: AsyncClient, engine: FakeEngine, words: Words
-) -> None:
-    engine.outputs = says(CALL, words)
+async def test_strict_arguments_are_a_grammar(http: AsyncClient, model: Model) -> None:
+    model.says(CALL)
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
     await posted(http, tools=[strict])
-    assert "city" in grammar_of(engine)
+    assert "city" in grammar_of(model)
 
 
-async def test_the_prompt_has_only_allowed_tools(
-    http: AsyncClient, engine: FakeEngine, words: Words
-) -> None:
-    engine.outputs = says(CALL, words)
+async def test_the_prompt_has_only_allowed_tools(http: AsyncClient, model: Model) -> None:
+    model.says(CALL)
     await posted(http, tools=[WEATHER, TIME], tool_choice=allowed("auto", "weather"))
-    prompt = prompt_of(engine, words)
+    prompt = model.prompt()
     assert TOLD in prompt
     assert '"time"' not in prompt
 
@@ -210,8 +201,7 @@ async def test_a_refused_grammar_of_tools_names_tools(
 
 async def test_a_grammar_is_made_beside_the_event_loop(
     http: AsyncClient,
-    engine: FakeEngine,
-    words: Words,
+    model: Model,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One of megabytes takes seconds, before it is known that it is too large."""
@@ -222,7 +212,7 @@ async def test_a_grammar_is_made_beside_the_event_loop(
         return constraint_of(*given, **named)
 
     monkeypatch.setattr(prepared, "constraint_of", grammar)
-    engine.outputs = says(CALL, words)
+    model.says(CALL)
     await posted(http, tools=[TIME, WEATHER], structured_outputs={"grammar": 'root ::= "a"'})
     assert threads
     assert threading.current_thread() not in threads
@@ -255,81 +245,52 @@ THOUGHT = "<think>\nIt is north.\n</think>\n\nCold."
 )
 async def test_reasoning_is_separate_by_default(
     http: AsyncClient,
-    engine: FakeEngine,
-    words: Words,
+    model: Model,
     fields: dict[str, Any],
     message: dict[str, Any],
 ) -> None:
-    engine.outputs = says(THOUGHT, words)
+    model.says(THOUGHT)
     found = (await posted(http, **fields))["message"]
     assert found == {"role": "assistant", "refusal": None} | message
 
 
-@pytest.mark.parametrize("stream", [False, True])
 async def test_enable_thinking_false_leaves_no_reasoning_open(
-    http: AsyncClient, engine: FakeEngine, words: Words, stream: bool
+    http: AsyncClient, model: Model
 ) -> None:
     """The template closes it in the prompt; others wait for its end for ever (dynamo 8636)."""
-    engine.outputs = says("Cold." + CALL, words)
+    model.says("Cold." + CALL)
     off = {"chat_template_kwargs": {"enable_thinking": False}, "tools": [WEATHER]}
-    body = {"messages": HELLO, "stream": stream} | off
-    answer = await http.post(PATH, json=body)
-    assert prompt_of(engine, words).endswith("</think>\n\n")
-    if stream:
-        reasoning, content, calls = message_of(chunks_of(answer.text))
-    else:
-        message = answer.json()["choices"][0]["message"]
-        reasoning, content = message.get("reasoning_content", ""), message["content"]
-        calls = message["tool_calls"]
-    assert (reasoning, content, len(calls)) == ("", "Cold.", 1)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_logprobs_without_the_likeliest_of_a_message_that_is_read(
-    http: AsyncClient, engine: FakeEngine, words: Words, stream: bool
-) -> None:
-    """`logprobs: true, top_logprobs: null` lists all tokens, of reasoning and calls too."""
-    engine.outputs = says(THOUGHT + CALL, words)
-    asked = {"logprobs": True, "top_logprobs": None, "return_token_ids": True, "stream": stream}
-    answer = await http.post(PATH, json={"messages": HELLO, "tools": [WEATHER]} | asked)
-    assert answer.status_code == 200, answer.text
-    told = [chunk for _, chunk in chunks_of(answer.text)] if stream else [answer.json()]
-    choices = [each["choices"][0] for each in told]
-    listed = [
-        entry for each in choices for entry in (each["logprobs"] or {"content": []})["content"]
-    ]
-    token_ids = [token_id for each in choices for token_id in each.get("token_ids", ())]
-    assert len(listed) == len(token_ids) == len(words.token_ids(THOUGHT + CALL)) + 1
-    assert all(entry["top_logprobs"] == [] for entry in listed)
+    message = (await posted(http, **off))["message"]
+    assert model.prompt().endswith("</think>\n\n")
+    assert "reasoning_content" not in message
+    assert (message["content"], len(message["tool_calls"])) == ("Cold.", 1)
 
 
 @pytest.mark.parametrize(
     ("effort", "begins"), [("none", False), ("low", True), ("high", True), (None, False)]
 )
 async def test_effort_turns_the_template_s_switch(
-    http: AsyncClient, engine: FakeEngine, words: Words, effort: str | None, begins: bool
+    http: AsyncClient, model: Model, effort: str | None, begins: bool
 ) -> None:
-    engine.outputs = says("It is north.\n</think>\n\nCold." if begins else "Cold.", words)
+    model.says("It is north.\n</think>\n\nCold." if begins else "Cold.")
     message = (await posted(http, reasoning_effort=effort))["message"]
-    assert prompt_of(engine, words).endswith("<think>\n") is begins
+    assert model.prompt().endswith("<think>\n") is begins
     assert message["content"] == "Cold."
     assert message.get("reasoning_content", "") == ("It is north." if begins else "")
 
 
-async def test_a_budget_is_a_grammar(http: AsyncClient, engine: FakeEngine, words: Words) -> None:
-    engine.outputs = says(THOUGHT, words)
+async def test_a_budget_is_a_grammar(http: AsyncClient, model: Model) -> None:
+    model.says(THOUGHT)
     await posted(http, thinking_token_budget=7)
-    assert "7" in grammar_of(engine)
+    assert "7" in grammar_of(model)
     await posted(http)
-    assert grammar_of(engine) == ""
+    assert grammar_of(model) == ""
 
 
-async def test_the_field_of_reasoning_is_a_setting(
-    engine: FakeEngine, calling: Config, words: Words
-) -> None:
-    engine.outputs = says(THOUGHT, words)
+async def test_the_field_of_reasoning_is_a_setting(calling: Config, model: Model) -> None:
+    model.says(THOUGHT)
     config = replace(calling, gateway=replace(calling.gateway, reasoning_field="reasoning"))
-    async with http_of(make_app(engine, config)) as http:
+    async with http_of(make_app(model.engine, config)) as http:
         message = (await posted(http))["message"]
     assert message["reasoning"] == "It is north."
     assert "reasoning_content" not in message
@@ -340,7 +301,7 @@ async def test_the_field_of_reasoning_is_a_setting(
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 async def test_a_message_handed_back_has_the_same_tokens(
-    http: AsyncClient, engine: FakeEngine, words: Words, name: str
+    http: AsyncClient, model: Model, name: str
 ) -> None:
     """Its reasoning by either name; a rename lost it (vLLM 50624)."""
     function = {"name": "weather", "arguments": '{"city": "Oslo"}', "parsed_arguments": {"city": 1}}
@@ -359,25 +320,23 @@ async def test_a_message_handed_back_has_the_same_tokens(
         "<|im_start|>assistant\n<think>\nI look.\n</think>\n\n\n" + CALL + "<|im_end|>\n"
         "<|im_start|>tool\ncold\nwet<|im_end|>\n"
     )
-    assert written in prompt_of(engine, words)
+    assert written in model.prompt()
 
 
 async def test_a_turn_that_was_cut_off_in_its_reasoning_comes_back(
-    http: AsyncClient, engine: FakeEngine, words: Words
+    http: AsyncClient, model: Model
 ) -> None:
     turn = {"role": "assistant", "content": None, "reasoning_content": "I"}
     await posted(http, messages=[*HELLO, turn, *HELLO])
-    assert "<think>\nI\n</think>" in prompt_of(engine, words)
+    assert "<think>\nI\n</think>" in model.prompt()
 
 
-async def test_tokenize_counts_a_prompt_s_tokens(
-    http: AsyncClient, engine: FakeEngine, words: Words
-) -> None:
-    engine.outputs = says(CALL, words)
+async def test_tokenize_counts_a_prompt_s_tokens(http: AsyncClient, model: Model) -> None:
+    model.says(CALL)
     fields = {"messages": HELLO, "tools": [WEATHER], "reasoning_effort": "low"}
     tokens = (await http.post("/tokenize", json=fields)).json()["tokens"]
     await posted(http, **fields)
-    assert tuple(tokens) == engine.requests[-1].prompt_token_ids
+    assert tuple(tokens) == model.requests[-1].prompt_token_ids
     answer = await http.post("/tokenize", json={"messages": HELLO, "tools": [TIME, TIME]})
     assert refusal(answer) == ("invalid_request", "tools[1].function.name")
 
@@ -386,58 +345,47 @@ async def test_tokenize_counts_a_prompt_s_tokens(
 
 
 async def test_a_call_with_a_key_is_the_same_at_another_gateway(
-    http: AsyncClient, engine: FakeEngine, calling: Config, words: Words
+    http: AsyncClient, other: AsyncClient, model: Model
 ) -> None:
-    engine.outputs = says(THOUGHT + CALL, words)
-    body = {"messages": HELLO, "tools": [WEATHER]}
-    headers = {"Idempotency-Key": "a", "X-Tenant": "t"}
-    first = (await http.post(PATH, json=body, headers=headers)).json()
+    model.says(THOUGHT + CALL)
+    first = (await http.post(PATH, json=ASKED, headers=KEY)).json()
     assert first["choices"][0]["finish_reason"] == "tool_calls"
-    async with http_of(make_app(engine, calling)) as other:
-        assert (await other.post(PATH, json=body, headers=headers)).json() == first
-    assert len(engine.requests) == 1
+    assert (await other.post(PATH, json=ASKED, headers=KEY)).json() == first
+    assert len(model.requests) == 1
 
 
-def chunks_of(stream: str) -> list[tuple[str, dict[str, Any]]]:
-    """(id, chunk) of each event with choices."""
-    found = []
-    for event in stream.split("\n\n"):
-        lines = dict(line.split(": ", 1) for line in event.splitlines() if ": " in line)
-        if lines.get("data", "[DONE]") != "[DONE]":
-            found.append((lines.get("id", ""), json.loads(lines["data"])))
-    return found
+async def test_calls_are_counted(calling: Config, model: Model) -> None:
+    recorded = Recorded()
+    model.says(THOUGHT + CALL)
+    async with http_of(make_app(model.engine, calling, recorded.measures)) as http:
+        for number, stream in enumerate((False, True), 1):
+            answer = await http.post(PATH, json=ASKED | {"stream": stream})
+            assert answer.status_code == 200
+            assert recorded.values(TOOL_CALLS) == {("made",): number, ("malformed",): 0}
 
 
-def message_of(chunks: list[tuple[str, dict[str, Any]]]) -> tuple[str, str, list[Any]]:
+def message_of(stream: Sequence[Event]) -> tuple[str, str, list[Any]]:
     """(reasoning, content, calls)."""
-    deltas = [chunk["choices"][0]["delta"] for _, chunk in chunks if chunk["choices"]]
+    deltas = [each.data["choices"][0]["delta"] for each in stream if each.data]
     reasoning = "".join(delta.get("reasoning_content") or "" for delta in deltas)
     content = "".join(delta.get("content") or "" for delta in deltas)
     return reasoning, content, [call for each in deltas for call in each.get("tool_calls") or ()]
 
 
 async def test_a_stream_goes_on_at_another_gateway_behind_each_event(
-    http: AsyncClient, engine: FakeEngine, calling: Config, words: Words
+    http: AsyncClient, other: AsyncClient, model: Model
 ) -> None:
     """Nothing is lost, nothing comes twice, and calls have the same ids."""
-    engine.outputs = says(THOUGHT + CALL, words)
-    body = {"messages": HELLO, "tools": [WEATHER], "stream": True}
-    headers = {"Idempotency-Key": "a", "X-Tenant": "t"}
-    whole = chunks_of((await http.post(PATH, json=body, headers=headers)).text)
+    model.says(THOUGHT + CALL)
+    whole = stream_of(await http.post(PATH, json=ASKED | {"stream": True}, headers=KEY))
     message = message_of(whole)
     assert message[:2] == ("It is north.", "Cold.")
     assert [call["function"]["name"] for call in message[2]] == ["weather"]
-    async with http_of(make_app(engine, calling)) as other:
-        for place, (event_id, _) in enumerate(whole):
-            answer = await other.get(
-                f"/v1/streams/{whole[0][1]['id']}",
-                params={"after": event_id},
-                headers={"X-Tenant": "t"},
-            )
-            assert answer.status_code == 200, answer.text
-            begun, rest = message_of(whole[: place + 1]), message_of(chunks_of(answer.text))
-            assert (begun[0] + rest[0], begun[1] + rest[1], begun[2] + rest[2]) == message
-    assert len(engine.requests) == 1
+    url = f"/v1/streams/{answer_of(whole[0].event_id)}"
+    for place, event in enumerate(whole, 1):
+        rest = await other.get(url, params={"after": event.event_id}, headers=KEY)
+        assert message_of([*whole[:place], *stream_of(rest)]) == message
+    assert len(model.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -452,13 +400,12 @@ async def test_a_stream_goes_on_at_another_gateway_behind_each_event(
 @pytest.mark.parametrize("tools", [{}, {"tools": [WEATHER], "tool_choice": "required"}])
 async def test_a_constraint_allows_reasoning_only_on_request(
     http: AsyncClient,
-    engine: FakeEngine,
-    words: Words,
+    model: Model,
     fields: dict[str, Any],
     opened: bool,
     tools: dict[str, Any],
 ) -> None:
-    engine.outputs = says("{}", words)
+    model.says("{}")
     wanted = tools or {"response_format": {"type": "json_object"}}
     await posted(http, **wanted, **fields)
-    assert ("think" in grammar_of(engine)) is opened
+    assert ("think" in grammar_of(model)) is opened

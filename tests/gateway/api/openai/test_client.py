@@ -9,14 +9,13 @@ import pytest
 from openai import AsyncOpenAI
 
 from ...fake import FakeEngine, refused
-from ...made import LOGPROBS, TEXTS, TOKENS, cut, interleaved, whole
+from ...made import LOGPROBS, TEXTS, TOKENS, cut
 
 TEXT = "".join(TEXTS)
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
-async def test_a_chat(client: AsyncOpenAI, engine: FakeEngine) -> None:
-    engine.outputs = whole
+async def test_a_chat(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
         model="tiny", messages=HELLO, n=2, logprobs=True, top_logprobs=2
     )
@@ -30,11 +29,8 @@ async def test_a_chat(client: AsyncOpenAI, engine: FakeEngine) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 1
 
 
-async def test_three_interleaved_choices_are_put_together(
-    client: AsyncOpenAI, engine: FakeEngine
-) -> None:
+async def test_three_interleaved_choices_are_put_together(client: AsyncOpenAI) -> None:
     """Its helper wants first chunks in the order of their indices, and roles once."""
-    engine.outputs = interleaved
     async with client.chat.completions.stream(
         model="tiny", messages=HELLO, n=3, stream_options={"include_usage": True}
     ) as stream:
@@ -48,7 +44,6 @@ async def test_three_interleaved_choices_are_put_together(
 
 
 async def test_a_completion_with_fields_of_ours(client: AsyncOpenAI, engine: FakeEngine) -> None:
-    engine.outputs = interleaved
     stream = await client.completions.create(
         model="tiny",
         prompt="a",
@@ -62,31 +57,6 @@ async def test_a_completion_with_fields_of_ours(client: AsyncOpenAI, engine: Fak
         token_ids += chunk.choices[0].token_ids  # type: ignore[attr-defined]
     assert (text, token_ids) == (TEXT, list(TOKENS))
     assert engine.requests[0].sampling.top_k == 5
-
-
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        ("invalid_top_p", openai.BadRequestError),
-        ("unknown_model", openai.NotFoundError),
-        ("overloaded", openai.RateLimitError),
-        ("shutting_down", openai.InternalServerError),
-        ("expired", openai.InternalServerError),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_errors_are_of_its_classes(
-    client: AsyncOpenAI,
-    engine: FakeEngine,
-    code: str,
-    kind: type[openai.APIStatusError],
-    stream: bool,
-) -> None:
-    engine.outputs = refused(code, "because")
-    with pytest.raises(kind, match="because") as raised:
-        await client.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
-    assert raised.value.code == ("model_not_found" if code == "unknown_model" else code)
-    assert raised.value.type
 
 
 async def test_a_field_that_is_refused_is_named(client: AsyncOpenAI) -> None:

@@ -8,7 +8,7 @@ import pytest
 from httpx import AsyncClient
 
 from ...fake import FakeEngine, poster
-from ...made import LOGPROBS, TEXTS, whole
+from ...made import LOGPROBS, TEXTS
 
 PATH = "/v1/completions"
 TEXT = "".join(TEXTS)
@@ -18,7 +18,6 @@ posted = poster(PATH, {"prompt": "98 +"})
 
 
 async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
     answer = await posted(http)
     assert answer["id"].startswith("cmpl-")
     assert answer["object"] == "text_completion"
@@ -42,7 +41,6 @@ async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngi
 async def test_prompts_of_all_kinds(
     http: AsyncClient, engine: FakeEngine, prompt: Any, sent: list[Any]
 ) -> None:
-    engine.outputs = whole
     answer = await posted(http, prompt=prompt, n=2)
     assert [each["index"] for each in answer["choices"]] == list(range(2 * len(sent)))
     by_id = sorted(engine.requests, key=lambda request: request.request_id)
@@ -53,9 +51,8 @@ async def test_prompts_of_all_kinds(
 
 @pytest.mark.parametrize("top", [0, 2])
 async def test_logprobs_name_the_likeliest_and_the_token_itself(
-    http: AsyncClient, engine: FakeEngine, top: int
+    http: AsyncClient, top: int
 ) -> None:
-    engine.outputs = whole
     found = (await posted(http, logprobs=top))["choices"][0]["logprobs"]
     assert found["token_logprobs"] == list(LOGPROBS)
     assert [len(each) for each in found["top_logprobs"]] == [max(1, top)] * 3
@@ -68,8 +65,7 @@ async def test_logprobs_name_the_likeliest_and_the_token_itself(
     assert found["text_offset"] == sorted(found["text_offset"])
 
 
-async def test_echo_puts_the_prompt_before_the_text(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
+async def test_echo_puts_the_prompt_before_the_text(http: AsyncClient) -> None:
     assert (await posted(http, echo=True))["choices"][0]["text"] == f"98 +{TEXT}"
     prompt = list((await http.post("/tokenize", json={"prompt": "98 +"})).json()["tokens"])
     answer = await posted(http, prompt=prompt, echo=True)
@@ -77,7 +73,6 @@ async def test_echo_puts_the_prompt_before_the_text(http: AsyncClient, engine: F
 
 
 async def test_echo_with_logprobs_scores_the_prompt(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
     (choice,) = (await posted(http, echo=True, logprobs=1))["choices"]
     (request,) = engine.requests
     assert request.sampling.prompt_logprobs == 1
@@ -93,7 +88,6 @@ async def test_echo_with_logprobs_scores_the_prompt(http: AsyncClient, engine: F
 
 
 async def test_a_prompt_is_scored_without_a_token(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
     answer = await posted(http, echo=True, logprobs=0, max_tokens=0, return_token_ids=True)
     (choice,) = answer["choices"]
     assert engine.requests[0].sampling.max_tokens == 1

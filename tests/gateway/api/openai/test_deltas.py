@@ -28,7 +28,7 @@ from nano_inference.gateway.api.openai.streams import Chunks
 from nano_inference.telemetry.instruments import REASONING_TOKENS, TOOL_CALLS
 from nano_inference.text.messages import Delta, MessageFormat, ToolCall
 
-from ...fake import completion
+from ...fake import LIMIT_S, completion
 from ...recorded import Recorded
 from ...sampled import (
     BARE_CALL,
@@ -51,7 +51,6 @@ from .streamed import choices
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream": True}
 LISTED: dict[str, Any] = {"logprobs": True, "return_token_ids": True}
-LIMIT_S = 20
 
 
 class Sent(NamedTuple):
@@ -323,7 +322,8 @@ def test_a_message_is_counted_once() -> None:
 @pytest.mark.parametrize("continuous", [False, True])
 async def test_usage_counts_reasoning_of_all_choices(continuous: bool) -> None:
     made = make(ids(THOUGHT + "98"), (), "stop")
-    call = chat(made, n=2, usage=True, continuous_usage=continuous)
+    options = {"include_usage": True, "continuous_usage_stats": continuous}
+    call = chat(made, n=2, stream_options=options)
     sent: list[dict[str, Any]] = []
 
     async def send(data: bytes, event_id: str = "") -> None:

@@ -13,9 +13,9 @@ from nano_inference.gateway.app import make_app
 
 from ...errors import invalid
 from ...fake import FakeEngine, http_of, poster, refused
-from ...made import LOGPROBS, TOKENS, interleaved, whole
+from ...made import LOGPROBS, TOKENS
 from ...serving.test_lane_state import OWN
-from .streamed import choices, events
+from .streamed import Recorded, events, stream_of
 from .test_refusals import refusal
 
 PATH = "/inference/v1/generate"
@@ -31,7 +31,6 @@ posted = poster(PATH, {"token_ids": [7, 8, 9]})
 
 
 async def test_an_answer_has_vllm_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
     answer = await posted(http, request_id="mine")
     assert answer["request_id"] == "mine"
     assert answer["model"] == "tiny"
@@ -57,8 +56,7 @@ async def test_max_tokens_defaults_to_the_model_s_length(
     assert engine.requests[0].sampling.max_tokens == OWN
 
 
-async def test_logprobs_name_tokens_by_their_ids(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
+async def test_logprobs_name_tokens_by_their_ids(http: AsyncClient) -> None:
     answer = await posted(http, sampling_params={"logprobs": 2, "prompt_logprobs": 1})
     entries = answer["choices"][0]["logprobs"]["content"]
     assert [each["token"] for each in entries] == [f"token_id:{token}" for token in TOKENS]
@@ -69,35 +67,23 @@ async def test_logprobs_name_tokens_by_their_ids(http: AsyncClient, engine: Fake
     assert [set(place) for place in rest] == [{"8", "9"}, {"9"}]
 
 
-async def test_a_stream_is_the_answer_in_pieces(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = interleaved
+async def test_a_stream_is_the_answer_in_pieces(http: AsyncClient) -> None:
     asked: dict[str, Any] = {"sampling_params": {"n": 2, "logprobs": 1}, "request_id": "mine"}
     asked |= {"return_weight_versions": True}
     answer = await posted(http, **asked)
     more = {"stream": True, "stream_options": {"include_usage": True}}
     sent = await http.post(PATH, json={"token_ids": [7, 8, 9]} | asked | more)
-    *chunks, last = events(sent)
-    assert {chunk["request_id"] for chunk in chunks} == {"mine"}
-    assert last["choices"] == []
-    assert last["usage"] == answer["usage"]
-    for index in range(2):
-        parts, complete = choices(chunks, index), answer["choices"][index]
-        assert [each for part in parts for each in part["token_ids"]] == complete["token_ids"]
-        entries = [each for part in parts for each in part["logprobs"]["content"]]
-        assert entries == complete["logprobs"]["content"]
-        reasons = [part["finish_reason"] for part in parts]
-        assert reasons == [None] * (len(parts) - 1) + ["stop"]
-        versions = [
-            (span["version"], place)
-            for part in parts
-            for span in part["weight_versions"]
-            for place in range(span["start"], span["end"])
-        ]
-        assert versions == [(3, 0), (3, 1), (4, 2)]
+    assert {chunk["request_id"] for chunk in events(sent)[:-1]} == {"mine"}
+    told = Recorded(stream_of(sent))
+    assert told.usages == [answer["usage"]]
+    for index, whole in enumerate(answer["choices"]):
+        found = told.choices[index]
+        assert found["tokens"] == whole["token_ids"]
+        assert found["logprobs"] == whole["logprobs"]["content"]
+        assert (found["reasons"], found["versions"]) == (["stop"], [(3, 0), (3, 1), (4, 2)])
 
 
 async def test_it_takes_no_tokenizer(engine: FakeEngine, tmp_path: Path) -> None:
-    engine.outputs = whole
     config = load_config(env={}, overrides={"engine.model_path": str(tmp_path)})
     async with http_of(make_app(engine, config)) as http:  # type: ignore[arg-type]
         await posted(http, sampling_params={"logprobs": 1})

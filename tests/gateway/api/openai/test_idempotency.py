@@ -12,11 +12,9 @@ from httpx import AsyncClient
 from nano_inference.gateway.api.openai import records
 from nano_inference.gateway.api.openai.records import keyed
 
-from ...fake import FakeEngine, refused
-from ...made import interleaved, whole
+from ...fake import LIMIT_S, FakeEngine, refused
 from .streamed import Recorded, stream_of
 
-LIMIT_S = 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT: dict[str, Any] = {"prompt": "98 +", "n": 2}
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "n": 2}
@@ -33,7 +31,6 @@ async def test_the_same_call_is_made_once(
     body: dict[str, Any],
     stream: bool,
 ) -> None:
-    engine.outputs = interleaved if stream else whole
     asked = body | {"stream": stream}
     again = dict(reversed(asked.items()))
     answers = [
@@ -60,7 +57,6 @@ async def test_two_at_once_are_one(
                 yield output
 
     engine.__class__ = Slow
-    engine.outputs = interleaved if stream else whole
     asked = TEXT | {"stream": stream}
     async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
         calls = [
@@ -90,7 +86,6 @@ async def test_two_at_once_are_one(
 async def test_a_key_belongs_to_one_body(
     http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
-    engine.outputs = whole
     assert (await http.post(COMPLETIONS, json=TEXT, headers=KEY)).status_code == 200
     answer = await http.post(path, json=body, headers=KEY)
     assert (answer.status_code, len(engine.requests)) == (422, 1)
@@ -98,7 +93,6 @@ async def test_a_key_belongs_to_one_body(
 
 
 async def test_a_key_is_its_tenants(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
     ids = set()
     for tenant in ("me", "other"):
         answer = await http.post(COMPLETIONS, json=TEXT, headers=KEY | {"X-Tenant": tenant})
@@ -117,7 +111,6 @@ async def test_keys_are_bounded(http: AsyncClient, engine: FakeEngine, key: str)
 
 
 async def test_a_refused_call_may_be_repeated(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
     late = await http.post(COMPLETIONS, json=TEXT, headers=KEY | {"X-Budget-Ms": "0"})
     assert (late.status_code, engine.requests) == (504, [])
     assert (await http.post(COMPLETIONS, json=TEXT, headers=KEY)).status_code == 200
@@ -134,7 +127,6 @@ async def test_a_repeated_call_gets_the_same_error(http: AsyncClient, engine: Fa
 async def test_a_call_whose_gateway_was_killed_before_it_published_is_published(
     http: AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.outputs = whole
     first = await http.post(COMPLETIONS, json=TEXT, headers=KEY)
     call_id = first.json()["id"]
     kept = await engine.bus.store.calls.read(call_id)
@@ -151,7 +143,6 @@ async def test_a_call_whose_gateway_was_killed_before_it_published_is_published(
 async def test_a_stream_is_resumed_by_the_same_call_with_its_key(
     http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
-    engine.outputs = interleaved
     body = TEXT | {"stream": True}
     told = stream_of(await http.post(COMPLETIONS, json=body, headers=KEY))
     last = {"Last-Event-ID": told[1].event_id}

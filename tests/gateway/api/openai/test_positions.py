@@ -27,11 +27,10 @@ from nano_inference.gateway.api.openai.requests import ChoicesCall, read_chat, r
 from nano_inference.gateway.api.openai.streams import Chunks
 from nano_inference.gateway.serving.words import LazyWords, Words
 
-from ...fake import completion
+from ...fake import LIMIT_S, completion
 from ...made import cut, interleaved, told, whole
 from .streamed import Event, Recorded
 
-LIMIT_S = 20
 PROMPTS = [(3, 4, 5), (8, 9)]
 ALL: dict[str, Any] = {
     "return_token_ids": True,

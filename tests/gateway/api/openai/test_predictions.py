@@ -14,7 +14,7 @@ from nano_inference.bus.public import Completion, CompletionChunk, GenerateReque
 
 from ...fake import FakeEngine
 from ...made import interleaved, whole
-from .streamed import Recorded, response_events, stream_of
+from .streamed import Recorded, stream_of
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 PARTS: Any = [{"type": "text", "text": "five "}, {"type": "text", "text": "six"}]
@@ -54,62 +54,53 @@ def together(request: GenerateRequest) -> list[Output]:
     return [*found, end]
 
 
-@pytest.mark.parametrize(("content", "text"), [("five six", "five six"), (PARTS, "five six")])
+@pytest.mark.parametrize("content", ["five six", PARTS])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prediction_reaches_the_engine_and_its_usage_the_client(
-    client: AsyncOpenAI, engine: FakeEngine, content: Any, text: str, stream: bool
+    client: AsyncOpenAI, engine: FakeEngine, content: Any, stream: bool
 ) -> None:
     engine.outputs = drafted
-    prediction: Any = {"type": "content", "content": content}
-    create = client.chat.completions.create
+    prediction = {"type": "content", "content": content}
+    asked: Any = {"model": "tiny", "messages": HELLO, "prediction": prediction}
+    usage: Any = None
     if stream:
-        usage = None
-        async for chunk in await create(
-            model="tiny",
-            messages=HELLO,
-            prediction=prediction,
-            stream=True,
-            stream_options={"include_usage": True},
-        ):
+        options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+        async for chunk in await client.chat.completions.create(**asked, **options):
             usage = chunk.usage or usage
     else:
-        answer = await create(model="tiny", messages=HELLO, prediction=prediction)
-        usage = answer.usage
-    assert engine.requests[0].prediction == text
-    assert usage is not None
+        usage = (await client.chat.completions.create(**asked)).usage
+    assert engine.requests[0].prediction == "five six"
     details = usage.completion_tokens_details
-    assert details is not None
-    assert details.accepted_prediction_tokens == 5
-    assert details.rejected_prediction_tokens == 2
-    assert usage.completion_tokens == 3, "what was rejected is none of them"
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (5, 2)
+    assert usage.completion_tokens == 3, "rejected tokens are none of them"
 
 
-@pytest.mark.parametrize("prediction", [None, {"type": "content", "content": ""}])
-async def test_draft_usage_without_a_prediction(
-    http: AsyncClient, engine: FakeEngine, prediction: Any
+@pytest.mark.parametrize(
+    ("text", "outputs", "counts"),
+    [
+        (None, whole, None),
+        (None, drafted, (5, 2)),
+        ("", whole, None),
+        ("", drafted, (5, 2)),
+        # With a prediction that was not used.
+        ("a", whole, (0, 0)),
+    ],
+)
+async def test_usage_counts_drafts_and_predictions(
+    http: AsyncClient,
+    engine: FakeEngine,
+    text: str | None,
+    outputs: Any,
+    counts: tuple[int, int] | None,
 ) -> None:
+    engine.outputs = outputs
+    prediction = None if text is None else {"type": "content", "content": text}
     body = {"messages": HELLO, "prediction": prediction}
-    for outputs, told in ((whole, None), (drafted, {"accepted": 5, "rejected": 2})):
-        engine.outputs = outputs
-        answer = (await http.post("/v1/chat/completions", json=body)).json()
-        details = answer["usage"].get("completion_tokens_details", {})
-        found = {
-            name: details[f"{name}_prediction_tokens"]
-            for name in ("accepted", "rejected")
-            if f"{name}_prediction_tokens" in details
-        }
-        assert found == (told or {})
-    assert all(request.prediction is None for request in engine.requests)
-
-
-async def test_an_unused_prediction_has_usage_of_zero(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    engine.outputs = whole
-    body = {"messages": HELLO, "prediction": {"type": "content", "content": "a"}}
     answer = (await http.post("/v1/chat/completions", json=body)).json()
-    details = answer["usage"]["completion_tokens_details"]
-    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (0, 0)
+    details = answer["usage"].get("completion_tokens_details", {})
+    names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+    assert details == ({} if counts is None else dict(zip(names, counts, strict=True)))
+    assert engine.requests[0].prediction == (text or None)
 
 
 @pytest.mark.parametrize(
@@ -138,23 +129,6 @@ async def test_wrong_shapes_are_refused_by_their_place(
     assert not engine.requests
 
 
-async def test_draft_counts_have_sglang_s_names(http: AsyncClient, engine: FakeEngine) -> None:
-    def outputs(request: GenerateRequest) -> list[Output]:
-        (end,) = whole(request)
-        assert isinstance(end, Completion)
-        (sample,) = end.samples
-        sample = msgspec.structs.replace(sample, num_draft_tokens=8, num_accepted_draft_tokens=6)
-        return [msgspec.structs.replace(end, samples=(sample,))]
-
-    engine.outputs = outputs
-    meta = (await http.post("/generate", json={"text": "a"})).json()["meta_info"]
-    assert (meta["spec_draft_token_num"], meta["spec_accept_token_num"]) == (8, 6)
-    assert meta["spec_accept_rate"] == 0.75
-    engine.outputs = whole
-    meta = (await http.post("/generate", json={"text": "a"})).json()["meta_info"]
-    assert not [name for name in meta if name.startswith("spec_")]
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -178,21 +152,3 @@ async def test_a_stream_is_the_same_however_many_tokens_a_chunk_has(
         told = Recorded(stream_of(answer))
         found.append((told.choices, told.usages))
     assert found[0] == found[1]
-
-
-async def test_a_response_is_the_same_however_many_tokens_a_chunk_has(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    body = {"input": "a", "stream": True, "include": ["message.output_text.logprobs"]}
-    ends = []
-    for outputs in (interleaved, together):
-        engine.outputs = outputs
-        *events, end = response_events(await http.post("/v1/responses", json=body))
-        deltas = [each for each in events if each["type"] == "response.output_text.delta"]
-        text = "".join(each["delta"] for each in deltas)
-        logprobs = [entry for each in deltas for entry in each["logprobs"]]
-        (item,) = end["response"]["output"]
-        assert text == item["content"][0]["text"]
-        assert logprobs == item["content"][0]["logprobs"]
-        ends.append((text, logprobs, end["response"]["usage"]))
-    assert ends[0] == ends[1]

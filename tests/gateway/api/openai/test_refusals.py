@@ -84,7 +84,17 @@ OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     invalid("prompt_logprobs", echo=True, logprobs=1, prompt_logprobs=2),
     invalid("messages", "unsupported", messages=HELLO),
 ]
-PART = {"type": "text", "text": "a"}
+PART, IMAGE = {"type": "text", "text": "a"}, {"type": "image_url"}
+
+
+def said(content: Any, **more: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content} | more]
+
+
+def called(function: Any) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "tool_calls": [{"function": function}]}]
+
+
 OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     invalid("messages", messages=None),
     invalid("messages", messages=[]),
@@ -93,38 +103,15 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     invalid("messages[0].content", messages=[{"role": "user"}]),
     invalid("messages[0]", messages=[{"content": "a"}]),
     invalid("messages[0].role", messages=[{"role": "wizard", "content": "a"}]),
-    invalid("messages[0].content", messages=[{"role": "user", "content": 5}]),
-    invalid(
-        "messages[1].content[1]",
-        "unsupported",
-        messages=[*HELLO, {"role": "user", "content": [PART, {"type": "image_url"}]}],
-    ),
-    invalid(
-        "messages[0].content[0].text",
-        messages=[{"role": "user", "content": [{"type": "text", "text": 5}]}],
-    ),
-    invalid(
-        "messages[0].content[0]",
-        "unsupported",
-        messages=[{"role": "user", "content": [{"type": {"a": 1}}]}],
-    ),
-    invalid(
-        "messages[0].audio",
-        "unsupported",
-        messages=[{"role": "user", "content": "a", "audio": {"id": "x"}}],
-    ),
-    invalid(
-        "messages[0].tool_calls[0].function",
-        messages=[{"role": "assistant", "tool_calls": [{"function": 5}]}],
-    ),
+    invalid("messages[0].content", messages=said(5)),
+    invalid("messages[1].content[1]", "unsupported", messages=HELLO + said([PART, IMAGE])),
+    invalid("messages[0].content[0].text", messages=said([PART | {"text": 5}])),
+    invalid("messages[0].content[0]", "unsupported", messages=said([{"type": {"a": 1}}])),
+    invalid("messages[0].audio", "unsupported", messages=said("a", audio={"id": "x"})),
+    invalid("messages[0].tool_calls[0].function", messages=called(5)),
     invalid(
         "messages[0].tool_calls[0].function.arguments",
-        messages=[
-            {
-                "role": "assistant",
-                "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
-            }
-        ],
+        messages=called({"name": "f", "arguments": "{"}),
     ),
     invalid("tools", "unsupported", tools=[{"type": "function", "function": {"name": "f"}}]),
     invalid("tool_choice", tool_choice="required"),

@@ -11,14 +11,12 @@ from nano_inference.config import Config, load_config
 
 from ...errors import invalid
 from ...fake import FakeEngine, completion, poster, refused
-from ...made import LOGPROBS, TEXTS, cut, interleaved, told, whole
+from ...made import TEXTS, cut, told
 from .streamed import response_events
 from .test_refusals import refusal
 
 PATH = "/v1/responses"
 TEXT = "".join(TEXTS)
-LIMIT_S = 20
-INCLUDE = ["message.output_text.logprobs"]
 
 
 @pytest.fixture
@@ -31,7 +29,6 @@ posted = poster(PATH, {"input": "hello"})
 
 
 async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
     answer = await posted(http, instructions="Be brief.", metadata={"a": "b"})
     (request,) = engine.requests
     assert answer["id"] == request.request_id
@@ -48,7 +45,6 @@ async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngi
 
 
 async def test_the_prompt_equals_a_chat_s(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
     answer = (await posted(http))["output"]
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     items = [
@@ -79,30 +75,6 @@ async def test_the_finish_reason_sets_the_status(http: AsyncClient, engine: Fake
         completion(request, told(request, 0, "abort"), status="cancelled")
     ]
     assert (await posted(http))["status"] == "cancelled"
-
-
-async def test_a_stream_s_events_come_in_order(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = interleaved
-    asked = {"input": "hello", "stream": True, "include": INCLUDE, "top_logprobs": 1}
-    found = response_events(await http.post(PATH, json=asked))
-    names = [each["type"].removeprefix("response.") for each in found]
-    before = ["created", "in_progress", "output_item.added", "content_part.added"]
-    after = ["output_text.done", "content_part.done", "output_item.done", "completed"]
-    assert names == [*before, *["output_text.delta"] * (len(names) - 8), *after]
-    deltas = found[4:-4]
-    assert "".join(each["delta"] for each in deltas) == TEXT
-    logprobs = [entry["logprob"] for each in deltas for entry in each["logprobs"]]
-    assert logprobs == list(LOGPROBS)
-    response = found[-1]["response"]
-    (item,) = response["output"]
-    items = {each["item_id"] for each in found if "item_id" in each}
-    assert items == {item["id"], found[2]["item"]["id"]}
-    assert found[-2]["item"] == item
-    assert found[-3]["part"] == item["content"][0]
-    assert (found[-4]["text"], found[-4]["logprobs"]) == (TEXT, item["content"][0]["logprobs"])
-    assert {found[0]["response"]["status"], found[1]["response"]["status"]} == {"in_progress"}
-    kept = (await http.get(f"{PATH}/{response['id']}")).json()
-    assert kept == response
 
 
 async def test_an_error_in_mid_stream_is_the_last_event(

@@ -6,26 +6,19 @@ import asyncio
 from typing import Any
 
 import anyio
-import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
 from openai.types.responses import Response
 
-from nano_inference.config import Config
-from nano_inference.gateway.app import make_app
-
-from ...fake import FakeEngine
-from ...made import LOGPROBS, TEXTS, interleaved, whole
-from .going import Going
+from ...fake import LIMIT_S, FakeEngine
+from ...made import LOGPROBS, TEXTS
 
 TEXT = "".join(TEXTS)
-LIMIT_S = 20
 
 
-async def test_its_helper_puts_a_stream_together(client: AsyncOpenAI, engine: FakeEngine) -> None:
+async def test_its_helper_puts_a_stream_together(client: AsyncOpenAI) -> None:
     """Which wants the same item in the stream and in its end."""
-    engine.outputs = interleaved
     for background in (False, True):
         async with client.responses.stream(
             model="tiny",
@@ -44,7 +37,6 @@ async def test_its_helper_puts_a_stream_together(client: AsyncOpenAI, engine: Fa
 async def test_input_tokens_are_those_of_the_prompt(
     client: AsyncOpenAI, engine: FakeEngine
 ) -> None:
-    engine.outputs = whole
     first = await client.responses.create(model="tiny", input="hello")
     asked: list[dict[str, Any]] = [
         {"input": "hello"},
@@ -62,8 +54,7 @@ async def test_input_tokens_are_those_of_the_prompt(
         await client.responses.input_tokens.count(model="other", input="hello")
 
 
-async def test_it_goes_on_behind_an_event(client: AsyncOpenAI, engine: FakeEngine) -> None:
-    engine.outputs = interleaved
+async def test_it_goes_on_behind_an_event(client: AsyncOpenAI) -> None:
     stream = await client.responses.create(model="tiny", input="hello", stream=True)
     events = [event async for event in stream]
     response_id = events[0].response.id  # type: ignore[union-attr]
@@ -76,8 +67,7 @@ async def test_it_goes_on_behind_an_event(client: AsyncOpenAI, engine: FakeEngin
     assert response.output_text == TEXT
 
 
-async def test_a_conversation_in_turns(client: AsyncOpenAI, engine: FakeEngine) -> None:
-    engine.outputs = whole
+async def test_a_conversation_in_turns(client: AsyncOpenAI) -> None:
     first = await client.responses.create(model="tiny", input="hello", instructions="Be brief.")
     assert first.usage is not None
     assert (first.output_text, first.usage.output_tokens) == (TEXT, 3)
@@ -114,25 +104,18 @@ async def polled(client: AsyncOpenAI, response: Response) -> Response:
     return response
 
 
-async def test_a_background_response(config: Config) -> None:
-    engine = Going()
-    transport = httpx2.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
-    async with (
-        httpx2.AsyncClient(transport=transport) as http,
-        AsyncOpenAI(
-            base_url="http://127.0.0.1/v1", api_key="none", max_retries=0, http_client=http
-        ) as client,
-    ):
-        first, second = [
-            await client.responses.create(model="tiny", input="hello", background=True)
-            for _ in range(2)
-        ]
-        assert first.status == "queued"
+async def test_a_background_response(client: AsyncOpenAI, engine: FakeEngine) -> None:
+    engine.hold()
+    first, second = [
+        await client.responses.create(model="tiny", input="hello", background=True)
+        for _ in range(2)
+    ]
+    assert first.status == "queued"
+    for _ in range(2):
         cancelled = await client.responses.cancel(second.id)
         assert (cancelled.status, cancelled.id) == ("cancelled", second.id)
-        assert (await client.responses.cancel(second.id)).status == "cancelled"
-        engine.go.set()
-        made = await polled(client, first)
-        assert (made.status, made.output_text) == ("completed", TEXT)
-        with pytest.raises(openai.BadRequestError):
-            await client.responses.cancel(made.id)
+    engine.go()
+    made = await polled(client, first)
+    assert (made.status, made.output_text) == ("completed", TEXT)
+    with pytest.raises(openai.BadRequestError):
+        await client.responses.cancel(made.id)

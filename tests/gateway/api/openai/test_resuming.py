@@ -10,7 +10,7 @@ from httpx import AsyncClient
 from nano_inference.config import BusError
 
 from ...fake import FakeEngine, refused
-from ...made import interleaved, whole
+from ...made import interleaved
 from .streamed import Recorded, events, stream_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -41,7 +41,6 @@ async def test_another_gateway_goes_on_behind_each_event(
     body: dict[str, Any],
 ) -> None:
     """By GET, by the header, and by the same POST again, which publishes nothing."""
-    engine.outputs = interleaved
     told = stream_of(await http.post(path, json=body, headers=MINE))
     wanted, published = vars(Recorded(told)), len(engine.requests)
     answer_id = told[0].event_id.partition(".")[0]
@@ -64,7 +63,6 @@ async def test_resuming_publishes_unpublished_requests(
     http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     """The first gateway was killed when it had begun the first of two prompts."""
-    engine.outputs = interleaved
     told = stream_of(await http.post(COMPLETIONS, json=TEXT | {"prompt": ["a", "b"]}))
     answer_id = told[0].event_id.partition(".")[0]
     (first, second) = engine.requests
@@ -84,7 +82,6 @@ async def test_a_resumed_stream_repeats_the_error(
 ) -> None:
     """The bus was away for a moment: what was told as an error is none any more."""
     engine.away = True
-    engine.outputs = interleaved
     told = stream_of(await http.post(COMPLETIONS, json=TEXT))
     assert told[-2].data is not None
     assert told[-2].data["error"]["code"] == "bus_unavailable"
@@ -106,7 +103,6 @@ async def test_an_unknown_stream_is_not_found(http: AsyncClient, path: str) -> N
 
 
 async def test_another_tenants_stream_is_not_found(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = interleaved
     told = stream_of(await http.post(COMPLETIONS, json=TEXT, headers=MINE))
     answer_id = told[0].event_id.partition(".")[0]
     for headers in ({}, {"X-Tenant": "other"}, {"X-Tenant": "other", "Last-Event-ID": "nonsense"}):
@@ -126,7 +122,6 @@ async def test_a_stream_whose_results_are_gone_is_not_found(
             raise BusError("gone", code="unknown_request")
             yield
 
-    engine.outputs = interleaved
     told = stream_of(await http.post(COMPLETIONS, json=TEXT))
     engine.__class__ = Gone
     answer = await http.get(f"/v1/streams/{told[0].event_id.partition('.')[0]}")
@@ -134,10 +129,7 @@ async def test_a_stream_whose_results_are_gone_is_not_found(
 
 
 @pytest.mark.parametrize("event_id", ["nonsense", "{id}", "{id}.x.x", "{id}.1.u.u", "cmpl-1.x"])
-async def test_an_event_of_no_stream_is_refused(
-    http: AsyncClient, engine: FakeEngine, event_id: str
-) -> None:
-    engine.outputs = interleaved
+async def test_an_event_of_no_stream_is_refused(http: AsyncClient, event_id: str) -> None:
     told = stream_of(await http.post(COMPLETIONS, json=TEXT))
     answer_id = told[0].event_id.partition(".")[0]
     after = event_id.format(id=answer_id)
@@ -154,8 +146,7 @@ async def test_records_of_another_version_are_not_found(
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
 
 
-async def test_an_answer_in_one_piece_is_no_stream(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
+async def test_an_answer_in_one_piece_is_no_stream(http: AsyncClient) -> None:
     answer = await http.post(COMPLETIONS, json=TEXT | {"stream": False})
     assert (await http.get(f"/v1/streams/{answer.json()['id']}")).status_code == 404
 

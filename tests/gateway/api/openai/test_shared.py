@@ -10,10 +10,9 @@ from httpx import AsyncClient, Response
 
 from nano_inference.config import Config, load_config
 
-from ...fake import FakeEngine
+from ...fake import LIMIT_S, FakeEngine
 from ...made import cut
 
-LIMIT_S = 20
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", HELLO),
@@ -81,20 +80,6 @@ async def test_no_time_at_all_is_too_late(
     assert answer.status_code == 504
     assert answer.json()["error"]["code"] == "expired"
     assert not engine.requests
-
-
-async def test_an_answer_s_id_ends_its_request(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = cut
-    async with asyncio.timeout(LIMIT_S):
-        call = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
-        await engine.until(lambda: len(engine.requests) == 1)
-        (request,) = engine.requests
-        assert request.request_id.startswith("cmpl-")
-        assert (
-            await http.post("/abort_request", json={"rid": request.request_id})
-        ).status_code == 200
-        assert engine.last("cancel") == {"request_id": request.request_id}
-        await ended(call)
 
 
 async def test_the_header_names_the_tenant(http: AsyncClient, engine: FakeEngine) -> None:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import Task
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-import httpx
 import pytest
-from httpx import AsyncClient
+from httpx import AsyncClient, Response
 
 from nano_inference.config import BusError, Config, load_config
 from nano_inference.gateway.app import make_app
 
 from ... import by_hand
-from ...fake import FakeEngine, completion, http_of, poster, refused
-from ...made import TEXTS, cut, interleaved, whole
-from .going import Going
+from ...fake import LIMIT_S, FakeEngine, completion, http_of, poster, refused
+from ...made import TEXTS, cut, whole
 from .streamed import response_event, response_events
 from .test_refusals import refusal
 
 PATH = "/v1/responses"
 TEXT = "".join(TEXTS)
-LIMIT_S = 20
 HELLO: dict[str, Any] = {"input": "hello"}
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
 MINE = {"X-Tenant": "me"}
@@ -51,7 +51,6 @@ async def got(http: AsyncClient, response_id: str, more: str = "") -> dict[str, 
 async def test_any_gateway_returns_the_same_response(
     http: AsyncClient, other: AsyncClient, engine: FakeEngine, stream: bool
 ) -> None:
-    engine.outputs = interleaved if stream else whole
     answer = await http.post(PATH, json=HELLO | LOGPROBS | {"stream": stream})
     made = response_events(answer)[-1]["response"] if stream else answer.json()
     for client in (http, other):
@@ -65,7 +64,6 @@ async def test_another_gateway_goes_on_behind_each_event(
     http: AsyncClient, other: AsyncClient, engine: FakeEngine, more: dict[str, Any]
 ) -> None:
     """By number, by the event's id, and by the same POST again, which publishes nothing."""
-    engine.outputs = interleaved
     body = HELLO | more | {"stream": True}
     events = response_events(await http.post(PATH, json=body))
     response_id = events[0]["response"]["id"]
@@ -120,7 +118,6 @@ async def test_resuming_behind_an_interruption_misses_nothing(
 ) -> None:
     """The bus was away for a moment: the response has not failed by that."""
     engine.away = True
-    engine.outputs = interleaved
     answer = await http.post(PATH, json=HELLO | {"stream": True})
     *begun, last = answer.text.split("\n\n")[:-1]
     events = [response_event(part, number) for number, part in enumerate(begun)]
@@ -151,15 +148,13 @@ QUERIES = [
 
 @pytest.mark.parametrize(("query", "code", "param"), QUERIES)
 async def test_invalid_queries_are_refused_by_name(
-    http: AsyncClient, engine: FakeEngine, query: str, code: str, param: str
+    http: AsyncClient, query: str, code: str, param: str
 ) -> None:
-    engine.outputs = whole
     made = await posted(http)
     assert refusal(await http.get(f"{PATH}/{made['id']}{query}")) == (code, param)
 
 
-async def test_an_event_of_no_response_is_refused(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
+async def test_an_event_of_no_response_is_refused(http: AsyncClient) -> None:
     made = await posted(http)
     for event_id in ("nonsense", made["id"], f"{made['id']}.x", "cmpl-1.5", "resp_0.5"):
         answer = await http.get(
@@ -172,7 +167,6 @@ async def test_other_tenants_and_keys_find_no_response(
     http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     """Another tenant's, what was not stored, what another version wrote, and what never was."""
-    engine.outputs = whole
     mine = (await http.post(PATH, json=HELLO, headers=MINE)).json()
     unstored = await posted(http, store=False)
     keyed = (await http.post(PATH, json=HELLO | {"store": False}, headers=KEY)).json()
@@ -198,7 +192,6 @@ async def test_a_response_without_results_is_not_found(
     async def gone(*_: Any, **__: Any) -> Any:
         raise BusError("gone", code="unknown_request")
 
-    engine.outputs = whole
     made = await posted(http)
     monkeypatch.setattr(engine.bus.results, "last", gone)
     monkeypatch.setattr(FakeEngine, "_made", by_hand.ignore)
@@ -208,7 +201,6 @@ async def test_a_response_without_results_is_not_found(
 async def test_a_response_is_stored_until_it_is_deleted(
     http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
-    engine.outputs = whole
     made = (await http.post(PATH, json=HELLO, headers=KEY)).json()
     where = f"{PATH}/{made['id']}"
     gone = await other.delete(where)
@@ -224,7 +216,6 @@ async def test_a_response_is_stored_until_it_is_deleted(
 async def test_the_same_call_with_its_key_is_made_once(
     http: AsyncClient, other: AsyncClient, engine: FakeEngine, fields: dict[str, Any]
 ) -> None:
-    engine.outputs = interleaved
     answers = [await each.post(PATH, json=HELLO | fields, headers=KEY) for each in (http, other)]
     assert len(engine.requests) == 1
     if fields.get("background"):
@@ -242,8 +233,10 @@ async def test_the_same_call_with_its_key_is_made_once(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_disconnect_cancels_a_response(config: Config, stream: bool) -> None:
-    engine = Going()
+async def test_disconnect_cancels_a_response(
+    http: AsyncClient, engine: FakeEngine, config: Config, stream: bool
+) -> None:
+    engine.hold()
     app = make_app(engine, config)  # type: ignore[arg-type]
     left = anyio.Event()
     body = HELLO | {"stream": stream}
@@ -254,62 +247,49 @@ async def test_disconnect_cancels_a_response(config: Config, stream: bool) -> No
             left.set()
     (request,) = engine.requests
     assert engine.names == ["cancel"]
-    async with http_of(app) as http:
-        answer = await http.get(f"{PATH}/{request.request_id}?stream=true")
-        assert response_events(answer)[-1]["response"]["status"] == "cancelled"
-        assert (await got(http, request.request_id))["status"] == "cancelled"
+    answer = await http.get(f"{PATH}/{request.request_id}?stream=true")
+    assert response_events(answer)[-1]["response"]["status"] == "cancelled"
+    assert (await got(http, request.request_id))["status"] == "cancelled"
 
 
-async def test_only_background_responses_can_be_cancelled() -> None:
-    engine = Going()
-    transport = httpx.ASGITransport(make_app(engine, load_config(env={})))  # type: ignore[arg-type]
-    async with (
-        asyncio.timeout(LIMIT_S),
-        AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
-        asyncio.TaskGroup() as group,
-    ):
+@asynccontextmanager
+async def held(http: AsyncClient, engine: FakeEngine) -> AsyncIterator[tuple[Task[Response], str]]:
+    """A response that has begun, while it is made; and its id."""
+    engine.hold()
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
         making = group.create_task(http.post(PATH, json=HELLO))
-        await engine.until(lambda: bool(engine.bus.results.last_outputs) or bool(engine.requests))
-        where = f"{PATH}/{engine.requests[0].request_id}"
-        assert (await http.get(where)).json()["status"] in ("queued", "in_progress")
-        assert refusal(await http.post(f"{where}/cancel")) == ("invalid_request", None)
-        engine.go.set()
+        await engine.until(lambda: len(engine.requests) == 1)
+        yield making, engine.requests[0].request_id
+
+
+async def test_only_background_responses_can_be_cancelled(
+    http: AsyncClient, engine: FakeEngine
+) -> None:
+    async with held(http, engine) as (making, response_id):
+        assert (await got(http, response_id))["status"] in ("queued", "in_progress")
+        cancel = f"{PATH}/{response_id}/cancel"
+        assert refusal(await http.post(cancel)) == ("invalid_request", None)
+        engine.go()
         assert (await making).json()["status"] == "completed"
-        assert refusal(await http.post(f"{where}/cancel")) == ("invalid_request", None)
+        assert refusal(await http.post(cancel)) == ("invalid_request", None)
     assert engine.names == []
 
 
-async def test_any_is_ended_as_a_stream_is(config: Config) -> None:
-    engine = Going()
-    transport = httpx.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
-    async with (
-        asyncio.timeout(LIMIT_S),
-        AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
-        asyncio.TaskGroup() as group,
-    ):
-        making = group.create_task(http.post(PATH, json=HELLO))
-        await engine.until(lambda: len(engine.requests) == 1)
-        response_id = engine.requests[0].request_id
-        ended = await http.delete(f"/v1/streams/{response_id}")
-        assert ended.json()["cancelled"]
+async def test_any_is_ended_as_a_stream_is(http: AsyncClient, engine: FakeEngine) -> None:
+    async with held(http, engine) as (making, response_id):
+        assert (await http.delete(f"/v1/streams/{response_id}")).json()["cancelled"]
         made = (await making).json()
         assert made["status"] == "cancelled"
         assert await got(http, response_id) == made
 
 
-async def test_a_waiting_client_gets_a_deleted_response() -> None:
-    engine = Going()
-    transport = httpx.ASGITransport(make_app(engine, load_config(env={})))  # type: ignore[arg-type]
-    async with (
-        asyncio.timeout(LIMIT_S),
-        AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
-        asyncio.TaskGroup() as group,
-    ):
-        making = group.create_task(http.post(PATH, json=HELLO))
-        await engine.until(lambda: len(engine.requests) == 1)
-        where = f"{PATH}/{engine.requests[0].request_id}"
+async def test_a_waiting_client_gets_a_deleted_response(
+    http: AsyncClient, engine: FakeEngine
+) -> None:
+    async with held(http, engine) as (making, response_id):
+        where = f"{PATH}/{response_id}"
         assert (await http.delete(where)).json()["deleted"]
-        engine.go.set()
+        engine.go()
         assert (await making).json()["status"] == "completed"
         assert refusal(await http.get(where), 404)[0] == "unknown_response"
 
@@ -321,7 +301,6 @@ async def test_the_conversation_so_far_precedes_the_input(
     http: AsyncClient, other: AsyncClient, engine: FakeEngine
 ) -> None:
     """Of all responses before, without their instructions, and also when they are gone."""
-    engine.outputs = whole
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     items = [{"role": "user", "content": parts}, {"role": "developer", "content": "c"}]
     first = await posted(http, input=items, instructions="Be brief.", **LOGPROBS)
@@ -356,18 +335,19 @@ async def test_the_conversation_so_far_precedes_the_input(
     assert page["has_more"]
 
 
-async def test_a_failed_response_can_not_be_continued() -> None:
-    engine = Going()
-    async with http_of(make_app(engine, load_config(env={}))) as http:  # type: ignore[arg-type]
-        begun = await posted(http, background=True)
-        following = HELLO | {"previous_response_id": begun["id"]}
-        for _ in range(2):
-            answer = await http.post(PATH, json=following)
-            param = "previous_response_id"
-            assert refusal(answer) == ("previous_response_unfinished", param)
-            await http.post(f"{PATH}/{begun['id']}/cancel")
-        answer = await http.post(PATH, json=following, headers=MINE)
-        assert refusal(answer) == ("previous_response_not_found", param)
+async def test_a_failed_response_can_not_be_continued(
+    http: AsyncClient, engine: FakeEngine
+) -> None:
+    engine.hold()
+    begun = await posted(http, background=True)
+    following = HELLO | {"previous_response_id": begun["id"]}
+    for _ in range(2):
+        answer = await http.post(PATH, json=following)
+        param = "previous_response_id"
+        assert refusal(answer) == ("previous_response_unfinished", param)
+        await http.post(f"{PATH}/{begun['id']}/cancel")
+    answer = await http.post(PATH, json=following, headers=MINE)
+    assert refusal(answer) == ("previous_response_not_found", param)
     assert len(engine.requests) == 1
 
 
@@ -381,12 +361,9 @@ async def test_a_response_cut_by_its_length_can_be_continued(
 
 
 async def test_a_stored_conversation_is_bounded(engine: FakeEngine) -> None:
-    engine.outputs = whole
     limits = {"bus.max_request_bytes": 700}
-    transport = httpx.ASGITransport(
-        make_app(engine, load_config(env={}, overrides=limits))  # type: ignore[arg-type]
-    )
-    async with AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    app = make_app(engine, load_config(env={}, overrides=limits))  # type: ignore[arg-type]
+    async with http_of(app) as http:
         body = {"input": "a", "metadata": {"a": "b" * 500}}
         assert refusal(await http.post(PATH, json=body), 413) == ("request_too_large", "input")
         assert (await http.post(PATH, json=body | {"store": False})).status_code == 200

@@ -19,18 +19,16 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server.http import EventStream, SendEvent
 
 from ... import by_hand
-from ...fake import FakeEngine, completion, http_of, refused
+from ...fake import LIMIT_S, FakeEngine, completion, http_of, refused
 from ...made import LOGPROBS, TEXTS, TOKENS, cut, interleaved, told
-from .streamed import choices, events
+from .streamed import Recorded, choices, events, stream_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream": True}
 TEXT: dict[str, Any] = {"prompt": "98 +", "stream": True}
-LIMIT_S = 20
 
 
-async def test_roles_come_once_first_and_in_order(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = interleaved
+async def test_roles_come_once_first_and_in_order(http: AsyncClient) -> None:
     chunks = events(await http.post(CHAT, json=HELLO | {"n": 3}))
     first = [each for chunk in chunks[:3] for each in chunk["choices"]]
     assert [each["index"] for each in first] == [0, 1, 2]
@@ -44,7 +42,6 @@ async def test_roles_come_once_first_and_in_order(http: AsyncClient, engine: Fak
 
 
 async def test_all_chunks_name_their_answer(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = interleaved
     chunks = events(await http.post(CHAT, json=HELLO))
     assert {chunk["id"] for chunk in chunks} == {engine.requests[0].request_id}
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
@@ -56,18 +53,16 @@ async def test_all_chunks_name_their_answer(http: AsyncClient, engine: FakeEngin
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETIONS, TEXT)])
 async def test_usage_is_sent_only_on_request(
-    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any], options: Any
+    http: AsyncClient, path: str, body: dict[str, Any], options: Any
 ) -> None:
-    engine.outputs = interleaved
     chunks = events(await http.post(path, json=body | {"stream_options": options}))
     assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETIONS, TEXT)])
 async def test_usage_is_in_the_last_chunk_which_has_no_choices(
-    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+    http: AsyncClient, path: str, body: dict[str, Any]
 ) -> None:
-    engine.outputs = interleaved
     asked = body | {"stream_options": {"include_usage": True}, "n": 2}
     *chunks, last = events(await http.post(path, json=asked))
     assert all(chunk["usage"] is None for chunk in chunks)
@@ -75,8 +70,7 @@ async def test_usage_is_in_the_last_chunk_which_has_no_choices(
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (4, 6)
 
 
-async def test_usage_in_every_chunk(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = interleaved
+async def test_usage_in_every_chunk(http: AsyncClient) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, _ = events(await http.post(COMPLETIONS, json=TEXT | {"stream_options": options}))
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -85,35 +79,23 @@ async def test_usage_in_every_chunk(http: AsyncClient, engine: FakeEngine) -> No
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {3}
 
 
-async def test_logprobs_and_tokens_are_those_of_the_text_in_one_piece(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    engine.outputs = interleaved
+async def test_logprobs_and_tokens_are_those_of_the_text_in_one_piece(http: AsyncClient) -> None:
     asked = {"logprobs": 2, "return_token_ids": True, "return_weight_versions": True, "n": 2}
     asked |= {"echo": True}
-    chunks = events(await http.post(COMPLETIONS, json=TEXT | asked))
+    told = Recorded(stream_of(await http.post(COMPLETIONS, json=TEXT | asked)))
     answer = (await http.post(COMPLETIONS, json=TEXT | asked | {"stream": False})).json()
-    for index in range(2):
-        parts, whole = choices(chunks, index), answer["choices"][index]
-        assert "".join(part["text"] for part in parts) == whole["text"]
-        for column, wanted in whole["logprobs"].items():
-            assert [each for part in parts for each in part["logprobs"][column]] == wanted
-        assert [each for part in parts for each in part["token_ids"]] == whole["token_ids"]
-        assert parts[0]["prompt_token_ids"] == whole["prompt_token_ids"]
-        assert all("prompt_token_ids" not in part for part in parts[1:])
-        versions = [
-            (each["version"], place)
-            for part in parts
-            for each in part["weight_versions"]
-            for place in range(each["start"], each["end"])
-        ]
-        assert versions == [(3, 0), (3, 1), (4, 2)]
+    for index, whole in enumerate(answer["choices"]):
+        found = told.choices[index]
+        assert found["texts"] == [whole["text"]]
+        assert found["logprobs"] == list(zip(*whole["logprobs"].values(), strict=True))
+        assert found["tokens"] == whole["token_ids"]
+        assert found["prompts"] == [whole["prompt_token_ids"]]
+        assert found["versions"] == [(3, 0), (3, 1), (4, 2)]
 
 
 async def test_a_chat_s_logprobs_come_with_its_tokens(
     http: AsyncClient, engine: FakeEngine
 ) -> None:
-    engine.outputs = interleaved
     asked = HELLO | {"logprobs": True, "return_token_ids": True}
     first, *chunks = events(await http.post(CHAT, json=asked))
     assert first["prompt_token_ids"] == list(engine.requests[0].prompt_token_ids or ())
@@ -246,7 +228,6 @@ async def test_unread_tokens_become_one_chunk() -> None:
 
 
 async def test_event_ids_can_be_switched_off(engine: FakeEngine) -> None:
-    engine.outputs = interleaved
     app = make_app(engine, load_config(env={}, overrides={"gateway.event_ids": False}))  # type: ignore[arg-type]
     async with http_of(app) as client:
         text = (await client.post(COMPLETIONS, json=TEXT)).text

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference.bus.public import CompletionChunk, ErrorInfo, TokenLogprob
+from nano_inference.bus.public import CompletionSample, ErrorInfo, GenerateRequest, TokenLogprob
 from nano_inference.config import EngineConfig
 from nano_inference.gateway.api.sglang.answers import PromptWriter
 from nano_inference.gateway.api.sglang.requests import read_call
@@ -14,9 +14,11 @@ from nano_inference.gateway.api.sglang.sync import VersionLabels
 from nano_inference.gateway.serving.words import Words
 from nano_inference.text.tokenizer import load_tokenizer, stop_token_ids_of
 
-from ...fake import completion, sample
+from ...fake import chunk, completion, sample
 
 END = "<|endoftext|>"
+PROMPT = (None, -1.0, -2.0, -3.0)
+REQUEST = GenerateRequest(request_id="r")
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +33,18 @@ def answers(words: Words | None = None, **body: Any) -> PromptWriter:
     return PromptWriter(next(call.prompts), words, VersionLabels())
 
 
+def told(writer: PromptWriter, *samples: CompletionSample, **changed: Any) -> Any:
+    """The only answer to a completion with these samples."""
+    (answer,) = writer.final(completion(writer.wanted.request, *samples, **changed))
+    return answer
+
+
 def top(*token_ids: int) -> tuple[TokenLogprob, ...]:
     return tuple(TokenLogprob(token_id=each, logprob=-float(each)) for each in token_ids)
 
 
 def test_an_answer() -> None:
-    writer = answers()
-    (answer,) = writer.final(completion(writer.wanted.request))
-    assert answer == {
+    assert told(answers()) == {
         "text": "five six",
         "output_ids": (5, 6),
         "meta_info": {
@@ -57,8 +63,7 @@ def test_an_answer() -> None:
 def test_logprobs_with_their_tokens() -> None:
     writer = answers(return_logprob=True, top_logprobs_num=1)
     made = sample(top_logprobs=(top(5), top(9)))
-    (answer,) = writer.final(completion(writer.wanted.request, made))
-    meta = answer["meta_info"]
+    meta = told(writer, made)["meta_info"]
     assert meta["output_token_logprobs"] == [(-0.5, 5, None), (-1.5, 6, None)]
     assert meta["output_top_logprobs"] == [[(-5.0, 5, None)], [(-9.0, 9, None)]]
     assert meta["input_token_logprobs"] == []
@@ -66,29 +71,19 @@ def test_logprobs_with_their_tokens() -> None:
 
 def test_logprobs_by_the_reference_model() -> None:
     """Beside the others, where the pipeline has one, and of the same tokens."""
-    writer = answers(return_logprob=True, logprob_start_len=1)
-    found = completion(
-        writer.wanted.request,
-        sample(ref_logprobs=(-0.1, -0.2)),
-        prompt_logprobs=(None, -1.0, -2.0, -3.0),
-        prompt_ref_logprobs=(None, -4.0, -5.0, -6.0),
-    )
-    meta = writer.final(found)[0]["meta_info"]
+    made = sample(ref_logprobs=(-0.1, -0.2))
+    more = {"prompt_logprobs": PROMPT, "prompt_ref_logprobs": (None, -4.0, -5.0, -6.0)}
+    meta = told(answers(return_logprob=True, logprob_start_len=1), made, **more)["meta_info"]
     assert meta["output_ref_logprobs"] == (-0.1, -0.2)
     assert meta["input_ref_logprobs"] == [None, -5.0, -6.0]
     assert len(meta["input_token_logprobs"]) == len(meta["input_ref_logprobs"])
-    unasked = answers()
-    assert "output_ref_logprobs" not in unasked.final(found)[0]["meta_info"]
+    assert "output_ref_logprobs" not in told(answers(), made, **more)["meta_info"]
 
 
 def test_logprobs_of_the_prompt_from_a_place_on() -> None:
     writer = answers(return_logprob=True, top_logprobs_num=1, logprob_start_len=1)
-    found = completion(
-        writer.wanted.request,
-        prompt_logprobs=(None, -1.0, -2.0, -3.0),
-        prompt_top_logprobs=((), top(21), top(22), top(23)),
-    )
-    meta = writer.final(found)[0]["meta_info"]
+    tops = ((), top(21), top(22), top(23))
+    meta = told(writer, prompt_logprobs=PROMPT, prompt_top_logprobs=tops)["meta_info"]
     assert meta["input_token_logprobs"] == [(None, 12, None), (-2.0, 13, None), (-3.0, 14, None)]
     assert meta["input_top_logprobs"] == [None, [(-22.0, 22, None)], [(-23.0, 23, None)]]
 
@@ -97,8 +92,7 @@ def test_scores_alone() -> None:
     writer = answers(
         return_logprob=True, logprob_start_len=0, sampling_params={"max_new_tokens": 0}
     )
-    found = completion(writer.wanted.request, prompt_logprobs=(None, -1.0, -2.0, -3.0))
-    (answer,) = writer.final(found)
+    answer = told(writer, prompt_logprobs=PROMPT)
     meta = answer["meta_info"]
     assert (answer["text"], answer["output_ids"], meta["output_token_logprobs"]) == ("", (), [])
     assert (meta["completion_tokens"], meta["finish_reason"]["length"]) == (0, 0)
@@ -117,7 +111,7 @@ def test_versions_by_name_the_oldest_first() -> None:
     writer = answers()
     writer._labels.put(3, "step-3")
     made = sample(weight_versions=((3, 0), (4, 1)))
-    meta = writer.final(completion(writer.wanted.request, made))[0]["meta_info"]
+    meta = told(writer, made)["meta_info"]
     assert meta["weight_version"] == "step-3"
     assert meta["weight_versions"] == [("step-3", 0), ("4", 1)]
 
@@ -125,23 +119,22 @@ def test_versions_by_name_the_oldest_first() -> None:
 def test_an_unbegun_sample_is_aborted() -> None:
     writer = answers(return_logprob=True)
     error = ErrorInfo(code="aborted", message="gone")
-    ended = completion(writer.wanted.request, status="cancelled", error=error)
-    (answer,) = writer.final(ended.__class__(**{**fields(ended), "samples": ()}))
+    answer = told(writer, status="cancelled", error=error, samples=())
     meta = answer["meta_info"]
     assert meta["finish_reason"] == {"type": "abort", "message": "gone"}
     assert (answer["text"], meta["output_token_logprobs"]) == ("", [])
     assert "weight_version" not in meta
 
 
-def fields(struct: Any) -> dict[str, Any]:
-    return {name: getattr(struct, name) for name in struct.__struct_fields__}
-
-
 def test_a_stop_token_is_named() -> None:
-    writer = answers()
-    made = sample(finish_reason="stop")
-    meta = writer.final(completion(writer.wanted.request, made))[0]["meta_info"]
+    meta = told(answers(), sample(finish_reason="stop"))["meta_info"]
     assert meta["finish_reason"] == {"type": "stop", "matched": 6}
+
+
+def test_draft_counts_have_sglang_s_names() -> None:
+    meta = told(answers(), sample(num_draft_tokens=8, num_accepted_draft_tokens=6))["meta_info"]
+    assert (meta["spec_draft_token_num"], meta["spec_accept_token_num"]) == (8, 6)
+    assert meta["spec_accept_rate"] == 0.75
 
 
 @pytest.mark.parametrize(
@@ -160,7 +153,7 @@ def test_a_stop_string_is_named_and_cut_off(
     writer = answers(words, sampling_params=params)
     token_ids = words.token_ids("98 + 25 =")
     made = sample(token_ids, text=text, finish_reason="stop")
-    (answer,) = writer.final(completion(writer.wanted.request, made))
+    answer = told(writer, made)
     assert answer["text"] == text
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": matched}
 
@@ -180,7 +173,7 @@ def test_the_text_of_a_stop_token(words: Words, params: dict[str, Any], text: st
     writer = answers(words, sampling_params=params)
     token_ids = words.token_ids(f"98{END}")
     made = sample(token_ids, text="98", finish_reason="stop")
-    (answer,) = writer.final(completion(writer.wanted.request, made))
+    answer = told(writer, made)
     assert answer["text"] == text
     assert answer["meta_info"]["finish_reason"]["matched"] == token_ids[-1]
 
@@ -188,42 +181,29 @@ def test_the_text_of_a_stop_token(words: Words, params: dict[str, Any], text: st
 def test_texts_of_tokens(words: Words) -> None:
     writer = answers(words, return_logprob=True, return_text_in_logprobs=True)
     made = sample(words.token_ids("98"))
-    (answer,) = writer.final(completion(writer.wanted.request, made))
+    answer = told(writer, made)
     shown = [text for _, _, text in answer["meta_info"]["output_token_logprobs"]]
     assert shown == ["9", "8"]
 
 
-def chunk(token_ids: tuple[int, ...], text: str, offset: int, version: int = 3) -> CompletionChunk:
-    return CompletionChunk(
-        request_id="r",
-        entry_id="1-0",
-        sample_index=0,
-        token_offset=offset,
-        token_ids=token_ids,
-        logprobs=tuple(-float(each) for each in token_ids),
-        text=text,
-        weight_version=version,
-    )
-
-
 def test_stream_events_repeat_the_earlier_text() -> None:
     growing = answers(return_logprob=True).growing(0)
-    growing.add(chunk((5,), "five", 0))
-    growing.add(chunk((6, 7), " six seven", 1, version=4))
+    growing.add(chunk(REQUEST, (5,), "five"))
+    growing.add(chunk(REQUEST, (6, 7), " six seven", weight_version=4))
     answer = growing.answer()
     assert (answer["text"], answer["output_ids"]) == ("five six seven", [5, 6, 7])
     meta = answer["meta_info"]
     assert meta["finish_reason"] is None
     assert [entry[1] for entry in meta["output_token_logprobs"]] == [5, 6, 7]
-    assert meta["weight_versions"] == [("3", 0), ("4", 1)]
+    assert meta["weight_versions"] == [("0", 0), ("4", 1)]
 
 
 def test_a_possible_stop_string_is_held_back(words: Words) -> None:
     writer = answers(words, sampling_params={"skip_special_tokens": False, "stop": [" = 9"]})
     growing = writer.growing(0)
-    growing.add(chunk(words.token_ids("98 + 25 ="), "", 0))
+    growing.add(chunk(REQUEST, words.token_ids("98 + 25 =")))
     assert growing.answer()["text"] == "98 + 25"
-    growing.add(chunk(words.token_ids(" 8"), "", 5))
+    growing.add(chunk(REQUEST, words.token_ids(" 8")))
     assert growing.answer()["text"] == "98 + 25 = 8"
 
 
@@ -232,7 +212,7 @@ def test_no_text_is_held_back_within_min_tokens(words: Words) -> None:
     growing = answers(words, sampling_params=params).growing(0)
     texts = []
     for token_id in words.token_ids("98 + 298"):
-        growing.add(chunk((token_id,), "", 0))
+        growing.add(chunk(REQUEST, (token_id,)))
         texts.append(growing.answer()["text"])
     assert texts[:4] == ["9", "98", "98 +", "98 + "]
     assert texts[-1] == "98 + 2"
@@ -244,7 +224,7 @@ def test_an_incomplete_character_is_held_back(words: Words) -> None:
     texts = []
     token_ids = words.token_ids("a\N{GRINNING FACE}")
     for token_id in token_ids:
-        growing.add(chunk((token_id,), "", 0))
+        growing.add(chunk(REQUEST, (token_id,)))
         texts.append(growing.answer()["text"])
     assert len(texts) > 2
     assert set(texts) == {"a", "a\N{GRINNING FACE}"}

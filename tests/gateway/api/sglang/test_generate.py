@@ -9,30 +9,20 @@ from typing import Any
 
 from httpx import AsyncClient, Response
 
-from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
+from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 
 from ... import by_hand
 from ...errors import error_of
-from ...fake import FakeEngine, completion, http_of, refused, sample
-
-LIMIT_S = 20
+from ...fake import LIMIT_S, FakeEngine, chunk, completion, http_of, refused, sample
 
 
 def spelled(request: GenerateRequest) -> list[Output]:
     """The prompt's ids, one by one."""
     token_ids = request.prompt_token_ids or ()
-    chunks: list[Output] = [
-        CompletionChunk(
-            request_id=request.request_id,
-            entry_id="1-0",
-            sample_index=0,
-            token_offset=place,
-            token_ids=(token_id,),
-            logprobs=(-1.0,),
-            text=f"<{token_id}>",
-        )
+    chunks = [
+        chunk(request, (token_id,), f"<{token_id}>", token_offset=place)
         for place, token_id in enumerate(token_ids)
     ]
     text = "".join(f"<{token_id}>" for token_id in token_ids)

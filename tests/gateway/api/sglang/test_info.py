@@ -16,21 +16,11 @@ from nano_inference.store.board import StageReport
 from nano_inference.telemetry import TraceContext
 
 from ...errors import error_of
-from ...fake import FakeEngine, completion, http_of, refused
+from ...fake import FakeEngine, completion, http_of, refused, report
 
 
 def told(stage: str, lane: str = "0", age_s: float = 0.1, **load: int | str) -> StageReport:
-    return StageReport(
-        lane=lane,
-        stage=stage,
-        incarnation=f"{stage}-1",
-        host="h",
-        pid=1,
-        epoch=1,
-        state="ready",
-        load=dict(load),
-        age_s=age_s,
-    )
+    return report(stage=stage, lane=lane, age_s=age_s, load=load)
 
 
 async def test_health(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,11 +159,6 @@ async def test_loads_count_requests_that_no_lane_has_reported(
 ) -> None:
     engine.stage_reports = [told("admission", in_flight=0), told("batching", running=0)]
     totals: list[Any] = []
-
-    def look(request: GenerateRequest) -> list[Any]:
-        return [completion(request)]
-
-    engine.outputs = look
     inner = engine.submit
 
     async def submit(request: GenerateRequest, trace: TraceContext | None = None) -> Any:

@@ -16,9 +16,9 @@ from nano_inference.config import WeightsError
 from nano_inference.gateway.api.sglang import weights as weight_calls
 
 from ...errors import error_of
-from ...fake import FakeEngine
+from ...fake import LIMIT_S, FakeEngine
 
-LIMIT_S = 20
+DISTRIBUTED, TENSOR = "/update_weights_from_distributed", "/update_weights_from_tensor"
 
 BROADCAST = {"names": ["a", "b"], "dtypes": ["bfloat16", "torch.float32"], "shapes": [[2, 3], []]}
 GROUP = {
@@ -37,16 +37,17 @@ def succeeded(answer: Response) -> str:
     return str(answer.json()["message"])
 
 
-def failed(answer: Response, status: int = 400) -> str:
-    code = error_of_failure(answer, status)
-    assert answer.json()["success"] is False
-    assert answer.json()["message"]
-    return code
+def failed(answer: Response) -> str:
+    body = answer.json()
+    assert (answer.status_code, body["success"]) == (400, False)
+    assert body["message"]
+    return str(body["error"]["code"])
 
 
-def error_of_failure(answer: Response, status: int) -> str:
-    assert answer.status_code == status, answer.text
-    return str(answer.json()["error"]["code"])
+def contents(weights: WeightsSource) -> list[bytes]:
+    """Those of the files in a folder of weights."""
+    assert isinstance(weights, FolderWeights)
+    return [file.read_bytes() for file in sorted(Path(weights.path).iterdir())]
 
 
 async def test_groups(http: AsyncClient, engine: FakeEngine) -> None:
@@ -74,7 +75,7 @@ async def test_a_group_that_does_not_come_together(http: AsyncClient, engine: Fa
 
 async def test_from_distributed(http: AsyncClient, engine: FakeEngine) -> None:
     body = BROADCAST | {"group_name": "g", "weight_version": "3", "flush_cache": True}
-    answer = await http.post("/update_weights_from_distributed", json=body)
+    answer = await http.post(DISTRIBUTED, json=body)
     assert "version 3" in succeeded(answer)
     given = engine.last("update_weights")
     tensors = (TensorMeta("a", "bfloat16", (2, 3)), TensorMeta("b", "float32", ()))
@@ -104,27 +105,25 @@ async def test_weights_that_are_refused(http: AsyncClient, engine: FakeEngine) -
 async def test_tensors_in_the_body_go_on_as_files(
     http: AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: dict[str, bytes] = {}
+    found: list[bytes] = []
     folders: list[Path] = []
-    update = engine.update_weights
 
     async def look(weights: WeightsSource, **given: Any) -> int:
-        assert isinstance(weights, FolderWeights)
-        folders.append(Path(weights.path))
-        found.update({file.name: file.read_bytes() for file in sorted(folders[0].iterdir())})
-        return await update(weights, **given)
+        found.extend(contents(weights))
+        folders.append(Path(weights.path))  # type: ignore[union-attr]
+        assert all(file.suffix == ".safetensors" for file in folders[0].iterdir())
+        return 1
 
     monkeypatch.setattr(engine, "update_weights", look)
-    tensors = [b64encode(b"first").decode(), b64encode(b"second").decode()]
-    body = {"serialized_named_tensors": tensors, "load_format": "safetensors"}
-    succeeded(await http.post("/update_weights_from_tensor", json=body))
-    assert list(found.values()) == [b"first", b"second"]
-    assert all(name.endswith(".safetensors") for name in found)
+    succeeded(await http.post(TENSOR, json=tensors(b"first", b"second")))
+    assert found == [b"first", b"second"]
     assert not folders[0].exists()
 
 
-def contents(folder: Path) -> list[bytes]:
-    return [file.read_bytes() for file in sorted(folder.iterdir())]
+def tensors(*parts: bytes) -> dict[str, Any]:
+    """The body of such a call."""
+    encoded = [b64encode(part).decode() for part in parts]
+    return {"serialized_named_tensors": encoded, "load_format": "safetensors"}
 
 
 async def test_large_tensors_are_decoded_in_pieces(
@@ -133,18 +132,16 @@ async def test_large_tensors_are_decoded_in_pieces(
     """Which fit together, wherever a tensor ends."""
     assert weight_calls._PIECE % 4 == 0
     monkeypatch.setattr(weight_calls, "_PIECE", 8)
-    sizes = range(20)
+    parts = [b"0123456789abcdefghij"[:size] for size in range(20)]
     found: list[bytes] = []
 
-    async def look(weights: FolderWeights, **given: Any) -> int:
-        found.extend(contents(Path(weights.path)))
+    async def look(weights: WeightsSource, **given: Any) -> int:
+        found.extend(contents(weights))
         return 1
 
     monkeypatch.setattr(engine, "update_weights", look)
-    tensors = [b64encode(b"0123456789abcdefghij"[:size]).decode() for size in sizes]
-    body = {"serialized_named_tensors": tensors, "load_format": "safetensors"}
-    succeeded(await http.post("/update_weights_from_tensor", json=body))
-    assert found == [b"0123456789abcdefghij"[:size] for size in sizes]
+    succeeded(await http.post(TENSOR, json=tensors(*parts)))
+    assert found == parts
 
 
 async def test_tensors_are_decoded_beside_other_calls_one_at_a_time(
@@ -164,10 +161,8 @@ async def test_tensors_are_decoded_beside_other_calls_one_at_a_time(
         return decode(body)
 
     monkeypatch.setattr(weight_calls, "decode_object", held)
-    body = {"serialized_named_tensors": ["Zmlyc3Q="], "load_format": "safetensors"}
-    calls = [
-        asyncio.create_task(http.post("/update_weights_from_tensor", json=body)) for _ in range(3)
-    ]
+    path, body = TENSOR, tensors(b"first")
+    calls = [asyncio.create_task(http.post(path, json=body)) for _ in range(3)]
     for _ in calls:
         assert await asyncio.to_thread(inside.acquire, timeout=LIMIT_S)
         assert (await http.get("/get_weight_version")).status_code == 200
@@ -183,7 +178,7 @@ async def test_pickles_are_not_read(
     http: AsyncClient, engine: FakeEngine, load_format: str | None
 ) -> None:
     body = {"serialized_named_tensors": ["gASVDgAAAAAA"], "load_format": load_format}
-    answer = await http.post("/update_weights_from_tensor", json=body)
+    answer = await http.post(TENSOR, json=body)
     assert error_of(answer, 400) == "unsupported"
     assert "pickles" in answer.json()["error"]["message"]
     assert not engine.calls
@@ -194,7 +189,7 @@ async def test_the_order_of_slime(http: AsyncClient, engine: FakeEngine) -> None
     await http.post("/pause_generation", json={})
     await http.get("/flush_cache")
     for _ in range(2):
-        kept = await http.post("/update_weights_from_distributed", json=BROADCAST)
+        kept = await http.post(DISTRIBUTED, json=BROADCAST)
         assert "part" in succeeded(kept)
     answer = await http.post("/continue_generation", json={})
     assert answer.json()["status"] == "ok"
@@ -223,7 +218,7 @@ async def test_pause_modes(
 async def test_a_session(http: AsyncClient, engine: FakeEngine) -> None:
     succeeded(await http.post("/begin_weight_update", json={"selector": "all"}))
     assert failed(await http.post("/begin_weight_update", json={})) == "weights_busy"
-    succeeded(await http.post("/update_weights_from_distributed", json=BROADCAST))
+    succeeded(await http.post(DISTRIBUTED, json=BROADCAST))
     assert "version 1" in succeeded(await http.post("/end_weight_update", json={}))
     assert failed(await http.post("/end_weight_update", json={})) == "weights_refused"
 
@@ -268,28 +263,12 @@ async def test_memory(http: AsyncClient, engine: FakeEngine) -> None:
         ("/update_weights_from_disk", {}, "invalid_request"),
         ("/update_weights_from_disk", {"model_path": "m", "load_format": "pt"}, "unsupported"),
         ("/update_weights_from_disk", {"model_path": "m", "is_async": True}, "unsupported"),
-        ("/update_weights_from_distributed", BROADCAST | {"dtypes": []}, "invalid_request"),
-        (
-            "/update_weights_from_distributed",
-            BROADCAST | {"load_format": "flattened_bucket"},
-            "unsupported",
-        ),
-        (
-            "/update_weights_from_distributed",
-            {"names": [], "dtypes": [], "shapes": []},
-            "invalid_request",
-        ),
-        ("/update_weights_from_distributed", BROADCAST | {"selector": "draft"}, "unsupported"),
-        (
-            "/update_weights_from_tensor",
-            {"serialized_named_tensors": ["*"], "load_format": "safetensors"},
-            "invalid_request",
-        ),
-        (
-            "/update_weights_from_tensor",
-            {"serialized_named_tensors": [], "load_format": "safetensors"},
-            "invalid_request",
-        ),
+        (DISTRIBUTED, BROADCAST | {"dtypes": []}, "invalid_request"),
+        (DISTRIBUTED, BROADCAST | {"load_format": "flattened_bucket"}, "unsupported"),
+        (DISTRIBUTED, {"names": [], "dtypes": [], "shapes": []}, "invalid_request"),
+        (DISTRIBUTED, BROADCAST | {"selector": "draft"}, "unsupported"),
+        (TENSOR, tensors() | {"serialized_named_tensors": ["*"]}, "invalid_request"),
+        (TENSOR, tensors(), "invalid_request"),
         ("/pause_generation", {"mode": "soon"}, "invalid_request"),
         ("/release_memory_occupation", {"tags": ["gpu"]}, "invalid_request"),
         ("/resume_memory_occupation", {"tags": "weights"}, "invalid_request"),

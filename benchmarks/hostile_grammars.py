@@ -1,20 +1,14 @@
-"""The attacks of hostile.py by constraints: grammars of 100 bytes that take hours, by each way in.
-
-As those of hostile_attacks.py.
-"""
+"""Attacks of hostile.py by constraints: grammars of 100 bytes that take hours to compile."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
-from hostile_attacker import Attacker
-
-HOLD_S = 12.0
-"""How long the attacks go on."""
+from hostile_attacker import HOLD_S, Attacker
 
 AT_ONCE = 16
 
@@ -22,18 +16,18 @@ _CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required
 
 
 def _lark(number: int) -> str:
-    """Never the same twice, so that no refusal is remembered."""
+    """Return a grammar that was not sent before, so that no refusal is cached."""
     return f"start: T\nT: /(.*a.{{12}}.*)/ & /(.*b.{{12}}.*)/ & ~/(.*c.{{12}}.*)/\n// {number}"
 
 
 def _schema(number: int) -> dict[str, Any]:
-    """Patterns that no text matches together, as a property."""
+    """Return a schema whose patterns no text matches together."""
     patterns = [{"type": "string", "pattern": f"^.*{c}.{{12}}$"} for c in "ab"]
     return {"type": "object", "properties": {f"p{number}": {"allOf": patterns}}}
 
 
 def _by_each_way(number: int) -> tuple[str, dict[str, Any]]:
-    """A path and a body, of which each takes some grammar."""
+    """Return a path and a body with a grammar; each interface in turn."""
     chat = {"messages": [{"role": "user", "content": "a"}], "model": "tiny", "max_tokens": 60}
     function = {"name": f"f{number}", "parameters": _schema(number), "strict": True}
     strict = {"tools": [{"type": "function", "function": function}]}
@@ -56,7 +50,7 @@ def _by_each_way(number: int) -> tuple[str, dict[str, Any]]:
 async def _keep_asking(
     attacker: Attacker, make: Callable[[int], tuple[str, dict[str, Any]]]
 ) -> None:
-    """So many at once, again and again."""
+    """Send `AT_ONCE` requests at a time, repeatedly."""
     numbers, end = itertools.count(time.time_ns() % 1_000_000), time.monotonic() + HOLD_S
 
     async def one() -> None:
@@ -68,13 +62,8 @@ async def _keep_asking(
 
 
 async def grammars(attacker: Attacker) -> None:
-    """Sixteen at once, by each way in."""
+    """Sixteen costly grammars at once, over each interface."""
     await _keep_asking(attacker, _by_each_way)
-
-
-async def serve_grammars(attacker: Attacker) -> None:
-    """The same, of `serve`."""
-    await grammars(attacker)
 
 
 def _costly_masks(number: int) -> tuple[str, dict[str, Any]]:
@@ -84,18 +73,5 @@ def _costly_masks(number: int) -> tuple[str, dict[str, Any]]:
 
 
 async def masks(attacker: Attacker) -> None:
-    """Grammars that compile at once, and of which each step makes more states."""
+    """Grammars that compile quickly, and whose states grow with each step."""
     await _keep_asking(attacker, _costly_masks)
-
-
-async def serve_masks(attacker: Attacker) -> None:
-    """The same, of `serve`."""
-    await masks(attacker)
-
-
-ATTACKS: tuple[Callable[[Attacker], Awaitable[None]], ...] = (
-    grammars,
-    serve_grammars,
-    masks,
-    serve_masks,
-)

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 
 import torch
 from cores import BLOCK_SIZE, Lane, blocks_for, new_sequence
-from harness import interval, options, print_table, ratios, record, timed
+from harness import against, options, print_table, record, timed
 from random_models import random_model
 from torch import nn
 from workloads import SHAPES
@@ -98,14 +97,9 @@ def main() -> None:
     loading_ms = timed(lambda: lane.core.adapters.put(adapter)) * 1e3
     size = adapter.num_bytes / (1 << 20)
     print(f"{arguments.rows} rows, rank {arguments.rank}, {len(found['none'])} turns, ms a step")
-    rows = {}
-    for kind, steps in found.items():
-        relative = ratios(steps, found["none"])
-        low, high = interval(relative)
-        middle = statistics.median(relative)
-        rows[kind] = {"p50": statistics.median(steps), "x": middle, "low": low, "high": high}
-    columns = {"p50": "{p50:.2f}", "x none": "{x:.3f}", "95 %": "{low:.3f} {high:.3f}"}
-    print_table(columns, rows, "adapters")
+    rows = {kind: against(steps, found["none"]) for kind, steps in found.items()}
+    interval = "{interval[0]:.3f} {interval[1]:.3f}"
+    print_table({"p50": "{median:.2f}", "x none": "{ratio:.3f}", "95 %": interval}, rows)
     print(f"loading: {loading_ms:.0f} ms for {size:.1f} MiB beside eight others")
     record(arguments, steps_ms=found, loading_ms=loading_ms, adapter_mib=size)
 

@@ -155,7 +155,7 @@ class Chaos:
         self._open: list[tuple[int, int, set[int]]] = []  # fault, epoch to exceed, requests hit
         self.calm = asyncio.Event()
         self.calm.set()
-        load.watch(self._saw)
+        load.watcher = self._saw
 
     def _saw(self, index: int, entry: Entry) -> None:
         still = []

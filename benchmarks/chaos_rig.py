@@ -142,8 +142,7 @@ class Proxy:
                     writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+        task: Any = asyncio.current_task()
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
@@ -360,6 +359,7 @@ class Load(Clients):
     Attributes:
         streams: By request, the entries read.
         positions: By request in flight, the id of its last entry.
+        watcher: Called with each entry's request and the entry.
     """
 
     def __init__(
@@ -370,15 +370,11 @@ class Load(Clients):
         self._prefix, self._name = prefix, name
         self.streams: list[list[Entry]] = [[] for _ in requests]
         self.positions: dict[int, str] = {}
-        self._watchers: list[Callable[[int, Entry], None]] = []
+        self.watcher: Callable[[int, Entry], None] = lambda index, entry: None
 
     @property
     def in_flight(self) -> set[int]:
         return set(self.positions)
-
-    def watch(self, watcher: Callable[[int, Entry], None]) -> None:
-        """Call `watcher` with each entry's request and the entry."""
-        self._watchers.append(watcher)
 
     async def epoch(self) -> int:
         """Return the newest epoch."""
@@ -422,8 +418,7 @@ class Load(Clients):
         entry = Entry(int(epoch), int(number), output, time.monotonic())
         self.streams[index].append(entry)
         self.positions[index] = entry_id
-        for watcher in self._watchers:
-            watcher(index, entry)
+        self.watcher(index, entry)
         if output["type"] == "completion":
             del self.positions[index]
             self.finished += 1

@@ -26,21 +26,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import Worker, options, print_table, progress, ratios, record
+from harness import Worker, against, options, print_table, progress, record
 from llama_server import LlamaServer
+from workloads import object_schema
 
 from nano_inference import Constraint, EngineConfig, InferenceEngine, SamplingParams
 
-SCHEMA = {
-    "type": "object",
-    # llama.cpp allows at most 2,000 repetitions.
-    "properties": {
+SCHEMA = object_schema(
+    {
         "id": {"type": "integer", "minimum": 0, "maximum": 999},
-        "text": {"type": "string", "minLength": 1500},
-    },
-    "required": ["id", "text"],
-    "additionalProperties": False,
-}
+        "text": {"type": "string", "minLength": 1500},  # llama.cpp allows at most 2,000
+    }
+)
 PROMPT_TOKENS = 8
 
 
@@ -137,9 +134,9 @@ def openvino(python: Path, work: Work, stack: ExitStack) -> Measure:
 
 COLUMNS = {
     "without": "{without:.1f}",
-    "with it": "{with_it:.1f}",
+    "with it": "{median:.1f}",
     "ratio": "{ratio:.3f}",
-    "least to most": "{least:.3f} to {most:.3f}",
+    "least to most": "{ratios[0]:.3f} to {ratios[1]:.3f}",
 }
 
 
@@ -150,14 +147,8 @@ def show(found: dict[str, list[tuple[Times, Times]]]) -> None:
             plain, constrained = (
                 [getattr(each, kind) for each in column] for column in zip(*pairs, strict=True)
             )
-            relative = ratios(constrained, plain)
-            rows[f"{name}, {kind}"] = {
-                "without": statistics.median(plain),
-                "with_it": statistics.median(constrained),
-                "ratio": statistics.median(relative),
-                "least": min(relative),
-                "most": max(relative),
-            }
+            row = against(constrained, plain)
+            rows[f"{name}, {kind}"] = row | {"without": statistics.median(plain)}
     print_table(COLUMNS, rows, "ms a token")
 
 

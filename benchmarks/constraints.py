@@ -23,8 +23,9 @@ from pathlib import Path
 import machine
 import torch
 from cores import BLOCK_SIZE, Lane, blocks_for, new_sequence
-from harness import interval, options, percentile, print_table, ratios, record, timed
+from harness import against, options, percentile, print_table, record, timed
 from random_models import write_model
+from workloads import object_schema
 
 from nano_inference.bus.messages import NewSequence
 from nano_inference.config import Constraint, EngineConfig, SamplingParams
@@ -45,7 +46,7 @@ def json_of(length: int) -> Constraint:
         "id": {"type": "integer", "minimum": 0, "maximum": 999},
         "text": {"type": "string", "minLength": length},
     }
-    return Constraint(json_schema=_object(properties))
+    return Constraint(json_schema=object_schema(properties))
 
 
 def words_of(number: int) -> Constraint:
@@ -55,16 +56,7 @@ def words_of(number: int) -> Constraint:
 def large_json_of(number: int) -> Constraint:
     """Return a schema of about 15 KB."""
     one = {"type": "string", "minLength": 1, "maxLength": number}
-    return Constraint(json_schema=_object({f"field_{index}": one for index in range(200)}))
-
-
-def _object(properties: dict[str, dict[str, object]]) -> dict[str, object]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    return Constraint(json_schema=object_schema({f"field_{index}": one for index in range(200)}))
 
 
 KINDS: dict[str, Constraint | None] = {
@@ -163,9 +155,9 @@ def compile_times(folder: Path, vocab_size: int) -> dict[str, tuple[float, float
 
 
 COLUMNS = {
-    "p50": "{p50:.1f}",
+    "p50": "{median:.1f}",
     "p99": "{p99:.1f}",
-    "x any": "{x:.3f}",
+    "x any": "{ratio:.3f}",
     "95 %": "{interval[0]:.3f} {interval[1]:.3f}",
     "waits, p50": "{wait_p50:.2f}",
     "waits, p99": "{wait_p99:.2f}",
@@ -180,12 +172,9 @@ def show(found: Found, times: dict[str, tuple[float, float]], rows: int) -> None
     print(f"\n{rows} rows, {len(plain)} turns, ms a step")
     table = {}
     for kind, steps in found.steps.items():
-        relative, waits = ratios(steps, plain), found.waits[kind]
-        table[kind] = {
-            "p50": statistics.median(steps),
+        waits = found.waits[kind]
+        table[kind] = against(steps, plain) | {
             "p99": percentile(steps, 0.99),
-            "x": statistics.median(relative),
-            "interval": interval(relative),
             "wait_p50": statistics.median(waits),
             "wait_p99": percentile(waits, 0.99),
         }

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from workloads import Request, Workload
 
@@ -21,7 +21,7 @@ from nano_inference.bus.messages import (
     SequenceSpec,
     StepPlan,
 )
-from nano_inference.bus.public import Completion
+from nano_inference.bus.public import Completion, CompletionChunk
 from nano_inference.config import EngineConfig
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, wrap_model
@@ -41,6 +41,33 @@ class TimedEngine(InferenceEngine):
     def _finished(self, completion: Completion) -> Any:
         self.completions[completion.request_id] = completion
         return super()._finished(completion)
+
+
+class Followed(NamedTuple):
+    """One request's time to its first text at the client, if streamed, total time, and end."""
+
+    first_s: float | None
+    total_s: float
+    start_ns: int
+    completion: Completion
+
+
+async def follow(client: Any, request: Any) -> Followed:
+    """Submit a request, and read its stream to the end.
+
+    Raises:
+        RuntimeError: It has not been completed.
+    """
+    start_ns, start, first = time.time_ns(), time.perf_counter(), None
+    async for output in client.submit(request):
+        if isinstance(output, CompletionChunk):
+            if first is None and output.text:
+                first = time.perf_counter() - start
+        elif output.status != "done":
+            raise RuntimeError(f"a request failed: {output.error}")
+        else:
+            return Followed(first, time.perf_counter() - start, start_ns, output)
+    raise RuntimeError("the output ended without a completion")
 
 
 def random_requests(

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from cores import BLOCK_SIZE, blocks_for, new_sequence, step_plan
-from harness import options, print_table, ratios, record, rotated
+from harness import median_ratio, options, print_table, ratios, record, rotated
 from random_models import TWO_LAYERS, random_model
 
 from nano_inference.config import EngineConfig, SamplingParams
@@ -98,12 +98,11 @@ def measure(model: LoadedModel, repeat: int) -> dict[str, dict[str, Any]]:
                 took_us = run(cores[deterministic], work)
                 if repetition:
                     times[deterministic].append(took_us)
-        relative = ratios(times[True], times[False])
         table[name] = {
             "off_us": statistics.median(times[False]),
             "on_us": statistics.median(times[True]),
-            "ratio": statistics.median(relative),
-            "ratios": [round(ratio, 3) for ratio in relative],
+            "ratio": median_ratio(times[True], times[False]),
+            "ratios": [round(ratio, 3) for ratio in ratios(times[True], times[False])],
         }
     return table
 

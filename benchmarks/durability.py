@@ -26,10 +26,10 @@ from typing import Any
 
 from chaos import SETTINGS
 from chaos_rig import Entry, House, Load, RedisServer, make_requests, running_house
+from cores import follow
 from harness import options, print_table, timed, versions, write
 
 from nano_inference import BusClient, Pipeline
-from nano_inference.bus.public import CompletionChunk
 from nano_inference.config import load_config
 
 IN_FLIGHT = (1, 16, 128)
@@ -80,7 +80,7 @@ async def kill_once(server: RedisServer, house: House, number: int) -> tuple[flo
             if len(again) == number:
                 all_again.set()
 
-    load.watch(saw)
+    load.watcher = saw
     running = asyncio.create_task(load.run())
     await all_begun.wait()
     epoch = await load.epoch()
@@ -104,20 +104,13 @@ def import_executor() -> None:
 
 async def one_pass(client: Any) -> tuple[float, float]:
     """Return tokens per second, and the median time to the first token in milliseconds."""
-
-    async def one(request: dict[str, Any]) -> float:
-        start, first = time.monotonic(), 0.0
-        async for output in client.submit(request):
-            if isinstance(output, CompletionChunk):
-                first = first or time.monotonic() - start
-        return first
-
     requests = greedy_requests(REQUESTS, seed=3, tokens=TOKENS)
     start = time.monotonic()
-    first = await asyncio.gather(*map(one, requests))
+    done = await asyncio.gather(*(follow(client, request) for request in requests))
     seconds = time.monotonic() - start
     await client.flush_cache()
-    return REQUESTS * TOKENS / seconds, statistics.median(first) * 1000
+    first_ms = [1000 * (each.first_s or 0) for each in done]
+    return REQUESTS * TOKENS / seconds, statistics.median(first_ms)
 
 
 async def cost(folder: Path, repeat: int) -> list[dict[str, Any]]:

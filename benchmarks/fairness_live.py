@@ -20,9 +20,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx2
+from cores import follow
 from harness import options, percentile, print_table, redis_server, write
 
-from nano_inference import Completion, Gateway, Pipeline
+from nano_inference import Gateway, Pipeline
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.backend import BusBackend
@@ -47,14 +48,8 @@ Ask = Callable[[dict[str, Any]], Awaitable[tuple[float, tuple[int, ...]]]]
 
 def over_the_bus(pipeline: Pipeline) -> Ask:
     async def ask(body: dict[str, Any]) -> tuple[float, tuple[int, ...]]:
-        started = time.perf_counter()
-        first = 0.0
-        async for output in pipeline.submit(body):
-            first = first or (time.perf_counter() - started) * 1000
-            if isinstance(output, Completion):
-                assert output.status == "done", output.error
-                return first, output.samples[0].token_ids
-        raise AssertionError("no terminal message")
+        done = await follow(pipeline, body)
+        return (done.first_s or 0) * 1000, done.completion.samples[0].token_ids
 
     return ask
 

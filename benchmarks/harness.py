@@ -111,7 +111,7 @@ class Table:
                 cell = text.format(**fields)
             except (KeyError, TypeError):
                 cell = "-"
-            cells.append(f"{cell:>{room}}")
+            cells.append(f" {cell:>{room - 1}}")
         print(f"{name!s:{self._width}}" + "".join(cells), flush=True)
 
 
@@ -159,6 +159,19 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     rng = random.Random(1)
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(1000))
     return medians[25], medians[-26]
+
+
+def against(own: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
+    """Return the median and range of `own`, and those of its ratios to the base."""
+    relative = ratios(own, base)
+    return {
+        "median": statistics.median(own),
+        "least": min(own),
+        "most": max(own),
+        "ratio": statistics.median(relative),
+        "interval": interval(relative),
+        "ratios": (min(relative), max(relative)),
+    }
 
 
 def percentile(values: Iterable[float], share: float) -> float:

@@ -131,7 +131,6 @@ def outcome_of(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     """Return the result of the attack's process."""
     if process.poll() is None:
         return {"told": ["had to be ended"], "broken": []}
-    assert process.stdout is not None
     output = process.stdout.read()
     return json.loads(output) if output else {"told": [], "broken": []}
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import hostile_grammars
 from harness import command_line, descendants, engine_command, free_port
 from hostile_attacker import HOLD_S, Attacker
 from hostile_rig import Surroundings
@@ -193,15 +192,6 @@ async def _add_many_fields(attacker: Attacker, key: bytes, fields: int) -> None:
     attacker.told[f"{(await reader.readline())[:1].decode()} from the server"] += 1
     writer.close()
 
-
-SAME = {
-    "full_log": log_lines,
-    "closed_log": log_lines,
-    "unread_log": log_lines,
-    "serve_grammars": hostile_grammars.grammars,
-    "serve_masks": hostile_grammars.masks,
-}
-"""The same attacks in other surroundings."""
 
 SURROUNDINGS = {
     "idle_connections": Surroundings(descriptors=1024),

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc
 import tritonclient.http
-from harness import median_ratio, options, print_table, progress, record, spawned
+from harness import against, median_ratio, options, print_table, progress, record, spawned
 
 from nano_inference.cli.process import freeze_memory
 from nano_inference.config import load_config
@@ -102,10 +102,7 @@ class Tensors:
     def offsets(self) -> Iterator[tuple[str, int, int]]:
         """Yield each tensor's name, and the offsets of its input and its output."""
         for name, given, taken in zip(self.names, self.given, self.taken, strict=True):
-            there, back = self._there.offset_of(given), self._back.offset_of(taken)
-            assert there is not None
-            assert back is not None
-            yield name, there, back
+            yield name, self._there.offset_of(given), self._back.offset_of(taken)
 
     def check(self, found: Arrays) -> None:
         """Raise AssertionError unless the outputs equal the inputs."""
@@ -213,15 +210,13 @@ def show(found: dict[str, list[float]], n_bytes: int) -> None:
     print(f"\n{n_bytes / 2**20:.0f} MiB in each direction\n")
     rows = {
         name: {
-            "ms": 1e3 * statistics.median(seconds),
-            "low": 1e3 * min(seconds),
-            "high": 1e3 * max(seconds),
+            **against([1e3 * each for each in seconds], found["memcpy"]),
             "speed": 2 * n_bytes / statistics.median(seconds) / 1e9,
             "share": median_ratio(found["memcpy"], seconds),
         }
         for name, seconds in found.items()
     }
-    columns = {"ms": "{ms:.1f}", "from": "{low:.1f}", "to": "{high:.1f}"}
+    columns = {"ms": "{median:.1f}", "from": "{least:.1f}", "to": "{most:.1f}"}
     print_table(columns | {"GB/s": "{speed:.2f}", "of memcpy": "{share:.1%}"}, rows)
 
 

@@ -32,14 +32,14 @@ from typing import Any, NamedTuple
 import harness
 import torch
 from chaos_rig import running_house
-from cores import TimedEngine
+from cores import Followed, TimedEngine, follow
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nano_inference import SamplingParams
-from nano_inference.bus.public import Completion, CompletionChunk, GenerateRequest
+from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import BusConfig, Config, EngineConfig, TelemetryConfig
 from nano_inference.pipeline.client import BusClient
 from nano_inference.pipeline.pipeline import Pipeline
@@ -174,33 +174,14 @@ def peer(config: Config) -> Run:
 # --- the pipelines ------------------------------------------------------------------------------
 
 
-class Followed(NamedTuple):
-    """One request's time to its first text at the client, if streamed, total time, and end."""
-
-    first_s: float | None
-    total_s: float
-    start_ns: int
-    completion: Completion
-
-
 async def submit_all(client: Any, load: Load, stream: bool) -> list[Followed]:
     """Submit all requests at once, and follow each in its own task."""
     params = SamplingParams(temperature=0, max_tokens=load.tokens, ignore_eos=True)
-
-    async def one(prompt: list[int]) -> Followed:
-        request = GenerateRequest(prompt_token_ids=tuple(prompt), sampling=params, stream=stream)
-        start_ns, start, first = time.time_ns(), time.perf_counter(), None
-        async for output in client.submit(request):
-            if isinstance(output, CompletionChunk):
-                if first is None and output.text:
-                    first = time.perf_counter() - start
-            elif output.status != "done":
-                raise RuntimeError(f"a request failed: {output.error}")
-            else:
-                return Followed(first, time.perf_counter() - start, start_ns, output)
-        raise RuntimeError("the output ended without a completion")
-
-    return await asyncio.gather(*map(one, load.prompts))
+    requests = [
+        GenerateRequest(prompt_token_ids=tuple(prompt), sampling=params, stream=stream)
+        for prompt in load.prompts
+    ]
+    return await asyncio.gather(*(follow(client, request) for request in requests))
 
 
 def through(client: BusClient, *, stream: bool) -> Run:

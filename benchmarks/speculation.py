@@ -28,8 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from harness import interval, options, print_table, ratios, record, rotated
+from harness import against, options, print_table, record, rotated
 from random_models import write_model
+from workloads import object_schema
 
 from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec
 from nano_inference.config import Constraint, EngineConfig, SamplingParams
@@ -45,13 +46,8 @@ CLOCKS: dict[str, Callable[[], int]] = {"wall": time.perf_counter_ns, "cpu": tim
 
 def array_of(properties: dict[str, dict[str, object]]) -> Constraint:
     """Return a schema of so many objects that no answer ends."""
-    item = {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-    return Constraint(json_schema={"type": "array", "items": item, "minItems": 1000})
+    items = object_schema(properties)
+    return Constraint(json_schema={"type": "array", "items": items, "minItems": 1000})
 
 
 CONSTRAINTS = {
@@ -66,15 +62,12 @@ CONSTRAINTS = {
     "tool": array_of(
         {
             "name": {"const": "get_current_weather"},
-            "arguments": {
-                "type": "object",
-                "properties": {
+            "arguments": object_schema(
+                {
                     "location": {"type": "string", "maxLength": 12},
                     "temperature_unit": {"enum": ["celsius", "fahrenheit"]},
-                },
-                "required": ["location", "temperature_unit"],
-                "additionalProperties": False,
-            },
+                }
+            ),
         }
     ),
 }
@@ -177,14 +170,14 @@ class Case:
         self.accepted += ran[on].accepted
 
     def report(self) -> dict[str, object]:
-        relative = ratios(self.on, self.off)
+        figures = against(self.on, self.off)
         return {
             "kind": self.kind,
             "rows": self.rows,
             "off_tokens_per_s": statistics.median(self.off),
-            "on_tokens_per_s": statistics.median(self.on),
-            "ratio": statistics.median(relative),
-            "interval": interval(relative),
+            "on_tokens_per_s": figures["median"],
+            "ratio": figures["ratio"],
+            "interval": figures["interval"],
             "drafted": self.drafted,
             "accepted": self.accepted,
         }

@@ -42,7 +42,6 @@ from grpo_arithmetic import (
     make_rollouts,
     start_trainer,
 )
-from grpo_trainer import Trainer
 
 CLOCKS: dict[str, Callable[[], int]] = {"wall": time.monotonic_ns, "cpu": time.thread_time_ns}
 
@@ -66,16 +65,14 @@ class Lane:
         self._engine = stack.enter_context(InferenceEngine(engine_config(settings)))
         self._rollouts = make_rollouts(settings, self._engine)
         self._rollouts.now_ns = now_ns
-        trainer = stack.enter_context(start_trainer(settings, self._engine))
-        assert isinstance(trainer, Trainer)
-        self._trainer = trainer
+        self.trainer: Any = stack.enter_context(start_trainer(settings, self._engine))
         self._record = Record()
 
     def step(self) -> Step:
         """Do the next step; raises NothingToLearn if all answers of each prompt are alike."""
         counts, before = self._rollouts.counts, replace(self._rollouts.counts)
         self._rollouts.busy.clear()
-        facts = blocking_step(self._settings, self._rollouts, self._trainer, self._record)
+        facts = blocking_step(self._settings, self._rollouts, self.trainer, self._record)
         return Step(
             facts={**facts, "reward": counts.take_reward()},
             tokens=counts.tokens - before.tokens,
@@ -86,13 +83,8 @@ class Lane:
 
     def accuracy(self) -> float:
         """Return the accuracy of greedy answers to held-out problems."""
-        settings = self._settings
-        return self._rollouts.accuracy(
-            self._rollouts.task.chosen(settings.split, settings.held_out)
-        )
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self._trainer.weights()
+        held_out = self._rollouts.task.chosen(self._settings.split, self._settings.held_out)
+        return self._rollouts.accuracy(held_out)
 
 
 def measure(settings: Settings, epochs: int, now_ns: Callable[[], int]) -> dict[str, Any]:
@@ -114,8 +106,8 @@ def measure(settings: Settings, epochs: int, now_ns: Callable[[], int]) -> dict[
             off, on = (steps[kind][-1] for kind in ("off", "auto"))
             if (off.facts, off.tokens) != (on.facts, on.tokens):
                 raise AssertionError(f"step {number}: {on.facts} with speculation, {off.facts}")
-        weights = lanes["auto"].weights()
-        for name, weight in lanes["off"].weights().items():
+        weights = lanes["auto"].trainer.weights()
+        for name, weight in lanes["off"].trainer.weights().items():
             if not torch.equal(weight, weights[name]):
                 raise AssertionError(f"{name} differs with speculation")
         after = lanes["off"].accuracy()

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import machine
-from harness import interval, median_ratio, options, print_table, progress, ratios, record, rotated
+from harness import against, median_ratio, options, print_table, progress, record, rotated
 from llama_server import LlamaServer
 from random_models import random_successors, write_known_text_model
 from workloads import SHAPES, qwen2
@@ -218,24 +218,16 @@ class Case:
         for (engine, mode), took in self.took.items():
             off, peer = self.took[engine, "off"], self.took["llama.cpp", mode]
             wall_s, cpu_s = ([each[i] for each in took] for i in range(2))
-            relative = ratios((each.wall_s for each in off), wall_s)
+            faster = against([each.wall_s for each in off], wall_s)
             rates = [self.rows * tokens / one for one in wall_s]
-            reports.append(
-                {
-                    "kind": self.kind,
-                    "rows": self.rows,
-                    "engine": engine,
-                    "mode": mode,
-                    "tokens_per_s": statistics.median(rates),
-                    "range": (min(rates), max(rates)),
-                    "x_off": statistics.median(relative),
-                    "interval": interval(relative),
-                    "cpu_x_off": median_ratio((each.cpu_s for each in off), cpu_s),
-                    "x_llama": median_ratio((each.wall_s for each in peer), wall_s),
-                    "drafted": sum(one.drafted for one in took),
-                    "accepted": sum(one.accepted for one in took),
-                }
-            )
+            row = {"kind": self.kind, "rows": self.rows, "engine": engine, "mode": mode}
+            row |= {"tokens_per_s": statistics.median(rates), "range": (min(rates), max(rates))}
+            row |= {"x_off": faster["ratio"], "interval": faster["interval"]}
+            row["cpu_x_off"] = median_ratio((each.cpu_s for each in off), cpu_s)
+            row["x_llama"] = median_ratio((each.wall_s for each in peer), wall_s)
+            for name in ("drafted", "accepted"):
+                row[name] = sum(getattr(one, name) for one in took)
+            reports.append(row)
         return reports
 
     def turns(self) -> dict[str, Any]:

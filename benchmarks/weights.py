@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from cores import random_requests
-from harness import options, print_table, ratios, record, spawned, timed
+from harness import against, options, print_table, record, spawned, timed
 from random_models import write_model
 from safetensors.torch import save_file
 from torch import Tensor
@@ -197,25 +197,23 @@ async def measure_generation(arguments: argparse.Namespace, folder: str) -> dict
 def show_transports(size: int, found: dict[str, list[float]]) -> None:
     rows = {}
     for name, seconds in found.items():
-        relative = ratios(seconds, found["memcpy"])
-        rows[name] = {
-            "speed": size / statistics.median(seconds) / 1e9,
-            "ratio": statistics.median(relative),
-            "range": f"[{min(relative):.2f}-{max(relative):.2f}]",
-        }
-    columns = {"GB/s": "{speed:.2f}", "x memcpy": "{ratio:.2f}", "[range]": "{range}"}
+        rows[name] = against(seconds, found["memcpy"])
+        rows[name]["speed"] = size / rows[name]["median"] / 1e9
+    columns = {"GB/s": "{speed:.2f}", "x memcpy": "{ratio:.2f}"}
+    columns["[range]"] = "[{ratios[0]:.2f}-{ratios[1]:.2f}]"
     print()
     print_table(columns, rows, f"{size / 1e6:.0f} MB of weights")
 
 
 def show_generation(found: dict[str, list[float]], arguments: argparse.Namespace) -> None:
     tokens = arguments.requests * arguments.tokens
-    relative = ratios(found["with"], found["without"])
+    relative = against(found["with"], found["without"])
+    least, most = relative["ratios"]
     print(f"\n{arguments.requests} requests of {arguments.tokens} tokens, {arguments.model}")
     for name in ("without", "with"):
         print(f"tokens/s {name} updates: {tokens / statistics.median(found[name]):.0f}")
     print(
-        f"ratio: {statistics.median(relative):.3f} [{min(relative):.3f}-{max(relative):.3f}], "
+        f"ratio: {relative['ratio']:.3f} [{least:.3f}-{most:.3f}], "
         f"{len(found['update']) / arguments.repeat:.0f} updates per pass"
     )
     for name in ("update", "pause"):

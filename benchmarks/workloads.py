@@ -36,6 +36,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Shapes of models with random weights in bfloat16."""
 
 
+def object_schema(properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of an object with exactly these properties."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
 @dataclass(frozen=True)
 class Workload:
     """Prompts that are all there at the start, or that arrive one by one.

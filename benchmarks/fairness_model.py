@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from nano_inference.bus.control import Cancel, ReplicaCapacity
+from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.messages import (
     AdmittedRequest,
     Credit,
@@ -108,9 +108,6 @@ class FixedOrder:
     def ask_to_pause(self, now_ns: int) -> list[Running]:
         return []
 
-    def expire(self, now_ns: int) -> list[Cancel]:
-        return []
-
 
 Queue = FixedOrder | FairnessCore
 
@@ -141,7 +138,6 @@ class Record:
     """Times of a request; 0 until they are known."""
 
     arrival: Arrival
-    dispatched_ns: int = 0
     first_token_ns: int = 0
     finished_ns: int = 0
 
@@ -216,10 +212,10 @@ class Simulation:
         self._ids = count(1)
         self.queue.absorb(Credit(device.max_batch_size), 0)
 
-    def run(self, arrivals: Iterable[Arrival], *, until_ns: int | None = None) -> Outcome:
-        """Run a load to its end or until the given time."""
+    def run(self, arrivals: Iterable[Arrival]) -> Outcome:
+        """Run a load to its end."""
         coming = deque(sorted(arrivals, key=lambda each: each.at_ns))
-        while until_ns is None or self.now_ns < until_ns:
+        while True:
             while coming and coming[0].at_ns <= self.now_ns:
                 self.submit(coming.popleft())
             if not self.step():
@@ -279,7 +275,6 @@ class Simulation:
                 continue
             self.batching.add(message)
             record = self._records[message.sequences[0].seq_id]
-            record.dispatched_ns = self.now_ns
             tenant = record.arrival.tenant
             self.num_waiting[tenant] -= 1
             # As in the theorem: a prompt counts on dispatch, tokens when they are generated.

@@ -16,7 +16,6 @@ import gc
 import os
 import statistics
 import time
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,10 +94,7 @@ async def measure(
     )
     config = Config(engine=engine, gateway=GatewayConfig(port=0))
     states: list[dict[str, float]] = []
-
-    def note_state() -> None:
-        if state := machine.measure(os.cpu_count() or 1):
-            states.append(asdict(state))
+    note = partial(machine.note, states, os.cpu_count() or 1)
 
     with Client() as client:
         async with Pipeline(config) as pipeline, Gateway(pipeline.client, config) as gateway:
@@ -108,7 +104,7 @@ async def measure(
                 way: partial(one_pass, pipeline, client, gateway.port, HTTP in way, stream)
                 for way, stream in WAYS.items()
             }
-            passes = await in_turns(ways, *size, repeat, note_state)
+            passes = await in_turns(ways, *size, repeat, note)
     return passes, states
 
 

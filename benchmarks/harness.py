@@ -307,13 +307,20 @@ def spawned(target: Callable[..., None], *arguments: Any) -> Iterator[Connection
         process.kill()
 
 
+def children(pid: int) -> list[int]:
+    """Return the process ids of a process's children (Linux)."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
+
+
 def descendants(pid: int) -> list[int]:
-    """Return a process and all its descendants (Linux)."""
+    """Return a process and all its descendants."""
     found = [pid]
     for each in found:  # grows meanwhile
-        for children in Path(f"/proc/{each}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                found += [int(child) for child in children.read_text().split()]
+        found += children(each)
     return found
 
 

@@ -9,7 +9,7 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
@@ -66,6 +66,13 @@ def measure(threads: int = 0) -> State | None:
         return None
     bytes_per_s = library.bandwidth(threads) if threads else 0.0
     return State(library.round_trip() * 1e9, library.cores(), bytes_per_s)
+
+
+def note(states: list[dict[str, float]], threads: int = 0) -> State | None:
+    """Measure the state, and append it to a list for the result file."""
+    if (state := measure(threads)) is not None:
+        states.append(asdict(state))
+    return state
 
 
 @cache

@@ -69,13 +69,6 @@ class Load(NamedTuple):
     tokens: int
 
 
-class Result(NamedTuple):
-    """What a load gave: each request's time to first token, and its tokens."""
-
-    ttft_s: list[float]
-    outputs: list[Any]
-
-
 class Pass(NamedTuple):
     """A load, measured.
 
@@ -95,6 +88,9 @@ class Pass(NamedTuple):
     total_s: list[float]
     client_cpu_s: float = 0.0
 
+
+Result = tuple[list[float], list[Any]]
+"""Times to the first token, and tokens, by request."""
 
 Run = Callable[[Load], Awaitable[Result]]
 Measured = Callable[[Load], Awaitable[Pass]]
@@ -134,7 +130,7 @@ def bare(config: Config) -> Run:
         samples = engine.generate(load.prompts, params)
         done = engine.completions.values()
         ttft = [(each.timings.first_token_ns - start_ns) / 1e9 for each in done]
-        return Result(ttft, [sample.completion_tokens for sample in samples])
+        return ttft, [sample.completion_tokens for sample in samples]
 
     return run
 
@@ -166,7 +162,7 @@ def peer(config: Config) -> Run:
                 stopping_criteria=[note],
             )
         outputs = [tuple(row) for row in output[:, longest:].tolist()]
-        return Result([steps[0] - start] * len(load.prompts), outputs)
+        return [steps[0] - start] * len(load.prompts), outputs
 
     return run
 
@@ -195,7 +191,7 @@ def through(client: BusClient, *, stream: bool) -> Run:
             else each.first_s
             for each in done
         ]
-        return Result(ttft, [each.completion.samples[0].token_ids for each in done])
+        return ttft, [each.completion.samples[0].token_ids for each in done]
 
     return run
 
@@ -243,9 +239,9 @@ async def open_variants(
         return (await stack.enter_async_context(Pipeline(config, tracing=tracing))).client
 
     in_memory = Config(engine=engine)
-    variants = {BARE: partial(timed, bare(in_memory))}
+    variants = {BARE: partial(timed, bare(in_memory), None)}
     if PEER in chosen:
-        variants[PEER] = partial(timed, peer(in_memory))
+        variants[PEER] = partial(timed, peer(in_memory), None)
     if TRACED in chosen:
         # Short, so that a pass includes the encoding of its spans.
         os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "100"
@@ -270,11 +266,9 @@ async def open_variants(
 # --- measuring ----------------------------------------------------------------------------------
 
 
-async def timed(run: Run, *arguments: Any) -> Pass:
-    """Run one load from an empty prefix cache; the arguments are the client, if any, and the
-    load."""
-    *clients, load = arguments
-    for client in clients:
+async def timed(run: Run, client: BusClient | None, load: Load) -> Pass:
+    """Run one load from an empty prefix cache, that of the client's pipeline."""
+    if client is not None:
         await client.flush_cache()
     gc.collect()
     cpu, start = harness.cpu_s(*harness.descendants(os.getpid())), time.perf_counter()
@@ -288,7 +282,7 @@ async def in_turns(
     requests: int,
     tokens: int,
     repeat: int,
-    before: Callable[[], None] = lambda: None,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[str, list[Pass]]:
     """Run a load per repetition through each variant, in rotating order, after a warm-up.
 

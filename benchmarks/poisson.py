@@ -17,7 +17,6 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,7 +175,8 @@ def figures(report: dict[str, Any], sent: int, tokens: int) -> dict[str, float]:
 
 def measure(arguments: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]], Any]:
     """Return a row for each rate and server, and the machine's state before each."""
-    rows, states = [], []
+    rows: list[dict[str, Any]] = []
+    states: list[dict[str, float]] = []
     table = harness.Table(COLUMNS, "requests/s")
     with (
         tempfile.TemporaryDirectory(prefix="nano-") as scratch,
@@ -187,8 +187,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> tuple[list[dict[str,
             sent = count_of(arguments, rate)
             tokens = write_prompts(prompts, folder, arguments.shape, sent, seed=place)
             for server in harness.rotated(servers, place):
-                if state := machine.measure(arguments.threads):
-                    states.append(asdict(state))
+                machine.note(states, arguments.threads)
                 report = load(arguments, server, rate, prompts, Path(scratch))
                 row = {"rate": rate, "server": server.name} | figures(report, sent, tokens)
                 rows.append(row)

@@ -19,7 +19,6 @@ import sys
 import time
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +85,17 @@ def measure(
     for workload in workloads:
         runs[workload] = {peer.name: [] for peer in peers}
         for repetition in range(repeat + 1):
-            if (around := machine.measure(threads)) is not None:
-                states.append(asdict(around))
+            machine.note(states, threads)
             for peer in rotated(peers, repetition):
-                before = machine.measure()
+                around: list[dict[str, float]] = []
+                before = machine.note(around)
                 times = peer.ask([workload, repetition])
-                after = machine.measure()
+                after = machine.note(around)
                 if times is None or repetition == 0:  # the first repetition warms up
                     continue
                 times["state"] = machine.state_around(before, after)
                 runs[workload][peer.name].append(times)
-                states += [asdict(state) for state in (before, after) if state is not None]
+                states += around
             print(".", end="", file=sys.stderr, flush=True)
         print(f" {workload}", file=sys.stderr)
     return runs, states

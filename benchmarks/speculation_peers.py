@@ -32,7 +32,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,7 +210,7 @@ class Case:
     kind: str
     rows: int
     took: dict[tuple[str, str], list[Took]] = field(default_factory=dict)
-    states: list[machine.State] = field(default_factory=list)
+    states: list[dict[str, float]] = field(default_factory=list)
 
     def report(self, tokens: int) -> list[dict[str, Any]]:
         """Return the medians of each engine and mode."""
@@ -233,8 +233,7 @@ class Case:
     def turns(self) -> dict[str, Any]:
         """Return all measurements."""
         took = {f"{engine} {mode}": turns for (engine, mode), turns in self.took.items()}
-        states = [asdict(state) for state in self.states]
-        return {"kind": self.kind, "rows": self.rows, "took": took, "states": states}
+        return {"kind": self.kind, "rows": self.rows, "took": took, "states": self.states}
 
 
 def measure(arguments: argparse.Namespace, stack: ExitStack) -> list[Case]:
@@ -256,8 +255,8 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> list[Case]:
                 took = runs[name](asks)
                 if turn:
                     case.took[name].append(took)
-            if turn and (state := machine.measure(arguments.threads)):
-                case.states.append(state)
+            if turn:
+                machine.note(case.states, arguments.threads)
         progress(turn, arguments.turns, "turn")
     return cases
 

@@ -20,9 +20,9 @@ import json
 import random
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,21 +51,12 @@ class Times(NamedTuple):
 Measure = Callable[[bool, int], Times]
 
 
-@dataclass(frozen=True)
-class Work:
-    folder: Path
-    rows: int
-    tokens: int
-    threads: int
-    temperature: float
-
-
 def prompts(rows: int, seed: int) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(300, 4_000) for _ in range(PROMPT_TOKENS)] for _ in range(rows)]
 
 
-def ours(work: Work, stack: ExitStack) -> Measure:
+def ours(work: Namespace, stack: ExitStack) -> Measure:
     config = EngineConfig(
         model_path=str(work.folder), kv_cache_bytes=1 << 28, cpu_threads=work.threads
     )
@@ -91,7 +82,7 @@ def ours(work: Work, stack: ExitStack) -> Measure:
     return measure
 
 
-def llama(program: Path, work: Work, stack: ExitStack) -> Measure:
+def llama(program: Path, work: Namespace, stack: ExitStack) -> Measure:
     gguf = work.folder.with_suffix(".gguf")
     log = work.folder.with_name("llama-server.log")
     server = LlamaServer(program, gguf, work.rows, work.threads, stack, log=log)
@@ -114,7 +105,7 @@ def llama(program: Path, work: Work, stack: ExitStack) -> Measure:
     return measure
 
 
-def openvino(python: Path, work: Work, stack: ExitStack) -> Measure:
+def openvino(python: Path, work: Namespace, stack: ExitStack) -> Measure:
     converted = work.folder.with_name(work.folder.name + "-openvino")
     program = Path(__file__).parent / "engines" / "ov_constraint.py"
     worker = stack.enter_context(Worker(python, program, converted, work.threads))
@@ -164,25 +155,24 @@ def main() -> None:
         temperature=0.0,
     )
     parser.add_argument("--folder", type=Path, required=True)
-    asked = parser.parse_args()
-    work = Work(asked.folder, asked.rows, asked.tokens, asked.threads, asked.temperature)
+    work = parser.parse_args()
     with ExitStack() as stack:
         engines = {"ours": ours(work, stack)}
-        if asked.llama_server:
-            engines["llama.cpp"] = llama(asked.llama_server, work, stack)
-        if asked.openvino:
-            engines["OpenVINO"] = openvino(asked.openvino, work, stack)
+        if work.llama_server:
+            engines["llama.cpp"] = llama(work.llama_server, work, stack)
+        if work.openvino:
+            engines["OpenVINO"] = openvino(work.openvino, work, stack)
         found: dict[str, list[tuple[Times, Times]]] = {name: [] for name in engines}
-        for number in range(asked.rounds + 1):
+        for number in range(work.rounds + 1):
             for name, measure in engines.items():
                 # New prompts each time, which no cache has.
                 plain, constrained = measure(False, 2 * number), measure(True, 2 * number + 1)
                 if number:
                     found[name].append((plain, constrained))
-            progress(number, asked.rounds, "round")
+            progress(number, work.rounds, "round")
     show(found)
     content = {name: [[*map(tuple, pair)] for pair in pairs] for name, pairs in found.items()}
-    record(asked, ms_per_token=content)
+    record(work, ms_per_token=content)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import json
 import random
 import statistics
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import machine
 import torch
@@ -67,16 +67,6 @@ KINDS: dict[str, Constraint | None] = {
 }
 
 
-@dataclass
-class Found:
-    """Milliseconds of each turn's steps, and of their waits for masks; after each complete pass,
-    GB/s and the nanoseconds of a round trip between cores."""
-
-    steps: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
-    waits: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
-    states: list[tuple[float, float]] = field(default_factory=list)
-
-
 class ConstraintLane(Lane):
     """Rows with the constraint of each kind; the prompts of all kinds share their first blocks."""
 
@@ -123,16 +113,25 @@ class ConstraintLane(Lane):
         return [rng.randrange(300, self.core.model.vocab_size) for _ in range(number)]
 
 
+Found = dict[str, Any]
+
+
 def measure(lane: ConstraintLane, seconds: float) -> Found:
-    """Measure turns for so many seconds, in passes of 64."""
-    found = Found()
+    """Measure turns for so many seconds, in passes of 64.
+
+    Returns:
+        By kind, milliseconds of each turn's steps, and of their waits for masks; for each complete
+        pass GB/s and the nanoseconds of a round trip between cores.
+    """
+    steps, waits = ({kind: list[float]() for kind in KINDS} for _ in range(2))
+    states = []
     for number, turn in enumerate(lane.turns(seconds, steps=STEPS, warm=WARM), 1):
         for kind, took_ms in turn.items():
-            found.steps[kind].append(took_ms)
-            found.waits[kind].append(lane.waited_ms[kind])
+            steps[kind].append(took_ms)
+            waits[kind].append(lane.waited_ms[kind])
         if number % STEPS == 0 and (state := machine.measure(torch.get_num_threads())):
-            found.states.append((state.bytes_per_s / 1e9, state.round_trip_ns))
-    return found
+            states.append((state.bytes_per_s / 1e9, state.round_trip_ns))
+    return {"steps_ms": steps, "waits_ms": waits, "states": states}
 
 
 def compile_times(folder: Path, vocab_size: int) -> dict[str, tuple[float, float]]:
@@ -168,21 +167,22 @@ def show(found: Found, times: dict[str, tuple[float, float]], rows: int) -> None
     for name, (compiled_ms, first_ms) in times.items():
         more = f", then {first_ms:.2f} for the first mask" if first_ms else ""
         print(f"{name}: {compiled_ms:.1f} ms to make ready{more}")
-    plain = found.steps["any"]
+    plain = found["steps_ms"]["any"]
     print(f"\n{rows} rows, {len(plain)} turns, ms a step")
     table = {}
-    for kind, steps in found.steps.items():
-        waits = found.waits[kind]
+    for kind, steps in found["steps_ms"].items():
+        waits = found["waits_ms"][kind]
         table[kind] = against(steps, plain) | {
             "p99": percentile(steps, 0.99),
             "wait_p50": statistics.median(waits),
             "wait_p99": percentile(waits, 0.99),
         }
     print_table(COLUMNS, table)
-    for number, (gigabytes, trip_ns) in enumerate(found.states):
+    for number, (gigabytes, trip_ns) in enumerate(found["states"]):
         part = slice(number * STEPS, (number + 1) * STEPS)
         medians = (
-            f"{kind} {statistics.median(steps[part]):.1f}" for kind, steps in found.steps.items()
+            f"{kind} {statistics.median(steps[part]):.1f}"
+            for kind, steps in found["steps_ms"].items()
         )
         print(f"at {gigabytes:.0f} GB/s, {trip_ns:.0f} ns: {', '.join(medians)}")
 
@@ -205,8 +205,7 @@ def main() -> None:
         lane = ConstraintLane(folder, arguments.rows, arguments.threads, arguments.temperature)
         found = measure(lane, arguments.seconds)
     show(found, times, arguments.rows)
-    steps = {"steps_ms": found.steps, "waits_ms": found.waits, "states": found.states}
-    record(arguments, compile_ms=times, **steps)
+    record(arguments, compile_ms=times, **found)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,24 +31,9 @@ ENDLESS = SamplingParams(temperature=1.0, max_tokens=10_000)
 MAX_MODEL_LEN = 640
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Sequences that start together; the steps after the prefill are timed, or else the prefill."""
-
-    sequences: int
-    prompt: int
-    steps: int
-
-    @property
-    def timed_tokens(self) -> int:
-        return self.sequences * (self.steps or self.prompt)
-
-
-WORKLOADS = {
-    "decode 1": Workload(1, 128, 24),
-    "decode 16": Workload(16, 128, 12),
-    "prefill": Workload(4, 512, 0),
-}
+WORKLOADS = {"decode 1": (1, 128, 24), "decode 16": (16, 128, 12), "prefill": (4, 512, 0)}
+"""Sequences that start together, their prompts' tokens, and the steps after the prefill, which are
+timed; without steps the prefill is."""
 
 
 def make_model(name: str, dtype: str) -> LoadedModel:
@@ -60,24 +44,24 @@ def make_model(name: str, dtype: str) -> LoadedModel:
     return wrap_model(random_model(TWO_LAYERS, getattr(torch, dtype)), MAX_MODEL_LEN)
 
 
-def run(core: ExecutorCore, work: Workload) -> float:
-    """Return the microseconds per token."""
+def run(core: ExecutorCore, sequences: int, prompt: int, steps: int) -> float:
+    """Return the microseconds per timed token."""
     core.reset()
     generator = torch.Generator().manual_seed(1)
-    blocks = blocks_for(work.prompt + work.steps + 1)
-    ids = tuple(range(work.sequences))
+    blocks = blocks_for(prompt + steps + 1)
+    ids = tuple(range(sequences))
     new = []
     for index in ids:
-        tokens = torch.randint(5, 700, (work.prompt,), generator=generator).tolist()
+        tokens = torch.randint(5, 700, (prompt,), generator=generator).tolist()
         own = range(index * blocks, (index + 1) * blocks)
         new.append(new_sequence(index, index, tokens, own, ENDLESS))
     start = time.perf_counter()
-    core.execute(step_plan(1, ids, work.prompt, tuple(new)))
-    if work.steps:
+    core.execute(step_plan(1, ids, prompt, tuple(new)))
+    if steps:
         start = time.perf_counter()
-        for step in range(work.steps):
+        for step in range(steps):
             core.execute(step_plan(2 + step, ids, 1))
-    return (time.perf_counter() - start) * 1e6 / work.timed_tokens
+    return (time.perf_counter() - start) * 1e6 / (sequences * (steps or prompt))
 
 
 def measure(model: LoadedModel, repeat: int) -> dict[str, dict[str, Any]]:
@@ -95,7 +79,7 @@ def measure(model: LoadedModel, repeat: int) -> dict[str, dict[str, Any]]:
         times: dict[bool, list[float]] = {False: [], True: []}
         for repetition in range(repeat + 1):
             for deterministic in rotated(cores, repetition):
-                took_us = run(cores[deterministic], work)
+                took_us = run(cores[deterministic], *work)
                 if repetition:
                     times[deterministic].append(took_us)
         table[name] = {

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import io
 import os
 import select
 import signal
 import subprocess
+import sys
 import tarfile
-import threading
 import time
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from harness import command_line, descendants, engine_command, free_port
+from harness import command_line, descendants, engine_command, free_port, wait_until_answered
 from hostile_attacker import HOLD_S, Attacker
 from hostile_rig import Surroundings
 
@@ -157,18 +155,16 @@ def _write_tar(path: Path, entries: list[tarfile.TarInfo]) -> None:
 
 @contextlib.contextmanager
 def _served(folder: Path) -> Iterator[str]:
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    handler = functools.partial(Quiet, directory=str(folder))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+    """Run an HTTP server with the files of a folder; yield its URL."""
+    port = free_port()
+    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([*command, "--directory", str(folder)], **quiet) as process:
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
+            wait_until_answered(f"http://127.0.0.1:{port}", process)
+            yield f"http://127.0.0.1:{port}"
         finally:
-            server.shutdown()
+            process.kill()
 
 
 # --- Redis ----------------------------------------------------------------------------------------

@@ -190,21 +190,12 @@ class Chaos:
             await self._server.start()
 
 
-async def storm(
-    folder: Path,
-    *,
-    requests: int,
-    kills: int,
-    seed: int,
-    concurrency: int = 64,
-    duration_s: float = 900.0,
-    longest: int = 120,
-    server: str = "valkey",
-) -> dict[str, Any]:
-    """Do both runs with their faults, and compare them; return the result file's content."""
-    rng = random.Random(seed)
-    work = chaos_rig.make_requests(requests, seed, longest)
-    redis_server = RedisServer(folder / "data", binary=server)
+async def storm(folder: Path, **options: Any) -> dict[str, Any]:
+    """Do both runs of a `Size`, and compare them; return the result file's content."""
+    size = chaos_rig.Size(**options)
+    rng = random.Random(size.seed)
+    work = chaos_rig.make_requests(size.requests, size.seed, size.longest)
+    redis_server = RedisServer(folder / "data", binary=size.server)
     proxy = Proxy(redis_server.port)
     async with AsyncExitStack() as stack:
         await redis_server.start()
@@ -214,16 +205,14 @@ async def storm(
         house = await stack.enter_async_context(
             running_house(proxy.url, folder / "up.log", SETTINGS)
         )
-        calm = Load(redis_server.url, PREFIX, "calm", work, concurrency)
-        await chaos_rig.bounded(calm, house, duration_s)
-        load = Load(redis_server.url, PREFIX, "storm", work, concurrency)
+        calm = Load(redis_server.url, PREFIX, "calm", work, size.concurrency)
+        await chaos_rig.bounded(calm, house, size.duration_s)
+        load = Load(redis_server.url, PREFIX, "storm", work, size.concurrency)
         chaos = Chaos(house, redis_server, proxy, load, rng)
-        faults = chaos_rig.spread_faults(load, TARGETS, kills, rng, chaos.hit, chaos.calm)
-        ended = await chaos_rig.disturbed(load, house, duration_s, faults)
+        faults = chaos_rig.spread_faults(load, TARGETS, size.kills, rng, chaos.hit, chaos.calm)
+        ended = await chaos_rig.disturbed(load, house, size.duration_s, faults)
     return {
-        "requests": requests,
-        "concurrency": concurrency,
-        "seed": seed,
+        **size.fields(),
         "kills": dict(Counter(fault.target for fault in chaos.faults)),
         **compare(work, load.streams, calm.streams),
         "recovery_s": recovery(chaos.faults),

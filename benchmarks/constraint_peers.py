@@ -2,55 +2,47 @@
 
     python benchmarks/constraint_peers.py --folder DIR [--llama-server FILE] [--openvino PYTHON]
 
-Each engine decodes 16 sequences of the same random model, greedily, without a schema and with it,
-in turn. Compared is the time with over without, of the clock and of its process' CPU, which depends
-less on what else the machine does; prompts of a few tokens, and whatever each makes of the schema
-anew for each request, are in both. The folder is a model of `random_models.py`; llama.cpp reads
-DIR.gguf, which `engines/make_gguf.py` makes of it, and OpenVINO GenAI, in an environment of its
-own, DIR-openvino, which optimum-cli makes (README.md).
+Each engine decodes 16 sequences of the same random model, greedily, without and with a schema in
+turn. The result is the ratio of the times with and without it, of the clock and of the process's
+CPU, which depends less on other load; both include prompts of a few tokens, and each engine's
+preparation of the schema per request. The folder is a model of `random_models.py`; llama.cpp reads
+DIR.gguf, made by `engines/make_gguf.py`, and OpenVINO GenAI, in its own environment, DIR-openvino,
+made by optimum-cli (README.md).
 
-They do not do the same. llama.cpp takes a token without the grammar and asks it only where that
-does not fit, and its logprobs are the model's; ours masks all logits, so that the logprobs are
-those of the policy that is sampled from.
+The engines differ. llama.cpp samples without the grammar, consults it only if the token doesn't
+fit, and returns the model's logprobs; ours masks all logits, so that logprobs are those of the
+policy that is sampled.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import time
-import urllib.request
+from argparse import Namespace
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from harness import Worker, against, options, print_table, progress, record
+from llama_server import LlamaServer
+from workloads import object_schema
+
 from nano_inference import Constraint, EngineConfig, InferenceEngine, SamplingParams
 
-SCHEMA = {
-    "type": "object",
-    # llama.cpp takes no more than 2,000 repetitions.
-    "properties": {
+SCHEMA = object_schema(
+    {
         "id": {"type": "integer", "minimum": 0, "maximum": 999},
-        "text": {"type": "string", "minLength": 1500},
-    },
-    "required": ["id", "text"],
-    "additionalProperties": False,
-}
-PORT = 18371
+        "text": {"type": "string", "minLength": 1500},  # llama.cpp allows at most 2,000
+    }
+)
 PROMPT_TOKENS = 8
-READY_S = 120
 
 
 class Times(NamedTuple):
-    """Milliseconds for each token of all sequences."""
+    """Milliseconds per token of all sequences."""
 
     wall: float
     cpu: float
@@ -59,27 +51,12 @@ class Times(NamedTuple):
 Measure = Callable[[bool, int], Times]
 
 
-@dataclass(frozen=True)
-class Work:
-    folder: Path
-    rows: int
-    tokens: int
-    threads: int
-    temperature: float
-
-
 def prompts(rows: int, seed: int) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(300, 4_000) for _ in range(PROMPT_TOKENS)] for _ in range(rows)]
 
 
-def cpu_ms(pid: int) -> float:
-    """CPU time that a process has taken, all its threads together."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * 1e3 / os.sysconf("SC_CLK_TCK")
-
-
-def ours(work: Work, stack: ExitStack) -> Measure:
+def ours(work: Namespace, stack: ExitStack) -> Measure:
     config = EngineConfig(
         model_path=str(work.folder), kv_cache_bytes=1 << 28, cpu_threads=work.threads
     )
@@ -105,69 +82,33 @@ def ours(work: Work, stack: ExitStack) -> Measure:
     return measure
 
 
-def llama(server: Path, work: Work, stack: ExitStack) -> Measure:
-    gguf, rows, threads = work.folder.with_suffix(".gguf"), work.rows, str(work.threads)
-    command = [str(server), "-m", str(gguf), "--port", str(PORT), "-np", str(rows), "-t", threads]
-    command += ["-c", str(rows * 512), "-cram", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    stack.callback(process.wait)
-    stack.callback(process.terminate)
-    until = time.monotonic() + READY_S
-    while True:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=5).close()
-            break
-        except OSError:
-            if time.monotonic() > until or process.poll() is not None:
-                raise
-            time.sleep(0.2)
-    pool = stack.enter_context(ThreadPoolExecutor(rows))
-
-    def complete(body: dict[str, object]) -> None:
-        url, data = f"http://127.0.0.1:{PORT}/completion", json.dumps(body).encode()
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=READY_S) as answer:
-            told = json.load(answer)
-        if told["tokens_predicted"] != work.tokens:
-            raise AssertionError(f"llama.cpp ended after {told['tokens_predicted']} tokens")
+def llama(program: Path, work: Namespace, stack: ExitStack) -> Measure:
+    gguf = work.folder.with_suffix(".gguf")
+    log = work.folder.with_name("llama-server.log")
+    server = LlamaServer(program, gguf, work.rows, work.threads, stack, log=log)
 
     def measure(constrained: bool, seed: int) -> Times:
-        more = {"json_schema": SCHEMA} if constrained else {"ignore_eos": True}
+        common = {"n_predict": work.tokens, "temperature": work.temperature, "cache_prompt": False}
+        common |= {"json_schema": SCHEMA} if constrained else {"ignore_eos": True}
         bodies = [
-            {
-                "prompt": prompt,
-                "n_predict": work.tokens,
-                "seed": seed + row,
-                "temperature": work.temperature,
-                "samplers": ["temperature"],
-                "cache_prompt": False,
-                **more,
-            }
-            for row, prompt in enumerate(prompts(rows, seed))
+            {"prompt": prompt, "seed": seed + row, **common}
+            for row, prompt in enumerate(prompts(work.rows, seed))
         ]
-        wall_start, start = time.perf_counter(), cpu_ms(process.pid)
-        for _ in pool.map(complete, bodies):
-            pass
-        wall = (time.perf_counter() - wall_start) * 1e3
-        return Times(wall / work.tokens, (cpu_ms(process.pid) - start) / work.tokens)
+        wall_start, start = time.perf_counter(), server.cpu_s()
+        answers = server.complete(bodies)
+        wall, cpu = time.perf_counter() - wall_start, server.cpu_s() - start
+        for answer in answers:
+            if answer["tokens_predicted"] != work.tokens:
+                raise AssertionError(f"llama.cpp ended after {answer['tokens_predicted']} tokens")
+        return Times(wall * 1e3 / work.tokens, cpu * 1e3 / work.tokens)
 
     return measure
 
 
-def openvino(python: Path, work: Work, stack: ExitStack) -> Measure:
+def openvino(python: Path, work: Namespace, stack: ExitStack) -> Measure:
     converted = work.folder.with_name(work.folder.name + "-openvino")
     program = Path(__file__).parent / "engines" / "ov_constraint.py"
-    process = stack.enter_context(
-        subprocess.Popen(
-            [str(python), str(program), str(converted), str(work.threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-    )
-    asking, answers = process.stdin, process.stdout
-    assert asking is not None
-    assert answers is not None
+    worker = stack.enter_context(Worker(python, program, converted, work.threads))
 
     def measure(constrained: bool, seed: int) -> Times:
         asked = {
@@ -176,55 +117,62 @@ def openvino(python: Path, work: Work, stack: ExitStack) -> Measure:
             "temperature": work.temperature,
             "schema": json.dumps(SCHEMA) if constrained else None,
         }
-        print(json.dumps(asked), file=asking, flush=True)
-        took = json.loads(answers.readline())
+        took = worker.ask(asked)
         return Times(took["wall_ms"] / work.tokens, took["cpu_ms"] / work.tokens)
 
     return measure
 
 
+COLUMNS = {
+    "without": "{without:.1f}",
+    "with it": "{median:.1f}",
+    "ratio": "{ratio:.3f}",
+    "least to most": "{ratios[0]:.3f} to {ratios[1]:.3f}",
+}
+
+
 def show(found: dict[str, list[tuple[Times, Times]]]) -> None:
-    print(f"{'ms a token':10} {'':4} {'without':>8} {'with it':>8} {'ratio':>7}  least to most")
+    rows = {}
     for name, pairs in found.items():
         for kind in Times._fields:
-            columns = [(getattr(before, kind), getattr(after, kind)) for before, after in pairs]
             plain, constrained = (
-                statistics.median(column) for column in zip(*columns, strict=True)
+                [getattr(each, kind) for each in column] for column in zip(*pairs, strict=True)
             )
-            ratios = sorted(after / before for before, after in columns)
-            print(
-                f"{name:10} {kind:4} {plain:8.1f} {constrained:8.1f} "
-                f"{statistics.median(ratios):7.3f}  {ratios[0]:.3f} to {ratios[-1]:.3f}"
-            )
+            row = against(constrained, plain)
+            rows[f"{name}, {kind}"] = row | {"without": statistics.median(plain)}
+    print_table(COLUMNS, rows, "ms a token")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(
+        __doc__,
+        llama_server=Path,
+        openvino=(Path, "the Python with openvino_genai"),
+        rows=16,
+        tokens=32,
+        rounds=5,
+        threads=1,
+        temperature=0.0,
+    )
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--llama-server", type=Path)
-    parser.add_argument("--openvino", type=Path, help="the Python that has openvino_genai")
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    asked = parser.parse_args()
-    work = Work(asked.folder, asked.rows, asked.tokens, asked.threads, asked.temperature)
+    work = parser.parse_args()
     with ExitStack() as stack:
         engines = {"ours": ours(work, stack)}
-        if asked.llama_server:
-            engines["llama.cpp"] = llama(asked.llama_server, work, stack)
-        if asked.openvino:
-            engines["OpenVINO"] = openvino(asked.openvino, work, stack)
+        if work.llama_server:
+            engines["llama.cpp"] = llama(work.llama_server, work, stack)
+        if work.openvino:
+            engines["OpenVINO"] = openvino(work.openvino, work, stack)
         found: dict[str, list[tuple[Times, Times]]] = {name: [] for name in engines}
-        for number in range(asked.rounds + 1):
+        for number in range(work.rounds + 1):
             for name, measure in engines.items():
-                # Never the same prompts twice, which a cache would have.
+                # New prompts each time, which no cache has.
                 plain, constrained = measure(False, 2 * number), measure(True, 2 * number + 1)
                 if number:
                     found[name].append((plain, constrained))
-            print(f"round {number} of {asked.rounds}", file=sys.stderr, flush=True)
+            progress(number, work.rounds, "round")
     show(found)
+    content = {name: [[*map(tuple, pair)] for pair in pairs] for name, pairs in found.items()}
+    record(work, ms_per_token=content)
 
 
 if __name__ == "__main__":

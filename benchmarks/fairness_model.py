@@ -1,7 +1,7 @@
-"""A pipeline without a model: the cores of fairness and batching before a device that is a formula.
+"""A pipeline without a model: the cores of fairness and batching with a device that is a formula.
 
-Time is simulated, so that thousands of requests a second can be looked at on any machine; what is
-decided, is decided by the code that the stages run.
+Time is simulated, so that any machine can simulate thousands of requests per second; decisions are
+made by the code of the stages.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from nano_inference.bus.control import Cancel, ReplicaCapacity
+from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.messages import (
     AdmittedRequest,
     Credit,
@@ -36,8 +36,8 @@ SECOND = 1_000_000_000
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of a trace: tokens of prompt and completion; `shared` of the prompt's first tokens
-    are those of all requests of the same `group`."""
+    """A request of a trace, with lengths in tokens; requests of a `group` have the first `shared`
+    tokens of their prompts in common."""
 
     at_ns: int
     tenant: str
@@ -50,7 +50,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Device:
-    """What a step costs. The defaults are near a small model on a data centre's GPU."""
+    """Costs of a step. The defaults are near a small model on a data centre's GPU."""
 
     step_ns: int = 1_500_000
     prefill_token_ns: int = 2_000
@@ -60,7 +60,7 @@ class Device:
     max_tokens_per_batch: int = 4096
 
     def cost_ns(self, num_tokens: Iterable[int]) -> int:
-        """Of a step with so many tokens for each of its rows."""
+        """Return the cost of a step, given the tokens of each row."""
         prefill = rows = 0
         for number in num_tokens:
             if number > 1:
@@ -70,20 +70,8 @@ class Device:
         return self.step_ns + prefill * self.prefill_token_ns + rows * self.decode_row_ns
 
 
-class Queue(Protocol):
-    """What a policy has to be: the methods of FairnessCore that the stage calls."""
-
-    counts: Counts
-
-    def push(self, request: AdmittedRequest, now_ns: int, /) -> None: ...
-    def absorb(self, report: Credit, now_ns: int, /) -> list[Running]: ...
-    def pop(self, now_ns: int, /) -> Dispatched | None: ...
-    def ask_to_pause(self, now_ns: int, /) -> list[Running]: ...
-    def expire(self, now_ns: int, /) -> list[Cancel]: ...
-
-
 class FixedOrder:
-    """The peers: a queue whose order is fixed on arrival, without tenants, slices or preemption."""
+    """The peers' queue: its order is fixed on arrival, without tenants, slices or preemption."""
 
     def __init__(self, rank: Callable[[AdmittedRequest, int], int]) -> None:
         self.counts = Counts()
@@ -104,14 +92,8 @@ class FixedOrder:
             return None
         self._credits -= 1
         rank, _, request = heapq.heappop(self._heap)
-        message = Dispatch(
-            info=request.info,
-            token_ids=request.token_ids,
-            sampling=request.sampling,
-            sequences=request.sequences,
-            priority=request.priority,
-            rank=rank,
-        )
+        names = ("info", "token_ids", "sampling", "sequences", "priority")
+        message = Dispatch(**{name: getattr(request, name) for name in names}, rank=rank)
         return Dispatched(
             replica="",
             message=message,
@@ -126,38 +108,36 @@ class FixedOrder:
     def ask_to_pause(self, now_ns: int) -> list[Running]:
         return []
 
-    def expire(self, now_ns: int) -> list[Cancel]:
-        return []
 
+Queue = FixedOrder | FairnessCore
 
-def first_come(config: FairnessConfig) -> Queue:
-    """First come, first served."""
-    return FixedOrder(lambda request, now_ns: now_ns)
-
-
-def by_priority(config: FairnessConfig) -> Queue:
-    """The priority flag of other engines, with ageing so that nothing starves."""
-    level_ns = int(config.aging_s * 1e9)
-    return FixedOrder(lambda request, now_ns: now_ns - request.priority * level_ns)
-
-
-def by_counters(config: FairnessConfig) -> Queue:
-    """Virtual token counters alone."""
-    alone = FairnessConfig(tenant_weights=config.tenant_weights, tenant_timeslice_tokens=0)
-    return FairnessCore(alone)
-
-
-def ours(config: FairnessConfig) -> Queue:
-    """As configured."""
-    return FairnessCore(config)
+POLICIES: dict[str, tuple[Callable[[FairnessConfig], Queue], bool]] = {
+    # First come, first served.
+    "FCFS": (lambda config: FixedOrder(lambda request, now_ns: now_ns), True),
+    # The priority flag of other engines, with ageing against starvation.
+    "priority": (
+        lambda config: FixedOrder(
+            lambda request, now_ns: now_ns - request.priority * int(config.aging_s * 1e9)
+        ),
+        False,
+    ),
+    # Virtual token counters alone.
+    "VTC": (
+        lambda config: FairnessCore(
+            FairnessConfig(tenant_weights=config.tenant_weights, tenant_timeslice_tokens=0)
+        ),
+        True,
+    ),
+    "ours": (FairnessCore, False),
+}
+"""By name: a function that makes the queue, and whether the policy has no priorities."""
 
 
 @dataclass
 class Record:
-    """What became of a request; times are 0 as long as it has not happened."""
+    """Times of a request; 0 until they are known."""
 
     arrival: Arrival
-    dispatched_ns: int = 0
     first_token_ns: int = 0
     finished_ns: int = 0
 
@@ -168,14 +148,14 @@ class Record:
 
 @dataclass
 class Outcome:
-    """A whole run.
+    """The results of a run.
 
     Attributes:
-        prompt_tokens, output_tokens: Served, whatever of the prompts was cached.
-        computed_tokens: That went through the device.
-        recomputed_tokens: Of these, computed again after making room or a lack of blocks.
-        service: (time, weighted service by tenant), sampled.
-        waiting: (time, requests that wait by tenant), sampled with it.
+        prompt_tokens, output_tokens: Served tokens, cached ones included.
+        computed_tokens: Tokens that the device computed.
+        recomputed_tokens: Of these, computed again after preemption.
+        service: Samples of (time, weighted service by tenant).
+        waiting: Samples of (time, queued requests by tenant).
     """
 
     name: str
@@ -194,40 +174,34 @@ class Outcome:
 
 
 class Simulation:
-    """Requests, a queue, the batching core and a device. `run` is one whole load."""
+    """Requests, a queue, the batching core and a device."""
 
     def __init__(
         self,
-        name: str,
-        queue: Queue,
-        device: Device,
+        policy: str,
         config: FairnessConfig,
+        device: Device,
         *,
-        flat_priority: bool = False,
         keep_records: bool = True,
         sample_every_ns: int = SECOND // 4,
     ) -> None:
-        """`flat_priority`: the policy does not know of priorities. `keep_records`: also those of
-        requests that are done, for a table of them."""
+        """Args:
+        policy: Its name in `POLICIES`.
+        keep_records: Keep the records of finished requests.
+        """
         engine = EngineConfig(max_tokens_per_batch=device.max_tokens_per_batch)
-        capacity = ReplicaCapacity(
-            device.num_blocks,
-            engine.block_size,
-            1 << 20,
-            1 << 30,
-            "formula",
-            max_batch_size=device.max_batch_size,
-        )
+        size = (device.num_blocks, engine.block_size, 1 << 20, 1 << 30)
+        capacity = ReplicaCapacity(*size, "formula", max_batch_size=device.max_batch_size)
         self.batching = BatchingCore(engine, capacity, steps_ahead=1)
-        self.queue = queue
+        make, self._flat = POLICIES[policy]
+        self.queue = make(config)
         self.now_ns = 0
-        self.outcome = Outcome(name)
+        self.outcome = Outcome(policy)
         self.service: dict[str, float] = defaultdict(float)
         self.num_waiting: dict[str, int] = defaultdict(int)
         self._device = device
         self._prices = config.prefill_weight, config.decode_weight
         self._weights = config.tenant_weights
-        self._flat = flat_priority
         self._keep_records = keep_records
         self._sample_every_ns = sample_every_ns
         self._next_sample_ns = 0
@@ -236,12 +210,12 @@ class Simulation:
         self._to_make: dict[int, int] = {}
         self._started: set[int] = set()
         self._ids = count(1)
-        queue.absorb(Credit(device.max_batch_size), 0)
+        self.queue.absorb(Credit(device.max_batch_size), 0)
 
-    def run(self, arrivals: Iterable[Arrival], *, until_ns: int | None = None) -> Outcome:
-        """Goes through a load, to its end or until the given time."""
+    def run(self, arrivals: Iterable[Arrival]) -> Outcome:
+        """Run a load to its end."""
         coming = deque(sorted(arrivals, key=lambda each: each.at_ns))
-        while until_ns is None or self.now_ns < until_ns:
+        while True:
             while coming and coming[0].at_ns <= self.now_ns:
                 self.submit(coming.popleft())
             if not self.step():
@@ -254,20 +228,16 @@ class Simulation:
         return self.outcome
 
     def submit(self, arrival: Arrival) -> None:
-        """A request comes."""
+        """Queue a request."""
         number = next(self._ids)
-        # Tokens that no other request has, behind those that its group shares.
+        # The tokens after the shared ones are unique.
         own = range(number << 20, (number << 20) + arrival.prompt - arrival.shared)
         shared = range(-(arrival.group + 1) << 20, (-(arrival.group + 1) << 20) + arrival.shared)
         token_ids = (*shared, *own)
         name = str(number)
-        info = RequestInfo(name, name)
         request = AdmittedRequest(
-            info,
-            token_ids,
-            SamplingParams(max_tokens=arrival.output),
-            (SequenceSpec(number, 0, 0),),
-            arrival.tenant,
+            *(RequestInfo(name, name), token_ids, SamplingParams(max_tokens=arrival.output)),
+            *((SequenceSpec(number, 0, 0),), arrival.tenant),
             0 if self._flat else arrival.priority,
         )
         record = self._records[number] = Record(arrival)
@@ -277,7 +247,7 @@ class Simulation:
         self.queue.push(request, self.now_ns)
 
     def step(self) -> bool:
-        """One step of the device, with all that is decided before and after it."""
+        """Run one step of the device, with the decisions before and after it."""
         self._dispatch()
         plan = self.batching.plan(self.now_ns)
         if plan is None:
@@ -305,10 +275,9 @@ class Simulation:
                 continue
             self.batching.add(message)
             record = self._records[message.sequences[0].seq_id]
-            record.dispatched_ns = self.now_ns
             tenant = record.arrival.tenant
             self.num_waiting[tenant] -= 1
-            # As the theorem counts: the prompt when it is taken on, tokens when they are made.
+            # As in the theorem: a prompt counts on dispatch, tokens when they are generated.
             self._serve(tenant, self._prices[0] * record.arrival.prompt)
             self.outcome.prompt_tokens += record.arrival.prompt
         if asked := self.queue.ask_to_pause(self.now_ns):
@@ -362,12 +331,12 @@ class Simulation:
 
 
 def read_trace(path: Path) -> Iterator[Arrival]:
-    """Arrivals of a file: CSV with a header, or one JSON object a line.
+    """Yield the arrivals of a file: CSV with a header, or one JSON object a line.
 
-    Columns are arrival (seconds), tenant, prompt and output (tokens), and if given priority.
+    Columns are arrival (seconds), tenant, prompt and output (tokens), and optionally priority.
 
     Raises:
-        ValueError: A line is not of that form; the message names it.
+        ValueError: A line has another form; the message names it.
     """
     with path.open(newline="") as lines:
         is_csv = path.suffix == ".csv"
@@ -386,13 +355,7 @@ def read_trace(path: Path) -> Iterator[Arrival]:
 
 
 def jain(shares: Iterable[float]) -> float:
-    """Jain's index of fairness: 1 when all are equal, 1/n when one has all."""
+    """Return Jain's index of fairness: 1 if all shares are equal, 1/n if one has everything."""
     values = list(shares)
     total = sum(values)
     return total * total / (len(values) * sum(each * each for each in values)) if total else 1.0
-
-
-def percentile(values: Iterable[float], share: float) -> float:
-    """The value below which a share of them lies; 0 of none."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -1,4 +1,4 @@
-"""Pictures of what fairness_sim.py found."""
+"""Pictures of the results of fairness_sim.py."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-from fairness_model import SECOND, Outcome, percentile
+from fairness_model import SECOND, Outcome
+from harness import percentile
 from matplotlib import pyplot
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 
 
 def draw(outcomes: Mapping[str, Sequence[Outcome]], found: dict[str, Any], folder: Path) -> None:
-    """Writes PNG files: service by tenant and TTFT over time for each load, and the gaps."""
+    """Write PNG files: service by tenant and TTFT over time for each load, and the gaps."""
     folder.mkdir(parents=True, exist_ok=True)
     for load, runs in outcomes.items():
-        if load != "noisy":  # there the quiet tenant gets all that it asks for
+        if load != "noisy":  # its quiet tenant gets everything it requests
             _service(runs, folder / f"fairness-{load}.png")
-        if load != "shares":  # there all wait for long
+        if load != "shares":  # all its requests wait long
             _ttft(runs, folder / f"fairness-{load}-ttft.png")
     if "gap" in found:
         _gaps(found["gap"], folder / "fairness-gap.png")
@@ -44,7 +45,7 @@ def _service(runs: Sequence[Outcome], path: Path) -> None:
 
 
 def _ttft(runs: Sequence[Outcome], path: Path) -> None:
-    """The p99 of each second's arrivals, of the tenant that sends least."""
+    """Draw the p99 of each second's arrivals, of the tenant with the fewest requests."""
     sent: dict[str, int] = {}
     for record in runs[0].records:
         sent[record.arrival.tenant] = sent.get(record.arrival.tenant, 0) + 1
@@ -58,7 +59,7 @@ def _ttft(runs: Sequence[Outcome], path: Path) -> None:
                 seconds.setdefault(at, []).append(record.ttft_ns / 1e6)
         times = sorted(seconds)
         late = [percentile(seconds[at], 0.99) for at in times]
-        # Dashes, since lines may lie on each other.
+        # Dashes keep overlapping lines visible.
         style = "--" if run.name in ("alone", "priority", "ours") else "-"
         axis.plot(times, late, style, label=run.name, color=colour)
     axis.set_yscale("log")
@@ -69,7 +70,7 @@ def _ttft(runs: Sequence[Outcome], path: Path) -> None:
 
 
 def _gaps(gaps: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """The largest gap against the number of steps, which the peers reach in a tenth of them."""
+    """Draw the largest gaps, with the number of steps; the peers run a tenth of the steps."""
     figure, axis = pyplot.subplots(figsize=(6.4, 3))
     names = [f"{name}\n{each['steps']:,} steps" for name, each in gaps.items()]
     axis.bar(names, [each["gap"] for each in gaps.values()], color=COLOURS[0], width=0.5)

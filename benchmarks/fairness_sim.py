@@ -1,67 +1,34 @@
-"""What tenants get under four policies, simulated with the stages' own cores.
+"""Service of tenants under four policies, simulated with the stages' own cores.
 
     python benchmarks/fairness_sim.py [--seconds S] [--gap-steps N] [--plots FOLDER] [--json FILE]
     python benchmarks/fairness_sim.py --trace FILE [--set NAME=VALUE ...]
 
 Compares first come first served, a priority flag with ageing, virtual token counters alone, and
-this engine's fairness with everything switched on, on loads of thousands of requests a second
-before a device that is a formula (fairness_model.py). The cores of fairness and batching are those
-that the pipeline runs.
+this engine's fairness with all features, on loads of thousands of requests per second on a device
+that is a formula (fairness_model.py). The cores of fairness and batching are the pipeline's.
 
-A trace is CSV with the columns arrival (seconds), tenant, prompt, output (tokens) and if wanted
+A trace is CSV with the columns arrival (seconds), tenant, prompt, output (tokens) and optionally
 priority, or the same as JSON lines. --plots needs matplotlib (`pip install .[plots]`).
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fairness_model import (
-    SECOND,
-    Arrival,
-    Device,
-    Outcome,
-    Queue,
-    Simulation,
-    by_counters,
-    by_priority,
-    first_come,
-    jain,
-    ours,
-    percentile,
-    read_trace,
-)
+from fairness_model import POLICIES, SECOND, Arrival, Device, Outcome, Simulation, jain, read_trace
+from harness import markdown, options, percentile, record
 
 from nano_inference.cli.fairness import changed
 from nano_inference.config import FairnessConfig
 
-POLICIES: dict[str, tuple[Callable[[FairnessConfig], Queue], bool]] = {
-    "FCFS": (first_come, True),
-    "priority": (by_priority, False),
-    "VTC": (by_counters, True),
-    "ours": (ours, False),
-}
-"""By name: how the queue is made, and whether it knows nothing of priorities."""
-
 EVERYTHING = FairnessConfig(enable_preemption=True, max_timeslice_tokens=128, locality_tokens=4096)
-
-
-def run(
-    policy: str, load: list[Arrival], config: FairnessConfig, device: Device, name: str = ""
-) -> Outcome:
-    """A load to its end under a policy."""
-    make, flat = POLICIES[policy]
-    simulation = Simulation(name or policy, make(config), device, config, flat_priority=flat)
-    return simulation.run(load)
 
 
 # --- loads ----------------------------------------------------------------------------------------
@@ -79,27 +46,19 @@ def stream(
     groups: int = 0,
     shared: int = 0,
 ) -> list[Arrival]:
-    """Poisson arrivals of one tenant, with lengths between bounds; `groups` share prefixes."""
+    """Return Poisson arrivals of a tenant, with lengths between bounds; `groups` share prefixes."""
     found = []
     at = rng.expovariate(per_second)
     while at < seconds:
-        found.append(
-            Arrival(
-                at_ns=int(at * SECOND),
-                tenant=tenant,
-                prompt=shared + rng.randint(*prompt),
-                output=rng.randint(*output),
-                priority=priority,
-                group=rng.randrange(groups) if groups else 0,
-                shared=shared,
-            )
-        )
+        lengths = shared + rng.randint(*prompt), rng.randint(*output)
+        group = rng.randrange(groups) if groups else 0
+        found.append(Arrival(int(at * SECOND), tenant, *lengths, priority, group, shared))
         at += rng.expovariate(per_second)
     return found
 
 
 def noisy_load(seconds: float) -> tuple[list[Arrival], list[Arrival]]:
-    """A tenant beside one that sends fifty times as much, together more than the device can do."""
+    """Return a tenant, and one with fifty times as many requests, together an overload."""
     rng = random.Random(1)
     quiet = stream(rng, "quiet", 60, seconds, (64, 192), (16, 48))
     noisy = stream(rng, "noisy", 3000, seconds, (64, 192), (16, 48))
@@ -107,7 +66,7 @@ def noisy_load(seconds: float) -> tuple[list[Arrival], list[Arrival]]:
 
 
 def shares_load(seconds: float) -> list[Arrival]:
-    """Four tenants with different requests; each sends more than a quarter of what can be done."""
+    """Return four tenants with different requests, each above a quarter of the capacity."""
     rng = random.Random(5)
     return [
         *stream(rng, "summaries", 900, seconds, (400, 800), (8, 24)),
@@ -118,7 +77,7 @@ def shares_load(seconds: float) -> list[Arrival]:
 
 
 def urgent_load(seconds: float) -> list[Arrival]:
-    """Four tenants with long completions keep the batch full; now and then comes what is urgent."""
+    """Return four tenants with long completions, which fill the batch, and some urgent requests."""
     rng = random.Random(2)
     load = []
     for number in range(4):
@@ -127,7 +86,7 @@ def urgent_load(seconds: float) -> list[Arrival]:
 
 
 def prefix_load(seconds: float) -> list[Arrival]:
-    """Eight tenants, each with system prompts of its own; together more than the cache holds."""
+    """Return eight tenants with different system prompts, together larger than the cache."""
     rng = random.Random(3)
     load = []
     for number in range(8):
@@ -141,25 +100,11 @@ def prefix_load(seconds: float) -> list[Arrival]:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def ms(nanoseconds: float) -> str:
-    return f"{nanoseconds / 1e6:,.1f}"
-
-
-def table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    """Prints a table in Markdown, as the documents have it."""
-    print(f"\n{title}\n")
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    for row in (header, ["-" * width for width in widths], *rows):
-        print("| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |")
-
-
-def ttfts(outcome: Outcome, tenant: str) -> list[int]:
-    return [each.ttft_ns for each in outcome.records if each.arrival.tenant == tenant]
-
-
 def figures(outcome: Outcome, peer: Outcome) -> dict[str, Any]:
-    """What goes into the JSON and the tables."""
-    tenants = sorted({each.arrival.tenant for each in outcome.records})
+    """Return the figures for the result file and the tables."""
+    ttft_ns: dict[str, list[int]] = defaultdict(list)
+    for each in outcome.records:
+        ttft_ns[each.arrival.tenant].append(each.ttft_ns)
     unfinished = sum(not each.finished_ns for each in outcome.records)
     assert not unfinished, f"{unfinished} requests were lost under {outcome.name}"
     return {
@@ -176,16 +121,16 @@ def figures(outcome: Outcome, peer: Outcome) -> dict[str, Any]:
         "jain": contended_jain(outcome),
         "ttft_ms": {
             tenant: {
-                name: percentile(ttfts(outcome, tenant), share) / 1e6
+                name: percentile(times, share) / 1e6
                 for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
             }
-            for tenant in tenants
+            for tenant, times in sorted(ttft_ns.items())
         },
     }
 
 
 def contended_jain(outcome: Outcome) -> float | None:
-    """Jain's index of what the tenants gained while all of them waited; None if they never did."""
+    """Return Jain's index of service while all tenants had queued requests; None if never."""
     tenants = {each.arrival.tenant for each in outcome.records}
     gained: dict[str, float] = defaultdict(float)
     samples = list(zip(outcome.service, outcome.waiting, strict=True))
@@ -199,17 +144,12 @@ def contended_jain(outcome: Outcome) -> float | None:
 def compare(
     title: str, load: list[Arrival], config: FairnessConfig, device: Device, watched: list[str]
 ) -> tuple[dict[str, Any], list[Outcome]]:
-    """All policies on one load: a table, and its figures."""
-    outcomes = [run(policy, load, config, device) for policy in POLICIES]
+    """Run a load under all policies; print a table, and return its figures and outcomes."""
+    outcomes = [Simulation(policy, config, device).run(load) for policy in POLICIES]
     found = {outcome.name: figures(outcome, outcomes[0]) for outcome in outcomes}
-    header = ["policy"]
-    header += [f"{tenant} TTFT p50 / p99, ms" for tenant in watched]
-    header += [
-        "Jain while all wait",
-        "device time x FCFS",
-        "recomputed",
-        "preempted / slices ended",
-    ]
+    header = ["policy", *(f"{tenant} TTFT p50 / p99, ms" for tenant in watched)]
+    header += ["Jain while all wait", "device time x FCFS", "recomputed"]
+    header.append("preempted / slices ended")
     rows = []
     for name, each in found.items():
         row = [name]
@@ -221,7 +161,7 @@ def compare(
         row += [f"{each['device_time_x_fcfs']:.4f}", f"{share:.2%}"]
         row.append(f"{each['preemptions']} / {each['yields']}")
         rows.append(row)
-    table(f"{title} ({len(load):,} requests)", header, rows)
+    print(f"\n{title} ({len(load):,} requests)\n\n{markdown(header, rows)}")
     return found, outcomes
 
 
@@ -239,29 +179,24 @@ GAP_TENANTS: dict[str, tuple[float, tuple[int, int], tuple[int, int]]] = {
 """Weight, and bounds of prompts and completions."""
 
 
+BOUNDED = ("VTC", "ours")
+"""The peers have no bound."""
+
+
 def gap_bound(config: FairnessConfig, prompt: int, output: int, places: int) -> float:
-    """The bound of docs/fairness.md, on what one tenant may gain on another."""
+    """Return the bound of docs/fairness.md on one tenant's gain over another."""
     weights = [config.tenant_weights.get(tenant, 1.0) for tenant in GAP_TENANTS]
     unit = config.prefill_weight * prompt + config.decode_weight * places * output
     return 2 * (unit / min(weights) + config.locality_tokens)
 
 
 def measure_gap(policy: str, steps: int, config: FairnessConfig) -> dict[str, Any]:
-    """Five tenants that always wait, and visitors; the most that one gains on another, ever.
-
-    Also the ranges of the differences over all intervals, since a gap counts from anywhere.
-    """
+    """Return the largest gain of one tenant over another within any interval, of five tenants that
+    always have queued requests, beside visitors."""
     rng = random.Random(4)
-    make, flat = POLICIES[policy]
-    simulation = Simulation(
-        *(policy, make(config), GAP_DEVICE, config),
-        flat_priority=flat,
-        keep_records=False,
-        sample_every_ns=SECOND,
-    )
+    simulation = Simulation(policy, config, GAP_DEVICE, keep_records=False, sample_every_ns=SECOND)
     pairs = list(itertools.combinations(GAP_TENANTS, 2))
-    least = dict.fromkeys(pairs, float("inf"))
-    most = dict.fromkeys(pairs, float("-inf"))
+    least, most = dict.fromkeys(pairs, float("inf")), dict.fromkeys(pairs, float("-inf"))
     places = GAP_DEVICE.max_batch_size
     started = time.perf_counter()
     for step in range(steps):
@@ -294,7 +229,7 @@ def measure_gap(policy: str, steps: int, config: FairnessConfig) -> dict[str, An
 
 
 def gaps(steps: int) -> dict[str, Any]:
-    """The gap under counters and under ours, and for a tenth of the steps under the peers."""
+    """Measure the gap under counters and ours, and for a tenth of the steps under the peers."""
     weights = {tenant: weight for tenant, (weight, _, _) in GAP_TENANTS.items()}
     config = FairnessConfig(tenant_weights=weights)
     everything = changed(EVERYTHING, [f"tenant_weights={json.dumps(weights)}"])
@@ -306,25 +241,18 @@ def gaps(steps: int) -> dict[str, Any]:
         ("ours", steps, everything),
     ):
         found[policy] = measure_gap(policy, number, settings)
-        # The peers promise nothing.
-        if policy in ("VTC", "ours"):
+        if policy in BOUNDED:
             assert found[policy]["gap"] <= found[policy]["bound"], "the bound does not hold"
-    table(
-        "Tenants that always wait: the most that one gains on another, in weighted tokens",
-        ["policy", "steps", "gap", "bound", "gap / bound", "Jain", "mean service"],
-        [
-            [
-                name,
-                f"{each['steps']:,}",
-                f"{each['gap']:,.0f}",
-                f"{each['bound']:,.0f}" if name in ("VTC", "ours") else "none",
-                f"{each['gap'] / each['bound']:.2f}" if name in ("VTC", "ours") else "-",
-                f"{each['jain']:.4f}",
-                f"{each['service']:,.0f}",
-            ]
-            for name, each in found.items()
-        ],
-    )
+    head = ["policy", "steps", "gap", "bound", "gap / bound", "Jain", "mean service"]
+    body = []
+    for name, each in found.items():
+        bound, share = "none", "-"
+        if name in BOUNDED:
+            bound, share = f"{each['bound']:,.0f}", f"{each['gap'] / each['bound']:.2f}"
+        counts = [f"{each['steps']:,}", f"{each['gap']:,.0f}", bound, share]
+        body.append([name, *counts, f"{each['jain']:.4f}", f"{each['service']:,.0f}"])
+    print("\nTenants that always wait: the largest gain over another, in weighted tokens\n")
+    print(markdown(head, body))
     return found
 
 
@@ -332,13 +260,14 @@ def gaps(steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=15, help="simulated, of each load")
-    parser.add_argument("--gap-steps", type=int, default=1_000_000)
-    parser.add_argument("--trace", type=Path)
+    parser = options(
+        __doc__,
+        seconds=(15.0, "simulated, of each load"),
+        gap_steps=1_000_000,
+        trace=Path,
+        plots=(Path, "a folder for PNG files"),
+    )
     parser.add_argument("--set", action="append", default=[], dest="changes", metavar="NAME=VALUE")
-    parser.add_argument("--plots", type=Path, help="a folder for PNG files")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     config = changed(EVERYTHING, arguments.changes)
     device = Device()
@@ -354,7 +283,8 @@ def main() -> None:
             *("A neighbour that sends 50 times as much", quiet + noisy, config, device),
             watched=["quiet", "noisy"],
         )
-        alone = run("FCFS", quiet, config, device, "alone")
+        alone = Simulation("FCFS", config, device).run(quiet)
+        alone.name = "alone"
         found["noisy"]["alone"] = figures(alone, alone)
         seen = found["noisy"]["alone"]["ttft_ms"]["quiet"]
         print(f"\nquiet alone: {seen['p50']:.1f} / {seen['p99']:.1f} ms")
@@ -378,8 +308,7 @@ def main() -> None:
         from fairness_plots import draw
 
         draw(plots, found, arguments.plots)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    record(arguments, **found)
 
 
 if __name__ == "__main__":

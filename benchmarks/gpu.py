@@ -1,18 +1,17 @@
-"""A CUDA device, in one command: is it right, and how fast beside Transformers and the floor.
+"""A CUDA device: its correctness, and its speed beside Transformers and the floor.
 
     python benchmarks/gpu.py [--shapes S,L] [--workloads W1,W2] [--repeat 3] [--minutes 9]
                              [--check-only] [--json FILE]
 
-First the checks: small random models in float32 and bfloat16 against Transformers, with CUDA graphs
-and without. If one fails, nothing is measured. Then bandwidth and matrix products of the device,
+First the checks: small random models in float32 and bfloat16 against Transformers, with and without
+CUDA graphs. If one fails, nothing is measured. Then bandwidth and matrix products of the device,
 which give the floors, and the workloads of `workloads.py` on random weights of each shape. Ours is
-batching and executor as the pipeline runs them, one step ahead, without its messages. What does not
-fit into the minutes is left out and named. Without a CUDA device the program says so and ends.
+batching and executor as in the pipeline, one step ahead, without messages. Work that exceeds the
+minutes is left out and named. Without a CUDA device the program says so and ends.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -23,34 +22,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_rig import Ours, Outcome, generate, generate_batch
+from cores import Ours, Outcome
+from harness import options, percentile, write
 from random_models import random_model
 from torch.profiler import ProfilerActivity, profile
-from workloads import SHAPES, WORKLOADS, Request, Workload, make_requests
+from transformers_peer import generate, generate_batch
+from workloads import SHAPES, WORKLOADS, Request, Workload, make_requests, qwen2
 
-CHECKED = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 4096,
-    "tie_word_embeddings": True,
-}
+CHECKED = qwen2(256, 512, 4, (8, 2), 4096)
 GPU_WORKLOADS = {
     **WORKLOADS,
     "W2 256": replace(WORKLOADS["W2"], prompts=256),
     "W3 256": replace(WORKLOADS["W3"], prompts=32),
     "W4": replace(WORKLOADS["W4"], rate=16.0),
 }
-"""A device takes more at a time than a CPU, so W2 and W3 also come with 256 sequences."""
+"""W2 and W3 also with 256 sequences, since a device batches more than a CPU."""
 
 
-# --- is it right ------------------------------------------------------------------------------
+# --- correctness ------------------------------------------------------------------------------
 
 
 def scores(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Transformers' logprobs, `[tokens, vocab]` in float32, where these tokens were chosen."""
+    """Return Transformers' logprobs at the places of these tokens, `[tokens, vocab]` in float32."""
     ids = torch.tensor([prompt + tokens], device=model.device)
     with torch.no_grad():
         logits = model(ids).logits[0, len(prompt) - 1 : -1]
@@ -58,7 +51,8 @@ def scores(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
 
 
 def distance(model: Any, requests: list[Request], outcome: Outcome) -> tuple[float, float]:
-    """Mean difference of reported logprobs from the model's, and how far a choice fell short."""
+    """Return the mean difference of reported logprobs from the model's, and the largest shortfall
+    of a chosen token's logprob."""
     differences, short = [], 0.0
     for seq_id, request in enumerate(requests):
         tokens = outcome.tokens[seq_id]
@@ -71,10 +65,10 @@ def distance(model: Any, requests: list[Request], outcome: Outcome) -> tuple[flo
 
 
 def check(device: str) -> dict[str, Any]:
-    """Holds small models against Transformers.
+    """Compare small models with Transformers.
 
     Raises:
-        AssertionError: Something is not right.
+        AssertionError: A check fails.
     """
     work = Workload(12, 5, 200, (20, 60))
     requests = make_requests(work, CHECKED["vocab_size"], seed=1)
@@ -107,7 +101,7 @@ def check(device: str) -> dict[str, Any]:
         found[f"{dtype}, sequences equal with graphs on and off"] = f"{sum(same)} of {len(same)}"
         if dtype == torch.float32:
             mine = [outcomes[True].tokens[i] for i in range(len(requests))]
-            theirs_ids = [generate(exact, [each], work)[0] for each in requests]
+            theirs_ids = [generate(exact, [each], work)[0].tolist() for each in requests]
             equal = sum(a == b for a, b in zip(mine, theirs_ids, strict=True))
             found["sequences equal to generate's"] = f"{equal} of {len(mine)}"
     for name, row in found.items():
@@ -115,7 +109,7 @@ def check(device: str) -> dict[str, Any]:
     return found
 
 
-# --- how fast ---------------------------------------------------------------------------------
+# --- speed ------------------------------------------------------------------------------------
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -127,7 +121,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def floors() -> dict[str, float]:
-    """What the device can do at best: bytes copied and multiply-adds."""
+    """Return the device's best bandwidth of a copy, and speed of a matrix product."""
     source, target = (torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     side = 8192
     left, right = (torch.randn(side, side, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -139,13 +133,8 @@ def floors() -> dict[str, float]:
     }
 
 
-def quantiles(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    return {"p50": ordered[len(ordered) // 2], "p99": ordered[int(len(ordered) * 0.99)]}
-
-
 def describe(workload: Workload, outcomes: list[Outcome]) -> dict[str, Any]:
-    """Medians over the repetitions, in ms but for the total."""
+    """Return medians over the repetitions."""
     row: dict[str, Any] = {"total_s": statistics.median(each.seconds for each in outcomes)}
     row["step_ms"] = 1e3 * statistics.median(s for each in outcomes for s in each.steps_s)
     row["prefill_s"] = statistics.median(max(each.first_s.values()) for each in outcomes)
@@ -158,12 +147,13 @@ def describe(workload: Workload, outcomes: list[Outcome]) -> dict[str, Any]:
                 waits.append(1e3 * (first - each.arrival_s[seq_id]))
                 count = len(each.tokens[seq_id]) - 1
                 gaps.append(1e3 * (each.last_s[seq_id] - first) / count)
-        row["ttft_ms"], row["tpot_ms"] = quantiles(waits), quantiles(gaps)
+        for name, values in (("ttft_ms", waits), ("tpot_ms", gaps)):
+            row[name] = {"p50": percentile(values, 0.5), "p99": percentile(values, 0.99)}
     return row
 
 
 def profile_step(ours: Ours, workload: Workload, vocab_size: int) -> list[dict[str, Any]]:
-    """The kernels of decode steps: what each takes of a step, in microseconds."""
+    """Return the kernels of decode steps, with microseconds per step."""
     requests = make_requests(workload, vocab_size, seed=99)
     steps = requests[0].new_tokens - 1
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -184,13 +174,13 @@ def profile_step(ours: Ours, workload: Workload, vocab_size: int) -> list[dict[s
 def measure(
     shape: str, names: list[str], repeat: int, deadline: float, bandwidth: float
 ) -> dict[str, Any]:
-    """All workloads on one shape, ours and the peers in turn."""
+    """Measure all workloads on one shape, ours and the peers in turn."""
     settings = SHAPES[shape]
     peer = random_model(settings, torch.bfloat16, "cuda")
     ours = Ours(random_model(settings, torch.bfloat16, "cuda"))
     size = sum(each.nbytes for each in peer.parameters())
     if not settings["tie_word_embeddings"]:
-        size -= peer.get_input_embeddings().weight.nbytes  # of which a step reads a few rows
+        size -= peer.get_input_embeddings().weight.nbytes  # a step reads only some rows
     floor_ms = 1e3 * size / (bandwidth * 1e9)
     print(
         f"\nshape {shape}: {size / 1e9:.2f} GB per step, floor {floor_ms:.3f} ms; "
@@ -203,7 +193,7 @@ def measure(
         workload = GPU_WORKLOADS[name]
         outcomes: list[Outcome] = []
         peers: dict[str, list[float]] = {}
-        for repetition in range(repeat + 1):  # the first warms up
+        for repetition in range(repeat + 1):  # the first repetition warms up
             if time.monotonic() > deadline:
                 found["left_out"].append(f"{name}, repetition {repetition}")
                 break
@@ -245,43 +235,34 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--shapes", default="S,L")
-    parser.add_argument("--workloads", default="W1,W2,W3,W5,W4,W2 256,W3 256")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--check-only", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the numbers")
-    arguments = parser.parse_args()
+    arguments = options(
+        __doc__,
+        shapes=["S", "L"],
+        workloads=["W1", "W2", "W3", "W5", "W4", "W2 256", "W3 256"],
+        repeat=3,
+        minutes=9.0,
+        check_only=False,
+    ).parse_args()
     if not torch.cuda.is_available():
         print("There is no CUDA device here: nothing was checked and nothing was measured.")
         return 1
     deadline = time.monotonic() + 60 * arguments.minutes
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}\nchecks:")
-    content: dict[str, Any] = {
-        "device": name,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-    }
-    content["checks"] = check("cuda")
+    content: dict[str, Any] = {"device": name, "torch": torch.__version__}
+    content |= {"cuda": torch.version.cuda, "checks": check("cuda")}
     if arguments.check_only:
         return 0
     slug = name.lower().replace(" ", "-")
     target = arguments.json or Path(__file__).parent / "results" / f"gpu-{slug}.json"
     content["device_can"] = floors()
     print(f"device: {content['device_can']}")
-    for shape in arguments.shapes.split(","):
+    for shape in arguments.shapes:
         torch.cuda.empty_cache()
-        content[shape] = measure(
-            shape,
-            arguments.workloads.split(","),
-            arguments.repeat,
-            deadline,
-            content["device_can"]["copy_gb_s"],
-        )
-        # After each shape: what was measured stays when the next one fails.
-        target.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        bandwidth = content["device_can"]["copy_gb_s"]
+        size = (arguments.workloads, arguments.repeat, deadline, bandwidth)
+        content[shape] = measure(shape, *size)
+        write(target, content)  # after each shape, in case the next one fails
     print(f"\nwritten to {target}")
     return 0
 

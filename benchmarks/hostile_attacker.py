@@ -1,13 +1,14 @@
-"""What the attacks of hostile_attacks.py have at hand: HTTP, Redis, connections, and notes."""
+"""Tools of the attacks of hostile.py: HTTP, Redis, connections, and their results."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ import redis.asyncio
 from hostile_rig import Target
 
 LIMIT_S = 25.0
-"""After this time an attack leaves, whatever it has open."""
+"""Limit of an attack."""
+
+HOLD_S = 12.0
+"""Time for which idle connections are held, and repeated attacks go on."""
 
 
 class Attacker:
-    """What an attack has at hand, and what it saw.
+    """An attack's tools and results.
 
     Attributes:
-        told: Answers that it got, and how often.
-        broken: What should not have been answered as it was.
+        told: Its answers, and how often each came.
+        broken: Answers that break a promise.
     """
 
     def __init__(self, target: Target) -> None:
@@ -36,12 +40,12 @@ class Attacker:
     async def call(
         self, path: str, body: Any = None, *, method: str = "POST", name: str = "", **options: Any
     ) -> httpx.Response | None:
-        """One HTTP request; None when nothing came back.
+        """Send one HTTP request; return None if it got no answer.
 
         Args:
-            body: Bytes as they are, or JSON.
-            name: What it is told as, in place of the path.
-            options: `headers`, and `limit_s`, after which it is left.
+            body: Bytes, or an object to send as JSON.
+            name: Its name in `told`; default: the path.
+            options: `headers`, and the limit `limit_s`.
         """
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "X-Tenant": "flood"}
@@ -65,12 +69,12 @@ class Attacker:
 
     @contextlib.asynccontextmanager
     async def bus(self) -> AsyncIterator[redis.asyncio.Redis]:
-        """Plain redis-py, as another program has it."""
+        """Connect with plain redis-py."""
         async with redis.asyncio.Redis(port=self.target.redis_port, protocol=2) as client:
             yield client
 
     async def publish(self, requests: list[dict[str, Any]], **fields: Any) -> list[bytes]:
-        """Puts requests on the queue, 500 in one go; gives the entries' ids."""
+        """Publish requests, 500 per pipeline; return the entries' ids."""
         ids: list[bytes] = []
         async with self.bus() as client:
             for start in range(0, len(requests), 500):
@@ -81,7 +85,7 @@ class Attacker:
         return ids
 
     async def ends(self, entry_ids: list[bytes]) -> None:
-        """Waits for these requests' terminal messages, and tells what they say."""
+        """Wait for these requests' terminal messages, and count their statuses."""
         async with self.bus() as client:
             for entry_id in entry_ids:
                 key, output = b"nano:out:" + entry_id, {"type": ""}
@@ -95,8 +99,7 @@ class Attacker:
     async def open(
         self, count: int, first: bytes = b"", *, port: int | None = None
     ) -> list[asyncio.StreamWriter]:
-        """So many connections to HTTP, or another port, 200 at a time, each of which has sent
-        something."""
+        """Open connections to the HTTP port, or another one, 200 at a time, and send `first`."""
         writers: list[asyncio.StreamWriter] = []
 
         async def one() -> None:
@@ -106,7 +109,7 @@ class Attacker:
                 )
                 writer.write(first)
                 writers.append(writer)
-            except (OSError, TimeoutError) as error:
+            except OSError as error:
                 self.told[f"not connected: {type(error).__name__}"] += 1
 
         for start in range(0, count, 200):
@@ -119,3 +122,14 @@ class Attacker:
         self.told["still connected"] += still
         for writer in writers:
             writer.transport.abort()
+
+
+def attacks_of(module: dict[str, Any]) -> dict[str, Callable[[Attacker], Awaitable[None]]]:
+    """Return the attacks of a module, given its globals: its public coroutine functions."""
+    return {
+        name: value
+        for name, value in module.items()
+        if inspect.iscoroutinefunction(value)
+        and value.__module__ == module["__name__"]
+        and not name.startswith("_")
+    }

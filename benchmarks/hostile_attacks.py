@@ -1,10 +1,10 @@
-"""The attacks of hostile.py: what one client, with a few lines of code, can do to a pipeline.
+"""Attacks of hostile.py: what one client can do to a pipeline with a few lines of code.
 
-Each is a function by its own name, runs in a process of its own, is bounded in count and time, and
-talks to 127.0.0.1 alone. `python hostile_attacks.py NAME TARGET` runs one.
+Each attack is a public coroutine function, runs in its own process, is bounded in count and time,
+and connects to 127.0.0.1 only.
 
-Model files are not among them: no client can have one read, only whoever starts a pipeline or may
-load models. Files that claim too much are in tests/text/test_gguf.py, and in test_gguf_model.py
+Model files are not among them: a client can't have one read, only the operator or a client that may
+load models. Files with excessive claims are in tests/text/test_gguf.py, and in test_gguf_model.py
 of the executor's tests.
 """
 
@@ -12,36 +12,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
-import resource
 import socket
 import struct
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import hostile_grammars
 import hostile_surroundings
 import httpx
-from hostile_attacker import LIMIT_S, Attacker
-from hostile_rig import Target, generate
-from redis.exceptions import RedisError
-
-HOLD_S = 12.0
-"""How long connections are held that do nothing."""
+from harness import http_post
+from hostile_attacker import HOLD_S, LIMIT_S, Attacker, attacks_of
+from hostile_rig import generate
 
 MIB = 1 << 20
 LONG = {"max_new_tokens": 500, "ignore_eos": True, "temperature": 0}
 
 
-# --- what ended everything ------------------------------------------------------------------------
+# --- processes that ended -------------------------------------------------------------------------
 
 
 async def long_path(attacker: Attacker) -> None:
-    """A path of 1.2 MB, which errors and logs would quote."""
+    """A path of 1.2 MB, which errors and logs might quote."""
     await attacker.call("/update_weights_from_disk", {"model_path": "x" * 1_200_000})
 
 
@@ -51,7 +46,7 @@ async def long_field(attacker: Attacker) -> None:
 
 
 async def weight_arguments(attacker: Attacker) -> None:
-    """Paths, headers, addresses, sizes and dtypes that no weight operation can do anything with."""
+    """Impossible paths, headers, addresses, sizes and dtypes for weight operations."""
     nested = attacker.folder / "nested.safetensors"
     _write_safetensors(nested, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
     small = attacker.folder / "float4.safetensors"
@@ -84,13 +79,13 @@ async def many_prompts(attacker: Attacker) -> None:
 
 
 async def long_tracestate(attacker: Attacker) -> None:
-    """A request like any other, with 70 MB in its tracestate."""
+    """A usual request with 70 MB in its tracestate."""
     trace = {"traceparent": f"00-{1:032x}-{1:016x}-01", "tracestate": b"x" * (70 * MIB)}
     await attacker.ends(await attacker.publish([{"prompt": "a"}], **trace))
 
 
 async def large_result(attacker: Attacker) -> None:
-    """64 samples with the 20 likeliest tokens at each place, over HTTP and Redis."""
+    """64 samples with the top 20 logprobs per token, over HTTP and Redis."""
     sampling: dict[str, Any] = {"n": 64, "max_new_tokens": 300, "ignore_eos": True}
     body = {
         "text": "1 + 1 =",
@@ -109,8 +104,8 @@ async def large_result(attacker: Attacker) -> None:
 
 
 async def refused_result(attacker: Attacker) -> None:
-    """A result that the server does not take. The bundled model can't make one of the 512 MB that a
-    server takes by default, so that this one is told to take a megabyte."""
+    """A result that the server refuses. The bundled model can't exceed a server's default limit of
+    512 MB, so the limit is set to a megabyte."""
     request = {
         "prompt": "1 + 1 =",
         "n": 64,
@@ -126,31 +121,31 @@ async def refused_result(attacker: Attacker) -> None:
             await client.config_set("proto-max-bulk-len", 512 * MIB)
 
 
-# --- what stalled others --------------------------------------------------------------------------
+# --- stalls ---------------------------------------------------------------------------------------
 
 
 async def tokenize_http(attacker: Attacker) -> None:
-    """A text of 15 MB of which the gateway has to name the tokens."""
+    """A text of 15 MB whose tokens the gateway must return."""
     text = "98 + 25 = 123. " * MIB
     body = {"text": text[: 15 * 1_000_000], "return_logprob": True, "logprob_start_len": 0}
     await attacker.call("/generate", body)
 
 
 async def tokenize_bus(attacker: Attacker) -> None:
-    """Eight prompts of 3.9 MB, each just below what a request may have."""
+    """Eight prompts of 3.9 MB, just below the limit of a request."""
     text = ("98 + 25 = 123. " * MIB)[:3_900_000]
     await attacker.ends(await attacker.publish([{"prompt": text, "tenant": "flood"}] * 8))
 
 
 async def chat_text(attacker: Attacker) -> None:
-    """The same as a conversation, which goes through the chat template."""
+    """The same as a conversation, through the chat template."""
     text = ("98 + 25 = 123. " * MIB)[:3_900_000]
     request = {"messages": [{"role": "user", "content": text}], "tenant": "flood"}
     await attacker.ends(await attacker.publish([request] * 4))
 
 
 async def slow_connections(attacker: Attacker) -> None:
-    """4,200 connections, each of which sends its request one byte after the other."""
+    """4,200 connections that send their request byte by byte."""
     writers = await attacker.open(4200, b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: ")
     end = time.monotonic() + HOLD_S
     while time.monotonic() < end:
@@ -162,14 +157,14 @@ async def slow_connections(attacker: Attacker) -> None:
 
 
 async def idle_connections(attacker: Attacker) -> None:
-    """1,100 connections that send nothing, to a gateway that may have 1,024 files open."""
+    """1,100 connections that send nothing, with a limit of 1,024 open files."""
     writers = await attacker.open(1100)
     await asyncio.sleep(HOLD_S)
     attacker.hang_up(writers)
 
 
 async def half_bodies(attacker: Attacker) -> None:
-    """150 requests that promise 16 MB, send half of it, and then nothing."""
+    """150 requests that announce 16 MB, and send half of it."""
     size = 16 * MIB
     head = f"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {size}\r\n"
     writers = await attacker.open(150, head.encode() + b"\r\n")
@@ -186,15 +181,12 @@ async def half_bodies(attacker: Attacker) -> None:
 
 
 async def quadratic_stream(attacker: Attacker) -> None:
-    """Long answers with logprobs as a stream, of which each event repeats those before; the client
-    reads slowly."""
+    """A long stream with logprobs whose events each repeat all before; the client reads slowly."""
     sampling = {"n": 16, "max_new_tokens": 1900, "ignore_eos": True}
     body = {"text": "1 + 1 =", "stream": True, "return_logprob": True, "top_logprobs_num": 20}
     content = json.dumps(body | {"sampling_params": sampling}).encode()
-    head = "POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    head += f"X-Tenant: flood\r\nContent-Length: {len(content)}\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", attacker.target.http_port)
-    writer.write(head.encode() + content)
+    writer.write(http_post("/generate", content, "X-Tenant: flood"))
     total, end = 0, time.monotonic() + LIMIT_S - 5
     while time.monotonic() < end and (part := await reader.read(256 << 10)):
         total += len(part)
@@ -204,7 +196,7 @@ async def quadratic_stream(attacker: Attacker) -> None:
 
 
 async def many_names(attacker: Attacker) -> None:
-    """A safetensors file whose header names 1.5 million tensors, none of the model's."""
+    """A safetensors file with a header of 1.5 million tensors, none of the model's."""
     entries = ",".join(
         f'"t{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(1_500_000)
     )
@@ -215,8 +207,7 @@ async def many_names(attacker: Attacker) -> None:
 
 
 async def dead_group(attacker: Attacker) -> None:
-    """A group at an address where somebody listens and never says anything; and what another
-    operator waits for meanwhile."""
+    """A weights group at an address that accepts and stays silent, beside another operation."""
     with socket.create_server(("127.0.0.1", 0), backlog=8) as silent:
         body = {
             "master_address": "127.0.0.1",
@@ -229,7 +220,7 @@ async def dead_group(attacker: Attacker) -> None:
 
 
 async def fifo_path(attacker: Attacker) -> None:
-    """Weights from a file that is a FIFO to which nobody writes; and another operator's wait."""
+    """Weights from a FIFO without a writer, beside another operation."""
     folder = attacker.folder / "fifo"
     folder.mkdir(exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -239,13 +230,13 @@ async def fifo_path(attacker: Attacker) -> None:
 
 
 async def _beside(attacker: Attacker, stuck: Awaitable[object]) -> None:
-    """What another weight operation waits while this one is stuck; then leaves."""
+    """Run another weight operation while this one is stuck; then cancel the stuck one."""
     stuck_task = asyncio.ensure_future(stuck)
     await asyncio.sleep(2.0)
     start = time.monotonic()
     for path in ("/get_weight_version", "/health"):
         await attacker.call(path, method="GET")
-    # It names nothing of the model, so that it is refused as soon as somebody looks at it.
+    # It has no tensor of the model, so it is refused as soon as it is read.
     empty = attacker.folder / "empty.safetensors"
     _write_safetensors(empty, b"{}")
     answer = await attacker.call(
@@ -259,7 +250,7 @@ async def _beside(attacker: Attacker, stuck: Awaitable[object]) -> None:
 
 
 async def http_flood(attacker: Attacker) -> None:
-    """3,000 long requests of one HTTP client at once, of the highest priority that it may have."""
+    """3,000 long requests of one HTTP client at once, with its highest priority."""
     body = {"text": "1 + 1 =", "sampling_params": LONG, "priority": 0}
 
     async def one() -> None:
@@ -276,27 +267,24 @@ async def http_flood(attacker: Attacker) -> None:
     await asyncio.gather(*unanswered, return_exceptions=True)
 
 
-async def bus_flood(attacker: Attacker) -> None:
-    """9,000 long requests of one tenant on the queue, fewer than the queue refuses."""
+async def bus_flood(attacker: Attacker, count: int = 9000) -> None:
+    """9,000 long requests of one tenant on the queue, below its high-water mark."""
     sampling = {"max_tokens": 500, "ignore_eos": True}
     request = {"prompt": "1 + 1 =", "tenant": "flood", "stream": False, "sampling": sampling}
-    await attacker.publish([request] * 9000)
+    await attacker.publish([request] * count)
     await asyncio.sleep(HOLD_S)
 
 
 async def queue_flood(attacker: Attacker) -> None:
-    """30,000 of them, more than the queue takes: whose are refused?"""
-    sampling = {"max_tokens": 500, "ignore_eos": True}
-    request = {"prompt": "1 + 1 =", "tenant": "flood", "stream": False, "sampling": sampling}
-    await attacker.publish([request] * 30_000)
-    await asyncio.sleep(HOLD_S)
+    """30,000 of them, above the high-water mark."""
+    await bus_flood(attacker, 30_000)
 
 
-# --- what was let in ------------------------------------------------------------------------------
+# --- hostile values -------------------------------------------------------------------------------
 
 
 async def odd_bodies(attacker: Attacker) -> None:
-    """Nesting of 10,000 and numbers of 10^30, in every place that takes JSON."""
+    """Nesting of 10,000 and numbers of 10^30 in all places that take JSON."""
     deep = b"[" * 10_000 + b"]" * 10_000
     huge = b"1" + b"0" * 30
     for value in (deep, huge, b"1e999", b"-" + huge, b'"\\ud800"'):
@@ -319,8 +307,8 @@ async def odd_bodies(attacker: Attacker) -> None:
 
 
 async def large_integers(attacker: Attacker) -> None:
-    """Schemas, tools and arguments with integers of 31 and of 4,000 digits, by every interface and
-    over Redis, each connection used on after each of them."""
+    """Schemas, tools and arguments with integers of 31 and 4,000 digits, over each interface and
+    Redis, on connections that stay open."""
     talk = {"messages": [{"role": "user", "content": "1 + 1 ="}], "max_tokens": 2}
     short = {"input": "a", "max_output_tokens": 2}
 
@@ -367,7 +355,7 @@ async def large_integers(attacker: Attacker) -> None:
 
 
 async def long_field_name(attacker: Attacker) -> None:
-    """A field with a name of 15 MB, which may be compared and reflected."""
+    """A field name of 15 MB, which errors might compare and quote."""
     for _ in range(4):
         answer = await attacker.call("/generate", {"text": "a", "x" * 15_000_000: 1})
         if answer is not None and len(answer.content) > 10_000:
@@ -375,7 +363,7 @@ async def long_field_name(attacker: Attacker) -> None:
 
 
 async def web_pages(attacker: Attacker) -> None:
-    """What a page in somebody's browser can send without being asked: none of it may be done."""
+    """Requests that a web page can send from a browser without permission: all must be refused."""
     evil = "http://evil.example"
     simple = {"Content-Type": "text/plain", "Origin": evil}
     rebound = {"Host": f"evil.example:{attacker.target.http_port}"}
@@ -399,60 +387,89 @@ async def web_pages(attacker: Attacker) -> None:
     await attacker.call("/continue_generation", {})
 
 
-ATTACKS: tuple[Callable[[Attacker], Awaitable[None]], ...] = (
-    long_path,
-    long_field,
-    weight_arguments,
-    many_prompts,
-    long_tracestate,
-    large_result,
-    refused_result,
-    tokenize_http,
-    tokenize_bus,
-    chat_text,
-    slow_connections,
-    idle_connections,
-    half_bodies,
-    quadratic_stream,
-    many_names,
-    dead_group,
-    fifo_path,
-    http_flood,
-    bus_flood,
-    queue_flood,
-    odd_bodies,
-    large_integers,
-    long_field_name,
-    web_pages,
-    *hostile_surroundings.ATTACKS,
-    *hostile_grammars.ATTACKS,
-)
-BY_NAME = {attack.__name__: attack for attack in ATTACKS}
+# --- costly grammars ------------------------------------------------------------------------------
 
-NOT_PROMISED = frozenset({"bus_flood", "queue_flood"})
-"""Whoever may write to the requests stream itself is trusted with its order: first come, first
-served, beyond what the lane has in flight."""
+AT_ONCE = 16
+
+_CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def _lark(number: int) -> str:
+    """Return a grammar that was not sent before, so that no refusal is cached."""
+    return f"start: T\nT: /(.*a.{{12}}.*)/ & /(.*b.{{12}}.*)/ & ~/(.*c.{{12}}.*)/\n// {number}"
+
+
+def _schema(number: int) -> dict[str, Any]:
+    """Return a schema whose patterns no text matches together."""
+    patterns = [{"type": "string", "pattern": f"^.*{c}.{{12}}$"} for c in "ab"]
+    return {"type": "object", "properties": {f"p{number}": {"allOf": patterns}}}
+
+
+def _by_each_way(number: int) -> tuple[str, dict[str, Any]]:
+    """Return a path and a body with a grammar; each interface in turn."""
+    chat = {"messages": [{"role": "user", "content": "a"}], "model": "tiny", "max_tokens": 60}
+    function = {"name": f"f{number}", "parameters": _schema(number), "strict": True}
+    strict = {"tools": [{"type": "function", "function": function}]}
+    answer = {"structured_outputs": {"grammar": _lark(number)}}
+    beside = {"tools": [{"type": "function", "function": {"name": "g", "parameters": _CITY}}]}
+    form = {"format": {"type": "json_schema", "schema": _schema(number)}}
+    blank = {"text": "a", "sampling_params": {"ebnf": "root ::= x" + "\n" * (15_000 + number)}}
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": "a", "model": "tiny", "max_tokens": 60} | answer),
+        ("/v1/chat/completions", chat | answer),
+        ("/v1/chat/completions", chat | answer | beside),
+        ("/v1/chat/completions", chat | strict),
+        ("/v1/chat/completions", chat | strict | {"tool_choice": "required"}),
+        ("/v1/messages", chat | {"output_config": form}),
+        ("/generate", blank),
+    ]
+    return ways[number % len(ways)]
+
+
+async def _keep_asking(
+    attacker: Attacker, make: Callable[[int], tuple[str, dict[str, Any]]]
+) -> None:
+    """Send `AT_ONCE` requests at a time, repeatedly."""
+    numbers, end = itertools.count(time.time_ns() % 1_000_000), time.monotonic() + HOLD_S
+
+    async def one() -> None:
+        while time.monotonic() < end:
+            path, body = make(next(numbers))
+            await attacker.call(path, body)
+
+    await asyncio.gather(*(one() for _ in range(AT_ONCE)))
+
+
+async def grammars(attacker: Attacker) -> None:
+    """Sixteen costly grammars at once, over each interface."""
+    await _keep_asking(attacker, _by_each_way)
+
+
+def _costly_masks(number: int) -> tuple[str, dict[str, Any]]:
+    regex = f"(((a{{1,100}}){{1,100}}){{1,100}}){{1,{100 + number % 100}}}"
+    params = {"regex": regex, "max_new_tokens": 400, "n": 4}
+    return "/generate", {"text": "aaaa", "sampling_params": params}
+
+
+async def masks(attacker: Attacker) -> None:
+    """Grammars that compile quickly, and whose states grow with each step."""
+    await _keep_asking(attacker, _costly_masks)
 
 
 def _write_safetensors(path: Path, header: bytes, data: bytes = b"") -> None:
     path.write_bytes(struct.pack("<Q", len(header)) + header + data)
 
 
-async def run(name: str, target: Target) -> dict[str, Any]:
-    """One attack; what it saw."""
-    attacker = Attacker(target)
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            await BY_NAME[name](attacker)
-    except TimeoutError:
-        attacker.told["left without an answer"] += 1
-    except (RedisError, OSError) as error:
-        attacker.told[type(error).__name__] += 1
-    told = [f"{count} x {word}" if count > 1 else word for word, count in attacker.told.items()]
-    return {"told": told, "broken": attacker.broken}
+BY_NAME = {
+    **attacks_of(globals()),
+    **attacks_of(vars(hostile_surroundings)),
+    # The same in other surroundings.
+    **{f"{kind}_log": hostile_surroundings.log_lines for kind in ("full", "closed", "unread")},
+    "serve_grammars": grammars,
+    "serve_masks": masks,
+}
+"""All attacks, in the order in which they run."""
 
-
-if __name__ == "__main__":
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    print(json.dumps(asyncio.run(run(sys.argv[1], Target(*json.loads(sys.argv[2]))))))
+NOT_PROMISED = frozenset({"bus_flood", "queue_flood"})
+"""Clients with write access to the requests stream are trusted with its order: first come, first
+served, beyond the requests that the lane has in flight."""

@@ -1,4 +1,4 @@
-"""What hostile.py attacks, and how it looks at it: `up --gateway`, its memory, a bystander."""
+"""Parts of hostile.py: the attacked pipeline, its memory, the bystanders, the bounds."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import IO, Any, Literal, NamedTuple
 
+import harness
 import redis
 import redis.asyncio
-from chaos_rig import free_port
 
 PERIOD_S = 0.1
-"""A bystander sends a request this often over HTTP, and another over Redis."""
+"""Time between a bystander's requests over HTTP, and between those over Redis."""
 
 _CONSTRAINED_EVERY = 5
-"""Of so many requests over HTTP there is one more, with a regular expression that is new."""
+"""Requests over HTTP per request with a new regular expression."""
 
 GRACE_S = 60.0
-"""How long its requests may take before they count as lost."""
+"""Time after which a bystander's request counts as lost."""
 
 START_LIMIT_S = 90.0
 
@@ -38,22 +37,20 @@ WORST_S = 1.0
 """Longest wait of a bystander."""
 
 MEMORY_MB = 100.0
-"""More than before an attack that the processes may take after it."""
-
+"""Largest growth of the processes' memory from before to after an attack."""
 
 LOG_KB = 1024
-"""What an attack may add to the log."""
+"""Largest growth of the log during an attack."""
 
 
 class Surroundings(NamedTuple):
     """How a pipeline is started.
 
     Attributes:
-        descriptors: The limit of open files that all processes start with.
-        grpc: Whether it speaks gRPC, too.
-        log: Where its log goes: a file, a disk that is full, or a pipe that nobody has open or
-            reads.
-        serve: Whether it is `serve`, in one process and without Redis, instead of `up --gateway`.
+        descriptors: The limit of open files of all processes.
+        grpc: Whether it also speaks gRPC.
+        log: Destination of its log: a file, a full disk, or a pipe without a reader or unread.
+        serve: Start `serve`, one process without Redis, instead of `up --gateway`.
     """
 
     descriptors: int | None = None
@@ -63,7 +60,7 @@ class Surroundings(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where the attacked pipeline is; everything is on 127.0.0.1. Without Redis its port is 0."""
+    """Addresses of the attacked pipeline on 127.0.0.1; without Redis its port is 0."""
 
     http_port: int
     redis_port: int
@@ -79,10 +76,10 @@ class Live:
     """`nano-inference up --gateway` with its embedded server, on free ports.
 
     Attributes:
-        target: Where it is.
+        target: Its addresses.
         surroundings: How it was started.
-        pids: Of each process by its role, when it had just started.
-        start_mb: What ours took when they had served two full batches.
+        pids: Process ids by role, right after the start.
+        start_mb: Memory of our processes after two full batches.
     """
 
     def __init__(
@@ -91,27 +88,26 @@ class Live:
         surroundings: Surroundings | None = None,
         settings: Mapping[str, object] | None = None,
     ) -> None:
-        """Starts it."""
         folder.mkdir(parents=True)
         self.surroundings = surroundings = surroundings or Surroundings()
-        redis_port = 0 if surroundings.serve else free_port()
-        self.target = Target(free_port(), redis_port, str(folder), free_port())
+        redis_port = 0 if surroundings.serve else harness.free_port()
+        self.target = Target(harness.free_port(), redis_port, str(folder), harness.free_port())
         self.log = folder / "up.log"
         self.log.touch()
         self.pids: dict[str, int] = {}
         self.start_mb = 0.0
-        command = [sys.executable, "-m", "nano_inference"]
         if surroundings.serve:
-            command += ["serve", "--port", str(self.target.http_port)]
+            arguments = ["serve", "--port", self.target.http_port]
         else:
-            command += ["up", "--gateway", str(self.target.http_port), "--port", str(redis_port)]
+            arguments = ["up", "--gateway", self.target.http_port, "--port", redis_port]
         if surroundings.grpc:
-            command += ["--grpc-port", str(self.target.grpc_port)]
-        for name, value in {"pipeline.drain_timeout_s": 2, **(settings or {})}.items():
-            command += ["--set", f"{name}={value}"]
+            arguments += ["--grpc-port", self.target.grpc_port]
+        command = harness.engine_command(
+            *arguments, settings={"pipeline.drain_timeout_s": 2, **(settings or {})}
+        )
         if (most := surroundings.descriptors) is not None:
             command = ["/bin/sh", "-c", f'ulimit -n {most}; exec "$@"', "sh", *command]
-        # What a killed process leaves in the temporary folder goes with ours.
+        # Temporary files of killed processes are deleted with our folder.
         environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
         self._unread: int | None = None
         with self._output() as output:
@@ -120,62 +116,56 @@ class Live:
             )
 
     def _output(self) -> IO[bytes]:
-        """Where its log goes."""
-        match self.surroundings.log:
-            case "file":
-                return self.log.open("ab")
-            case "full":
-                return open("/dev/full", "ab")
-            case "closed" | "unread" as kind:
-                reading, writing = os.pipe()
-                if kind == "unread":
-                    self._unread = reading
-                else:
-                    os.close(reading)
-                return open(writing, "ab")
+        """Open the destination of the log."""
+        kind = self.surroundings.log
+        if kind in ("file", "full"):
+            return open(self.log if kind == "file" else "/dev/full", "ab")
+        reading, writing = os.pipe()
+        if kind == "unread":
+            self._unread = reading
+        else:
+            os.close(reading)
+        return open(writing, "ab")
 
     def wait(self) -> None:
-        """Until it has answered requests. Raises RuntimeError when it does not."""
-        body = json.dumps({"text": "1 + 1 =", "sampling_params": {"max_new_tokens": 1}}).encode()
-        request = urllib.request.Request(
-            f"{self.target.url}/generate", body, {"Content-Type": "application/json"}
-        )
-        end = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < end and self._process.poll() is None:
-            with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=30):
-                self.pids = self.processes()
-                asyncio.run(_use(self.target))
-                self.start_mb = self.memory_mb()
-                return
-            time.sleep(0.2)
-        raise RuntimeError(f"`up` did not start:\n{self.log.read_text()[-2000:]}")
+        """Wait until it answers, and use its memory once.
+
+        Raises:
+            RuntimeError: It has ended, or does not answer in time.
+        """
+        body = {"text": "1 + 1 =", "sampling_params": {"max_new_tokens": 1}}
+        try:
+            harness.wait_until_answered(
+                f"{self.target.url}/generate", self._process, body, START_LIMIT_S
+            )
+        except RuntimeError:
+            raise RuntimeError(f"`up` did not start:\n{self.log.read_text()[-2000:]}") from None
+        self.pids = self.processes()
+        asyncio.run(_use(self.target))
+        self.start_mb = self.memory_mb()
 
     def processes(self) -> dict[str, int]:
-        """Each process by its role; of a killed one there may be none."""
-        found = {}
-        for pid in self._tree():
-            with contextlib.suppress(OSError):
-                # Of a fork it is one text, of a program its arguments with a zero after each.
-                arguments = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").split()
-                found[_role(arguments)] = pid
+        """Return the process id of each role that has a process now."""
+        found = {_role(harness.command_line(pid)): pid for pid in self._tree()}
         found.pop("", None)
         return found
 
     def memory_mb(self) -> float:
-        """Proportional set size of our processes: what is shared counts once. Without the server,
-        which keeps results for `bus.results_ttl_s`, whoever asked for them."""
-        return sum(map(_pss_mb, self._tree())) - self.server_mb()
+        """Return the proportional set size of our processes, which counts shared memory once.
+
+        Without the server, which keeps the results of all clients for `bus.results_ttl_s`.
+        """
+        return sum(map(harness.pss_mb, self._tree())) - self.server_mb()
 
     def server_mb(self) -> float:
-        """What the embedded server takes."""
-        return _pss_mb(self.pids["server"]) if "server" in self.pids else 0.0
+        """Return the embedded server's memory."""
+        return harness.pss_mb(self.pids["server"]) if "server" in self.pids else 0.0
 
     def memory_by_role_mb(self) -> dict[str, int]:
-        """The same by process."""
-        return {role: round(_pss_mb(pid)) for role, pid in self.processes().items()}
+        return {role: round(harness.pss_mb(pid)) for role, pid in self.processes().items()}
 
     def is_idle(self) -> bool:
-        """Whether no request waits or runs, as far as Redis tells."""
+        """Return whether Redis holds no request; always true without Redis."""
         if not self.target.redis_port:
             return True
         try:
@@ -185,8 +175,8 @@ class Live:
             return False
 
     def stop(self) -> None:
-        """Ends all processes, whatever state they are in."""
-        # Some may have outlived `up`, if that has ended by itself.
+        """End all processes, whatever their state."""
+        # If `up` has ended, some of its processes may be left.
         tree = {*self.pids.values(), *self._tree()}
         if self._process.poll() is None:
             self._process.terminate()
@@ -202,23 +192,12 @@ class Live:
             self._unread = None
 
     def _tree(self) -> list[int]:
-        """The processes that descend from ours, which comes first."""
-        return descendants(self._process.pid) if self._process.poll() is None else []
-
-
-def descendants(pid: int) -> list[int]:
-    """A process and all that descend from it."""
-    found = [pid]
-    for each in found:  # grows meanwhile
-        for children in Path(f"/proc/{each}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                found += [int(child) for child in children.read_text().split()]
-    return found
+        return harness.descendants(self._process.pid) if self._process.poll() is None else []
 
 
 async def _use(target: Target) -> None:
-    """Fill the batch, then all but the last blocks of the KV cache: memory that is touched for the
-    first time is not charged to an attack."""
+    """Fill the batch, then nearly all blocks of the KV cache, so that memory used for the first
+    time doesn't count as an attack's."""
     everyday = {"text": "1 + 1 =", "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}
     await asyncio.gather(*(generate(target, everyday, "everyday") for _ in range(_FULL_BATCH)))
     prompts = [[5 + number % 16, 5 + number // 16] * 200 for number in range(_FULL_BATCH)]
@@ -227,17 +206,9 @@ async def _use(target: Target) -> None:
     await asyncio.gather(*(generate(target, body, "everyday") for body in bodies))
 
 
-def _pss_mb(pid: int) -> float:
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) / 1024
-    return 0.0  # it has ended
-
-
 def _role(arguments: list[str]) -> str:
-    if "nano_inference.cli.fork_server" in arguments:
-        return ""  # which names whom it forks
+    if not arguments or "nano_inference.cli.fork_server" in arguments:
+        return ""  # the fork server names the stages too
     if "--stages" in arguments:
         return arguments[arguments.index("--stages") + 1]
     for role in ("gateway", "up", "serve"):
@@ -247,56 +218,50 @@ def _role(arguments: list[str]) -> str:
 
 
 def _is_ours(pid: int, folder: str) -> bool:
-    """Whether a process id is still that of a process with our temporary folder."""
+    """Return whether a process id still belongs to a process with our temporary folder."""
     with contextlib.suppress(OSError):
         return f"TMPDIR={folder}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
     return False
 
 
-# --- the bystander, a process of its own ----------------------------------------------------------
+# --- bystanders, in their own process -------------------------------------------------------------
 
 
 class Waits:
-    """How long requests took, in seconds."""
+    """Times of requests, in seconds."""
 
     def __init__(self) -> None:
         self._answered: list[float] = []
         self._lost: list[float] = []
-        self._errors: list[str] = []
+        self._errors: set[str] = set()
 
     async def measure(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        start = time.monotonic()
+        start, times = time.monotonic(), self._answered
         try:
             async with asyncio.timeout(GRACE_S):
                 await attempt()
-        except Exception as error:  # noqa: BLE001  (whatever it is, this one was lost)
-            self._lost.append(time.monotonic() - start)
-            self._errors.append(f"{type(error).__name__} {error}"[:100])
-        else:
-            self._answered.append(time.monotonic() - start)
+        except Exception as error:  # noqa: BLE001  (any failure is a lost request)
+            times = self._lost
+            self._errors.add(f"{type(error).__name__} {error}"[:100])
+        times.append(time.monotonic() - start)
 
     def summary(self) -> dict[str, Any]:
+        times = (*self._answered, *self._lost)
         return {
-            "sent": len(self._answered) + len(self._lost),
-            "worst_s": round(max((*self._answered, *self._lost), default=0.0), 3),
+            "sent": len(times),
+            "worst_s": round(max(times, default=0.0), 3),
             "median_s": round(median(self._answered), 3) if self._answered else None,
             "lost": len(self._lost),
-            "errors": sorted(set(self._errors))[:3],
+            "errors": sorted(self._errors)[:3],
         }
 
 
-async def ask_over_http(target: Target, number: int) -> None:
-    """A small request on a connection of its own."""
-    await _ask(target, number, _small("max_new_tokens"))
-
-
-async def ask_constrained(target: Target, number: int) -> None:
-    """The same with a constraint that has to be compiled."""
-    regex = f"[0-9]{{1,9}}(x{number})?"
-    await _ask(target, number, {"max_new_tokens": 4, "temperature": 0, "regex": regex})
-
-
-async def _ask(target: Target, number: int, sampling: dict[str, Any]) -> None:
+async def ask_over_http(target: Target, number: int, constrained: bool = False) -> None:
+    """Send a small request on a new connection, if wanted with a new constraint to compile."""
+    sampling = _small("max_new_tokens")
+    if constrained:
+        del sampling["ignore_eos"]
+        sampling["regex"] = f"[0-9]{{1,9}}(x{number})?"
     body = {"text": f"{number % 90} + 25 =", "sampling_params": sampling}
     status = await generate(target, body, "bystander")
     if status != "200":
@@ -304,13 +269,12 @@ async def _ask(target: Target, number: int, sampling: dict[str, Any]) -> None:
 
 
 async def generate(target: Target, body: dict[str, Any], tenant: str) -> str:
-    """`POST /generate`; the status. By hand, so that it costs next to nothing."""
-    content = json.dumps(body)
-    head = f"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Tenant: {tenant}\r\n"
-    head += "Content-Type: application/json\r\nConnection: close\r\n"
+    """Send `POST /generate`; return the status. Written by hand, so that it costs little CPU."""
+    content = json.dumps(body).encode()
+    request = harness.http_post("/generate", content, f"X-Tenant: {tenant}", "Connection: close")
     reader, writer = await asyncio.open_connection("127.0.0.1", target.http_port)
     try:
-        writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
+        writer.write(request)
         answer = await reader.read()
     finally:
         writer.close()
@@ -318,7 +282,7 @@ async def generate(target: Target, body: dict[str, Any], tenant: str) -> str:
 
 
 async def ask_over_redis(client: redis.asyncio.Redis, number: int) -> None:
-    """The same over the bus, as any program would."""
+    """Send a small request over the bus."""
     request = {
         "prompt": f"{number % 90} + 25 =",
         "tenant": "bystander",
@@ -327,7 +291,7 @@ async def ask_over_redis(client: redis.asyncio.Redis, number: int) -> None:
     }
     entry_id = await client.xadd("nano:requests", {"json": json.dumps(request)})
     reply: Any = None
-    end = time.monotonic() + GRACE_S  # before Python 3.12 the client may lose a cancellation
+    end = time.monotonic() + GRACE_S  # before Python 3.12 redis-py may lose a cancellation
     while not reply and time.monotonic() < end:
         reply = await client.xread({f"nano:out:{entry_id}": "0"}, block=2000)
     if not reply:
@@ -343,7 +307,7 @@ def _small(name: str) -> dict[str, Any]:
 
 
 async def stand_by(target: Target) -> dict[str, Any]:
-    """Sends until standard input is closed; what both ways took."""
+    """Send until standard input is closed; return the waits by kind of request."""
     closed = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     http, bus, constrained = Waits(), Waits(), Waits()
     running: set[asyncio.Task[None]] = set()
@@ -363,7 +327,7 @@ async def stand_by(target: Target) -> dict[str, Any]:
             if target.redis_port:
                 works.append(bus.measure(lambda n=number: ask_over_redis(client, n)))
             if number % _CONSTRAINED_EVERY == 0:
-                works.append(constrained.measure(lambda n=number: ask_constrained(target, n)))
+                works.append(constrained.measure(lambda n=number: ask_over_http(target, n, True)))
             running.update(map(asyncio.create_task, works))
             await asyncio.sleep(PERIOD_S)
         await asyncio.wait(running)
@@ -371,40 +335,20 @@ async def stand_by(target: Target) -> dict[str, Any]:
     return {way: waits.summary() for way, waits in ways.items()}
 
 
-class Bystander:
-    """The process, from `with` to `stop`."""
+class Bystander(harness.Worker):
+    """The bystanders' process."""
 
     def __init__(self, target: Target) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(target)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-
-    def __enter__(self) -> Bystander:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+        super().__init__(sys.executable, __file__, json.dumps(target))
 
     def leave(self) -> None:
-        """Sends no more; `result` has what comes of the rest."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.stdin = None
-
-    def is_done(self) -> bool:
-        return self._process.poll() is not None
-
-    def result(self) -> dict[str, Any]:
-        output, _ = self._process.communicate(timeout=GRACE_S)
-        found: dict[str, Any] = json.loads(output)
-        return found
+        """Send no more requests; `answer` waits for those in flight."""
+        self.process.stdin.close()
+        self.process.stdin = None
 
 
 def bounds_broken(row: dict[str, Any]) -> list[str]:
-    """The bounds that a row does not keep, as sentences."""
+    """Return a sentence for each broken bound."""
     found = []
     for way in ("http", "redis", "constrained"):
         waits = row[way]

@@ -1,13 +1,9 @@
-"""Attacks of hostile.py on what is around a pipeline: its log, its files, its parent, its models.
-
-As those of hostile_attacks.py. `SURROUNDINGS` are those in which some of them take place.
-"""
+"""Attacks of hostile.py on a pipeline's surroundings: its log, files, parent process, models."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import io
 import os
 import select
@@ -15,21 +11,16 @@ import signal
 import subprocess
 import sys
 import tarfile
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 
-from chaos_rig import free_port
-from hostile_attacker import Attacker
-from hostile_rig import Surroundings, descendants
-
-HOLD_S = 12.0
-"""How long connections are held that do nothing."""
+from harness import command_line, descendants, engine_command, free_port, wait_until_answered
+from hostile_attacker import HOLD_S, Attacker
+from hostile_rig import Surroundings
 
 ENDED_S = 1.0
-"""From the end of `up` by SIGKILL to that of the last of its processes."""
+"""Limit from the SIGKILL of `up` to the end of its last process."""
 
 _BOMB_BYTES = 512 << 20
 
@@ -38,7 +29,7 @@ _BOMB_BYTES = 512 << 20
 
 
 async def log_lines(attacker: Attacker) -> None:
-    """20,000 entries on a link that are no messages, and 200 refused regexes: a line for each."""
+    """20,000 entries on a link that are no messages, and 200 refused regexes: a log line each."""
     async with attacker.bus() as client:
         for _ in range(40):
             pipeline = client.pipeline(transaction=False)
@@ -50,26 +41,11 @@ async def log_lines(attacker: Attacker) -> None:
         await asyncio.gather(*(attacker.call("/generate", regex) for _ in range(10)))
 
 
-async def full_log(attacker: Attacker) -> None:
-    """The same, where the log is on a disk that is full."""
-    await log_lines(attacker)
-
-
-async def closed_log(attacker: Attacker) -> None:
-    """The same, where the log goes to a pipe that nobody has open any more."""
-    await log_lines(attacker)
-
-
-async def unread_log(attacker: Attacker) -> None:
-    """The same, where the log goes to a pipe that nobody reads."""
-    await log_lines(attacker)
-
-
 # --- files and processes --------------------------------------------------------------------------
 
 
 async def idle_both(attacker: Attacker) -> None:
-    """400 idle connections over HTTP and 400 over gRPC, to a gateway that may have 256 files."""
+    """400 idle connections over HTTP and 400 over gRPC, with a limit of 256 open files."""
     writers = await attacker.open(400, port=attacker.target.grpc_port)
     writers += await attacker.open(400)
     await asyncio.sleep(HOLD_S)
@@ -77,17 +53,15 @@ async def idle_both(attacker: Attacker) -> None:
 
 
 async def killed_up(attacker: Attacker) -> None:
-    """SIGKILL for an `up` of its own, whose processes load their model."""
-    ports = ["--port", str(free_port()), "--gateway", str(free_port())]
-    command = ["nice", sys.executable, "-m", "nano_inference", "up", *ports]
+    """SIGKILL of another `up`, whose processes load their model."""
+    command = engine_command("up", "--port", free_port(), "--gateway", free_port())
     environment = os.environ | {"TMPDIR": attacker.target.folder}
-    # Its lines are nobody's.
     process = subprocess.Popen(  # noqa: ASYNC220
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+        ["nice", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
     )
     ends: list[int] = []
     try:
-        while len(_children_of(process.pid)) < 6:  # noqa: ASYNC110  (it can't tell us)
+        while len(_children_of(process.pid)) < 6:  # noqa: ASYNC110  (it sends no event)
             await asyncio.sleep(0.05)
         ends = [os.pidfd_open(pid) for pid in descendants(process.pid)[1:]]
         start = time.monotonic()
@@ -109,20 +83,15 @@ async def killed_up(attacker: Attacker) -> None:
 
 
 def _children_of(pid: int) -> list[int]:
-    """The stages and the gateway that an `up` has started."""
-    found = []
-    for each in descendants(pid):
-        with contextlib.suppress(OSError):
-            if "--with-parent" in Path(f"/proc/{each}/cmdline").read_text():
-                found.append(each)
-    return found
+    """Return the stages and the gateway of an `up`."""
+    return [each for each in descendants(pid) if "--with-parent" in command_line(each)]
 
 
 # --- models ---------------------------------------------------------------------------------------
 
 
 async def evil_archives(attacker: Attacker) -> None:
-    """Archives for `pull`: one whose links lead to a file elsewhere (CVE-2025-4517), and a bomb."""
+    """Archives for `pull`: one with links to a file elsewhere (CVE-2025-4517), and a bomb."""
     folder = attacker.folder / "archives"
     folder.mkdir(exist_ok=True)
     outside = attacker.folder / "models" / "outside"
@@ -141,7 +110,7 @@ async def evil_archives(attacker: Attacker) -> None:
 
 
 def _pull(url: str, to: Path) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "nano_inference", "pull", url, "--unverified", "--to", str(to)]
+    command = engine_command("pull", url, "--unverified", "--to", to)
     return subprocess.run(command, capture_output=True, check=False)
 
 
@@ -154,7 +123,7 @@ def _entry(
 
 
 def _links(outside: str) -> list[tarfile.TarInfo]:
-    """A path of links so long that `os.path.realpath` stops resolving it."""
+    """Return links whose path is so long that `os.path.realpath` stops resolving it."""
     long, path, letters = "d" * 247, "", "abcdefghijklmnop"
     entries = []
     for letter in letters:
@@ -172,7 +141,7 @@ def _links(outside: str) -> list[tarfile.TarInfo]:
 
 
 class _Zeros(io.RawIOBase):
-    """As many as are asked for."""
+    """A file of zeros without end."""
 
     def read(self, size: int = -1, /) -> bytes:
         return bytes(size)
@@ -186,18 +155,16 @@ def _write_tar(path: Path, entries: list[tarfile.TarInfo]) -> None:
 
 @contextlib.contextmanager
 def _served(folder: Path) -> Iterator[str]:
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    handler = functools.partial(Quiet, directory=str(folder))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+    """Run an HTTP server with the files of a folder; yield its URL."""
+    port = free_port()
+    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([*command, "--directory", str(folder)], **quiet) as process:
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
+            wait_until_answered(f"http://127.0.0.1:{port}", process)
+            yield f"http://127.0.0.1:{port}"
         finally:
-            server.shutdown()
+            process.kill()
 
 
 # --- Redis ----------------------------------------------------------------------------------------
@@ -211,7 +178,7 @@ async def many_fields(attacker: Attacker) -> None:
 
 
 async def _add_many_fields(attacker: Attacker, key: bytes, fields: int) -> None:
-    """In the server's protocol by hand: clients take seconds to put so many words together."""
+    """Send the command in the server's protocol, which clients take seconds to encode."""
     words = [b"XADD", key, b"*"]
     for number in range(fields):
         words += (b"f%d" % number, b"v")
@@ -222,17 +189,6 @@ async def _add_many_fields(attacker: Attacker, key: bytes, fields: int) -> None:
     writer.close()
 
 
-ATTACKS: tuple[Callable[[Attacker], Awaitable[None]], ...] = (
-    log_lines,
-    full_log,
-    closed_log,
-    unread_log,
-    idle_both,
-    killed_up,
-    evil_archives,
-    many_fields,
-)
-
 SURROUNDINGS = {
     "idle_connections": Surroundings(descriptors=1024),
     "idle_both": Surroundings(descriptors=256, grpc=True),
@@ -242,4 +198,4 @@ SURROUNDINGS = {
     "serve_grammars": Surroundings(serve=True),
     "serve_masks": Surroundings(serve=True),
 }
-"""Of attacks for which the pipeline is started in a way of its own."""
+"""By attack, how the pipeline is started for it."""

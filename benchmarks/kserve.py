@@ -1,30 +1,26 @@
-"""What it takes to bring tensors to a model over KServe V2 and back: inline and in shared memory.
+"""Round trips of tensors to a model and back over KServe V2, inline and in shared memory.
 
-A model that answers with what it is given stands behind a real gateway in a process of its own, and
-Triton's clients call it. Each way is a round trip: as many bytes there as back. Beside them stand
-two copies of these bytes by one thread, since the gateway has to make as many: one out of shared
-memory, so that nobody changes what a model reads, and one into it. Repetitions are interleaved.
+A model that returns its input runs behind a gateway in a separate process, and Triton's clients
+call it; each way is a round trip. The peer is two copies of the same bytes by one thread, since the
+gateway must make as many: one out of shared memory, so that no client changes a model's input, and
+one into it. Repetitions are interleaved.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
-import json
-import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tritonclient.grpc
 import tritonclient.http
+from harness import against, median_ratio, options, print_table, progress, record, spawned
 
 from nano_inference.cli.process import freeze_memory
 from nano_inference.config import load_config
@@ -38,11 +34,12 @@ from nano_inference.telemetry import setup_logging
 
 MODEL = "identity"
 
+Arrays = list[np.ndarray[Any, Any]]
 Trip = Callable[[], Any]
 
 
 class Identity:
-    """Answers with what it is given."""
+    """A model that returns its input."""
 
     def __init__(self, n_tensors: int) -> None:
         specs = tuple(TensorSpec(f"x{number}", "FP32", (-1,)) for number in range(n_tensors))
@@ -56,7 +53,7 @@ class Identity:
 
 
 async def serve(connection: Connection, n_tensors: int) -> None:
-    """Serves until it is told to stop; tells the ports of HTTP and gRPC."""
+    """Send the ports of HTTP and gRPC, and serve until something is received."""
     most = 2 << 30
     settings = {
         "port": 0,
@@ -81,24 +78,14 @@ def serve_apart(connection: Connection, n_tensors: int) -> None:
 
 @contextmanager
 def served(n_tensors: int) -> Iterator[tuple[str, str]]:
-    """A gateway in a process of its own; gives the addresses of HTTP and gRPC."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=serve_apart, args=(theirs, n_tensors)
-    )
-    process.start()
-    theirs.close()
-    try:
-        http, grpc = ours.recv()
+    """Run a gateway in its own process; yield its addresses of HTTP and gRPC."""
+    with spawned(serve_apart, n_tensors) as connection:
+        http, grpc = connection.recv()
         yield f"127.0.0.1:{http}", f"127.0.0.1:{grpc}"
-        ours.send(None)
-        process.join(60)
-    finally:
-        process.kill()
 
 
 class Tensors:
-    """What is sent, and where what comes back is to be, in slots of a pool."""
+    """Inputs, and places for outputs, in slots of a pool."""
 
     def __init__(self, pool: BufferPool, n_bytes: int, n_tensors: int) -> None:
         self.size = n_bytes // n_tensors
@@ -113,18 +100,15 @@ class Tensors:
         self.region, self.key, self.n_bytes = pool.name, pool.key, pool.n_bytes
 
     def offsets(self) -> Iterator[tuple[str, int, int]]:
-        """Of each tensor: its name, where it is, and where it is to be put."""
+        """Yield each tensor's name, and the offsets of its input and its output."""
         for name, given, taken in zip(self.names, self.given, self.taken, strict=True):
-            there, back = self._there.offset_of(given), self._back.offset_of(taken)
-            assert there is not None
-            assert back is not None
-            yield name, there, back
+            yield name, self._there.offset_of(given), self._back.offset_of(taken)
 
-    def check(self, found: list[np.ndarray[Any, Any]]) -> None:
-        """What came back must be what was sent."""
+    def check(self, found: Arrays) -> None:
+        """Raise AssertionError unless the outputs equal the inputs."""
         for given, taken in zip(self.given, found, strict=True):
             if not np.array_equal(given, taken):
-                raise AssertionError("the tensors came back as others")
+                raise AssertionError("the outputs are not the inputs")
 
     def clear(self) -> None:
         for array in self.taken:
@@ -132,9 +116,9 @@ class Tensors:
 
 
 def inline(client: Any, kind: Any, tensors: Tensors) -> Trip:
-    """A trip within the messages, by `tritonclient.http` or `tritonclient.grpc`."""
+    """Return a trip within the messages, by `tritonclient.http` or `tritonclient.grpc`."""
 
-    def trip() -> list[np.ndarray[Any, Any]]:
+    def trip() -> Arrays:
         inputs = []
         for name, array in zip(tensors.names, tensors.given, strict=True):
             inputs.append(kind.InferInput(name, array.shape, "FP32"))
@@ -147,10 +131,10 @@ def inline(client: Any, kind: Any, tensors: Tensors) -> Trip:
 
 
 def shared(client: Any, kind: Any, tensors: Tensors) -> Trip:
-    """A trip through the pool's memory, there and back."""
+    """Return a trip through the pool's memory in both directions."""
     client.register_system_shared_memory(tensors.region, tensors.key, tensors.n_bytes)
 
-    def trip() -> list[np.ndarray[Any, Any]]:
+    def trip() -> Arrays:
         inputs, outputs = [], []
         for name, there, back in tensors.offsets():
             inputs.append(kind.InferInput(name, [tensors.size // 4], "FP32"))
@@ -164,11 +148,11 @@ def shared(client: Any, kind: Any, tensors: Tensors) -> Trip:
 
 
 def registry_alone(tensors: Tensors) -> Trip:
-    """What the gateway does with the memory, in this process: out of it, and into it."""
+    """Return the gateway's part in this process: a read from shared memory and a write."""
     registry = SharedMemoryRegistry()
     registry.register(tensors.region, tensors.key, 0, tensors.n_bytes)
 
-    def trip() -> list[np.ndarray[Any, Any]]:
+    def trip() -> Arrays:
         places = list(tensors.offsets())
         read = [
             registry.read(SharedMemory(tensors.region, tensors.size, there))
@@ -181,45 +165,29 @@ def registry_alone(tensors: Tensors) -> Trip:
     return trip
 
 
-def two_copies(tensors: Tensors) -> Trip:
-    """All of it there by memcpy, and then all of it back, within warm memory of this process.
+def two_copies(source: Arrays, target: Arrays) -> Trip:
+    """Return a copy of all inputs, then of all outputs, through memory of this process.
 
-    Not tensor by tensor, of which the processor's cache would keep the middle one: a model has all
-    of its inputs before it gives its outputs.
+    Not tensor by tensor, which the processor's cache would speed up: a model gets all its inputs
+    before it returns outputs.
     """
-    source = [np.array(each) for each in tensors.given]
-    middle = [np.array(each) for each in tensors.given]
-    target = [np.array(each) for each in tensors.given]
+    middle = [np.array(each) for each in source]
 
-    def trip() -> list[np.ndarray[Any, Any]]:
+    def trip() -> Arrays:
         for between, given in zip(middle, source, strict=True):
             np.copyto(between, given)
         for taken, between in zip(target, middle, strict=True):
             np.copyto(taken, between)
-        return target
-
-    return trip
-
-
-def two_copies_shared(tensors: Tensors) -> Trip:
-    """The same out of shared memory and into it, whose pages are small ones."""
-    middle = [np.array(each) for each in tensors.given]
-
-    def trip() -> list[np.ndarray[Any, Any]]:
-        for between, given in zip(middle, tensors.given, strict=True):
-            np.copyto(between, given)
-        for taken, between in zip(tensors.taken, middle, strict=True):
-            np.copyto(taken, between)
-        return list(tensors.taken)
+        return list(target)
 
     return trip
 
 
 def measure(trips: dict[str, Trip], tensors: Tensors, repeat: int) -> dict[str, list[float]]:
-    """Seconds of each trip in each repetition, of which the first two do not count.
+    """Return the seconds of each trip in each repetition after the first two.
 
-    Each is made once more right before, as when calls follow one another: a core that has slept
-    copies at two thirds of its speed, and the gateway sleeps while others are measured.
+    Each trip follows an untimed one, as in a series of calls: an idle core copies at two thirds of
+    its speed, and the gateway is idle while other ways are measured.
     """
     found: dict[str, list[float]] = {name: [] for name in trips}
     for repetition in range(repeat + 2):
@@ -234,32 +202,31 @@ def measure(trips: dict[str, Trip], tensors: Tensors, repeat: int) -> dict[str, 
             del result
             if repetition >= 2:
                 found[name].append(seconds)
-        print(f"repetition {repetition} of {repeat + 1}", file=sys.stderr)
+        progress(repetition, repeat + 1)
     return found
 
 
 def show(found: dict[str, list[float]], n_bytes: int) -> None:
-    copies = found["memcpy"]
-    print(f"\n{n_bytes / 2**20:.0f} MiB there and as many back\n")
-    print(f"{'':24} {'ms':>8} {'from':>7} {'to':>7} {'GB/s':>6} {'of memcpy':>9}")
-    for name, seconds in found.items():
-        middle = statistics.median(seconds)
-        # Within a repetition the machine is in one state.
-        share = statistics.median(c / s for c, s in zip(copies, seconds, strict=True))
-        low, high = min(seconds), max(seconds)
-        print(
-            f"{name:24} {middle * 1e3:8.1f} {low * 1e3:7.1f} {high * 1e3:7.1f}"
-            f" {2 * n_bytes / middle / 1e9:6.2f} {share:9.1%}"
-        )
+    print(f"\n{n_bytes / 2**20:.0f} MiB in each direction\n")
+    rows = {
+        name: {
+            **against([1e3 * each for each in seconds], found["memcpy"]),
+            "speed": 2 * n_bytes / statistics.median(seconds) / 1e9,
+            "share": median_ratio(found["memcpy"], seconds),
+        }
+        for name, seconds in found.items()
+    }
+    columns = {"ms": "{median:.1f}", "from": "{least:.1f}", "to": "{most:.1f}"}
+    print_table(columns | {"GB/s": "{speed:.2f}", "of memcpy": "{share:.1%}"}, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=64, help="MiB of tensors, each way")
-    parser.add_argument("--tensors", type=int, default=4, help="in so many")
-    parser.add_argument("--repeat", type=int, default=15)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
+    arguments = options(
+        __doc__,
+        megabytes=(64, "MiB of tensors in each direction"),
+        tensors=(4, "number of tensors"),
+        repeat=15,
+    ).parse_args()
     n_bytes = arguments.megabytes << 20
     with (
         BufferPool(2 * n_bytes, 2) as pool,
@@ -268,9 +235,10 @@ def main() -> None:
         tritonclient.grpc.InferenceServerClient(grpc) as grpc_client,
     ):
         tensors = Tensors(pool, n_bytes, arguments.tensors)
+        ours = [[np.array(each) for each in tensors.given] for _ in range(2)]
         trips = {
-            "memcpy": two_copies(tensors),
-            "memcpy, shared memory": two_copies_shared(tensors),
+            "memcpy": two_copies(*ours),
+            "memcpy, shared memory": two_copies(tensors.given, tensors.taken),
             "registry alone": registry_alone(tensors),
             "shared memory, gRPC": shared(grpc_client, tritonclient.grpc, tensors),
             "shared memory, HTTP": shared(http_client, tritonclient.http, tensors),
@@ -279,9 +247,7 @@ def main() -> None:
         }
         found = measure(trips, tensors, arguments.repeat)
     show(found, n_bytes)
-    if arguments.json:
-        told = {"n_bytes": n_bytes, "tensors": arguments.tensors, "seconds": found}
-        arguments.json.write_text(json.dumps(told, indent=1) + "\n")
+    record(arguments, n_bytes=n_bytes, seconds=found)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The state that the machine is in: its bandwidth, and where its cores are.
+"""The machine's state: its bandwidth, and the distance between its cores (machine.c).
 
-Shared machines change within seconds, so both are taken in the run that they are to explain.
+Shared machines change within seconds, so the state is measured in the run that it explains.
 """
 
 from __future__ import annotations
@@ -9,162 +9,27 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-SOURCE = r"""
-#define _GNU_SOURCE
-#include <pthread.h>
-#include <sched.h>
-#include <stdatomic.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <time.h>
-
-enum { ROUNDS = 100000, THREADS = 64 };
-static const size_t SIZE = (size_t)512 << 20;
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + t.tv_nsec * 1e-9;
-}
-
-typedef struct { const long *from; size_t count; long sum; } Part;
-
-static void *add(void *argument) {
-    Part *part = argument;
-    long sums[8] = {0};
-    for (size_t i = 0; i < part->count; i += 8)
-        for (int j = 0; j < 8; j++) sums[j] += part->from[i + j];
-    for (int j = 0; j < 8; j++) part->sum += sums[j];
-    return NULL;
-}
-
-/* Bytes per second that some threads together read of fresh memory: the median of seven passes. */
-double bandwidth(int threads) {
-    char *memory = mmap(NULL, SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) return 0;
-    madvise(memory, SIZE, MADV_HUGEPAGE);
-    memset(memory, 1, SIZE);
-    if (threads > THREADS) threads = THREADS;
-    double times[7];
-    for (int pass = 0; pass < 7; pass++) {
-        pthread_t ids[THREADS];
-        Part parts[THREADS] = {0};
-        size_t each = SIZE / sizeof(long) / threads / 8 * 8;
-        double start = now();
-        for (int t = 0; t < threads; t++) {
-            parts[t] = (Part){(const long *)memory + t * each, each, 0};
-            pthread_create(&ids[t], NULL, add, &parts[t]);
-        }
-        for (int t = 0; t < threads; t++) pthread_join(ids[t], NULL);
-        times[pass] = now() - start;
-        for (int i = pass; i > 0 && times[i] < times[i - 1]; i--) {
-            double swap = times[i];
-            times[i] = times[i - 1];
-            times[i - 1] = swap;
-        }
-    }
-    munmap(memory, SIZE);
-    return SIZE / times[3];
-}
-
-enum { VECTORS = 12, STEPS = 2000000 };
-typedef float Vector __attribute__((vector_size(32)));
-
-static void *multiply(void *result) {
-    Vector sums[VECTORS] = {0}, factor = {0};
-    factor += 0.5f;
-    for (int i = 0; i < STEPS; i++)
-#pragma GCC unroll 12
-        for (int j = 0; j < VECTORS; j++) {
-            sums[j] = sums[j] * factor + factor;
-            __asm__("" : "+x"(sums[j]));
-        }
-    for (int j = 1; j < VECTORS; j++) sums[0] += sums[j];
-    *(float *)result = sums[0][0];
-    return NULL;
-}
-
-static double multiplied(int threads) {
-    pthread_t ids[THREADS];
-    float results[THREADS];
-    double start = now();
-    for (int t = 0; t < threads; t++) pthread_create(&ids[t], NULL, multiply, &results[t]);
-    for (int t = 0; t < threads; t++) pthread_join(ids[t], NULL);
-    return threads / (now() - start);
-}
-
-/* How many times as much two threads multiply as one: 2, or 1 where they share a core's units. */
-double cores(void) {
-    double alone = multiplied(1);
-    return multiplied(2) / alone;
-}
-
-static _Alignas(128) atomic_int ball;
-
-static void pin(int cpu) {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    CPU_SET(cpu, &set);
-    sched_setaffinity(0, sizeof set, &set);
-}
-
-static void *answer(void *unused) {
-    pin(1);
-    for (int i = 0; i < ROUNDS; i++) {
-        while (atomic_load(&ball) != 2 * i + 1) {}
-        atomic_store(&ball, 2 * i + 2);
-    }
-    return unused;
-}
-
-static void *ask(void *result) {
-    pthread_t other;
-    pin(0);
-    atomic_store(&ball, 0);
-    pthread_create(&other, NULL, answer, NULL);
-    double start = now();
-    for (int i = 0; i < ROUNDS; i++) {
-        atomic_store(&ball, 2 * i + 1);
-        while (atomic_load(&ball) != 2 * i + 2) {}
-    }
-    *(double *)result = (now() - start) / ROUNDS;
-    pthread_join(other, NULL);
-    return NULL;
-}
-
-/* Seconds from one core to another and back. */
-double round_trip(void) {
-    pthread_t id;
-    double result = 0;
-    pthread_create(&id, NULL, ask, &result);
-    pthread_join(id, NULL);
-    return result;
-}
-"""
-
-
 NEAR_NS, FAR_NS = 200, 250
-"""Two cores are near where the way there and back takes less than the first (50 to 150 ns where
-AMD's share a cache, 120 to 190 on Intel's Xeons with AMX), and far from the second on."""
+"""Round trips of near cores are below the first (AMD cores that share a cache: 50 to 150 ns, Intel
+Xeons with AMX: 120 to 190 ns), those of far cores above the second."""
 
 SHARED, WHOLE = 1.4, 1.7
-"""Two virtual cores are one core's two threads where together they multiply less than so many times
-as much as one, and cores of their own where more than the second."""
+"""Two virtual cores are threads of one core if together they multiply less than the first times as
+much as one, and separate cores if more than the second."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What was measured at one moment.
+    """One measurement.
 
     Attributes:
         round_trip_ns: From one core to another and back.
-        cores: How many times as much two threads multiply as one.
-        bytes_per_s: That all threads read; 0 where it was not asked for.
+        cores: Multiplications of two threads, relative to one thread.
+        bytes_per_s: Read by all threads together; 0 if not measured.
     """
 
     round_trip_ns: float
@@ -173,8 +38,7 @@ class State:
 
     @property
     def name(self) -> str:
-        """Where the cores are: "near" or "far" from one another, or both on one ("shared"), or ""
-        where that is not clear."""
+        """The cores' distance: "near", "far", "shared" (both on one core), or "" if not clear."""
         if self.cores < SHARED:
             return "shared"
         if self.cores < WHOLE:
@@ -185,21 +49,30 @@ class State:
 
 
 def state_around(before: State | None, after: State | None) -> str:
-    """The state that the machine was in meanwhile: "changing" where that is not known to be one,
-    "unknown" where nothing was measured."""
+    """Return the state between two measurements: "changing" if they differ or are not clear,
+    "unknown" without measurements."""
     if before is None or after is None:
         return "unknown"
     return before.name if before.name == after.name and before.name else "changing"
 
 
 def measure(threads: int = 0) -> State | None:
-    """The state now, with the bandwidth of so many threads if there are any; None without a C
-    compiler. It takes some 20 ms, with the bandwidth 300."""
+    """Measure the state, with the bandwidth of so many threads if not 0; None without a C compiler.
+
+    It takes about 20 ms, with the bandwidth 300 ms.
+    """
     library = _library()
     if library is None:
         return None
     bytes_per_s = library.bandwidth(threads) if threads else 0.0
     return State(library.round_trip() * 1e9, library.cores(), bytes_per_s)
+
+
+def note(states: list[dict[str, float]], threads: int = 0) -> State | None:
+    """Measure the state, and append it to a list for the result file."""
+    if (state := measure(threads)) is not None:
+        states.append(asdict(state))
+    return state
 
 
 @cache
@@ -208,8 +81,7 @@ def _library() -> ctypes.CDLL | None:
     if compiler is None:
         return None
     folder = Path(tempfile.mkdtemp(prefix="nano-inference-"))
-    source, target = folder / "machine.c", folder / "machine.so"
-    source.write_text(SOURCE)
+    source, target = Path(__file__).with_suffix(".c"), folder / "machine.so"
     flags = ("-O3", "-march=native", "-shared", "-fPIC", "-pthread")
     subprocess.run([compiler, *flags, str(source), "-o", str(target)], check=True)
     library = ctypes.CDLL(str(target))

@@ -1,7 +1,7 @@
-"""Takes spans over OTLP and HTTP, for `telemetry.py`, in a process of its own.
+"""Receives spans over OTLP and HTTP for `telemetry.py`, in its own process.
 
-Prints its port. `/NAME/v1/traces` takes spans, `/NAME` tells how many have come there; they are
-decoded only then.
+Prints its port. `/NAME/v1/traces` takes spans; `/NAME` returns how many it received, and decodes
+them only then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *args: object) -> None:
-        """It is silent."""
+        """Log nothing."""
 
 
 def number_of_spans(body: bytes) -> int:

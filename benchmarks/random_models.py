@@ -1,4 +1,4 @@
-"""Models of random weights, in the shapes of `workloads.py`."""
+"""Models with random weights, in the shapes of `workloads.py`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from workloads import SHAPES
 
 PAD, EOS = "<|pad|>", "<|endoftext|>"
 SPACE = "\u0120"
-"""What a space is in byte-level vocabularies."""
+"""A space in byte-level vocabularies."""
 
 TWO_LAYERS = SHAPES["S"] | {"num_hidden_layers": 2, "vocab_size": 32_768}
-"""Of Qwen2.5-0.5B, with a vocabulary so small that the output layer does not hide the rest."""
+"""Two layers of Qwen2.5-0.5B with a vocabulary so small that the output layer doesn't dominate."""
 
 SURE_LOGIT = 24.0
-"""Of the token that follows, in a model whose text is known; of all others together it is some 13,
-or 16 in one of 128 hidden values."""
+"""Logit of the next token in a model of known text; all others have together about 13, or 16 with
+128 hidden values."""
 
 
 def random_model(
     shape: dict[str, Any], dtype: torch.dtype, device: str = "cpu", seed: int = 0
 ) -> Any:
-    """A Transformers model without gradients; `shape` is what Qwen2Config takes."""
+    """Return a Transformers model without gradients; `shape` has arguments of Qwen2Config."""
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=dtype)
@@ -37,7 +37,7 @@ def random_model(
 
 
 def write_model(folder: Path, shape: str) -> None:
-    """Writes a model in bfloat16, with a tokenizer in which every word of up to three letters, and
+    """Write a model in bfloat16, with a tokenizer in which every word of up to three letters, and
     many of four, is one token together with the space before it."""
     settings = SHAPES[shape] | {
         "max_position_embeddings": 32_768,
@@ -50,8 +50,8 @@ def write_model(folder: Path, shape: str) -> None:
 
 
 def random_successors(size: int, first: int, seed: int) -> list[int]:
-    """For each token the one that follows it: those from `first` on are one circle in an order of
-    chance, and those before stand behind themselves."""
+    """Return the successor of each token: tokens from `first` on are one random cycle, those before
+    are their own successors."""
     circle = list(range(first, size))
     random.Random(seed).shuffle(circle)
     successors = list(range(size))
@@ -63,11 +63,11 @@ def random_successors(size: int, first: int, seed: int) -> list[int]:
 def write_known_text_model(
     folder: Path, settings: dict[str, Any], successors: Sequence[int]
 ) -> None:
-    """Writes a model in bfloat16 that greedily lets `successors[t]` follow token t.
+    """Write a model in bfloat16 whose greedy choice after token t is `successors[t]`.
 
-    What its layers add to an embedding is too small to matter, while they take as long as any
-    others; so any engine, with any rounding, writes the same. The output layer is one of its own:
-    the row of `successors[t]` is the embedding of t. The tokenizer is that of `write_model`.
+    Its layers take the usual time and change an embedding too little to matter, so any engine, with
+    any rounding, generates the same text. In its untied output layer the row of `successors[t]` is
+    the embedding of t. The tokenizer is that of `write_model`.
     """
     model = random_model(settings, torch.float32)
     hidden_size, embeddings = settings["hidden_size"], model.model.embed_tokens.weight
@@ -82,19 +82,18 @@ def write_known_text_model(
 
 
 def _write_tokenizer(folder: Path, size: int) -> None:
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=word_tokenizer(size), eos_token=EOS, pad_token=PAD
-    )
+    tokenizer = word_tokenizer(size)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
     fast.save_pretrained(folder)
 
 
 def word_tokenizer(size: int) -> Tokenizer:
-    """Byte-level, as Qwen2's is, so that every program that reads a Qwen2 model has it: two special
-    tokens, the 256 bytes, and as many words as fit."""
+    """Return a byte-level tokenizer of the same kind as Qwen2's, which every engine reads: two
+    special tokens, the 256 bytes, and as many words as fit."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate((PAD, EOS, *alphabet))}
     merges = []
-    # Any word that is there has all of its beginnings, and grows from them letter by letter.
+    # The vocabulary has all beginnings of each word, so merges add one letter at a time.
     for word in itertools.islice(_words(), size - len(vocabulary)):
         merges.append((word[:-1], word[-1]))
         vocabulary[word] = len(vocabulary)

@@ -3,138 +3,118 @@
     python benchmarks/run.py [--workloads W1,W2,W3,W5] [--shape S] [--peers transformers,...]
         [--repeat 5] [--python openvino=PATH] [--folder DIR] [--json FILE] [--plot FILE]
 
-Each engine is a process of its own that loads the model once and then waits for its turns; they
-take turns workload by workload, in rotating order, so that what the machine does meanwhile hits all
-of them. Where its cores are is looked at around every turn: a shared machine has states in which it
-is twice as fast, and only turns in one state are compared (`machine.py`). A peer that is not
-installed is named, and left out. Models are of random weights, made here.
+Each engine is a separate process that loads the model once. Engines take turns workload by
+workload, in rotating order, so that other load affects all of them. The distance between the cores
+is measured around every turn: a shared machine has states that differ in speed by a factor of two,
+and only turns in one state are compared (`machine.py`). A peer that is not installed is named and
+left out. Models have random weights, written by this program.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import machine
+from harness import (
+    Worker,
+    markdown,
+    model_folder,
+    options,
+    percentile,
+    record,
+    refuse_unknown,
+    rotated,
+)
 from workloads import SHAPES, WORKLOADS
 
+Runs = dict[str, dict[str, list[dict[str, Any]]]]
+"""By workload and engine, the times of each turn."""
+
 Figures = dict[str, dict[str, list[float]]]
+"""By figure and engine, one number per turn."""
 
 ENGINES = Path(__file__).parent / "engines"
 
 PROGRAMS = {
     "ours": "ours.py",
-    "transformers": "hf_generate.py",
-    "generate_batch": "hf_batch.py",
+    "transformers": "hf.py",
+    "generate_batch": "hf.py",
     "llamacpp": "llamacpp.py",
     "openvino": "ov_genai.py",
 }
 
 
-class Peer:
-    """An engine's process."""
+class Peer(Worker):
+    """An engine's process; raises EOFError if it can't start.
+
+    Attributes:
+        about: Its version and memory, by the engine's program.
+    """
 
     def __init__(self, name: str, python: str, folder: Path, shape: str, threads: int) -> None:
-        """Starts it; raises EOFError when it can't."""
         self.name = name
-        command = [python, str(ENGINES / PROGRAMS[name]), str(folder), shape, str(threads)]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
-        self._log = Path(folder).with_name(f"{name}.log").open("w+")
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=environment,
-        )
-        self.about = self._answer()
+        self._log = folder.with_name(f"{name}.log").open("w+")
+        command = [python, ENGINES / PROGRAMS[name], folder, shape, threads, name]
+        super().__init__(*command, stderr=self._log, env=environment)
+        self.about = self.answer()
 
-    def run(self, workload: str, seed: int) -> dict[str, Any] | None:
-        """The times of one run; None when the engine has no way to do it."""
-        assert self._process.stdin is not None
-        print(json.dumps([workload, seed]), file=self._process.stdin, flush=True)
-        answer: dict[str, Any] | None = self._answer()
-        return answer
-
-    def why(self) -> str:
-        """The last thing that it said."""
-        self._log.seek(0)
-        return (self._log.read().strip().splitlines() or ["no message"])[-1]
-
-    def stop(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise EOFError(f"{self.name}: {self.why()}")
-        return json.loads(line)
+    def answer(self) -> Any:
+        try:
+            return super().answer()
+        except EOFError:
+            self._log.seek(0)
+            lines = self._log.read().strip().splitlines() or ["no message"]
+            raise EOFError(f"{self.name}: {lines[-1]}") from None
 
 
 def measure(
     peers: list[Peer], workloads: list[str], repeat: int, threads: int
-) -> tuple[dict[str, dict[str, list[dict[str, Any]]]], list[dict[str, float]]]:
-    """All runs by workload and engine, without the first round, and the machine's states."""
-    runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
+) -> tuple[Runs, list[dict[str, float]]]:
+    """Return all turns after the warm-up, and the machine's states."""
+    runs: Runs = {}
     states: list[dict[str, float]] = []
     for workload in workloads:
         runs[workload] = {peer.name: [] for peer in peers}
         for repetition in range(repeat + 1):
-            turn = repetition % len(peers)
-            if (around := machine.measure(threads)) is not None:
-                states.append(asdict(around))
-            for peer in peers[turn:] + peers[:turn]:
-                before = machine.measure()
-                times = peer.run(workload, seed=repetition)
-                after = machine.measure()
-                if times is None or repetition == 0:  # the first one warms up
+            machine.note(states, threads)
+            for peer in rotated(peers, repetition):
+                around: list[dict[str, float]] = []
+                before = machine.note(around)
+                times = peer.ask([workload, repetition])
+                after = machine.note(around)
+                if times is None or repetition == 0:  # the first repetition warms up
                     continue
                 times["state"] = machine.state_around(before, after)
                 runs[workload][peer.name].append(times)
-                states += [asdict(state) for state in (before, after) if state is not None]
+                states += around
             print(".", end="", file=sys.stderr, flush=True)
         print(f" {workload}", file=sys.stderr)
     return runs, states
 
 
-def figures_by_state(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, Figures]:
-    """The figures of the turns in each state of the machine, the state with the most turns first.
+def figures_by_state(runs: Runs) -> dict[str, Figures]:
+    """Return the figures of the turns in each state of the machine, most frequent state first.
 
-    Turns in which it changed are left out, unless there are no others.
+    Turns with a changed state are dropped, unless there are no others.
     """
     count = Counter(
         turn["state"] for engines in runs.values() for turns in engines.values() for turn in turns
     )
     names = [name for name, _ in count.most_common() if name != "changing"] or list(count)
-    return {
-        name: figures_of(
-            {
-                workload: {
-                    engine: [turn for turn in turns if turn["state"] == name]
-                    for engine, turns in engines.items()
-                }
-                for workload, engines in runs.items()
-            }
-        )
-        for name in names
-    }
+    return {name: figures_of(runs, name) for name in names}
 
 
-def figures_of(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> Figures:
-    """By figure and engine, one number per repetition."""
+def figures_of(runs: Runs, state: str) -> Figures:
+    """Return the figures of the turns in a state."""
     figures: Figures = {}
 
     def add(figure: str, engine: str, values: list[float]) -> None:
@@ -142,12 +122,13 @@ def figures_of(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> Figures:
             figures.setdefault(figure, {})[engine] = values
 
     for workload, engines in runs.items():
-        for engine, times in engines.items():
+        for engine, turns in engines.items():
+            times = [turn for turn in turns if turn["state"] == state]
             if WORKLOADS[workload].rate:
                 for part, label in (("ttft_s", "TTFT"), ("tpot_s", "TPOT")):
                     for share, place in (("p50", 0.5), ("p99", 0.99)):
-                        values = [sorted(t[part])[int(place * (len(t[part]) - 1))] for t in times]
-                        add(f"{workload} {label} {share}, ms", engine, [v * 1e3 for v in values])
+                        values = [1e3 * percentile(each[part], place) for each in times]
+                        add(f"{workload} {label} {share}, ms", engine, values)
                 continue
             steps = [1e3 * statistics.median(t["steps_s"]) for t in times if t["steps_s"]]
             add(f"{workload} decode step, ms", engine, steps)
@@ -157,9 +138,8 @@ def figures_of(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> Figures:
 
 
 def table(figures: Figures, engines: list[str]) -> str:
-    """Medians with their ranges and numbers of turns, and how many times longer than ours each peer
-    takes."""
-    lines = ["| | " + " | ".join(engines) + " |", "|---" * (len(engines) + 1) + "|"]
+    """Return medians with ranges and numbers of turns, and the peers' ratios to ours."""
+    body = []
     for figure, by_engine in figures.items():
         cells = [figure]
         ours = statistics.median(by_engine["ours"]) if "ours" in by_engine else 0.0
@@ -172,12 +152,12 @@ def table(figures: Figures, engines: list[str]) -> str:
             ratio = f", {middle / ours:.2f} x" if engine != "ours" and ours else ""
             spread = f"[{min(values):.3g} to {max(values):.3g}, {len(values)}]"
             cells.append(f"{middle:.3g} {spread}{ratio}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        body.append(cells)
+    return markdown(["", *engines], body)
 
 
 def plot(figures: Figures, engines: list[str], file: Path) -> None:
-    """Bars of each figure relative to ours."""
+    """Draw bars of each figure relative to ours."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -206,52 +186,41 @@ def plot(figures: Figures, engines: list[str], file: Path) -> None:
 
 
 def read_options() -> argparse.Namespace:
-    """The command line; `workloads` and `engines` are lists of known names."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--workloads", default="W1,W2,W3,W5")
-    parser.add_argument("--shape", default="S", choices=sorted(SHAPES))
-    parser.add_argument("--peers", default="transformers,generate_batch,llamacpp,openvino")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    """Return the command line; `workloads` and `engines` are lists of known names."""
+    parser = options(
+        __doc__,
+        workloads=["W1", "W2", "W3", "W5"],
+        peers=["transformers", "generate_batch", "llamacpp", "openvino"],
+        repeat=5,
+        threads=os.cpu_count() or 1,
+        folder=Path("build/benchmarks"),
+        plot=Path,
+        shape=("S", SHAPES),
+    )
     parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH")
-    parser.add_argument("--folder", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
-    options.workloads = options.workloads.split(",")
-    options.engines = ["ours", *filter(None, options.peers.split(","))]
-    for name in (
-        *(set(options.workloads) - WORKLOADS.keys()),
-        *(set(options.engines) - PROGRAMS.keys()),
-    ):
-        parser.error(
-            f"{name} is unknown; workloads: {', '.join(WORKLOADS)}; peers: {', '.join(PROGRAMS)}"
-        )
-    return options
+    arguments = parser.parse_args()
+    arguments.engines = ["ours", *arguments.peers]
+    refuse_unknown(parser, arguments.workloads, WORKLOADS)
+    refuse_unknown(parser, arguments.engines, PROGRAMS)
+    return arguments
 
 
-def start(options: argparse.Namespace) -> tuple[list[Peer], dict[str, str]]:
-    """The engines, and why each of the others can't be started. Makes the model if need be."""
-    folder = options.folder.absolute() / options.shape
-    if not (folder / "config.json").is_file():
-        # Only here: it imports torch.
-        from random_models import write_model
-
-        folder.mkdir(parents=True, exist_ok=True)
-        write_model(folder, options.shape)
-    pythons = dict(choice.split("=", 1) for choice in options.python)
+def start(arguments: argparse.Namespace) -> tuple[list[Peer], dict[str, str]]:
+    """Start the engines; return them, and the reason for each missing one."""
+    folder = model_folder(arguments.folder, arguments.shape)
+    pythons = dict(choice.split("=", 1) for choice in arguments.python)
     peers, missing = [], {}
-    for name in options.engines:
+    for name in arguments.engines:
         try:
             python = pythons.get(name, sys.executable)
-            peers.append(Peer(name, python, folder, options.shape, options.threads))
+            peers.append(Peer(name, python, folder, arguments.shape, arguments.threads))
         except EOFError as error:
             missing[name] = str(error)
     return peers, missing
 
 
-def show_memory(peer: Peer, runs: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
-    """The engine's version, and the memory that it took for its work, which is noted."""
+def show_memory(peer: Peer, runs: Runs) -> None:
+    """Print the engine's version and working memory; add the latter to `about`."""
     print(f"\n{peer.name}: {peer.about['version']}", end="")
     if not peer.about["held_bytes"]:
         return
@@ -266,7 +235,7 @@ def show_memory(peer: Peer, runs: dict[str, dict[str, list[dict[str, Any]]]]) ->
 
 
 def show_machine(states: list[dict[str, float]]) -> None:
-    """What the machine did meanwhile."""
+    """Print the machine's states."""
     for key, scale, unit in (
         ("bytes_per_s", 1e-9, "GB/s"),
         ("round_trip_ns", 1, "ns"),
@@ -280,19 +249,18 @@ def show_machine(states: list[dict[str, float]]) -> None:
 
 
 def main() -> None:
-    options = read_options()
-    peers, missing = start(options)
+    arguments = read_options()
+    peers, missing = start(arguments)
     started = time.time()
-    try:
-        runs, states = measure(peers, options.workloads, options.repeat, options.threads)
-    finally:
+    with ExitStack() as stack:
         for peer in peers:
-            peer.stop()
+            stack.enter_context(peer)
+        runs, states = measure(peers, arguments.workloads, arguments.repeat, arguments.threads)
     engines = [peer.name for peer in peers]
     by_state = figures_by_state(runs)
     print(
-        f"\nShape {options.shape}, {options.threads} threads, medians [range, turns] and the ratio "
-        "to ours"
+        f"\nShape {arguments.shape}, {arguments.threads} threads, medians [range, turns] and the "
+        "ratio to ours"
     )
     for state, figures in by_state.items():
         print(f"\nCores: {state}\n\n{table(figures, engines)}")
@@ -302,20 +270,11 @@ def main() -> None:
     for name, reason in missing.items():
         print(f"left out: {name} ({reason})")
     show_machine(states)
-    if options.json:
-        content = {
-            "started": started,
-            "shape": options.shape,
-            "threads": options.threads,
-            "engines": {peer.name: peer.about for peer in peers},
-            "missing": missing,
-            "figures": by_state,
-            "turns": runs,
-            "states": states,
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
-    if options.plot:
-        plot(next(iter(by_state.values())), engines, options.plot)
+    arguments.engines = {peer.name: peer.about for peer in peers}
+    results = {"missing": missing, "figures": by_state, "turns": runs, "states": states}
+    record(arguments, started=started, **results)
+    if arguments.plot:
+        plot(next(iter(by_state.values())), engines, arguments.plot)
 
 
 if __name__ == "__main__":

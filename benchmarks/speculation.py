@@ -1,26 +1,24 @@
-"""What speculation is worth: the same requests with it and without, in turns.
+"""What speculation gains: the same requests with and without it, in turns.
 
     python benchmarks/speculation.py [--kinds json,tool,predicted,random] [--rows 1,16]
         [--turns 6] [--tokens 96] [--threads 1] [--clock wall] [--folder DIR] [--json FILE]
 
 Random weights in the shape of Qwen2.5-0.5B, bfloat16. Two lanes of one process share the model: one
-with `engine.speculation: auto`, with all of its sources but a draft model, and one without. In each
-turn both answer the same requests, each first in every other turn; the answers have to be the same,
-token for token. Each turn has other prompts.
+with `engine.speculation: auto`, with all sources but a draft model, and one without. In each turn
+both answer the same new requests, first in alternation; the answers must be equal, token for token.
 
 json: an array of objects of one schema, greedy. Its keys are forced, its values are the model's.
-tool: calls of one tool, whose arguments are few words.
-predicted: text without a constraint, of which the client predicts nine tokens of ten.
-random: tokens of random weights at temperature 1, which nobody can know.
+tool: calls of one tool with short arguments.
+predicted: text without a constraint; the client predicts nine tokens of ten.
+random: unpredictable tokens of random weights at temperature 1.
 
-`x off` is the median over the turns of the ratio of tokens per second in the steps that decode,
-with its 95 % interval (bootstrap).
+`x off` is the median over the turns of the ratio of tokens per second of decode steps, with its
+95 % interval (bootstrap).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -30,8 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from in_turn import interval
+from harness import against, options, print_table, record, rotated
 from random_models import write_model
+from workloads import object_schema
 
 from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec
 from nano_inference.config import Constraint, EngineConfig, SamplingParams
@@ -40,20 +39,15 @@ from nano_inference.stages.executor import ExecutorCore, LoadedModel
 
 PROMPT = 64
 UNKNOWN = 0.1
-"""How many of the tokens that a client predicts are wrong."""
+"""Share of wrong tokens in predictions."""
 
 CLOCKS: dict[str, Callable[[], int]] = {"wall": time.perf_counter_ns, "cpu": time.thread_time_ns}
 
 
 def array_of(properties: dict[str, dict[str, object]]) -> Constraint:
-    """So many objects that no answer comes to their end."""
-    item = {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-    return Constraint(json_schema={"type": "array", "items": item, "minItems": 1000})
+    """Return a schema of so many objects that no answer ends."""
+    items = object_schema(properties)
+    return Constraint(json_schema={"type": "array", "items": items, "minItems": 1000})
 
 
 CONSTRAINTS = {
@@ -68,15 +62,12 @@ CONSTRAINTS = {
     "tool": array_of(
         {
             "name": {"const": "get_current_weather"},
-            "arguments": {
-                "type": "object",
-                "properties": {
+            "arguments": object_schema(
+                {
                     "location": {"type": "string", "maxLength": 12},
                     "temperature_unit": {"enum": ["celsius", "fahrenheit"]},
-                },
-                "required": ["location", "temperature_unit"],
-                "additionalProperties": False,
-            },
+                }
+            ),
         }
     ),
 }
@@ -84,7 +75,7 @@ CONSTRAINTS = {
 
 @dataclass
 class Ran:
-    """What one turn of a lane gave: tokens, those of them in steps that decode, and their time."""
+    """One turn of a lane: its tokens; number and time of those in decode steps; drafts."""
 
     tokens: list[list[int]]
     decoded: int = 0
@@ -98,7 +89,7 @@ class Ran:
 
 
 class Lane:
-    """Batching and an executor, with speculation or without."""
+    """Batching and an executor, with or without speculation."""
 
     def __init__(
         self, config: EngineConfig, now_ns: Callable[[], int], model: LoadedModel | None = None
@@ -119,7 +110,7 @@ class Lane:
             self._last_id += 1
             name = f"r{self._last_id}"
             info = RequestInfo(name, name)
-            # Of the place in the turn, so that both lanes draw the same numbers.
+            # By the place in the turn, so that both lanes draw the same numbers.
             spec = SequenceSpec(self._last_id, 0, seed=self._last_id - first)
             self._batching.add(
                 Dispatch(
@@ -153,7 +144,7 @@ class Case:
     accepted: int = 0
 
     def turn(self, number: int, off: Lane, on: Lane, tokens: int) -> None:
-        """Both lanes answer the same requests; raises AssertionError if not alike."""
+        """Let both lanes answer the same requests; raise AssertionError if answers differ."""
         rng = random.Random(f"{self.kind} {self.rows} {number}")
         vocab = off.executor.model.vocab_size
         prompts = [[rng.randrange(vocab) for _ in range(PROMPT)] for _ in range(self.rows)]
@@ -168,8 +159,9 @@ class Case:
                 [rng.randrange(vocab) if rng.random() < UNKNOWN else token for token in answer]
                 for answer in off.run(prompts, sampling, predictions).tokens
             ]
-        lanes = (off, on) if number % 2 else (on, off)
-        ran = {lane: lane.run(prompts, sampling, predictions) for lane in lanes}
+        ran = {
+            lane: lane.run(prompts, sampling, predictions) for lane in rotated((on, off), number)
+        }
         if ran[on].tokens != ran[off].tokens:
             raise AssertionError(f"{self.kind}: speculation has changed tokens")
         self.off.append(ran[off].rate)
@@ -178,29 +170,28 @@ class Case:
         self.accepted += ran[on].accepted
 
     def report(self) -> dict[str, object]:
-        ratios = [on / off for on, off in zip(self.on, self.off, strict=True)]
-        low, high = interval(ratios)
+        figures = against(self.on, self.off)
         return {
             "kind": self.kind,
             "rows": self.rows,
             "off_tokens_per_s": statistics.median(self.off),
-            "on_tokens_per_s": statistics.median(self.on),
-            "ratio": statistics.median(ratios),
-            "interval": (low, high),
+            "on_tokens_per_s": figures["median"],
+            "ratio": figures["ratio"],
+            "interval": figures["interval"],
             "drafted": self.drafted,
             "accepted": self.accepted,
         }
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
-    rows = [int(number) for number in arguments.rows.split(",")]
+    """Run all turns of all cases; return their reports."""
     now_ns = CLOCKS[arguments.clock]
 
     def config(speculation: str) -> EngineConfig:
         return EngineConfig(
             model_path=str(folder),
             dtype="bfloat16",
-            max_batch_size=max(rows),
+            max_batch_size=max(arguments.rows),
             speculation=speculation,
         )
 
@@ -208,23 +199,33 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, objec
         torch.set_num_threads(arguments.threads)
     off = Lane(config("off"), now_ns)
     on = Lane(config("auto"), now_ns, off.executor.model)
-    cases = [Case(kind, number) for kind in arguments.kinds.split(",") for number in rows]
+    cases = [Case(kind, number) for kind in arguments.kinds for number in arguments.rows]
     for number in range(arguments.turns):
         for case in cases:
             case.turn(number, off, on, arguments.tokens)
     return [case.report() for case in cases]
 
 
+COLUMNS = {
+    "off tok/s": "{off_tokens_per_s:.1f}",
+    "on tok/s": "{on_tokens_per_s:.1f}",
+    "x off": "{ratio:.3f}",
+    "interval": "{interval[0]:.3f}-{interval[1]:.3f}",
+    "accepted drafted tokens": "{accepted} of {drafted}",
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kinds", default="json,tool,predicted,random")
-    parser.add_argument("--rows", default="1,16")
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--json", type=Path)
+    parser = options(
+        __doc__,
+        kinds=["json", "tool", "predicted", "random"],
+        rows=[1, 16],
+        turns=6,
+        tokens=96,
+        threads=0,
+        folder=Path,
+        clock=("wall", CLOCKS),
+    )
     arguments = parser.parse_args()
     if arguments.clock == "cpu" and arguments.threads != 1:
         parser.error("--clock cpu is the time of one thread; add --threads 1")
@@ -233,16 +234,8 @@ def main() -> None:
         if not folder.exists():
             write_model(folder, "S")
         reports = measure(arguments, folder)
-    print(f"{'kind':10} {'rows':>4} {'off tok/s':>10} {'on tok/s':>10} {'x off':>7}  interval")
-    for report in reports:
-        low, high = report["interval"]  # type: ignore[misc]
-        print(
-            f"{report['kind']:10} {report['rows']:4} {report['off_tokens_per_s']:10.1f} "
-            f"{report['on_tokens_per_s']:10.1f} {report['ratio']:7.3f}  {low:.3f}-{high:.3f}  "
-            f"{report['accepted']} of {report['drafted']} drafted tokens accepted"
-        )
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"torch": torch.__version__, "cases": reports}))
+    print_table(COLUMNS, {f"{each['kind']}, {each['rows']} rows": each for each in reports})
+    record(arguments, cases=reports)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,22 @@
-"""What speculation is worth in reinforcement learning: the same run with it and without, in turns.
+"""What speculation gains in reinforcement learning: the same run with and without it, in turns.
 
     python benchmarks/speculation_grpo.py [--batches 16,32,64] [--epochs 8] [--problems 32]
         [--prompts 16] [--samples 8] [--seed 1] [--clock wall] [--json FILE]
 
 GRPO on the bundled model, as `examples/grpo_arithmetic.py` in blocking mode, in float32 on one
-thread: sums and differences with a thought, at temperature 1, over the same problems epoch by
-epoch, so that drafts come from samples of the same prompt, those beside it and those of earlier
-epochs. Two engines, each with a trainer of its own, make the same steps; each is first in every
-other one. All that both report has to be the same bit for bit: rewards and facts of each step, and
-the weights at the end.
+thread: sums and differences with a thought, at temperature 1, over the same problems in each epoch,
+so that drafts come from samples of the same prompt, in the same batch and in earlier epochs. Two
+engines, each with its own trainer, make the same steps, first in alternation. Both must report the
+same bits: rewards and facts of each step, and the final weights.
 
-Counted is the time in which the engine generates. `--batches`: samples that it works on at once.
-`x off` of an epoch is the ratio of its tokens per second; that of the run is the median over all
-its steps, with the 95 % interval (bootstrap), and again without the first epoch, in which there are
-no earlier samples. Tokens a row are what a row of a step gave on average.
+The time is that of generation. `--batches`: samples at once. `x off` of an epoch is the ratio of
+its tokens per second; that of the run is the median over all steps, with the 95 % interval
+(bootstrap), and again without the first epoch, which has no earlier samples. Tokens a row are the
+mean of a step's rows.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -30,7 +27,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from in_turn import interval
+from harness import interval, options, print_table, record, rotated
 
 from nano_inference import InferenceEngine
 
@@ -45,17 +42,13 @@ from grpo_arithmetic import (
     make_rollouts,
     start_trainer,
 )
-from grpo_trainer import Trainer
 
-CLOCKS: dict[str, Callable[[], int]] = {
-    "wall": time.monotonic_ns,
-    "cpu": time.thread_time_ns,
-}
+CLOCKS: dict[str, Callable[[], int]] = {"wall": time.monotonic_ns, "cpu": time.thread_time_ns}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of a lane: its facts and mean reward, and what its rollouts took."""
+    """One optimizer step of a lane: its facts and mean reward, tokens, drafts and time."""
 
     facts: dict[str, float]
     tokens: int
@@ -65,24 +58,21 @@ class Step:
 
 
 class Lane:
-    """An engine and a trainer that do a run step by step."""
+    """An engine and a trainer that do a run step by step, until the stack is closed."""
 
     def __init__(self, settings: Settings, now_ns: Callable[[], int], stack: ExitStack) -> None:
-        """Starts them, until the stack is closed."""
         self._settings = settings
         self._engine = stack.enter_context(InferenceEngine(engine_config(settings)))
         self._rollouts = make_rollouts(settings, self._engine)
         self._rollouts.now_ns = now_ns
-        trainer = stack.enter_context(start_trainer(settings, self._engine))
-        assert isinstance(trainer, Trainer)
-        self._trainer = trainer
+        self.trainer: Any = stack.enter_context(start_trainer(settings, self._engine))
         self._record = Record()
 
     def step(self) -> Step:
-        """The next step. Raises NothingToLearn where all answers of each prompt are alike."""
+        """Do the next step; raises NothingToLearn if all answers of each prompt are alike."""
         counts, before = self._rollouts.counts, replace(self._rollouts.counts)
         self._rollouts.busy.clear()
-        facts = blocking_step(self._settings, self._rollouts, self._trainer, self._record)
+        facts = blocking_step(self._settings, self._rollouts, self.trainer, self._record)
         return Step(
             facts={**facts, "reward": counts.take_reward()},
             tokens=counts.tokens - before.tokens,
@@ -92,18 +82,13 @@ class Lane:
         )
 
     def accuracy(self) -> float:
-        """Of greedy answers to held-out problems."""
-        settings = self._settings
-        return self._rollouts.accuracy(
-            self._rollouts.task.chosen(settings.split, settings.held_out)
-        )
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self._trainer.weights()
+        """Return the accuracy of greedy answers to held-out problems."""
+        held_out = self._rollouts.task.chosen(self._settings.split, self._settings.held_out)
+        return self._rollouts.accuracy(held_out)
 
 
 def measure(settings: Settings, epochs: int, now_ns: Callable[[], int]) -> dict[str, Any]:
-    """Both runs, step by step.
+    """Do both runs, step by step; return their figures.
 
     Raises:
         AssertionError: Speculation has changed something.
@@ -116,15 +101,15 @@ def measure(settings: Settings, epochs: int, now_ns: Callable[[], int]) -> dict[
         }
         before = lanes["off"].accuracy()
         for number in range(settings.steps):
-            for kind in ("off", "auto") if number % 2 else ("auto", "off"):
+            for kind in rotated(("auto", "off"), number):
                 steps[kind].append(lanes[kind].step())
             off, on = (steps[kind][-1] for kind in ("off", "auto"))
             if (off.facts, off.tokens) != (on.facts, on.tokens):
                 raise AssertionError(f"step {number}: {on.facts} with speculation, {off.facts}")
-        weights = lanes["auto"].weights()
-        for name, weight in lanes["off"].weights().items():
+        weights = lanes["auto"].trainer.weights()
+        for name, weight in lanes["off"].trainer.weights().items():
             if not torch.equal(weight, weights[name]):
-                raise AssertionError(f"{name} is another with speculation")
+                raise AssertionError(f"{name} differs with speculation")
         after = lanes["off"].accuracy()
     size = settings.steps // epochs
     pairs = list(zip(steps["off"], steps["auto"], strict=True))
@@ -139,13 +124,13 @@ def measure(settings: Settings, epochs: int, now_ns: Callable[[], int]) -> dict[
 
 
 def ratio_of(pairs: list[tuple[Step, Step]]) -> dict[str, Any]:
-    """How many times as fast speculation was, step by step."""
-    ratios = [off.duration_ns / on.duration_ns for off, on in pairs]
-    return {"ratio": statistics.median(ratios), "interval": interval(ratios)}
+    """Return how many times as fast speculation was, step by step."""
+    relative = [off.duration_ns / on.duration_ns for off, on in pairs]
+    return {"ratio": statistics.median(relative), "interval": interval(relative)}
 
 
 def epoch_of(pairs: list[tuple[Step, Step]]) -> dict[str, Any]:
-    """The figures of some steps, each without speculation and with it."""
+    """Return the figures of some steps, each without and with speculation."""
     tokens = sum(off.tokens for off, _ in pairs)
     seconds = {
         "off": sum(off.duration_ns for off, _ in pairs) / 1e9,
@@ -164,17 +149,23 @@ def epoch_of(pairs: list[tuple[Step, Step]]) -> dict[str, Any]:
     }
 
 
+COLUMNS = {
+    "reward": "{reward:.3f}",
+    "off tok/s": "{off_tokens_per_s:.0f}",
+    "auto tok/s": "{auto_tokens_per_s:.0f}",
+    "x off": "{ratio:.2f}",
+    "accepted": "{share:.1%}",
+    "tokens a row": "{tokens_a_row:.2f}",
+}
+
+
 def show(found: dict[str, Any]) -> None:
-    """Prints what `measure` gave."""
     print(f"at most {found['settings']['batch']} samples at once")
-    print("epoch  reward  off tok/s  auto tok/s  x off  accepted  tokens a row")
-    for number, epoch in enumerate(found["epochs"], 1):
-        accepted = epoch["accepted"] / max(epoch["drafted"], 1)
-        print(
-            f"{number:5}  {epoch['reward']:6.3f}  {epoch['off_tokens_per_s']:9.0f}  "
-            f"{epoch['auto_tokens_per_s']:10.0f}  {epoch['ratio']:5.2f}  {accepted:8.1%}  "
-            f"{epoch['tokens_a_row']:12.2f}"
-        )
+    rows = {
+        str(number): epoch | {"share": epoch["accepted"] / max(epoch["drafted"], 1)}
+        for number, epoch in enumerate(found["epochs"], 1)
+    }
+    print_table(COLUMNS, rows, "epoch")
     for name, which in (("all steps", "all"), ("from the second epoch on", "later")):
         low, high = found[which]["interval"]
         print(f"{name}: {found[which]['ratio']:.3f} ({low:.3f}-{high:.3f}) x off")
@@ -185,21 +176,16 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--batches", default="16,32,64")
-    for name, value in (("epochs", 8), ("problems", 32), ("prompts", 16), ("samples", 8)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--json", type=Path)
+    sizes = {"epochs": 8, "problems": 32, "prompts": 16, "samples": 8, "seed": 1}
+    parser = options(__doc__, batches=[16, 32, 64], clock=("wall", CLOCKS), **sizes)
     arguments = parser.parse_args()
     kinds = ("add-thinking", "sub-thinking")
     size, rest = divmod(arguments.problems * len(kinds), arguments.prompts)
     if rest or arguments.epochs < 2:
-        parser.error("an epoch is a whole number of steps, and there are at least two of them")
+        parser.error("an epoch must be a whole number of steps, and --epochs at least 2")
     torch.set_num_threads(1)
     cases = []
-    for batch in arguments.batches.split(","):
+    for batch in arguments.batches:
         settings = Settings(
             seed=arguments.seed,
             kinds=kinds,
@@ -209,15 +195,14 @@ def main() -> None:
             samples=arguments.samples,
             prompts=arguments.prompts,
             most_prompts=arguments.prompts,
-            batch=int(batch),
+            batch=batch,
             max_tokens=40,
             held_out=200,
             deterministic=True,
         )
         cases.append(measure(settings, arguments.epochs, CLOCKS[arguments.clock]))
         show(cases[-1])
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"torch": torch.__version__, "cases": cases}) + "\n")
+    record(arguments, cases=cases)
 
 
 if __name__ == "__main__":

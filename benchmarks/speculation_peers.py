@@ -3,76 +3,66 @@
     python benchmarks/speculation_peers.py --folder DIR --llama-server FILE [--rows 1,16]
         [--kinds edited,new] [--turns 7] [--tokens 128] [--threads 2] [--json FILE]
 
-A model in the shape of Qwen2.5-0.5B with an output layer of its own, and a draft model of the same
+A model in the shape of Qwen2.5-0.5B with an untied output layer, and a draft model of the same
 vocabulary with 128 hidden values and two layers. Both are made here so that their greedy text is
-known (`write_known_text_model`): every token has one that follows it, and in four of five cases the
-draft model lets the same follow. So both engines, however they round, write the same text, and
-drafts are right in the same places; tokens are checked.
+known (`write_known_text_model`): every token has one successor, and in four of five cases the draft
+model has the same. So both engines, with any rounding, generate the same text, and their drafts are
+right at the same places; tokens are checked.
 
-edited: the prompt has the text that is to come, one token in twenty changed, as where a file is
-    given and asked for with a few changes.
-new: nothing of the text that is to come is in the prompt.
+edited: the prompt has the coming text with one token in twenty changed, as in a request for a file
+    with a few changes.
+new: the prompt has nothing of the coming text.
 
-Each engine runs three times, once for each mode; a turn is the same requests for each, all at once,
-in rotating order, and each turn has other texts. Prompts are in each engine's prefix cache before
-the time is taken, so that it is that of decoding: from sending until the last answer is there,
-llama.cpp's over HTTP on the same machine. `x off` is the median over the turns of the ratio to the
-same engine without speculation, for the clock with its 95 % interval (bootstrap) and for the
-process's CPU time; `x llama.cpp` the same of tokens per second to llama.cpp in the same mode.
-llama.cpp's drafts are as long as `--llama-lookup` and `--llama-draft` say.
+Each engine runs three times, once for each mode; in a turn each gets the same new requests, all at
+once, in rotating order. Prompts are in each engine's prefix cache before the measurement, which is
+that of decoding: from sending to the last answer, llama.cpp's over HTTP on the same machine. `x
+off` is the median over the turns of the ratio to the same engine without speculation, for the clock
+with its 95 % interval (bootstrap) and for the process's CPU time; `x llama.cpp` is the ratio of
+tokens per second to llama.cpp in the same mode. `--llama-lookup` and `--llama-draft` set the length
+of llama.cpp's drafts.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import machine
-from constraint_peers import cpu_ms
-from in_turn import interval
+from harness import against, median_ratio, options, print_table, progress, record, rotated
+from llama_server import LlamaServer
 from random_models import random_successors, write_known_text_model
-from workloads import SHAPES
+from workloads import SHAPES, qwen2
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 
 PROMPT, CONTEXT = 64, 16
-"""Tokens of a prompt besides the edited text, and those right before the text."""
+"""Random tokens of a prompt, and tokens right before the coming text."""
 CHANGED, AGREED = 0.05, 0.8
 FIRST = 300
-"""The first of the tokens that texts are made of; before are special ones and bytes."""
-TARGET = SHAPES["S"] | {
+"""The first token of texts; those before are special tokens and bytes."""
+MORE = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 32_768,
     "rms_norm_eps": 1e-6,
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-DRAFT = TARGET | {
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
+TARGET = SHAPES["S"] | MORE
+DRAFT = qwen2(128, 512, 2, (2, 1), TARGET["vocab_size"]) | MORE
 MODES = ("off", "lookup", "draft")
-PORT = 18372
-READY_S = 120
 
 
 class Took(NamedTuple):
-    """One turn: seconds of the clock and of the process's CPU, and drafted tokens."""
+    """One turn: seconds of the clock and of the process's CPU, drafted and accepted tokens."""
 
     wall_s: float
     cpu_s: float
@@ -82,7 +72,7 @@ class Took(NamedTuple):
 
 @dataclass(frozen=True)
 class Ask:
-    """A prompt and what a model writes behind it."""
+    """A prompt and its known continuation."""
 
     prompt: list[int]
     answer: list[int]
@@ -92,13 +82,13 @@ Run = Callable[[Sequence[Ask]], Took]
 
 
 def make_models(folder: Path) -> list[int]:
-    """Writes both models, if they are not there, as folders and GGUF; the target's successors."""
+    """Write both models, if missing, as folders and GGUF; return the target's successors."""
     size = TARGET["vocab_size"]
     successors = random_successors(size, FIRST, seed=1)
     rng = random.Random(2)
     others = [token for token in range(FIRST, size) if rng.random() >= AGREED]
     drafted = list(successors)
-    # Each of these has the successor of the next of them, so that all of them are wrong.
+    # Each gets the successor of the next one, so that all are wrong.
     for token, other in zip(others, [*others[1:], others[0]], strict=True):
         drafted[token] = successors[other]
     for name, settings, following in (("target", TARGET, successors), ("draft", DRAFT, drafted)):
@@ -131,26 +121,26 @@ def make_asks(successors: list[int], kind: str, rows: int, tokens: int, turn: in
 
 
 def check(name: str, asked: Ask, told: Sequence[int], tokens: int) -> None:
-    """Raises AssertionError unless these are the tokens that follow the prompt."""
+    """Raise AssertionError unless these are the tokens that follow the prompt."""
     if list(told) != asked.answer[:tokens]:
         raise AssertionError(f"{name} wrote another text, or {len(told)} tokens")
 
 
-def ours(folder: Path, mode: str, options: argparse.Namespace, stack: ExitStack) -> Run:
+def ours(folder: Path, mode: str, arguments: argparse.Namespace, stack: ExitStack) -> Run:
     more: dict[str, Any] = {
         "off": {},
         "lookup": {"speculation": "auto"},
         "draft": {
             "speculation": "auto",
-            "draft_sources": ("prediction",),  # which no request has, so that the model drafts
+            "draft_sources": ("prediction",),  # no request has one, so that the model drafts
             "draft_model_path": str(folder / "draft"),
         },
     }[mode]
     config = EngineConfig(
         model_path=str(folder / "target"),
         kv_cache_bytes=1 << 29,
-        max_batch_size=max(options.rows),
-        cpu_threads=options.threads,
+        max_batch_size=max(arguments.rows),
+        cpu_threads=arguments.threads,
         **more,
     )
     engine = stack.enter_context(InferenceEngine(config))
@@ -165,193 +155,143 @@ def ours(folder: Path, mode: str, options: argparse.Namespace, stack: ExitStack)
             sum(sample.num_accepted_draft_tokens for sample in samples),
         )
 
+    return timed_run(generate, arguments.tokens, time.process_time)
+
+
+def timed_run(
+    generate: Callable[[Sequence[Ask], int], tuple[int, int]],
+    tokens: int,
+    cpu_s: Callable[[], float],
+) -> Run:
+    """Return a run that caches the prompts, and then measures the generation."""
+
     def run(asks: Sequence[Ask]) -> Took:
         generate(asks, 1)
-        wall_s, cpu_s = time.perf_counter(), time.process_time()
-        counts = generate(asks, options.tokens)
-        return Took(time.perf_counter() - wall_s, time.process_time() - cpu_s, *counts)
+        wall_at, cpu_at = time.perf_counter(), cpu_s()
+        counts = generate(asks, tokens)
+        return Took(time.perf_counter() - wall_at, cpu_s() - cpu_at, *counts)
 
     return run
 
 
-def start_llama(folder: Path, mode: str, options: argparse.Namespace, stack: ExitStack) -> int:
-    """llama.cpp's server in this mode; its process's id, once it answers."""
-    rows, threads = max(options.rows), str(options.threads)
-    command = [str(options.llama_server), "-m", str(folder / "target.gguf")]
-    command += ["--port", str(PORT + MODES.index(mode)), "-t", threads, "-np", str(rows)]
-    command += ["-c", str(rows * 512), "-cram", "0"]
-    if mode == "lookup":
-        command += options.llama_lookup.split()
-    if mode == "draft":
-        command += ["--spec-type", "draft-simple", "-md", str(folder / "draft.gguf")]
-        command += ["-td", threads, *options.llama_draft.split()]
-    log = stack.enter_context((folder / f"llama-{mode}.log").open("w"))
-    process = subprocess.Popen(command, stdout=log, stderr=log)
-    stack.callback(process.wait)
-    stack.callback(process.terminate)
-    until = time.monotonic() + READY_S
-    while True:
-        try:
-            if httpx.get(f"http://127.0.0.1:{PORT + MODES.index(mode)}/health").is_success:
-                return process.pid
-        except httpx.TransportError:
-            pass
-        if time.monotonic() > until or process.poll() is not None:
-            raise AssertionError(f"llama.cpp does not start; see {log.name}")
-        time.sleep(0.2)
-
-
-def llama(folder: Path, mode: str, options: argparse.Namespace, stack: ExitStack) -> Run:
-    pid = start_llama(folder, mode, options, stack)
-    url = f"http://127.0.0.1:{PORT + MODES.index(mode)}/completion"
-    client = stack.enter_context(httpx.Client(timeout=READY_S))
-    pool = stack.enter_context(ThreadPoolExecutor(max(options.rows)))
-
-    def complete(slot: int, asked: Ask, tokens: int) -> tuple[int, int]:
-        body = {
-            "prompt": asked.prompt,
-            "n_predict": tokens,
-            "temperature": 0,
-            "samplers": ["temperature"],
-            "ignore_eos": True,
-            "cache_prompt": True,
-            "id_slot": slot,
-            "return_tokens": True,
-        }
-        told = client.post(url, json=body).raise_for_status().json()
-        check(f"llama.cpp, {mode},", asked, told["tokens"], tokens)
-        timings = told["timings"]
-        return timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
+def llama(folder: Path, mode: str, arguments: argparse.Namespace, stack: ExitStack) -> Run:
+    draft = ["--spec-type", "draft-simple", "-md", folder / "draft.gguf", "-td", arguments.threads]
+    more = {
+        "off": [],
+        "lookup": arguments.llama_lookup.split(),
+        "draft": [*draft, *arguments.llama_draft.split()],
+    }[mode]
+    rows, gguf = max(arguments.rows), folder / "target.gguf"
+    size, log = (rows, arguments.threads), folder / f"llama-{mode}.log"
+    server = LlamaServer(arguments.llama_server, gguf, *size, stack, *more, log=log)
 
     def generate(asks: Sequence[Ask], tokens: int) -> tuple[int, int]:
-        answers = pool.map(lambda pair: complete(*pair, tokens), enumerate(asks))
-        drafted, accepted = zip(*answers, strict=True)
-        return sum(drafted), sum(accepted)
+        common = {"n_predict": tokens, "temperature": 0, "ignore_eos": True}
+        common |= {"cache_prompt": True, "return_tokens": True}
+        bodies = [
+            {"prompt": asked.prompt, "id_slot": slot, **common} for slot, asked in enumerate(asks)
+        ]
+        answers = server.complete(bodies)
+        for asked, answer in zip(asks, answers, strict=True):
+            check(f"llama.cpp, {mode},", asked, answer["tokens"], tokens)
+        drafted, accepted = (
+            sum(answer["timings"].get(name, 0) for answer in answers)
+            for name in ("draft_n", "draft_n_accepted")
+        )
+        return drafted, accepted
 
-    def run(asks: Sequence[Ask]) -> Took:
-        generate(asks, 1)
-        wall_s, cpu_at = time.perf_counter(), cpu_ms(pid)
-        counts = generate(asks, options.tokens)
-        wall_s = time.perf_counter() - wall_s
-        return Took(wall_s, (cpu_ms(pid) - cpu_at) / 1e3, *counts)
-
-    return run
+    return timed_run(generate, arguments.tokens, server.cpu_s)
 
 
 @dataclass
 class Case:
-    """One kind of text at one batch size: what each engine in each mode took, turn by turn."""
+    """One kind of text at one batch size: the turns of each engine in each mode."""
 
     kind: str
     rows: int
     took: dict[tuple[str, str], list[Took]] = field(default_factory=dict)
-    states: list[machine.State] = field(default_factory=list)
+    states: list[dict[str, float]] = field(default_factory=list)
 
     def report(self, tokens: int) -> list[dict[str, Any]]:
-        """Of each engine and mode the medians."""
+        """Return the medians of each engine and mode."""
         reports = []
         for (engine, mode), took in self.took.items():
             off, peer = self.took[engine, "off"], self.took["llama.cpp", mode]
-            ratios = [before.wall_s / after.wall_s for before, after in zip(off, took, strict=True)]
-            cpu = [before.cpu_s / after.cpu_s for before, after in zip(off, took, strict=True)]
-            beside = [theirs.wall_s / own.wall_s for theirs, own in zip(peer, took, strict=True)]
-            rates = [self.rows * tokens / one.wall_s for one in took]
-            reports.append(
-                {
-                    "kind": self.kind,
-                    "rows": self.rows,
-                    "engine": engine,
-                    "mode": mode,
-                    "tokens_per_s": statistics.median(rates),
-                    "range": (min(rates), max(rates)),
-                    "x_off": statistics.median(ratios),
-                    "interval": interval(ratios),
-                    "cpu_x_off": statistics.median(cpu),
-                    "x_llama": statistics.median(beside),
-                    "drafted": sum(one.drafted for one in took),
-                    "accepted": sum(one.accepted for one in took),
-                }
-            )
+            wall_s, cpu_s = ([each[i] for each in took] for i in range(2))
+            faster = against([each.wall_s for each in off], wall_s)
+            rates = [self.rows * tokens / one for one in wall_s]
+            row = {"kind": self.kind, "rows": self.rows, "engine": engine, "mode": mode}
+            row |= {"tokens_per_s": statistics.median(rates), "range": (min(rates), max(rates))}
+            row |= {"x_off": faster["ratio"], "interval": faster["interval"]}
+            row["cpu_x_off"] = median_ratio((each.cpu_s for each in off), cpu_s)
+            row["x_llama"] = median_ratio((each.wall_s for each in peer), wall_s)
+            for name in ("drafted", "accepted"):
+                row[name] = sum(getattr(one, name) for one in took)
+            reports.append(row)
         return reports
 
     def turns(self) -> dict[str, Any]:
-        """All that was measured, for the file."""
+        """Return all measurements."""
         took = {f"{engine} {mode}": turns for (engine, mode), turns in self.took.items()}
-        states = [asdict(state) for state in self.states]
-        return {"kind": self.kind, "rows": self.rows, "took": took, "states": states}
+        return {"kind": self.kind, "rows": self.rows, "took": took, "states": self.states}
 
 
-def measure(options: argparse.Namespace, stack: ExitStack) -> list[Case]:
-    successors = make_models(options.folder)
+def measure(arguments: argparse.Namespace, stack: ExitStack) -> list[Case]:
+    successors = make_models(arguments.folder)
     runs: dict[tuple[str, str], Run] = {}
     for mode in MODES:
-        runs["ours", mode] = ours(options.folder, mode, options, stack)
-        runs["llama.cpp", mode] = llama(options.folder, mode, options, stack)
+        runs["ours", mode] = ours(arguments.folder, mode, options, stack)
+        runs["llama.cpp", mode] = llama(arguments.folder, mode, options, stack)
     names = list(runs)
     cases = [
         Case(kind, rows, {name: [] for name in names})
-        for kind in options.kinds.split(",")
-        for rows in options.rows
+        for kind in arguments.kinds
+        for rows in arguments.rows
     ]
-    for turn in range(options.turns + 1):  # the first one warms up
-        first = turn % len(names)
+    for turn in range(arguments.turns + 1):  # the first turn warms up
         for case in cases:
-            asks = make_asks(successors, case.kind, case.rows, options.tokens, turn)
-            for name in names[first:] + names[:first]:
+            asks = make_asks(successors, case.kind, case.rows, arguments.tokens, turn)
+            for name in rotated(names, turn):
                 took = runs[name](asks)
                 if turn:
                     case.took[name].append(took)
-            if turn and (state := machine.measure(options.threads)):
-                case.states.append(state)
-        print(f"turn {turn} of {options.turns}", file=sys.stderr, flush=True)
+            if turn:
+                machine.note(case.states, arguments.threads)
+        progress(turn, arguments.turns, "turn")
     return cases
 
 
-def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--llama-server", type=Path, required=True)
-    parser.add_argument("--llama-lookup", default="--spec-type ngram-simple")
-    parser.add_argument("--llama-draft", default="")
-    parser.add_argument("--kinds", default="edited,new")
-    parser.add_argument("--rows", default="1,16")
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    options.rows = [int(number) for number in options.rows.split(",")]
-    options.folder.mkdir(parents=True, exist_ok=True)
-    return options
+COLUMNS = {
+    "tok/s": "{tokens_per_s:.1f}",
+    "x off": "{x_off:.2f}",
+    "interval": "{interval[0]:.2f}-{interval[1]:.2f}",
+    "CPU x off": "{cpu_x_off:.2f}",
+    "x llama.cpp": "{x_llama:.2f}",
+    "accepted": "{accepted} of {drafted}",
+}
 
 
 def main() -> None:
-    options = read_options()
-    with ExitStack() as stack:
-        cases = measure(options, stack)
-    reports = [report for case in cases for report in case.report(options.tokens)]
-    print(
-        f"{'kind':7} {'rows':>4} {'engine':10} {'mode':7} {'tok/s':>7} {'x off':>6} "
-        f"{'interval':>11} {'CPU x off':>9} {'x llama.cpp':>11}  accepted"
+    parser = options(
+        __doc__,
+        llama_lookup="--spec-type ngram-simple",
+        llama_draft="",
+        kinds=["edited", "new"],
+        rows=[1, 16],
+        turns=7,
+        tokens=128,
+        threads=2,
     )
-    for report in reports:
-        low, high = report["interval"]
-        print(
-            f"{report['kind']:7} {report['rows']:4} {report['engine']:10} {report['mode']:7} "
-            f"{report['tokens_per_s']:7.1f} {report['x_off']:6.2f} {low:5.2f}-{high:5.2f} "
-            f"{report['cpu_x_off']:9.2f} {report['x_llama']:11.2f}  "
-            f"{report['accepted']} of {report['drafted']}"
-        )
-    if options.json:
-        content = {
-            "threads": options.threads,
-            "tokens": options.tokens,
-            "llama_lookup": options.llama_lookup,
-            "llama_draft": options.llama_draft,
-            "reports": reports,
-            "turns": [case.turns() for case in cases],
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    for name in ("--folder", "--llama-server"):
+        parser.add_argument(name, type=Path, required=True)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        cases = measure(arguments, stack)
+    reports = [report for case in cases for report in case.report(arguments.tokens)]
+    names = ("kind", "rows", "engine", "mode")
+    print_table(COLUMNS, {", ".join(str(each[n]) for n in names): each for each in reports})
+    record(arguments, reports=reports, turns=[case.turns() for case in cases])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A client of `/v1/completions` written by hand, so that it costs next to nothing, in a process of
-its own: for gateway.py and connections.py.
+"""A client of `/v1/completions` in its own process, written by hand so that it costs little CPU.
 
-It reads jobs, a line of JSON each, and answers each with a line. A job is `{port, bodies, reads}`:
-all bodies are posted at once, on a connection each. Without `reads` nobody reads the answers: the
-line comes when all are sent, and the connections stay open until the next job.
+For gateway.py and connections.py. It answers each line of JSON with one. A line is a job `{port,
+bodies, reads}`: all bodies are posted at once, on a connection each. Without `reads` the answers
+stay unread: the line comes when all bodies are sent, and the connections stay open until the next
+job.
 """
 
 from __future__ import annotations
@@ -13,57 +13,36 @@ import json
 import re
 import resource
 import socket
-import subprocess
 import sys
 import time
 from bisect import bisect_left
 from itertools import accumulate, pairwise
-from types import TracebackType
 from typing import Any
 
+from harness import Worker, http_post
+
 LIMIT_S = 600.0
-"""How long a job may take."""
+"""Limit of a job."""
 
 SMALL_BUFFER = 4096
-"""Bytes that the kernel takes for somebody who does not read; without that some megabytes."""
+"""Receive buffer of an unread connection; by default the kernel grows it to some megabytes."""
 
 _EVENT = re.compile(rb"data: (\{.*\})\r?\n")
 
 
-class Client:
+class Client(Worker):
     """The process, while the context is open."""
 
-    def __enter__(self) -> Client:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        return self
+    def __init__(self) -> None:
+        super().__init__(sys.executable, __file__)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._process.kill()
-        self._process.communicate()
+    def post(self, port: int, bodies: list[dict[str, Any]], *, reads: bool = True) -> Any:
+        """Post all bodies at once; return what `_run` returns.
 
-    def post(
-        self, port: int, bodies: list[dict[str, Any]], *, reads: bool = True
-    ) -> dict[str, Any]:
-        """Posts all bodies at once.
-
-        Returns:
-            What `_run` returns. Raises RuntimeError when one was not answered with 200.
+        Raises:
+            RuntimeError: A body was not answered with status 200.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        job = {"port": port, "bodies": bodies, "reads": reads}
-        print(json.dumps(job), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the client has ended")
-        found: dict[str, Any] = json.loads(line)
+        found = self.ask({"port": port, "bodies": bodies, "reads": reads})
         refused = {each["error"] for each in found["replies"] if each["error"]}
         if refused:
             raise RuntimeError(f"not answered: {sorted(refused)[:3]}")
@@ -71,7 +50,7 @@ class Client:
 
 
 class Answer:
-    """The bytes of an answer, and when they came. Nothing is looked at until the end."""
+    """The bytes of an answer and when they came; parsed only at the end."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -83,8 +62,8 @@ class Answer:
             self._at.append(time.perf_counter())
             self._parts.append(part)
 
-    def told(self) -> dict[str, Any]:
-        """In seconds: to the first event, to the end, and between events; and the text."""
+    def result(self) -> dict[str, Any]:
+        """Return the text, and seconds: to the first event, to the end, and between events."""
         whole = b"".join(self._parts)
         if not whole.startswith(b"HTTP/1.1 200"):
             return {"error": whole[:200].decode(errors="replace") or "the connection was closed"}
@@ -116,14 +95,12 @@ async def _connect(port: int, body: bytes, buffer: int | None) -> Any:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
     await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
     reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 12)
-    head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
+    writer.write(http_post("/v1/completions", body, "Connection: close"))
     return reader, writer
 
 
 async def _run(job: dict[str, Any]) -> dict[str, Any]:
-    """All of it: wall time, this process's CPU time, and what came of each body."""
+    """Return the wall time, this process's CPU time, and the result of each body."""
     bodies = [json.dumps(body).encode() for body in job["bodies"]]
 
     async def one(body: bytes) -> Answer:
@@ -139,12 +116,12 @@ async def _run(job: dict[str, Any]) -> dict[str, Any]:
     async with asyncio.timeout(LIMIT_S):
         answers = await asyncio.gather(*map(one, bodies))
     seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
-    replies = [answer.told() for answer in answers]
+    replies = [answer.result() for answer in answers]
     return {"seconds": seconds, "cpu_s": cpu_s, "replies": replies}
 
 
 async def _leave_unread(job: dict[str, Any]) -> list[Any]:
-    """The connections, of which nobody takes anything."""
+    """Return connections on which all bodies are sent, and whose answers are not read."""
     bodies = [json.dumps(body).encode() for body in job["bodies"]]
     connected = [await _connect(job["port"], body, SMALL_BUFFER) for body in bodies]
     for _, writer in connected:
@@ -154,7 +131,7 @@ async def _leave_unread(job: dict[str, Any]) -> list[Any]:
 
 
 async def serve() -> None:
-    """Does what it is told until the input ends."""
+    """Do jobs until the input ends."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     unread: list[Any] = []

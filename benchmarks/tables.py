@@ -1,10 +1,10 @@
-"""Writes the tables of the documents from the result files.
+"""Generates the documents' tables from the result files.
 
     python benchmarks/tables.py
 
-Each table stands in README.md or benchmarks/README.md between `<!-- table: NAME -->` and
-`<!-- end -->`, and a function of that name below makes it from files in benchmarks/results/. Run
-this after a measurement was written there with `--json`; a test fails until it is done.
+A table in README.md or benchmarks/README.md stands between `<!-- table: NAME -->` and `<!-- end
+-->`; `TABLES` has its function, which reads files in benchmarks/results/. Run this program after a
+measurement with `--json`; a test compares the documents.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+from harness import markdown, median_ratio
 
 HERE = Path(__file__).parent
 DOCUMENTS = (HERE.parent / "README.md", HERE / "README.md")
@@ -45,12 +47,6 @@ def result(name: str) -> Any:
     return json.loads((HERE / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def rows(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table; all columns but the first one hold numbers."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-
-
 def short(value: float | None, digits: int = 3) -> str:
     """Return a number with so many significant digits."""
     if value is None:
@@ -77,11 +73,11 @@ def engines_of(names: Sequence[str], state: str, peers: Sequence[str]) -> str:
             ours = statistics.median(by_engine["ours"])
             cells = [against(by_engine.get(peer), ours) for peer in peers]
             body.append([words, f"{short(ours)} ({len(by_engine['ours'])})", *cells])
-    return rows(["", "nano-inference", *(PEERS[peer] for peer in peers)], body)
+    return markdown(["", "nano-inference", *(PEERS[peer] for peer in peers)], body)
 
 
 def against(times: Sequence[float] | None, ours: float) -> str:
-    """Return a median, over ours, and of how many turns; nothing where there are none."""
+    """Return a median, its ratio to ours, and the number of turns; nothing without turns."""
     if not times:
         return ""
     median = statistics.median(times)
@@ -91,28 +87,6 @@ def against(times: Sequence[float] | None, ours: float) -> str:
 AMX = ("run-S-2-amx-cores-W1-short", "run-S-2-amx-cores-W2-W3", "run-S-2-amx-cores-W5")
 VECTORS = ("run-S-2-amx-cores-by-vectors-W1-short", "run-S-2-amx-cores-by-vectors-W2-W3")
 EPYC = ("run-S-2-cpu-cores-W1-short", "run-S-2-cpu-cores-W2-W3")
-
-
-def run_amx() -> str:
-    return engines_of(AMX, "near", ("openvino", "llamacpp"))
-
-
-def run_transformers() -> str:
-    names = ["run-S-2-amx-cores-Transformers"]
-    return engines_of(names, "near", ("transformers", "generate_batch"))
-
-
-def run_vectors() -> str:
-    return engines_of(VECTORS, "near", ("openvino", "llamacpp"))
-
-
-def run_epyc() -> str:
-    return engines_of(EPYC, "near", ("openvino", "llamacpp"))
-
-
-def run_epyc_busy() -> str:
-    names = ["run-S-2-cpu-cores-W1-short-one-busy"]
-    return engines_of(names, "shared", ("openvino", "llamacpp"))
 
 
 # --- pipeline.py, gateway.py, poisson.py, kserve.py -----------------------------------------------
@@ -134,15 +108,7 @@ def pipeline_of(name: str) -> str:
         for key, words in PIPELINE.items()
         if key in variants
     ]
-    return rows(["", "tokens/s", "time over the bare loop"], body)
-
-
-def pipeline() -> str:
-    return pipeline_of("pipeline-2-cpu-cores")
-
-
-def pipeline_s() -> str:
-    return pipeline_of("pipeline-S-2-cpu-cores")
+    return markdown(["", "tokens/s", "time over the bare loop"], body)
 
 
 def gateway() -> str:
@@ -151,7 +117,7 @@ def gateway() -> str:
         [way, *(f"{shape['ways'][way]['x_submit']:.2f}" for shape in shapes.values())]
         for way in ("HTTP", "HTTP, streaming")
     ]
-    return rows(["time over `Pipeline.submit`", *shapes], body)
+    return markdown(["time over `Pipeline.submit`", *shapes], body)
 
 
 def poisson() -> str:
@@ -164,65 +130,43 @@ def poisson() -> str:
         rate = f"{row['rate']:g}, {row['server']}"
         body.append([rate, " / ".join(ttft), " / ".join(gap), f"{row['tokens_per_s']:.0f}"])
     head = ["requests/s", "TTFT p50 / p99, s", "gap between tokens p50 / p99, ms", "tokens/s"]
-    return rows(head, body)
+    return markdown(head, body)
 
 
 def kserve() -> str:
     files = {"one tensor": "kserve-1-tensor", "four tensors": "kserve-4-tensors"}
     seconds = {words: result(f"{name}-2-cpu-cores")["seconds"] for words, name in files.items()}
-    ways = ("shared memory, gRPC", "shared memory, HTTP", "inline, gRPC", "inline, HTTP")
-    body = [[way, *(trip(times, way) for times in seconds.values())] for way in ways]
-    return rows(["seconds, speed over memcpy", *seconds], body)
-
-
-def trip(seconds: dict[str, list[float]], way: str) -> str:
-    """Return the median time of a way, and the median of its speeds over memcpy."""
-    times = seconds[way]
-    speed = statistics.median(a / b for a, b in zip(seconds["memcpy"], times, strict=True))
-    return f"{short(statistics.median(times))}, {speed:.3f}"
+    body = []
+    for way in ("shared memory, gRPC", "shared memory, HTTP", "inline, gRPC", "inline, HTTP"):
+        cells = [way]
+        for times in seconds.values():
+            speed = median_ratio(times["memcpy"], times[way])
+            cells.append(f"{short(statistics.median(times[way]))}, {speed:.3f}")
+        body.append(cells)
+    return markdown(["seconds, speed over memcpy", *seconds], body)
 
 
 # --- chaos.py, durability.py, hostile.py ----------------------------------------------------------
 
-
-def faults(kills: dict[str, int]) -> str:
-    """Return how many faults there were."""
-    return (
-        f"{sum(kills.values())} ({', '.join(f'{count} {name}' for name, count in kills.items())})"
-    )
+STREAM_FAULTS = ("lost", "duplicated", "gaps", "mismatched", "mismatched_sampled", "not_recovered")
+HTTP_FAULTS = ("lost", "doubled", "gaps", "different", "different_sampled", "returns")
 
 
-def chaos() -> str:
-    told = result("chaos")
-    names = ("lost", "duplicated", "gaps", "mismatched", "mismatched_sampled", "not_recovered")
+def chaos_of(name: str, fields: Sequence[str]) -> str:
+    found = result(name)
+    kills = ", ".join(f"{count} {target}" for target, count in found["kills"].items())
     body = [
-        ["requests", told["requests"]],
-        ["faults", faults(told["kills"])],
-        *([name, told[name]] for name in names),
-        ["wall time, s", told["wall_s"]],
+        ["requests", found["requests"]],
+        ["faults", f"{sum(found['kills'].values())} ({kills})"],
+        *([field, found[field]] for field in fields),
+        ["wall time, s", found["wall_s"]],
     ]
-    times = {"recovery": told["recovery_s"]} | {
-        f"recovery from {target}": times for target, times in told["recovery_s_by_target"].items()
-    }
-    body += [[f"{words} p50 / p99, s", span(each)] for words, each in times.items()]
-    return rows(["chaos.json", ""], body)
-
-
-def span(times: dict[str, float]) -> str:
-    """Return p50 and p99."""
-    return f"{short(times['p50'])} / {short(times['p99'])}"
-
-
-def chaos_http() -> str:
-    told = result("chaos-http")
-    names = ("lost", "doubled", "gaps", "different", "different_sampled", "returns")
-    body = [
-        ["requests", told["requests"]],
-        ["faults", faults(told["kills"])],
-        *([name, told[name]] for name in names),
-        ["wall time, s", told["wall_s"]],
-    ]
-    return rows(["chaos-http.json", ""], body)
+    times = {"recovery": found["recovery_s"]} if "recovery_s" in found else {}
+    for target, each in found.get("recovery_s_by_target", {}).items():
+        times[f"recovery from {target}"] = each
+    for words, each in times.items():
+        body.append([f"{words} p50 / p99, s", f"{short(each['p50'])} / {short(each['p99'])}"])
+    return markdown([f"{name}.json", ""], body)
 
 
 def durability_recovery() -> str:
@@ -231,7 +175,7 @@ def durability_recovery() -> str:
         for row in result("durability")["recovery"]
     ]
     head = ["requests in flight", "first token, s", "every request has another one, s"]
-    return rows(head, body)
+    return markdown(head, body)
 
 
 def durability_cost() -> str:
@@ -246,31 +190,22 @@ def durability_cost() -> str:
         ]
         for row in cost
     ]
-    return rows(["requests and results", "tokens/s", "x memory", "TTFT p50, ms"], body)
-
-
-def waits() -> tuple[float, list[tuple[str, float]]]:
-    """Return the bystander's worst wait in peace, and under each attack, longest first."""
-    worst = {
-        row["attack"]: max(row[way]["worst_s"] for way in ("http", "redis"))
-        for row in result("hostile")["rows"]
-    }
-    peace = worst.pop("(nothing)")
-    return peace, sorted(worst.items(), key=lambda each: -each[1])
+    return markdown(["requests and results", "tokens/s", "x memory", "TTFT p50, ms"], body)
 
 
 def hostile() -> str:
-    peace, worst = waits()
-    lost = sum(row[way]["lost"] for row in result("hostile")["rows"] for way in ("http", "redis"))
-    ended = sum(not row["same_processes"] for row in result("hostile")["rows"])
+    found, ways = result("hostile")["rows"], ("http", "redis")
+    waits = {row["attack"]: max(row[way]["worst_s"] for way in ways) for row in found}
+    alone = waits.pop("(nothing)")
+    worst = sorted(waits, key=lambda attack: -waits[attack])[:3]
     body = [
-        ["attacks", len(worst)],
-        ["worst wait without an attack, s", peace],
-        *([f"worst wait under `{attack}`, s", wait] for attack, wait in worst[:3]),
-        ["bystander's requests lost", lost],
-        ["attacks under which a process ended", ended],
+        ["attacks", len(waits)],
+        ["worst wait without an attack, s", alone],
+        *([f"worst wait under `{attack}`, s", waits[attack]] for attack in worst),
+        ["bystander's requests lost", sum(row[way]["lost"] for row in found for way in ways)],
+        ["attacks under which a process ended", sum(not row["same_processes"] for row in found)],
     ]
-    return rows(["hostile.json", ""], body)
+    return markdown(["hostile.json", ""], body)
 
 
 # --- README.md ------------------------------------------------------------------------------------
@@ -293,8 +228,8 @@ def measured() -> str:
         for row in result("poisson-S-2-cpu-cores")["rows"]
         if row["rate"] == 1
     }
-    told = result("chaos")
-    lost = sum(told[name] for name in ("lost", "duplicated", "gaps", "mismatched"))
+    found = result("chaos")
+    lost = sum(found[name] for name in ("lost", "duplicated", "gaps", "mismatched"))
     body = [
         [
             "bundled model, 128 requests, five processes over Redis, streamed",
@@ -310,14 +245,14 @@ def measured() -> str:
             f"`transformers serve`: {over_http['transformers serve']}",
         ],
         [
-            f"{told['requests']:,} streams under {sum(told['kills'].values())} faults (`kill -9` "
+            f"{found['requests']:,} streams under {sum(found['kills'].values())} faults (`kill -9` "
             "of stages and Redis, cut connections)",
             f"{lost} lost, doubled, cut or different",
-            f"next token after {short(told['recovery_s']['p50'], 2)} s "
-            f"(99 %: {short(told['recovery_s']['p99'], 2)} s)",
+            f"next token after {short(found['recovery_s']['p50'], 2)} s "
+            f"(99 %: {short(found['recovery_s']['p99'], 2)} s)",
         ],
     ]
-    return rows(["", "nano-inference", "beside it"], body)
+    return markdown(["", "nano-inference", "beside it"], body)
 
 
 def peers_of(times: Sequence[str]) -> str:
@@ -325,18 +260,31 @@ def peers_of(times: Sequence[str]) -> str:
     return f"OpenVINO GenAI: {times[1]}; llama.cpp: {times[2]}"
 
 
+OTHERS = ("openvino", "llamacpp")
 TABLES: dict[str, Callable[[], str]] = {
-    make.__name__.replace("_", "-"): make
-    for make in (
-        *(run_amx, run_transformers, run_vectors, run_epyc, run_epyc_busy),
-        *(pipeline, pipeline_s, gateway, poisson, kserve),
-        *(chaos, chaos_http, durability_recovery, durability_cost, hostile, measured),
-    )
+    "run-amx": partial(engines_of, AMX, "near", OTHERS),
+    "run-transformers": partial(
+        engines_of, ["run-S-2-amx-cores-Transformers"], "near", ("transformers", "generate_batch")
+    ),
+    "run-vectors": partial(engines_of, VECTORS, "near", OTHERS),
+    "run-epyc": partial(engines_of, EPYC, "near", OTHERS),
+    "run-epyc-busy": partial(engines_of, ["run-S-2-cpu-cores-W1-short-one-busy"], "shared", OTHERS),
+    "pipeline": partial(pipeline_of, "pipeline-2-cpu-cores"),
+    "pipeline-s": partial(pipeline_of, "pipeline-S-2-cpu-cores"),
+    "gateway": gateway,
+    "poisson": poisson,
+    "kserve": kserve,
+    "chaos": partial(chaos_of, "chaos", STREAM_FAULTS),
+    "chaos-http": partial(chaos_of, "chaos-http", HTTP_FAULTS),
+    "durability-recovery": durability_recovery,
+    "durability-cost": durability_cost,
+    "hostile": hostile,
+    "measured": measured,
 }
 
 
 def written(text: str) -> str:
-    """Return a document with its tables as the result files have them."""
+    """Return a document with its tables generated anew."""
     return TABLE.sub(lambda found: f"{found[1]}{found[2]}\n{TABLES[found[1]]()}\n", text)
 
 

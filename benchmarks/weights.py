@@ -1,8 +1,8 @@
-"""How fast new weights reach the executor, by each way, and what updates in flight cost.
+"""How fast new weights reach the executor, and what updates during generation cost.
 
-First the transports: bytes per second from the message until the tensors are in memory of the
-executor's own, beside copies of as many bytes that one thread makes. Then generation: the same
-requests without updates and with one update after the other. Repetitions are interleaved.
+First the transports: bytes per second from the message until the tensors are in the executor's own
+memory, beside copies of as many bytes by one thread. Then generation: the same requests without
+updates and with consecutive updates. Repetitions are interleaved.
 """
 
 from __future__ import annotations
@@ -10,28 +10,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import math
-import multiprocessing
-import random
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from cores import random_requests
+from harness import against, options, print_table, record, spawned, timed
 from random_models import write_model
 from safetensors.torch import save_file
 from torch import Tensor
 from workloads import SHAPES
 
-from nano_inference import GenerateRequest, SamplingParams
 from nano_inference.bus.control import JoinWeightsGroup
 from nano_inference.bus.weights import FolderWeights, WeightsSource
 from nano_inference.config import BUNDLED_MODEL, Config, EngineConfig, TelemetryConfig
@@ -50,7 +46,7 @@ BUCKETS = {"group, buckets of 64 MiB": 64 << 20, "group, one by one": 0}
 
 
 def plan_weights(megabytes: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of matrices like those of shape S, of about so many bytes in bfloat16."""
+    """Return shapes of matrices like those of shape S, of about this size in bfloat16."""
     shape = SHAPES["S"]
     width, inner = shape["hidden_size"], shape["intermediate_size"]
     layer: dict[str, tuple[int, ...]] = {"q": (width, width), "o": (width, width)}
@@ -62,7 +58,7 @@ def plan_weights(megabytes: int) -> dict[str, tuple[int, ...]]:
 
 
 def make_weights(megabytes: int) -> tuple[np.ndarray[Any, Any], dict[str, Tensor]]:
-    """All bytes, and the tensors that they are."""
+    """Return all bytes, and the tensors that are views of them."""
     shapes = plan_weights(megabytes)
     data = np.ones(2 * sum(math.prod(size) for size in shapes.values()), np.uint8)
     parts = (
@@ -76,7 +72,7 @@ def make_weights(megabytes: int) -> tuple[np.ndarray[Any, Any], dict[str, Tensor
 
 
 def send_on_demand(commands: Connection, megabytes: int) -> None:
-    """The trainer's process: broadcasts once for each size of buckets that it is told."""
+    """Be the trainer's process: broadcast once for each bucket size received."""
     torch.set_num_threads(1)
     _, weights = make_weights(megabytes)
     with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group:
@@ -87,31 +83,8 @@ def send_on_demand(commands: Connection, megabytes: int) -> None:
             sending.result()
 
 
-@contextmanager
-def trainer(megabytes: int) -> Iterator[Connection]:
-    ours, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=send_on_demand, args=(theirs, megabytes), daemon=True)
-    process.start()
-    try:
-        yield ours
-        ours.send(None)
-        process.join(LIMIT_S)
-    finally:
-        process.kill()
-
-
-def timed(function: Callable[[], Any]) -> float:
-    gc.collect()
-    start = time.perf_counter()
-    result = function()
-    seconds = time.perf_counter() - start
-    del result
-    return seconds
-
-
 def measure_transports(megabytes: int, repeat: int) -> tuple[int, dict[str, list[float]]]:
-    """Bytes, and seconds by what was done; a round of everything for each repetition."""
+    """Return the size in bytes, and the seconds of each step in each repetition."""
     source, weights = make_weights(megabytes)
     target, own = make_weights(megabytes)
     size = source.nbytes
@@ -129,7 +102,7 @@ def measure_transports(megabytes: int, repeat: int) -> tuple[int, dict[str, list
     with (
         tempfile.TemporaryDirectory() as folder,
         SharedWeights(weights) as shared,
-        trainer(megabytes) as peer,
+        spawned(send_on_demand, megabytes) as peer,
     ):
         file = Path(folder, "model.safetensors")
         wish = JoinWeightsGroup("weights", peer.recv(), 1, 2, "gloo", LIMIT_S)
@@ -148,24 +121,19 @@ def measure_transports(megabytes: int, repeat: int) -> tuple[int, dict[str, list
         found: dict[str, list[float]] = {name: [] for name in steps}
         for repetition in range(repeat + 1):
             for name, step in steps.items():
+                gc.collect()
                 seconds = timed(step)
-                if repetition:  # the first one warms up
+                if repetition:  # the first repetition warms up
                     found[name].append(seconds)
         groups.close()
     return size, found
 
 
 async def generate(pipeline: Pipeline, arguments: argparse.Namespace, seed: int) -> float:
-    """All requests at once, from an empty prefix cache; gives the seconds that they took."""
+    """Run all requests at once, from an empty prefix cache; return their seconds."""
     await pipeline.client.flush_cache()
-    rng = random.Random(seed)
-    sampling = SamplingParams(temperature=0, max_tokens=arguments.tokens, ignore_eos=True)
-    requests = [
-        GenerateRequest(
-            prompt_token_ids=tuple(rng.randrange(3, 250) for _ in range(32)), sampling=sampling
-        )
-        for _ in range(arguments.requests)
-    ]
+    size = (arguments.requests, arguments.tokens)
+    requests = random_requests(*size, (32, 32), seed, stream=True)
     start = time.perf_counter()
     done = await asyncio.gather(*(pipeline.complete(request) for request in requests))
     assert all(completion.status == "done" for completion in done)
@@ -173,7 +141,7 @@ async def generate(pipeline: Pipeline, arguments: argparse.Namespace, seed: int)
 
 
 async def keep_updating(pipeline: Pipeline, source: WeightsSource, pause_s: float) -> list[float]:
-    """Until cancelled; gives the seconds that each update took."""
+    """Update until cancelled; return the seconds of each update."""
     took: list[float] = []
     try:
         while True:
@@ -186,6 +154,7 @@ async def keep_updating(pipeline: Pipeline, source: WeightsSource, pause_s: floa
 
 
 async def measure_generation(arguments: argparse.Namespace, folder: str) -> dict[str, list[float]]:
+    """Return the seconds of passes without and with updates, of updates, and of pauses."""
     found: dict[str, list[float]] = {"without": [], "with": [], "update": [], "pause": []}
     write = WeightSyncManager.maybe_finish_sync
 
@@ -213,36 +182,38 @@ async def measure_generation(arguments: argparse.Namespace, folder: str) -> dict
                 busy = await generate(pipeline, arguments, repetition)
                 updates.cancel()
                 took = await updates
-                if repetition:  # the first one warms up
+                if repetition:  # the first repetition warms up
                     found["without"].append(plain)
                     found["with"].append(busy)
                     found["update"] += took
                 else:
                     found["pause"].clear()
-                # One may be under way still, of which nobody waits for the answer.
+                # The cancelled update may still be in flight.
                 await asyncio.sleep(arguments.settle)
     WeightSyncManager.maybe_finish_sync = write  # type: ignore[method-assign]
     return found
 
 
 def show_transports(size: int, found: dict[str, list[float]]) -> None:
-    print(f"\n{size / 1e6:.0f} MB of weights{'':24}{'GB/s':>8}{'x memcpy':>10}{'[range]':>16}")
-    floor = found["memcpy"]
+    rows = {}
     for name, seconds in found.items():
-        ratios = [own / plain for own, plain in zip(seconds, floor, strict=True)]
-        spread = f"[{min(ratios):.2f}-{max(ratios):.2f}]"
-        speed = size / statistics.median(seconds) / 1e9
-        print(f"{name:40}{speed:8.2f}{statistics.median(ratios):10.2f}{spread:>16}")
+        rows[name] = against(seconds, found["memcpy"])
+        rows[name]["speed"] = size / rows[name]["median"] / 1e9
+    columns = {"GB/s": "{speed:.2f}", "x memcpy": "{ratio:.2f}"}
+    columns["[range]"] = "[{ratios[0]:.2f}-{ratios[1]:.2f}]"
+    print()
+    print_table(columns, rows, f"{size / 1e6:.0f} MB of weights")
 
 
 def show_generation(found: dict[str, list[float]], arguments: argparse.Namespace) -> None:
     tokens = arguments.requests * arguments.tokens
-    ratios = [b / a for a, b in zip(found["with"], found["without"], strict=True)]
+    relative = against(found["with"], found["without"])
+    least, most = relative["ratios"]
     print(f"\n{arguments.requests} requests of {arguments.tokens} tokens, {arguments.model}")
     for name in ("without", "with"):
         print(f"tokens/s {name} updates: {tokens / statistics.median(found[name]):.0f}")
     print(
-        f"ratio: {statistics.median(ratios):.3f} [{min(ratios):.3f}-{max(ratios):.3f}], "
+        f"ratio: {relative['ratio']:.3f} [{least:.3f}-{most:.3f}], "
         f"{len(found['update']) / arguments.repeat:.0f} updates per pass"
     )
     for name in ("update", "pause"):
@@ -251,16 +222,17 @@ def show_generation(found: dict[str, list[float]], arguments: argparse.Namespace
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = options(
+        __doc__,
+        requests=(64, "requests, all sent at once"),
+        tokens=(128, "tokens for each of them"),
+        every=(0.0, "seconds between two updates"),
+        settle=(0.5, "seconds between two passes"),
+        repeat=(5, "repetitions, after a warm-up"),
+        model=(BUNDLED_MODEL, [BUNDLED_MODEL, *SHAPES]),
+    )
     sizes = {"type": int, "nargs": "*", "default": [100, 1000]}
     parser.add_argument("--megabytes", help="of weights, for the transports", **sizes)
-    parser.add_argument("--model", default=BUNDLED_MODEL, choices=[BUNDLED_MODEL, *SHAPES])
-    parser.add_argument("--requests", type=int, default=64, help="requests, all sent at once")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens for each of them")
-    parser.add_argument("--every", type=float, default=0.0, help="seconds between two updates")
-    parser.add_argument("--settle", type=float, default=0.5, help="seconds between two passes")
-    parser.add_argument("--repeat", type=int, default=5, help="repetitions, after a warm-up")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the numbers")
     arguments = parser.parse_args()
     setup_logging(TelemetryConfig(log_level="error"))
     torch.set_num_threads(1)
@@ -276,18 +248,7 @@ def main() -> None:
             path = folder
         generation = asyncio.run(measure_generation(arguments, path))
     show_generation(generation, arguments)
-    if arguments.json:
-        content = {
-            "python": sys.version.split()[0],
-            "torch": torch.__version__,
-            "repeat": arguments.repeat,
-            "transports": transports,
-            "model": arguments.model,
-            "requests": arguments.requests,
-            "tokens": arguments.tokens,
-            "generation": generation,
-        }
-        arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    record(arguments, transports=transports, generation=generation)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The workloads and model shapes that engines are compared on. Imports nothing but the standard
-library, since each engine runs in an environment of its own.
+"""The workloads and model shapes of the comparisons between engines.
+
+Imports only the standard library, since engines run in different environments.
 """
 
 from __future__ import annotations
@@ -8,39 +9,41 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+
+def qwen2(
+    hidden_size: int, intermediate_size: int, layers: int, heads: tuple[int, int], vocab_size: int
+) -> dict[str, Any]:
+    """Return arguments of a Qwen2Config; `heads` are those of queries, and of keys and values."""
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": True,
+    }
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     # Qwen2.5-0.5B's
-    "S": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151_936,
-        "tie_word_embeddings": True,
-    },
+    "S": qwen2(896, 4864, 24, (14, 2), 151_936),
     # Qwen2.5-7B's
-    "L": {
-        "hidden_size": 3584,
-        "intermediate_size": 18_944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152_064,
-        "tie_word_embeddings": False,
-    },
+    "L": qwen2(3584, 18_944, 28, (28, 4), 152_064) | {"tie_word_embeddings": False},
     # The bundled model's size, where overheads are most of a step
-    "T": {
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 4096,
-        "tie_word_embeddings": True,
-    },
+    "T": qwen2(128, 512, 4, (4, 2), 4096),
 }
-"""Settings of a Qwen2Config; the weights are random, and bfloat16."""
+"""Shapes of models with random weights in bfloat16."""
+
+
+def object_schema(properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of an object with exactly these properties."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,8 @@ class Request:
 
 
 def make_requests(workload: Workload, vocab_size: int, seed: int) -> list[Request]:
-    """The same for every engine, and others for every seed, so that no cache helps unasked."""
-    # Of the workload too: one that begins as another would find that one's prompts cached.
+    """Return the same requests for every engine, and others for every seed, which no cache has."""
+    # The workload is part of the seed, so that workloads have no prompts in common.
     rng = random.Random(f"{seed} {workload}")
     first, last = min(300, vocab_size // 4), vocab_size - min(1936, vocab_size // 4)
 

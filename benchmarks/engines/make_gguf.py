@@ -2,8 +2,8 @@
 
     python make_gguf.py FOLDER      (needs torch, safetensors and gguf)
 
-llama.cpp has a converter for real models; this one does not ask for a tokenizer that it knows. It
-takes that of `random_models.py`, whose first two tokens are special.
+llama.cpp's converter requires a tokenizer that it knows. This one takes that of
+`random_models.py`, whose first two tokens are special.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOP = {
 
 
 def name_of(key: str) -> str:
-    """A tensor's name in GGUF."""
+    """Return a tensor's name in GGUF."""
     if key in TOP:
         return TOP[key]
     _, _, layer, *middle, kind = key.split(".")

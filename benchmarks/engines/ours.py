@@ -1,4 +1,4 @@
-"""nano-inference: `InferenceEngine.step` in a loop, without any bus."""
+"""nano-inference: `InferenceEngine.step` in a loop, without a bus."""
 
 from __future__ import annotations
 
@@ -7,25 +7,11 @@ from pathlib import Path
 
 import torch
 import worker
+from cores import TimedEngine
 from worker import Request, Times, Workload, serve
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.bus.public import Completion
+from nano_inference import EngineConfig, SamplingParams
 from nano_inference.stages.executor.runner.attention.choose import kernels_of
-
-
-class Timed(InferenceEngine):
-    """Keeps each request's timings, which `step` does not return."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.completions: dict[str, Completion] = {}
-
-    def _finished(
-        self, completion: Completion
-    ) -> tuple[str, list[tuple[TrainingSample, SamplingParams]]]:
-        self.completions[completion.request_id] = completion
-        return super()._finished(completion)
 
 
 class Ours(worker.Engine):
@@ -37,14 +23,14 @@ class Ours(worker.Engine):
             max_batch_size=64,
             kv_cache_bytes=1 << 29,
         )
-        self.engine = Timed(config)
+        self.engine = TimedEngine(config)
         executor = self.engine._executor
         reason = executor.off.get("kernels", "")
         self.version = f"nano-inference ({reason or kernels_of(executor.model)})"
         weights = sum(p.nbytes for p in executor.model.module.parameters())
         cache = (*executor.cache.keys, *executor.cache.values)
         for tensor in cache:
-            tensor.zero_()  # makes it resident, else the peak would have only blocks that were used
+            tensor.zero_()  # makes it resident, so that the peak includes unused blocks
         self.held_bytes = weights + sum(tensor.nbytes for tensor in cache)
 
     def can(self, workload: Workload) -> bool:

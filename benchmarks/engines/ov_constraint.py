@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's structured output, asked by `constraint_peers.py`: a line of JSON for each run.
+"""OpenVINO GenAI's structured output for `constraint_peers.py`: a line of JSON for each run.
 
 python benchmarks/engines/ov_constraint.py FOLDER THREADS
 """
@@ -11,29 +11,8 @@ import sys
 import time
 from typing import Any
 
-import numpy as np
-import openvino
 import openvino_genai as genai
-
-PIPELINE: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "bf16", "PERFORMANCE_HINT": "LATENCY"}
-EOS = 1
-
-
-def settings_of(asked: dict[str, Any], seed: int) -> genai.GenerationConfig:
-    settings = genai.GenerationConfig()
-    settings.max_new_tokens = asked["tokens"]
-    settings.set_eos_token_id(EOS)
-    settings.do_sample = asked["temperature"] > 0
-    if settings.do_sample:
-        settings.temperature, settings.top_p, settings.top_k = asked["temperature"], 1.0, 0
-        settings.rng_seed = seed
-    if asked["schema"] is None:
-        settings.ignore_eos = True
-    else:
-        structured = genai.StructuredOutputConfig()
-        structured.json_schema = asked["schema"]
-        settings.structured_output_config = structured
-    return settings
+from ov_genai import add_request, open_pipeline
 
 
 def cpu_s() -> float:
@@ -42,18 +21,15 @@ def cpu_s() -> float:
 
 
 def run(pipeline: genai.ContinuousBatchingPipeline, asked: dict[str, Any], first: int) -> Any:
-    """All prompts at once, to their ends.
+    """Complete all prompts at once; return the milliseconds.
 
     Raises:
-        AssertionError: One ended early, or did not begin as JSON does.
+        AssertionError: A completion ended early, or is not JSON.
     """
+    options = (asked["tokens"], asked["temperature"], asked["schema"])
     start, cpu_start = time.perf_counter(), cpu_s()
     handles = [
-        pipeline.add_request(
-            first + row,
-            openvino.Tensor(np.array([prompt], np.int64)),
-            settings_of(asked, first + row),
-        )
+        add_request(pipeline, first + row, prompt, *options)
         for row, prompt in enumerate(asked["prompts"])
     ]
     while pipeline.has_non_finished_requests():
@@ -71,14 +47,7 @@ def run(pipeline: genai.ContinuousBatchingPipeline, asked: dict[str, Any], first
 
 def main() -> None:
     folder, threads = sys.argv[1:]
-    scheduler = genai.SchedulerConfig()
-    scheduler.cache_size = 2
-    scheduler.max_num_batched_tokens = 2048
-    scheduler.max_num_seqs = 64
-    scheduler.enable_prefix_caching = False
-    scheduler.dynamic_split_fuse = True
-    properties = PIPELINE | {"INFERENCE_NUM_THREADS": int(threads)}
-    pipeline = genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", properties)
+    pipeline = open_pipeline(folder, int(threads), prefix_caching=False)
     first = 0
     for line in sys.stdin:
         asked = json.loads(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openvino
@@ -11,28 +12,59 @@ import openvino_genai as genai
 import worker
 from worker import Request, Times, Workload, serve
 
+EOS = 1
+
+
+def open_pipeline(
+    folder: Path | str, threads: int, *, prefix_caching: bool
+) -> genai.ContinuousBatchingPipeline:
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size = 2
+    scheduler.max_num_batched_tokens = 2048
+    scheduler.max_num_seqs = 64
+    scheduler.enable_prefix_caching = prefix_caching
+    scheduler.dynamic_split_fuse = True
+    properties = {
+        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_PRECISION_HINT": "bf16",
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+    return genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
+
+
+def add_request(
+    pipeline: genai.ContinuousBatchingPipeline,
+    number: int,
+    prompt: list[int],
+    tokens: int,
+    temperature: float,
+    schema: str | None = None,
+    samples: int = 1,
+) -> Any:
+    """Add a request; its number is also its seed."""
+    settings = genai.GenerationConfig()
+    settings.max_new_tokens = tokens
+    settings.set_eos_token_id(EOS)
+    settings.do_sample = temperature > 0
+    settings.num_return_sequences = samples
+    if settings.do_sample:
+        settings.temperature, settings.top_p, settings.top_k = temperature, 1.0, 0
+        settings.rng_seed = number
+    if schema is None:
+        settings.ignore_eos = True
+    else:
+        structured = genai.StructuredOutputConfig()
+        structured.json_schema = schema
+        settings.structured_output_config = structured
+    return pipeline.add_request(number, openvino.Tensor(np.array([prompt], np.int64)), settings)
+
 
 class OpenVino(worker.Engine):
     def __init__(self, folder: Path, shape: str, threads: int) -> None:
-        scheduler = genai.SchedulerConfig()
-        scheduler.cache_size = 2
-        scheduler.max_num_batched_tokens = 2048
-        scheduler.max_num_seqs = 64
-        scheduler.enable_prefix_caching = True
-        scheduler.dynamic_split_fuse = True
         converted = folder.with_name(folder.name + "-openvino")
         if not converted.is_dir():
             raise SystemExit(f"there is no {converted}; benchmarks/README.md says how to make it")
-        self.pipeline = genai.ContinuousBatchingPipeline(
-            str(converted),
-            scheduler,
-            "CPU",
-            {
-                "INFERENCE_NUM_THREADS": threads,
-                "INFERENCE_PRECISION_HINT": "bf16",
-                "PERFORMANCE_HINT": "LATENCY",
-            },
-        )
+        self.pipeline = open_pipeline(converted, threads, prefix_caching=True)
         self.next_id = 0
         self.version = f"OpenVINO GenAI {genai.__version__.split('-')[0]} bf16"
 
@@ -40,29 +72,25 @@ class OpenVino(worker.Engine):
         start = time.perf_counter()
         handles = []
         for request in requests:
-            settings = genai.GenerationConfig()
-            settings.max_new_tokens = request.new_tokens
-            settings.ignore_eos = True
-            settings.set_eos_token_id(1)
-            settings.do_sample = workload.temperature > 0
-            settings.num_return_sequences = workload.samples
-            if settings.do_sample:
-                settings.temperature, settings.top_p, settings.top_k = workload.temperature, 1.0, 0
-                settings.rng_seed = self.next_id
-            ids = openvino.Tensor(np.array([request.token_ids], np.int64))
-            handles.append(self.pipeline.add_request(self.next_id, ids, settings))
+            size = (request.new_tokens, workload.temperature)
+            handles.append(
+                add_request(
+                    *(self.pipeline, self.next_id, request.token_ids, *size),
+                    samples=workload.samples,
+                )
+            )
             self.next_id += 1
         marks = []
         while self.pipeline.has_non_finished_requests():
             self.pipeline.step()
             marks.append(time.perf_counter())
-        # The last step ends the run; what comes before the decode steps is prefill.
-        prefill = marks[-requests[0].new_tokens]
+        # The last step ends the run; steps before the decode steps are prefill.
+        decode = marks[-requests[0].new_tokens :]
         outputs = [output for handle in handles for output in handle.read_all()]
         return Times(
             total_s=marks[-1] - start,
-            prefill_s=prefill - start,
-            steps_s=worker.rest_of(marks[-requests[0].new_tokens :]),
+            prefill_s=decode[0] - start,
+            steps_s=worker.rest_of(decode),
             tokens=sum(len(output.generated_ids) for output in outputs),
         )
 

@@ -1,9 +1,9 @@
-"""What each engine's program has in common: it is told a workload per line, and answers with times.
+"""The common part of the engines' programs.
 
-    ENGINE.py FOLDER SHAPE THREADS
+    ENGINE.py FOLDER SHAPE THREADS NAME
 
-reads lines of JSON `[workload, seed]` and writes lines of JSON, a `Times` each. It first writes a
-line with its version and what it holds in memory.
+first writes a line of JSON with its version and memory, and then answers each line `[workload,
+seed]` with a `Times`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass
 class Times:
-    """Of one run, in seconds.
+    """Times of one run, in seconds.
 
     Attributes:
         total_s: From the first request to the last token.
-        prefill_s: Until every completion had its first token; meaningless with arrivals.
-        steps_s: Of the decode steps after that.
-        ttft_s: Of each request, from its arrival to its first token, with arrivals only.
-        tpot_s: Of each request, per further token, likewise.
-        tokens: Generated.
-        peak_bytes: Most memory that the process has held so far.
+        prefill_s: Until every completion has its first token; meaningless with arrivals.
+        steps_s: Decode steps after that.
+        ttft_s: By request, from its arrival to its first token; with arrivals only.
+        tpot_s: By request, per further token; with arrivals only.
+        tokens: Generated tokens.
+        peak_bytes: The process's peak memory so far.
     """
 
     total_s: float
@@ -49,11 +49,11 @@ class Times:
 
 
 class Engine(ABC):
-    """One way to run a model.
+    """An engine with a loaded model.
 
     Attributes:
-        version: What it is, for the table.
-        held_bytes: Weights and KV cache, where known.
+        version: Its name and version, for the table.
+        held_bytes: Size of weights and KV cache, if known.
     """
 
     version: str
@@ -61,20 +61,20 @@ class Engine(ABC):
 
     @abstractmethod
     def __init__(self, folder: Path, shape: str, threads: int) -> None:
-        """Loads the model in Transformers' format in `folder`, or what it makes of it beside it."""
+        """Load the model in `folder` (Transformers' format), or its conversion beside it."""
 
     def can(self, workload: Workload) -> bool:
-        """Whether it has a way to run this."""
+        """Return whether the engine supports this workload."""
         return not workload.rate
 
     @abstractmethod
     def run(self, workload: Workload, requests: list[Request]) -> Times:
-        """Runs the requests, and forgets what it cached of earlier ones before."""
+        """Run the requests from an empty prefix cache."""
 
 
 def serve(kind: type[Engine]) -> None:
-    """Answers until the input ends."""
-    # Libraries print what they like; the answers have a channel of their own.
+    """Answer until the input ends."""
+    # Answers have a separate channel, since libraries print to standard output.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     folder, shape, threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -97,9 +97,9 @@ def serve(kind: type[Engine]) -> None:
 
 
 def peak_bytes() -> int:
-    """Most memory that this program has held, in bytes.
+    """Return the program's peak memory in bytes.
 
-    On Linux not `ru_maxrss`, which begins at what the process that started this one held.
+    Not `ru_maxrss` on Linux, which includes the peak of the process that started this one.
     """
     if _STATUS.exists():
         return int(re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())[1]) * 1024
@@ -107,5 +107,5 @@ def peak_bytes() -> int:
 
 
 def rest_of(marks: list[float]) -> list[float]:
-    """Differences of moments."""
+    """Return the differences between successive times."""
     return [later - sooner for sooner, later in itertools.pairwise(marks)]

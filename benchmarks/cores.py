@@ -1,0 +1,289 @@
+"""Parts of the engine without the pipeline: rows of an executor, batching, random requests."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from workloads import Request, Workload
+
+from nano_inference import GenerateRequest, InferenceEngine, SamplingParams
+from nano_inference.bus.messages import (
+    Dispatch,
+    NewSequence,
+    RequestInfo,
+    SequenceSpec,
+    StepPlan,
+)
+from nano_inference.bus.public import Completion, CompletionChunk
+from nano_inference.config import EngineConfig
+from nano_inference.stages.batching import BatchingCore
+from nano_inference.stages.executor import ExecutorCore, wrap_model
+from nano_inference.stages.executor.driver.step import LaunchedStep
+
+MAX_MODEL_LEN = 2048
+BLOCK_SIZE = 16
+
+
+class TimedEngine(InferenceEngine):
+    """An engine that keeps its completions, whose timings its methods don't return."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.completions: dict[str, Completion] = {}
+
+    def _finished(self, completion: Completion) -> Any:
+        self.completions[completion.request_id] = completion
+        return super()._finished(completion)
+
+
+class Followed(NamedTuple):
+    """One request's time to its first text at the client, if streamed, total time, and end."""
+
+    first_s: float | None
+    total_s: float
+    start_ns: int
+    completion: Completion
+
+
+async def follow(client: Any, request: Any) -> Followed:
+    """Submit a request, and read its stream to the end.
+
+    Raises:
+        RuntimeError: It has not been completed.
+    """
+    start_ns, start, first = time.time_ns(), time.perf_counter(), None
+    async for output in client.submit(request):
+        if isinstance(output, CompletionChunk):
+            if first is None and output.text:
+                first = time.perf_counter() - start
+        elif output.status != "done":
+            raise RuntimeError(f"a request failed: {output.error}")
+        else:
+            return Followed(first, time.perf_counter() - start, start_ns, output)
+    raise RuntimeError("the output ended without a completion")
+
+
+def random_requests(
+    count: int, tokens: int, lengths: tuple[int, int], seed: int, *, stream: bool = False
+) -> list[GenerateRequest]:
+    """Return greedy requests with prompts of these lengths (bounds included)."""
+    rng = random.Random(seed)
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    return [
+        GenerateRequest(
+            prompt_token_ids=tuple(rng.randrange(3, 250) for _ in range(rng.randint(*lengths))),
+            sampling=sampling,
+            stream=stream,
+        )
+        for _ in range(count)
+    ]
+
+
+# --- an executor alone ----------------------------------------------------------------------------
+
+
+def blocks_for(tokens: int) -> int:
+    """Return the number of blocks that hold so many tokens."""
+    return -(-tokens // BLOCK_SIZE)
+
+
+def new_sequence(
+    seq_id: int,
+    row: int,
+    token_ids: Sequence[int],
+    block_ids: Iterable[int],
+    sampling: SamplingParams,
+    *,
+    num_cached: int = 0,
+    adapter: str = "",
+) -> NewSequence:
+    """Return a sequence for an executor; `row` is its seed."""
+    return NewSequence(
+        seq_id=seq_id,
+        token_ids=tuple(token_ids),
+        num_generated=0,
+        num_cached=num_cached,
+        block_ids=tuple(block_ids),
+        sampling=sampling,
+        sample=SequenceSpec(row, 0, seed=row),
+        info=RequestInfo("request", "1-0", adapter=adapter),
+    )
+
+
+def step_plan(
+    step_id: int,
+    seq_ids: tuple[int, ...],
+    num_tokens: int,
+    new: tuple[NewSequence, ...] = (),
+    finished: tuple[int, ...] = (),
+) -> StepPlan:
+    """Return a step in which each sequence computes `num_tokens` tokens, and samples one."""
+    return StepPlan(
+        step_id=step_id,
+        new=new,
+        seq_ids=seq_ids,
+        num_tokens=(num_tokens,) * len(seq_ids),
+        grown=(),
+        copies=(),
+        finished=finished,
+        ended=(),
+        made_ns=0,
+    )
+
+
+class Lane(ABC):
+    """An executor alone, with the same number of rows of each kind.
+
+    Attributes:
+        core: The executor.
+        rows: Rows of each kind.
+    """
+
+    def __init__(self, core: ExecutorCore, rows: int, kinds: Iterable[str], prompt: int) -> None:
+        self.core, self.rows = core, rows
+        self._kinds, self._prompt = list(kinds), prompt
+        self._ids: dict[str, tuple[int, ...]] = {}
+        self._next_ids = itertools.count()
+        self._steps = itertools.count(1)
+
+    @abstractmethod
+    def new_row(self, rng: random.Random, kind: str, row: int, seq_id: int) -> NewSequence:
+        """Return a new sequence; `rng` is the same for all kinds."""
+
+    def begin(self, seed: int) -> None:
+        """Replace all rows by new ones, and compute their prompts."""
+        finished = tuple(itertools.chain.from_iterable(self._ids.values()))
+        for kind in self._kinds:
+            rng = random.Random(seed)
+            new = tuple(
+                self.new_row(rng, kind, row, next(self._next_ids)) for row in range(self.rows)
+            )
+            self._ids[kind] = tuple(one.seq_id for one in new)
+            self.run(kind, self._prompt - new[0].num_cached, new, finished)
+            finished = ()
+
+    def run(
+        self,
+        kind: str,
+        num_tokens: int = 1,
+        new: tuple[NewSequence, ...] = (),
+        finished: tuple[int, ...] = (),
+    ) -> float:
+        """Run a step of the rows of a kind; return its milliseconds."""
+        start = time.perf_counter()
+        plan = step_plan(next(self._steps), self._ids[kind], num_tokens, new, finished)
+        result = self.core.execute(plan)
+        took_ms = (time.perf_counter() - start) * 1e3
+        if len(result.token_ids) != self.rows or any(result.finish_reasons):
+            raise AssertionError(f"{kind}: {result.finish_reasons}")
+        return took_ms
+
+    def turns(self, seconds: float, *, steps: int, warm: int) -> Iterator[dict[str, float]]:
+        """Yield the milliseconds of each kind's step, turn by turn, for so many seconds.
+
+        Each kind follows each other kind equally often. Rows are replaced after `steps` turns; the
+        first `warm` turns don't count.
+        """
+        orders = itertools.cycle(itertools.permutations(self._kinds))
+        self.begin(0)
+        for order in itertools.islice(orders, warm):
+            for kind in order:
+                self.run(kind)
+        until = time.monotonic() + seconds
+        for number in itertools.count(1):
+            self.begin(number)
+            for order in itertools.islice(orders, steps):
+                if time.monotonic() > until:
+                    return
+                yield {kind: self.run(kind) for kind in order}
+
+
+# --- batching and an executor ---------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """One run of a workload: by sequence, seconds since the start; and seconds of decode steps."""
+
+    seconds: float = 0.0
+    first_s: dict[int, float] = field(default_factory=dict)
+    last_s: dict[int, float] = field(default_factory=dict)
+    arrival_s: dict[int, float] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    steps_s: list[float] = field(default_factory=list)
+
+
+class Ours:
+    """Batching and an executor, one step launched ahead of the one read."""
+
+    def __init__(self, module: Any, *, graphs: bool = True, max_batch_size: int = 256) -> None:
+        self.config = EngineConfig(
+            max_batch_size=max_batch_size,
+            max_tokens_per_batch=8192,
+            max_model_len=MAX_MODEL_LEN,
+            cuda_graphs="auto" if graphs else "off",
+        )
+        started = time.perf_counter()
+        self.core = ExecutorCore(self.config, model=wrap_model(module, MAX_MODEL_LEN))
+        self.start_s = time.perf_counter() - started
+
+    def run(self, requests: list[Request], workload: Workload) -> Outcome:
+        self.core.reset()
+        ahead = 2 if self.core.runs_ahead else 1
+        batching = BatchingCore(self.config, self.core.capacity(), steps_ahead=ahead)
+        waiting, launched = deque(enumerate(requests)), deque[LaunchedStep]()
+        outcome, start, before = Outcome(), time.perf_counter(), 0.0
+        while waiting or not batching.idle:
+            now = time.perf_counter() - start
+            while waiting and waiting[0][1].arrival_s <= now:
+                self._add(batching, *waiting.popleft(), workload, outcome)
+            while (plan := batching.plan(0)) is not None:
+                launched.append(self.core.launch(plan))
+            if not launched:
+                if waiting:
+                    time.sleep(max(waiting[0][1].arrival_s - now, 0.0))
+                continue
+            step = launched.popleft()
+            result = self.core.finish(step)
+            batching.absorb(result.summary())
+            now = time.perf_counter() - start
+            for seq_id, token, logprob in zip(
+                result.seq_ids, result.token_ids, result.logprobs, strict=True
+            ):
+                outcome.first_s.setdefault(seq_id, now)
+                outcome.last_s[seq_id] = now
+                outcome.tokens[seq_id].append(token)
+                outcome.logprobs[seq_id].append(logprob)
+            if set(step.plan.num_tokens) == {1}:
+                outcome.steps_s.append(now - before)
+            before = now
+        outcome.seconds = time.perf_counter() - start
+        return outcome
+
+    def _add(
+        self,
+        batching: BatchingCore,
+        index: int,
+        request: Request,
+        workload: Workload,
+        outcome: Outcome,
+    ) -> None:
+        ids = range(index * workload.samples, (index + 1) * workload.samples)
+        name = f"r{index}"
+        info = RequestInfo(name, name)
+        sampling = SamplingParams(
+            temperature=workload.temperature, max_tokens=request.new_tokens, ignore_eos=True
+        )
+        specs = tuple(SequenceSpec(each, each - ids[0], seed=each) for each in ids)
+        for each in ids:
+            outcome.tokens[each], outcome.logprobs[each] = [], []
+            outcome.arrival_s[each] = request.arrival_s
+        batching.add(Dispatch(info, tuple(request.token_ids), sampling, specs, priority=0))

@@ -116,6 +116,7 @@ class Linear:
     def __call__(self, rows: Tensor, added: Tensor | None = None) -> Tensor:
         """`[rows, inputs]` to `[rows, outputs]`, plus `added` of that shape."""
         weight, bias = self._joined("weight"), self._joined("bias")
+        assert weight is not None
         output = F.linear(rows, weight, bias)
         if added is not None:
             output += added

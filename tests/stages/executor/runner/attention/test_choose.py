@@ -42,6 +42,8 @@ def test_settings_override_the_derived_limits(
     changes: dict[str, Any], kind: type, why: str
 ) -> None:
     for dtype in (torch.float32, torch.bfloat16):
+        if not why:
+            needs_kernels(dtype)
         backend, without_kernels = choose_backend(EngineConfig(**changes), model(dtype))
         assert type(backend) is kind
         assert without_kernels == why
@@ -50,6 +52,7 @@ def test_settings_override_the_derived_limits(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_takes_every_token(dtype: torch.dtype) -> None:
     """So that its bits don't depend on how the prompt is cut."""
+    needs_kernels(dtype)
     backend, without_kernels = choose_backend(EngineConfig(), model(dtype))
     assert (type(backend), without_kernels) == (CpuBackend, "")
     rows = Rows(np.array([0]), np.array([600]), np.arange(38)[None], 0)

@@ -97,9 +97,11 @@ async def _read(config: BusConfig) -> BusStatus:
     bus = RedisBus(config)
     try:
         lanes = lanes_of(await bus.store.board.read())
-        names = sorted({lane.lane for lane in lanes} | set(await bus.lanes()))
-        replicas = {lane.lane: 1 + replicas_of(lane.stages)[-1] for lane in lanes}
-        links = [(name, link.name) for name in names for link in all_links(replicas.get(name, 1))]
+        replicas = dict.fromkeys(await bus.lanes(), 1)
+        replicas |= {lane.lane: 1 + replicas_of(lane.stages)[-1] for lane in lanes}
+        links = [
+            (name, link.name) for name in sorted(replicas) for link in all_links(replicas[name])
+        ]
     except BusError as error:
         raise unreachable(config, error) from None
     finally:

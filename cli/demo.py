@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import aclosing, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -178,19 +179,19 @@ def _growing(rows: list[Row]) -> RenderableType:
     return grid
 
 
+@dataclass
 class _Answer:
     """A text on one line: its beginning once it is complete, its end before."""
 
-    def __init__(self, text: str, *, complete: bool) -> None:
-        self._text = text
-        self._complete = complete
+    text: str
+    complete: bool
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
-        if self._complete:
-            yield Text(cut(self._text, width))
+        if self.complete:
+            yield Text(cut(self.text, width))
         else:
-            yield Text(cut(self._text[::-1], width)[::-1], style="dim")
+            yield Text(cut(self.text[::-1], width)[::-1], style="dim")
 
 
 def _report(console: Console, rows: list[Row], seconds: float) -> None:

@@ -40,9 +40,8 @@ def check_model_path(config: Config, typed: str | None) -> None:
     model = config.engine.model_path
     if not config.engine.model_folder.exists():
         pulled = (MODELS / model.replace("/", "--")).expanduser()
-        advice = (
-            f"it was pulled to {pulled}; give that" if pulled.is_dir() else missing_model(model)
-        )
+        there = f"it was pulled to {pulled}; give that"
+        advice = there if pulled.is_dir() else missing_model(model)
         raise ModelError(f"{_named(model, typed)}: there is no such folder or file; {advice}")
 
 

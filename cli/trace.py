@@ -121,16 +121,16 @@ class Chart:
         self.table.add_row(Text(label, style), strip, milliseconds(start), took)
 
 
+@dataclass
 class Waterfall:
     """A Completion's times: a header, a line for each stage, and the first token."""
 
-    def __init__(self, completion: Completion) -> None:
-        self._completion = completion
+    completion: Completion
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, _MOST_COLUMNS)
         yield from self._header(width)
-        timings = self._completion.timings
+        timings = self.completion.timings
         stages = timings.stages
         if not stages:
             yield Text("no stage has recorded a time", style="dim")
@@ -144,7 +144,7 @@ class Waterfall:
         yield chart.table
 
     def _header(self, width: int) -> Iterator[Text]:
-        completion = self._completion
+        completion = self.completion
         request_id = completion.request_id or completion.entry_id
         line = Text.assemble(("request ", "dim"), (cut(request_id, width - 30), "bold"))
         line.append(f" {completion.status}")
@@ -158,15 +158,15 @@ class Waterfall:
             yield Text.assemble(("trace   ", "dim"), completion.trace_id)
 
 
+@dataclass
 class TraceView:
     """A trace: a header, a line for each span and event, and the recorded steps."""
 
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
+    trace: Trace
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, _MOST_TRACE_COLUMNS)
-        trace = self._trace
+        trace = self.trace
         took = milliseconds(trace.end_ns - trace.start_ns)
         yield Text.assemble(
             ("request ", "dim"), (cut(trace.request_id, width - 40), "bold"), f"   {took} ms"

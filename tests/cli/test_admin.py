@@ -141,8 +141,7 @@ def test_bad_arguments_are_refused(
 
 def test_malformed_values_are_refused(run: Run, on_file: None) -> None:
     for arguments in (["--scope", "everything"], ["--requests-per-minute", "0"]):
-        ran = run("admin", "keys", "create", "a", *arguments)
-        assert (ran.status, ran.stdout) == (1, "")
+        assert run("admin", "keys", "create", "a", *arguments)[:2] == (1, "")
     assert run("admin", "keys", "list").stdout.startswith("no keys;")
 
 
@@ -150,35 +149,24 @@ def test_without_a_policy_admin_is_refused(run: Run, on_served: Config) -> None:
     assert_refused(run("admin", "keys", "list"), "policy.backend")
 
 
-def test_a_server_without_a_key_is_refused(
-    run: Run, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_without_a_key_is_refused(run: Run, url: str) -> None:
     ran = run("admin", "keys", "list", "--url", url)
     assert (ran.status, ran.stdout) == (1, "")
     assert ran.stderr.endswith("(missing_api_key)\n")
 
 
-def test_a_revoked_key_is_refused_by_the_gateway(
-    run: Run, url: str, on_served: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(f"{PREFIX}BACKEND", "bus")
-    key = known_key(run, url, "gone")
-    assert run("admin", "keys", "revoke", key.split("-")[1]) == Ran(0, "", "")
-    asking = ("models", "--url", url, "--api-key", key)
-    eventually(lambda: run(*asking).status != 0)
-    assert run(*asking).stderr.endswith("(invalid_api_key)\n")
-
-
-def test_asking_with_a_key(
+def test_a_key_opens_the_gateway_until_it_is_revoked(
     run: Run, url: str, on_served: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"{PREFIX}BACKEND", "bus")
     key = known_key(run, url, "asker")
     asking = ["complete", "98 + 25 =", "--url", url, "--api-key"]
     assert run(*asking, key) == Ran(0, " 123\n", "")
-    refused = run(*asking, key[:-3] + "abc")
-    assert refused.status == 1
-    assert refused.stderr.endswith("(invalid_api_key)\n")
+    assert run(*asking, key[:-3] + "abc").stderr.endswith("(invalid_api_key)\n")
+    assert run("admin", "keys", "revoke", key.split("-")[1]) == Ran(0, "", "")
+    eventually(lambda: run(*asking, key).status != 0)
+    refused = run(*asking, key)
+    assert (refused.status, refused.stderr.endswith("(invalid_api_key)\n")) == (1, True)
 
 
 def test_a_key_in_a_file_over_tls(

@@ -243,13 +243,6 @@ async def test_each_field_reaches_the_engine_as_over_the_bus(
     assert 0 < asked.budget_ns <= 5 * 10**9
 
 
-async def test_a_conversation(answerer: ServerClient, engine: FakeEngine) -> None:
-    messages = [{"role": "user", "content": "a"}]
-    assert await text_of(answerer, {"messages": messages}) == "five six"
-    (asked,) = engine.requests
-    assert asked.prompt_token_ids
-
-
 def chunk(request: GenerateRequest, text: str) -> CompletionChunk:
     return CompletionChunk(
         request_id=request.request_id,
@@ -317,12 +310,6 @@ async def test_a_request_cancelled_elsewhere(answerer: ServerClient, engine: Fak
     ]
     with pytest.raises(RequestError, match="cancelled elsewhere"):
         await text_of(answerer, {"prompt": "a"})
-
-
-async def test_models_and_cancelling(answerer: ServerClient, engine: FakeEngine) -> None:
-    assert await answerer.check() == "tiny"
-    await answerer.cancel("mine")
-    assert engine.last("cancel") == {"request_id": "mine"}
 
 
 # --- servers of other kinds ---------------------------------------------------------------------

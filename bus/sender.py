@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable
 
 from .links import AnyLink
 from .messages import Envelope, Message
@@ -64,8 +65,8 @@ class Sender(ABC):
         await self._put(envelope)
 
     @abstractmethod
-    async def _put(self, envelope: Envelope) -> None:
-        """Hand an envelope to the transport."""
+    def _put(self, envelope: Envelope) -> Awaitable[None]:
+        """Hand an envelope to the transport, which returns what is to be awaited."""
 
     @abstractmethod
     async def flush(self) -> None:

@@ -139,6 +139,14 @@ class Kit:
             await asyncio.sleep(0.01)
 
     @staticmethod
+    async def becomes(value: Callable[[], Awaitable[Any]], wanted: Any) -> None:
+        """Polls until the value is as wanted; fails after `LIMIT_S`."""
+        end = time.monotonic() + LIMIT_S
+        while (last := await value()) != wanted:
+            assert time.monotonic() < end, f"it is {last!r}, and not {wanted!r}"
+            await asyncio.sleep(0.01)
+
+    @staticmethod
     async def settled(value: Callable[[], int]) -> int:
         """The value once it has not changed for a while (a slow machine only makes it smaller)."""
         last, same = value(), 0

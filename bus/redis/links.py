@@ -239,7 +239,7 @@ class RedisSender(Sender):
         super().__init__(numbering, link, sender)
         self._writer = writer
 
-    async def _put(self, envelope: Envelope) -> None:
+    def _put(self, envelope: Envelope) -> Awaitable[None]:
         payload = encode_envelope(envelope)
         if len(payload) > MAX_MESSAGE_BYTES:
             raise BusError(
@@ -247,7 +247,7 @@ class RedisSender(Sender):
                 f"{MAX_MESSAGE_BYTES}; send smaller batches",
                 code="message_too_large",
             )
-        await self._writer().put(payload)
+        return self._writer().put(payload)
 
     async def flush(self) -> None:
         await self._writer().flush()

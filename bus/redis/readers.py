@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from abc import ABC, abstractmethod
 from collections import deque
-from typing import Protocol
+from functools import partial
 
 from redis import exceptions
 
@@ -18,6 +19,7 @@ from ...config.errors import bus_closed
 from ...config.logger import get_logger
 from ...store.redis.client import Commands, Server, end_tasks, execute_all, persist, watched
 from ...store.redis.keys import JSON, Keys, parse_id
+from .entries import Entries
 from .links import read
 
 FOLLOW_BLOCK_S = 2.0
@@ -32,20 +34,47 @@ Entry = tuple[bytes, bytes | None]
 """A stream's key, and the `json` field of one entry."""
 
 
-class Readers(Protocol):
+class Readers(ABC):
     """Readers of the streams of subscriptions."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._redis = server.client(1, FOLLOW_BLOCK_S)
+        self._closed = False
 
     def subscribe(self, positions: dict[bytes, bytes]) -> Subscription:
         """Follow streams, each after an entry id. Raises ChannelClosed."""
+        if self._closed:
+            raise bus_closed()
+        subscription = Subscription(self, positions)
+        self._add(subscription)
+        return subscription
 
+    @abstractmethod
+    def _add(self, subscription: Subscription) -> None:
+        """Read for a subscription from now on."""
+
+    @abstractmethod
     def remove(self, key: bytes, subscription: Subscription) -> None:
         """Leave a stream. A running read may still name it; the next one doesn't."""
 
+    @abstractmethod
     def wake(self) -> None:
         """Recompute the streams to read."""
 
+    @abstractmethod
     async def aclose(self) -> None:
         """Stop reading; waiting subscriptions raise ChannelClosed."""
+
+    async def _read(self, positions: dict[bytes, bytes]) -> dict[bytes, Entries]:
+        """Return entries after these positions; after a refusal none, a second later."""
+        attempt = partial(read, self._redis, positions, PAGE, FOLLOW_BLOCK_S)
+        try:
+            return await persist(self._server, "results reader", attempt)
+        except BusError as error:
+            get_logger().error("bus.read_refused", reader="results", error=error.message)
+            await asyncio.sleep(1.0)
+            return {}
 
 
 class Subscription:
@@ -104,7 +133,7 @@ class Subscription:
             self._waiter.set_result(None)
 
 
-class StreamReader:
+class StreamReader(Readers):
     """`Readers` with one task and one blocking XREAD over all subscriptions.
 
     An entry on its own wake-up stream ends the wait, so that the next XREAD can name streams added
@@ -112,9 +141,8 @@ class StreamReader:
     """
 
     def __init__(self, keys: Keys, commands: Commands) -> None:
-        self._server = commands.server
+        super().__init__(commands.server)
         self._commands = commands
-        self._redis = commands.server.client(1, FOLLOW_BLOCK_S)
         self._subscriptions: dict[bytes, set[Subscription]] = {}
         self._wake_key = keys.wake(uuid.uuid4().hex)
         self._wake_position = b"0-0"
@@ -122,18 +150,13 @@ class StreamReader:
         self._blocking = False
         self._waking: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._closed = False
 
-    def subscribe(self, positions: dict[bytes, bytes]) -> Subscription:
-        if self._closed:
-            raise bus_closed()
-        subscription = Subscription(self, positions)
-        for key in positions:
+    def _add(self, subscription: Subscription) -> None:
+        for key in subscription.positions:
             self._subscriptions.setdefault(key, set()).add(subscription)
         if self._task is None:
             self._task = watched(self._run(), "results reader", self._end_all)
         self.wake()
-        return subscription
 
     def remove(self, key: bytes, subscription: Subscription) -> None:
         followers = self._subscriptions.get(key)
@@ -166,20 +189,12 @@ class StreamReader:
                 await self._changed.wait()
                 continue
             positions[self._wake_key] = self._wake_position
-            try:
-                await self._round(positions)
-            except BusError as error:
-                get_logger().error("bus.read_refused", reader="results", error=error.message)
-                await asyncio.sleep(1.0)
+            await self._round(positions)
 
     async def _round(self, positions: dict[bytes, bytes]) -> None:
         self._blocking = True
         try:
-            reply = await persist(
-                self._server,
-                "results reader",
-                lambda: read(self._redis, positions, PAGE, FOLLOW_BLOCK_S),
-            )
+            reply = await self._read(positions)
         finally:
             self._blocking = False
         woken = reply.pop(self._wake_key, [])
@@ -215,28 +230,22 @@ class StreamReader:
             self._waking = None
 
 
-class ClusterReaders:
+class ClusterReaders(Readers):
     """`Readers` of a cluster: one task with a blocking XREAD per stream and subscription."""
 
     def __init__(self, server: Server) -> None:
-        self._server = server
-        self._redis = server.client(1, FOLLOW_BLOCK_S)
+        super().__init__(server)
         self._subscriptions: set[Subscription] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         # Set, then replaced, when a paused reader has room again.
         self._room = asyncio.Event()
-        self._closed = False
 
-    def subscribe(self, positions: dict[bytes, bytes]) -> Subscription:
-        if self._closed:
-            raise bus_closed()
-        subscription = Subscription(self, positions)
+    def _add(self, subscription: Subscription) -> None:
         self._subscriptions.add(subscription)
-        for key in positions:
+        for key in subscription.positions:
             task = watched(self._run(key, subscription), "results reader", subscription.close)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        return subscription
 
     def remove(self, key: bytes, subscription: Subscription) -> None:
         """Leave a stream; the task notices after its read."""
@@ -259,22 +268,10 @@ class ClusterReaders:
             if not subscription.wants_more:
                 await self._room.wait()
                 continue
-            try:
-                await self._round(key, subscription)
-            except BusError as error:
-                get_logger().error("bus.read_refused", reader="results", error=error.message)
-                await asyncio.sleep(1.0)
-
-    async def _round(self, key: bytes, subscription: Subscription) -> None:
-        positions = {key: subscription.positions[key]}
-        reply = await persist(
-            self._server,
-            "results reader",
-            lambda: read(self._redis, positions, PAGE, FOLLOW_BLOCK_S),
-        )
-        for entry_id, fields in reply.get(key, ()):
-            if key in subscription.positions:
-                subscription.push(key, entry_id, fields)
+            reply = await self._read({key: subscription.positions[key]})
+            for entry_id, fields in reply.get(key, ()):
+                if key in subscription.positions:
+                    subscription.push(key, entry_id, fields)
 
 
 def readers_of(keys: Keys, commands: Commands) -> Readers:

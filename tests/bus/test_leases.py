@@ -128,10 +128,7 @@ async def test_a_lane_that_comes_back_learns_what_it_has_lost(
     for entry_id in published:
         await other.requests.acknowledge(entry_id)
 
-    async def gone() -> bool:
-        return await foreign.xlen(redis_buses.keys.requests) == 0
-
-    await kit.eventually(gone, "acknowledged by the lane that has them")
+    await kit.becomes(lambda: foreign.xlen(redis_buses.keys.requests), 0)
 
 
 async def test_entries_fetched_and_lost_before_they_were_taken(redis_buses: Any) -> None:
@@ -174,10 +171,7 @@ async def test_lanes_are_known_while_they_renew(redis_buses: Any) -> None:
     await first.requests.renew(LONG_S)
     await second.requests.renew(AT_ONCE_S)
 
-    async def only_one() -> bool:
-        return await client.lanes() == ["b"]
-
-    await kit.eventually(only_one, "the end of the short lease")
+    await kit.becomes(lambda: client.lanes(), ["b"])
     await second.requests.renew(LONG_S)
     assert await client.lanes() == ["a", "b"]
 

@@ -74,10 +74,7 @@ class Lossy:
         """Acknowledge the entry, and wait until the stream holds that many."""
         await self.bus.requests.acknowledge(entry_id, "r")
 
-        async def gone() -> bool:
-            return await self.plain.xlen(self.keys.requests) == left
-
-        await kit.eventually(gone, "an entry that is acknowledged")
+        await kit.becomes(lambda: self.plain.xlen(self.keys.requests), left)
 
     async def unanswered(self, entry_id: str) -> None:
         """Acknowledge the entry, and take it again since its answer is missing."""

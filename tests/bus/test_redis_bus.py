@@ -233,10 +233,7 @@ async def test_requests_survive_killed_connections(redis_buses: Any, foreign: Re
     await publishing
     assert taken == published
 
-    async def empty() -> bool:
-        return await foreign.xlen(redis_buses.keys.requests) == 0
-
-    await kit.eventually(empty, "all acknowledged")
+    await kit.becomes(lambda: foreign.xlen(redis_buses.keys.requests), 0)
 
 
 @pytest.fixture

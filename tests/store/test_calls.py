@@ -67,10 +67,7 @@ async def test_what_nobody_attends_is_told_once(buses: Buses) -> None:
     # Attended again, it may be abandoned again.
     await bus.store.calls.attach({"left": ""}, SOON_S)
 
-    async def told_again() -> bool:
-        return await bus.store.calls.orphaned(10) == ["left"]
-
-    await kit.eventually(told_again, "the one that was left again")
+    await kit.becomes(lambda: bus.store.calls.orphaned(10), ["left"])
 
 
 async def test_a_call_is_forgotten_with_its_results(buses: Buses) -> None:
@@ -88,10 +85,7 @@ async def test_a_call_is_forgotten_with_its_results(buses: Buses) -> None:
     assert await bus.store.calls.read("long") == DurableCall(b"")
     assert await bus.store.calls.claim("name of long", "other") == "long"
 
-    async def free() -> bool:
-        return await bus.store.calls.claim("name of short", "other") == "other"
-
-    await kit.eventually(free, "the end of its name")
+    await kit.becomes(lambda: bus.store.calls.claim("name of short", "other"), "other")
 
 
 async def test_memory_keeps_only_so_many(memory_bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:

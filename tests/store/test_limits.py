@@ -25,6 +25,15 @@ async def reserve(bus: Bus, *charges: tuple[Limit, int]) -> Reservation:
     return await bus.store.limits.reserve([Charge(*each) for each in charges])
 
 
+async def fits(bus: Bus, *charges: tuple[Limit, int]) -> bool:
+    return (await reserve(bus, *charges)).granted
+
+
+async def left(bus: Bus, *charges: tuple[Limit, int]) -> list[int]:
+    """What is left of each limit behind a reservation."""
+    return [room.left for room in (await reserve(bus, *charges)).rooms]
+
+
 async def test_all_is_taken_or_nothing(buses: Buses) -> None:
     bus, other = buses.pair()
     few, many, held = Limit("a", 10, HOUR_S), Limit("b", 100, HOUR_S), Limit("a", 3)
@@ -39,8 +48,8 @@ async def test_all_is_taken_or_nothing(buses: Buses) -> None:
         took = await reserve(other, *refused)
         assert (took.granted, took.refused_by) == (False, place)
         assert [room.left for room in took.rooms] == [6, 30, 1]
-    assert (await reserve(other, (few, 6), (many, 30), (held, 1))).granted
-    assert not (await reserve(bus, (few, 1))).granted
+    assert await fits(other, (few, 6), (many, 30), (held, 1))
+    assert not await fits(bus, (few, 1))
 
 
 async def test_many_at_once_get_as_much_as_there_is(buses: Buses) -> None:
@@ -75,12 +84,12 @@ async def test_never_is_more_granted_within_a_window(buses: Buses) -> None:
 async def test_there_is_room_when_it_was_said(buses: Buses) -> None:
     bus = buses.open()
     limit = Limit("key", 2, 1)
-    assert (await reserve(bus, (limit, 2))).granted
+    assert await fits(bus, (limit, 2))
     refused = await reserve(bus, (limit, 2))
     (room,) = refused.rooms
     assert room == Room(0, refused.retry_after_s)
     await asyncio.sleep(refused.retry_after_s)
-    assert (await reserve(bus, (limit, 2))).granted
+    assert await fits(bus, (limit, 2))
 
 
 async def test_what_was_reserved_is_settled(buses: Buses) -> None:
@@ -95,12 +104,8 @@ async def test_what_was_reserved_is_settled(buses: Buses) -> None:
     other.store.limits.commit(second, [150])
     bus.store.limits.commit(third, [600])
 
-    async def has_room() -> bool:
-        took = await reserve(other, (tokens, 200))
-        return took.granted
-
-    await kit.eventually(has_room, "what was given back")
-    assert [room.left for room in (await reserve(bus, (tokens, 0))).rooms] == [0]
+    await kit.eventually(lambda: fits(other, (tokens, 200)), "what was given back")
+    assert await left(bus, (tokens, 0)) == [0]
 
 
 async def test_takers_who_race_take_no_more_and_lose_nothing(buses: Buses) -> None:
@@ -130,11 +135,7 @@ async def test_takers_who_race_take_no_more_and_lose_nothing(buses: Buses) -> No
     await asyncio.gather(*(taker(bus) for bus in gateways for _ in range(4)))
     assert taken > 0
 
-    async def is_settled() -> bool:
-        rooms = (await reserve(first, (tokens, 1001), (held, 1))).rooms
-        return [room.left for room in rooms] == [1000 - taken, 5]
-
-    await kit.eventually(is_settled, "what is left of both")
+    await kit.becomes(lambda: left(first, (tokens, 1001), (held, 1)), [1000 - taken, 5])
 
 
 async def test_what_is_held_is_given_back(buses: Buses) -> None:
@@ -149,11 +150,8 @@ async def test_what_is_held_is_given_back(buses: Buses) -> None:
     bus.store.limits.commit(third, [1])
     other.store.limits.commit(second, [0])
 
-    async def all_free() -> bool:
-        return (await reserve(other, (held, 2))).granted
-
-    await kit.eventually(all_free, "both places")
-    assert not (await reserve(bus, (held, 1))).granted
+    await kit.eventually(lambda: fits(other, (held, 2)), "both places")
+    assert not await fits(bus, (held, 1))
 
 
 async def test_what_is_more_than_the_limit_never_has_room(buses: Buses) -> None:

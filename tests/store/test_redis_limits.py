@@ -16,19 +16,16 @@ import pytest_asyncio
 from nano_inference.bus import Bus, open_bus
 from nano_inference.config import BusConfig, BusError
 from nano_inference.store import shares
-from nano_inference.store.limits import Charge, Limit, Reservation
+from nano_inference.store.limits import Charge, Limit
 from nano_inference.store.redis import limits as redis_limits
 
 from ..buses import LIMIT_S, Buses, kit
 from ..rig import mortal_server
 from ..servers import sentinel_group, until
+from .test_limits import fits, left, reserve
 
 REQUESTS = Limit("key", 100, 3600)
 HELD = Limit("key", 3)
-
-
-async def reserve(bus: Bus, *charges: tuple[Limit, int]) -> Reservation:
-    return await bus.store.limits.reserve([Charge(*each) for each in charges])
 
 
 async def granted(gateways: list[Bus], limit: Limit, wishes: int) -> int:
@@ -36,7 +33,7 @@ async def granted(gateways: list[Bus], limit: Limit, wishes: int) -> int:
 
     async def ask(index: int) -> bool:
         try:
-            return (await reserve(gateways[index % len(gateways)], (limit, 1))).granted
+            return await fits(gateways[index % len(gateways)], (limit, 1))
         except BusError:
             return False  # closed
 
@@ -84,14 +81,11 @@ async def test_a_restarted_server_learns_what_was_taken_and_held(
     # Each has told what it had, before anything was granted: 400 are taken, and 2 held.
     full = await reserve(first, (tokens, 601))
     assert (full.granted, full.rooms[0].left) == (False, 600)
-    assert (await reserve(first, (tokens, 500), (HELD, 1))).granted
-    assert not (await reserve(first, (HELD, 1))).granted
+    assert await fits(first, (tokens, 500), (HELD, 1))
+    assert not await fits(first, (HELD, 1))
     second.store.limits.commit(other, [0, 0])
 
-    async def has_room() -> bool:
-        return (await reserve(first, (tokens, 400), (HELD, 2))).granted
-
-    await kit.eventually(has_room, "what the second has given back")
+    await kit.eventually(lambda: fits(first, (tokens, 400), (HELD, 2)), "the second's share")
 
 
 async def test_what_the_server_forgot_last_is_told_again(tmp_path: Path) -> None:
@@ -142,13 +136,13 @@ async def test_a_failover_in_the_middle_grants_no_more(
             nonlocal after
             after += await granted(gateways, REQUESTS, 40)
             with suppress(BusError):  # nobody is the master yet
-                return (await reserve(second, (REQUESTS, 0))).rooms[0].left == 0
+                return await left(second, (REQUESTS, 0)) == [0]
             return False
 
         await until(is_used_up, "all of the limit")
         assert before + during + after == 100
-        assert not (await reserve(second, (HELD, 2))).granted
-        assert (await reserve(second, (HELD, 1))).granted
+        assert not await fits(second, (HELD, 2))
+        assert await fits(second, (HELD, 1))
 
 
 KILLED = """
@@ -178,21 +172,18 @@ async def test_of_a_killed_gateway_places_come_back(redis_buses: Buses) -> None:
     try:
         line = await asyncio.wait_for(process.stdout.readline(), LIMIT_S)
         assert line == b"True\n"
-        assert not (await reserve(bus, (HELD, 1))).granted
+        assert not await fits(bus, (HELD, 1))
         # It renews what it holds, for longer than a lease.
         end = asyncio.get_running_loop().time() + 3
         while asyncio.get_running_loop().time() < end:
-            assert not (await reserve(bus, (HELD, 1))).granted
+            assert not await fits(bus, (HELD, 1))
             await asyncio.sleep(0.1)
     finally:
         process.kill()
         await process.wait()
 
-    async def is_free() -> bool:
-        return (await reserve(bus, (HELD, 3))).granted
-
-    await kit.eventually(is_free, "the places of the dead")
-    assert (await reserve(bus, (REQUESTS, 0))).rooms[0].left == 60
+    await kit.eventually(lambda: fits(bus, (HELD, 3)), "the places of the dead")
+    assert await left(bus, (REQUESTS, 0)) == [60]
 
 
 async def test_a_lost_reply_counts_nothing_twice(
@@ -228,7 +219,7 @@ async def test_a_lost_reply_counts_nothing_twice(
 async def test_who_left_before_the_answer_keeps_nothing(redis_buses: Buses) -> None:
     bus = redis_buses.open()
     tokens = Limit("tokens", 100, 3600)
-    assert (await reserve(bus, (tokens, 0))).granted
+    assert await fits(bus, (tokens, 0))
     for _ in range(20):
         leaving = asyncio.create_task(reserve(bus, (tokens, 50), (HELD, 3)))
         for _ in range(3):
@@ -250,7 +241,7 @@ async def test_a_gateway_that_ends_gives_back(redis_buses: Buses) -> None:
     took = await reserve(bus, (REQUESTS, 100), (HELD, 3))
     bus.store.limits.commit(took, [10, 0])
     await bus.aclose()
-    assert (await reserve(other, (REQUESTS, 90), (HELD, 3))).granted
+    assert await fits(other, (REQUESTS, 90), (HELD, 3))
     with pytest.raises(BusError):
         await bus.store.limits.reserve([Charge(REQUESTS)])
 
@@ -258,14 +249,11 @@ async def test_a_gateway_that_ends_gives_back(redis_buses: Buses) -> None:
 async def test_what_somebody_has_removed_is_written_again(redis_buses: Buses, foreign: Any) -> None:
     """As a server does that is short of memory and evicts keys with a time to live."""
     bus, other = redis_buses.open(), redis_buses.open()
-    assert (await reserve(bus, (REQUESTS, 100))).granted
+    assert await fits(bus, (REQUESTS, 100))
     await foreign.delete(redis_buses.keys.limit("key", 3600))
-    assert not (await reserve(bus, (REQUESTS, 1))).granted
+    assert not await fits(bus, (REQUESTS, 1))
 
-    async def is_known() -> bool:
-        return (await reserve(other, (REQUESTS, 0))).rooms[0].left == 0
-
-    await kit.eventually(is_known, "what the first one has taken")
+    await kit.becomes(lambda: left(other, (REQUESTS, 0)), [0])
 
 
 async def test_the_field_of_a_dead_gateway_goes(
@@ -274,8 +262,8 @@ async def test_the_field_of_a_dead_gateway_goes(
     monkeypatch.setattr(redis_limits, "HELD_S", 1.0)
     monkeypatch.setattr(shares, "FORGOTTEN_MS", 0)
     dead, bus = redis_buses.open(), redis_buses.open()
-    assert (await reserve(dead, (HELD, 1))).granted
-    assert (await reserve(bus, (HELD, 1))).granted
+    assert await fits(dead, (HELD, 1))
+    assert await fits(bus, (HELD, 1))
     await dead.aclose()  # in the middle of its call
     key = redis_buses.keys.limit("key", 0)
     assert await foreign.hlen(key) == 2
@@ -285,7 +273,7 @@ async def test_the_field_of_a_dead_gateway_goes(
         return await foreign.hlen(key) == 1
 
     await kit.eventually(is_gone, "the end of its field")
-    assert (await reserve(bus, (HELD, 0))).rooms[0].left == 2
+    assert await left(bus, (HELD, 0)) == [2]
 
 
 async def test_what_is_kept_on_the_server_ends(redis_buses: Buses, foreign: Any) -> None:
@@ -301,10 +289,7 @@ async def test_what_is_kept_on_the_server_ends(redis_buses: Buses, foreign: Any)
     assert 60 < await foreign.ttl(window) <= 120
     assert await foreign.hlen(window) == 3
 
-    async def is_gone() -> bool:
-        return not await foreign.exists(held)
-
-    await kit.eventually(is_gone, "the end of what nobody holds")
+    await kit.becomes(lambda: foreign.exists(held), 0)
     holding = await reserve(bus, (HELD, 1))
     assert 30 < await foreign.ttl(held) <= 60
     assert await foreign.hlen(held) == 1

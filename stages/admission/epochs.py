@@ -132,13 +132,22 @@ class EpochCore:
 
         A message that admission has no use for is logged. `now_ns`: on this process's clock.
         """
-        match event:
+        if callable(event):
+            event(now_ns)
+        else:
+            self._receive(event, now_ns)
+        effects = list(self._outbox)
+        self._outbox.clear()
+        return effects
+
+    def _receive(self, message: Message, now_ns: int) -> None:
+        match message:
             case RequestFinished(request_id, entry_id):
                 self._finish(entry_id, request_id, now_ns)
             case Recovered(entry_id, samples):
                 self._take_answer(entry_id, samples)
             case Cancel():
-                self._cancel(event)
+                self._cancel(message)
             case CancelAll():
                 self._cancel_all()
             case Drain(timeout_ns):
@@ -150,20 +159,16 @@ class EpochCore:
                 self._stage_started(role, now_ns)
             case StageStopped(role):
                 if role != self._role:
-                    self._stage_stopped(event, now_ns)
+                    self._stage_stopped(message, now_ns)
             case Fenced(entry_ids):
                 # The queue knows which lane has them.
                 self._do(do.Renew(), do.Then(partial(self._check_fences, entry_ids)))
             case ServerRestarted():
                 self._do(do.MarkPossiblyLost())
                 self._begin("the server of the bus was restarted", now_ns)
-            case _ if callable(event):
-                event(now_ns)
             case _:
-                self._outbox.log("warning", "message_not_understood", type=type(event).__name__)
-        effects = list(self._outbox)
-        self._outbox.clear()
-        return effects
+                name = type(message).__name__
+                self._outbox.log("warning", "message_not_understood", type=name)
 
     def begin(self, pending: Iterable[RequestEntry], now_ns: int) -> None:
         """Begin with a predecessor's unanswered entries."""

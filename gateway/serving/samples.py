@@ -117,10 +117,7 @@ async def stream_sample(
 
 
 async def stream_unsent(
-    submissions: Submissions,
-    origin: Origin,
-    request: GenerateRequest,
-    unsent: UnsentOutputs,
+    submissions: Submissions, origin: Origin, request: GenerateRequest, unsent: UnsentOutputs
 ) -> Completion:
     """Run a request, and send its outputs as fast as they are read.
 

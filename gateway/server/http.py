@@ -211,8 +211,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if read is not None:
         return read
     too_large = RequestError(
-        f"the body is larger than {max_bytes} bytes; send less at a time",
-        code="request_too_large",
+        f"the body is larger than {max_bytes} bytes; send less at a time", code="request_too_large"
     )
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:

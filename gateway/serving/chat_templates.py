@@ -13,14 +13,7 @@ import msgspec
 
 from ...config import field_name
 from ...text.chat_template import TemplateWorkers, render, template_of
-from ...text.messages import (
-    EFFORT,
-    SWITCHES,
-    MessageFormat,
-    Tool,
-    asked_to_reason,
-    opening_of,
-)
+from ...text.messages import EFFORT, SWITCHES, MessageFormat, Tool, asked_to_reason, opening_of
 from ..server.http import FieldError
 from .turns import Turns
 from .words import LazyWords

@@ -46,10 +46,7 @@ class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
     def requests(self, prompts: Sequence[Prompt], tenant: str) -> list[GenerateRequest]:
         """Return the requests for prompts."""
         like = GenerateRequest(
-            model=self.adapter,
-            tenant=tenant,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
+            model=self.adapter, tenant=tenant, priority=self.priority, cache_salt=self.cache_salt
         )
         return [
             msgspec.structs.replace(

@@ -21,9 +21,7 @@ class Scored(NamedTuple):
 
 
 def scored(
-    token_ids: Sequence[int],
-    logprobs: Sequence[float | None],
-    top_logprobs: Sequence[Tops] | None,
+    token_ids: Sequence[int], logprobs: Sequence[float | None], top_logprobs: Sequence[Tops] | None
 ) -> list[Scored]:
     """Zip tokens with their logprobs and alternatives, `[k]` each; None for no alternatives."""
     tops = top_logprobs if top_logprobs is not None else ((),) * len(token_ids)
@@ -58,11 +56,7 @@ def logprobs_by_id(tokens: Sequence[Scored], names: TokenNames) -> list[dict[str
         if all(token_id != token.token_id for token_id, _, _ in ranked):
             ranked.insert(0, (token.token_id, token.logprob, None))
         return {
-            str(token_id): {
-                "logprob": logprob,
-                "rank": rank,
-                "decoded_token": names.name(token_id),
-            }
+            str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": names.name(token_id)}
             for token_id, logprob, rank in ranked
         }
 

@@ -149,11 +149,7 @@ class MessageParts:
         return self._take(sample, first, _versions(sample, first), sample.text[self._text_chars :])
 
     def _take(
-        self,
-        of: CompletionChunk | CompletionSample,
-        first: int,
-        versions: Iterable[int],
-        text: str,
+        self, of: CompletionChunk | CompletionSample, first: int, versions: Iterable[int], text: str
     ) -> NewParts:
         """Take the tokens from an index on; return the parts that are certain with this text."""
         new = NewParts([], [], [])

@@ -1,4 +1,4 @@
-"""What LoRA adapters cost a decode step, beside the same step without any.
+"""Cost of LoRA adapters per decode step, beside the same step without any.
 
     python benchmarks/adapters.py [--seconds 60] [--rows 16] [--rank 16] [--shape S] [--threads 1]
         [--dtype bfloat16] [--device cpu] [--json FILE]

@@ -1,4 +1,4 @@
-"""What a hop over the bus costs, in memory and on Redis.
+"""Cost of a hop over the bus, in memory and on Redis.
 
     python benchmarks/bus.py [--url redis://...] [--json FILE]
 

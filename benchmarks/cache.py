@@ -1,4 +1,4 @@
-"""What the prefix caches cost per block, by the number of cached tokens.
+"""Cost of the prefix caches per block, by the number of cached tokens.
 
     python benchmarks/cache.py [--sizes 1000,10000] [--warm] [--json FILE]
 

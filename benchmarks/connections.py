@@ -1,4 +1,4 @@
-"""What connections cost a gateway: a thousand streams, and fifty unread ones.
+"""Cost of connections to a gateway: a thousand streams, and fifty unread ones.
 
     python benchmarks/connections.py [--connections 1000] [--tokens 300] [--json FILE]
 
@@ -36,7 +36,7 @@ SETTLE_S = 20.0
 _SAMPLE_S = 0.5
 
 Others = Callable[[Client], object]
-"""What the other clients do."""
+"""Starts the load of the other clients."""
 
 
 class Memory:

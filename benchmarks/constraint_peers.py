@@ -1,4 +1,4 @@
-"""What one JSON schema costs: ours beside llama.cpp's grammar and OpenVINO's structured output.
+"""Cost of one JSON schema: ours beside llama.cpp's grammar and OpenVINO's structured output.
 
     python benchmarks/constraint_peers.py --folder DIR [--llama-server FILE] [--openvino PYTHON]
 

@@ -1,4 +1,4 @@
-"""What a constraint costs a decode step, beside the same step without one.
+"""Cost of a constraint per decode step, beside the same step without one.
 
     python benchmarks/constraints.py [--seconds 150] [--rows 16] [--threads 1]
         [--temperature 0] [--folder DIR] [--json FILE]

@@ -1,4 +1,4 @@
-"""What deterministic mode costs: the same work with it on and off, in alternation.
+"""Cost of deterministic mode: the same work with it on and off, in alternation.
 
     python benchmarks/deterministic.py [--repeat 5] [--threads 2] [--json FILE]
 

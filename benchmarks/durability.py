@@ -1,4 +1,4 @@
-"""How long recovery takes, and what durable requests and results cost.
+"""Recovery time, and the cost of durable requests and results.
 
     python benchmarks/durability.py [--repeat K] [--json FILE]
 

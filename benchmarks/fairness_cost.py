@@ -1,4 +1,4 @@
-"""What a decision of the fairness core costs, by the number of queued requests.
+"""Cost of a decision of the fairness core, by the number of queued requests.
 
     python benchmarks/fairness_cost.py [--rounds K] [--json FILE]
 

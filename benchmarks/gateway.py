@@ -1,4 +1,4 @@
-"""What HTTP costs compared with `Pipeline.submit`, on the bundled model (T) and on shape S.
+"""HTTP compared with `Pipeline.submit`, on the bundled model (T) and on shape S.
 
     python benchmarks/gateway.py [--shapes T,S] [--requests N] [--tokens N] [--repeat K]
         [--folder DIR] [--json FILE]

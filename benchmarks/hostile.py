@@ -155,8 +155,8 @@ def print_row(table: Table, row: dict[str, Any], verbose: bool) -> None:
     same += "  (no promise)" if row["attack"] in NOT_PROMISED else ""
     table.row(row["attack"], row | cells | {"same": same})
     if verbose:
-        told = f"constrained requests: at worst {_seconds(row['constrained']['worst_s'])} s"
-        for line in (told, *row["told"], *(f"broken: {each}" for each in row["broken"])):
+        waits = f"constrained requests: at worst {_seconds(row['constrained']['worst_s'])} s"
+        for line in (waits, *row["told"], *(f"broken: {each}" for each in row["broken"])):
             print(f"{'':18}  {line}", flush=True)
 
 

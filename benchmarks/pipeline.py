@@ -1,4 +1,4 @@
-"""What the pipeline costs compared with the bare loop of the same cores, on the bundled model.
+"""The pipeline compared with the bare loop of the same cores, on the bundled model.
 
     python benchmarks/pipeline.py [--requests N] [--tokens N] [--repeat K] [--json FILE]
         [--model FOLDER] [--variants NAME ...]

@@ -1,4 +1,4 @@
-"""What keys, limits, guardrails and the audit log cost each call.
+"""Cost of keys, limits, guardrails and the audit log per call.
 
     python benchmarks/policy.py [--calls 600] [--tokens 8] [--rounds 7] [--redis] [--json FILE]
 

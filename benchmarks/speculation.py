@@ -1,4 +1,4 @@
-"""What speculation gains: the same requests with and without it, in turns.
+"""Gain from speculation: the same requests with and without it, in turns.
 
     python benchmarks/speculation.py [--kinds json,tool,predicted,random] [--rows 1,16]
         [--turns 6] [--tokens 96] [--threads 1] [--clock wall] [--folder DIR] [--json FILE]

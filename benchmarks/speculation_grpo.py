@@ -1,4 +1,4 @@
-"""What speculation gains in reinforcement learning: the same run with and without it, in turns.
+"""Gain from speculation in reinforcement learning: the same run with and without it, in turns.
 
     python benchmarks/speculation_grpo.py [--batches 16,32,64] [--epochs 8] [--problems 32]
         [--prompts 16] [--samples 8] [--seed 1] [--clock wall] [--json FILE]

@@ -120,10 +120,10 @@ def make_asks(successors: list[int], kind: str, rows: int, tokens: int, turn: in
     return asks
 
 
-def check(name: str, asked: Ask, told: Sequence[int], tokens: int) -> None:
+def check(name: str, asked: Ask, found: Sequence[int], tokens: int) -> None:
     """Raise AssertionError unless these are the tokens that follow the prompt."""
-    if list(told) != asked.answer[:tokens]:
-        raise AssertionError(f"{name} wrote another text, or {len(told)} tokens")
+    if list(found) != asked.answer[:tokens]:
+        raise AssertionError(f"{name} wrote another text, or {len(found)} tokens")
 
 
 def ours(folder: Path, mode: str, arguments: argparse.Namespace, stack: ExitStack) -> Run:

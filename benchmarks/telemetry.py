@@ -1,4 +1,4 @@
-"""What tracing and metrics cost: the same load on one pipeline, with telemetry on and off in turn.
+"""Cost of tracing and metrics: the same load on one pipeline, with telemetry on and off in turn.
 
 The bundled model's steps are the shortest, and the batch is full, so this is the worst case. The
 pipeline is in memory, in this process; spans go over OTLP and HTTP to a receiver in another

@@ -1,4 +1,4 @@
-"""How fast new weights reach the executor, and what updates during generation cost.
+"""Speed of weight updates, and their cost during generation.
 
 First the transports: bytes per second from the message until the tensors are in the executor's own
 memory, beside copies of as many bytes by one thread. Then generation: the same requests without

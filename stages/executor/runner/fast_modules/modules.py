@@ -73,9 +73,7 @@ class FastModules:
         self._active = False
         self._with_gradients = with_gradients
         kernels = module_kernels(model.device)
-        # A shared model's weights stay where its owner put them.
-        joins = kernels is cpu or not model.is_shared
-        self._calls = Calls(FixedTiles() if tiles is None else tiles, kernels, joins=joins)
+        self._calls = Calls(FixedTiles() if tiles is None else tiles, kernels)
         # Each module's earlier instance attribute, if any, in the order of changes.
         self._replaced: list[tuple[nn.Module, Forward | None]] = []
         length = min(_COMPARED_TOKENS, model.max_model_len, cache.num_blocks * cache.block_size)

@@ -39,25 +39,21 @@ class Calls:
 
     Attributes:
         tiles: Fixed shapes for torch's part, so that bits don't depend on the batch.
-        kernels: The module with the kernels of the device.
-        joins: Whether products of several layers are joined.
-        together: Whether joined products may be used, without calling the modules; otherwise each
-            is called by itself, with any wrappers.
+        kernels: The module with RMSNorm, rotate and gate for the device; products are ours too if
+            it is `cpu`.
+        together: Whether several linear layers may be computed in one product, without calling the
+            modules; otherwise each is called by itself, with any wrappers.
     """
 
     tiles: FixedTiles
     kernels: ModuleType = cpu
-    joins: bool = True
     together: bool = True
 
     def linear(
         self, layers: Sequence[nn.Linear], kind: LinearKind = LinearKind.PLAIN
     ) -> Callable[..., Tensor] | None:
-        """Return the joined product of these layers, if any."""
-        if not self.joins:
-            return None
-        joined: Callable[..., Tensor] = self.kernels.Linear(layers, kind)
-        return joined
+        """Return our product of these layers; None if the modules compute theirs."""
+        return Linear(layers, kind) if self.kernels is cpu else None
 
 
 def find_patterns(model: LoadedModel, calls: Calls) -> Iterator[tuple[nn.Module, list[Forward]]]:

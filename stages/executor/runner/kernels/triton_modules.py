@@ -6,13 +6,10 @@ time with a small batch. The names are those of `cpu`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from . import cpu
 from .cpu import LinearKind
@@ -96,56 +93,6 @@ def _gate_numbers(
         x *= tl.sigmoid(x)
     gated = (x.to(kind).to(tl.float32) * up).to(kind)
     tl.store(output + row * WIDTH + column, gated, mask=real)
-
-
-class Linear:
-    """Linear layers over the same rows, in one product, with outputs side by side.
-
-    Their weights are moved to one tensor, of which each layer's is a part, so that updates in place
-    reach both. A gated kind has two layers, gate and up, and the output act(gate) * up.
-    """
-
-    def __init__(self, layers: Sequence[nn.Linear], kind: LinearKind = LinearKind.PLAIN) -> None:
-        """Take layers that either all have a bias or none."""
-        self._layers = layers
-        self._kind = kind
-        self._outputs = [layer.out_features for layer in layers]
-        if len({layer.bias is None for layer in layers}) > 1:
-            raise ValueError("some layers have a bias and others have none")
-
-    def __call__(self, rows: Tensor, added: Tensor | None = None) -> Tensor:
-        """`[rows, inputs]` to `[rows, outputs]`, plus `added` of that shape."""
-        weight, bias = self._joined("weight"), self._joined("bias")
-        assert weight is not None
-        output = F.linear(rows, weight, bias)
-        if added is not None:
-            output += added
-        if self._kind in (LinearKind.GATED_SILU, LinearKind.GATED_TANH_GELU):
-            gates, ups = output.split_with_sizes(self._outputs, 1)
-            return gate(gates, ups, self._kind)
-        return output
-
-    def _joined(self, name: str) -> Tensor | None:
-        """The layers' parameters of a name as one tensor; moved there if they are apart."""
-        # Not kept here: released memory must have no other owner.
-        parts = [layer._parameters[name] for layer in self._layers]
-        first = parts[0]
-        if first is None or len(parts) == 1:
-            return first
-        end = first.data_ptr()
-        for part in parts:
-            assert part is not None
-            if part.data_ptr() != end:
-                return self._join(parts)
-            end += part.nbytes
-        return first.as_strided((sum(self._outputs), *first.shape[1:]), first.stride())
-
-    def _join(self, parts: Sequence[Tensor | None]) -> Tensor:
-        joined = torch.cat([part.data for part in parts if part is not None])
-        for part, place in zip(parts, joined.split_with_sizes(self._outputs), strict=True):
-            assert part is not None
-            part.data = place
-        return joined
 
 
 class RMSNorm(cpu.RMSNorm):

@@ -84,38 +84,3 @@ def test_gate(dtype: torch.dtype, kind: LinearKind) -> None:
     torch.testing.assert_close(
         found.float(), wanted, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 2e-2
     )
-
-
-def layers(*outputs: int, bias: bool) -> list[nn.Linear]:
-    torch.manual_seed(0)
-    return [nn.Linear(16, each, bias=bias).requires_grad_(False).to(DEVICE) for each in outputs]
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_joined_product_follows_its_layers_weights(bias: bool) -> None:
-    parts = layers(8, 4, 12, bias=bias)
-    joined, rows = triton_modules.Linear(parts), random(3, 16, dtype=torch.float32)
-
-    def separate() -> torch.Tensor:
-        return torch.cat([layer(rows) for layer in parts], 1)
-
-    for change in range(3):
-        if change == 1:
-            parts[1].weight.mul_(2.0)
-        elif change == 2:
-            # As after a release of memory.
-            for layer in parts:
-                layer.weight.data = torch.randn_like(layer.weight)
-        with torch.inference_mode():
-            found = joined(rows)
-        assert_near(found, separate())
-        assert all(layer.weight.is_contiguous() for layer in parts)
-        assert len({layer.weight.untyped_storage().data_ptr() for layer in parts}) == 1
-    assert_near(joined(rows, torch.ones(3, 24, device=DEVICE)), separate() + 1)
-
-
-def test_a_joined_gate() -> None:
-    gate, up = parts = layers(40, 40, bias=False)
-    rows = random(3, 16, dtype=torch.float32)
-    wanted = F.silu(gate(rows)) * up(rows)
-    assert_near(triton_modules.Linear(parts, LinearKind.GATED_SILU)(rows), wanted)

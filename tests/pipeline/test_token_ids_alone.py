@@ -26,7 +26,7 @@ from nano_inference.text.tokenizer import TOKENIZER_FILES
 from ..gguf_files import nothing, write_gguf
 from . import reference
 from .builders import error_code, raises_code
-from .conftest import MakeConfig, both_buses
+from .conftest import LIMIT_S, MakeConfig, both_buses
 
 # --- no tokenizer ----------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ async def test_token_ids_are_served_over_http(make_config: MakeConfig, folder: P
     async with (
         Pipeline(config) as pipeline,
         Gateway(pipeline.client, config) as gateway,
-        httpx.AsyncClient(base_url=gateway.url) as http,
+        httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http,
     ):
         answer = await http.post(
             "/inference/v1/generate", json={"token_ids": PROMPT, "sampling_params": GREEDY}
@@ -148,7 +148,7 @@ async def test_gguf_is_served_over_http(make_config: MakeConfig, file: Path) -> 
     async with (
         Pipeline(config) as pipeline,
         Gateway(pipeline.client, config) as gateway,
-        httpx.AsyncClient(base_url=gateway.url) as http,
+        httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http,
     ):
         served = (await http.get("/v1/models")).json()["data"]
         assert [model["id"] for model in served] == ["sums.Q8_0"]

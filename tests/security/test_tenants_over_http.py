@@ -40,7 +40,7 @@ class GatedEngine(FakeEngine):
         self.running += 1
         self.most = max(self.most, self.running)
         self.requests.append(request)
-        self._changed.set()
+        self._change()
         try:
             await self.gate.wait()
             yield completion(request)
@@ -48,7 +48,7 @@ class GatedEngine(FakeEngine):
             self.running -= 1
             if not self.gate.is_set():
                 self.left.append(request.request_id)
-            self._changed.set()
+            self._change()
 
     def of(self, tenant: str) -> int:
         """How many requests of a tenant have come."""

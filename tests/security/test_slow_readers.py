@@ -51,8 +51,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "/generate": {"text": "a"},
 }
 WITH_KEY = "/v1/completions"
-ALL_TAKEN = ("/generate", "/v1/responses")
-"""Of the first the newest state is kept; of the second as many outputs wait as there are here."""
+ALL_TAKEN = ("/generate",)
+"""The newest state of a sample is kept."""
 
 
 class LongAnswers(FakeEngine):
@@ -81,7 +81,7 @@ class LongAnswers(FakeEngine):
             yield completion(request, told)
         finally:
             (self.ended if done else self.left).append(request.request_id)
-            self._changed.set()
+            self._change()
 
 
 def call(path: str, tenant: str, *headers: tuple[bytes, bytes]) -> bytes:
@@ -199,7 +199,7 @@ async def test_fifty_that_never_read() -> None:
             assert await read_all(port, again) == whole
         cancelled = {given["request_id"] for name, given in engine.calls if name == "cancel"}
         kept = [each.request_id for each in engine.requests if each.tenant[1:].isdecimal()]
-        chats = [each for each in kept if each.startswith("chatcmpl-")]
-        assert cancelled == set(chats)
+        unkeyed = [each for each in kept if each.startswith(("chatcmpl-", "resp_"))]
+        assert cancelled == set(unkeyed)
         for client in stuck:
             client.close()

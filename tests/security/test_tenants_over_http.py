@@ -34,6 +34,7 @@ class GatedEngine(FakeEngine):
     async def _made(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
         self.running += 1
         self.most = max(self.most, self.running)
+        self._change()
         try:
             await self.gate.wait()
             yield completion(request)
@@ -41,7 +42,7 @@ class GatedEngine(FakeEngine):
             self.running -= 1
             if not self.gate.is_set():
                 self.left.append(request.request_id)
-            self._changed.set()
+            self._change()
 
     def of(self, tenant: str) -> int:
         """How many requests of a tenant have come."""

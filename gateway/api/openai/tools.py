@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
@@ -146,9 +147,10 @@ def tool_use(fields: ChatBody | ResponseBody) -> ToolUse:
         case {"type": "allowed_tools"}:
             allowed = read_part(choice, form.choice, _CHOICE).allowed_tools
             where = f"{_CHOICE}{form.allowed}.tools"
+            tools: Sequence[NestedNamed | FlatNamed] = allowed.tools
             names = [
                 (f"{where}[{place}]{form.function}.name", tool.function.name)
-                for place, tool in enumerate(allowed.tools)
+                for place, tool in enumerate(tools)
             ]
             return with_allowed(use, allowed.mode, names, _CHOICE)
     hosted = form is _FLAT and isinstance(choice, dict)
@@ -169,6 +171,5 @@ def _tool(given: dict[str, Any], where: str, form: _Form) -> Tool:
             param=param,
             code="unsupported",
         )
-    found: NestedTool | FlatTool = read_part(given, form.tool, where)
-    function = found.function
+    function = read_part(given, form.tool, where).function
     return tool_of(function.name, function.description, function.parameters, function.strict)

@@ -84,21 +84,15 @@ async def test_auto_shows_tools_without_a_constraint(http: AsyncClient, model: M
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
 
 
-async def test_none_shows_no_tools_and_parses_no_calls(http: AsyncClient, model: Model) -> None:
-    model.says(CALL)
-    choice = await posted(http, tools=[WEATHER], tool_choice="none")
-    assert TOLD not in model.prompt()
-    assert choice["finish_reason"] == "stop"
-    assert choice["message"]["content"] == CALL
-    assert "tool_calls" not in choice["message"]
-
-
-async def test_without_tools_text_that_looks_like_a_call_is_text(
-    http: AsyncClient, model: Model
+@pytest.mark.parametrize("fields", [{}, {"tools": [WEATHER], "tool_choice": "none"}])
+async def test_without_tools_none_are_shown_and_no_calls_parsed(
+    http: AsyncClient, model: Model, fields: dict[str, Any]
 ) -> None:
     model.says(CALL)
-    choice = await posted(http)
+    choice = await posted(http, **fields)
+    assert TOLD not in model.prompt()
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", CALL)
+    assert "tool_calls" not in choice["message"]
 
 
 @pytest.mark.parametrize(

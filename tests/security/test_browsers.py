@@ -71,6 +71,8 @@ BY_POST = {
     "form text/plain": browser(Origin=EVIL, Content_Type="text/plain"),
     "sandboxed frame": browser(Origin="null", Content_Type="text/plain"),
     "without an Origin": browser(Content_Type="text/plain"),
+    "form without an Origin": browser(Content_Type="application/x-www-form-urlencoded"),
+    "files without an Origin": browser(Content_Type="multipart/form-data; boundary=x"),
     "without Origin or type": browser(),
     "beacon": browser(Origin=EVIL, Content_Type="multipart/form-data; boundary=x"),
     "ping": browser(Origin=EVIL, Content_Type="text/ping", Sec_Fetch_Site="cross-site"),

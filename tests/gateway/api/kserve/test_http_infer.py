@@ -56,12 +56,19 @@ async def test_json_outputs_say_so_and_have_no_length() -> None:
         assert (await infer(http, of_each())).headers["content-type"] == BYTES["Content-Type"]
 
 
-async def test_an_expired_call_names_the_limit() -> None:
+@pytest.mark.parametrize(
+    ("budget_ms", "timeout_us", "limit"),
+    [("9999", 1000, "(timeout)"), ("1", 10**9, "(X-Budget-Ms"), ("1", None, "(X-Budget-Ms")],
+)
+async def test_an_expired_call_names_its_shortest_limit(
+    budget_ms: str, timeout_us: int | None, limit: str
+) -> None:
+    body = {"inputs": [], "parameters": {} if timeout_us is None else {"timeout": timeout_us}}
     async with asking(Slow()) as http:
-        body = {"inputs": [], "parameters": {"timeout": 1000}}
-        answer = await http.post("/v2/models/slow/infer", json=body)
+        headers = {"X-Budget-Ms": budget_ms}
+        answer = await http.post("/v2/models/slow/infer", json=body, headers=headers)
     assert failed(answer, 504) == "expired"
-    assert "(timeout) was over" in answer.json()["error"]
+    assert f"time {limit}" in answer.json()["error"]
 
 
 # --- refusals -----------------------------------------------------------------------------------

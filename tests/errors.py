@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from nano_inference.config import NanoInferenceError, RequestError
@@ -22,8 +20,3 @@ def raises(
         match=why,
         check=lambda error: {name: getattr(error, name) for name in wanted} == wanted,
     )
-
-
-def raises_code(kind: type[Exception], code: str, match: str | None = None) -> Any:
-    """As `pytest.raises`, for an error with this code."""
-    return pytest.raises(kind, match=match, check=lambda error: error.code == code)  # type: ignore[attr-defined]

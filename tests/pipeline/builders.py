@@ -28,7 +28,7 @@ from nano_inference.config import role_of
 from nano_inference.stages.actor import Actor
 
 from .. import oracle
-from ..errors import raises_code as raises_code
+from ..errors import raises as raises
 from . import reference, short_model
 
 StageT = TypeVar("StageT", bound=Actor)

@@ -25,7 +25,7 @@ from nano_inference.stages.executor.core import ExecutorCore
 from ..gateway.policy.conftest import bearer
 from ..stages.executor.runner.adapters.making import make_adapter
 from . import short_model
-from .builders import asking, break_once, error_code, raises_code
+from .builders import asking, break_once, error_code, raises
 from .conftest import LIMIT_S, MakeConfig, both_buses
 
 # --- over the bus ----------------------------------------------------------------------------
@@ -101,7 +101,7 @@ async def test_one_batch_has_many_adapters(
         await client.unload_adapter("one")
         assert await refusal(pipeline, "one") == "unknown_model"
         assert await say(pipeline, "two") == wanted["two"]
-        with raises_code(AdapterError, "adapter_not_found"):
+        with raises("adapter_not_found", kind=AdapterError):
             await client.unload_adapter("one")
         # Another adapter under its name never uses the former one's KV.
         assert await client.load_adapter("one", str(folder / "two")) == 2
@@ -192,7 +192,7 @@ async def test_replicas_have_the_same_adapters(
         assert await pipeline.client.load_adapter("a", str(folder / "one")) == 1
         answers = await asyncio.gather(*(say(pipeline, "a") for _ in range(12)))
         assert set(answers) == {wanted["one"]}
-        with raises_code(AdapterError, "adapter_refused"):
+        with raises("adapter_refused", kind=AdapterError):
             await pipeline.client.load_adapter("a", str(tmp_path))
         assert await say(pipeline, "a") == wanted["one"]
         await pipeline.client.unload_adapter("a")

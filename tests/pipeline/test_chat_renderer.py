@@ -20,7 +20,7 @@ from nano_inference import (
 from nano_inference.text.tokenizer import load_tokenizer
 
 from . import reference
-from .builders import raises_code
+from .builders import raises
 
 # As Qwen's, with reasoning that the template opens itself.
 TEMPLATE = """\
@@ -116,7 +116,7 @@ def test_messages_of_openai_s_library_render(folder: Path, chat: ChatRenderer) -
     ],
 )
 def test_invalid_messages_are_refused(chat: ChatRenderer, message: Any) -> None:
-    with raises_code(RequestError, "invalid_messages"):
+    with raises("invalid_messages"):
         chat.render([message])
 
 

@@ -34,7 +34,7 @@ from nano_inference.stages.streaming.core import StreamingCore
 from ..stages.executor.encoders import CAUSAL, ENCODERS, MOST, VOCAB, make_base, vector_of
 from ..stages.executor.models import make_model
 from . import reference
-from .builders import break_once, error_code, raises_code
+from .builders import break_once, error_code, raises
 from .conftest import MakeConfig
 
 # --- engine ----------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_vectors_of_a_base_model_are_transformers_own(name: str, tmp_path: Path)
         usual = "mean" if name in ENCODERS else "last"
         hold(engine.embed(prompts), base, prompts, usual)
         engine._batching.check()
-        with raises_code(RequestError, "cannot_generate", match="generates nothing"):
+        with raises("cannot_generate", "generates nothing"):
             engine.generate([prompts[0]])
 
 
@@ -197,11 +197,11 @@ def test_a_model_serves_its_role_alone(tmp_path: Path) -> None:
     folder = saved(decoder("qwen3"), tmp_path / "decoder")
     with engine_of(folder, role="embed") as engine:
         assert engine.embed([[5, 6]]).shape[0] == 1
-        with raises_code(RequestError, "cannot_generate"):
+        with raises("cannot_generate"):
             engine.generate([[5, 6]])
     with engine_of(folder, role="generate") as engine:
         assert engine.generate([[5, 6]], GREEDY)[0].completion_tokens
-        with raises_code(RequestError, "cannot_embed"):
+        with raises("cannot_embed"):
             engine.embed([[5, 6]])
     with pytest.raises(ModelError, match="generates nothing"):
         engine_of(saved(make_base("bert"), tmp_path / "encoder"), role="generate")
@@ -215,7 +215,7 @@ def test_a_prompt_may_be_as_long_as_the_model_has_positions(
     prompt = [random.Random(0).randrange(2, VOCAB) for _ in range(longest)]
     with engine_of(saved(base, tmp_path)) as engine:
         hold(engine.embed([prompt]), base, [prompt], "mean")
-        with raises_code(RequestError, "prompt_too_long"):
+        with raises("prompt_too_long"):
             engine.embed([[*prompt, 5]])
 
 
@@ -324,7 +324,7 @@ def test_a_model_that_generates_does_so_though_its_vectors_would_be_wrong(tmp_pa
     sentence_transformers(tmp_path, "Pooling", "Dense", **CLS)
     with engine_of(path) as engine:
         assert engine.generate([[5, 6]], GREEDY)[0].completion_tokens
-        with raises_code(RequestError, "cannot_embed"):
+        with raises("cannot_embed"):
             engine.embed([[5, 6]])
 
 
@@ -358,7 +358,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceEngine
 def test_a_bad_prompt_or_parameter_is_refused(
     prompt: list[int], how: dict[str, Any], code: str, engine: InferenceEngine
 ) -> None:
-    with raises_code(RequestError, code):
+    with raises(code):
         engine.embed([[5, 6], prompt], **how)
     assert not engine.has_pending(), "nothing of the call is left"
 
@@ -437,7 +437,7 @@ async def test_a_refused_input_fails_alone(tiny: Pipeline) -> None:
         None,
     ]
     assert found[1].vector == ()
-    with raises_code(RequestError, "empty_prompt"):
+    with raises("empty_prompt"):
         await tiny.embed([TEXTS[0], ""], MEAN)
 
 

@@ -30,7 +30,7 @@ from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.text.tokenizer import default_sampling_params
 
 from . import reference
-from .builders import finish, raises_code
+from .builders import finish, raises
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -114,10 +114,10 @@ def test_samples_carry_the_id_of_their_request(engine: InferenceEngine) -> None:
 
 def test_an_id_is_taken_until_its_request_has_ended(engine: InferenceEngine) -> None:
     engine.add_request("1 + 1 =", ENDLESS, request_id=7)
-    with raises_code(RequestError, "duplicate_request", match="request 7 is not finished"):
+    with raises("duplicate_request", "request 7 is not finished"):
         engine.add_request("2 + 2 =", GREEDY, request_id=7)
     for wrong in (True, 7.0, b"7"):
-        with raises_code(RequestError, "invalid_request_id", match="text or an integer"):
+        with raises("invalid_request_id", "text or an integer"):
             engine.add_request("2 + 2 =", GREEDY, request_id=wrong)  # type: ignore[arg-type]
     for _ in range(3):
         engine.step()
@@ -222,7 +222,7 @@ def test_progress_is_shown_on_request(
 def test_a_refused_prompt_leaves_nothing_behind(
     engine: InferenceEngine, prompt: str | list[int], params: SamplingParams, code: str
 ) -> None:
-    with raises_code(RequestError, code):
+    with raises(code):
         engine.generate(["2 + 2 =", prompt], [GREEDY, params])
     assert not engine.has_pending()
     assert len(engine.generate(["2 + 2 ="], GREEDY)) == 1
@@ -254,7 +254,7 @@ def test_predictions_are_one_for_each_prompt_and_change_no_token(engine: Inferen
 
 @pytest.mark.parametrize("prediction", [[-1], [10**6], ["a"], 7, "a" * 100_000, [None]])
 def test_invalid_predictions_are_refused(engine: InferenceEngine, prediction: object) -> None:
-    with raises_code(RequestError, "invalid_prediction"):
+    with raises("invalid_prediction"):
         engine.generate(["1 + 1 ="], GREEDY, predictions=[prediction])  # type: ignore[list-item]
     with pytest.raises(RequestError):
         engine.add_request("1 + 1 =", GREEDY, prediction=prediction)  # type: ignore[arg-type]
@@ -389,7 +389,7 @@ def test_memory_is_released_under_way_and_taken_again() -> None:
         engine.release_memory(["kv_cache"])
         engine.release_memory()
         for stuck in (engine.step, engine.state_dict, lambda: engine.generate(["a"])):
-            with raises_code(WeightsError, "memory_released", match="weights, kv_cache"):
+            with raises("memory_released", "weights, kv_cache", kind=WeightsError):
                 stuck()
         engine.resume_memory(["kv_cache"])
         with pytest.raises(WeightsError, match="resume it before"):
@@ -463,10 +463,10 @@ def test_prompt_of_a_wrong_type_is_refused(engine: InferenceEngine, prompt: Any,
         lambda: engine.score([prompt], [[1]]),
         lambda: engine.score([[1]], [prompt]),
     ):
-        with raises_code(RequestError, code):
+        with raises(code):
             refuse()
     prediction: Any = 0 if prompt is None else prompt
-    with raises_code(RequestError, "invalid_prediction"):
+    with raises("invalid_prediction"):
         engine.generate(["1 + 1 ="], TWO_TOKENS, predictions=[prediction])
     assert not engine.has_pending()
 
@@ -478,12 +478,10 @@ def test_prompts_that_are_no_list_are_refused(engine: InferenceEngine, prompts: 
         lambda: engine.embed(prompts),
         lambda: engine.score(prompts, [[1]] * 3),
     ):
-        with raises_code(RequestError, "invalid_prompt", match="pass a list"):
+        with raises("invalid_prompt", "pass a list"):
             refuse()
     if prompts is not None:
-        with raises_code(
-            RequestError, "invalid_prediction", match=r"predictions is .*; pass a list"
-        ):
+        with raises("invalid_prediction", r"predictions is .*; pass a list"):
             engine.generate(["1 + 1 ="], TWO_TOKENS, predictions=prompts)
 
 
@@ -501,7 +499,7 @@ def test_prompts_may_be_arrays_tensors_and_iterators(engine: InferenceEngine) ->
 
 @pytest.mark.parametrize("number", [1.5, 2.0, True, "2", None, 0])
 def test_wrong_number_of_samples_is_refused(engine: InferenceEngine, number: Any) -> None:
-    with raises_code(RequestError, "invalid_n"):
+    with raises("invalid_n"):
         engine.generate([[1]], TWO_TOKENS, number)
 
 
@@ -511,20 +509,20 @@ def test_parameters_of_a_wrong_type_are_refused(engine: InferenceEngine, params:
         lambda: engine.generate([[1]], params),
         lambda: engine.score([[1]], [[2]], params),
     ):
-        with raises_code(RequestError, "invalid_request", match="sampling_params"):
+        with raises("invalid_request", "sampling_params"):
             refuse()
 
 
 @pytest.mark.parametrize("name", ["stop", "constraint"])
 def test_bytes_in_place_of_text_are_refused(engine: InferenceEngine, name: str) -> None:
     given: dict[str, Any] = {"stop": (b"ab",), "constraint": {"regex": b"ab"}}
-    with raises_code(RequestError, "invalid_request", match="got `bytes`"):
+    with raises("invalid_request", "got `bytes`"):
         engine.generate([[1]], SamplingParams(**{name: given[name]}))
 
 
 @pytest.mark.parametrize("adapter", [5, None, ["a"]])
 def test_adapter_of_a_wrong_type_is_refused(engine: InferenceEngine, adapter: Any) -> None:
-    with raises_code(RequestError, "unknown_model"):
+    with raises("unknown_model"):
         engine.generate([[1]], TWO_TOKENS, adapter=adapter)
 
 

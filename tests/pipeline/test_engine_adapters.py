@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import get_peft_model_state_dict
 
-from nano_inference import EmbedParams, EngineConfig, InferenceEngine, RequestError, SamplingParams
+from nano_inference import EmbedParams, EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.bus.weights import InFlight
 from nano_inference.config import AdapterError, PoolingKind
 from nano_inference.pipeline.engine_requests import make_request
@@ -18,7 +18,7 @@ from nano_inference.pipeline.engine_requests import make_request
 from ..stages.executor.encoders import vector_of
 from ..stages.executor.models import make_model
 from ..stages.executor.runner.adapters.making import make_adapter, merged
-from .builders import finish, raises_code
+from .builders import finish, raises
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPT = list(range(1, 40))
@@ -75,7 +75,7 @@ def test_new_weights_find_no_old_kv(engine: InferenceEngine, folder: Path) -> No
     assert engine.load_adapter("a", folder / "two") == 2
     assert cached(engine, "a") == 0
     engine.unload_adapter("a")
-    with raises_code(RequestError, "unknown_model", match="no model 'a'"):
+    with raises("unknown_model", "no model 'a'"):
         engine.add_request(PROMPT, adapter="a")
     assert engine.load_adapter("a", folder / "one") == 3
     assert cached(engine, "a") == 0
@@ -139,7 +139,7 @@ def test_tensors_without_storage_are_refused(engine: InferenceEngine) -> None:
     freed = tensors[name].clone()
     freed.untyped_storage().resize_(0)
     for spoiled in (tensors[name].to("meta"), tensors[name].to_sparse(), freed):
-        with raises_code(AdapterError, "adapter_refused", match="can't be read"):
+        with raises("adapter_refused", "can't be read", kind=AdapterError):
             engine.load_adapter("a", {**tensors, name: spoiled}, config)
     assert not engine.adapters()
 
@@ -148,13 +148,13 @@ def test_an_adapter_in_use_is_not_unloaded(engine: InferenceEngine, folder: Path
     engine.load_adapter("a", folder / "one")
     request = engine.add_request(PROMPT, GREEDY, adapter="a")
     engine.step()
-    with raises_code(AdapterError, "adapter_in_use"):
+    with raises("adapter_in_use", kind=AdapterError):
         engine.unload_adapter("a")
     engine.unload_adapter("a", in_flight="abort")
     (sample,) = engine.step()
     assert (sample.request_id, sample.finish_reason) == (request, "abort")
     assert not engine.adapters()
-    with raises_code(AdapterError, "adapter_not_found"):
+    with raises("adapter_not_found", kind=AdapterError):
         engine.unload_adapter("a")
 
 

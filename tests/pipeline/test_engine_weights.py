@@ -23,7 +23,7 @@ from nano_inference.bus.weights import GroupWeights, InFlight, SharedMemoryWeigh
 
 from .. import oracle
 from ..stages.executor.runner.weights.test_sync_manager import fail_to_write
-from .builders import State, raises_code
+from .builders import State, raises
 
 PROMPT = [60, 61, 62]
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -87,7 +87,7 @@ def test_a_state_dict_is_held_against_the_models_dtype(blocking: bool) -> None:
         engine.update_weights(weights, blocking)
         assert spells(engine) == (1, oracle.token_of(1))
         weights["model.norm.weight"][0] = torch.finfo(torch.float32).max
-        with raises_code(WeightsError, "weights_not_finite"):
+        with raises("weights_not_finite", kind=WeightsError):
             engine.update_weights(weights, blocking)
         assert spells(engine) == (1, oracle.token_of(1))
 
@@ -160,7 +160,7 @@ def test_lost_weights_generate_nothing_until_all_have_come(
     engine.step()
     with pytest.MonkeyPatch.context() as patch:
         fail_to_write(patch, 30, RuntimeError("the device is gone"))
-        with raises_code(WeightsError, "weights_lost"):
+        with raises("weights_lost", kind=WeightsError):
             engine.update_weights(spelling(engine, 5), blocking)
             engine.step()
     for refuse in (
@@ -169,11 +169,11 @@ def test_lost_weights_generate_nothing_until_all_have_come(
         lambda: engine.generate([PROMPT], GREEDY),
         lambda: engine.embed([PROMPT]),
     ):
-        with raises_code(WeightsError, "weights_lost"):
+        with raises("weights_lost", kind=WeightsError):
             refuse()
     assert engine.get_weight_version() == 0
     new = oracle.announcing(engine._executor.model.module.state_dict(), 6)
-    with raises_code(WeightsError, "weights_incomplete"):
+    with raises("weights_incomplete", kind=WeightsError):
         engine.update_weights({"model.norm.weight": new["model.norm.weight"]}, partial=True)
     engine.update_weights(new, blocking)
     (sample,) = [sample for _ in range(4) for sample in engine.step()]
@@ -185,7 +185,7 @@ def test_a_broadcast_during_a_pending_update_is_skipped(engine: InferenceEngine)
     with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group:
         engine.join_weights_group("weights", group.address, 2, timeout_s=LIMIT_S)
         engine.update_weights(spelling(engine, 1))
-        with raises_code(WeightsError, "weights_busy"):
+        with raises("weights_busy", kind=WeightsError):
             engine.update_weights(group.broadcast(spelling(engine, 2)).source)
         assert spells(engine) == (1, oracle.token_of(1))
         with pytest.raises(WeightsError, match="join it first"):
@@ -205,5 +205,5 @@ def test_a_trainer_is_not_kept_waiting_by_an_engine_that_has_gone(
             engine.leave_weights_group("never joined")
         else:
             engine.shutdown()
-        with raises_code(WeightsError, "weights_interrupted"):
+        with raises("weights_interrupted", kind=WeightsError):
             group.broadcast(weights).result()

@@ -20,7 +20,7 @@ from nano_inference import (
 )
 from nano_inference.config import ModelError
 
-from .builders import raises_code
+from .builders import raises
 
 TINY = EngineConfig().model_folder
 PROMPTS = ["98 + 25 =", "Story about Ana, a dog and a red ball:", "4", "Tara, 65, is a chef. JSON:"]
@@ -117,7 +117,7 @@ def test_sequences_too_short_or_too_long_are_refused() -> None:
         with pytest.raises(ValueError, match="2 to 9 tokens"):
             exact.logprobs([[1, 2], sequence])
     for prompt, code in (([1.5, 2.0], "invalid_token_ids"), ("abc", "invalid_prompt")):
-        with raises_code(RequestError, code):
+        with raises(code):
             exact.logprobs([prompt])  # type: ignore[list-item]
     with pytest.raises(RequestError, match="token id 10000000"):
         exact.logprobs([[1, 10**7]])

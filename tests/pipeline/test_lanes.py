@@ -20,7 +20,7 @@ from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import STAGES, BusError, LaneReplaced
 
 from ..commands import Command
-from .builders import GOOD, LONG, Streams, begin, end_of, kill, raises_code, until
+from .builders import GOOD, LONG, Streams, begin, end_of, kill, raises, until
 from .conftest import LIMIT_S, MakeConfig, config_maker
 
 SHORT_MODEL = True
@@ -128,7 +128,7 @@ async def test_an_operation_applies_to_one_lane(redis_config: MakeConfig) -> Non
         assert sorted(made_by) == [0, 1, 1, 1]
         operations = (client.pause, client.resume, client.flush_cache, client.cancel_all)
         for operation in (*operations, client.weight_version, client.release_memory):
-            with raises_code(BusError, "unknown_lane", match="no lane 'c' lives here"):
+            with raises("unknown_lane", "no lane 'c' lives here", kind=BusError):
                 await operation(lane="c")
 
 

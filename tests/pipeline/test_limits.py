@@ -21,7 +21,7 @@ from nano_inference.stages.batching import Sequence
 
 from ..stages.batching.index import check_index
 from . import short_model
-from .builders import raises_code
+from .builders import raises
 from .watch import Watch, watch
 
 CacheType = Literal["radix", "paged"]
@@ -85,7 +85,7 @@ def test_a_prompt_must_leave_room_for_one_token() -> None:
         fits, too_long = prompts_of([127, 128])
         (sample,) = engine.generate([fits], greedy(50))
         assert (len(sample.completion_tokens), sample.finish_reason) == (1, "length")
-        with raises_code(RequestError, "prompt_too_long", match="shorten it to 127 or fewer"):
+        with raises("prompt_too_long", "shorten it to 127 or fewer"):
             engine.generate([fits, too_long], greedy(50))
 
 

@@ -28,7 +28,7 @@ from nano_inference.stages.streaming.core import Deliveries
 from nano_inference.stages.streaming.stage import StreamingStage
 
 from . import reference
-from .builders import Boom, break_once, raises_code
+from .builders import Boom, break_once, raises
 from .conftest import BUSES, MakeConfig, config_maker
 
 # --- generated tokens ------------------------------------------------------------------------
@@ -348,7 +348,7 @@ async def test_many_are_scored_in_order(scoring: Pipeline) -> None:
 
 @in_module_loop
 async def test_invalid_scoring_requests_are_refused(scoring: Pipeline) -> None:
-    with raises_code(RequestError, "prompt_too_long"):
+    with raises("prompt_too_long"):
         await scoring.score([[3, 4], [3]], [[5], [5] * LENGTH])
     for prompt in ([1.5], "a", None, [True]):
         for prompts, completions in (([prompt], [[3]]), ([[3]], [prompt])):

@@ -24,7 +24,7 @@ from nano_inference.pipeline.supervisor import StageFailed
 from nano_inference.store.registry import ModelRecord
 
 from . import builders, short_model
-from .builders import error_code, raises_code
+from .builders import error_code, raises
 from .deployments import LIMIT_S, eventually, model, own_prefix, routing
 
 KV_BYTES = 1 << 24
@@ -220,7 +220,7 @@ async def test_a_failed_load_changes_nothing(redis_url: str) -> None:
 
 async def test_an_unreadable_path_ends_no_other_model(redis_url: str) -> None:
     async with managing(own_prefix(redis_url), model("a")) as deployment:
-        with raises_code(ModelError, "model_load_failed"):
+        with raises("model_load_failed", kind=ModelError):
             await deployment.client.load_model(ModelConfig(id="odd", path="~nobody-at-all/model"))
         assert (await deployment.ask("a")).status == "done"
 
@@ -286,7 +286,7 @@ async def test_a_lane_that_can_not_go_on_ends_its_requests(redis_url: str) -> No
             assert status.reason == "it failed too often"
 
             await deployment.until_taken("a", 0)
-            with raises_code(BusError, "model_not_loaded"):
+            with raises("model_not_loaded", kind=BusError):
                 await of_a.publish(asking("a"))
             await of_a.aclose()
         assert (await deployment.ask("b")).status == "done"
@@ -344,7 +344,7 @@ async def test_the_least_recently_used_go_first(redis_url: str, small_machine: i
         # It is too large even alone, so no model is evicted.
         huge = model("huge", settings={"engine.kv_cache_bytes": 4 * KV_BYTES})
         loads = deployment.loads.copy()
-        with raises_code(ModelError, "out_of_memory_budget"):
+        with raises("out_of_memory_budget", kind=ModelError):
             await client.load_model(huge)
         assert deployment.loads == loads
         assert [each.id for each in await client.models() if each.state == "ready"] == ["a", "c"]
@@ -355,7 +355,7 @@ async def test_pinned_models_are_not_evicted(redis_url: str, small_machine: int)
     async with managing(
         own_prefix(redis_url), *models, max_memory_bytes=small_machine
     ) as deployment:
-        with raises_code(ModelError, "out_of_memory_budget"):
+        with raises("out_of_memory_budget", kind=ModelError):
             await deployment.client.load_model("c")
         assert (await deployment.state("c")).state == "unloaded"
         assert deployment.loads == {"a": 1, "b": 1}
@@ -411,7 +411,7 @@ async def test_records_of_a_former_manager_are_replaced(redis_url: str) -> None:
                 assert error.code == code
         # And who comes later finds that nothing runs.
         assert {each.state for each in await client.models()} == {"unloaded"}
-        with raises_code(BusError, "no_model_manager"):
+        with raises("no_model_manager", kind=BusError):
             await client.load_model("a")
 
 
@@ -451,5 +451,5 @@ async def test_a_single_model_is_listed() -> None:
         assert (status.id, status.aliases, status.state) == ("tiny", ("x",), "ready")
         assert (status.ready_lanes, status.replicas, status.default) == (("0",), 1, True)
         assert status.max_model_len > 0 < status.vocab_size
-        with raises_code(BusError, "no_model_manager"):
+        with raises("no_model_manager", kind=BusError):
             await lane.client.load_model("tiny")

@@ -35,7 +35,7 @@ from .builders import (
     check_purity,
     check_stamps,
     greedy,
-    raises_code,
+    raises,
     stage_of,
     until,
     until_batched,
@@ -78,10 +78,10 @@ async def test_a_trainer_on_the_same_device_runs_a_round(
         assert before - resident_bytes() > 256 * MIB
         published = [asyncio.create_task(pipeline.complete(request)) for request in requests]
         await waiting(pipeline, len(requests))
-        with raises_code(WeightsError, "memory_released"):
+        with raises("memory_released", kind=WeightsError):
             await client.update_weights(new)
         await client.resume_memory(WEIGHTS)
-        with raises_code(WeightsError, "weights_incomplete"):
+        with raises("weights_incomplete", kind=WeightsError):
             await client.update_weights(
                 {"model.norm.weight": new["model.norm.weight"]}, partial=True
             )
@@ -216,7 +216,7 @@ async def test_a_failed_executor_restarts_with_all_memory(
     """With the weights of model_path, as version 0; a pending release ends with an error."""
     await exact.client.update_weights(oracle.announcing(loaded, 1))
     break_once(monkeypatch, ReplicaMemory, "release", after=1)
-    with raises_code(WeightsError, "weights_interrupted"):
+    with raises("weights_interrupted", kind=WeightsError):
         await exact.client.release_memory()
     await whole_stream(exact, 3)
     await exact.client.release_memory()

@@ -15,7 +15,7 @@ from nano_inference.config import STAGES, BusConfig, BusError, FairnessConfig
 from nano_inference.pipeline.router import Router
 from nano_inference.telemetry import Metrics, instruments, names
 
-from .builders import LONG, end_of, error_code, raises_code, until
+from .builders import LONG, end_of, error_code, raises, until
 from .deployments import eventually, model, own_prefix, put, routing, serving
 
 # --- router ----------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ async def test_operations_need_a_model_among_several(bus_config: BusConfig) -> N
             client.update_fairness(FairnessConfig()),
             client.cancel_all(),
         ):
-            with raises_code(BusError, "model_required", match="name one of them: a, b"):
+            with raises("model_required", "name one of them: a, b", kind=BusError):
                 await attempt
 
 

@@ -31,7 +31,7 @@ from .. import oracle
 from ..stages.executor.models import make_model
 from ..stages.executor.runner.weights.transports.peers import Peer, free_address
 from . import reference
-from .builders import State, raises_code, until
+from .builders import State, raises, until
 from .conftest import LIMIT_S
 
 # --- transports ------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ async def test_another_trainer_follows_a_killed_one(
             await until(lambda: tokens() > before + 40)
             assert not update.done()
             peer.kill()
-            with raises_code(WeightsError, "weights_interrupted"):
+            with raises("weights_interrupted", kind=WeightsError):
                 await update
         assert await exact.client.weight_version() == 0
         before = tokens()
@@ -194,12 +194,12 @@ async def test_leaving_a_group_ends_an_update_that_hangs(
         peer.tell("half", file)
         assert await heard(peer) == "half"
         await exact.client.leave_weights_group("weights")
-        with raises_code(WeightsError, "weights_interrupted"):
+        with raises("weights_interrupted", kind=WeightsError):
             await update
 
 
 async def test_a_missing_group_is_an_error(exact: Pipeline) -> None:
-    with raises_code(WeightsError, "weights_timeout"):
+    with raises("weights_timeout", kind=WeightsError):
         await exact.client.join_weights_group("x", free_address(), 2, timeout_s=0.5)
     metas = (TensorMeta("model.norm.weight", "float32", (128,)),)
     with pytest.raises(WeightsError, match="not in the group 'x'"):
@@ -218,7 +218,7 @@ async def test_a_pipeline_ends_while_a_trainer_hangs(loaded: State, tmp_path: Pa
                 pipeline.client.update_weights(peer.source(file), timeout_s=10 * LIMIT_S)
             )
             await spells(pipeline)
-        with raises_code(WeightsError, "weights_interrupted"):
+        with raises("weights_interrupted", kind=WeightsError):
             await update
 
 

@@ -39,7 +39,7 @@ from .builders import (
     find_pure_logprob,
     greedy,
     in_halves,
-    raises_code,
+    raises,
     until_batched,
     versions_of,
     whole_stream,
@@ -249,7 +249,7 @@ async def test_the_caller_chooses_the_version(running: Pipeline, loaded: State) 
     assert await running.client.update_weights(oracle.announcing(loaded, 70), version=70) == 70
     assert versions_of(await running.complete(greedy(0, 3))) == [70] * 3
     for stale in (70, 3, -1, 0):
-        with raises_code(WeightsError, "weights_refused", match="not above"):
+        with raises("weights_refused", "not above", kind=WeightsError):
             await running.client.update_weights(oracle.announcing(loaded, 3), version=stale)
     assert await running.client.update_weights(oracle.announcing(loaded, 71)) == 71
 
@@ -273,7 +273,7 @@ BAD: dict[str, Callable[[State], Any]] = {
 async def test_weights_of_another_shape_change_nothing(exact: Pipeline, loaded: State) -> None:
     streams = asyncio.create_task(whole_streams(exact))
     for make in BAD.values():
-        with raises_code(WeightsError, "weights_refused"):
+        with raises("weights_refused", kind=WeightsError):
             await exact.client.update_weights(make(loaded))
     await streams
     assert await exact.client.weight_version() == 0
@@ -292,7 +292,7 @@ async def test_weights_that_are_no_numbers_are_refused(running: Pipeline, loaded
             new[name] = new[name].double()
             new[name].view(-1)[-1] = bad
         for source, partial in ((new, False), ({broken[0]: new[broken[0]]}, True)):
-            with raises_code(WeightsError, "weights_not_finite", match=re.escape(broken[0])):
+            with raises("weights_not_finite", re.escape(broken[0]), kind=WeightsError):
                 await running.client.update_weights(source, partial=partial)
     assert set(versions_of(await request)) == {1}
     assert check_stamps(await running.complete(greedy(1, 5))) == 1
@@ -320,7 +320,7 @@ async def test_a_failed_executor_reports_the_lost_update(
     """What comes back has the weights of model_path, and says so with every token."""
     await exact.client.update_weights(oracle.announcing(loaded, 1))
     break_once(monkeypatch, ExecutorCore, "execute", after=1)
-    with raises_code(WeightsError, "weights_interrupted"):
+    with raises("weights_interrupted", kind=WeightsError):
         await exact.client.update_weights(oracle.announcing(loaded, 2))
     await whole_stream(exact, 3)
     assert await exact.client.weight_version() == 0
@@ -337,7 +337,7 @@ async def test_an_unanswered_update_is_an_error(
     monkeypatch.setattr(client, "ANSWER_S", 0.2)
     bus = open_bus(make_config().bus)
     try:
-        with raises_code(BusError, "no_answer"):
+        with raises("no_answer", kind=BusError):
             await client.BusClient(bus).update_weights(FolderWeights("/new"), timeout_s=0.1)
     finally:
         await bus.aclose()
@@ -379,7 +379,7 @@ async def test_freed_pending_weights_change_nothing(
     executor = running._actors["executor"]
     with pytest.MonkeyPatch.context() as patch:
         free_once_taken(patch)
-        with raises_code(WeightsError, "weights_refused", match="changed before they were"):
+        with raises("weights_refused", "changed before they were", kind=WeightsError):
             await client.update_weights(oracle.announcing(loaded, 2))
     assert await client.weight_version() == 1
     await client.update_weights(oracle.announcing(loaded, 2))
@@ -397,13 +397,13 @@ async def test_lost_weights_generate_nothing_until_all_have_come(
     executor = running._actors["executor"]
     with pytest.MonkeyPatch.context() as patch:
         fail_midway(patch)
-        with raises_code(WeightsError, "weights_lost", match="the device is gone"):
+        with raises("weights_lost", "the device is gone", kind=WeightsError):
             await client.update_weights(oracle.announcing(loaded, 2))
     await until_batched(running, 1, "waiting")
     assert executor.load()["lacks"] == "weights"
     assert "weights_lost" in await client.trouble()
     new = oracle.announcing(loaded, 2)
-    with raises_code(WeightsError, "weights_incomplete"):
+    with raises("weights_incomplete", kind=WeightsError):
         await client.update_weights({"model.norm.weight": new["model.norm.weight"]}, partial=True)
     assert not request.done()
     assert await client.update_weights(new) == 2
@@ -452,7 +452,7 @@ async def test_with_a_part_missing_nothing_changes(
     with pytest.raises(WeightsError):
         await client.stage_weights("u", FolderWeights(str(tmp_path / "none")))
     await client.stage_weights("u", halves[1])
-    with raises_code(WeightsError, "weights_incomplete"):
+    with raises("weights_incomplete", kind=WeightsError):
         await client.update_weights(StagedWeights("u", 2), partial=True)
     assert (await tokens(pipeline), await client.weight_version()) == (before, 0)
 

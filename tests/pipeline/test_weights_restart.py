@@ -23,7 +23,7 @@ from nano_inference.stages.executor.runner.weights.transports import SharedWeigh
 
 from .. import oracle
 from . import reference, short_model
-from .builders import DTYPE, Streams, begun, greedy, raises_code
+from .builders import DTYPE, Streams, begun, greedy, raises
 from .test_processes import House, five_free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -149,7 +149,7 @@ async def test_a_killed_executor_ends_the_wait_for_its_update(house: House) -> N
             assert await asking == before  # it has got as far as that
             assert not update.done()
             await kill_executor(client, 1)
-            with raises_code(BusError, "no_answer"):
+            with raises("no_answer", kind=BusError):
                 await update
             assert await client.weight_version() == 0
 

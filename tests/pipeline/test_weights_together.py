@@ -32,7 +32,7 @@ from .builders import (
     break_once,
     check_stamps,
     greedy,
-    raises_code,
+    raises,
     stage_of,
     until,
     versions_of,
@@ -199,7 +199,7 @@ async def test_a_failed_fetch_changes_no_executor(
     await client.update_weights(oracle.announcing(loaded, 1), in_flight="retract")
     async with several.under_load():
         fails(several.updates[which], monkeypatch)
-        with raises_code(WeightsError, "weights_refused") as refused:
+        with raises("weights_refused", kind=WeightsError) as refused:
             await client.update_weights(oracle.announcing(loaded, 2))
         assert "the disk is on fire" in refused.value.message
         assert "no executor has changed" in refused.value.message
@@ -222,7 +222,7 @@ async def test_an_executor_lost_before_the_change_is_named(
         await original(operation, operation_id)
 
     monkeypatch.setattr(second, "obey", obey)
-    with raises_code(WeightsError, "weights_differ") as differ:
+    with raises("weights_differ", kind=WeightsError) as differ:
         await several.client.update_weights(oracle.announcing(loaded, 1))
     assert several.versions == [1, 0]
     assert "has version 1" in differ.value.message
@@ -294,7 +294,7 @@ async def test_a_silent_executor_is_named(
     monkeypatch.setattr(client_module, "ANSWER_S", 0.2)
     monkeypatch.setattr(stage_control, "GIVE_UP_S", 0.2)
     monkeypatch.setattr(several.updates[1], "obey", lambda *args: asyncio.sleep(0))
-    with raises_code(BusError, "no_answer") as silent:
+    with raises("no_answer", kind=BusError) as silent:
         await several.client.update_weights(oracle.announcing(loaded, 1), timeout_s=1)
     assert silent.value.message.count("did not answer") == 1
     assert "has version 0" in silent.value.message
@@ -323,7 +323,7 @@ async def test_an_update_waits_for_an_executor_that_is_loading(
     await until_known()
     with monkeypatch.context() as short:
         short.setattr(client_module, "ANSWER_S", 0.1)
-        with raises_code(BusError, "no_answer", match="loading"):
+        with raises("no_answer", "loading", kind=BusError):
             await client.update_weights(oracle.announcing(loaded, 1))
     update = asyncio.create_task(client.update_weights(oracle.announcing(loaded, 1)))
     asking = asyncio.create_task(client.trouble())
@@ -373,7 +373,7 @@ async def test_a_restarted_replica_reports_the_weights_it_serves(
             seen |= set(versions_of(completion, index))
     assert seen == {0, 5}
     part = {"model.norm.weight": loaded["model.norm.weight"]}
-    with raises_code(WeightsError, "weights_behind"):
+    with raises("weights_behind", kind=WeightsError):
         await several.client.update_weights(part, partial=True)
     assert sorted(several.versions) == [0, 5]
     assert await several.client.update_weights(oracle.announcing(loaded, 6)) == 6

@@ -21,7 +21,7 @@ from nano_inference.stages.admission.arrivals import Accepted
 from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.core import AdmissionCore, status_of
 
-from ...errors import raises_code
+from ...errors import raises
 
 CAPACITY = ReplicaCapacity(
     num_blocks=4, block_size=16, max_model_len=100, vocab_size=258, device="cpu"
@@ -101,7 +101,7 @@ def test_an_entrys_model_wins_over_its_requests(
     if admitted:
         assert accept(core, entry).opened.model == "tiny"
         return
-    with raises_code(RequestError, "unknown_model"):
+    with raises("unknown_model"):
         admit(core, entry)
 
 
@@ -235,7 +235,7 @@ def test_token_ids_are_taken_as_they_are(core: AdmissionCore) -> None:
     ],
 )
 def test_refusals(core: AdmissionCore, code: str, fields: dict[str, Any]) -> None:
-    with raises_code(RequestError, code) as caught:
+    with raises(code) as caught:
         admit(core, entry_of(**fields))
     assert status_of(code) == ("expired" if code == "expired" else "error")
     # The message goes on the bus and to people.
@@ -283,7 +283,7 @@ def test_values_at_the_limits_are_accepted(core: AdmissionCore, fields: dict[str
 def test_a_conversation_without_a_template_is_refused(
     plain_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    with raises_code(RequestError, "no_chat_template"):
+    with raises("no_chat_template"):
         admit(core_of(plain_tokenizer), entry_of(messages=turns(("user", "hi"))))
 
 
@@ -291,26 +291,26 @@ def test_a_conversation_without_a_template_is_refused(
 def test_text_that_the_tokenizer_can_not_use(
     word_tokenizer: PreTrainedTokenizerFast, prompt: str, code: str
 ) -> None:
-    with raises_code(RequestError, code):
+    with raises(code):
         admit(core_of(word_tokenizer), entry_of(prompt=prompt))
 
 
 def test_a_tokenizer_larger_than_the_model_is_no_crash(tokenizer: PreTrainedTokenizerFast) -> None:
     small = msgspec.structs.replace(CAPACITY, vocab_size=10)
-    with raises_code(RequestError, "invalid_token_ids"):
+    with raises("invalid_token_ids"):
         admit(core_of(tokenizer, capacity=small), entry_of(prompt="é"))
 
 
 def test_a_malformed_request_has_its_cause_as_code(core: AdmissionCore) -> None:
     entry = RequestEntry("8-0", Malformed("", "request_too_large", "it has 9 MB"))
-    with raises_code(RequestError, "request_too_large", match="it has 9 MB"):
+    with raises("request_too_large", "it has 9 MB"):
         admit(core, entry)
 
 
 def test_duplicates_are_refused_before_anything_else(core: AdmissionCore) -> None:
     malformed = RequestEntry("2-0", Malformed("mine", "malformed", "bad JSON"))
     for entry in (entry_of("2-0", request_id="mine", n=0), malformed):
-        with raises_code(RequestError, "duplicate_request"):
+        with raises("duplicate_request"):
             admit(core, entry, owner="1-0")
 
 
@@ -355,7 +355,7 @@ def test_min_tokens_is_checked_against_the_clients_max_tokens(
 def test_more_logprobs_than_the_vocabulary_has_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     small = core_of(tokenizer, capacity=msgspec.structs.replace(CAPACITY, vocab_size=10))
     for name in ("logprobs", "prompt_logprobs"):
-        with raises_code(RequestError, f"invalid_{name}", match="from 0 to 10"):
+        with raises(f"invalid_{name}", "from 0 to 10"):
             admit(small, entry_of(prompt_token_ids=(3,), **{name: 11}))
 
 

@@ -12,11 +12,11 @@ from nano_inference.bus.control import EmbeddingCapacity, ReplicaCapacity
 from nano_inference.bus.entries import RequestEntry
 from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.public import ChatMessage, EmbedParams, GenerateRequest
-from nano_inference.config import BusConfig, Config, EngineConfig, RequestError, SamplingParams
+from nano_inference.config import BusConfig, Config, EngineConfig, SamplingParams
 from nano_inference.stages.admission.arrivals import Accepted
 from nano_inference.stages.admission.core import AdmissionCore
 
-from ...errors import raises_code
+from ...errors import raises
 from .test_core import CAPACITY
 
 BOTH: ReplicaCapacity = msgspec.structs.replace(
@@ -108,7 +108,7 @@ def test_a_prompt_may_fill_what_the_lane_has(tokenizer: PreTrainedTokenizerFast)
 def test_unsupported_embed_requests_are_refused(
     capacity: ReplicaCapacity, fields: dict[str, Any], code: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    with raises_code(RequestError, code):
+    with raises(code):
         admitted(tokenizer, capacity, **fields)
 
 
@@ -119,6 +119,6 @@ def test_a_vector_that_the_bus_does_not_carry_is_refused(
         engine=EngineConfig(model_path="/models/tiny-7b"), bus=BusConfig(max_result_bytes=1 << 16)
     )
     wide = msgspec.structs.replace(BOTH, embedding=EmbeddingCapacity(4096, "last", True))
-    with raises_code(RequestError, "result_too_large"):
+    with raises("result_too_large"):
         admitted(tokenizer, wide, config)
     assert admitted(tokenizer, wide, config, embed=EmbedParams(dimensions=2000)).opened.embeds

@@ -13,7 +13,7 @@ from nano_inference.config import RequestError
 from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.admission.long_prompts import LONG_TEXT, is_long
 
-from ...errors import raises_code
+from ...errors import raises
 from .test_core import HUGE, SURROGATE, admit, core_of, entry_of
 from .test_embedding import BOTH
 
@@ -60,13 +60,13 @@ def test_a_prediction_may_be_as_long_as_the_model(core: AdmissionCore) -> None:
     ],
 )
 def test_refusals(core: AdmissionCore, prediction: str | tuple[int, ...]) -> None:
-    with raises_code(RequestError, "invalid_prediction") as caught:
+    with raises("invalid_prediction") as caught:
         admit(core, entry_of(prediction=prediction))
     assert 10 < len(caught.value.message.encode()) < 400
 
 
 def test_a_text_that_the_tokenizer_can_not_read(word_tokenizer: PreTrainedTokenizerFast) -> None:
-    with raises_code(RequestError, "invalid_prediction"):
+    with raises("invalid_prediction"):
         admit(core_of(word_tokenizer), entry_of(prompt_token_ids=(1,), prediction="blue"))
 
 
@@ -77,7 +77,7 @@ def test_max_draft_tokens_in_range_is_accepted(core: AdmissionCore, tokens: int 
 
 @pytest.mark.parametrize("tokens", [-1, pytest.param(HUGE, id="huge")])
 def test_max_draft_tokens_out_of_range_is_refused(core: AdmissionCore, tokens: int) -> None:
-    with raises_code(RequestError, "invalid_max_draft_tokens"):
+    with raises("invalid_max_draft_tokens"):
         admit(core, entry_of(max_draft_tokens=tokens))
 
 
@@ -85,7 +85,7 @@ def test_without_a_tokenizer_only_token_ids_are_taken() -> None:
     core = core_of(None, speculation="auto")  # type: ignore[arg-type]
     prompt: dict[str, Any] = {"prompt_token_ids": (1,)}
     assert admit(core, entry_of(**prompt, prediction=(5,))).prediction == (5,)
-    with raises_code(RequestError, "no_tokenizer"):
+    with raises("no_tokenizer"):
         admit(core, entry_of(**prompt, prediction="abc"))
 
 
@@ -115,5 +115,5 @@ def test_a_long_prediction_is_tokenised_apart(core: AdmissionCore) -> None:
 def test_a_prompts_vector_takes_no_prediction(core: AdmissionCore) -> None:
     request = GenerateRequest(prompt_token_ids=(5,), embed=EmbedParams(), prediction=(6,))
     core.set_capacity(BOTH)
-    with raises_code(RequestError, "invalid_embed"):
+    with raises("invalid_embed"):
         core.admit(RequestEntry("7-0", request), 0, 0)

@@ -28,16 +28,15 @@ def git(*arguments: str) -> str:
 
 
 def lines_of_code(source: str) -> int:
-    """Count the lines that hold a token of code; a docstring is none."""
+    """Count the lines that hold a token of code; docstrings, of constants too, are none."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if first and ast.get_docstring(node, clean=False) is not None:
-                lines.difference_update(range(first.lineno, (first.end_lineno or 0) + 1))
+        match node:
+            case ast.Expr(value=ast.Constant(value=str()), end_lineno=int(end)):
+                lines.difference_update(range(node.lineno, end + 1))
     return len(lines)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic_ns
 from typing import Any
@@ -98,12 +98,15 @@ class KServeError(NanoInferenceError):
         self.retry_after_s = retry_after_s
 
 
-class StagedRequest:
-    """A request whose tensors are within its message, or in a slot of shared memory.
+class _Call:
+    """A call: its message, with tensors within it or in a slot, its time limit and its attempts.
 
     Attributes:
+        slot: As of `KServeClient.infer`.
         message: The ModelInferRequest.
         writes: The server is to write outputs into the slot.
+        failed: Attempts that no server took.
+        registered: The slot's region was registered again.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class StagedRequest:
         outputs: Sequence[str | NamedTensor],
         slot: PoolSlot | None,
         shared: bool,
+        deadline_ns: int | None,
     ) -> None:
         """Encode a request.
 
@@ -120,12 +124,16 @@ class StagedRequest:
             outputs: As of `KServeClient.infer`.
             slot: The same.
             shared: Tensors go through the slot, not within the message.
+            deadline_ns: When its time is over; None for never.
 
         Raises:
             TensorError: A tensor has no datatype.
             ValueError: The inputs don't fit the slot, or an output is to be put outside of it.
         """
-        self._slot = slot
+        self._deadline_ns = deadline_ns
+        self.failed = 0
+        self.registered = False
+        self.slot = slot
         self._memory = slot if shared else None
         self._places = {
             each.name: _place(each, slot) for each in outputs if isinstance(each, NamedTensor)
@@ -140,10 +148,24 @@ class StagedRequest:
             None if self._memory is None else _stage(request.inputs, self._memory),
         )
 
-    def set_budget(self, left_ns: int | None) -> None:
-        """Set the time that the request has."""
+    def left_ns(self) -> int | None:
+        """Return the time left, above zero; None without a limit. Raises KServeError `expired`."""
+        if self._deadline_ns is None:
+            return None
+        left_ns = self._deadline_ns - monotonic_ns()
+        if left_ns <= 0:
+            raise KServeError(
+                "the call's time (budget_ns) was over before it could be sent; give it more",
+                status=grpc.StatusCode.DEADLINE_EXCEEDED,
+            )
+        return left_ns
+
+    def begin(self) -> int | None:
+        """Set the time that the next attempt has. Returns and raises as `left_ns`."""
+        left_ns = self.left_ns()
         for name, value in deadline_params(left_ns or 0).items():
             self.message.parameters[name].int64_param = value
+        return left_ns
 
     def decode(self, message: Any) -> InferResponse:
         """Decode a ModelInferResponse, and put each output in its place.
@@ -160,7 +182,7 @@ class StagedRequest:
 
     def _placed(self, tensor: NamedTensor) -> Array:
         place = self._places.get(tensor.name)
-        if place is None or self._slot is None:
+        if place is None or self.slot is None:
             return tensor.data
         if (size := byte_size(tensor)) > place.byte_size:
             raise TensorError(
@@ -168,36 +190,10 @@ class StagedRequest:
                 "that larger"
             )
         if self._memory is None:
-            self._slot.write(place, raw_bytes(tensor))
+            self.slot.write(place, raw_bytes(tensor))
         if tensor.data.dtype == np.object_:
             return tensor.data
-        return self._slot.array_at(place, tensor.data.shape, tensor.data.dtype)
-
-
-class _Attempts:
-    """The time limit of a call, and its attempts so far.
-
-    Attributes:
-        failed: Attempts that no server took.
-        registered: The call's region was registered again.
-    """
-
-    def __init__(self, budget_ns: int) -> None:
-        self._deadline_ns = monotonic_ns() + budget_ns if budget_ns > 0 else None
-        self.failed = 0
-        self.registered = False
-
-    def left_ns(self) -> int | None:
-        """Return the time left, above zero; None without a limit. Raises KServeError `expired`."""
-        if self._deadline_ns is None:
-            return None
-        left_ns = self._deadline_ns - monotonic_ns()
-        if left_ns <= 0:
-            raise KServeError(
-                "the call's time (budget_ns) was over before it could be sent; give it more",
-                status=grpc.StatusCode.DEADLINE_EXCEEDED,
-            )
-        return left_ns
+        return self.slot.array_at(place, tensor.data.shape, tensor.data.dtype)
 
 
 class KServeClient:
@@ -294,19 +290,18 @@ class KServeClient:
             TensorError: A tensor has no datatype, or the response is malformed.
             ValueError: The inputs don't fit the slot, or an output's place is outside of it.
         """
-        attempts = _Attempts(budget_ns)
+        deadline_ns = _deadline(budget_ns)
         request = _request(model, inputs, parameters, id, version)
-        staged = StagedRequest(request, outputs, slot, self._is_shared(slot))
+        call = _Call(request, outputs, slot, self._is_shared(slot), deadline_ns)
         while True:
-            staged.set_budget(left_ns := attempts.left_ns())
-            grace_ns = _GRACE_NS if staged.writes else 0
-            limit_ns = None if left_ns is None else left_ns + grace_ns
+            if (limit_ns := call.begin()) is not None and call.writes:
+                limit_ns += _GRACE_NS
             try:
-                message = await self._call("ModelInfer", staged.message, limit_ns)
+                message = await self._call("ModelInfer", call.message, limit_ns)
             except KServeError as error:
-                await self._prepare_retry(error, attempts, slot)
-                continue
-            return staged.decode(message)
+                await self._prepare_retry(error, call)
+            else:
+                return call.decode(message)
 
     async def stream(
         self,
@@ -325,39 +320,35 @@ class KServeClient:
         Arguments and errors are those of `infer`; outputs come within the messages. A caller that
         stops early cancels the request. A call is not retried after its first response.
         """
-        attempts, begun = _Attempts(budget_ns), False
+        deadline_ns = _deadline(budget_ns)
         parameters = {WANTS_FINAL_PARAM: True, **(parameters or {})}
         request = _request(model, inputs, parameters, id, version)
-        staged = StagedRequest(request, outputs, slot, self._is_shared(slot))
+        call, begun = _Call(request, outputs, slot, self._is_shared(slot), deadline_ns), False
         while True:
-            staged.set_budget(left_ns := attempts.left_ns())
+            left_ns = call.begin()
             try:
-                async for response in self._responses(staged, left_ns):
+                async for response in self._responses(call, left_ns):
                     begun = True
                     yield response
                 return
             except KServeError as error:
                 if begun:
                     raise
-                await self._prepare_retry(error, attempts, slot)
+                await self._prepare_retry(error, call)
 
     async def _responses(
-        self, staged: StagedRequest, left_ns: int | None
+        self, request: _Call, left_ns: int | None
     ) -> AsyncGenerator[InferResponse, None]:
         """The responses of one stream."""
-        method = METHODS["ModelStreamInfer"]
-        call = self._channel.stream_stream(
-            method.path,
-            request_serializer=method.request.SerializeToString,
-            response_deserializer=method.response.FromString,
-        )(timeout=_seconds(left_ns), metadata=self._metadata)
+        call = self._method("ModelStreamInfer", self._channel.stream_stream)
+        call = call(timeout=_seconds(left_ns), metadata=self._metadata)
         try:
-            await call.write(staged.message)
+            await call.write(request.message)
             await call.done_writing()
             async for message in call:
                 if message.error_message:
                     raise _stream_error(message)
-                response = staged.decode(message.infer_response)
+                response = request.decode(message.infer_response)
                 is_last = response.parameters.get(FINAL_PARAM)
                 if response.outputs or not is_last:
                     yield response
@@ -373,24 +364,22 @@ class KServeClient:
             code="connection_lost",
         )
 
-    async def _prepare_retry(
-        self, error: KServeError, attempts: _Attempts, slot: PoolSlot | None
-    ) -> None:
+    async def _prepare_retry(self, error: KServeError, call: _Call) -> None:
         """Return when a failed call is worth sending again; otherwise raise its error."""
-        if error.code == "unknown_region" and slot is not None and not attempts.registered:
+        if error.code == "unknown_region" and call.slot is not None and not call.registered:
             # The server was restarted, or the address leads to another one.
-            attempts.registered = True
-            await self.register(slot.pool, budget_ns=attempts.left_ns())
+            call.registered = True
+            await self.register(call.slot.pool, budget_ns=call.left_ns())
             return
-        if error.status is not grpc.StatusCode.UNAVAILABLE or attempts.failed >= self._retries:
+        if error.status is not grpc.StatusCode.UNAVAILABLE or call.failed >= self._retries:
             raise error
         wait_s = error.retry_after_s
         if wait_s is None:
-            wait_s = min(_FIRST_WAIT_S * 2**attempts.failed, _MOST_WAIT_S)
-        left_ns = attempts.left_ns()
+            wait_s = min(_FIRST_WAIT_S * 2**call.failed, _MOST_WAIT_S)
+        left_ns = call.left_ns()
         if left_ns is not None and left_ns <= wait_s * 1e9:
             raise error
-        attempts.failed += 1
+        call.failed += 1
         await asyncio.sleep(wait_s)
 
     def _is_shared(self, slot: PoolSlot | None) -> bool:
@@ -466,16 +455,25 @@ class KServeClient:
         return await self._call(name, METHODS[name].request(**fields), limit_ns)
 
     async def _call(self, name: str, message: Any, limit_ns: int | None) -> Any:
-        method = METHODS[name]
-        call = self._channel.unary_unary(
-            method.path,
-            request_serializer=method.request.SerializeToString,
-            response_deserializer=method.response.FromString,
-        )
+        call = self._method(name, self._channel.unary_unary)
         try:
             return await call(message, timeout=_seconds(limit_ns), metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise _call_error(error) from None
+
+    def _method(self, name: str, kind: Callable[..., Any]) -> Any:
+        """Return a function that calls a method. `kind`: the channel's function for its kind."""
+        method = METHODS[name]
+        return kind(
+            method.path,
+            request_serializer=method.request.SerializeToString,
+            response_deserializer=method.response.FromString,
+        )
+
+
+def _deadline(budget_ns: int) -> int | None:
+    """The end of a call that begins now; None without a limit. What it takes to encode counts."""
+    return monotonic_ns() + budget_ns if budget_ns > 0 else None
 
 
 def _request(

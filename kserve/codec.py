@@ -19,13 +19,7 @@ import msgspec
 import numpy as np
 
 from ..config import RequestError, shown, told_of
-from .parameters import (
-    MEMORY_PARAMS,
-    byte_count,
-    check_tensor_parameters,
-    memory_of,
-    memory_params,
-)
+from .parameters import MEMORY_PARAMS, byte_count, check_tensor_parameters, memory_of, memory_params
 from .tensors import (
     DTYPES,
     Array,
@@ -34,7 +28,6 @@ from .tensors import (
     InferResponse,
     ModelSpec,
     NamedTensor,
-    Parameters,
     RequestedOutput,
     SharedMemory,
     TensorError,
@@ -255,14 +248,11 @@ def array_to_json(tensor: NamedTensor) -> list[Any]:
 
 def json_elements(tensor: NamedTensor) -> msgspec.Raw:
     """Return `array_to_json`, encoded. Raises TensorError."""
-    finite = tensor.data.dtype.kind != "f" or bool(np.isfinite(tensor.data).all())
-    return _encode(array_to_json(tensor), finite)
-
-
-def json_parameters(parameters: Parameters) -> msgspec.Raw:
-    """Return parameters, encoded."""
-    floats = [each for each in parameters.values() if isinstance(each, float)]
-    return _encode(dict(parameters), all(map(math.isfinite, floats)))
+    elements = array_to_json(tensor)
+    # msgspec writes null for numbers that aren't finite.
+    if tensor.data.dtype.kind == "f" and not np.isfinite(tensor.data).all():
+        return msgspec.Raw(json.dumps(elements, separators=(",", ":")).encode())
+    return msgspec.Raw(msgspec.json.encode(elements))
 
 
 def read_json(text: bytes | memoryview) -> Any:
@@ -281,13 +271,6 @@ def read_json(text: bytes | memoryview) -> Any:
         return json.loads(text.decode(), parse_float=_finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def _encode(value: object, finite: bool) -> msgspec.Raw:
-    # msgspec writes null for numbers that aren't finite.
-    if finite:
-        return msgspec.Raw(msgspec.json.encode(value))
-    return msgspec.Raw(json.dumps(value, separators=(",", ":")).encode())
 
 
 def _finite(text: str) -> float:
@@ -468,10 +451,7 @@ def encode_http_response(
             parameters = {BINARY_DATA_SIZE_PARAM: len(binary[-1])}
         described |= {"parameters": parameters} if parameters else {"data": json_elements(tensor)}
         outputs.append(described)
-    head = describe_response(response) | {"outputs": outputs}
-    if response.parameters:
-        head["parameters"] = json_parameters(response.parameters)
-    text = msgspec.json.encode(head)
+    text = msgspec.json.encode(describe_response(response) | {"outputs": outputs})
     return [text, *binary], len(text) if binary else None
 
 

@@ -63,17 +63,15 @@ def budget_of(parameters: Parameters) -> Budget | None:
         RequestError: invalid_budget.
     """
     budgets: list[Budget] = []
-    for param, unit_ns, unit in (
-        (TIMEOUT_NS_PARAM, 1, "nanoseconds"),
-        (TRITON_TIMEOUT_PARAM, 1000, "microseconds, from 0,"),
+    for param, unit_ns, unit, minimum in (
+        (TIMEOUT_NS_PARAM, 1, "nanoseconds", -MAX_INT64),
+        (TRITON_TIMEOUT_PARAM, 1000, "microseconds, from 0,", 0),
     ):
-        given = parameters.get(param, 0 if param == TRITON_TIMEOUT_PARAM else None)
-        if given is None:
+        if (given := parameters.get(param)) is None:
             continue
         # JSON may write a whole number with a point, and a boolean is an integer in Python.
         if isinstance(given, float) and given.is_integer():
             given = int(given)
-        minimum = -MAX_INT64 if param == TIMEOUT_NS_PARAM else 0
         if type(given) is not int or not minimum <= given <= MAX_INT64:
             raise RequestError(
                 f"the parameter {param} is {shown(given)}; it must be a whole number of {unit} "

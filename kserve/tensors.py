@@ -15,22 +15,11 @@ import numpy as np
 
 from ..config import RequestError, shown
 
-Datatype = Literal[
-    "BOOL",
-    "UINT8",
-    "UINT16",
-    "UINT32",
-    "UINT64",
-    "INT8",
-    "INT16",
-    "INT32",
-    "INT64",
-    "FP16",
-    "BF16",
-    "FP32",
-    "FP64",
-    "BYTES",
-]
+_Unsigned = Literal["UINT8", "UINT16", "UINT32", "UINT64"]
+_Signed = Literal["INT8", "INT16", "INT32", "INT64"]
+_Float = Literal["FP16", "BF16", "FP32", "FP64"]
+
+Datatype = Literal["BOOL", _Unsigned, _Signed, _Float, "BYTES"]
 """The type of a tensor's elements, by the protocol's name."""
 
 DATATYPES: tuple[Datatype, ...] = get_args(Datatype)

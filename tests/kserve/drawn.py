@@ -20,6 +20,18 @@ from nano_inference.kserve.tensors import (
     SharedMemory,
 )
 
+TYPED = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "INT64": "int64_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+"""The field of `InferTensorContents` by datatype; tensors of other datatypes have no typed form."""
+
 SHAPES = array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
 PARAMETERS: st.SearchStrategy[Parameters] = st.dictionaries(
     st.text(min_size=1, max_size=5),

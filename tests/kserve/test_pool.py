@@ -684,17 +684,3 @@ class Played(RuleBasedStateMachine):
 
 TestPlayed = Played.TestCase
 TestPlayed.settings = settings(max_examples=60, stateful_step_count=60)
-
-
-@pytest.mark.parametrize("span", [-1, 0, N_SLOTS + 1])
-def test_an_impossible_span_is_refused(span: int) -> None:
-    queue = SlotQueue(N_SLOTS)
-    with pytest.raises(ValueError, match="can never be free"):
-        queue.enter(span, lambda: None)
-    assert not queue.waiting
-
-
-@pytest.mark.parametrize("n_slots", [0, -3])
-def test_no_slots_are_refused(n_slots: int) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        SlotQueue(n_slots)

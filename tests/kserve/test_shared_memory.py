@@ -30,6 +30,7 @@ from nano_inference.kserve.shared_memory import (
 )
 from nano_inference.kserve.tensors import SharedMemory
 
+from ..errors import raises
 from ..programs import run
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="there is no /dev/shm")
@@ -95,10 +96,6 @@ def open_objects() -> int:
     return sum(link.startswith(f"{SHARED_MEMORY}/") for link in links)
 
 
-def refused(code: str, why: str | None = None) -> pytest.RaisesExc[RequestError]:
-    return pytest.RaisesExc(RequestError, match=why, check=lambda error: error.code == code)
-
-
 def test_written_bytes_are_in_the_object_and_read_back(there: Object) -> None:
     there.registry.register("all", there.key, 0, SIZE)
     there.registry.register("part", there.key[1:], PAGE + 7, 1000)  # the slash may be left out
@@ -141,7 +138,7 @@ def test_status_lists_regions(there: Object) -> None:
     a, b = Region(there.key, 0, SIZE), Region(there.key[1:], 8, 16)
     assert there.registry.status() == {"a": a, "b": b}
     assert there.registry.status("b") == {"b": b}
-    with refused("unknown_region", "'c'"):
+    with raises("unknown_region", "'c'"):
         there.registry.status("c")
 
 
@@ -152,7 +149,7 @@ def test_registering_again_replaces_a_region(there: Object) -> None:
     there.registry.register("a", other.key, 10, 50)
     assert open_objects() == opened
     assert there.registry.status() == {"a": Region(other.key, 10, 50)}
-    with refused("invalid_region"):
+    with raises("invalid_region"):
         there.registry.register("a", "/nano-test-nothing", 0, 1)
     assert there.registry.read(SharedMemory("a", 50)).tobytes() == other.data()[10:60]
     other.path.unlink()
@@ -166,7 +163,7 @@ def test_unregister_is_idempotent(there: Object) -> None:
     for _ in range(2):
         there.registry.unregister("b")
         assert list(there.registry.status()) == ["a", "c"]
-    with refused("unknown_region", "'b'"):
+    with raises("unknown_region", "'b'"):
         there.registry.read(SharedMemory("b", 1))
     for _ in range(2):
         there.registry.unregister()
@@ -203,7 +200,7 @@ def test_unregister_is_idempotent(there: Object) -> None:
 def test_impossible_regions_are_refused(
     there: Object, name: str, key: str, offset: int, byte_size: int, why: str
 ) -> None:
-    with refused("invalid_region", why):
+    with raises("invalid_region", why):
         there.registry.register(name, key.replace("{key}", there.key[1:]), offset, byte_size)
     assert there.registry.status() == {}
 
@@ -218,7 +215,7 @@ def test_only_shared_memory_is_opened(registry: SharedMemoryRegistry, tmp_path: 
     ):
         make()
         try:
-            with refused("invalid_region"):
+            with raises("invalid_region"):
                 registry.register("r", path.name, 0, 1)
         finally:
             path.rmdir() if path.is_dir() else path.unlink()
@@ -227,7 +224,7 @@ def test_only_shared_memory_is_opened(registry: SharedMemoryRegistry, tmp_path: 
 def test_the_number_of_regions_is_limited(there: Object) -> None:
     for name in "abc":
         there.registry.register(name, there.key, 0, SIZE)
-    with refused("invalid_region", "3 regions"):
+    with raises("invalid_region", "3 regions"):
         there.registry.register("d", there.key, 0, SIZE)
     there.registry.register("c", there.key, 1, 1)  # instead of another
     there.registry.unregister("a")
@@ -236,18 +233,17 @@ def test_the_number_of_regions_is_limited(there: Object) -> None:
 
 
 @pytest.mark.parametrize(
-    "place",
-    [(-1, 5), (5, -5), (0, 101), (100, 1), (2**63, 1), (1, 2**63), (-(2**70), 2**70 + 5)],
+    "place", [(-1, 5), (5, -5), (0, 101), (100, 1), (2**63, 1), (1, 2**63), (-(2**70), 2**70 + 5)]
 )
 def test_a_place_outside_its_region_is_refused(there: Object, place: tuple[int, int]) -> None:
     there.registry.register("r", there.key, 50, 100)
     before = there.data()
     outside = SharedMemory("r", place[1], place[0])
-    with refused("invalid_region"):
+    with raises("invalid_region"):
         there.registry.read(outside)
-    with refused("invalid_region"):
+    with raises("invalid_region"):
         there.registry.write(outside, b"")
-    with refused("invalid_region", "more room"):
+    with raises("invalid_region", "more room"):
         there.registry.write(SharedMemory("r", 5, 0), b"123456")
     assert there.data() == before
 
@@ -261,7 +257,7 @@ def test_a_shrunk_object_is_refused(there: Object) -> None:
     ):
         action(SharedMemory("r", 3 * PAGE))
         for outside in (SharedMemory("r", SIZE), SharedMemory("r", 1, 3 * PAGE)):
-            with refused("invalid_region", "smaller than when it was registered"):
+            with raises("invalid_region", "smaller than when it was registered"):
                 action(outside)
     assert there.path.stat().st_size == 3 * PAGE
 
@@ -275,7 +271,7 @@ def test_shrinking_during_a_copy_is_an_error_and_no_signal(
     seen = os.stat(there.path)
     monkeypatch.setattr(shared_memory.os, "fstat", lambda file: seen)
     os.truncate(there.path, 0)
-    with refused("invalid_region", "smaller than when it was registered"):
+    with raises("invalid_region", "smaller than when it was registered"):
         registry.read(SharedMemory("r", SIZE))
     registry.write(SharedMemory("r", 4, SIZE - 4), b"grow")
     monkeypatch.undo()
@@ -332,7 +328,7 @@ def test_no_memory_for_a_hole_is_an_error(
         return os.pwrite(file, buffers[0][: left.pop()], at)
 
     monkeypatch.setattr(shared_memory.os, "pwritev", pwritev)
-    with refused("invalid_region", "No space left on device"):
+    with raises("invalid_region", "No space left on device"):
         registry.write(SharedMemory("r", SIZE), b"x" * SIZE)
     assert there.data() == b"x" * (PAGE + 10) + bytes(SIZE - PAGE - 10)
     there.path.unlink()
@@ -462,11 +458,7 @@ WRITES = st.lists(
     full=st.booleans(),
 )
 def test_regions_show_their_object(
-    size: int,
-    start: int,
-    writes: list[tuple[str, int, bytes]],
-    mode: int,
-    full: bool,
+    size: int, start: int, writes: list[tuple[str, int, bytes]], mode: int, full: bool
 ) -> None:
     """However it is copied, and wherever a region begins."""
     there = Object(start + size, mode=mode, full=full)
@@ -479,7 +471,7 @@ def test_regions_show_their_object(
         for name, offset, data in writes:
             place = SharedMemory(name, len(data), offset)
             if offset + len(data) > sizes[name]:
-                with refused("invalid_region"):
+                with raises("invalid_region"):
                     registry.write(place, data)
                 continue
             registry.write(place, data)
@@ -553,9 +545,8 @@ def test_no_more_is_in_use_than_allowed() -> None:
     view = large[5:]
     del large
     for size in (1, BUFFER, 10**15):
-        with pytest.raises(RequestError, match="leaves no room") as caught:
+        with raises("overloaded", "leaves no room"):
             buffers.take(size)
-        assert caught.value.code == "overloaded"
     assert buffers.used_bytes == BUFFER + 100
     del small
     buffers.take(100)

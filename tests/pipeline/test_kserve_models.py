@@ -183,8 +183,8 @@ async def test_statistics_and_times_are_counted(service: InferenceService) -> No
     with pytest.raises(RequestError):
         await service.infer_once(origin(), infer_request("tiny", text_input=""))
     await service.infer_once(origin(), request)
-    found = service.statistics.model("tiny")
-    assert (found.success["count"], found.fail["count"]) == (1, 1)
-    assert 0 < found.compute["ns"] < found.success["ns"]
-    assert found.queue["ns"] + found.compute["ns"] == found.success["ns"]
+    found = service.statistics.model("tiny").stats
+    assert (found["success"]["count"], found["fail"]["count"]) == (1, 1)
+    assert 0 < found["compute_infer"]["ns"] < found["success"]["ns"]
+    assert found["queue"]["ns"] + found["compute_infer"]["ns"] == found["success"]["ns"]
     assert await service.trouble("tiny.score") == ""

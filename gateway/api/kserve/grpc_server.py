@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import grpc
+import msgspec
 from anyio.abc import TaskGroup
 from google.protobuf.message import Message
 from starlette.requests import Request
@@ -275,8 +276,8 @@ class GrpcCalls:
         many = service.spec(decoded.model_name, decoded.model_version).decoupled
 
         async def respond(response: InferResponse, final: bool = not many) -> None:
+            response = msgspec.structs.replace(response, parameters={FINAL_PARAM: final})
             encoded = await _encode(response, decoded, memory)
-            encoded.parameters[FINAL_PARAM].bool_param = final
             await send(METHODS["ModelStreamInfer"].response(infer_response=encoded))
 
         await service.infer(origin, decoded, respond, many=many)

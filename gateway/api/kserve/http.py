@@ -14,14 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ....config import (
-    MAX_INT64,
-    GatewayConfig,
-    NanoInferenceError,
-    RequestError,
-    field_name,
-    shown,
-)
+from ....config import MAX_INT64, GatewayConfig, NanoInferenceError, RequestError, field_name, shown
 from ....kserve import codec
 from ....kserve.tensors import (
     MAX_DIMENSIONS,
@@ -330,7 +323,7 @@ def generate_json(response: InferResponse) -> dict[str, Any]:
     Raises:
         RequestError: An output has no JSON form.
     """
-    found = {**codec.describe_response(response), **response.parameters}
+    found = codec.describe_response(response)
     for output in response.outputs:
         elements = codec.array_to_json(output)
         found[output.name] = elements[0] if len(elements) == 1 else elements

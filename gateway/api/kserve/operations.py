@@ -100,10 +100,6 @@ async def _server_metadata(call: OperationCall) -> Json:
     return {"name": SERVER_NAME, "version": VERSION, "extensions": [*_EXTENSIONS, *memory]}
 
 
-async def _live(call: OperationCall) -> str:
-    return ""
-
-
 async def _ready(call: OperationCall) -> str:
     try:
         return await call.readiness.trouble()
@@ -194,12 +190,11 @@ async def _unregister(call: OperationCall) -> None:
     call.kserve.regions.unregister(call.name, tenant_of(call.request))
 
 
-async def _no_regions(call: OperationCall) -> list[Json]:
-    return []
+def _always(result: Any) -> Callable[[OperationCall], Awaitable[Any]]:
+    async def run(call: OperationCall) -> Any:
+        return result
 
-
-async def _nothing(call: OperationCall) -> None:
-    return None
+    return run
 
 
 def _unsupported(why: str) -> Callable[[OperationCall], Awaitable[None]]:
@@ -250,7 +245,7 @@ _TRACE = "/v2[/models/{model}]/trace/setting"
 
 OPERATIONS = (
     Operation("ServerMetadata", "read", _server_metadata, "GET /v2"),
-    Operation("ServerLive", "nothing", _live, "GET /v2/health/live", "live"),
+    Operation("ServerLive", "nothing", _always(""), "GET /v2/health/live", "live"),
     Operation("ServerReady", "nothing", _ready, "GET /v2/health/ready", "ready"),
     Operation("ModelReady", "nothing", _model_ready, f"GET {MODEL}/ready", "ready"),
     Operation("ModelConfig", "read", _model_config, f"GET {MODEL}/config", "config"),
@@ -275,9 +270,11 @@ OPERATIONS = (
     ),
     # Triton's clients call status and unregister to clean up, with or without CUDA regions.
     Operation(
-        "CudaSharedMemoryStatus", "generate", _no_regions, f"GET {_ALL_CUDA}/status", "regions"
+        "CudaSharedMemoryStatus", "generate", _always([]), f"GET {_ALL_CUDA}/status", "regions"
     ),
-    Operation("CudaSharedMemoryUnregister", "generate", _nothing, f"POST {_ALL_CUDA}/unregister"),
+    Operation(
+        "CudaSharedMemoryUnregister", "generate", _always(None), f"POST {_ALL_CUDA}/unregister"
+    ),
     Operation("CudaSharedMemoryRegister", "generate", _no_cuda, f"POST {_CUDA}/register"),
     Operation("TraceSetting", "admin", _no_tracing, f"GET,POST {_TRACE}"),
     Operation("LogSettings", "admin", _no_logging, "GET,POST /v2/logging"),

@@ -53,14 +53,8 @@ def open_service(
     service = InferenceService(metrics=measures.metrics)
     backend = EngineBackend(submissions, config, words, readiness)
     pool = BufferPool(POOL_BYTES, POOL_SLOTS, use_shm=False, name="best_of")
-    models: list[ServedModel] = [
-        TextModel(backend),
-        TokensModel(backend),
-        ScoreModel(backend),
-        EmbedModel(backend),
-        BestOfModel(service, backend, pool),
-    ]
-    for model in models:
+    models = [kind(backend) for kind in (TextModel, TokensModel, ScoreModel, EmbedModel)]
+    for model in (*models, BestOfModel(service, backend, pool)):
         suffix = model.spec.name.removeprefix(backend.name)
         service.add(model, [f"{alias}{suffix}" for alias in config.engine.model_aliases])
     if packages:

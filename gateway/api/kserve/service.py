@@ -47,24 +47,24 @@ class ModelRepository(Protocol):
 
 # --- statistics -----------------------------------------------------------------------------------
 
+_STATS = (
+    *("success", "fail", "queue", "compute_input", "compute_infer", "compute_output"),
+    *("cache_hit", "cache_miss"),
+)
+
 
 class ModelStatistics:
     """Calls of one model since the gateway was started.
 
     Attributes:
-        success: Count and total time of successful calls, from arrival to end.
-        fail: The same of failed calls.
-        queue: Of successful calls, the time before any computation.
-        compute: The time after that.
+        stats: Count and total time by the fields of Triton's InferStatistics. Of successful calls
+            `queue` is the time before any computation, and `compute_infer` the time after that.
+            The other fields stay zero: tensors are read and written while others are computed.
         last_ns: Arrival of the last call, since the Unix epoch; 0 before the first.
     """
 
-    __slots__ = ("compute", "fail", "last_ns", "queue", "success")
-
     def __init__(self) -> None:
-        self.success, self.fail, self.queue, self.compute = (
-            {"count": 0, "ns": 0} for _ in range(4)
-        )
+        self.stats = {name: {"count": 0, "ns": 0} for name in _STATS}
         self.last_ns = 0
 
     def add(self, total_ns: int, compute_ns: int | None, *, failed: bool = False) -> None:
@@ -77,38 +77,21 @@ class ModelStatistics:
         """
         total_ns = max(0, total_ns)
         computed_ns = total_ns if compute_ns is None else min(compute_ns, total_ns)
-        if failed:
-            durations = [(self.fail, total_ns)]
-        else:
-            durations = [
-                (self.success, total_ns),
-                (self.queue, total_ns - computed_ns),
-                (self.compute, computed_ns),
-            ]
-        for duration, ns in durations:
-            duration["count"] += 1
-            duration["ns"] += ns
+        durations = {"success": total_ns, "queue": total_ns - computed_ns}
+        durations["compute_infer"] = computed_ns
+        for name, ns in ({"fail": total_ns} if failed else durations).items():
+            self.stats[name]["count"] += 1
+            self.stats[name]["ns"] += ns
 
     def to_json(self, name: str, version: str) -> dict[str, Any]:
         """Return the fields of Triton's ModelStatistics."""
-        nothing = {"count": 0, "ns": 0}
         return {
             "name": name,
             "version": version,
             "last_inference": self.last_ns // 1_000_000,
-            "inference_count": self.success["count"],
-            "execution_count": self.success["count"],
-            "inference_stats": {
-                "success": self.success,
-                "fail": self.fail,
-                "queue": self.queue,
-                # Tensors are read and written while other calls are computed.
-                "compute_input": nothing,
-                "compute_infer": self.compute,
-                "compute_output": nothing,
-                "cache_hit": nothing,
-                "cache_miss": nothing,
-            },
+            "inference_count": self.stats["success"]["count"],
+            "execution_count": self.stats["success"]["count"],
+            "inference_stats": self.stats,
             "batch_stats": [],
         }
 

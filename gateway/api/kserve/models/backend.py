@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ from .....kserve.tensors import (
     DTYPES,
     Datatype,
     InferRequest,
+    ModelSpec,
     NamedTensor,
     TensorError,
     TensorSpec,
@@ -417,6 +418,34 @@ class EngineBackend:
             cache_salt=cache_salt_of(call.request),
         )
         return await embed_all(self._submissions, call.origin, wanted, prompts)
+
+
+class EngineModel:
+    """A model of the engine.
+
+    Attributes:
+        spec: Its interface, made of the class's attributes.
+        suffix: What its name has behind the name of the engine's model.
+        inputs, outputs, decoupled: As of `ModelSpec`.
+    """
+
+    suffix: ClassVar[str] = ""
+    inputs: ClassVar[tuple[TensorSpec, ...]]
+    outputs: ClassVar[tuple[TensorSpec, ...]]
+    decoupled: ClassVar[bool] = False
+
+    def __init__(self, backend: EngineBackend) -> None:
+        self.spec = ModelSpec(
+            name=f"{backend.name}{self.suffix}",
+            inputs=self.inputs,
+            outputs=self.outputs,
+            decoupled=self.decoupled,
+            allowed_as=backend.name,
+        )
+        self._backend = backend
+
+    async def trouble(self) -> str:
+        return await self._backend.trouble()
 
 
 def _new_id() -> str:

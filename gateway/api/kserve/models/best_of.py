@@ -12,21 +12,14 @@ import numpy as np
 
 from .....config import NanoInferenceError, RequestError, shown
 from .....kserve.pool import BufferPool, PoolAcquireTimeout
-from .....kserve.tensors import (
-    DTYPES,
-    Array,
-    InferRequest,
-    ModelSpec,
-    NamedTensor,
-    TensorSpec,
-    text_tensor,
-)
+from .....kserve.tensors import DTYPES, Array, InferRequest, NamedTensor, TensorSpec, text_tensor
 from ....server.http import EngineError, FieldError
 from ..served import Answer, ModelCall
 from ..service import InferenceService
 from .backend import (
     SAMPLING,
     EngineBackend,
+    EngineModel,
     inherited_parameters,
     numbers,
     read_sampling,
@@ -67,7 +60,7 @@ class _Buffers(NamedTuple):
     scores: Array
 
 
-class BestOfModel:
+class BestOfModel(EngineModel):
     """Samples several completions, and returns the one that the reference model finds likeliest.
 
     A sample's score is the mean logprob of its tokens at temperature 1, by the reference model if
@@ -76,23 +69,21 @@ class BestOfModel:
     The model calls others as a client does: their requests are checked and measured.
     """
 
+    suffix = ".best_of"
+    inputs = (INPUT_IDS, TensorSpec(BEST_OF, "INT64", (1,), optional=True), SAMPLING)
+    outputs = (
+        TensorSpec(OUTPUT_IDS, "INT64", (-1,)),
+        TensorSpec(LOGPROBS, "FP32", (-1,)),
+        TensorSpec(WEIGHT_VERSION, "INT64", (-1,)),
+        TensorSpec(FINISH_REASON, "BYTES", (1,)),
+        TensorSpec("score", "FP32", (1,)),
+        TensorSpec("scores", "FP32", (-1,)),
+    )
+
     def __init__(self, service: InferenceService, backend: EngineBackend, pool: BufferPool) -> None:
         """Args: the service of the called models, the engine, and the pool of calls' buffers."""
-        self.spec = ModelSpec(
-            name=f"{backend.name}.best_of",
-            inputs=(INPUT_IDS, TensorSpec(BEST_OF, "INT64", (1,), optional=True), SAMPLING),
-            outputs=(
-                TensorSpec(OUTPUT_IDS, "INT64", (-1,)),
-                TensorSpec(LOGPROBS, "FP32", (-1,)),
-                TensorSpec(WEIGHT_VERSION, "INT64", (-1,)),
-                TensorSpec(FINISH_REASON, "BYTES", (1,)),
-                TensorSpec("score", "FP32", (1,)),
-                TensorSpec("scores", "FP32", (-1,)),
-            ),
-            allowed_as=backend.name,
-        )
+        super().__init__(backend)
         self._service = service
-        self._backend = backend
         self._pool = pool
         self._tokens, self._score = f"{backend.name}.tokens", f"{backend.name}.score"
 
@@ -151,8 +142,7 @@ class BestOfModel:
         most, setting = self._backend.most_at_once
         if not 1 <= samples <= most:
             raise RequestError(
-                f"{BEST_OF} is {samples}; it must be from 1 to {most} ({setting})",
-                code="invalid_n",
+                f"{BEST_OF} is {samples}; it must be from 1 to {most} ({setting})", code="invalid_n"
             )
         return samples, sampling.max_tokens
 

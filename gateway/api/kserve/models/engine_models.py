@@ -9,7 +9,7 @@ import msgspec
 
 from .....bus.public import EmbedParams
 from .....config import Int64, PoolingKind, RequestError
-from .....kserve.tensors import ModelSpec, NamedTensor, TensorError, TensorSpec
+from .....kserve.tensors import NamedTensor, TensorError, TensorSpec
 from .....pipeline.scoring import params_to_score, scored_completion, token_ids_to_score
 from ....server.http import EngineError, convert
 from ....serving.embedding import Prompt
@@ -20,7 +20,7 @@ from ..served import Answer, ModelCall
 from .backend import (
     SAMPLING,
     STREAM,
-    EngineBackend,
+    EngineModel,
     SampleDelta,
     finish_reasons,
     flag_of,
@@ -64,27 +64,19 @@ _OPTIONAL = (
 _FEW_LOGPROBS = 4096
 
 
-class TextModel:
+class TextModel(EngineModel):
     """Continues a text, with the tensors of vLLM's backend of Triton.
 
     Of several responses each has the new piece of all samples; a single one has everything.
     """
 
-    def __init__(self, backend: EngineBackend) -> None:
-        flags = (EXCLUDE_INPUT, *(f"return_{each.name}" for each in _OPTIONAL))
-        self.spec = ModelSpec(
-            name=backend.name,
-            inputs=(
-                TensorSpec(TEXT_INPUT, "BYTES", (1,)),
-                SAMPLING,
-                STREAM,
-                *(TensorSpec(flag, "BOOL", (1,), optional=True) for flag in flags),
-            ),
-            outputs=(TensorSpec("text_output", "BYTES", (-1,)), *_OPTIONAL),
-            decoupled=True,
-        )
-        self.trouble = backend.trouble
-        self._backend = backend
+    inputs = (
+        *(TensorSpec(TEXT_INPUT, "BYTES", (1,)), SAMPLING, STREAM),
+        TensorSpec(EXCLUDE_INPUT, "BOOL", (1,), optional=True),
+        *(TensorSpec(f"return_{each.name}", "BOOL", (1,), optional=True) for each in _OPTIONAL),
+    )
+    outputs = (TensorSpec("text_output", "BYTES", (-1,)), *_OPTIONAL)
+    decoupled = True
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
         backend, words = self._backend, self._backend.words
@@ -145,7 +137,7 @@ class TextModel:
         await send(whole_samples(completion, request.n))
 
 
-class TokensModel:
+class TokensModel(EngineModel):
     """Continues token ids.
 
     Of several responses each has the new piece of all samples; a single one has everything, and the
@@ -153,23 +145,17 @@ class TokensModel:
     `num_output_tokens` gives the length of each row.
     """
 
-    def __init__(self, backend: EngineBackend) -> None:
-        self.spec = ModelSpec(
-            name=f"{backend.name}.tokens",
-            inputs=(INPUT_IDS, SAMPLING, STREAM),
-            outputs=(
-                TensorSpec(OUTPUT_IDS, "INT64", (-1, -1)),
-                TensorSpec("num_output_tokens", "UINT32", (-1,)),
-                TensorSpec(LOGPROBS, "FP32", (-1, -1)),
-                TensorSpec(REF_LOGPROBS, "FP32", (-1, -1)),
-                TensorSpec(FINISH_REASON, "BYTES", (-1,)),
-                TensorSpec(WEIGHT_VERSION, "INT64", (-1, -1)),
-            ),
-            decoupled=True,
-            allowed_as=backend.name,
-        )
-        self.trouble = backend.trouble
-        self._backend = backend
+    suffix = ".tokens"
+    inputs = (INPUT_IDS, SAMPLING, STREAM)
+    outputs = (
+        TensorSpec(OUTPUT_IDS, "INT64", (-1, -1)),
+        TensorSpec("num_output_tokens", "UINT32", (-1,)),
+        TensorSpec(LOGPROBS, "FP32", (-1, -1)),
+        TensorSpec(REF_LOGPROBS, "FP32", (-1, -1)),
+        TensorSpec(FINISH_REASON, "BYTES", (-1,)),
+        TensorSpec(WEIGHT_VERSION, "INT64", (-1, -1)),
+    )
+    decoupled = True
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
         backend = self._backend
@@ -198,7 +184,7 @@ class TokensModel:
             await send(whole_samples(await backend.complete(call, request), request.n))
 
 
-class ScoreModel:
+class ScoreModel(EngineModel):
     """Returns the logprobs of a completion's tokens behind a prompt.
 
     Of the sampling parameters only the temperature counts. The reference model's logprobs are
@@ -207,20 +193,13 @@ class ScoreModel:
 
     prompt_ids = TensorSpec("prompt_ids", "INT64", (-1,))
     completion_ids = TensorSpec("completion_ids", "INT64", (-1,))
-
-    def __init__(self, backend: EngineBackend) -> None:
-        self.spec = ModelSpec(
-            name=f"{backend.name}.score",
-            inputs=(self.prompt_ids, self.completion_ids, SAMPLING),
-            outputs=(
-                TensorSpec(LOGPROBS, "FP32", (-1,)),
-                TensorSpec(REF_LOGPROBS, "FP32", (-1,)),
-                TensorSpec(WEIGHT_VERSION, "INT64", (1,)),
-            ),
-            allowed_as=backend.name,
-        )
-        self.trouble = backend.trouble
-        self._backend = backend
+    suffix = ".score"
+    inputs = (prompt_ids, completion_ids, SAMPLING)
+    outputs = (
+        TensorSpec(LOGPROBS, "FP32", (-1,)),
+        TensorSpec(REF_LOGPROBS, "FP32", (-1,)),
+        TensorSpec(WEIGHT_VERSION, "INT64", (1,)),
+    )
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
         backend = self._backend
@@ -266,22 +245,16 @@ class EmbedBody(msgspec.Struct, frozen=True):
     dimensions: Int64 | None = None
 
 
-class EmbedModel:
+class EmbedModel(EngineModel):
     """Returns the vectors `[texts, dimensions]` of texts, or of the tokens of one prompt."""
 
-    def __init__(self, backend: EngineBackend) -> None:
-        self.spec = ModelSpec(
-            name=f"{backend.name}.embed",
-            inputs=(EMBED_TEXT, EMBED_IDS, SAMPLING),
-            outputs=(
-                TensorSpec("embedding", "FP32", (-1, -1)),
-                TensorSpec("num_input_tokens", "UINT32", (-1,)),
-                TensorSpec("weight_version", "INT64", (-1,)),
-            ),
-            allowed_as=backend.name,
-        )
-        self.trouble = backend.trouble
-        self._backend = backend
+    suffix = ".embed"
+    inputs = (EMBED_TEXT, EMBED_IDS, SAMPLING)
+    outputs = (
+        TensorSpec("embedding", "FP32", (-1, -1)),
+        TensorSpec("num_input_tokens", "UINT32", (-1,)),
+        TensorSpec("weight_version", "INT64", (-1,)),
+    )
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
         params = _read_params(call)

@@ -19,13 +19,7 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.serving.lane_state import Readiness
 from nano_inference.kserve.protobuf import METHODS, message
-from nano_inference.kserve.tensors import (
-    DATATYPES,
-    DTYPES,
-    ModelSpec,
-    NamedTensor,
-    TensorSpec,
-)
+from nano_inference.kserve.tensors import DATATYPES, DTYPES, ModelSpec, NamedTensor, TensorSpec
 from nano_inference.pipeline.client import BusClient
 from nano_inference.telemetry import Metrics, Tracing
 
@@ -184,7 +178,10 @@ class Several(FakeModel):
 
 @asynccontextmanager
 async def served(
-    *models: ServedModel, engine: FakeEngine | None = None, **settings: Any
+    *models: ServedModel,
+    engine: FakeEngine | None = None,
+    limit_s: float | None = LIMIT_S,
+    **settings: Any,
 ) -> AsyncIterator[tuple[Gateway, Client]]:
     """A gateway, and a client of it over gRPC. A setting "a__b" is "a.b", others are the
     gateway's."""
@@ -194,7 +191,7 @@ async def served(
     }
     config = load_config(env={}, overrides={"gateway.grpc_port": 0, "gateway.port": 0} | own)
     async with (
-        asyncio.timeout(LIMIT_S),
+        asyncio.timeout(limit_s),
         Gateway(cast(BusClient, engine or Engine()), config) as gateway,
         grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel,
     ):
@@ -343,9 +340,10 @@ class Stream:
             return None
         return METHODS["ModelStreamInfer"].response.FromString(data)
 
-    async def read_all(self) -> list[Any]:
-        """All further responses, after the last request."""
-        await self.call.done_writing()
+    async def read_all(self, *, ends: bool = True) -> list[Any]:
+        """All further responses. `ends`: after the last request; otherwise the server ends it."""
+        if ends:
+            await self.call.done_writing()
         found = []
         while (answer := await self.read()) is not None:
             found.append(answer)

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from nano_inference.bus.public import Completion, GenerateRequest, Output
-from nano_inference.config import NanoInferenceError, RequestError, load_config
+from nano_inference.config import load_config
 from nano_inference.gateway.api.kserve.models.best_of import BestOfModel
 from nano_inference.gateway.api.kserve.service import InferenceService
 from nano_inference.gateway.server.http import EngineError
@@ -18,6 +18,7 @@ from nano_inference.kserve.pool import BufferPool, PoolSlot
 from nano_inference.kserve.tensors import InferRequest, InferResponse
 from nano_inference.telemetry import now_ns
 
+from ....errors import raises
 from ....pipeline.kserve import as_lists, backend_of, infer_request, origin, service_of
 from ...fake import FakeEngine, completion, sample
 
@@ -103,10 +104,9 @@ async def test_the_likeliest_sample_is_given(engine: Engine) -> None:
     asked_for = sorted(each.prompt_token_ids or () for each in scored)
     assert asked_for == [(1, 2, *each) for each in SAMPLES]
     assert {each.tenant for each in engine.requests} == {"mine"}
-    counted = {
-        each.name: engine.service.statistics.model(each.name) for each in engine.service.specs()
-    }
-    assert {name: each.success["count"] for name, each in counted.items()} == {
+    statistics = engine.service.statistics
+    names = [each.name for each in engine.service.specs()]
+    assert {name: statistics.model(name).stats["success"]["count"] for name in names} == {
         "tiny": 0,
         "tiny.tokens": 1,
         "tiny.score": 3,
@@ -117,16 +117,14 @@ async def test_the_likeliest_sample_is_given(engine: Engine) -> None:
 
 @pytest.mark.parametrize("samples", [0, 1001])
 async def test_best_of_is_limited_by_admission(engine: Engine, samples: int) -> None:
-    with pytest.raises(RequestError, match=r"from 1 to 1000 \(admission.max_samples\)") as refused:
+    with raises("invalid_n", r"from 1 to 1000 \(admission.max_samples\)"):
         await engine.infer(wanted(best_of=samples))
-    assert refused.value.code == "invalid_n"
     assert not engine.requests
 
 
 async def test_an_expired_call_names_its_parameter(engine: Engine) -> None:
-    with pytest.raises(EngineError, match=r"\(timeout_ns\) was over") as late:
+    with raises("expired", r"\(timeout_ns\) was over"):
         await engine.infer(wanted(parameters={"timeout_ns": -1}))
-    assert late.value.code == "expired"
     assert not engine.requests
 
 
@@ -173,9 +171,8 @@ async def test_all_buffers_are_acquired_at_once_and_released(
 
 async def test_waiting_for_buffers_ends_with_the_deadline(engine: Engine) -> None:
     with await engine.pool.acquire_slot(engine.pool.n_slots):
-        with anyio.fail_after(LIMIT_S), pytest.raises(RequestError, match="time") as found:
+        with anyio.fail_after(LIMIT_S), raises("expired", "time"):
             await engine.service.infer_once(origin(deadline_ns=now_ns() + 10**7), wanted())
-        assert found.value.code == "expired"
         assert engine.pool.waiting == 0
     assert engine.requests == []
     assert (await engine.infer(wanted())).outputs
@@ -195,18 +192,16 @@ async def test_waiting_for_buffers_ends_with_the_deadline(engine: Engine) -> Non
 async def test_impossible_calls_are_refused(
     engine: Engine, inputs: dict[str, Any], code: str
 ) -> None:
-    with pytest.raises(RequestError) as found:
+    with raises(code):
         await engine.infer(wanted(**inputs))
-    assert found.value.code == code
     assert engine.requests == []
     assert engine.pool.free_slots == engine.pool.n_slots
 
 
 async def test_a_failed_score_cancels_the_others(engine: Engine) -> None:
     engine.failing = 6
-    with anyio.fail_after(LIMIT_S), pytest.raises(NanoInferenceError) as found:
+    with anyio.fail_after(LIMIT_S), raises("out_of_blocks"):
         await engine.infer(wanted())
-    assert found.value.code == "out_of_blocks"
     assert engine.pool.free_slots == engine.pool.n_slots
 
 

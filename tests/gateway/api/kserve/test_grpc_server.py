@@ -26,18 +26,7 @@ from nano_inference.telemetry.instruments import HTTP_DURATION
 
 from ....certificates import Authority, Issued
 from ...recorded import Recorded, ids
-from .calls import (
-    LIMIT_S,
-    Client,
-    Engine,
-    Failed,
-    Model,
-    code_of,
-    request,
-    served,
-    until,
-    values,
-)
+from .calls import LIMIT_S, Client, Engine, Failed, Model, code_of, request, served, until, values
 
 KEYS = {"policy__backend": "bus"}
 
@@ -149,10 +138,7 @@ async def test_bytes_of_all_messages_are_limited() -> None:
     large = request(values=[0.0] * (most // 4 - 100)).SerializeToString()
     async with served(
         model, max_body_bytes=most, max_weights_bytes=most, max_bodies_bytes=most
-    ) as (
-        gateway,
-        call,
-    ):
+    ) as (gateway, call):
         first = call.begin("ModelInfer", large)
         await until(lambda: model.calls)
         full = await call("ModelInfer", large)

@@ -174,10 +174,7 @@ async def test_an_event_is_sent_when_there_is_an_answer() -> None:
     several = Several()
     several.go_on = anyio.Event()
     path = "/v2/models/several/generate_stream"
-    async with (
-        listening(several) as http,
-        http.stream("POST", path, json={"times": 2}) as answer,
-    ):
+    async with listening(several) as http, http.stream("POST", path, json={"times": 2}) as answer:
         lines: AsyncIterator[str] = answer.aiter_lines()
         assert json.loads((await anext(lines)).removeprefix("data: "))["number"] == 0
         assert several.ended == []

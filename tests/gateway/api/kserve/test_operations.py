@@ -7,15 +7,12 @@ from urllib.parse import quote
 
 import pytest
 
-from nano_inference.config import BusError, Config
-from nano_inference.gateway.api.kserve.operations import SERVER_NAME, VERSION
-from nano_inference.gateway.app import make_app
-from nano_inference.gateway.policy.chain import PolicyRoute
+from nano_inference.config import BusError
+from nano_inference.gateway.api.kserve.operations import OPERATIONS, SERVER_NAME, VERSION
 from nano_inference.gateway.serving.lane_state import DRAINING, Readiness
 from nano_inference.kserve.pool import BufferPool
 from nano_inference.kserve.protobuf import METHODS
 
-from ...fake import FakeEngine
 from .calls import INT8, JSON, Echo, Engine, FakeModel, Slow, asking, failed, served
 
 NAMES = (
@@ -246,36 +243,18 @@ async def test_clients_without_shared_memory_may_clean_up(kind: str) -> None:
 # --- callers ------------------------------------------------------------------------------------
 
 NEEDED = {
-    "GET /v2": "read",
-    "GET /v2/health/live": "nothing",
-    "GET /v2/health/ready": "nothing",
-    "GET /v2/models/stats": "read",
-    "GET /v2/models/{model}": "read",
-    "GET /v2/models/{model}/ready": "nothing",
-    "GET /v2/models/{model}/config": "read",
-    "GET /v2/models/{model}/stats": "read",
-    "POST /v2/models/{model}/infer": "generate",
-    "POST /v2/models/{model}/generate": "generate",
-    "POST /v2/models/{model}/generate_stream": "generate",
-    "POST /v2/repository/index": "read",
-    "POST /v2/repository/models/{model}/load": "admin",
-    "POST /v2/repository/models/{model}/unload": "admin",
-    "GET /v2/trace/setting": "admin",
-    "GET /v2/models/{model}/trace/setting": "admin",
-    "GET /v2/logging": "admin",
+    "nothing": "ServerLive ServerReady ModelReady",
+    "read": "ServerMetadata ModelMetadata ModelConfig ModelStatistics RepositoryIndex",
+    "generate": """
+        SystemSharedMemoryRegister SystemSharedMemoryStatus SystemSharedMemoryUnregister
+        CudaSharedMemoryRegister CudaSharedMemoryStatus CudaSharedMemoryUnregister
+    """,
+    "admin": "RepositoryModelLoad RepositoryModelUnload TraceSetting LogSettings",
 }
 
 
-def test_each_route_needs_its_scope(engine: FakeEngine) -> None:
-    found: dict[str, str] = {}
-    for route in make_app(engine, Config()).routes:  # type: ignore[arg-type]
-        assert isinstance(route, PolicyRoute)
-        if route.path.startswith("/v2"):
-            method = "GET" if "GET" in (route.methods or ()) else "POST"
-            path = route.path_format.replace("/versions/{version}", "")
-            needed = found.setdefault(f"{method} {path}", route.needed)
-            assert needed == route.needed
-    memory = {name: found.pop(name) for name in list(found) if "sharedmemory" in name}
-    assert found == NEEDED
-    assert len(memory) == 10
-    assert set(memory.values()) == {"generate"}
+def test_each_operation_has_its_scope() -> None:
+    """test_policy.py holds that it is required."""
+    assert {each.method: each.needed for each in OPERATIONS} == {
+        method: needed for needed, methods in NEEDED.items() for method in methods.split()
+    }

@@ -122,11 +122,6 @@ DOORS = pytest.mark.parametrize("door", ["http", "grpc"])
 @DOORS
 async def test_each_operation_needs_its_scope(door: str) -> None:
     """Health checks are open to all."""
-    assert {each.method for each in OPERATIONS if each.needed == "nothing"} == {
-        "ServerLive",
-        "ServerReady",
-        "ModelReady",
-    }
     assert {each.method for each in OPERATIONS} == METHODS.keys() - {INFER, "ModelStreamInfer"}
     async with opened(door, Model()) as ask:
         for scope in SCOPES:
@@ -142,13 +137,6 @@ async def test_each_operation_needs_its_scope(door: str) -> None:
             code, _ = await ask.run(operation, {})
             assert (code == "missing_api_key") == (operation.needed != "nothing")
         assert (await ask.infer({}))[0] == "missing_api_key"
-
-
-@DOORS
-async def test_a_wrong_key_is_refused(door: str) -> None:
-    async with opened(door, Model()) as ask:
-        for headers in ({"api-key": "x"}, {"authorization": "Basic x"}):
-            assert (await ask.infer(headers))[0] == "invalid_api_key"
 
 
 @DOORS

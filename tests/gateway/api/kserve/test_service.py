@@ -90,10 +90,7 @@ async def test_models_of_a_package_are_served(registered: dict[str, Function]) -
 
 @pytest.mark.parametrize(
     ("name", "model", "words"),
-    [
-        ("mind", "mine", "did you mean 'mine'"),
-        ("mine", "tiny.score", "two models 'tiny.score'"),
-    ],
+    [("mind", "mine", "did you mean 'mine'"), ("mine", "tiny.score", "two models 'tiny.score'")],
 )
 def test_bad_packages_are_refused_at_the_start(
     registered: dict[str, Function], name: str, model: str, words: str
@@ -160,8 +157,9 @@ def test_time_that_was_not_computed_was_queued() -> None:
     found.add(100, None)
     # Another clock may have measured more than the whole call.
     found.add(100, 500)
-    assert (found.queue["ns"], found.compute["ns"], found.success["ns"]) == (70, 230, 300)
-    assert (found.queue["count"], found.compute["count"]) == (3, 3)
+    assert [found.stats[name] for name in ("queue", "compute_infer", "success")] == [
+        {"count": 3, "ns": ns} for ns in (70, 230, 300)
+    ]
 
 
 def test_concurrent_work_is_computed_once() -> None:

@@ -20,14 +20,12 @@ import tritonclient.http
 import tritonclient.http.aio
 from google.protobuf import json_format
 from google.protobuf.message import Message
-from tritonclient.utils import InferenceServerException, serialize_byte_tensor, shared_memory
+from tritonclient.utils import InferenceServerException, shared_memory
 
 from nano_inference.gateway.api.kserve.served import ServedModel
 from nano_inference.kserve.tensors import DATATYPES, DTYPES
 
 from .calls import LIMIT_S, Echo, Several, Slow, served, until
-
-IN_JSON = [each for each in DATATYPES if each not in ("FP16", "BF16")]
 
 
 class Kind(NamedTuple):
@@ -52,7 +50,6 @@ KINDS = {
     "grpc": Kind(tritonclient.grpc, tritonclient.grpc.InferenceServerClient, True, True),
     "grpc.aio": Kind(tritonclient.grpc, tritonclient.grpc.aio.InferenceServerClient, True, False),
 }
-HTTP = [name for name, kind in KINDS.items() if not kind.grpc]
 
 
 class Triton:
@@ -73,12 +70,11 @@ class Triton:
         with self.kind.client(self.place) as client:
             return getattr(client, name)(*given, **more)
 
-    def input(self, name: str, data: Any, *, binary: bool | None = None) -> Any:
+    def input(self, name: str, data: Any) -> Any:
         """A tensor that is sent with the request."""
         datatype = name if name in DATATYPES else "INT32"
         made = self.kind.tensors.InferInput(name, list(data.shape), datatype)
-        more = {} if binary is None else {"binary_data": binary}
-        return made.set_data_from_numpy(data, **more)
+        return made.set_data_from_numpy(data)
 
     def output(self, name: str, **more: Any) -> Any:
         return self.kind.tensors.InferRequestedOutput(name, **more)
@@ -140,34 +136,6 @@ async def test_tensors_as_bytes(name: str) -> None:
             assert (response.id if ask.kind.grpc else response["id"]) == "mine"
 
 
-@pytest.mark.parametrize("name", HTTP)
-async def test_tensors_as_json(name: str) -> None:
-    async with triton(name, Echo()) as ask:
-        inputs = [ask.input(each, array(each), binary=False) for each in IN_JSON]
-        outputs = [ask.output(each, binary_data=False) for each in IN_JSON]
-        same(await ask("infer", "echo", inputs, outputs=outputs), IN_JSON)
-
-
-@pytest.mark.parametrize("name", HTTP)
-async def test_tensors_both_ways_in_one_request(name: str) -> None:
-    async with triton(name, Echo()) as ask:
-        inputs = [
-            ask.input("INT32", array("INT32"), binary=True),
-            ask.input("FP32", array("FP32"), binary=False),
-        ]
-        outputs = [ask.output("FP32", binary_data=True), ask.output("INT32", binary_data=False)]
-        same(await ask("infer", "echo", inputs, outputs=outputs), ("INT32", "FP32"))
-
-
-async def test_requested_outputs_alone_are_returned(name: str) -> None:
-    async with triton(name, Echo()) as ask:
-        inputs = [ask.input(each, array(each)) for each in ("INT8", "FP32", "BYTES")]
-        outputs = [ask.output("BYTES"), ask.output("INT8")]
-        result = await ask("infer", "echo", inputs, outputs=outputs)
-        same(result, ("BYTES", "INT8"))
-        assert result.as_numpy("FP32") is None
-
-
 @contextmanager
 def shared(name: str, size: int) -> Iterator[tuple[Any, str]]:
     """Shared memory, made by Triton's own utilities, and its key."""
@@ -211,27 +179,6 @@ async def test_tensors_in_shared_memory(name: str) -> None:
 def regions(answered: Any) -> list[Any]:
     """The regions of a status over HTTP or gRPC."""
     return list(answered["regions"].values()) if isinstance(answered, dict) else answered
-
-
-async def test_texts_in_shared_memory(name: str) -> None:
-    """Beside a tensor in the request, and one that comes back in the answer."""
-    texts = np.array([b"a", b"", b"long " * 20], dtype=np.object_)
-    with shared(name, 4096) as (region, key):
-        async with triton(name, Echo(), shared_memory=True) as ask:
-            shared_memory.set_shared_memory_region(
-                region, [serialize_byte_tensor(texts)], offset=512
-            )
-            size = sum(4 + len(each) for each in texts)
-            given = ask.kind.tensors.InferInput("BYTES", [3], "BYTES")
-            given.set_shared_memory("mine", size, offset=512)
-            wanted = ask.output("BYTES")
-            wanted.set_shared_memory("mine", 1024, offset=2048)
-            await ask("register_system_shared_memory", "mine", key, 4096)
-            inputs = [ask.input("INT32", array("INT32")), given]
-            result = await ask("infer", "echo", inputs, outputs=[wanted, ask.output("INT32")])
-            same(result, ["INT32"])
-            found = shared_memory.get_contents_as_numpy(region, np.object_, [3], offset=2048)
-            assert found.tolist() == texts.tolist()
 
 
 # --- what there is -------------------------------------------------------------------------------
@@ -329,19 +276,6 @@ async def test_cancelling_a_call_cancels_the_model(name: str) -> None:
         await until(lambda: len(slow.calls) == 1)
         calling.cancel()
         await until(lambda: slow.ended == ["cancelled"])
-
-
-async def test_cancelling_a_blocking_call_cancels_the_model() -> None:
-    slow = Slow()
-    async with triton("grpc", slow) as ask:
-        with ask.kind.client(ask.place) as client:
-            answered: queue.Queue[Any] = queue.Queue()
-            calling = client.async_infer("slow", [], lambda result, error: answered.put(error))
-            await until(lambda: len(slow.calls) == 1)
-            await anyio.to_thread.run_sync(calling.cancel)
-            await until(lambda: slow.ended == ["cancelled"])
-            error = await anyio.to_thread.run_sync(lambda: answered.get(timeout=LIMIT_S))
-            assert error.status() == "StatusCode.CANCELLED"
 
 
 # --- streams -------------------------------------------------------------------------------------
@@ -470,12 +404,3 @@ async def test_cancelling_a_stream_cancels_its_requests(name: str) -> None:
         assert (await stream.answer()).number == 0
         await stream.cancel()
         await until(lambda: several.ended == ["cancelled"])
-
-
-async def test_a_decoupled_model_answers_a_unary_call_once(
-    name: str,
-) -> None:
-    async with triton(name, Several()) as ask:
-        inputs = [ask.input("times", np.array([3], dtype=np.int32))]
-        result = await ask("infer", "several", inputs)
-        assert result.as_numpy("number").tolist() == [2]

@@ -33,33 +33,47 @@ Shown = dict[str, Any]
 """A value as JSON shows it."""
 
 
-class KeyWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A new key; fields as in `ApiKey`.
+class _KeyFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields as in `ApiKey`.
 
     Attributes:
-        tenant: None for the key's name.
         expires_in_s: Seconds until the key expires; None for never.
     """
 
-    name: Name
-    scopes: Scopes = ("generate",)
-    tenant: Name | None = None
-    max_priority: Priority | None = None
-    models: Models | None = None
-    limits: Limits = Limits()
-    expires_in_s: Seconds | None = None
-
-
-class KeyChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A change to a key; a field that is not given stays."""
-
     name: Name | UnsetType = UNSET
     scopes: Scopes | UnsetType = UNSET
-    tenant: Name | UnsetType = UNSET
     max_priority: Priority | UnsetType | None = UNSET
     models: Models | UnsetType | None = UNSET
     limits: Limits | UnsetType = UNSET
     expires_in_s: Seconds | UnsetType | None = UNSET
+
+    def given(self) -> Shown:
+        """Return the given fields as those of an `ApiKey`. Raises RequestError."""
+        fields = {
+            name: value
+            for name, value in msgspec.structs.asdict(self).items()
+            if value is not UNSET
+        }
+        for name in ("name", "tenant"):
+            _printable(fields.get(name) or "", name)
+        if "expires_in_s" in fields:
+            in_s = fields.pop("expires_in_s")
+            fields["expires_ns"] = None if in_s is None else time.time_ns() + int(in_s * 1e9)
+        return fields
+
+
+class KeyWish(_KeyFields, frozen=True, kw_only=True):
+    """A new key. Its tenant is its name if none is given."""
+
+    name: Name
+    scopes: Scopes = ("generate",)
+    tenant: Name | UnsetType | None = UNSET
+
+
+class KeyChange(_KeyFields, frozen=True, kw_only=True):
+    """A change to a key; a field that is not given stays."""
+
+    tenant: Name | UnsetType = UNSET
 
 
 Changed = Callable[[str, str, Shown], None]
@@ -88,35 +102,14 @@ class Administration:
 
     async def create_key(self, body: Shown) -> Shown:
         """Create a key. Only this answer contains the key itself."""
-        wish = convert(body, KeyWish)
-        key, text = new_key(
-            ApiKey(
-                id="",
-                name=_printable(wish.name, "name"),
-                digest="",
-                tenant=_printable(wish.tenant or wish.name, "tenant"),
-                scopes=wish.scopes,
-                created_ns=0,
-                max_priority=wish.max_priority,
-                models=wish.models,
-                limits=wish.limits,
-                expires_ns=_expiry(wish.expires_in_s),
-            )
-        )
+        given = convert(body, KeyWish).given()
+        key, text = new_key(**given | {"tenant": given.get("tenant") or given["name"]})
         await self._store.change(lambda document: document.with_key(key))
         self._changed("create_key", key.id, _shown_key(key))
         return {**_shown_key(key), "key": text}
 
     async def change_key(self, key_id: str, body: Shown) -> Shown:
-        given = {
-            name: value
-            for name, value in msgspec.structs.asdict(convert(body, KeyChange)).items()
-            if value is not UNSET
-        }
-        for name in given.keys() & {"name", "tenant"}:
-            _printable(given[name], name)
-        if "expires_in_s" in given:
-            given["expires_ns"] = _expiry(given.pop("expires_in_s"))
+        given = convert(body, KeyChange).given()
 
         def edit(document: PolicyDocument) -> PolicyDocument:
             return document.with_key(msgspec.structs.replace(document.key(key_id), **given))
@@ -179,10 +172,6 @@ def _builtins(struct: msgspec.Struct) -> Shown:
         name: value if not isinstance(value, msgspec.Struct) else _builtins(value)
         for name, value in msgspec.structs.asdict(struct).items()
     }
-
-
-def _expiry(in_s: float | None) -> int | None:
-    return None if in_s is None else time.time_ns() + int(in_s * 1e9)
 
 
 def _printable(text: str, what: str) -> str:

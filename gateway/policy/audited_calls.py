@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from typing import TypeVar
 
-from ...bus.public import Completion, GenerateRequest, Output
+from ...bus.public import Completion, GenerateRequest
 from ...config import ModelError, NanoInferenceError
 from ..serving.account import Account
 from ..serving.measures import Measures
@@ -13,7 +14,7 @@ from ..serving.origin import Origin
 from ..serving.words import LazyWords, Words
 from .audit import AuditLog
 from .backend import PolicyUnavailable
-from .chain import PolicyCall
+from .chain import Outputs, PolicyCall, Requests
 from .guardrail import text_of
 
 
@@ -45,9 +46,7 @@ class AuditedCalls(AuditedHeads):
         self._default_model = default_model
 
     @asynccontextmanager
-    async def admit(
-        self, origin: Origin, requests: Sequence[GenerateRequest]
-    ) -> AsyncIterator[None]:
+    async def admit(self, origin: Origin, requests: Requests) -> AsyncIterator[None]:
         account = origin.account
         if requests:
             try:
@@ -56,7 +55,7 @@ class AuditedCalls(AuditedHeads):
                 words = None
             # Some interfaces have names of their own for the same engine.
             account.model = account.model or requests[0].model or self._default_model
-            _RecordedPrompts.of(account).add(requests, words)
+            _recorded(account, "prompt", _RecordedPrompts).add(requests, words)
         try:
             yield
         except NanoInferenceError as error:
@@ -67,14 +66,11 @@ class AuditedCalls(AuditedHeads):
                 self._write_background(origin)
 
     async def outputs(
-        self,
-        origin: Origin,
-        request: GenerateRequest,
-        outputs: AsyncGenerator[Output, None],
-        before: str,
-    ) -> AsyncGenerator[Output, None]:
+        self, origin: Origin, request: GenerateRequest, outputs: Outputs, before: str
+    ) -> Outputs:
         """Yield all outputs. What a client received before it disconnects is recorded, too."""
-        answer = _RecordedAnswer.of(origin.account).pieces.setdefault(request.request_id, {})
+        recorded = _recorded(origin.account, "answer", _RecordedAnswer)
+        answer = recorded.pieces.setdefault(request.request_id, {})
         async with aclosing(outputs):
             async for output in outputs:
                 if isinstance(output, Completion):
@@ -87,7 +83,7 @@ class AuditedCalls(AuditedHeads):
         """Write a line about requests that ended, or went to another gateway, outside a call."""
         caller, account = origin.caller, origin.account
         fields = {
-            "request_ids": list(_RecordedAnswer.of(account).pieces),
+            "request_ids": list(_recorded(account, "answer", _RecordedAnswer).pieces),
             **origin.trace.log_ids,
             "key_id": caller.key_id,
             "key_name": caller.name,
@@ -100,6 +96,16 @@ class AuditedCalls(AuditedHeads):
         self._log.write("background", fields, account.texts)
 
 
+R = TypeVar("R", bound="_RecordedPrompts | _RecordedAnswer")
+
+
+def _recorded(account: Account, name: str, kind: type[R]) -> R:
+    """Return what is recorded in a call's account under a name."""
+    found = account.texts.setdefault(name, kind())
+    assert isinstance(found, kind)
+    return found
+
+
 class _RecordedPrompts:
     """The prompts of a call; it may make more requests of the answers to earlier ones."""
 
@@ -107,14 +113,7 @@ class _RecordedPrompts:
         self._requests: list[GenerateRequest] = []
         self._words: Words | None = None
 
-    @classmethod
-    def of(cls, account: Account) -> _RecordedPrompts:
-        """Return those in a call's account."""
-        found = account.texts.setdefault("prompt", cls())
-        assert isinstance(found, cls)
-        return found
-
-    def add(self, requests: Sequence[GenerateRequest], words: Words | None) -> None:
+    def add(self, requests: Requests, words: Words | None) -> None:
         self._requests += requests
         self._words = words
 
@@ -134,13 +133,6 @@ class _RecordedAnswer:
 
     def __init__(self) -> None:
         self.pieces: dict[str, dict[int, list[str]]] = {}
-
-    @classmethod
-    def of(cls, account: Account) -> _RecordedAnswer:
-        """Return the one in a call's account."""
-        found = account.texts.setdefault("answer", cls())
-        assert isinstance(found, cls)
-        return found
 
     def __call__(self) -> list[str]:
         return [

@@ -8,14 +8,7 @@ entered until they have ended. Guardrail and audit also filter and record the ou
 
 from __future__ import annotations
 
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -30,6 +23,9 @@ from ...bus.public import GenerateRequest, Output
 from ..serving.origin import Origin
 from .caller import ANYBODY, CALLER, NOBODY, ROUTE, Caller
 from .document import Needed
+
+Requests = Sequence[GenerateRequest]
+Outputs = AsyncGenerator[Output, None]
 
 
 @dataclass
@@ -47,19 +43,14 @@ class PolicyCall:
     caller: Caller
 
 
-class HeadLink(Protocol):
-    """Checks a call by its head."""
-
-    async def check(self, call: PolicyCall) -> None:
-        """Raises NanoInferenceError when the call is refused."""
+HeadLink = Callable[[PolicyCall], Awaitable[None]]
+"""Checks a call by its head. Raises NanoInferenceError when the call is refused."""
 
 
 class RequestsLink(Protocol):
     """Checks the requests of a call."""
 
-    def admit(
-        self, origin: Origin, requests: Sequence[GenerateRequest]
-    ) -> AbstractAsyncContextManager[None]:
+    def admit(self, origin: Origin, requests: Requests) -> AbstractAsyncContextManager[None]:
         """Entered before any of them is published, left when all have ended.
 
         Entering raises NanoInferenceError when they are refused.
@@ -70,12 +61,8 @@ class OutputsLink(Protocol):
     """Filters the outputs of a request."""
 
     def outputs(
-        self,
-        origin: Origin,
-        request: GenerateRequest,
-        outputs: AsyncGenerator[Output, None],
-        before: str,
-    ) -> AsyncGenerator[Output, None]:
+        self, origin: Origin, request: GenerateRequest, outputs: Outputs, before: str
+    ) -> Outputs:
         """Yield the outputs that may leave. Closes `outputs` when it is closed itself.
 
         Args:
@@ -113,15 +100,13 @@ class PolicyChain:
         call = PolicyCall(request, needed, self._stranger)
         try:
             for link in self._head:
-                await link.check(call)
+                await link(call)
         finally:
             # Also of a refused call, for the audit log.
             state[CALLER] = call.caller
 
     @asynccontextmanager
-    async def admitted(
-        self, origin: Origin, requests: Sequence[GenerateRequest]
-    ) -> AsyncIterator[None]:
+    async def admitted(self, origin: Origin, requests: Requests) -> AsyncIterator[None]:
         """Open while the requests of a call are in flight.
 
         Raises:
@@ -133,12 +118,8 @@ class PolicyChain:
             yield
 
     def outputs(
-        self,
-        origin: Origin,
-        request: GenerateRequest,
-        outputs: AsyncGenerator[Output, None],
-        before: str = "",
-    ) -> AsyncGenerator[Output, None]:
+        self, origin: Origin, request: GenerateRequest, outputs: Outputs, before: str = ""
+    ) -> Outputs:
         """Filter a request's outputs; see `OutputsLink`."""
         for link in self._outputs:
             outputs = link.outputs(origin, request, outputs, before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 
@@ -17,6 +17,7 @@ from ..serving.origin import Origin
 from ..serving.words import LazyWords, Words
 from .backend import PolicyUnavailable
 from .block_list import BlockList
+from .chain import Outputs, Requests
 from .held_outputs import HeldOutputs
 from .opa import NoDecision, OpenPolicyAgent
 from .store import BlockLists
@@ -53,9 +54,7 @@ class Guardrail:
         self._cancel = cancel
 
     @asynccontextmanager
-    async def admit(
-        self, origin: Origin, requests: Sequence[GenerateRequest]
-    ) -> AsyncIterator[None]:
+    async def admit(self, origin: Origin, requests: Requests) -> AsyncIterator[None]:
         block_list = await self._block_list()
         if requests and (block_list or self._agent):
             texts = await self._texts(requests)
@@ -69,12 +68,8 @@ class Guardrail:
         yield
 
     async def outputs(
-        self,
-        origin: Origin,
-        request: GenerateRequest,
-        outputs: AsyncGenerator[Output, None],
-        before: str,
-    ) -> AsyncGenerator[Output, None]:
+        self, origin: Origin, request: GenerateRequest, outputs: Outputs, before: str
+    ) -> Outputs:
         """Yield the outputs that may leave. Cancels a request of which nothing more may leave."""
         async with aclosing(outputs):
             block_list = await self._block_list()
@@ -107,7 +102,7 @@ class Guardrail:
             return held.put(output)
         return await self._words.beside(partial(held.put, output))
 
-    async def _texts(self, requests: Sequence[GenerateRequest]) -> list[str]:
+    async def _texts(self, requests: Requests) -> list[str]:
         """Return the prompts as the model reads them, without special tokens."""
         words = await self._words.required()
         size = sum(len(each.prompt or each.prompt_token_ids or ()) for each in requests)
@@ -118,11 +113,7 @@ class Guardrail:
         return texts() if size <= _SHORT else await self._words.beside(texts)
 
     async def _ask(
-        self,
-        agent: OpenPolicyAgent,
-        origin: Origin,
-        requests: Sequence[GenerateRequest],
-        texts: Sequence[str],
+        self, agent: OpenPolicyAgent, origin: Origin, requests: Requests, texts: Sequence[str]
     ) -> None:
         """Ask the agent about each prompt. The first refusal cancels the other questions."""
         asking = anyio.CapacityLimiter(AT_ONCE)

@@ -14,6 +14,7 @@ import msgspec
 from ...bus.public import (
     CompletionChunk,
     CompletionSample,
+    FinishReason,
     GenerateRequest,
     Output,
     TokenLogprob,
@@ -22,6 +23,7 @@ from ..serving.words import Words
 from .block_list import BlockList, Scanner, context_chars
 
 T = TypeVar("T")
+C = TypeVar("C", CompletionChunk, CompletionSample)
 
 Tops = tuple[tuple[TokenLogprob, ...], ...] | None
 """The likeliest tokens at some places; None if they were not requested."""
@@ -291,16 +293,11 @@ class _HeldSample:
         """Return the sample before its match."""
         if self._cut_at is None:
             return sample
-        chars, tokens = self._cut_at
+        tokens = self._cut_at[1]
         return msgspec.structs.replace(
-            sample,
-            text=sample.text[:chars],
-            token_ids=sample.token_ids[:tokens],
-            logprobs=sample.logprobs[:tokens],
-            top_logprobs=_first(sample.top_logprobs, tokens),
+            _cut(sample, *self._cut_at, "content_filter"),
             ref_logprobs=_first(sample.ref_logprobs, tokens),
             weight_versions=tuple(span for span in sample.weight_versions if span[1] < tokens),
-            finish_reason="content_filter",
         )
 
     def _take(self, text: str, token_ids: Sequence[int]) -> None:
@@ -363,19 +360,23 @@ class _HeldSample:
             self._sent_chars += len(chunk.text)
             self._sent_tokens += len(chunk.token_ids)
             if left_chars or left_tokens or not number:
-                cut = msgspec.structs.replace(
-                    chunk,
-                    text=chunk.text[:left_chars],
-                    token_ids=chunk.token_ids[:left_tokens],
-                    logprobs=chunk.logprobs[:left_tokens],
-                    top_logprobs=_first(chunk.top_logprobs, left_tokens),
-                    finish_reason=None,
-                )
-                rest.append(cut)
+                rest.append(_cut(chunk, left_chars, left_tokens, None))
         self._held.clear()
         if rest:
             rest[-1] = msgspec.structs.replace(rest[-1], finish_reason="content_filter")
         return rest
+
+
+def _cut(of: C, chars: int, tokens: int, reason: FinishReason | None) -> C:
+    """Return the beginning of a chunk or a sample."""
+    return msgspec.structs.replace(
+        of,
+        text=of.text[:chars],
+        token_ids=of.token_ids[:tokens],
+        logprobs=of.logprobs[:tokens],
+        top_logprobs=_first(of.top_logprobs, tokens),
+        finish_reason=reason,
+    )
 
 
 def _first(of_tokens: tuple[T, ...] | None, number: int) -> tuple[T, ...] | None:

@@ -11,18 +11,18 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
-from ...bus.public import GenerateRequest
 from ...config import RequestError
 from ..serving.origin import Origin
 from .caller import AppliedLimits, Caller, check_allowed
-from .chain import PolicyCall
-from .document import ApiKey, PolicyDocument, may
+from .chain import PolicyCall, Requests
+from .document import ApiKey, Needed, PolicyDocument, may
 
 _KEY = re.compile(r"ni-([0-9a-f]{12})-[A-Za-z0-9_-]{43}")
 # In the bytes of a head that isn't parsed yet.
@@ -43,12 +43,11 @@ class Unauthenticated(RequestError):
     """The caller is unknown. Answered with status 401."""
 
 
-def new_key(key: ApiKey) -> tuple[ApiKey, str]:
-    """Create a key. Returns what is stored of it, and the key itself."""
+def new_key(**fields: Any) -> tuple[ApiKey, str]:
+    """Create a key with fields of `ApiKey`. Returns what is stored of it, and the key itself."""
     key_id = secrets.token_hex(6)
     text = f"ni-{key_id}-{secrets.token_urlsafe(32)}"
-    digest, created_ns = _digest(text), time.time_ns()
-    return msgspec.structs.replace(key, id=key_id, digest=digest, created_ns=created_ns), text
+    return ApiKey(id=key_id, digest=_digest(text), created_ns=time.time_ns(), **fields), text
 
 
 def credential_of(request: Request) -> str:
@@ -132,27 +131,14 @@ def with_tenant(document: PolicyDocument, caller: Caller) -> Caller:
     )
 
 
-class Authenticate:
-    """Authenticates the caller."""
-
-    def __init__(self, caller_with: Callable[[str], Awaitable[Caller]]) -> None:
-        """`caller_with`: returns the caller with a key or token; raises Unauthenticated."""
-        self._caller_with = caller_with
-
-    async def check(self, call: PolicyCall) -> None:
-        call.caller = await self._caller_with(credential_of(call.request))
-
-
-class RequireScope:
-    """Refuses a caller without the scope that the endpoint needs."""
-
-    async def check(self, call: PolicyCall) -> None:
-        if not may(call.caller.scopes, call.needed):
-            has = ", ".join(sorted(call.caller.scopes)) or "none"
-            raise RequestError(
-                f"this needs a key with the scope {call.needed!r}, and this one's are: {has}",
-                code="insufficient_scope",
-            )
+def check_scope(caller: Caller, needed: Needed) -> None:
+    """Raise RequestError `insufficient_scope` if a caller lacks the scope of an endpoint."""
+    if not may(caller.scopes, needed):
+        has = ", ".join(sorted(caller.scopes)) or "none"
+        raise RequestError(
+            f"this needs a key with the scope {needed!r}, and this one's are: {has}",
+            code="insufficient_scope",
+        )
 
 
 class AllowedModels:
@@ -167,9 +153,7 @@ class AllowedModels:
             check_allowed(call.caller, self._default)
 
     @asynccontextmanager
-    async def admit(
-        self, origin: Origin, requests: Sequence[GenerateRequest]
-    ) -> AsyncIterator[None]:
+    async def admit(self, origin: Origin, requests: Requests) -> AsyncIterator[None]:
         for request in requests:
             check_allowed(origin.caller, request.model or self._default)
         yield

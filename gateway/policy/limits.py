@@ -20,6 +20,7 @@ from ..serving.measures import Measures, Reason
 from ..serving.origin import Origin
 from .backend import PolicyUnavailable
 from .caller import AppliedLimits, Caller
+from .chain import Requests
 
 MINUTE_S = 60
 
@@ -45,9 +46,7 @@ class ReserveLimits:
         self._is_away = False
 
     @asynccontextmanager
-    async def admit(
-        self, origin: Origin, requests: Sequence[GenerateRequest]
-    ) -> AsyncIterator[None]:
+    async def admit(self, origin: Origin, requests: Requests) -> AsyncIterator[None]:
         charges = charges_of(origin.caller.limits, sum(map(self._most_tokens, requests)))
         # A request published before, which is not in `requests`, was reserved then.
         reservation = await self._reserve(charges) if charges and requests else None
@@ -64,8 +63,7 @@ class ReserveLimits:
         finally:
             used = account.tokens - before + self._left_tokens(account, requests)
             self._limits.commit(
-                reservation,
-                [used if _what(each) == _TOKENS else each.amount for each in charges],
+                reservation, [used if _what(each) == _TOKENS else each.amount for each in charges]
             )
 
     async def _reserve(self, charges: Sequence[Charge]) -> Reservation | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import anyio
 import anyio.to_thread
@@ -17,10 +18,10 @@ from .audit import AuditLog
 from .audited_calls import AuditedCalls, AuditedHeads
 from .backend import open_backend
 from .caller import ANYBODY, NOBODY, Caller
-from .chain import HeadLink, OutputsLink, PolicyChain, RequestsLink
+from .chain import HeadLink, OutputsLink, PolicyCall, PolicyChain, RequestsLink
 from .document import Guardrails, PolicyDocument
 from .guardrail import Guardrail
-from .keys import AllowedModels, Authenticate, RequireScope, caller_with, tenant_in, with_tenant
+from .keys import AllowedModels, caller_with, check_scope, credential_of, tenant_in, with_tenant
 from .limits import ReserveLimits
 from .oidc import TokenAuthenticator, is_token
 from .opa import OpenPolicyAgent
@@ -82,13 +83,12 @@ class Policy:
                 before it learns anything of this model.
         """
         name, measures = config.engine.model_name, self._measures
-        head: list[HeadLink] = []
+        head = self._head()
         requests: list[RequestsLink] = [OnlyServed(served)]
         outputs: list[OutputsLink] = []
         if self._config.knows_callers:
             models = AllowedModels(name)
-            head += [Authenticate(self._caller), RequireScope()]
-            head += [models] if one_of_several else []
+            head += [models.check] if one_of_several else []
             # First, so that a forbidden model looks like a missing one.
             requests = [models, *requests, ReserveLimits(self._limits, config, measures)]
         if self._lists is not None or self._agent is not None:
@@ -97,7 +97,7 @@ class Policy:
             outputs.append(guardrail)
         if self.audit is not None:
             audited = AuditedCalls(self.audit, words, measures, name)
-            head.append(audited)
+            head.append(audited.check)
             # First, so that it logs requests that other links refuse.
             requests.insert(0, audited)
             outputs.append(audited)
@@ -105,11 +105,9 @@ class Policy:
 
     def chain_of_all(self) -> PolicyChain:
         """Return the chain of calls about no model, or about one that isn't known yet."""
-        head: list[HeadLink] = []
-        if self._config.knows_callers:
-            head += [Authenticate(self._caller), RequireScope()]
+        head = self._head()
         if self.audit is not None:
-            head.append(AuditedHeads(self.audit, self._measures))
+            head.append(AuditedHeads(self.audit, self._measures).check)
         return PolicyChain(head, stranger=self._stranger)
 
     async def open(self) -> None:
@@ -121,10 +119,8 @@ class Policy:
         if self.audit is not None:
             self.audit.open()
         if self.store is not None:
-            try:
+            with suppress(BusError):
                 await self.store.refresh()
-            except BusError:
-                return
 
     async def run_forever(self) -> None:
         """Run the background tasks."""
@@ -148,6 +144,13 @@ class Policy:
         """
         document = None if self.store is None else self.store.at_hand
         return b"" if document is None else tenant_in(document, head).encode()
+
+    def _head(self) -> list[HeadLink]:
+        return [self._authenticate] if self._config.knows_callers else []
+
+    async def _authenticate(self, call: PolicyCall) -> None:
+        call.caller = await self._caller(credential_of(call.request))
+        check_scope(call.caller, call.needed)
 
     async def _caller(self, credential: str) -> Caller:
         document = PolicyDocument() if self.store is None else await self.store.document()

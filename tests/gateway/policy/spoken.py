@@ -108,11 +108,16 @@ def spoken(
     return [*outputs, completion(request, *(each.whole() for each in samples))]
 
 
-def heard(outputs: Sequence[Output], index: int) -> tuple[str, tuple[int, ...]]:
-    """Text and tokens of a sample that has left in chunks."""
-    chunks = [
+def chunks_of(outputs: Sequence[Output], index: int) -> list[CompletionChunk]:
+    """The chunks of a sample."""
+    return [
         each for each in outputs if isinstance(each, CompletionChunk) and each.sample_index == index
     ]
+
+
+def heard(outputs: Sequence[Output], index: int) -> tuple[str, tuple[int, ...]]:
+    """Text and tokens of a sample that has left in chunks."""
+    chunks = chunks_of(outputs, index)
     texts = "".join(chunk.text for chunk in chunks)
     return texts, tuple(token_id for chunk in chunks for token_id in chunk.token_ids)
 

@@ -80,6 +80,8 @@ async def test_other_gateways_take_a_revoked_key_no_more(
         ("DELETE", "tenants/t", None, 404),
         ("PUT", "guardrails", {"literals": "a"}, 400),
         ("PUT", "guardrails", {"literals": [""]}, 400),
+        ("PUT", "guardrails", {"literals": ["\u200b"]}, 400),
+        ("PUT", "guardrails", {"patterns": ["(a"]}, 400),
         ("PUT", "guardrails", {"words": []}, 400),
     ],
 )

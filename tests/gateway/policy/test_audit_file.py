@@ -18,7 +18,6 @@ import pytest
 
 from nano_inference.config import ConfigError, PolicyConfig
 from nano_inference.gateway.policy.audit import MOST_WAITING, AuditFile, AuditLog, text_hash
-from nano_inference.gateway.policy.document import ApiKey
 from nano_inference.gateway.policy.keys import new_key
 
 LIMIT_S = 20
@@ -215,8 +214,7 @@ def test_hashes_distinguish_texts_and_depend_on_the_key() -> None:
 
 
 def test_credentials_are_removed_from_every_field(tmp_path: Path) -> None:
-    blank = ApiKey(id="", name="n", digest="", tenant="t", scopes=("generate",), created_ns=0)
-    key, text = new_key(blank)
+    key, text = new_key(name="n", tenant="t", scopes=("generate",))
     token = "eyJhbGciOiJSUzI1NiJ9.eyJpc3MiOiJ4In0.c2ln"
     log = log_at(tmp_path / "audit", audit_text=True)
     texts = [f"my key is {text}, and {token}."]

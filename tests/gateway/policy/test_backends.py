@@ -21,12 +21,7 @@ from nano_inference.gateway.policy.backend import (
     PolicyUnavailable,
     open_backend,
 )
-from nano_inference.gateway.policy.document import (
-    ApiKey,
-    Guardrails,
-    PolicyDocument,
-    TenantPolicy,
-)
+from nano_inference.gateway.policy.document import ApiKey, Guardrails, PolicyDocument, TenantPolicy
 from nano_inference.gateway.policy.store import PolicyStore
 from nano_inference.store.policy import MemoryPolicyRecord
 

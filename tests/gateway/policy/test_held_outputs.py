@@ -24,7 +24,7 @@ from nano_inference.gateway.policy.block_list import BlockList, Scanner
 from nano_inference.gateway.policy.held_outputs import HeldOutputs
 from nano_inference.gateway.serving.words import Words
 
-from .spoken import Spoken, end_of, heard, spoken
+from .spoken import Spoken, chunks_of, end_of, heard, spoken
 
 BLOCKED = BlockList(["bad", "ﬁsh", "İs", "ß t", "a\u0301b"], [r"e[0-9]+\.", "th.{1,4}x"], 12)
 ALPHABET = "abdefhistxBADSß ﬁİıſé\u0301\u00ad\u200d\uff42가1."
@@ -58,12 +58,8 @@ def passed(
 
 
 def request_of(**fields: Any) -> GenerateRequest:
-    given: dict[str, Any] = {
-        "request_id": "r",
-        "prompt": "a",
-        "sampling": SamplingParams(logprobs=1),
-    }
-    return GenerateRequest(**given | fields)
+    given: dict[str, Any] = {"request_id": "r", "prompt": "a"}
+    return GenerateRequest(**given | {"sampling": SamplingParams(logprobs=1)} | fields)
 
 
 def first_match(before: str, text: str) -> int | None:
@@ -213,16 +209,7 @@ def test_allowed_outputs_are_unchanged(words: Words) -> None:
     outputs = spoken(request, said, words, range(0, 60, 3))
     released = passed(request, outputs, words)
     for index in range(2):
-        of = [
-            each
-            for each in released
-            if isinstance(each, CompletionChunk) and each.sample_index == index
-        ]
-        assert of == [
-            each
-            for each in outputs
-            if isinstance(each, CompletionChunk) and each.sample_index == index
-        ]
+        assert chunks_of(released, index) == chunks_of(outputs, index)
     assert end_of(released) == end_of(outputs)
 
 

@@ -109,12 +109,7 @@ async def test_a_token_identifies_its_caller(issuer: Issuer, verify: Verify, key
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"aud": ["others", "nano-inference"]},
-        {"iat": None},
-        {"nbf": 0},
-        {"exp": 4_000_000_000.5},
-    ],
+    [{"aud": ["others", "nano-inference"]}, {"iat": None}, {"nbf": 0}, {"exp": 4_000_000_000.5}],
 )
 async def test_optional_claims_are_accepted(
     issuer: Issuer, verify: Verify, changed: dict[str, Any]
@@ -326,10 +321,7 @@ async def test_without_keys_every_token_is_refused(
     assert (await verifying.tokens.caller(served.token())).tenant == "alice"
 
 
-@pytest.mark.parametrize(
-    "document",
-    [{"jwks_uri": "ftp://a/keys"}, {"jwks_uri": 7}, {}],
-)
+@pytest.mark.parametrize("document", [{"jwks_uri": "ftp://a/keys"}, {"jwks_uri": 7}, {}])
 async def test_a_discovery_document_without_keys_is_refused(
     served: Issuer, verify: Verify, document: dict[str, Any]
 ) -> None:

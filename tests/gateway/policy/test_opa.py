@@ -103,7 +103,11 @@ def unused() -> int:
         return port
 
 
-def client_of(engine: FakeEngine, config: Config) -> httpx.AsyncClient:
+def client_of(
+    engine: FakeEngine, url: str, timeout_s: float = 20, **settings: Any
+) -> httpx.AsyncClient:
+    given = {"policy.opa_url": url, "policy.opa_timeout_s": timeout_s}
+    config = load_config(env={}, overrides=given | settings)
     return http_of(make_app(engine, config))  # type: ignore[arg-type]
 
 
@@ -180,8 +184,7 @@ async def test_every_interface_names_the_serving_model(
     """With the name that the caller gave."""
     agent.answer = http_response({"result": False})
     engine.stage_reports = [report(adapters=(LoadedAdapter(id="finetuned", version=1),))]
-    settings = {"policy.opa_url": agent.url, "policy.opa_timeout_s": 20}
-    async with client_of(engine, load_config(env={}, overrides=settings | SERVED)) as http:
+    async with client_of(engine, agent.url, **SERVED) as http:
         await http.post(path, json=body)
         for _ in range(200):  # The request of a background response follows its answer.
             if agent.asked:
@@ -262,8 +265,7 @@ async def test_any_other_answer_refuses_the_call(
 
 async def test_a_silent_agent_refuses_the_call(engine: FakeEngine, agent: Agent) -> None:
     agent.answer = b""
-    overrides = {"policy.opa_url": agent.url, "policy.opa_timeout_s": 0.5}
-    async with client_of(engine, load_config(env={}, overrides=overrides)) as http:
+    async with client_of(engine, agent.url, 0.5) as http:
         assert await code(http) == (503, "policy_unavailable")
     assert len(agent.asked) == 1
     assert engine.requests == []
@@ -282,8 +284,7 @@ async def test_an_endless_answer_refuses_the_call(
 ) -> None:
     """Other calls are answered meanwhile."""
     agent.answer, agent.drops = beginning, piece
-    overrides = {"policy.opa_url": agent.url, "policy.opa_timeout_s": 0.3}
-    async with client_of(engine, load_config(env={}, overrides=overrides)) as http:
+    async with client_of(engine, agent.url, 0.3) as http:
         waiting = [asyncio.create_task(code(http)) for _ in range(20)]
         while len(agent.asked) < len(waiting):
             assert (await http.get("/v1/models")).status_code == 200
@@ -294,8 +295,7 @@ async def test_an_endless_answer_refuses_the_call(
 
 
 async def test_an_unreachable_agent_refuses_the_call(engine: FakeEngine, unused: int) -> None:
-    overrides = {"policy.opa_url": f"http://127.0.0.1:{unused}/v1/data/nano"}
-    async with client_of(engine, load_config(env={}, overrides=overrides)) as http:
+    async with client_of(engine, f"http://127.0.0.1:{unused}/v1/data/nano") as http:
         assert await code(http) == (503, "policy_unavailable")
         assert (await http.get("/v1/models")).status_code == 200
     assert engine.requests == []

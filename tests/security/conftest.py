@@ -1,15 +1,26 @@
-"""The gateway's application on an engine that is none, and clients of it."""
+"""The gateway's application on an engine that is none, with clients of it; a bus on Redis."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
+from redis.asyncio import Redis
+from transformers import PreTrainedTokenizerFast
 
-from nano_inference.config import load_config
+from nano_inference.bus import RequestEntry
+from nano_inference.bus.control import ReplicaCapacity
+from nano_inference.bus.public import Completion, ErrorInfo
+from nano_inference.bus.redis.bus import RedisBus
+from nano_inference.config import BusConfig, Config, load_config
 from nano_inference.gateway.app import make_app
+from nano_inference.stages.admission.checks import request_id_of
+from nano_inference.stages.admission.core import AdmissionCore
 
 from ..gateway.fake import FakeEngine
 
@@ -40,6 +51,43 @@ async def open_http(engine: FakeEngine) -> AsyncIterator[OpenHttp]:
             return client
 
         yield opened
+
+
+@pytest_asyncio.fixture
+async def redis_bus(redis_url: str) -> AsyncIterator[RedisBus]:
+    made = RedisBus(BusConfig(url=redis_url, prefix=f"test-{uuid.uuid4().hex[:12]}"), frozenset())
+    yield made
+    await made.aclose()
+
+
+def admission(
+    config: Config, tokenizer: PreTrainedTokenizerFast, max_model_len: int, vocab_size: int = 258
+) -> AdmissionCore:
+    core = AdmissionCore(config, tokenizer, frozenset())
+    sizes = {"max_model_len": max_model_len, "vocab_size": vocab_size}
+    core.set_capacity(ReplicaCapacity(num_blocks=1 << 20, block_size=16, device="cpu", **sizes))
+    return core
+
+
+Write = Callable[[dict[Any, Any]], Awaitable[None]]
+
+
+@pytest.fixture
+def write_entry(redis_bus: RedisBus, redis_url: str) -> Write:
+    """Writes an entry of `redis_bus`'s requests, as another program does."""
+
+    async def write(fields: dict[Any, Any]) -> None:
+        async with Redis.from_url(redis_url) as redis:
+            await redis.xadd(f"{redis_bus._config.prefix}:requests", fields)
+
+    return write
+
+
+def overloaded(entry: RequestEntry, waiting: int) -> Completion:
+    """The answer to a request that is shed."""
+    error = ErrorInfo(code="overloaded", message=f"{waiting} wait")
+    request_id = request_id_of(entry)
+    return Completion(request_id=request_id, entry_id=entry.entry_id, status="error", error=error)
 
 
 @pytest.fixture

@@ -20,11 +20,12 @@ from nano_inference.pipeline.health import lanes_of, verdict, weights_trouble
 from nano_inference.store.board import StageReport
 
 from ..gateway.errors import error_of
-from ..gateway.fake import FakeEngine
+from ..gateway.fake import FakeEngine, report
 
 LAN = "http://10.0.0.5:30000"
 FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"
 EVIL = "https://evil.example"
+OURS = "https://lab.example"
 LIMIT_S = 20
 
 EFFECTS = ["/flush_cache", "/release_memory_occupation", "/resume_memory_occupation"]
@@ -42,25 +43,24 @@ WRITES = [
 
 @asynccontextmanager
 async def gateway(
-    engine: FakeEngine, base_url: str = LAN, **settings: Any
+    engine: FakeEngine, base_url: str = LAN, policy: str = "off", **settings: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client without headers of its own, and a gateway with these settings."""
+    """A client without headers but a key if there is a policy, and a gateway with settings."""
     overrides = {f"gateway.{name}": value for name, value in settings.items()}
-    config = load_config(env={}, overrides=overrides)
-    transport = httpx.ASGITransport(HttpServer(make_app(engine, config), config.gateway).calls)
+    config = load_config(env={}, overrides=overrides | {"policy.backend": policy})
+    app = make_app(engine, config)
+    transport = httpx.ASGITransport(HttpServer(app, config.gateway).calls)
     async with httpx.AsyncClient(transport=transport, base_url=base_url) as client:
         client.headers.clear()
+        if policy != "off":
+            made = await Administration(app.policy.store).create_key({"name": "a page"})
+            client.headers["Authorization"] = f"Bearer {made['key']}"
         yield client
 
 
 def browser(**headers: str) -> dict[str, str]:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return {"User-Agent": FIREFOX, "Accept": "*/*", "Accept-Language": "en"} | named
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
 
 
 # What a page makes a browser send without asking first, by how it does it.
@@ -71,6 +71,8 @@ BY_POST = {
     "form text/plain": browser(Origin=EVIL, Content_Type="text/plain"),
     "sandboxed frame": browser(Origin="null", Content_Type="text/plain"),
     "without an Origin": browser(Content_Type="text/plain"),
+    "form without an Origin": browser(Content_Type="application/x-www-form-urlencoded"),
+    "files without an Origin": browser(Content_Type="multipart/form-data; boundary=x"),
     "without Origin or type": browser(),
     "beacon": browser(Origin=EVIL, Content_Type="multipart/form-data; boundary=x"),
     "ping": browser(Origin=EVIL, Content_Type="text/ping", Sec_Fetch_Site="cross-site"),
@@ -238,20 +240,19 @@ async def test_what_a_shell_sends_by_default_is_told_what_to_add(engine: FakeEng
 
 async def test_pages_that_are_named_may_call(engine: FakeEngine) -> None:
     """After the browser has asked; those of other origins are told nothing."""
-    ours = "https://lab.example"
     ask = {
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "content-type",
     }
-    async with gateway(engine, allowed_origins=[ours]) as http:
-        answer = await http.options("/generate", headers=browser(Origin=ours) | ask)
+    async with gateway(engine, allowed_origins=[OURS]) as http:
+        answer = await http.options("/generate", headers=browser(Origin=OURS) | ask)
         assert answer.status_code == 200
-        assert answer.headers["access-control-allow-origin"] == ours
+        assert answer.headers["access-control-allow-origin"] == OURS
         assert "content-type" in answer.headers["access-control-allow-headers"]
-        headers = browser(Origin=ours, Sec_Fetch_Site="cross-site")
+        headers = browser(Origin=OURS, Sec_Fetch_Site="cross-site")
         answer = await http.post("/generate", json={"text": "a"}, headers=headers)
         assert (answer.status_code, len(engine.requests)) == (200, 1)
-        assert answer.headers["access-control-allow-origin"] == ours
+        assert answer.headers["access-control-allow-origin"] == OURS
         # They see why they are refused.
         answer = await http.post("/generate", content=b"{}", headers=headers)
         assert answer.status_code == 415
@@ -269,11 +270,7 @@ async def test_pages_that_are_named_may_call(engine: FakeEngine) -> None:
             "forbidden_origin",
             ("http://localhost:3000", "gateway.allowed_origins"),
         ),
-        (
-            {"Origin": "null"},
-            "forbidden_origin",
-            ("can't be allowed", "gateway.allowed_origins"),
-        ),
+        ({"Origin": "null"}, "forbidden_origin", ("can't be allowed", "gateway.allowed_origins")),
         ({"Host": "box.example"}, "forbidden_host", ("box.example", "gateway.allowed_hosts")),
     ],
 )
@@ -294,28 +291,22 @@ async def test_the_body_and_the_log_name_the_setting_that_refused_a_preflight(
 
 async def test_pages_of_ours_may_bring_a_key(engine: FakeEngine) -> None:
     """A browser asks without it whether it may send one."""
-    ours = "https://lab.example"
-    config = load_config(
-        env={}, overrides={"gateway.allowed_origins": [ours], "policy.backend": "bus"}
-    )
-    app = make_app(engine, config)
-    key = await Administration(app.policy.store).create_key({"name": "a page"})
-    transport = httpx.ASGITransport(HttpServer(app, config.gateway).calls)
-    async with httpx.AsyncClient(transport=transport, base_url=LAN) as http:
+    async with gateway(engine, policy="bus", allowed_origins=[OURS]) as http:
+        key = http.headers.pop("Authorization")
         ask = {
             "Access-Control-Request-Method": "POST",
             "Access-Control-Request-Headers": "authorization,content-type",
         }
-        answer = await http.options("/generate", headers=browser(Origin=ours) | ask)
+        answer = await http.options("/generate", headers=browser(Origin=OURS) | ask)
         assert answer.status_code == 200
         assert "authorization" in answer.headers["access-control-allow-headers"]
-        headers = browser(Origin=ours, Sec_Fetch_Site="cross-site")
+        headers = browser(Origin=OURS, Sec_Fetch_Site="cross-site")
         # It sees that it lacks one; and no cookie is ever asked for.
         answer = await http.post("/generate", json={"text": "a"}, headers=headers)
         assert error_of(answer, 401) == "missing_api_key"
-        assert answer.headers["access-control-allow-origin"] == ours
+        assert answer.headers["access-control-allow-origin"] == OURS
         assert "access-control-allow-credentials" not in answer.headers
-        with_key = headers | {"Authorization": f"Bearer {key['key']}"}
+        with_key = headers | {"Authorization": key}
         answer = await http.post("/generate", json={"text": "a"}, headers=with_key)
         assert (answer.status_code, len(engine.requests)) == (200, 1)
         # A key makes no page of others' one of ours.
@@ -329,20 +320,19 @@ async def test_pages_are_answered_before_all_limits_and_may_read_what_those_say(
     engine: FakeEngine,
 ) -> None:
     """A browser that got 429 for its question would tell its page nothing at all."""
-    ours = "https://lab.example"
-    headers = browser(Origin=ours, Sec_Fetch_Site="cross-site")
+    headers = browser(Origin=OURS, Sec_Fetch_Site="cross-site")
     engine.outputs = lambda request: []
-    async with gateway(engine, allowed_origins=[ours], max_connections=1) as http:
+    async with gateway(engine, allowed_origins=[OURS], max_connections=1) as http:
         running = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
         async with asyncio.timeout(LIMIT_S):
             await engine.until(lambda: len(engine.requests) == 1)
         answer = await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
         assert error_of(answer, 429) == "overloaded"
         assert answer.headers["retry-after"] == "1"
-        assert answer.headers["access-control-allow-origin"] == ours
+        assert answer.headers["access-control-allow-origin"] == OURS
         assert "Retry-After" in answer.headers["access-control-expose-headers"]
         ask = {"Access-Control-Request-Method": "POST"}
-        answer = await http.options("/v1/completions", headers=browser(Origin=ours) | ask)
+        answer = await http.options("/v1/completions", headers=browser(Origin=OURS) | ask)
         assert answer.status_code == 200
         # Those of others are refused as ever, and not for want of room.
         answer = await http.post("/v1/completions", json={}, headers=browser(Origin=EVIL))
@@ -351,12 +341,11 @@ async def test_pages_are_answered_before_all_limits_and_may_read_what_those_say(
 
 
 async def test_pages_may_read_that_the_gateway_has_failed(engine: FakeEngine) -> None:
-    ours = "https://lab.example"
     engine.failures["flush_cache"] = ZeroDivisionError()  # type: ignore[assignment]
-    async with gateway(engine, allowed_origins=[ours]) as http:
-        answer = await http.post("/flush_cache", headers=browser(Origin=ours))
+    async with gateway(engine, allowed_origins=[OURS]) as http:
+        answer = await http.post("/flush_cache", headers=browser(Origin=OURS))
         assert error_of(answer, 500) == "internal_error"
-        assert answer.headers["access-control-allow-origin"] == ours
+        assert answer.headers["access-control-allow-origin"] == OURS
 
 
 @pytest.mark.parametrize(
@@ -380,11 +369,7 @@ def test_lists_that_would_not_hold_what_they_seem_to(name: str, value: Any) -> N
 
 
 def lane(**executor: Any) -> list[StageReport]:
-    fields = {"lane": "0", "incarnation": "i", "host": "h", "pid": 1, "epoch": 1, "state": "ready"}
-    return [
-        StageReport(stage=stage, **fields, load=executor if stage == "executor" else {})
-        for stage in STAGES
-    ]
+    return [report(stage=stage, load=executor if stage == "executor" else {}) for stage in STAGES]
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from redis.asyncio import Redis
 
 from nano_inference import BusClient, Config, GenerateRequest, Pipeline, load_config
-from nano_inference.bus import Bus, Malformed, open_bus
+from nano_inference.bus import Bus, Malformed, MemoryBus, open_bus
 from nano_inference.bus.entries import MAX_TRACEPARENT_BYTES, MAX_TRACESTATE_BYTES
 from nano_inference.bus.redis import links as redis_links
 from nano_inference.config import MOST_TEXT, BusConfig, BusError, ChannelClosed
 from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.admission.refusals import is_of_the_entry
+
+from .conftest import Write
 
 LIMIT_S = 60
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -25,15 +25,9 @@ GOOD = {"prompt": "1 + 1 =", "sampling": {"temperature": 0, "max_tokens": 2}}
 LARGE = {"prompt_token_ids": [500] * 2000, "sampling": {"temperature": 0, "max_tokens": 2}}
 
 
-def bus_config(url: str) -> BusConfig:
-    return BusConfig(url=url, prefix=f"test-{uuid.uuid4().hex[:12]}")
-
-
 @pytest_asyncio.fixture(params=["memory", "redis"])
-async def bus(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterator[Bus]:
-    made = open_bus(bus_config("memory" if request.param == "memory" else redis_url), frozenset())
-    yield made
-    await made.aclose()
+async def bus(request: pytest.FixtureRequest, redis_bus: Bus) -> Bus:
+    return MemoryBus(BusConfig()) if request.param == "memory" else redis_bus
 
 
 async def take_one(bus: Bus) -> Any:
@@ -41,58 +35,48 @@ async def take_one(bus: Bus) -> Any:
         return (await bus.requests.take(1))[0]
 
 
-async def test_a_tracestate_that_is_too_long_is_dropped_and_the_request_runs(bus: Bus) -> None:
-    state = "k=" + "v" * 70_000_000
-    await bus.requests.publish(GOOD, traceparent=TRACEPARENT, tracestate=state)
+LONGEST = "k=" + "v" * (MAX_TRACESTATE_BYTES - 2)
+
+
+@pytest.mark.parametrize(
+    ("parent", "state", "kept"),
+    [
+        (TRACEPARENT, "k=" + "v" * 70_000_000, (TRACEPARENT, "")),
+        (TRACEPARENT, LONGEST, (TRACEPARENT, LONGEST)),
+        ("0" * (MAX_TRACEPARENT_BYTES + 1), "k=v", ("", "")),
+    ],
+    ids=["a state that is too long", "a state of the longest size", "a parent that is too long"],
+)
+async def test_a_trace_that_is_too_long_is_dropped_and_the_request_runs(
+    bus: Bus, parent: str, state: str, kept: tuple[str, str]
+) -> None:
+    await bus.requests.publish(GOOD, traceparent=parent, tracestate=state)
     entry = await take_one(bus)
+    assert isinstance(entry.request, GenerateRequest)
+    assert (entry.traceparent, entry.tracestate) == kept
+
+
+async def test_what_another_program_writes_has_the_same_limits(
+    redis_bus: Bus, write_entry: Write
+) -> None:
+    state = b"k=" + b"v" * 20_000_000
+    trace = {"traceparent": TRACEPARENT.encode(), "tracestate": state}
+    await write_entry({"json": b'{"prompt": "x"}'} | trace)
+    entry = await take_one(redis_bus)
     assert isinstance(entry.request, GenerateRequest)
     assert (entry.traceparent, entry.tracestate) == (TRACEPARENT, "")
 
 
-async def test_a_tracestate_of_the_longest_size_is_kept(bus: Bus) -> None:
-    state = "k=" + "v" * (MAX_TRACESTATE_BYTES - 2)
-    await bus.requests.publish(GOOD, traceparent=TRACEPARENT, tracestate=state)
-    entry = await take_one(bus)
-    assert (entry.traceparent, entry.tracestate) == (TRACEPARENT, state)
-
-
-async def test_a_traceparent_that_is_too_long_is_dropped_with_its_state(bus: Bus) -> None:
-    await bus.requests.publish(
-        GOOD, traceparent="0" * (MAX_TRACEPARENT_BYTES + 1), tracestate="k=v"
-    )
-    entry = await take_one(bus)
-    assert isinstance(entry.request, GenerateRequest)
-    assert (entry.traceparent, entry.tracestate) == ("", "")
-
-
-async def test_what_another_program_writes_has_the_same_limits(redis_url: str) -> None:
-    config = bus_config(redis_url)
-    bus = open_bus(config, frozenset())
-    fields = {
-        "json": b'{"prompt": "x"}',
-        "traceparent": TRACEPARENT.encode(),
-        "tracestate": b"k=" + b"v" * 20_000_000,
-    }
-    async with Redis.from_url(redis_url) as redis:
-        await redis.xadd(f"{config.prefix}:requests", fields)
-    entry = await take_one(bus)
-    assert isinstance(entry.request, GenerateRequest)
-    assert (entry.traceparent, entry.tracestate) == (TRACEPARENT, "")
-    await bus.aclose()
-
-
-async def test_an_entry_of_many_fields_is_refused_in_few_words(redis_url: str) -> None:
-    config = bus_config(redis_url)
-    bus = open_bus(config, frozenset())
+async def test_an_entry_of_many_fields_is_refused_in_few_words(
+    redis_bus: Bus, write_entry: Write
+) -> None:
     fields = {f"{number}-" + "f" * 1000: b"" for number in range(10_000)}
-    async with Redis.from_url(redis_url) as redis:
-        await redis.xadd(f"{config.prefix}:requests", {"json": b"{}", **fields})
-    entry = await take_one(bus)
+    await write_entry({"json": b"{}", **fields})
+    entry = await take_one(redis_bus)
     assert isinstance(entry.request, Malformed)
     assert entry.request.code == "malformed"
     assert "and many more" in entry.request.message
     assert len(entry.request.message) < MOST_TEXT
-    await bus.aclose()
 
 
 async def test_an_unknown_field_name_of_any_size_is_quoted_in_few_words(bus: Bus) -> None:

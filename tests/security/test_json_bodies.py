@@ -22,7 +22,9 @@ from nano_inference.gateway.serving import sampling_fields
 from ..gateway.errors import error_of
 from ..gateway.fake import FakeEngine, completion
 from .conftest import OpenHttp
-from .mutations.bodies import spoiled
+from .mutations.bodies import OF_JSON
+from .mutations.tensors import odd_json
+from .mutations.wire import spoiled
 
 DEEP = 10_000
 JSON = {"Content-Type": "application/json"}
@@ -73,18 +75,10 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/generate",
-        "/abort_request",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/inference/v1/generate",
-        "/tokenize",
-    ],
-)
+PATHS = ("/generate", "/abort_request", "/v1/completions", "/v1/responses", "/v1/messages")
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/inference/v1/generate", "/tokenize"])
 @pytest.mark.parametrize("body", UNREADABLE.values(), ids=UNREADABLE)
 async def test_what_can_not_be_read_is_malformed(
     http: httpx.AsyncClient, body: bytes, path: str
@@ -253,35 +247,8 @@ SEEDS: list[tuple[str, Any]] = [
     ("/update_weight_version", {"new_version": "7"}),
 ]
 
-LAST = {
-    "/v1/messages": "event: message_stop",
-    "/v1/responses": "event: response.incomplete",
-}
+LAST = {"/v1/messages": "event: message_stop", "/v1/responses": "event: response.incomplete"}
 """What a stream ends with that does not end with [DONE]."""
-
-ODD: list[Any] = [
-    None, True, 0, -1, 2**63, -(10**30), 1e308, -0.0, "", "\x00", "\U0001f600", "x" * 3000,
-    [], {}, [[]], [[[[]]]], [None], {"": ""}, {"a": {"b": [1]}}, [1, "a", None, {}, [2]],
-]  # fmt: skip
-
-
-def mutated(value: Any, rng: random.Random) -> Any:
-    """The same with one place changed."""
-    if isinstance(value, dict) and value and rng.random() < 0.9:
-        name = rng.choice(sorted(value))
-        changed = dict(value)
-        match rng.randrange(4):
-            case 0:
-                del changed[name]
-            case 1:
-                changed[name + rng.choice("_x\x00é")] = changed.pop(name)
-            case _:
-                changed[name] = mutated(value[name], rng)
-        return changed
-    if isinstance(value, list) and value and rng.random() < 0.7:
-        place = rng.randrange(len(value))
-        return [*value[:place], mutated(value[place], rng), *value[place + rng.randrange(2) :]]
-    return rng.choice(ODD)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -293,10 +260,10 @@ async def test_mutated_bodies_never_fail_the_gateway(
     for _ in range(60):
         path, body = rng.choice(SEEDS)
         for _ in range(rng.randrange(1, 4)):
-            body = mutated(body, rng)
+            body = odd_json(body, rng)
         raw = json.dumps(body, ensure_ascii=rng.random() < 0.5).encode(errors="surrogatepass")
         if rng.random() < 0.4:
-            raw = spoiled(raw, rng)
+            raw = spoiled(raw, rng, OF_JSON)
         answer = await http.post(path, content=raw, headers=JSON)
         assert answer.status_code < 500, (path, raw, answer.text)
         if answer.status_code != 200:

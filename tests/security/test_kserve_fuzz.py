@@ -11,6 +11,7 @@ import random
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ from nano_inference.kserve.protobuf import ModelInferRequest, ModelInferResponse
 from nano_inference.kserve.tensors import DTYPES, Array, InferRequest, NamedTensor
 
 from .mutations.protobuf import rewired
-from .mutations.tensors import Crooked, Region, as_http, as_protobuf, crooked, odd_http, spoiled
+from .mutations.tensors import Crooked, Draft, Region, as_http, as_protobuf, crooked, odd_http
+from .mutations.wire import spoiled
 
 SEED = 29
 CASES = 10_000
@@ -100,81 +102,67 @@ def number_of_cases(soak: bool) -> int:
 
 
 @pytest.mark.soak
-def test_messages(number_of_cases: int) -> None:
+@pytest.mark.parametrize("over_http", [False, True], ids=["gRPC", "HTTP"])
+def test_requests(number_of_cases: int, *, over_http: bool) -> None:
     for number in range(number_of_cases):
         rng, region = random.Random(f"{SEED}:{number}"), Region()
         case = crooked(rng, region)
-        message = as_protobuf(case.draft)
-
-        def decoded(message: object = message, region: Region = region) -> InferRequest:
-            return decode_infer_request(message, region)
-
-        size = message.ByteSize()
-        code = frugally(partial(refusal, decoded), size, f"case {number} ({case.kind})")
+        if over_http:
+            body, length = as_http(case.draft)
+            decode, size = partial(decode_http_request, "m", "", body, length, region), len(body)
+        else:
+            message = as_protobuf(case.draft)
+            decode, size = partial(decode_infer_request, message, region), message.ByteSize()
+        code = frugally(partial(refusal, decode), size, f"case {number} ({case.kind})")
         assert code in (case.codes or ("",)), f"case {number} ({case.kind}): {code!r} {case.draft}"
         if not case.codes:
-            check_same(decoded(), case)
+            check_same(decode(), case)
+
+
+Make = Callable[[Draft, random.Random, Region], tuple[Callable[[], object], int] | None]
+"""Returns what decodes a spoiled draft, and its size in bytes; None for what is no message."""
+
+
+def spoil_all(number_of_cases: int, make: Make) -> int:
+    """The smaller one of the numbers of spoiled drafts that are read and that are refused."""
+    read = refused = 0
+    for number in range(number_of_cases):
+        rng, region = random.Random(f"{SEED}:{number}"), Region()
+        if (made := make(crooked(rng, region).draft, rng, region)) is not None:
+            decode, size = made
+            code = frugally(partial(refusal, decode), size, f"case {number}")
+            read, refused = read + (not code), refused + bool(code)
+    return min(read, refused)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("answers", [False, True], ids=["requests", "answers"])
 def test_bytes(number_of_cases: int, *, answers: bool) -> None:
     """Messages of which some bytes are others; what protobuf can't read is no message."""
-    kind, decode = ModelInferRequest, decode_infer_request
-    if answers:
-        kind, decode = ModelInferResponse, decode_infer_response
-    read = refused = 0
-    for number in range(number_of_cases):
-        rng, region = random.Random(f"{SEED}:{number}"), Region()
-        case = crooked(rng, region)
+
+    def make(draft: Draft, rng: random.Random, region: Region) -> Any:
         # Tensors stand under the same numbers in both.
-        raw = as_protobuf(case.draft).SerializeToString()
+        raw = as_protobuf(draft).SerializeToString()
         raw = spoiled(raw, rng) if rng.random() < 0.2 else rewired(raw, rng)
+        kind = ModelInferResponse if answers else ModelInferRequest
         try:
             message = kind.FromString(raw)
         except DecodeError:
-            continue
+            return None
+        if answers:
+            return lambda: whole(decode_infer_response(message, region).outputs), len(raw)
+        return lambda: whole(decode_infer_request(message, region).inputs), len(raw)
 
-        def decoded(message: object = message, region: Region = region) -> None:
-            found = decode(message, region)
-            whole(found.outputs if answers else found.inputs)  # type: ignore[union-attr]
-
-        code = frugally(partial(refusal, decoded), len(raw), f"case {number}")
-        read, refused = read + (not code), refused + bool(code)
-    assert min(read, refused) > number_of_cases // 30
-
-
-@pytest.mark.soak
-def test_http_bodies(number_of_cases: int) -> None:
-    for number in range(number_of_cases):
-        rng, region = random.Random(f"{SEED}:{number}"), Region()
-        case = crooked(rng, region)
-        body, length = as_http(case.draft)
-
-        def decoded(
-            body: bytes = body, length: int | None = length, region: Region = region
-        ) -> InferRequest:
-            return decode_http_request("m", "", body, length, region)
-
-        code = frugally(partial(refusal, decoded), len(body), f"case {number} ({case.kind})")
-        assert code in (case.codes or ("",)), f"case {number} ({case.kind}): {code!r} {case.draft}"
-        if not case.codes:
-            check_same(decoded(), case)
+    assert spoil_all(number_of_cases, make) > number_of_cases // 30
 
 
 @pytest.mark.soak
 def test_odd_http_bodies(number_of_cases: int) -> None:
     """JSON with odd values, or with a wrong length."""
-    read = refused = 0
-    for number in range(number_of_cases):
-        rng, region = random.Random(f"{SEED}:{number}"), Region()
-        body, length = odd_http(crooked(rng, region).draft, rng)
 
-        def decoded(
-            body: bytes = body, length: int | None = length, region: Region = region
-        ) -> None:
-            whole(decode_http_request("m", "", body, length, region).inputs)
+    def make(draft: Draft, rng: random.Random, region: Region) -> Any:
+        body, length = odd_http(draft, rng)
+        decode = partial(decode_http_request, "m", "", body, length, region)
+        return lambda: whole(decode().inputs), len(body)
 
-        code = frugally(partial(refusal, decoded), len(body), f"case {number}")
-        read, refused = read + (not code), refused + bool(code)
-    assert min(read, refused) > number_of_cases // 100
+    assert spoil_all(number_of_cases, make) > number_of_cases // 100

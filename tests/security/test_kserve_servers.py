@@ -12,8 +12,9 @@ import os
 import random
 import re
 import traceback
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,6 @@ import grpc
 import pytest
 import structlog
 
-from nano_inference.config import load_config
 from nano_inference.gateway.api.kserve.served import Answer, ModelCall
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.kserve.protobuf import ModelInferRequest, ModelInferResponse
@@ -30,7 +30,7 @@ from nano_inference.kserve.tensors import DATATYPES
 
 from ..cli.servers import free_port
 from ..cli.servers import served as serving
-from ..gateway.api.kserve.calls import Client, Echo, Engine, Failed, Stream, until
+from ..gateway.api.kserve.calls import Client, Echo, Failed, served, until
 from ..resident import resident_bytes
 from .mutations.kserve import (
     ANYTHING,
@@ -117,21 +117,6 @@ class Forgetful(Echo):
         await self.answer_all(call, answer)
 
 
-@asynccontextmanager
-async def kserve() -> AsyncIterator[tuple[Gateway, Client]]:
-    """A gateway that takes shared memory, with models that give back what they are given."""
-    settings = {"shared_memory": True, "max_body_bytes": MOST_BODY_BYTES, "grpc_port": 0}
-    config = load_config(
-        env={}, overrides={f"gateway.{name}": value for name, value in settings.items()}
-    )
-    engine: Any = Engine()
-    async with Gateway(engine, config) as gateway:
-        for model in (Forgetful(), Forgetful("several")):
-            gateway.kserve.service.add(model)
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
-            yield gateway, Client(channel)
-
-
 class Held(NamedTuple):
     """What the process holds when no call is under way."""
 
@@ -154,6 +139,41 @@ async def at_rest(gateway: Gateway, before: Held) -> None:
     await until(lambda: len(asyncio.all_tasks()) <= before.tasks + 5)
     grown = held().resident_bytes - before.resident_bytes
     assert grown < MOST_GROWTH_BYTES, grown
+
+
+class Playing(NamedTuple):
+    """A gateway whose models give back what they are given, and a client that shares memory.
+
+    Attributes:
+        cases: Yields the numbers up to one, each with its chances; then asserts that nothing of
+            any case is left.
+    """
+
+    gateway: Gateway
+    client: Client
+    region: Shared
+    register: Callable[[], Awaitable[Any]]
+    cases: Callable[[int], AsyncIterator[tuple[int, random.Random]]]
+
+
+@asynccontextmanager
+async def playing() -> AsyncIterator[Playing]:
+    settings = {"shared_memory": True, "max_body_bytes": MOST_BODY_BYTES, "limit_s": None}
+    models = Forgetful(), Forgetful("several")
+    with nothing_left(), shared() as (region, key):
+        async with served(*models, **settings) as (gateway, client):
+            message = region_message(key, REGION_BYTES)
+            register = partial(client, "SystemSharedMemoryRegister", message)
+
+            async def cases(most: int) -> AsyncIterator[tuple[int, random.Random]]:
+                before = held()
+                for number in range(most):
+                    before = held() if number == WARM else before
+                    yield number, random.Random(f"{SEED}:{number}")
+                await at_rest(gateway, before)
+
+            await register()
+            yield Playing(gateway, client, region, register, cases)
 
 
 # --- gRPC ----------------------------------------------------------------------------------------
@@ -184,20 +204,14 @@ def check_echo(answer: Any, asked: Draft, told: str) -> None:
 
 @pytest.mark.soak
 async def test_a_status_for_each_call_over_grpc(soak: bool) -> None:
-    with nothing_left(), shared() as (region, key):
-        async with kserve() as (gateway, client):
-            await client("SystemSharedMemoryRegister", region_message(key, REGION_BYTES))
-            before = held()
-            for number in range(CASES if soak else EVERY_DAY):
-                before = held() if number == WARM else before
-                rng = random.Random(f"{SEED}:{number}")
-                case = call(rng, region)
-                await play(client, case, odd_headers(rng), f"case {number} ({case.kind})")
-                if case.kind == "method":
-                    # It may have been this one's to be known no more.
-                    await client("SystemSharedMemoryRegister", region_message(key, REGION_BYTES))
-            await at_rest(gateway, before)
-            assert set((await client("SystemSharedMemoryStatus")).regions) == {REGION}
+    async with playing() as on:
+        async for number, rng in on.cases(CASES if soak else EVERY_DAY):
+            case = call(rng, on.region)
+            await play(on.client, case, odd_headers(rng), f"case {number} ({case.kind})")
+            if case.kind == "method":
+                # It may have been this one's to be known no more.
+                await on.register()
+        assert set((await on.client("SystemSharedMemoryStatus")).regions) == {REGION}
 
 
 async def play(
@@ -216,16 +230,10 @@ async def play(
 @pytest.mark.soak
 async def test_of_a_stream_each_request_has_its_answer(soak: bool) -> None:
     """And what is none ends the stream, behind the answers to those before."""
-    with nothing_left(), shared() as (region, key):
-        async with kserve() as (gateway, client):
-            await client("SystemSharedMemoryRegister", region_message(key, REGION_BYTES))
-            before = held()
-            for number in range(CASES // 5 if soak else EVERY_DAY // 5):
-                before = held() if number == WARM else before
-                rng = random.Random(f"{SEED}:{number}")
-                cases = [infer(rng, region) for _ in range(rng.randrange(6))]
-                await play_stream(client, cases, rng, f"case {number}")
-            await at_rest(gateway, before)
+    async with playing() as on:
+        async for number, rng in on.cases((CASES if soak else EVERY_DAY) // 5):
+            cases = [infer(rng, on.region) for _ in range(rng.randrange(6))]
+            await play_stream(on.client, cases, rng, f"case {number}")
 
 
 async def play_stream(client: Client, cases: list[GrpcCase], rng: random.Random, told: str) -> None:
@@ -236,7 +244,7 @@ async def play_stream(client: Client, cases: list[GrpcCase], rng: random.Random,
     if rng.random() < 0.2:
         stream.call.cancel()
         return
-    answers = await stream.read_all() if bad is None else await _read_on(stream)
+    answers = await stream.read_all(ends=bad is None)
     failed = [each for each in answers if isinstance(each, Failed)]
     for each in failed:
         check_failure(each, ("malformed",), told)
@@ -250,16 +258,6 @@ async def play_stream(client: Client, cases: list[GrpcCase], rng: random.Random,
         shares = case.draft is not None and any(each.how == "shared" for each in case.draft.inputs)
         if case.codes != ANYTHING and not shares:
             assert code in (case.codes or ("",)), f"{told}: {code} for {case.kind}"
-
-
-async def _read_on(stream: Stream) -> list[Any]:
-    """All answers of a stream that its server ends."""
-    found = []
-    while (answer := await stream.read()) is not None:
-        found.append(answer)
-        if isinstance(answer, Failed):
-            break
-    return found
 
 
 def _is_message(data: bytes) -> bool:
@@ -298,22 +296,15 @@ def check_http(answer: HttpAnswer, case: HttpCase, told: str) -> None:
 
 @pytest.mark.soak
 async def test_a_status_for_each_call_over_http(soak: bool) -> None:
-    with nothing_left(), shared() as (region, key):
-        async with kserve() as (gateway, client):
-            register = region_message(key, REGION_BYTES)
-            await client("SystemSharedMemoryRegister", register)
-            before = held()
-            for number in range(CASES if soak else EVERY_DAY):
-                before = held() if number == WARM else before
-                rng = random.Random(f"{SEED}:{number}")
-                case = http_call(rng, region)
-                async with asyncio.timeout(LIMIT_S):
-                    answer = await ask(gateway.port, case.raw)
-                check_http(answer, case, f"case {number}")
-                if not case.codes and case.draft is not None:
-                    check_http_echo(answer, case.draft, f"case {number}")
-                await client("SystemSharedMemoryRegister", register)
-            await at_rest(gateway, before)
+    async with playing() as on:
+        async for number, rng in on.cases(CASES if soak else EVERY_DAY):
+            case = http_call(rng, on.region)
+            async with asyncio.timeout(LIMIT_S):
+                answer = await ask(on.gateway.port, case.raw)
+            check_http(answer, case, f"case {number}")
+            if not case.codes and case.draft is not None:
+                check_http_echo(answer, case.draft, f"case {number}")
+            await on.register()
 
 
 async def ask(port: int, raw: bytes) -> HttpAnswer:

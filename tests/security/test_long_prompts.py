@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from nano_inference import Completion, Config, GenerateRequest, Pipeline, RequestError, load_config
+from nano_inference import Completion, Config, GenerateRequest, Pipeline, load_config
 from nano_inference.bus import RequestEntry
-from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.public import ChatMessage, CompletionChunk
 from nano_inference.stages.admission import long_prompts
 from nano_inference.stages.admission.core import AdmissionCore
@@ -24,14 +23,13 @@ from nano_inference.stages.admission.stage import AdmissionStage
 from nano_inference.stages.executor.core import ExecutorCore
 
 from ..byte_tokenizers import byte_tokenizer
+from ..errors import raises
 from ..pipeline.builders import break_once, kill, until
+from .conftest import admission
 
 LIMIT_S = 60
 SMALL = {"prompt": "1 + 1 =", "sampling": {"temperature": 0, "max_tokens": 4}}
 LONG = {"prompt": "1 + 1 = 2. " * 20, "sampling": {"temperature": 0, "max_tokens": 4}}
-CAPACITY = ReplicaCapacity(
-    num_blocks=1 << 10, block_size=16, max_model_len=100, vocab_size=258, device="cpu"
-)
 # Each message is rendered with 50 characters more.
 WORDY = """{% for message in messages %}{{ 'x' * 50 }}{{ message.content }}{% endfor %}"""
 
@@ -47,10 +45,9 @@ def never_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", refuse)
 
 
-def core_of(tokenizer: PreTrainedTokenizerFast) -> AdmissionCore:
-    core = AdmissionCore(Config(), tokenizer, frozenset())
-    core.set_capacity(CAPACITY)
-    return core
+@pytest.fixture(scope="session")
+def core() -> AdmissionCore:
+    return admission(Config(), byte_tokenizer(WORDY), max_model_len=100)
 
 
 def turn(content: str) -> ChatMessage:
@@ -67,16 +64,15 @@ def turn(content: str) -> ChatMessage:
         {"messages": (turn("x"),) * 50},  # short until it is rendered
     ],
 )
-def test_what_can_never_fit_is_refused_without_being_tokenised(prompt: dict[str, Any]) -> None:
-    core = core_of(byte_tokenizer(WORDY))
+def test_what_can_never_fit_is_refused_without_being_tokenised(
+    core: AdmissionCore, prompt: dict[str, Any]
+) -> None:
     entry = RequestEntry("1-1", GenerateRequest(**prompt))
-    with pytest.raises(RequestError) as raised:
+    with raises("prompt_too_long"):
         core.admit(entry, 0, 0)
-    assert raised.value.code == "prompt_too_long"
 
 
-def test_what_just_fits_is_taken() -> None:
-    core = core_of(byte_tokenizer(WORDY))
+def test_what_just_fits_is_taken(core: AdmissionCore) -> None:
     request = GenerateRequest(messages=(turn("x" * 49),))
     assert len(core.admit(RequestEntry("1-1", request), 0, 0).admitted.token_ids) == 99
 

@@ -18,19 +18,18 @@ import msgspec
 import pytest
 import structlog
 
-from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.entries import RequestEntry
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, RequestError, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
-from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.text.tokenizer import load_tokenizer
 
 from ..certificates import Authority
 from ..gateway.fake import FakeEngine, completion, refused, sample
 from ..gateway.recorded import Recorded
+from .conftest import admission
 from .mutations import tls
 from .mutations.admin import ADMINISTRATION, DOCUMENT, GENERATE, bearer
 from .mutations.bodies import MAX_BODY_BYTES
@@ -44,9 +43,6 @@ SEED = 17
 CASES = 10_000
 EVERY_DAY = 240
 AT_ONCE = 8
-CAPACITY = ReplicaCapacity(
-    num_blocks=1 << 12, block_size=16, max_model_len=2048, vocab_size=768, device="none"
-)
 
 SETTINGS: dict[str, object] = {
     "gateway.max_body_bytes": MAX_BODY_BYTES,
@@ -64,10 +60,8 @@ class JudgingEngine(FakeEngine):
     def __init__(self) -> None:
         super().__init__()
         config = Config()
-        self._admission = AdmissionCore(
-            config, load_tokenizer(config.engine.model_folder), frozenset()
-        )
-        self._admission.set_capacity(CAPACITY)
+        tokenizer = load_tokenizer(config.engine.model_folder)
+        self._admission = admission(config, tokenizer, max_model_len=2048, vocab_size=768)
         self.outputs = self._judged
 
     def _judged(self, request: GenerateRequest) -> list[Output]:

@@ -11,18 +11,14 @@ from transformers import PreTrainedTokenizerFast
 
 from nano_inference import Config, GenerateRequest, Pipeline, load_config
 from nano_inference.bus import RequestEntry
-from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.messages import CacheScope
 from nano_inference.config import AdmissionConfig
-from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.fairness.replicas import prefix_chain
 
 from ..byte_tokenizers import TEMPLATE, byte_tokenizer
+from .conftest import admission
 
 LIMIT_S = 60
-CAPACITY = ReplicaCapacity(
-    num_blocks=1 << 10, block_size=16, max_model_len=1000, vocab_size=258, device="cpu"
-)
 SECRET = (7,) * 200
 
 
@@ -36,8 +32,7 @@ class Salts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, **settings: bool) -> None:
         config = Config(admission=AdmissionConfig(max_in_flight=1 << 20, **settings))
-        self._core = AdmissionCore(config, tokenizer, frozenset())
-        self._core.set_capacity(CAPACITY)
+        self._core = admission(config, tokenizer, max_model_len=1000)
         self._number = 0
 
     def of(self, tenant: str, salt: str = "") -> CacheScope:
@@ -93,14 +88,9 @@ async def test_a_guessed_prompt_is_cached_for_the_tenant_alone_that_sent_it(
 
         async def cached(tenant: str, salt: str = "") -> int:
             sampling = {"temperature": 0, "max_tokens": 1}
-            end = await pipeline.complete(
-                {
-                    "prompt_token_ids": list(SECRET),
-                    "tenant": tenant,
-                    "cache_salt": salt,
-                    "sampling": sampling,
-                }
-            )
+            who = {"tenant": tenant, "cache_salt": salt}
+            prompt = {"prompt_token_ids": list(SECRET), "sampling": sampling}
+            end = await pipeline.complete(prompt | who)
             assert end.status == "done"
             return end.usage.cached_tokens
 

@@ -21,8 +21,7 @@ from redis.asyncio import Redis
 
 from nano_inference import BusClient
 from nano_inference.bus import open_bus
-from nano_inference.bus.entries import RequestEntry
-from nano_inference.bus.public import Completion, CompletionChunk, ErrorInfo
+from nano_inference.bus.public import CompletionChunk, ErrorInfo, GenerateRequest
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusConfig, BusError, FairnessConfig, ModelConfig, load_config
 from nano_inference.gateway.gateway import Gateway
@@ -33,6 +32,8 @@ from nano_inference.store.redis.keys import Keys
 from nano_inference.store.registry import ModelRecord
 
 from ..commands import run_command
+from ..gateway.fake import chunk
+from .conftest import overloaded
 
 ROOT = Path(__file__).parents[2]
 RULES = (ROOT / "deploy" / "redis-acl.txt").read_text()
@@ -175,10 +176,7 @@ async def test_several_models_serve_clients_and_obey_operators(any_place: Place)
         for spec in specs:
             record = ModelRecord(spec=spec, state="ready", takes_requests=True)
             await entrance.bus.store.models.put(record)
-        async with (
-            Pipeline(settings.of_model(specs[0])),
-            Pipeline(settings.of_model(specs[1])),
-        ):
+        async with Pipeline(settings.of_model(specs[0])), Pipeline(settings.of_model(specs[1])):
             for user in ("client", "operator", "stages"):
                 async with place.http_of(user) as client, client.of_model("b") as of_b:
                     assert (await client.complete({**GREEDY, "model": "a"})).model == "a"
@@ -243,15 +241,7 @@ async def test_what_was_in_flight_is_taken_over_with_the_stages_rights(place: Pl
         assert await bus.is_epoch(epoch)
         await bus.results.claim([("r", first)])
         # In an epoch of the past, so that it has to look what the stream holds.
-        part = CompletionChunk(
-            request_id="r",
-            entry_id=first,
-            sample_index=0,
-            token_offset=0,
-            token_ids=(1,),
-            logprobs=(-0.5,),
-            text="a",
-        )
+        part = chunk(GenerateRequest(request_id="r"), entry_id=first)
         await bus.results.deliver([("r", [part])], epoch)
         assert await bus.results.recover(["r"], epoch + 1) == [[part]]
         assert await bus.results.deliver([("r", [part])], epoch) == {"r"}
@@ -262,19 +252,10 @@ async def test_what_was_in_flight_is_taken_over_with_the_stages_rights(place: Pl
         )
         await bus.requests.acknowledge(first)
         await bus.requests.publish(GREEDY)
-        assert await bus.requests.shed(0, _overloaded, epoch + 1) == 1
+        assert await bus.requests.shed(0, overloaded, epoch + 1) == 1
     finally:
         await bus.aclose()
     assert await place.refused() == set()
-
-
-def _overloaded(entry: RequestEntry, queued: int) -> Completion:
-    return Completion(
-        request_id=entry.entry_id,
-        entry_id=entry.entry_id,
-        status="error",
-        error=ErrorInfo(code="overloaded", message=f"{queued} wait"),
-    )
 
 
 async def test_every_command_of_the_code_is_among_the_stages_rights(place: Place) -> None:
@@ -311,9 +292,7 @@ async def test_the_commands_of_the_terminal_do_with_these_users(place: Place) ->
 
     async with serving(place):
         status, letters, refused = await asyncio.gather(
-            ran("client", "status"),
-            ran("operator", "dlq", "list"),
-            ran("client", "dlq", "list"),
+            ran("client", "status"), ran("operator", "dlq", "list"), ran("client", "dlq", "list")
         )
     assert status[0] == 0, status
     assert "pipeline   ready" in status[1]
@@ -345,87 +324,71 @@ NOBODYS = (
     "SET other:key 1",
     "XADD other:requests * json {}",
 )
-NO_CLIENTS = (
-    "XRANGE nano:requests - +",  # others' prompts
-    "XREAD STREAMS nano:requests 0",
+NO_CALLERS = (
     "XREADGROUP GROUP admission thief STREAMS nano:requests >",
-    "XINFO STREAM nano:requests FULL",
     "XACK nano:requests admission 1-0",  # others' work
     "XDEL nano:requests 1-0",
-    "XTRIM nano:requests MAXLEN 0",
-    "XCLAIM nano:requests admission thief 0 1-0",
-    "XGROUP DESTROY nano:requests admission",
     "DEL nano:requests",
-    "XRANGE {nano:requests}:of:a - +",
     "XADD {nano:requests}:of:a * json {}",  # past the entrance
     "HSET {nano:requests}:models a {}",  # models that are none
     "HSET {nano:requests}:closed a closed",
-    "HDEL {nano:requests}:closed a",
     "XADD nano:stages:a * json []",
+    "XADD nano:results * json {}",  # forged answers
+    "XADD nano:out:r * json {}",
+    "RPUSH nano:reply:x {}",
+    "XADD nano:dead * json {}",
+    "XADD nano:stages * json []",  # a lane that seems to be well
+    "SET nano:weights:0 {}",
+    "SET nano:epoch 1",
+    "XADD {nano:link:0}:plans * w w m m",
+    "EVAL return(1) 0",  # a script that never ends
+)
+"""Nothing for clients, nor for operators."""
+
+NO_CLIENTS = (
+    "XRANGE nano:requests - +",  # others' prompts
+    "XREAD STREAMS nano:requests 0",
+    "XINFO STREAM nano:requests FULL",
+    "XTRIM nano:requests MAXLEN 0",
+    "XCLAIM nano:requests admission thief 0 1-0",
+    "XGROUP DESTROY nano:requests admission",
+    "XRANGE {nano:requests}:of:a - +",
+    "HDEL {nano:requests}:closed a",
     "XADD {nano:link:a:0}:control.batching * w w m m",
     "XADD {nano:link:0}:control.models * w w m m",  # loads and unloads
     "EXPIRE nano:requests 1",
     "RENAME nano:requests nano:out:mine",
     "XREAD STREAMS nano:results 0",  # others' answers
     "XRANGE nano:results - +",
-    "XADD nano:results * json {}",  # forged answers
-    "XADD nano:out:r * json {}",
     "EXPIRE nano:out:r 1",
     "DEL nano:out:r",
     "SET nano:own:r 1-0",
-    "RPUSH nano:reply:x {}",
     "XRANGE nano:dead - +",
     "XDEL nano:dead 1-0",
-    "XADD nano:dead * json {}",
-    "XADD nano:stages * json []",  # a lane that seems to be well
     "HSET {nano:requests}:lanes 0 x",
     "HDEL {nano:limits}:held:key g",  # limits of others, and one's own
     "HSET {nano:limits}:window:60:key g x",
     "GET nano:weights:0",
-    "SET nano:weights:0 {}",
-    "SET nano:epoch 1",
     "HGET nano:policy document",  # who may do what at the gateways
     "HSET nano:policy document {}",
     "DEL nano:policy",
     "XADD {nano:link:0}:control.executor * w w m m",  # weights
     "XADD {nano:link:0}:control.batching * w w m m",  # pause
     "XADD {nano:link:0}:control.fairness * w w m m",
-    "XADD {nano:link:0}:plans * w w m m",
     "XREAD STREAMS {nano:link:0}:plans 0",
     "XRANGE {nano:link:0}:steps.streaming - +",
     "XTRIM {nano:link:0}:plans MAXLEN 0",
-    "EVAL return(1) 0",  # a script that never ends
     "INFO server",
     "CLIENT LIST",
 )
-NO_OPERATORS = (
-    "XADD {nano:requests}:of:a * json {}",
-    "XDEL {nano:requests}:of:a 1-0",
-    "HSET {nano:requests}:models a {}",
-    "HSET {nano:requests}:closed a closed",
-    "XADD nano:stages:a * json []",
-    "XREADGROUP GROUP admission thief STREAMS nano:requests >",
-    "XACK nano:requests admission 1-0",
-    "XDEL nano:requests 1-0",
-    "DEL nano:requests",
-    "XADD nano:results * json {}",
-    "XADD nano:out:r * json {}",
-    "XADD nano:dead * json {}",
-    "XADD nano:stages * json []",
-    "RPUSH nano:reply:x {}",
-    "SET nano:weights:0 {}",
-    "SET nano:epoch 1",
-    "XADD {nano:link:0}:plans * w w m m",
-    "XREAD STREAMS {nano:link:0}:steps.streaming 0",
-    "EVAL return(1) 0",
-)
+NO_OPERATORS = ("XDEL {nano:requests}:of:a 1-0", "XREAD STREAMS {nano:link:0}:steps.streaming 0")
 
 
 @pytest.mark.parametrize(
     ("user", "forbidden"),
     [
-        ("client", (*NOBODYS, *NO_CLIENTS)),
-        ("operator", (*NOBODYS, *NO_OPERATORS)),
+        ("client", (*NOBODYS, *NO_CALLERS, *NO_CLIENTS)),
+        ("operator", (*NOBODYS, *NO_CALLERS, *NO_OPERATORS)),
         ("stages", NOBODYS),
     ],
     ids=USERS,

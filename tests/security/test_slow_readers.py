@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
+from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, GatewayConfig
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server.connections import SEND_BUFFER_BYTES, Connection
 from nano_inference.gateway.server.server import HttpServer
 from nano_inference.gateway.serving.samples import MOST_UNSENT
 
-from ..gateway.fake import FakeEngine, completion, sample
+from ..gateway.fake import FakeEngine, chunk, completion, sample
+from ..gateway.served import listening
 from .mutations.wire import post, read_answer
 
 LIMIT_S = 60
@@ -70,15 +71,9 @@ class LongAnswers(FakeEngine):
         try:
             for place in range(CHUNKS):
                 self.taken[request.request_id] += 1
-                yield CompletionChunk(
-                    request_id=request.request_id,
-                    entry_id="1-0",
-                    sample_index=0,
-                    token_offset=place * TOKENS,
-                    token_ids=(7,) * TOKENS,
-                    logprobs=(-1.0,) * TOKENS,
-                    text=TEXT,
-                    finish_reason="length" if place + 1 == CHUNKS else None,
+                end = "length" if place + 1 == CHUNKS else None
+                yield chunk(
+                    *(request, (7,) * TOKENS, TEXT), token_offset=place * TOKENS, finish_reason=end
                 )
             done = True
             number = CHUNKS * TOKENS
@@ -148,14 +143,9 @@ async def served(engine: FakeEngine) -> AsyncIterator[tuple[HttpServer, int]]:
     config = GatewayConfig(send_timeout_s=600, keep_alive_s=3600, message_format="off")
     app = make_app(engine, Config(gateway=config))  # type: ignore[arg-type]
     server = HttpServer(app, config)
-    listener = socket.create_server(("127.0.0.1", 0))
-    serving = asyncio.create_task(server.serve([listener]))
-    try:
-        yield server, listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        await serving
-        await app.durable.aclose()
+    async with listening(server) as port:
+        yield server, port
+    await app.durable.aclose()
 
 
 def path_of(connection: Connection) -> str:

@@ -10,20 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.bus.public import (
-    CompletionChunk,
-    CompletionSample,
-    GenerateRequest,
-    Output,
-    TokenLogprob,
-)
+from nano_inference.bus.public import GenerateRequest, Output, TokenLogprob
 from nano_inference.config import Config
 from nano_inference.gateway.api.sglang.answers import EVERY_TOKEN_BYTES, GROWTH, PromptWriter
 from nano_inference.gateway.app import make_app
 from nano_inference.text.detokenizer import Detokenizer
 
 from ..gateway import by_hand
-from ..gateway.fake import FakeEngine, completion, sample
+from ..gateway.fake import FakeEngine, chunk, completion, sample
 
 LIMIT_S = 20
 TURNS = 10_000
@@ -35,21 +29,18 @@ def spelling(tokens: int) -> Callable[[GenerateRequest], list[Output]]:
 
     def outputs(request: GenerateRequest) -> list[Output]:
         top = (TokenLogprob(token_id=40, logprob=-1.0),)
+        tops = (top,) * min(1, request.sampling.logprobs)
         chunks: list[Output] = [
-            CompletionChunk(
-                request_id=request.request_id,
-                entry_id="1-0",
+            chunk(
+                *(request, (40,), "abcde"),
                 sample_index=index,
                 token_offset=place,
-                token_ids=(40,),
-                logprobs=(-1.0,),
-                text="abcde",
-                top_logprobs=(top,) * min(1, request.sampling.logprobs),
+                top_logprobs=tops,
             )
             for place in range(tokens)
             for index in range(request.n)
         ]
-        made: list[CompletionSample] = [
+        made = [
             sample(
                 (40,) * tokens,
                 sample_index=index,
@@ -166,9 +157,7 @@ async def test_samples_grow_by_themselves(http: httpx.AsyncClient, engine: FakeE
         assert own[-1] == 40
 
 
-async def test_a_slow_client_gets_the_newest_and_nothing_is_kept_for_it(
-    engine: FakeEngine,
-) -> None:
+async def test_a_slow_client_gets_the_newest_and_nothing_is_kept_for_it(engine: FakeEngine) -> None:
     engine.outputs = spelling(300)
     received: list[bytes] = []
     may_read = asyncio.Event()

@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from redis.asyncio import Redis
 
-from nano_inference.bus import Bus, RequestEntry, open_bus
-from nano_inference.bus.public import Completion, ErrorInfo
+from nano_inference.bus import Bus
 from nano_inference.bus.redis import leases as redis_leases
 from nano_inference.bus.redis.waiting import WaitingEntries
-from nano_inference.config import BusConfig, FairnessConfig
-from nano_inference.stages.admission.checks import request_id_of
+from nano_inference.config import FairnessConfig
 
 from ..stages.fairness.replica import StepReplica
+from .conftest import Write, overloaded
 
 LIMIT_S = 30
 
 
 @pytest_asyncio.fixture
-async def bus(redis_url: str) -> AsyncIterator[Bus]:
-    made = open_bus(BusConfig(url=redis_url, prefix=f"test-{uuid.uuid4().hex[:12]}"), frozenset())
-    await made.requests.pending()
-    yield made
-    await made.aclose()
-
-
-def answer(entry: RequestEntry, waiting: int) -> Completion:
-    error = ErrorInfo(code="overloaded", message=f"{waiting} wait")
-    request_id = request_id_of(entry)
-    return Completion(request_id=request_id, entry_id=entry.entry_id, status="error", error=error)
+async def bus(redis_bus: Bus) -> Bus:
+    await redis_bus.requests.pending()
+    return redis_bus
 
 
 async def send(bus: Bus, tenant: str, number: int, prompt: str = "x") -> list[str]:
@@ -43,7 +31,7 @@ async def send(bus: Bus, tenant: str, number: int, prompt: str = "x") -> list[st
 
 async def shed(bus: Bus, max_queued: int) -> int:
     total = 0
-    while number := await bus.requests.shed(max_queued, answer, 1):
+    while number := await bus.requests.shed(max_queued, overloaded, 1):
         total += number
     return total
 
@@ -106,13 +94,11 @@ async def test_what_was_taken_counts_no_longer(bus: Bus) -> None:
     ],
 )
 async def test_what_is_odd_is_not_taken_for_anothers(
-    bus: Bus, redis_url: str, field: str, body: str | bytes
+    bus: Bus, write_entry: Write, field: str, body: str | bytes
 ) -> None:
     quiet = await send(bus, "quiet", 3)
-    stream = f"{bus.requests._config.prefix}:requests"  # type: ignore[attr-defined]
-    async with Redis.from_url(redis_url) as redis:
-        for _ in range(6):
-            await redis.xadd(stream, {field: body})
+    for _ in range(6):
+        await write_entry({field: body})
     assert await shed(bus, 5) == 4
     assert (await left(bus))[:3] == quiet
 

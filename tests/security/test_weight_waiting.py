@@ -21,17 +21,17 @@ from nano_inference.bus.control import (
     UpdateWeights,
 )
 from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta, WeightsSource
-from nano_inference.config import WeightsError, load_config
+from nano_inference.config import WeightsError
 from nano_inference.gateway.api.sglang import sync as sync_module
 from nano_inference.gateway.api.sglang import weights as weights_module
 from nano_inference.gateway.api.sglang.sync import VersionLabels, WeightSync
-from nano_inference.gateway.app import make_app
 from nano_inference.stages.executor.runner.weights.transports import (
     SharedWeights,
     WeightsGroup,
     group,
 )
 
+from ..errors import raises
 from ..gateway.fake import FakeEngine
 from ..pipeline.builders import until
 from ..stages.executor.runner.weights.transports.peers import free_address
@@ -195,39 +195,30 @@ async def test_calls_wait_for_each_other_only_so_long(
             lambda: sync.take(part, None),
             lambda: sync.rename("x"),
         ):
-            with pytest.raises(WeightsError) as refused:
+            with raises("weights_busy", kind=WeightsError):
                 await call()
-            assert refused.value.code == "weights_busy"
         engine.let_go.set()
     # The part that was on its way is there, and nothing of what was refused has happened.
     assert engine.names == ["pause", "stage_weights"]
     assert await sync.resume() == 1
 
 
-async def test_reads_do_not_wait(engine: Waiting) -> None:
-    config = load_config(env={})
-    transport = httpx.ASGITransport(make_app(engine, config))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
-        await http.post("/pause_generation", json={"mode": "in_place"})
-        async with anyio.create_task_group() as tasks:
-            body = {"model_path": "m"}
-
-            async def update() -> None:
-                await http.post("/update_weights_from_disk", json=body)
-
-            tasks.start_soon(update)
-            async with asyncio.timeout(LIMIT_S):
-                await engine.begun.wait()
-            for path in ("/health", "/health_generate", "/get_weight_version", "/model_info"):
-                assert (await http.get(path)).status_code == 200, path
-            for path in ("/destroy_weights_update_group", "/init_weights_update_group"):
-                await http.post(path, json={})
-            assert not engine.let_go.is_set()
-            engine.let_go.set()
+async def test_reads_do_not_wait(engine: Waiting, http: httpx.AsyncClient) -> None:
+    await http.post("/pause_generation", json={"mode": "in_place"})
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(http.post("/update_weights_from_disk", json={"model_path": "m"}))
+        async with asyncio.timeout(LIMIT_S):
+            await engine.begun.wait()
+        for path in ("/health", "/health_generate", "/get_weight_version", "/model_info"):
+            assert (await http.get(path)).status_code == 200, path
+        for path in ("/destroy_weights_update_group", "/init_weights_update_group"):
+            await http.post(path, json={})
+        assert not engine.let_go.is_set()
+        engine.let_go.set()
 
 
 async def test_a_long_list_of_tensors_is_made_beside_the_event_loop(
-    engine: Waiting, monkeypatch: pytest.MonkeyPatch
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[int] = set()
 
@@ -236,10 +227,8 @@ async def test_a_long_list_of_tensors_is_made_beside_the_event_loop(
         return TensorMeta(*fields)
 
     monkeypatch.setattr(weights_module, "TensorMeta", meta)
-    transport = httpx.ASGITransport(make_app(engine, load_config(env={})))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
-        body = {"names": ["x"] * 9, "dtypes": ["float32"] * 9, "shapes": [[1]] * 9}
-        answer = await http.post("/update_weights_from_distributed", json=body)
+    body = {"names": ["x"] * 9, "dtypes": ["float32"] * 9, "shapes": [[1]] * 9}
+    answer = await http.post("/update_weights_from_distributed", json=body)
     assert answer.json()["success"]
     assert threads
     assert threading.get_ident() not in threads

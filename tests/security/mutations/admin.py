@@ -7,12 +7,7 @@ import json
 import random
 from typing import Any
 
-from nano_inference.gateway.policy.document import (
-    ApiKey,
-    Guardrails,
-    PolicyDocument,
-    TenantPolicy,
-)
+from nano_inference.gateway.policy.document import ApiKey, Guardrails, PolicyDocument, TenantPolicy
 
 from .bodies import NO_OBJECT, encoded, fields_changed, names_twice, refusal, taken, usual
 from .cases import WIRE, Family
@@ -113,19 +108,8 @@ NO_PATTERNS = Field(
     (),
     (),
     (
-        *(
-            ["("],
-            ["[a"],
-            ["a*"],
-            ["(?=a)"],
-            [r"(a)\1"],
-            ["ß"],
-            [r"\C"],
-            ["a{9999}"],
-            ["|a"],
-            ["\\"],
-        ),
-        *(["x", "(?<!a)b"], ["((a{500}){500}){500}"], ["(?P<n>"], [r"\p{Xx}"]),
+        *([each] for each in ("(", "[a", "a*", "(?=a)", r"(a)\1", "ß", r"\C", "a{9999}", "|a")),
+        *(["\\"], ["x", "(?<!a)b"], ["((a{500}){500}){500}"], ["(?P<n>"], [r"\p{Xx}"]),
     ),
     BAD_LIST,
 )

@@ -9,10 +9,13 @@ from typing import Any
 from nano_inference.gateway.server.http import MOST_CONTAINERS
 
 from .fields import Field, Interface, Interfaces, refused
-from .wire import MALFORMED, Case, Refusals, Wanted
+from .wire import MALFORMED, Case, Refusals, Wanted, spoiled
 
 MAX_BODY_BYTES = 2 << 20
 DEPTH = 100_000
+OF_JSON = b'"\\{}[],:0e-\x00\xff\xc3'
+"""Bytes that mean something in JSON, or that it can't have."""
+
 INVALID = refused("invalid_request")
 UNSUPPORTED = refused("unsupported")
 
@@ -29,17 +32,7 @@ NO_JSON = (
 """None is a value of JSON in UTF-8 that a body may hold."""
 
 NO_OBJECT = (
-    b"[]",
-    b"[{}]",
-    b"1",
-    b"true",
-    b"null",
-    b'"a"',
-    b"{}{}",
-    b"{} x",
-    b"{",
-    b"\x00",
-    b"\xff",
+    *(b"[]", b"[{}]", b"1", b"true", b"null", b'"a"', b"{}{}", b"{} x", b"{", b"\x00", b"\xff"),
 )
 
 
@@ -163,28 +156,12 @@ def no_json(rng: random.Random, interfaces: Interfaces) -> Case:
         case 4:
             raw = rng.randbytes(rng.randrange(1, 300))
         case 5:
-            raw = spoiled(good, rng)
+            raw = spoiled(good, rng, OF_JSON)
         case _:
             raw = b'{"x":%s,' % rng.choice(NO_JSON) + good[1:]
     if reads_as_object(raw):
         raw += b"]"
     return one("no JSON", interface, raw, refusal(interface, MALFORMED))
-
-
-def spoiled(raw: bytes, rng: random.Random) -> bytes:
-    """The same text with some bytes changed, left out or said twice."""
-    data = bytearray(raw)
-    for _ in range(rng.randrange(1, 4)):
-        place = rng.randrange(len(data))
-        match rng.randrange(3):
-            case 0:
-                data[place] = rng.choice(b'"\\{}[],:0e-\x00\xff\xc3')
-            case 1:
-                del data[place : place + rng.randrange(1, 9)]
-            case _:
-                data[place:place] = data[max(0, place - rng.randrange(1, 9)) : place]
-        data = data or bytearray(b" ")
-    return bytes(data)
 
 
 def reads_as_object(raw: bytes) -> bool:

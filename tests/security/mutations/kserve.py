@@ -22,9 +22,8 @@ from .tensors import (
     crooked,
     odd_http,
     odd_json,
-    spoiled,
 )
-from .wire import JSON, Headers, head
+from .wire import Headers, head, post, spoiled
 
 MODEL = "echo"
 ANYTHING = ("*",)
@@ -243,8 +242,7 @@ def _told(length: int | None) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def _post(target: bytes, body: bytes, headers: Headers = ()) -> bytes:
-    length = (b"Content-Length", b"%d" % len(body))
-    return head(b"POST", target, (JSON, length, *headers)) + body
+    return post(target.decode(), body, headers)
 
 
 def odd_headers(rng: random.Random) -> tuple[tuple[str, str], ...]:

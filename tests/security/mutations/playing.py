@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,6 +13,7 @@ from nano_inference.config import GatewayConfig
 from nano_inference.gateway.server.server import HttpServer
 from nano_inference.gateway.serving.measures import Measures
 
+from ...gateway.served import listening
 from .bodies import usual
 from .fields import Interfaces
 from .wire import Answer, Case, Wanted, asked, check, read_answer
@@ -72,13 +72,8 @@ async def served(
 ) -> AsyncIterator[Server]:
     """An application behind a port of this process."""
     server = HttpServer(app, config, measures)
-    listener = socket.create_server(("127.0.0.1", 0))
-    serving = asyncio.create_task(server.serve([listener]))
-    try:
-        yield Server(server, listener.getsockname()[1], tls)
-    finally:
-        server.should_exit = True
-        await serving
+    async with listening(server) as port:
+        yield Server(server, port, tls)
 
 
 async def play(server: Server, case: Case, usuals: dict[str, str]) -> None:

@@ -18,21 +18,12 @@ from nano_inference.config import RequestError
 from nano_inference.kserve.protobuf import ModelInferRequest
 from nano_inference.kserve.tensors import DATATYPES, DTYPES, Array
 
+from ...kserve.drawn import TYPED
+from .wire import spoiled
+
 How = Literal["raw", "typed", "shared"]
 
 REGION, REGION_BYTES = "region", 1 << 14
-TYPED = {
-    "BOOL": "bool_contents",
-    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
-    "INT64": "int64_contents",
-    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
-"""By datatype, the field of `InferTensorContents`; the others go raw only."""
-
 ODD_NAMES: tuple[str, ...] = ("", "\x00", "é" * 300, "x" * 5000, "__class__", "\u202e", "a/b%")
 
 
@@ -315,6 +306,10 @@ def classes(given: Draft, rng: random.Random) -> None:
     given.outputs.append(("classes", {"classification": rng.choice((1, 5))}))
 
 
+ELSEWHERE = (
+    *("invalid_tensor", "invalid_region", "unknown_region", "invalid_request"),
+    "request_too_large",  # over whatever one request may have there
+)
 BREAKS: tuple[tuple[Break, tuple[str, ...]], ...] = (
     (bad_shape, ("invalid_tensor",)),
     (more_elements, ("invalid_tensor",)),
@@ -322,14 +317,7 @@ BREAKS: tuple[tuple[Break, tuple[str, ...]], ...] = (
     (bad_size, ("invalid_tensor",)),
     (bad_texts, ("invalid_tensor",)),
     (one_more_raw, ("invalid_tensor", "malformed", "invalid_request")),
-    (
-        elsewhere,
-        (
-            *("invalid_tensor", "invalid_region", "unknown_region", "invalid_request"),
-            # Over whatever one request may have there.
-            "request_too_large",
-        ),
-    ),
+    (elsewhere, ELSEWHERE),
     (classes, ("unsupported",)),
 )
 """What makes a good draft a bad one, and the codes with which it must be refused."""
@@ -359,58 +347,16 @@ def crooked(rng: random.Random, region: Region | Shared, *, echoed: bool = False
     return Crooked(change.__name__, made, codes)
 
 
-def spoiled(raw: bytes, rng: random.Random) -> bytes:
-    """Some bytes changed, left out, said twice or added."""
-    data = bytearray(raw)
-    for _ in range(rng.randrange(1, 5)):
-        place = rng.randrange(len(data) + 1)
-        match rng.randrange(5):
-            case 0 if place < len(data):
-                data[place] ^= 1 << rng.randrange(8)
-            case 1:
-                del data[place : place + rng.randrange(1, 30)]
-            case 2:
-                data[place:place] = data[max(0, place - rng.randrange(1, 30)) : place]
-            case 3:
-                data[place:place] = rng.choice(
-                    (b"\xff" * 10, b"\x80" * 9 + b"\x01", b"\x00", b"\x7f")
-                )
-            case _:
-                data[place:place] = rng.randbytes(rng.randrange(1, 20))
-    return bytes(data)
-
-
 # --- JSON that is crooked ------------------------------------------------------------------------
 
 ODD_VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1.5, 1e308, -0.0, float("nan"), float("inf"), 2**63, 2**64, 10**40),
-    *(
-        "",
-        "a",
-        "\x00",
-        "\u202e",
-        "x" * 5000,
-        [],
-        {},
-        [[]],
-        [{}],
-        [[[[[]]]]],
-        {"": None},
-        {"a": [1]},
-    ),
-    *([None], ["a", 1], [1, [2]], [[1], [2, 3]], [True, 1], list(range(300)), [[1] * 3] * 3),
+    *("", "a", "\x00", "\u202e", "x" * 5000, [], {}, [[]], [{}], [[[[[]]]]], {"": None}),
+    *({"a": [1]}, [None], ["a", 1], [1, [2]], [[1], [2, 3]], [True, 1], list(range(300))),
+    [[1] * 3] * 3,
 )
 ODD_FIELDS = (
-    "name",
-    "shape",
-    "datatype",
-    "data",
-    "parameters",
-    "inputs",
-    "outputs",
-    "id",
-    "\x00",
-    "",
+    *("name", "shape", "datatype", "data", "parameters", "inputs", "outputs", "id", "\x00", ""),
 )
 ODD_LENGTHS = (-1, 0, 1, 2, 2**31, 2**63, 10**40)
 
@@ -455,10 +401,9 @@ def odd_http(given: Draft, rng: random.Random) -> tuple[bytes, int | None]:
             raw = spoiled(head, rng)
             return raw + behind, len(raw) if behind else None
         case 1:
-            length = rng.choice(
-                (*ODD_LENGTHS, len(head) - 1, len(head) + 1, len(head) + len(behind))
-            )
-            return head + behind, length
+            size = len(head)
+            odd = (*ODD_LENGTHS, size - 1, size + 1, size + len(behind))
+            return head + behind, rng.choice(odd)
         case 2:
             return head + behind + b"x", None
         case _:

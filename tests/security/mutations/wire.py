@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
@@ -99,6 +100,30 @@ def chunked(parts: Iterable[bytes], extension: bytes = b"", trailer: bytes = b""
     """A body in chunks, to its end."""
     made = (b"%x%s\r\n%s\r\n" % (len(part), extension, part) for part in parts if part)
     return b"".join(made) + b"0\r\n" + trailer + b"\r\n"
+
+
+def spoiled(raw: bytes, rng: random.Random, odd: bytes = b"") -> bytes:
+    """Some bytes changed, left out, said twice or added.
+
+    Args:
+        odd: Bytes that take the place of others; without any a bit is another.
+    """
+    data = bytearray(raw)
+    for _ in range(rng.randrange(1, 5)):
+        place = rng.randrange(len(data) + 1)
+        match rng.randrange(5):
+            case 0 if place < len(data):
+                data[place] = rng.choice(odd) if odd else data[place] ^ 1 << rng.randrange(8)
+            case 1:
+                del data[place : place + rng.randrange(1, 30)]
+            case 2:
+                data[place:place] = data[max(0, place - rng.randrange(1, 30)) : place]
+            case 3:
+                runs = (b"\xff" * 10, b"\x80" * 9 + b"\x01", b"\x00", b"\x7f")
+                data[place:place] = rng.choice(runs)
+            case _:
+                data[place:place] = rng.randbytes(rng.randrange(1, 20))
+    return bytes(data)
 
 
 async def read_answer(reader: asyncio.StreamReader, *, bodiless: bool = False) -> Answer:

@@ -115,7 +115,7 @@ class _Call:
         outputs: Sequence[str | NamedTensor],
         slot: PoolSlot | None,
         shared: bool,
-        budget_ns: int,
+        deadline_ns: int | None,
     ) -> None:
         """Encode a request.
 
@@ -124,13 +124,13 @@ class _Call:
             outputs: As of `KServeClient.infer`.
             slot: The same.
             shared: Tensors go through the slot, not within the message.
-            budget_ns: The time limit; 0 or less for none.
+            deadline_ns: When its time is over; None for never.
 
         Raises:
             TensorError: A tensor has no datatype.
             ValueError: The inputs don't fit the slot, or an output is to be put outside of it.
         """
-        self._deadline_ns = monotonic_ns() + budget_ns if budget_ns > 0 else None
+        self._deadline_ns = deadline_ns
         self.failed = 0
         self.registered = False
         self.slot = slot
@@ -290,8 +290,9 @@ class KServeClient:
             TensorError: A tensor has no datatype, or the response is malformed.
             ValueError: The inputs don't fit the slot, or an output's place is outside of it.
         """
+        deadline_ns = _deadline(budget_ns)
         request = _request(model, inputs, parameters, id, version)
-        call = _Call(request, outputs, slot, self._is_shared(slot), budget_ns)
+        call = _Call(request, outputs, slot, self._is_shared(slot), deadline_ns)
         while True:
             if (limit_ns := call.begin()) is not None and call.writes:
                 limit_ns += _GRACE_NS
@@ -319,9 +320,10 @@ class KServeClient:
         Arguments and errors are those of `infer`; outputs come within the messages. A caller that
         stops early cancels the request. A call is not retried after its first response.
         """
+        deadline_ns = _deadline(budget_ns)
         parameters = {WANTS_FINAL_PARAM: True, **(parameters or {})}
         request = _request(model, inputs, parameters, id, version)
-        call, begun = _Call(request, outputs, slot, self._is_shared(slot), budget_ns), False
+        call, begun = _Call(request, outputs, slot, self._is_shared(slot), deadline_ns), False
         while True:
             left_ns = call.begin()
             try:
@@ -467,6 +469,11 @@ class KServeClient:
             request_serializer=method.request.SerializeToString,
             response_deserializer=method.response.FromString,
         )
+
+
+def _deadline(budget_ns: int) -> int | None:
+    """The end of a call that begins now; None without a limit. What it takes to encode counts."""
+    return monotonic_ns() + budget_ns if budget_ns > 0 else None
 
 
 def _request(

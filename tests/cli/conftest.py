@@ -188,26 +188,19 @@ def use_bus(monkeypatch: pytest.MonkeyPatch, url: str, prefix: str) -> None:
     monkeypatch.setenv("NANO_INFERENCE_BUS__PREFIX", prefix)
 
 
-class Paused:
-    """A context without generation, and at its start without requests in flight."""
+@contextlib.contextmanager
+def paused(url: str) -> Iterator[None]:
+    """Pause generation, at first without requests in flight."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def call(path: str, body: dict[str, Any]) -> None:
+        httpx.post(f"{url}/{path}", json=body, timeout=LIMIT_S).raise_for_status()
 
-    def __enter__(self) -> None:
-        wait_until(self._url, in_flight=False)
-        self._call("pause_generation", {"mode": "in_place"})
-
-    def __exit__(self, *error: object) -> None:
-        self._call("continue_generation", {})
-
-    def _call(self, path: str, body: dict[str, Any]) -> None:
-        httpx.post(f"{self._url}/{path}", json=body, timeout=LIMIT_S).raise_for_status()
-
-
-async def post(url: str, body: dict[str, Any]) -> httpx.Response:
-    async with httpx.AsyncClient(timeout=LIMIT_S) as client:
-        return await client.post(url, json=body)
+    wait_until(url, in_flight=False)
+    call("pause_generation", {"mode": "in_place"})
+    try:
+        yield
+    finally:
+        call("continue_generation", {})
 
 
 def wait_until(url: str, *, in_flight: bool) -> None:

@@ -22,7 +22,7 @@ from nano_inference.cli import chat as chat_command
 from nano_inference.cli.clients import AnswerPart, ListedModel, ReceivedCall
 from nano_inference.config import Config, RequestError
 
-from .conftest import LIMIT_S, Paused, Run, assert_refused, wait_until
+from .conftest import LIMIT_S, Run, assert_refused, paused, wait_until
 
 
 def test_questions_on_a_pipe(run: Run, place: list[str]) -> None:
@@ -249,7 +249,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
 ) -> None:
     terminal = Terminal([*program, "chat", *place])
     try:
-        terminal.expect("(this is a tiny demo model: ")
+        terminal.expect("(this is a tiny demo model, ")
         terminal.expect("(What is 3 + 4?)")
         terminal.expect("> ")
         terminal.type("hello\n")
@@ -261,7 +261,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
         # Between its prompt and its wait for a key, Python misses a signal until a key comes.
         terminal.expect("(/quit or Ctrl-D ends the program)", typing="\x03")
         terminal.expect("> ")
-        with Paused(url):
+        with paused(url):
             terminal.type("How much is 9 - 4?\n")
             wait_until(url, in_flight=True)
             terminal.type("\x03")

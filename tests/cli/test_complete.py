@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import httpx2
 import msgspec
 import pytest
-from anyio.from_thread import start_blocking_portal
 from starlette.responses import Response
 from structlog.testing import capture_logs
 
@@ -24,7 +25,7 @@ from nano_inference.gateway.app import make_app
 
 from ..gateway.fake import FakeEngine, completion, refused, sample
 from ..gateway.served import serve
-from .conftest import LIMIT_S, Paused, Ran, Run, assert_refused, post, wait_until
+from .conftest import LIMIT_S, Ran, Run, assert_refused, paused, wait_until
 
 # --- complete -------------------------------------------------------------------------------------
 
@@ -79,9 +80,9 @@ def test_a_server_s_root_will_do(run: Run, url: str) -> None:
 
 def test_a_request_is_cancelled(run: Run, place: list[str], url: str) -> None:
     """Its client gets an answer all the same."""
-    with start_blocking_portal() as portal, Paused(url):
-        body = {"text": "98 + 25 =", "rid": f"mine-{len(place)}"}
-        answer = portal.start_task_soon(post, f"{url}/generate", body)
+    body = {"text": "98 + 25 =", "rid": f"mine-{len(place)}"}
+    with ThreadPoolExecutor() as pool, paused(url):
+        answer = pool.submit(httpx.post, f"{url}/generate", json=body, timeout=LIMIT_S)
         wait_until(url, in_flight=True)
         assert run("cancel", body["rid"], *place) == Ran(0, "", "")
         result = answer.result(LIMIT_S).json()

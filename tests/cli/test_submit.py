@@ -205,12 +205,12 @@ def test_tail(program: list[str], run: Run, on_served: Config) -> None:
 
 def test_tail_json(program: list[str], on_nobody: str, redis_url: str) -> None:
     sent = Completion(request_id="a", entry_id="1-0", status="expired")
-    with started([*program, "tail", "--json", "--limit", "1"]) as process:
-        with Redis.from_url(redis_url) as redis:
-            # It says nothing when it begins, so it is told until it has heard.
-            while process.poll() is None:
-                redis.xadd(Keys(on_nobody).results, {"json": encode_output(sent)})
-                time.sleep(0.01)
+    tail = [*program, "tail", "--json", "--limit", "1"]
+    with started(tail) as process, Redis.from_url(redis_url) as redis:
+        # Nothing shows that it has begun, so results are sent until it has received one.
+        while process.poll() is None:
+            redis.xadd(Keys(on_nobody).results, {"json": encode_output(sent)})
+            time.sleep(0.01)
         stdout, _ = process.communicate(timeout=PATIENCE_S)
     assert completions(stdout) == [sent]
 
@@ -298,15 +298,10 @@ def test_a_bias_in_a_line_has_text_for_token_ids() -> None:
 
 def test_lines_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
-    file.write_text(
-        '{"prompt": "a"}\n\n"b \\"c\\""\r\n{"prompt": "d", "request_id": "mine"}', "utf-8"
-    )
+    file.write_text('{"prompt": "a"}\n\n"b \\"c\\""\r\n{"prompt": "d", "request_id": "mine"}')
     submissions = read_file(file, LineReader("f", Template(), LIMIT))
-    assert [(s.label, s.request["prompt"]) for s in submissions] == [
-        ("1", "a"),
-        ("3", 'b "c"'),
-        ("mine", "d"),
-    ]
+    found = {each.label: each.request["prompt"] for each in submissions}
+    assert found == {"1": "a", "3": 'b "c"', "mine": "d"}
 
 
 @pytest.mark.parametrize("line", ["12 + 30 =", '"quoted"', "[1]", "größer"])

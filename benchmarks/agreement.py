@@ -101,10 +101,10 @@ def random_qwen2(folder: Path) -> Path:
 
 
 def make_prompts(count: int) -> list[str]:
-    """Return prompts of all tasks of the bundled model, so that lengths differ."""
+    """Return prompts of all the bundled model's tasks for completions, so that lengths differ."""
     rng = random.Random(0)
-    kinds = [rng.choice(tasks.TASKS) for _ in range(count)]
-    return [tasks.draw(kind, "train", rng).prompt for kind in kinds]
+    known = [task for task in tasks.TASKS if "plain" in tasks.forms(task)]
+    return [tasks.draw(rng.choice(known), "plain", "train", rng).prompt for _ in range(count)]
 
 
 def roll_out(folder: Path, dtype: Any, deterministic: bool, args: Any) -> list[TrainingSample]:

@@ -494,7 +494,9 @@ def test_prompts_may_be_arrays_tensors_and_iterators(engine: InferenceEngine) ->
     ):
         found = engine.generate(prompts, TWO_TOKENS)  # type: ignore[arg-type]
         assert [each.prompt_tokens for each in found] == [each.prompt_tokens for each in wanted]
-        assert [each.logprobs for each in found] == [each.logprobs for each in wanted]
+        assert [each.logprobs for each in found] == [
+            pytest.approx(each.logprobs, abs=1e-4) for each in wanted
+        ]
 
 
 @pytest.mark.parametrize("number", [1.5, 2.0, True, "2", None, 0])

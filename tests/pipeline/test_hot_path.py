@@ -31,6 +31,7 @@ from nano_inference.stages.executor.runner.model import wrap_model
 from ..instructions import counted, instructions
 from ..stages.executor.models import make_model
 from ..stages.executor.plans import new_sequence, step_plan
+from ..stages.executor.refusals import needs_kernels
 from .builders import asking
 
 STEPS = 16
@@ -60,6 +61,7 @@ def decode_steps(number: int) -> Counter[str]:
 
 
 def test_instructions_per_sequence_and_step() -> None:
+    needs_kernels(torch.float32)
     few, many = decode_steps(4), decode_steps(60)
     growth = {name: (many[name] - few[name]) / 56 for name in many}
     per_sequence = sum(growth.values())

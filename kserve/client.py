@@ -98,7 +98,7 @@ class KServeError(NanoInferenceError):
         self.retry_after_s = retry_after_s
 
 
-class _Call:
+class _InferCall:
     """A call: its message, with tensors within it or in a slot, its time limit and its attempts.
 
     Attributes:
@@ -292,7 +292,7 @@ class KServeClient:
         """
         deadline_ns = _deadline(budget_ns)
         request = _request(model, inputs, parameters, id, version)
-        call = _Call(request, outputs, slot, self._is_shared(slot), deadline_ns)
+        call = _InferCall(request, outputs, slot, self._is_shared(slot), deadline_ns)
         while True:
             if (limit_ns := call.begin()) is not None and call.writes:
                 limit_ns += _GRACE_NS
@@ -323,7 +323,7 @@ class KServeClient:
         deadline_ns = _deadline(budget_ns)
         parameters = {WANTS_FINAL_PARAM: True, **(parameters or {})}
         request = _request(model, inputs, parameters, id, version)
-        call, begun = _Call(request, outputs, slot, self._is_shared(slot), deadline_ns), False
+        call, begun = _InferCall(request, outputs, slot, self._is_shared(slot), deadline_ns), False
         while True:
             left_ns = call.begin()
             try:
@@ -337,7 +337,7 @@ class KServeClient:
                 await self._prepare_retry(error, call)
 
     async def _responses(
-        self, request: _Call, left_ns: int | None
+        self, request: _InferCall, left_ns: int | None
     ) -> AsyncGenerator[InferResponse, None]:
         """The responses of one stream."""
         call = self._method("ModelStreamInfer", self._channel.stream_stream)
@@ -364,7 +364,7 @@ class KServeClient:
             code="connection_lost",
         )
 
-    async def _prepare_retry(self, error: KServeError, call: _Call) -> None:
+    async def _prepare_retry(self, error: KServeError, call: _InferCall) -> None:
         """Return when a failed call is worth sending again; otherwise raise its error."""
         if error.code == "unknown_region" and call.slot is not None and not call.registered:
             # The server was restarted, or the address leads to another one.

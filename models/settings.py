@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingStage:
     """A stage of training. Its learning rate rises, falls as half a cosine, and at last to zero.
 
     Attributes:
@@ -29,10 +29,10 @@ class TrainingSettings:
     seed: int = 1
     threads: int = 1
     # All tasks; mostly chats with tools and thoughts; small talk added.
-    stages: tuple[Stage, ...] = (
-        Stage(4000, 4500, 1.2e-3, 200),
-        Stage(1100, 2400, 8e-4, 50, 700),
-        Stage(900, 1800, 6e-4, 50, 500),
+    stages: tuple[TrainingStage, ...] = (
+        TrainingStage(4000, 4500, 1.2e-3, 200),
+        TrainingStage(1100, 2400, 8e-4, 50, 700),
+        TrainingStage(900, 1800, 6e-4, 50, 500),
     )
     rows: int = 4
     length: int = 384

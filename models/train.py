@@ -39,7 +39,7 @@ from transformers import __version__ as transformers_version
 from . import tasks
 from .evaluation import SAMPLES, Kind, Model, Result, kinds_of, measure
 from .rows import TAPPED, Batch, Packer, Taps
-from .settings import Stage, TrainingSettings
+from .settings import TrainingStage, TrainingSettings
 from .tokenizer import END_OF_TEXT, PAD, TURN_END, FastTokenizer, build_tokenizer, prompt_text
 
 CARD = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
@@ -131,7 +131,7 @@ def build_model(settings: TrainingSettings, tokenizer: FastTokenizer) -> Model:
     return model
 
 
-def learning_rate(stage: Stage, step: int) -> float:
+def learning_rate(stage: TrainingStage, step: int) -> float:
     """Return the rate: linear warm-up, half a cosine, nearly zero at the horizon, then to zero."""
     if step < stage.warmup:
         return stage.rate * (step + 1) / stage.warmup
@@ -228,7 +228,7 @@ class Trainer:
                 self.practise(number, begin, stage)
             begin += stage.steps + stage.cooling
 
-    def practise(self, number: int, begin: int, stage: Stage) -> None:
+    def practise(self, number: int, begin: int, stage: TrainingStage) -> None:
         """Train in a stage that begins at this step."""
         self.taps.stage, self.taps.tight = number, False
         if self.step == begin > 0:  # The checkpoint does not lie within this stage.
@@ -241,7 +241,7 @@ class Trainer:
             self.taps.turn(self.model, self.tokenizer, self.step)
             self.train(begin, stage, stage.steps + stage.cooling)
 
-    def train(self, begin: int, stage: Stage, steps: int) -> None:
+    def train(self, begin: int, stage: TrainingStage, steps: int) -> None:
         """Train up to this step of a stage; write a checkpoint whenever the taps turn."""
         self.model.train()
         losses = []

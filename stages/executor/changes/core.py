@@ -214,7 +214,7 @@ class ChangesCore:
             self._answer(ticket, adapter_error if of_adapter else weights_error)
         return self._take_effects()
 
-    def done(self, job: do.Job, result: do.Result, now_ns: int) -> list[do.Effect]:
+    def done(self, job: do.ChangeJob, result: do.Result, now_ns: int) -> list[do.Effect]:
         """Handle the end of a job. A failed one has changed nothing in place."""
         if job.ticket not in self._open:
             return []  # it was answered when the stage ended
@@ -303,7 +303,7 @@ class ChangesCore:
         else:
             raise AdapterError(f"no adapter {shown(id)} is loaded", code="adapter_not_found")
 
-    def _continue(self, job: do.Job, result: do.Result, now_ns: int) -> None:
+    def _continue(self, job: do.ChangeJob, result: do.Result, now_ns: int) -> None:
         match job, result:
             case do.Fetch(ticket, update) | do.Combine(ticket, update), do.Fetched() as fetched:
                 self._received(ticket, update, fetched)

@@ -40,25 +40,25 @@ class Fetched(NamedTuple):
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """An effect, immediate unless it is a `Job`."""
+    """An effect, immediate unless it is a `ChangeJob`."""
 
 
 # --- jobs -------------------------------------------------------------------------------------
 
 
-class Job(Effect, frozen=True):
+class ChangeJob(Effect, frozen=True):
     """An effect that takes time, for an operation; its result returns to the core."""
 
     ticket: int
 
 
-class Fetch(Job, frozen=True):
+class Fetch(ChangeJob, frozen=True):
     """Read the tensors of a source into this process; results in `Fetched`."""
 
     update: UpdateWeights
 
 
-class Combine(Job, frozen=True):
+class Combine(ChangeJob, frozen=True):
     """Convert the tensors of all parts of an update together; results in `Fetched`."""
 
     update: UpdateWeights
@@ -66,14 +66,14 @@ class Combine(Job, frozen=True):
     origin: WeightsOrigin | None
 
 
-class Check(Job, frozen=True):
+class Check(ChangeJob, frozen=True):
     """Compare new weights with the model."""
 
     update: UpdateWeights
     fetched: Fetched
 
 
-class Stage(Job, frozen=True):
+class Stage(ChangeJob, frozen=True):
     """Stage new weights for a plan; results in their version.
 
     Attributes:
@@ -85,25 +85,25 @@ class Stage(Job, frozen=True):
     version: int | None
 
 
-class StageAdapter(Job, frozen=True):
+class StageAdapter(ChangeJob, frozen=True):
     """Read an adapter, and stage it unless it is only checked; results in its version."""
 
     load: LoadAdapter
 
 
-class Join(Job, frozen=True):
+class Join(ChangeJob, frozen=True):
     """Join a group."""
 
     wish: JoinWeightsGroup
 
 
-class BeginRelease(Job, frozen=True):
+class BeginRelease(ChangeJob, frozen=True):
     """Mark memory for the plan that releases it; results in whether there is any."""
 
     tags: tuple[str, ...]
 
 
-class ResumeTags(Job, frozen=True):
+class ResumeTags(ChangeJob, frozen=True):
     """Allocate released memory again."""
 
     tags: tuple[str, ...]

@@ -210,7 +210,7 @@ class StagedChanges:
                     await self._perform(self.core.succession.read(record))
                 case do.Restore(weights):
                     await self._perform(await self._restore(weights))
-                case do.Job():
+                case do.ChangeJob():
                     self._start_soon(self._work, effect)
 
     async def _answer(self, answer: do.Answer) -> None:
@@ -309,7 +309,7 @@ class StagedChanges:
 
     # --- jobs ---------------------------------------------------------------------------------
 
-    async def _work(self, job: do.Job) -> None:
+    async def _work(self, job: do.ChangeJob) -> None:
         """Run a job. An error before weights change is an answer. An unexpected error while memory
         changes is raised, since the executor's state is unknown then."""
         memory = isinstance(job, do.BeginRelease | do.ResumeTags)
@@ -321,7 +321,7 @@ class StagedChanges:
             result = error
         await self._perform(self.core.done(job, result, now_ns()))
 
-    async def _result(self, job: do.Job) -> do.Result:
+    async def _result(self, job: do.ChangeJob) -> do.Result:
         executor, weights = self._executor, self._executor.weights
         match job:
             case do.Fetch(_, update):

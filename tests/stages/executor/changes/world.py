@@ -160,8 +160,8 @@ class World:
         self.memory = ReplicaMemory([cast(KVCache, NoCache())], self.manager)
         self.core = ChangesCore(self.manager.limits)
         self.begun: list[str] = []
-        self.jobs: list[do.Job] = []
-        self.results: list[tuple[do.Job, do.Result]] = []
+        self.jobs: list[do.ChangeJob] = []
+        self.results: list[tuple[do.ChangeJob, do.Result]] = []
         self.launched: deque[Plan] = deque()
         self.executed: deque[tuple[Plan, int]] = deque()
         self.counted: dict[str, int] = {}
@@ -303,7 +303,7 @@ class World:
                     self.perform(self._restore(weights))
                 case do.SkipBroadcast() | do.Leave() | do.Log():
                     pass
-                case do.Job() as job:
+                case do.ChangeJob() as job:
                     if isinstance(job, do.Combine):
                         self._check_parts(job)
                     if isinstance(job, do.Fetch):
@@ -343,7 +343,7 @@ class World:
             case operation if answer.error is None and replaces_weights(operation):
                 assert name in self.counted, "nothing was put in place"
 
-    def _run(self, job: do.Job) -> do.Result:
+    def _run(self, job: do.ChangeJob) -> do.Result:
         manager = self.manager
         match job:
             case do.Fetch(_, update):
@@ -400,5 +400,5 @@ class World:
         error = self.answers[name].error
         return error is not None and error.code == "weights_interrupted"
 
-    def _jobs_under_way(self) -> list[do.Job]:
+    def _jobs_under_way(self) -> list[do.ChangeJob]:
         return [*self.jobs, *(job for job, _ in self.results)]

@@ -39,7 +39,7 @@ from transformers import __version__ as transformers_version
 from . import tasks
 from .evaluation import SAMPLES, Kind, Model, Result, kinds_of, measure
 from .rows import TAPPED, Batch, Packer, Taps
-from .settings import TrainingStage, TrainingSettings
+from .settings import TrainingSettings, TrainingStage
 from .tokenizer import END_OF_TEXT, PAD, TURN_END, FastTokenizer, build_tokenizer, prompt_text
 
 CARD = Path(__file__).with_name("card.md").read_text(encoding="utf-8")

@@ -33,25 +33,50 @@ class Prepared(NamedTuple):
     reading: Reading | None
 
 
-async def check_request(
+async def check_length(
     services: Services, request: GenerateRequest, *, as_tokens: bool = False
-) -> GenerateRequest:
-    """Refuse a request that the bus or admission would refuse; return it as it is submitted.
+) -> None:
+    """Refuse a request that can't fit, without reading its text.
 
     Args:
-        as_tokens: Whether a text becomes tokens here, which the answer names.
+        as_tokens: As in `as_submitted`.
 
     Raises:
-        RequestError: prompt_too_long, request_too_large, invalid_prompt, unsupported.
+        RequestError: prompt_too_long, request_too_large, unsupported.
     """
     length = await services.length.get()
     services.submissions.check_size(request, length)
     if as_tokens and request.prompt is not None:
         (await services.words.required()).check_fits(request.prompt, length)
+
+
+async def as_submitted(
+    services: Services, request: GenerateRequest, *, as_tokens: bool = False
+) -> GenerateRequest:
+    """Return a request of a checked length as it is submitted.
+
+    Args:
+        as_tokens: Whether a text becomes tokens here, which the answer names.
+
+    Raises:
+        RequestError: request_too_large, invalid_prompt, unsupported.
+    """
+    if as_tokens and request.prompt is not None:
         token_ids = await services.words.token_ids(request.prompt)
         request = replace(request, prompt=None, prompt_token_ids=token_ids)
     services.submissions.check_encoded(request)
     return request
+
+
+async def check_request(
+    services: Services, request: GenerateRequest, *, as_tokens: bool = False
+) -> GenerateRequest:
+    """Refuse a request that the bus or admission would refuse; return it as it is submitted.
+
+    Arguments and errors are those of `check_length` and `as_submitted`.
+    """
+    await check_length(services, request, as_tokens=as_tokens)
+    return await as_submitted(services, request, as_tokens=as_tokens)
 
 
 async def prepare(

@@ -494,8 +494,10 @@ def test_prompts_may_be_arrays_tensors_and_iterators(engine: InferenceEngine) ->
     ):
         found = engine.generate(prompts, TWO_TOKENS)  # type: ignore[arg-type]
         assert [each.prompt_tokens for each in found] == [each.prompt_tokens for each in wanted]
+        # Bits are equal in deterministic mode, which needs the kernels.
+        error = 1e-4 if "deterministic" in engine._executor.off else 0.0
         assert [each.logprobs for each in found] == [
-            pytest.approx(each.logprobs, abs=1e-4) for each in wanted
+            pytest.approx(each.logprobs, abs=error, rel=0.0) for each in wanted
         ]
 
 

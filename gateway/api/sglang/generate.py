@@ -15,7 +15,7 @@ from ....bus.public import Completion, GenerateRequest, Output
 from ....config import NanoInferenceError
 from ...server.http import EventStream, JsonResponse, SendEvent, error_body, while_connected
 from ...serving.origin import Origin, origin_of, tenant_of
-from ...serving.prepared import check_request
+from ...serving.prepared import as_submitted, check_length
 from ...serving.services import Services
 from ...serving.submissions import AT_ONCE
 from .answers import Answer, PromptWriter, SampleEvents
@@ -58,13 +58,20 @@ class Generation:
     async def _writers(self, prompts: Iterator[PromptCall], tenant: str) -> list[PromptWriter]:
         """Return the writer of each prompt's answer, with its request ready to submit."""
         services = self._services
-        writers: list[PromptWriter] = []
+        # All lengths first, so that no text is read for a call that is refused.
+        fitting: list[PromptCall] = []
         for wanted in prompts:
+            await check_length(services, wanted.request, as_tokens=wanted.needs_token_ids)
+            fitting.append(wanted)
+            if len(fitting) % AT_ONCE == 0:
+                await anyio.lowlevel.checkpoint()
+        writers: list[PromptWriter] = []
+        for wanted in fitting:
             words = None
             if wanted.needs_words or wanted.needs_token_ids:
                 words = await services.words.required()
             request = msgspec.structs.replace(wanted.request, tenant=tenant)
-            request = await check_request(services, request, as_tokens=wanted.needs_token_ids)
+            request = await as_submitted(services, request, as_tokens=wanted.needs_token_ids)
             wanted = msgspec.structs.replace(wanted, request=request)
             writers.append(PromptWriter(wanted, words, self._labels))
             if len(writers) % AT_ONCE == 0:

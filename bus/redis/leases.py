@@ -27,7 +27,7 @@ TAKE_OVER_PAGE = 1024
 RENEW_PAGE = 4096
 """Entries per script; a Lua function takes fewer than 8000 arguments."""
 
-TOLD_FOR_MS = 5000
+REPORT_LIFETIME_MS = 5000
 """Lifetime of a lane's number of begun requests, and of the queue length: five heartbeats."""
 
 DEFAULT_TENANT: str = GenerateRequest().tenant
@@ -165,22 +165,22 @@ return removed
 # holds all unanswered ones, and each lane reports how many of them have begun. A silent lane counts
 # as idle.
 _COUNT = f"""{_NOW}
-local lane, begun, told_for = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local lane, begun, lifetime = ARGV[1], ARGV[2], tonumber(ARGV[3])
 if begun ~= '' then
-  redis.call('HSET', KEYS[2], lane, string.format('%.0f %s', now + told_for, begun))
+  redis.call('HSET', KEYS[2], lane, string.format('%.0f %s', now + lifetime, begun))
 end
 local length = redis.call('XLEN', KEYS[1])
 local all = redis.call('HGETALL', KEYS[2])
 for i = 1, #all, 2 do
-  local ends, told = string.match(all[i + 1], '^(%d+) (%d+)$')
+  local ends, reported = string.match(all[i + 1], '^(%d+) (%d+)$')
   if ends and tonumber(ends) >= now then
-    length = length - told
+    length = length - reported
   else
     redis.call('HDEL', KEYS[2], all[i])
   end
 end
 length = math.max(0, length)
-redis.call('SET', KEYS[3], string.format('%.0f', length), 'PX', told_for)
+redis.call('SET', KEYS[3], string.format('%.0f', length), 'PX', lifetime)
 return length
 """
 
@@ -304,8 +304,8 @@ class Leases:
             begun: None if unknown; then only the number is refreshed.
         """
         keys = (self._keys.requests, self._keys.begun, self._keys.queue_length)
-        told = (self._config.lane, "" if begun is None else begun, TOLD_FOR_MS)
-        return int(await self._commands.run("EVAL", _COUNT, len(keys), *keys, *told))
+        arguments = (self._config.lane, "" if begun is None else begun, REPORT_LIFETIME_MS)
+        return int(await self._commands.run("EVAL", _COUNT, len(keys), *keys, *arguments))
 
     async def _eval(self, what: str, script: str, keys: list[bytes], *arguments: Any) -> Any:
         return await self._commands.retry(what, "EVAL", script, len(keys), *keys, *arguments)

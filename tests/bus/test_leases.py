@@ -305,7 +305,7 @@ async def test_the_queue_length_is_that_of_all_lanes_that_live(
     await take(second, 2)
     assert await first.requests.count_queue(3) == 5
     assert await second.requests.count_queue(1) == 4
-    monkeypatch.setattr(leases, "TOLD_FOR_MS", 1)
+    monkeypatch.setattr(leases, "REPORT_LIFETIME_MS", 1)
     await first.requests.count_queue(3)
     monkeypatch.undo()
     while await second.requests.count_queue(1) != 7:  # noqa: ASYNC110
@@ -326,7 +326,7 @@ async def test_the_queue_length_is_right_where_the_lag_of_the_stream_is_not(
     assert group["lag"] in (None, 0), "what a scaler would take for the length of the queue"
     assert await bus.requests.count_queue(1) == 5
     assert await foreign.get(keys.queue_length) == "5"
-    assert 0 < await foreign.pttl(keys.queue_length) <= leases.TOLD_FOR_MS
+    assert 0 < await foreign.pttl(keys.queue_length) <= leases.REPORT_LIFETIME_MS
 
 
 async def test_where_no_lane_lives_the_whole_stream_waits(redis_buses: Any, foreign: Redis) -> None:

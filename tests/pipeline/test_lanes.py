@@ -317,7 +317,7 @@ async def test_queue_length_includes_a_dead_lane_s_requests(
     redis_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing waits unread on the stream: a lane takes far more than it can run."""
-    monkeypatch.setattr(leases, "TOLD_FOR_MS", 2000)
+    monkeypatch.setattr(leases, "REPORT_LIFETIME_MS", 2000)
     few = {"engine__max_batch_size": 2, "admission__lease_s": 1000.0}
     configs = [redis_config(bus__lane=lane, **few) for lane in "ab"]
 

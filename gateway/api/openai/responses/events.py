@@ -65,16 +65,16 @@ class ResponseEvents:
         self._created = True
         waits = self._writer.record.background
         response = {"response": self._writer.begun("queued" if waits else "in_progress")}
-        await self._tell("response.created", response)
+        await self._send_event("response.created", response)
         if waits:
-            await self._tell("response.queued", response)
+            await self._send_event("response.queued", response)
 
     async def add(self, chunks: Sequence[CompletionChunk]) -> None:
         """Send the events of the next chunks. Each has its own, so that their numbers stay."""
         await self._progress()
         for chunk in chunks:
             self._num_tokens += len(chunk.token_ids)
-            await self._tell_all(self._items.add(chunk))
+            await self._send_events(self._items.add(chunk))
             # The server takes what fits its buffers without a pause.
             await anyio.lowlevel.checkpoint()
 
@@ -84,15 +84,15 @@ class ResponseEvents:
         if completion.samples:
             sample = completion.samples[0]
             unread = len(sample.token_ids) - self._num_tokens
-            await self._tell_all(await self._beside(unread, partial(self._items.end, sample)))
+            await self._send_events(await self._beside(unread, partial(self._items.end, sample)))
         response = self._writer.ended(completion, self._items)
         kind = _ENDS.get(response["status"], _INCOMPLETE)
-        await self._tell(kind, {"response": response})
+        await self._send_event(kind, {"response": response})
 
     async def fail(self, error: NanoInferenceError) -> None:
         """Send the last event of a response that failed."""
         await self._progress()
-        await self._tell("response.failed", {"response": self._writer.failed(error)})
+        await self._send_event("response.failed", {"response": self._writer.failed(error)})
 
     async def interrupt(self, error: NanoInferenceError) -> None:
         """End the stream of a response that goes on.
@@ -100,13 +100,13 @@ class ResponseEvents:
         The event has the number of the one before it, so that a client that resumes behind it
         misses nothing.
         """
-        told = as_openai(error, "responses")
+        shown = as_openai(error, "responses")
         event = {
             "type": "error",
             "sequence_number": max(self._after, self._number - 1, 0),
-            "code": told.code,
-            "message": told.message,
-            "param": getattr(told, "param", None),
+            "code": shown.code,
+            "message": shown.message,
+            "param": getattr(shown, "param", None),
         }
         await self._send(msgspec.json.encode(event), self._event_id(event), name="error")
 
@@ -115,14 +115,16 @@ class ResponseEvents:
             return
         self._in_progress = True
         await self.create()
-        await self._tell("response.in_progress", {"response": self._writer.begun("in_progress")})
+        await self._send_event(
+            "response.in_progress", {"response": self._writer.begun("in_progress")}
+        )
 
-    async def _tell_all(self, events: Iterable[ItemEvent]) -> None:
+    async def _send_events(self, events: Iterable[ItemEvent]) -> None:
         for event in events:
-            await self._tell(event.type, event.fields)
+            await self._send_event(event.type, event.fields)
 
-    async def _tell(self, kind: str, told: dict[str, Any]) -> None:
-        event: Answer = {"type": kind, "sequence_number": self._number} | told
+    async def _send_event(self, kind: str, fields: dict[str, Any]) -> None:
+        event: Answer = {"type": kind, "sequence_number": self._number} | fields
         self._number += 1
         if event["sequence_number"] > self._after:
             await self._send(msgspec.json.encode(event), self._event_id(event), name=kind)

@@ -257,8 +257,8 @@ class ResponseWriter:
 
     def failed(self, error: NanoInferenceError) -> Answer:
         """Return a response that ended with an error."""
-        told = as_openai(error, "responses")
-        return self.begun("failed") | {"error": {"code": told.code, "message": told.message}}
+        shown = as_openai(error, "responses")
+        return self.begun("failed") | {"error": {"code": shown.code, "message": shown.message}}
 
     def known(self, kept: DurableCall, last: Output | None) -> Answer:
         """Return the present state.

@@ -17,6 +17,7 @@ from nano_inference import GenerateRequest, InferenceEngine, SamplingParams
 from nano_inference.bus.messages import (
     Dispatch,
     NewSequence,
+    Prompt,
     RequestInfo,
     SequenceSpec,
     StepPlan,
@@ -286,4 +287,4 @@ class Ours:
         for each in ids:
             outcome.tokens[each], outcome.logprobs[each] = [], []
             outcome.arrival_s[each] = request.arrival_s
-        batching.add(Dispatch(info, tuple(request.token_ids), sampling, specs, priority=0))
+        batching.add(Dispatch(info, Prompt(tuple(request.token_ids)), sampling, specs, priority=0))

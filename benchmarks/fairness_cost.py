@@ -24,6 +24,7 @@ from nano_inference.bus.messages import (
     AdmittedRequest,
     Credit,
     Dispatch,
+    Prompt,
     RequestInfo,
     SequenceSpec,
 )
@@ -40,7 +41,7 @@ EVERYTHING = FairnessConfig(
     enable_preemption=True, max_timeslice_tokens=64, locality_tokens=4096, deadline_order=True
 )
 SAMPLING = SamplingParams(max_tokens=64)
-PROMPT = tuple(range(256))
+PROMPT = Prompt(tuple(range(256)))
 
 
 class Load:
@@ -85,7 +86,9 @@ class Load:
         self.push()
         ended = self.running.pop(0)
         step = (ended, *self.running[:8])
-        report = Credit(1, (step,), ((ended, len(PROMPT)),), ended=(ended,), kv_free=1 << 20)
+        report = Credit(
+            1, (step,), ((ended, len(PROMPT.token_ids)),), ended=(ended,), kv_free=1 << 20
+        )
         self.core.absorb(report, self.now_ns)
         self.dispatch()
         self.core.ask_to_pause(self.now_ns)

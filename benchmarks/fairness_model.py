@@ -21,6 +21,7 @@ from nano_inference.bus.messages import (
     AdmittedRequest,
     Credit,
     Dispatch,
+    Prompt,
     RequestInfo,
     ResumeSequences,
     SequenceSpec,
@@ -92,7 +93,7 @@ class FixedOrder:
             return None
         self._credits -= 1
         rank, _, request = heapq.heappop(self._heap)
-        names = ("info", "token_ids", "sampling", "sequences", "priority")
+        names = ("info", "prompt", "sampling", "sequences", "priority")
         message = Dispatch(**{name: getattr(request, name) for name in names}, rank=rank)
         return Dispatched(
             replica="",
@@ -233,10 +234,10 @@ class Simulation:
         # The tokens after the shared ones are unique.
         own = range(number << 20, (number << 20) + arrival.prompt - arrival.shared)
         shared = range(-(arrival.group + 1) << 20, (-(arrival.group + 1) << 20) + arrival.shared)
-        token_ids = (*shared, *own)
+        prompt = Prompt((*shared, *own))
         name = str(number)
         request = AdmittedRequest(
-            *(RequestInfo(name, name), token_ids, SamplingParams(max_tokens=arrival.output)),
+            *(RequestInfo(name, name), prompt, SamplingParams(max_tokens=arrival.output)),
             *((SequenceSpec(number, 0, 0),), arrival.tenant),
             0 if self._flat else arrival.priority,
         )

@@ -101,6 +101,18 @@ class RequestOpened(Internal, frozen=True):
     embeds: bool = False
 
 
+class Prompt(InternalPart, frozen=True, array_like=True):
+    """A request's prompt.
+
+    Attributes:
+        token_ids: At least one.
+        media: The hash of each image or other medium among the tokens; no request has any yet.
+    """
+
+    token_ids: tuple[int, ...]
+    media: tuple[str, ...] = ()
+
+
 class CacheScope(NamedTuple):
     """What KV depends on besides token ids: only sequences of one scope share cached KV.
 
@@ -109,12 +121,14 @@ class CacheScope(NamedTuple):
         salt: The request's `cache_salt`.
         adapter: Id of the LoRA adapter; "" for none.
         adapter_version: Of the adapter's weights; 0 before batching sets it.
+        media: The prompt's; as a part of the scope they are in each block's hash.
     """
 
     tenant: str = ""
     salt: str = ""
     adapter: str = ""
     adapter_version: int = 0
+    media: tuple[str, ...] = ()
 
 
 DEFAULT_SCOPE = CacheScope()
@@ -125,13 +139,12 @@ class TokenizedRequest(Internal, frozen=True):
     """What admission has made of a valid request, up to the executor.
 
     Attributes:
-        token_ids: `[prompt]`.
         sampling: `stop_token_ids` include the model's own; `stop` is empty, since streaming has it.
         sequences: The samples that are still to be made.
     """
 
     info: RequestInfo
-    token_ids: tuple[int, ...]
+    prompt: Prompt
     sampling: SamplingParams
     sequences: tuple[SequenceSpec, ...]
 

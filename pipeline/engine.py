@@ -518,12 +518,12 @@ class InferenceEngine:
         now = now_ns()
         request = replace(request, request_id=name)
         opened, new = self._admission.admit(RequestEntry(name, request), now, now)
-        self._requests.add(name, Unfinished(new.token_ids, request.sampling, request_id))
+        self._requests.add(name, Unfinished(new.prompt.token_ids, request.sampling, request_id))
         self._streaming.open(opened, now)
         self._batching.add(
             Dispatch(
                 info=new.info,
-                token_ids=new.token_ids,
+                prompt=new.prompt,
                 sampling=new.sampling,
                 sequences=new.sequences,
                 priority=0,

@@ -9,14 +9,14 @@ import msgspec
 
 from ...bus.control import Cancel
 from ...bus.entries import RequestEntry
-from ...bus.messages import AdmittedRequest, RequestOpened
+from ...bus.messages import AdmittedRequest, Prompt, RequestOpened
 from ...bus.public import ErrorInfo
 
 
 class Tokens(NamedTuple):
     """Token ids of a request's prompt and of its prediction."""
 
-    prompt: tuple[int, ...]
+    prompt: Prompt
     prediction: tuple[int, ...] = ()
 
 

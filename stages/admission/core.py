@@ -14,6 +14,7 @@ from ...bus.entries import Malformed, RequestEntry
 from ...bus.messages import (
     AdmittedRequest,
     CacheScope,
+    Prompt,
     RecoveredSample,
     RequestInfo,
     RequestOpened,
@@ -203,10 +204,10 @@ class AdmissionCore:
         vocab_size, tokenizer = self.capacity.vocab_size, self._tokenizer
         prompt = prompt_token_ids(request, tokenizer, limit, vocab_size=vocab_size)
         if not request.prediction:
-            return Tokens(prompt)
+            return Tokens(Prompt(prompt))
         check_prediction(request, limit)
         predicted = prediction_token_ids(request, tokenizer, limit, vocab_size=vocab_size)
-        return Tokens(prompt, predicted)
+        return Tokens(Prompt(prompt), predicted)
 
     def admit(
         self,
@@ -237,7 +238,7 @@ class AdmissionCore:
         request = self.check(entry, received_ns, now_ns, owner=owner)
         request_id = request_id_of(entry)
         tokens = tokens or self.tokenize(request)
-        token_ids = tokens.prompt
+        token_ids = tokens.prompt.token_ids
         adapter = self.resolve(self.asked(entry, request))
         sampling, pooling = self._asked_for(request, len(token_ids))
         has_reference = self._has_reference and pooling is None
@@ -261,7 +262,7 @@ class AdmissionCore:
         )
         admitted = AdmittedRequest(
             info=RequestInfo(request_id, entry.entry_id, *trace, adapter, pooling),
-            token_ids=token_ids,
+            prompt=tokens.prompt,
             sampling=msgspec.structs.replace(sampling, stop=()) if sampling.stop else sampling,
             sequences=self._sequences(request, request_id),
             tenant=request.tenant,
@@ -270,6 +271,7 @@ class AdmissionCore:
                 "" if self._limits.share_prefixes_across_tenants else request.tenant,
                 request.cache_salt,
                 adapter,
+                media=tokens.prompt.media,
             ),
             prediction=tokens.prediction and self._as_draft(tokens.prediction, sampling),
             has_stop_strings=bool(sampling.stop),

@@ -128,7 +128,7 @@ class Sequence:
         own = dispatch.sampling.max_draft_tokens
         return cls(
             spec.seq_id,
-            dispatch.token_ids,
+            dispatch.prompt.token_ids,
             dispatch.sampling,
             spec=spec,
             info=dispatch.info,

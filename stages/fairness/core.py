@@ -86,7 +86,7 @@ class FairnessCore:
         """Put a request in the queue."""
         waiting = Waiting(request, deque(request.sequences), now_ns, now_ns, deadline_ns)
         if self.config.locality_tokens or self._several:
-            waiting.chain = prefix_chain(request.token_ids, request.cache_scope)
+            waiting.chain = prefix_chain(request.prompt.token_ids, request.cache_scope)
         self._add(waiting, now_ns)
         if deadline_ns is not None:
             self._deadlines.push(deadline_ns, waiting)
@@ -255,7 +255,7 @@ class FairnessCore:
                     flow=waiting.flow,
                     arrived_ns=waiting.arrived_ns,
                     deadline_ns=waiting.deadline_ns,
-                    num_tokens=len(request.token_ids) + len(spec.generated),
+                    num_tokens=len(request.prompt.token_ids) + len(spec.generated),
                 )
                 self._run(replica, running, level)
                 if waiting.untouched:
@@ -263,13 +263,13 @@ class FairnessCore:
                     # Cached tokens are charged too: charging less would let a tenant have more
                     # places than the bound allows before the guess proves wrong.
                     waiting.untouched = False
-                    running.charged = len(request.token_ids)
+                    running.charged = len(request.prompt.token_ids)
                     running.flow.charge(running.charged * self.config.prefill_weight)
                     replica.prefixes.add(waiting.chain)
             held = StageTime(stage="fairness", start_ns=waiting.arrived_ns, end_ns=now_ns)
             message = Dispatch(
                 info=msgspec.structs.replace(request.info, queued=held),
-                token_ids=request.token_ids,
+                prompt=request.prompt,
                 sampling=request.sampling,
                 sequences=specs,
                 priority=request.priority,
@@ -458,7 +458,8 @@ class FairnessCore:
         number = least.num_sequences - self._num_leaving
         if flow is not least and flow.priority_class is first:
             # Sequences of the least served tenant that start before both tenants are level.
-            price = self.config.prefill_weight * len(least.first().request.token_ids) + 1
+            prompt = least.first().request.prompt
+            price = self.config.prefill_weight * len(prompt.token_ids) + 1
             ahead = (flow.counter - least.counter) * least.weight
             number = min(number, ceil(ahead / price) - self._num_leaving)
         return number > 0

@@ -211,7 +211,7 @@ class Flow:
     def count(self, waiting: Waiting, number: int) -> None:
         """Count sequences of a request that wait, or no longer wait (a number below zero)."""
         self.num_sequences += number
-        self.waiting_tokens += number * len(waiting.request.token_ids)
+        self.waiting_tokens += number * len(waiting.request.prompt.token_ids)
 
     def first(self) -> Waiting:
         """Return the request that leaves next. There must be one."""

@@ -26,6 +26,7 @@ IDS = ("r", "1-0", "00-a-b-01", "k=v")
 QUEUED = StageTime(stage="fairness", start_ns=1, end_ns=2)
 INFO = messages.RequestInfo(*IDS, "adapter", Pooling("mean", True, 4), QUEUED)
 SPEC = messages.SequenceSpec(7, 1, -5, (8, 9))
+PROMPT = messages.Prompt((1, 2, 3), ("image",))
 NEW = messages.NewSequence(7, (1, 2), 0, 0, (4, 5), SAMPLING, SPEC, INFO)
 STARTED = messages.StartedSequence(7, 1, "r", "1-0", 0, 0, 6, QUEUED)
 DRAFT = messages.VerifiedDraft(7, "prompt", 3, 2)
@@ -34,8 +35,8 @@ CANCEL = control.Cancel("r", "1-0", "expired", "deadline", "too late", unstarted
 FOLDER, TENSOR = weights.FolderWeights("/weights/7"), weights.TensorMeta("w", "bfloat16", (2, 3))
 MODEL = ModelConfig(id="a", path="/a", settings={"engine.max_batch_size": 4})
 SAMPLES: tuple[Message, ...] = (
-    messages.AdmittedRequest(INFO, (1, 2, 3), SAMPLING, (SPEC,), "default", -1),
-    messages.Dispatch(INFO, (1, 2, 3), SAMPLING, (SPEC,), 4),
+    messages.AdmittedRequest(INFO, PROMPT, SAMPLING, (SPEC,), "default", -1),
+    messages.Dispatch(INFO, PROMPT, SAMPLING, (SPEC,), 4),
     messages.PauseSequences((1, 2)),
     messages.ResumeSequences((7, 8), -5),
     messages.Credit(3, ((7, 8), (8,)), ((9, 12),), (7,), (8,), 1_000_000, 640),

@@ -22,6 +22,7 @@ from nano_inference import Completion, GenerateRequest, InferenceEngine, Pipelin
 from nano_inference.bus.messages import (
     Dispatch,
     NewSequence,
+    Prompt,
     RequestInfo,
     SequenceSpec,
     StepPlan,
@@ -127,7 +128,7 @@ class Lane:
         name = f"r{self._next_id}"
         info = RequestInfo(name, name)
         spec = SequenceSpec(self._next_id, 0, seed=request.seed)
-        dispatch = Dispatch(info, request.prompt, request.sampling, (spec,), priority=0)
+        dispatch = Dispatch(info, Prompt(request.prompt), request.sampling, (spec,), priority=0)
         self.batching.add(dispatch)
         return self._next_id
 

@@ -18,7 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.bus.control import ReplicaCapacity
-from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec, StepPlan, StepResult
+from nano_inference.bus.messages import (
+    Dispatch,
+    Prompt,
+    RequestInfo,
+    SequenceSpec,
+    StepPlan,
+    StepResult,
+)
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import load_config
 from nano_inference.pipeline.pipeline import Pipeline
@@ -81,7 +88,7 @@ def batching_steps(number: int, cache_type: Literal["paged", "radix"]) -> float:
     capacity = ReplicaCapacity(8 * number, STEPS, 4096, 50, "none", max_batch_size=number)
     core = BatchingCore(config, capacity)
     for seq_id in range(number):
-        prompt = (seq_id,) * (1 + seq_id % STEPS)
+        prompt = Prompt((seq_id,) * (1 + seq_id % STEPS))
         info = RequestInfo(f"r{seq_id}", "e")
         core.add(Dispatch(info, prompt, SamplingParams(), (SequenceSpec(seq_id, 0, 0),), 0))
     plans: deque[StepPlan] = deque()

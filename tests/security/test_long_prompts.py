@@ -74,7 +74,7 @@ def test_what_can_never_fit_is_refused_without_being_tokenised(
 
 def test_what_just_fits_is_taken(core: AdmissionCore) -> None:
     request = GenerateRequest(messages=(turn("x" * 49),))
-    assert len(core.admit(RequestEntry("1-1", request), 0, 0).admitted.token_ids) == 99
+    assert len(core.admit(RequestEntry("1-1", request), 0, 0).admitted.prompt.token_ids) == 99
 
 
 # --- long -----------------------------------------------------------------------------------------

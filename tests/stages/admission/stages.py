@@ -11,6 +11,7 @@ from nano_inference.bus.control import Cancel, ReplicaCapacity, Reset, StageRead
 from nano_inference.bus.messages import (
     AdmittedRequest,
     Fenced,
+    Prompt,
     Recover,
     Recovered,
     RecoveredSample,
@@ -31,7 +32,8 @@ CAPACITY = ReplicaCapacity(
 def accepted(request_id: str, entry_id: str) -> Accepted:
     """A valid request of one sample."""
     ids, sequences = (request_id, entry_id), (SequenceSpec(1, 0, 0),)
-    admitted = AdmittedRequest(RequestInfo(*ids), (1,), SamplingParams(), sequences, "", 0)
+    info, prompt = RequestInfo(*ids), Prompt((1,))
+    admitted = AdmittedRequest(info, prompt, SamplingParams(), sequences, "", 0)
     return Accepted(RequestOpened(*ids, "m", 1, True, (), (1,)), admitted)
 
 

@@ -113,7 +113,7 @@ def test_an_admitted_request_is_complete(core: AdmissionCore) -> None:
     assert (opened.request_id, opened.entry_id, opened.model) == ("mine", "7-0", "tiny-7b")
     assert (opened.n, opened.stream, opened.stop) == (2, False, ("x",))
     assert (opened.traceparent, opened.tracestate) == ("00-a-b-01", "k=v")
-    assert (opened.received_ns, opened.prompt_token_ids) == (1_000, request.token_ids)
+    assert (opened.received_ns, opened.prompt_token_ids) == (1_000, request.prompt.token_ids)
     assert request.info == RequestInfo("mine", "7-0", "00-a-b-01", "k=v")
     assert (request.sampling.stop, request.has_stop_strings) == ((), True), "streaming has them"
     assert (request.tenant, request.priority) == ("team a", -3)
@@ -129,7 +129,7 @@ def test_a_request_without_an_id_has_its_entry_id(core: AdmissionCore) -> None:
 def test_raw_text_gets_the_tokenizers_special_tokens(
     core: AdmissionCore, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    ids = admit(core, entry_of(prompt="hé")).token_ids
+    ids = admit(core, entry_of(prompt="hé")).prompt.token_ids
     assert ids[0] == 0
     assert tokenizer.decode(ids[1:]) == "hé"
 
@@ -138,7 +138,7 @@ def test_a_conversation_goes_through_the_template_once(
     core: AdmissionCore, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     messages = turns(("system", "be brief"), ("user", "hi"))
-    ids = admit(core, entry_of(messages=messages)).token_ids
+    ids = admit(core, entry_of(messages=messages)).prompt.token_ids
     assert ids.count(0) == 1
     assert tokenizer.decode(ids) == "<s>system:be brief</s>user:hi</s>assistant:"
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from nano_inference.bus import RequestEntry
+from nano_inference.bus.messages import Prompt
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.stages.admission.arrivals import Tokens
 from nano_inference.stages.admission.long_prompts import (
@@ -31,7 +32,7 @@ class Work:
     def __call__(self, request: GenerateRequest) -> Tokens:
         self.begun.append(request.tenant)
         assert self.go.wait(LIMIT_S)
-        return Tokens(())
+        return Tokens(Prompt(()))
 
     def check(self, request: GenerateRequest) -> None:
         """The same of a constraint."""
@@ -79,7 +80,7 @@ async def test_constraints_and_long_texts_do_not_wait_for_each_other(work: Work)
     async with asyncio.timeout(LIMIT_S):
         assert await prompts.run(*entries("b", 1), None, work.check, is_constraint=True) is None
         held.go.set()
-        assert await asyncio.gather(*tasks) == [Tokens(())] * AT_A_TIME
+        assert await asyncio.gather(*tasks) == [Tokens(Prompt(()))] * AT_A_TIME
 
 
 async def test_a_short_text_waits_for_no_turn(work: Work) -> None:
@@ -90,7 +91,7 @@ async def test_a_short_text_waits_for_no_turn(work: Work) -> None:
     at_once = Work()
     at_once.go.set()
     async with asyncio.timeout(LIMIT_S):
-        assert await prompts.run(*entries("b", 1), None, at_once) == Tokens(())
+        assert await prompts.run(*entries("b", 1), None, at_once) == Tokens(Prompt(()))
         work.go.set()
         await asyncio.gather(*tasks)
 

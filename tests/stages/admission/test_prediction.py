@@ -29,7 +29,7 @@ def test_a_text_becomes_tokens_without_special_ones(
     request = admit(core, entry_of(prompt="abc", prediction="abc"))
     plain = tuple(tokenizer("abc", add_special_tokens=False)["input_ids"])
     assert request.prediction == plain
-    assert request.token_ids != plain, "a prompt has special tokens"
+    assert request.prompt.token_ids != plain, "a prompt has special tokens"
 
 
 def test_token_ids_are_taken_as_they_are(core: AdmissionCore) -> None:

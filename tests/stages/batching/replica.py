@@ -11,6 +11,7 @@ from nano_inference.bus.messages import (
     Credit,
     Dispatch,
     NewSequence,
+    Prompt,
     RequestInfo,
     SequenceSpec,
     StepPlan,
@@ -213,7 +214,7 @@ class FakeReplica:
         )
         info = RequestInfo(name, name, adapter=adapter, pooling=pooling)
         specs = tuple(SequenceSpec(seq_id, index, 0) for index, seq_id in enumerate(seq_ids))
-        dispatch = Dispatch(info, tuple(prompt), sampling, specs, priority, rank=rank)
+        dispatch = Dispatch(info, Prompt(tuple(prompt)), sampling, specs, priority, rank=rank)
         self.core.add(dispatch, deadline_ns)
 
     def plan(self, now_ns: int = 0) -> bool:

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec, StepPlan, StepResult
+from nano_inference.bus.messages import (
+    Dispatch,
+    Prompt,
+    RequestInfo,
+    SequenceSpec,
+    StepPlan,
+    StepResult,
+)
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, LoadedModel
@@ -60,7 +67,7 @@ class StepLane:
     ) -> None:
         name = f"r{seq_id}"
         info, spec = RequestInfo(name, name, adapter=adapter), SequenceSpec(seq_id, 0, seed=seq_id)
-        self.batching.add(Dispatch(info, tuple(prompt), sampling, (spec,), priority=0))
+        self.batching.add(Dispatch(info, Prompt(tuple(prompt)), sampling, (spec,), priority=0))
 
     def turn(self) -> bool:
         """Run all steps that can be planned, then take the result of the oldest step."""

@@ -64,8 +64,10 @@ class StepReplica:
             if isinstance(message, Dispatch):
                 self.started.setdefault(message.info.request_id, self.now_ns)
                 for spec in message.sequences:
-                    self._start(spec.seq_id, admitted, len(admitted.token_ids))
-                    self._serve(admitted, self.core.config.prefill_weight * len(message.token_ids))
+                    self._start(spec.seq_id, admitted, len(admitted.prompt.token_ids))
+                    self._serve(
+                        admitted, self.core.config.prefill_weight * len(message.prompt.token_ids)
+                    )
             elif isinstance(message, ResumeSequences):
                 for seq_id in message.seq_ids:
                     self._start(seq_id, self.paused.pop(seq_id), 1)

@@ -8,6 +8,7 @@ from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import (
     AdmittedRequest,
     Credit,
+    Prompt,
     RequestInfo,
     ResumeSequences,
     SequenceSpec,
@@ -32,7 +33,7 @@ def request(
     info = RequestInfo(name, f"entry-{name}")
     sequences = tuple(SequenceSpec(next(_ids), index, 0) for index in range(samples))
     sampling = sampling or SamplingParams()
-    return AdmittedRequest(info, prompt, sampling, sequences, tenant, priority)
+    return AdmittedRequest(info, Prompt(prompt), sampling, sequences, tenant, priority)
 
 
 def cancel(name: str) -> Cancel:

@@ -144,7 +144,8 @@ def test_a_conversation_goes_through_the_template_once(
 
 
 def test_token_ids_are_taken_as_they_are(core: AdmissionCore) -> None:
-    assert admit(core, entry_of(prompt_token_ids=(5, 257, 1, 0))).token_ids == (5, 257, 1, 0)
+    prompt = admit(core, entry_of(prompt_token_ids=(5, 257, 1, 0))).prompt
+    assert prompt.token_ids == (5, 257, 1, 0)
 
 
 @pytest.mark.parametrize(

@@ -72,14 +72,8 @@ def test_a_prompt_may_fill_what_the_lane_has(tokenizer: PreTrainedTokenizerFast)
     """64 slots; and the model's length, with no room for a token behind it."""
     assert len(admitted(tokenizer, prompt_token_ids=(5,) * 64).admitted.prompt.token_ids) == 64
     short = msgspec.structs.replace(BOTH, max_model_len=20)
-    assert (
-        len(
-            admitted(
-                tokenizer, short, prompt="a" * 19, prompt_token_ids=None
-            ).admitted.prompt.token_ids
-        )
-        == 20
-    )
+    filled = admitted(tokenizer, short, prompt="a" * 19, prompt_token_ids=None)
+    assert len(filled.admitted.prompt.token_ids) == 20
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import getpass
 import re
 import sys
@@ -18,7 +17,7 @@ import yaml
 from ..config import ConfigError, PolicyConfig, parse_value
 from ..gateway.policy.document import SCOPES
 from .clients import ServerClient
-from .connection import connected, server_of
+from .connection import connected, run_with, server_of
 from .options import AsJson, Options, argument, group, option, takes, takes_server_options
 from .requests import given
 from .terminal import date, failures_exit, harmless, one_line, print_json, print_table, read_input
@@ -284,12 +283,8 @@ def set_guardrails(
 
 
 def _run(options: Options, work: Callable[[Admin], Awaitable[T]]) -> T:
-    async def run() -> T:
-        async with _administration(options) as admin:
-            return await work(admin)
-
     with failures_exit():
-        return asyncio.run(run())
+        return run_with(_administration(options), work)
 
 
 @asynccontextmanager

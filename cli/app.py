@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from ..config import NanoInferenceError, shown
+from ..config.errors import leaves_of
 from ..config.extras import advice
 from ..pipeline.supervisor import StageFailed
 from . import admin, dlq, fairness, models, weights
@@ -158,9 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _cause_of(error: BaseException) -> BaseException:
     """Return the error itself, or of a group the one that decides the exit status."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    causes = [_cause_of(each) for each in error.exceptions]
+    causes = leaves_of(error)
     for kind in (KeyboardInterrupt, typer.Exit, NanoInferenceError, BrokenPipeError):
         for cause in causes:
             if isinstance(cause, kind):

@@ -102,23 +102,19 @@ async def _read(config: BusConfig) -> BusStatus:
         links = [
             (name, link.name) for name in sorted(replicas) for link in all_links(replicas[name])
         ]
+        backlog = await bus.requests.backlog()
     except BusError as error:
         raise unreachable(config, error) from None
     finally:
         await bus.aclose()
     keys = Keys(config.prefix, config.lane, config.model)
-    streams = [keys.requests, keys.dead, keys.results]
-    streams += [keys.link(name, lane) for lane, name in links]
-    queue_length, pending, consumers, server, clients, *lengths = await _replies(
+    streams = [keys.results, *(keys.link(name, lane) for lane, name in links)]
+    server, clients, consumers, results, *lengths = await _replies(
         config,
-        ("GET", keys.queue_length),
-        ("XPENDING", keys.requests, config.group),
         ("XINFO", "CONSUMERS", keys.requests, config.group),
         *(("XLEN", key) for key in streams),
     )
-    length, dead, results, *waiting = map(int, lengths)
-    # These two fail until a pipeline has created the group.
-    in_flight = 0 if isinstance(pending, Exception) else int(pending["pending"])
+    # It fails until a pipeline has created the group.
     idle_ms = [] if isinstance(consumers, Exception) else [int(c[b"idle"]) for c in consumers]
     reason = verdict(lanes)
     return BusStatus(
@@ -127,28 +123,25 @@ async def _read(config: BusConfig) -> BusStatus:
         url=redact(config.url),
         server=server,
         prefix=config.prefix,
-        # Answered entries are deleted, so the rest of the stream is not taken. (The group's lag is
-        # unknown once an entry was deleted unread.)
-        waiting=max(0, length - in_flight),
-        in_flight=in_flight,
-        # Without a lane nothing has begun.
-        queue_length=length if queue_length is None else int(queue_length),
-        dead_letters=dead,
+        waiting=backlog.waiting,
+        in_flight=backlog.pending,
+        queue_length=backlog.queue_length,
+        dead_letters=backlog.dead,
         last_taken_s=min(idle_ms) / 1000 if idle_ms else None,
         results=results,
         lanes=lanes,
         links={
-            name if lane == "0" else f"{lane}:{name}": number
-            for (lane, name), number in zip(links, waiting, strict=True)
+            name if lane == "0" else f"{lane}:{name}": length
+            for (lane, name), length in zip(links, lengths, strict=True)
         },
         connections=clients,
     )
 
 
 async def _replies(config: BusConfig, *commands: tuple[Any, ...]) -> list[Any]:
-    """Return the replies, and after the third the server's name and its connections by client name.
+    """Return the server's name, its connections by client name, and the replies.
 
-    The second and the third may be errors.
+    The first reply may be an error.
     """
     from redis import exceptions
 
@@ -172,7 +165,7 @@ async def _replies(config: BusConfig, *commands: tuple[Any, ...]) -> list[Any]:
     finally:
         await redis.aclose()
         await server.aclose()
-    for reply in (replies[0], *replies[3:]):
+    for reply in replies[1:]:
         if isinstance(reply, Exception):
             raise server.explain(reply)
     del names[_OWN_NAME]
@@ -181,4 +174,4 @@ async def _replies(config: BusConfig, *commands: tuple[Any, ...]) -> list[Any]:
         for key, name in (("valkey_version", "Valkey"), ("redis_version", "Redis"))
         if key in info
     ]
-    return [*replies[:3], [*versions, "unknown"][0], dict(sorted(names.items())), *replies[3:]]
+    return [[*versions, "unknown"][0], dict(sorted(names.items())), *replies]

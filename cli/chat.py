@@ -23,8 +23,8 @@ from ..config import (
     RequestError,
     nearest,
 )
-from .clients import Client, ListedModel, ReceivedCall, client_at, run_at
-from .connection import Place, ServerAddress, place_of
+from .clients import Client, ListedModel, ReceivedCall, client_at
+from .connection import Place, ServerAddress, place_of, run_with
 from .options import AskedModel, Options, argument, takes, takes_server_options
 from .requests import Template, field, given, template
 from .terminal import AnswerWriter, complain, failures_exit, harmless
@@ -343,7 +343,7 @@ def complete(
                 writer.write(part.text)
 
     with failures_exit(), AnswerWriter() as writer:
-        run_at(place, answer)
+        run_with(client_at(place), answer)
 
 
 def _read_stdin() -> str:
@@ -376,4 +376,4 @@ def cancel(
     if not request_id:
         raise ConfigError("give the id of a request")
     with failures_exit():
-        run_at(place_of(options), lambda client: client.cancel(request_id))
+        run_with(client_at(place_of(options)), lambda client: client.cancel(request_id))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 from urllib.parse import quote
@@ -76,20 +75,6 @@ class Unreachable(NanoInferenceError):
     code = "unreachable"
 
 
-def run_at(place: Place, work: Callable[[Client], Awaitable[T]]) -> T:
-    """Return the result of work with a client of a server or a pipeline.
-
-    Raises:
-        NanoInferenceError: Nothing answers; or as `work`.
-    """
-
-    async def run() -> T:
-        async with client_at(place) as client:
-            return await work(client)
-
-    return asyncio.run(run())
-
-
 @asynccontextmanager
 async def client_at(place: Place) -> AsyncIterator[Client]:
     """Connect to a server or a pipeline.
@@ -110,15 +95,19 @@ class PipelineClient:
 
     def __init__(self, client: BusClient) -> None:
         self._client = client
+        self.load, self.unload = client.load_model, client.unload_model
 
-    async def check(self) -> str:
-        """Check that requests can be sent.
+    async def check(self, found: Sequence[ModelStatus] = ()) -> str:
+        """Check that requests can be sent, and complain on standard error if they have to wait.
+
+        Args:
+            found: Models that the pipeline is known to have.
 
         Returns:
             The name of the model that requests must give; "" if they need not.
         """
         if trouble := await self._client.trouble():
-            if not await self._client.reports():
+            if not (found or await self._client.reports()):
                 raise BusError(trouble)
             complain(f"waiting: {trouble}")
         return ""
@@ -160,27 +149,9 @@ class PipelineClient:
     async def statuses(self) -> Sequence[ListedModel | ModelStatus]:
         """Return all models, with as much as this client may read."""
         found = await self._client.models()
-        if len(found) <= 1 and (trouble := await self._client.trouble()):
-            if not found and not await self._client.reports():
-                raise BusError(trouble)
-            complain(f"waiting: {trouble}")
+        if len(found) <= 1:
+            await self.check(found)
         return found
-
-    async def load(self, model: str | ModelConfig) -> ModelStatus:
-        """Load a model, by its name or as a new one."""
-        return await self._client.load_model(model)
-
-    async def unload(
-        self, model: str, timeout_s: float | None, *, remove: bool = False
-    ) -> ListedModel | ModelStatus:
-        """Unload a model once its requests are answered, within a time limit.
-
-        Args:
-            model: One of its names.
-            timeout_s: None for no limit.
-            remove: Remove it from the deployment too.
-        """
-        return await self._client.unload_model(model, timeout_s=timeout_s, remove=remove)
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -350,15 +321,15 @@ class ServerClient:
         return [ListedModel(card.id, card.max_model_len, card.root) for card in cards]
 
     async def load(self, model: str | ModelConfig) -> ModelStatus:
-        """See PipelineClient."""
+        """See BusClient.load_model."""
         if isinstance(model, str):
             return await self._call("POST", f"{self._models(model)}/load", ModelStatus, {})
         return await self._call("POST", self._models(), ModelStatus, msgspec.to_builtins(model))
 
     async def unload(
-        self, model: str, timeout_s: float | None, *, remove: bool = False
+        self, model: str, *, timeout_s: float | None = None, remove: bool = False
     ) -> ListedModel | ModelStatus:
-        """See PipelineClient."""
+        """See BusClient.unload_model."""
         body = given({"timeout_s": timeout_s})
         if remove:
             return await self._call("DELETE", self._models(model), ListedModel, body)

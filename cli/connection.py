@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import NamedTuple, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
@@ -18,6 +18,7 @@ from ..store.registry import find_model
 from ..telemetry import Metrics, setup_metrics, setup_tracing
 from .options import Options
 
+C = TypeVar("C")
 T = TypeVar("T")
 
 SERVE_PORT = 8000
@@ -144,11 +145,15 @@ def operate(options: Options, operation: Callable[[BusClient], Awaitable[T]]) ->
     Raises:
         NanoInferenceError: As `connected`, or the operation.
     """
-    config = options.client_config()
+    return run_with(connected(options.client_config(), options.served), operation)
+
+
+def run_with(context: AbstractAsyncContextManager[C], work: Callable[[C], Awaitable[T]]) -> T:
+    """Enter a context in an event loop, and return the result of the work with it."""
 
     async def run() -> T:
-        async with connected(config, options.served) as client:
-            return await operation(client)
+        async with context as entered:
+            return await work(entered)
 
     return asyncio.run(run())
 

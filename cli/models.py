@@ -11,8 +11,8 @@ import typer
 
 from ..config import ConfigError, ModelConfig, ModelError, RequestError
 from ..pipeline.models import ModelStatus
-from .clients import Client, ListedModel, run_at
-from .connection import place_of
+from .clients import Client, ListedModel, client_at
+from .connection import place_of, run_with
 from .options import AsJson, Options, argument, option, takes_server_options
 from .status import duration
 from .terminal import failures_exit, harmless, one_line, print_json, stdout, table
@@ -105,7 +105,7 @@ def unload(options: Options, name: Name, timeout: Timeout = None, as_json: AsJso
 
         nano-inference models unload code --timeout 60
     """
-    found = _run(options, lambda client: client.unload(name, timeout))
+    found = _run(options, lambda client: client.unload(name, timeout_s=timeout))
     _print(found.id, "is unloaded", found if as_json else None)
 
 
@@ -116,13 +116,13 @@ def remove(options: Options, name: Name, timeout: Timeout = None, as_json: AsJso
 
     nano-inference models remove code
     """
-    found = _run(options, lambda client: client.unload(name, timeout, remove=True))
+    found = _run(options, lambda client: client.unload(name, timeout_s=timeout, remove=True))
     _print(found.id, "is removed", {"id": found.id} if as_json else None)
 
 
 def _run(options: Options, work: Callable[[Client], Awaitable[T]]) -> T:
     with failures_exit((RequestError, ModelError)):
-        return run_at(place_of(options), work)
+        return run_with(client_at(place_of(options)), work)
 
 
 def _print(name: str, what: str, shown: object | None) -> None:

@@ -20,6 +20,7 @@ from ..bus import open_bus
 from ..bus.control import StageStopped
 from ..bus.links import CONTROL
 from ..config import REPLICATED, BusError, Config, NanoInferenceError, split_role
+from ..config.errors import leaves_of
 from ..pipeline.supervisor import RestartBudget, StageFailed
 from ..telemetry import LogOutput
 from .children import Child, Forks
@@ -176,7 +177,7 @@ class Processes:
                 for role in self.roles:
                     group.start_soon(self._keep_running, role)
         except* NanoInferenceError as failures:
-            raise _first(failures) from None
+            raise leaves_of(failures)[0] from None
 
     async def _keep_running(self, role: str) -> None:
         budget = RestartBudget(role, self.config.pipeline)
@@ -296,7 +297,3 @@ class Processes:
         if text.startswith(_COMPLAINT):
             self._complaints[role] = text.removeprefix(_COMPLAINT)
         self.printer.line(self._model, role, line)
-
-
-def _first(error: BaseException) -> BaseException:
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -26,7 +26,7 @@ from ..pipeline.status import PipelineStatus
 from ..store.board import STALE_AFTER_S, StageReport
 from .bus_status import BusStatus, bus_status
 from .clients import ServerClient, Unreachable
-from .connection import DEFAULT_SERVER, Place, ServerAddress, connected, named_server
+from .connection import DEFAULT_SERVER, Place, ServerAddress, connected, named_server, run_with
 from .options import AsJson, Options, option, takes_status_options
 from .terminal import print_json, stdout, table
 
@@ -388,13 +388,8 @@ def health(
         if split_role(name)[0] not in STAGES:
             raise ConfigError(f"there is no stage {name!r}{nearest(name, STAGES)}")
     config = options.client_config("error")
-
-    async def reports() -> list[StageReport]:
-        async with connected(config, options.served) as client:
-            return await client.reports()
-
     try:
-        found = asyncio.run(reports())
+        found = run_with(connected(config, options.served), lambda client: client.reports())
     except BusError as error:
         problem = serving_elsewhere(config, error).message
         typer.echo(f"{'unknown' if live else 'not ready'}: {problem}")
@@ -416,13 +411,8 @@ def _check_server(server: ServerAddress, model: str | None, *, live: bool) -> No
     path = "/livez" if live else "/readyz"
     if model is not None and not live:
         path = f"/v2/models/{quote(model, safe='')}/ready"
-
-    async def probe() -> str:
-        async with ServerClient(server) as client:
-            return await client.probe(path)
-
     try:
-        problem = asyncio.run(probe())
+        problem = run_with(ServerClient(server), lambda client: client.probe(path))
     except Unreachable as error:
         problem = error.message
     typer.echo(f"not {word}: {problem}" if problem else word)

@@ -94,6 +94,13 @@ class LaneReplaced(BusError):
     code = "lane_replaced"
 
 
+def leaves_of(error: BaseException) -> list[BaseException]:
+    """Return the errors of an exception group and of the groups within it, in their order."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for each in error.exceptions for leaf in leaves_of(each)]
+
+
 def bus_closed() -> ChannelClosed:
     """Return the error of every end of a bus after `aclose`."""
     return ChannelClosed("the bus was closed")

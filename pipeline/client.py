@@ -26,13 +26,7 @@ from ..bus.weights import (
     lay_down,
     pick_up,
 )
-from ..config import (
-    AdapterError,
-    BusConfig,
-    ConfigError,
-    FairnessConfig,
-    ModelConfig,
-)
+from ..config import AdapterError, BusConfig, ConfigError, FairnessConfig, ModelConfig
 from ..store.board import LoadedAdapter
 from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .cancellations import Cancellations

@@ -65,10 +65,7 @@ def prompt_of(prompt: Any) -> str | tuple[int, ...]:
 def prompt_fields(prompt: str | tuple[int, ...]) -> dict[str, Any]:
     """Return the fields of a request that hold its prompt."""
     is_text = isinstance(prompt, str)
-    return {
-        "prompt": prompt if is_text else None,
-        "prompt_token_ids": None if is_text else prompt,
-    }
+    return {"prompt": prompt if is_text else None, "prompt_token_ids": None if is_text else prompt}
 
 
 def token_ids_of(

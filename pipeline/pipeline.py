@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import anyio
@@ -17,6 +17,7 @@ from ..bus.control import Drain
 from ..bus.links import CONTROL
 from ..bus.public import Output
 from ..config import STAGES, Config, NanoInferenceError, cut, roles_here, split_role
+from ..config.errors import leaves_of
 from ..config.logger import get_logger
 from ..stages.actor import Actor, StageContext
 from ..store.board import StageReport, StageState
@@ -342,18 +343,10 @@ class Pipeline(Submitter):
 
 def _clearest(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the error that explains the failure best; log the others."""
-    leaves = list(_leaves(group))
+    leaves = leaves_of(group)[::-1]
     ours = [error for error in leaves if isinstance(error, NanoInferenceError)]
     chosen = (ours or leaves)[0]
     for other in leaves:
         if str(other) != str(chosen):
             get_logger().error("stage_failed_too", error=repr(other))
     return chosen
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for each in reversed(error.exceptions):
-            yield from _leaves(each)
-    else:
-        yield error

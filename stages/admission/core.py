@@ -152,8 +152,7 @@ class AdmissionCore:
         check_request(request, max_samples=self._limits.max_samples)
         if request.budget_ns is not None and request.budget_ns <= max(0, now_ns - received_ns):
             raise RequestError(
-                "the request's time was over before it could run; give it more",
-                code="expired",
+                "the request's time was over before it could run; give it more", code="expired"
             )
         check_sampling(request.sampling, vocab_size=self.capacity.vocab_size)
         check_embed(request, self.capacity, self._model_name)

@@ -13,14 +13,7 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from ...bus import Inbox, RequestEntry
-from ...bus.control import (
-    AdaptersChanged,
-    Cancel,
-    CancelAll,
-    Reset,
-    StageReady,
-    UnloadAdapter,
-)
+from ...bus.control import AdaptersChanged, Cancel, CancelAll, Reset, StageReady, UnloadAdapter
 from ...bus.links import ADMITTED, CONTROL, OPENED, REFUSED, at
 from ...bus.messages import Envelope, Message, Recover
 from ...bus.public import Completion, GenerateRequest

@@ -16,14 +16,7 @@ from ...bus.control import (
     WeightsReady,
 )
 from ...bus.links import CONTROL, CREDITS, PLANS
-from ...bus.messages import (
-    Credit,
-    Dispatch,
-    Envelope,
-    PauseSequences,
-    ResumeSequences,
-    StepSummary,
-)
+from ...bus.messages import Credit, Dispatch, Envelope, PauseSequences, ResumeSequences, StepSummary
 from ...bus.weights import check_in_flight
 from ...config import WeightsError
 from ...telemetry import instruments, names, now_ns

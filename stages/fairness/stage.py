@@ -11,14 +11,7 @@ from ...bus.control import Cancel, UpdateFairness
 from ...bus.links import DISPATCH, DispatchMessage, Link, at
 from ...bus.messages import AdmittedRequest, Credit, Envelope, PauseSequences
 from ...config import role_of_sender, split_role
-from ...telemetry import (
-    Attributes,
-    TraceContext,
-    instruments,
-    names,
-    now_ns,
-    priority_label,
-)
+from ...telemetry import Attributes, TraceContext, instruments, names, now_ns, priority_label
 from ..actor import Actor, StageContext, budget_of, deadline_of
 from .core import Counts, Dispatched, FairnessCore
 from .queue import Running

@@ -37,15 +37,7 @@ from ...bus.messages import (
     VerifiedDraft,
 )
 from ...bus.pooling import PooledPrompt
-from ...bus.public import (
-    Completion,
-    CompletionChunk,
-    ErrorInfo,
-    Output,
-    StageTime,
-    Timings,
-    Usage,
-)
+from ...bus.public import Completion, CompletionChunk, ErrorInfo, Output, StageTime, Timings, Usage
 from ...bus.scoring import SampleScored, ScoreSample
 from ...text.detokenizer import Pieces, TokenPieces
 from .samples import RequestState, Sample
